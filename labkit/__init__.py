@@ -1,0 +1,1 @@
+"""labkit: a workbench for the Megatron-style parallel training stack."""

@@ -1,0 +1,233 @@
+"""Everything a run is made of, as frozen dataclasses.
+
+`RunConfig` holds one section per concern. Each field is documented in the string under it; units are in the text.
+The names are the field's (Megatron's where it has one), in short form: `tp cp ep etp dp edp pp vpp`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of the model. Defaults give a small GPT-2."""
+
+    family: str = "gpt"
+    """Which model: `gpt` (BERT and T5 arrive with their chapters)."""
+    layers: int = 4
+    """Transformer layers of the whole model, over all stages."""
+    hidden: int = 128
+    """Width of the residual stream."""
+    heads: int = 4
+    """Attention (query) heads; `hidden / heads` is the head dimension."""
+    kv_heads: int | None = None
+    """Key/value heads of grouped-query attention (arXiv 2305.13245); None means `heads`."""
+    ffn_hidden: int | None = None
+    """Width of the MLP; None means 4 x hidden."""
+    vocab_size: int = 512
+    """Tokens of the vocabulary before padding."""
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this times tp; padded columns never enter the loss."""
+    seq_length: int = 64
+    """Tokens of one sample."""
+    position: str = "learned"
+    """Position encoding: `learned` (an embedding table of seq_length rows) or `rope` (arXiv 2104.09864)."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    norm: str = "layernorm"
+    """`layernorm` or `rmsnorm` (arXiv 1910.07467)."""
+    norm_eps: float = 1e-5
+    """Added to the variance inside the norm."""
+    activation: str = "gelu_tanh"
+    """`gelu` (erf), `gelu_tanh` (GPT-2's) or `swiglu` (arXiv 2002.05202)."""
+    bias: bool = True
+    """Whether linear layers carry a bias."""
+    untie_embeddings_and_output_weights: bool = False
+    """False: the output layer is the word embedding's transpose, shared by first and last stage."""
+    embedding_dropout: float = 0.0
+    """Dropout after the embeddings."""
+    attention_dropout: float = 0.0
+    """Dropout of attention probabilities, inside the tensor-parallel region."""
+    hidden_dropout: float = 0.0
+    """Dropout before each residual addition, outside the tensor-parallel region."""
+    init_std: float = 0.02
+    """Weights are N(0, init_std); residual projections are scaled by 1/sqrt(2 x layers)."""
+    transformer_impl: str = "local"
+    """`local`: labkit's own layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The layout. Data parallelism is what is left of the world: dp = world / (tp cp pp)."""
+
+    tp: int = 1
+    """Tensor parallel size."""
+    pp: int = 1
+    """Pipeline parallel size (stages on different ranks)."""
+    vpp: int = 1
+    """Virtual pipeline size: model chunks on each rank."""
+    cp: int = 1
+    """Context parallel size."""
+    ep: int = 1
+    """Expert parallel size."""
+    etp: int | None = None
+    """Tensor parallel size inside experts; None means tp."""
+    order: str = "tp-cp-ep-dp-pp"
+    """Axes from fastest to slowest varying over ranks."""
+    rank_offset: int = 0
+    """Number of the first global rank of this layout."""
+    sequence_parallel: bool = False
+    """Split activations along the sequence between tensor-parallel regions (arXiv 2205.05198)."""
+    split_rank: int | None = None
+    """First pipeline rank of the decoder in an encoder-decoder model."""
+    standalone_embedding_stage: bool = False
+    """The first stage holds the embedding and no layer."""
+    distributed_backend: str = "auto"
+    """`auto` (nccl where each rank has a GPU of its own, gloo otherwise), `gloo` or `nccl`."""
+    distributed_timeout_minutes: float = 10.0
+    """Minutes that a collective may wait before the run is ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """How microbatches move through the pipeline."""
+
+    name: str = "auto"
+    """`auto`, `gpipe` or `1f1b`; auto is 1f1b."""
+    path: str | None = None
+    """A CSV file with a schedule of one's own; takes the place of `name`."""
+    microbatch_group_size: int | None = None
+    """Microbatches a rank runs on one chunk before the next (interleaving); None means pp."""
+    overlap_p2p_comm: bool = False
+    """Post receives ahead and let sends run behind the computation."""
+    batch_p2p_comm: bool = False
+    """Issue the sends and receives of a step as one batch."""
+    variable_seq_lengths: bool = False
+    """Exchange shapes before each tensor."""
+    use_ring_exchange_p2p: bool = False
+    """Megatron's custom ring exchange; torch has none, so True is refused."""
+    deallocate_pipeline_outputs: bool = True
+    """Free a sent activation, keeping only its graph."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Mixture of experts; num_experts = 0 means a dense model."""
+
+    num_experts: int = 0
+    """Experts per MoE layer over all ranks; 0 is a dense model."""
+    top_k: int = 2
+    """Experts a token is sent to."""
+    dispatcher: str = "alltoall"
+    """How tokens reach their experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphConfig:
+    """CUDA graphs."""
+
+    cuda_graph_impl: str = "none"
+    """`none`, `local`, `transformer_engine` or `emulated`."""
+    cuda_graph_scope: tuple[str, ...] = ()
+    """Parts of a layer to capture; empty is the whole layer."""
+    cuda_graph_warmup_steps: int = 3
+    """Eager steps before capture."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from."""
+
+    path: str | None = None
+    """A UTF-8 text file; None is the bundled public-domain text."""
+    tokenizer: str | None = None
+    """A `tokenizers` JSON file; None is the bundled byte-level BPE."""
+    split: str = "90,5,5"
+    """Shares of the text for training, validation and test, in this order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW, the learning-rate schedule, clipping and precision."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    lr_schedule: str = "cosine"
+    """`constant`, `cosine`, `linear`, `inverse-square-root` or `wsd` (after the linear warm-up)."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    decay_steps: int | None = None
+    """Step at which the decay ends; None means train.steps."""
+    wsd_decay_steps: int | None = None
+    """Length of the last, decaying phase of `wsd`, in steps; None means a tenth of decay_steps."""
+    wsd_decay_style: str = "exponential"
+    """Tail of `wsd`: `exponential`, `linear`, `cosine` or `minus-sqrt`."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay (arXiv 1711.05101); biases and norms have none."""
+    beta1: float = 0.9
+    """Adam's decay of the first moment."""
+    beta2: float = 0.95
+    """Adam's decay of the second moment."""
+    eps: float = 1e-8
+    """Adam's epsilon."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+    precision: str = "fp32"
+    """`fp32`, `bf16` (with fp32 master weights and gradients) or `fp64` (for parity)."""
+    gradient_accumulation_fusion: bool = True
+    """Weight gradients are added into main_grad by the linear layers' own backward."""
+    distributed_optimizer: bool = False
+    """Shard optimizer state over data-parallel ranks (ZeRO-1, arXiv 1910.02054)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Steps, batches, seeds and reports."""
+
+    steps: int = 20
+    """Optimizer steps."""
+    micro_batch_size: int = 1
+    """Samples of one forward pass on one data-parallel rank."""
+    global_batch_size: int = 16
+    """Samples of one optimizer step over all ranks."""
+    seed: int = 1234
+    """Of weights, dropout and data order."""
+    label_smoothing: float = 0.0
+    """Share of the target given to all tokens of the (global, unpadded) vocabulary."""
+    eval_interval: int = 0
+    """Steps between validations; 0 validates only at the end."""
+    eval_steps: int = 0
+    """Global batches of one validation; 0 does none."""
+    log_interval: int = 1
+    """Steps between lines of metrics.jsonl."""
+    timing_log_level: int = 0
+    """0, 1 or 2: how fine the named timers are."""
+    record_events: bool = True
+    """Keep an Event for every forward, backward, send, receive and collective."""
+    output_dir: str | None = None
+    """Folder for metrics.jsonl and events.jsonl; None writes nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Shape of the model."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """The layout."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """The pipeline schedule."""
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    """Mixture of experts."""
+    graph: GraphConfig = field(default_factory=GraphConfig)
+    """CUDA graphs."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Where tokens come from."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer and precision."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Steps and batches."""

@@ -1,0 +1,138 @@
+"""The one record of when something happened, predicted or measured.
+
+A simulator and a training run write the same `Event`, so both can be drawn on one axis and exported to one trace.
+Times are seconds. Measured ones are `time.perf_counter()`, which on one Linux machine is the same clock in every
+process, so the events of several ranks can be compared without correction.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+KINDS = (
+    "forward",
+    "backward",
+    "input_grad",
+    "weight_grad",
+    "send",
+    "recv",
+    "collective",
+    "wait",
+    "optimizer",
+    "data",
+    "timer",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that took from `start` to `end` seconds on one rank."""
+
+    rank: int
+    """Global rank."""
+    name: str
+    """What a person reads: `2F0`, `all_reduce tp`, `forward-backward`."""
+    kind: str
+    """One of KINDS."""
+    start: float
+    """Seconds."""
+    end: float
+    """Seconds."""
+    microbatch: int | None = None
+    """Microbatch, where the event belongs to one."""
+    chunk: int | None = None
+    """Model chunk on the rank, where the event belongs to one."""
+    bytes: int | None = None
+    """Payload of a communication, in bytes."""
+
+    @property
+    def duration(self) -> float:
+        """Seconds from start to end."""
+        return self.end - self.start
+
+
+class EventRecorder:
+    """Collects the events of one rank; `events` is in order of their end."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.events: list[Event] = []
+
+    def add(
+        self,
+        name: str,
+        kind: str,
+        start: float,
+        end: float,
+        *,
+        microbatch: int | None = None,
+        chunk: int | None = None,
+        bytes: int | None = None,
+    ) -> None:
+        """Append one event that has already ended."""
+        self.events.append(Event(self.rank, name, kind, start, end, microbatch, chunk, bytes))
+
+
+_active: EventRecorder | None = None
+
+
+def active_recorder() -> EventRecorder | None:
+    """The recorder of the innermost `recording`, or None when nothing is recorded."""
+    return _active
+
+
+@contextmanager
+def recording(rank: int) -> Iterator[EventRecorder]:
+    """Record everything that this process reports while the block runs."""
+    global _active
+    outer, _active = _active, EventRecorder(rank)
+    try:
+        yield _active
+    finally:
+        _active = outer
+
+
+@contextmanager
+def span(
+    name: str, kind: str, *, microbatch: int | None = None, chunk: int | None = None, bytes: int | None = None
+) -> Iterator[None]:
+    """Record the block as one event; costs one comparison when nothing is recorded."""
+    recorder = _active
+    if recorder is None:
+        yield
+        return
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        end = time.perf_counter()
+        recorder.add(name, kind, start, end, microbatch=microbatch, chunk=chunk, bytes=bytes)
+
+
+def shift_to_zero(events: Iterable[Event]) -> list[Event]:
+    """The same events with the earliest start at 0, in order of start."""
+    ordered = sorted(events, key=lambda event: (event.start, event.rank))
+    if not ordered:
+        return []
+    origin = ordered[0].start
+    return [replace(event, start=event.start - origin, end=event.end - origin) for event in ordered]
+
+
+def write_jsonl(events: Iterable[Event], path: str | Path) -> Path:
+    """Write one JSON object a line, leaving out fields that are None; returns the path."""
+    path = Path(path)
+    with path.open("w") as file:
+        for event in events:
+            file.write(json.dumps({k: v for k, v in asdict(event).items() if v is not None}) + "\n")
+    return path
+
+
+def read_jsonl(path: str | Path) -> list[Event]:
+    """Read what `write_jsonl` wrote."""
+    with Path(path).open() as file:
+        return [Event(**json.loads(line)) for line in file if line.strip()]
