@@ -1,0 +1,221 @@
+"""Measure alternatives side by side, and refuse to quote what the machine was too busy to measure.
+
+    comparison = interleave("2 layers", {"labkit": step, "peer": peer_step})
+    report("one_rank", [comparison])            # prints a table, writes results/one_rank.json
+
+The rule of honesty: ours and the peers' run interleaved (ABAB...), at least 15 times each; what is quoted is the median of
+the ratios of neighbouring runs. A comparison in which any alternative's median exceeds 1.3 times its minimum, or
+during which the machine's load exceeds 2, is printed and stored as rejected, without times. Inside ranks
+(`across_ranks=True`, every rank calls it alike) a barrier stands before each repetition and the slowest rank counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+MAX_NOISE = 1.3
+"""Largest median / minimum of one alternative."""
+MAX_LOAD = 2.0
+"""Largest one-minute load average before or after the run."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Seconds of every repetition of every alternative; the first alternative is ours."""
+
+    case: str
+    """What was measured: sizes and layout in words."""
+    seconds: dict[str, list[float]]
+    """By alternative, in order of repetition: entry i of each ran next to entry i of the others."""
+    load: float
+    """The larger of the load averages before and after."""
+    max_load: float = MAX_LOAD
+    """Load above which the comparison is rejected."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Whatever else belongs into the stored row: counts, bytes, rates (values that JSON can hold)."""
+
+    @property
+    def ours(self) -> str:
+        """Name of the first alternative."""
+        return next(iter(self.seconds))
+
+    def median(self, name: str) -> float:
+        """Median seconds of an alternative."""
+        return statistics.median(self.seconds[name])
+
+    def noise(self, name: str) -> float:
+        """Median over minimum of an alternative."""
+        return self.median(name) / min(self.seconds[name])
+
+    def ratio(self, peer: str) -> float:
+        """Median over repetitions of ours / peer: 0.5 means that ours takes half of the peer's time."""
+        return statistics.median(a / b for a, b in zip(self.seconds[self.ours], self.seconds[peer], strict=True))
+
+    @property
+    def rejected(self) -> str | None:
+        """Why the times may not be quoted; None when they may."""
+        noisy = [f"{name} median/min {self.noise(name):.2f}" for name in self.seconds if self.noise(name) > MAX_NOISE]
+        if self.load > self.max_load + 0.05:
+            noisy.append(f"load {self.load:.1f}")
+        return f"rejected: noisy ({', '.join(noisy)})" if noisy else None
+
+    def row(self) -> dict[str, Any]:
+        """What is stored: times and ratios, or the reason why there are none."""
+        row: dict[str, Any] = {
+            "case": self.case,
+            "repetitions": len(self.seconds[self.ours]),
+            "load": round(self.load, 2),
+        }
+        row["noise"] = {name: round(self.noise(name), 3) for name in self.seconds}
+        if self.rejected:
+            return row | {"rejected": self.rejected} | self.facts
+        row["median_ms"] = {name: round(1e3 * self.median(name), 4) for name in self.seconds}
+        row["ratio_to"] = {name: round(self.ratio(name), 4) for name in self.seconds if name != self.ours}
+        return row | self.facts
+
+
+def interleave(
+    case: str,
+    alternatives: Mapping[str, Callable[[], Any]],
+    *,
+    repetitions: int = 15,
+    warmup: int = 3,
+    across_ranks: bool = False,
+    synchronize: Callable[[], Any] | None = None,
+    max_load: float = MAX_LOAD,
+) -> Comparison:
+    """Time every alternative `repetitions` times in turn; the first one is ours.
+
+    `synchronize` (`torch.cuda.synchronize`) is called before each clock reading where work is asynchronous.
+    """
+    if repetitions < 15:
+        print(f"{case}: {repetitions} repetitions are too few to quote (15)", file=sys.stderr)
+    wait = synchronize or (lambda: None)
+    meet = _barrier if across_ranks else (lambda: None)
+    for _ in range(warmup):
+        for step in alternatives.values():
+            step()
+    seconds: dict[str, list[float]] = {name: [] for name in alternatives}
+    load = os.getloadavg()[0]
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(repetitions):
+            for name, step in alternatives.items():
+                wait()
+                meet()
+                start = time.perf_counter()
+                step()
+                wait()
+                seconds[name].append(time.perf_counter() - start)
+    finally:
+        gc.enable()
+    if across_ranks:
+        seconds = _slowest_rank(seconds)
+    return Comparison(case, seconds, max(load, os.getloadavg()[0]), max_load)
+
+
+def _barrier() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+
+
+def _slowest_rank(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+    """The largest time over ranks of every single repetition."""
+    import torch
+    import torch.distributed as dist
+
+    table = torch.tensor(list(seconds.values()), dtype=torch.float64)
+    on_gpu = dist.get_backend() == "nccl"
+    table = table.cuda() if on_gpu else table
+    dist.all_reduce(table, op=dist.ReduceOp.MAX)
+    return dict(zip(seconds, table.tolist(), strict=True))
+
+
+def machine() -> dict[str, Any]:
+    """The machine in words: what a reader needs to compare, nothing that names it."""
+    import torch
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    words: dict[str, Any] = {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads_per_process": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        words["gpu"] = torch.cuda.get_device_name()
+        words["gpus"] = torch.cuda.device_count()
+        words["cuda"] = torch.version.cuda
+    return words
+
+
+def _processor() -> str:
+    """Model name of the processor where the system tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def report(
+    name: str,
+    comparisons: Sequence[Comparison] = (),
+    *,
+    title: str = "",
+    rows: Sequence[Mapping[str, Any]] = (),
+    notes: Sequence[str] = (),
+    write: bool = True,
+) -> dict[str, Any]:
+    """Print the table and write `results/NAME.json`; returns what was written.
+
+    `rows` takes finished rows that are no interleaved times (counts, bytes, one-sided measurements): each needs a `case`.
+    `title` heads the table in docs/benchmarks.md; `notes` are sentences that a reader needs to judge the numbers.
+    """
+    result = {
+        "benchmark": name,
+        "title": title or name,
+        "machine": machine(),
+        "date": time.strftime("%Y-%m-%d"),
+        "rows": [comparison.row() for comparison in comparisons] + [dict(row) for row in rows],
+        "notes": list(notes),
+    }
+    print(f"\n{result['title']}")
+    for comparison in comparisons:
+        _print_comparison(comparison)
+    for row in rows:
+        print("  " + ", ".join(f"{key} {value}" if key != "case" else f"{value}:" for key, value in row.items()))
+    for note in notes:
+        print(f"  Note: {note}")
+    if write:
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"{name}.json"
+        path.write_text(json.dumps(result, indent=2) + "\n")
+        print(f"  written: {path.relative_to(RESULTS.parent.parent)}")
+    return result
+
+
+def _print_comparison(comparison: Comparison) -> None:
+    print(f"  {comparison.case}" + (f"   {comparison.rejected}; not to be quoted:" if comparison.rejected else ""))
+    for name in comparison.seconds:
+        ratio = "" if name == comparison.ours else f"   ours/this {comparison.ratio(name):.3f}"
+        milliseconds = 1e3 * comparison.median(name)
+        print(f"    {name:<24}{milliseconds:10.3f} ms   median/min {comparison.noise(name):.2f}{ratio}")
+    for key, value in comparison.facts.items():
+        print(f"    {key}: {value}")
