@@ -3,9 +3,9 @@
     comparison = interleave("2 layers", {"labkit": step, "peer": peer_step})
     report("one_rank", [comparison])            # prints a table, writes results/one_rank.json
 
-The rule of honesty: ours and the peers' run interleaved (ABAB...), at least 15 times each; what is quoted is the median of
-the ratios of neighbouring runs. A comparison in which any alternative's median exceeds 1.3 times its minimum, or
-during which the machine's load exceeds 2, is printed and stored as rejected, without times. Inside ranks
+The rule of honesty: ours and the peers' run interleaved (ABAB...), at least 15 times each; what is quoted is the median
+of the ratios of neighbouring runs. A comparison in which any alternative's median exceeds 1.3 times its minimum, or
+around which the machine's load exceeds 2, is marked as rejected and stored without times. Inside ranks
 (`across_ranks=True`, every rank calls it alike) a barrier stands before each repetition and the slowest rank counts.
 """
 
@@ -72,12 +72,8 @@ class Comparison:
 
     def row(self) -> dict[str, Any]:
         """What is stored: times and ratios, or the reason why there are none."""
-        row: dict[str, Any] = {
-            "case": self.case,
-            "repetitions": len(self.seconds[self.ours]),
-            "load": round(self.load, 2),
-        }
-        row["noise"] = {name: round(self.noise(name), 3) for name in self.seconds}
+        row: dict[str, Any] = {"case": self.case, "repetitions": len(self.seconds[self.ours])}
+        row |= {"load": round(self.load, 2), "noise": {name: round(self.noise(name), 3) for name in self.seconds}}
         if self.rejected:
             return row | {"rejected": self.rejected} | self.facts
         row["median_ms"] = {name: round(1e3 * self.median(name), 4) for name in self.seconds}
@@ -155,7 +151,6 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(memory),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "threads_per_process": torch.get_num_threads(),
     }
     if torch.cuda.is_available():
         words["gpu"] = torch.cuda.get_device_name()
@@ -185,7 +180,7 @@ def report(
 ) -> dict[str, Any]:
     """Print the table and write `results/NAME.json`; returns what was written.
 
-    `rows` takes finished rows that are no interleaved times (counts, bytes, one-sided measurements): each needs a `case`.
+    `rows` takes finished rows that are no interleaved times (counts, bytes, rates of one side): each needs a `case`.
     `title` heads the table in docs/benchmarks.md; `notes` are sentences that a reader needs to judge the numbers.
     """
     result = {
@@ -200,7 +195,7 @@ def report(
     for comparison in comparisons:
         _print_comparison(comparison)
     for row in rows:
-        print("  " + ", ".join(f"{key} {value}" if key != "case" else f"{value}:" for key, value in row.items()))
+        print(f"  {row['case']}: " + ", ".join(f"{key} {value}" for key, value in row.items() if key != "case"))
     for note in notes:
         print(f"  Note: {note}")
     if write:
