@@ -1,0 +1,102 @@
+"""Learning rates: a linear warm-up, then one of five shapes.
+
+`step` counts optimizer steps already done, as in Megatron: the first step of a run has step 0, so that with a warm-up
+its learning rate is 0, and the peak is reached at step `warmup_steps`. Everything here is a pure function of the step;
+a resumed run therefore needs nothing but its step number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from labkit.config import OptimConfig
+
+SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda r: 1.0 - r,
+    "cosine": lambda r: 0.5 * (1.0 + math.cos(math.pi * r)),
+}
+"""Decays from 1 at r = 0 to 0 at r = 1."""
+
+WSD_TAILS: dict[str, Callable[[float], float]] = SHAPES | {
+    "exponential": lambda r: 2.0 * 0.5**r - 1.0,
+    "minus-sqrt": lambda r: 1.0 - math.sqrt(r),
+}
+"""Shapes of the last phase of warm-up, stable, decay (arXiv 2404.06395; tails: arXiv 2405.18392)."""
+
+STYLES = ("constant", "cosine", "linear", "inverse-square-root", "wsd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRate:
+    """The learning rate as a function of the step: `LearningRate(...)(step)`."""
+
+    max_lr: float
+    """Peak, reached at the end of the warm-up."""
+    min_lr: float = 0.0
+    """Floor of the decay, and the rate of every step after `decay_steps` (except for `constant`)."""
+    style: str = "cosine"
+    """One of STYLES."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0."""
+    decay_steps: int = 1
+    """Step at which the decay ends, counted from the start of the run."""
+    wsd_decay_steps: int = 0
+    """Length of the last phase of `wsd`."""
+    wsd_decay_style: str = "exponential"
+    """Shape of that phase: one of WSD_TAILS."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.style not in STYLES:
+            problems.append(f"optim.lr_schedule is {self.style!r}; choose one of {', '.join(STYLES)}")
+        if self.wsd_decay_style not in WSD_TAILS:
+            problems.append(f"optim.wsd_decay_style is {self.wsd_decay_style!r}; choose one of {', '.join(WSD_TAILS)}")
+        if not 0.0 <= self.min_lr <= self.max_lr:
+            problems.append(f"optim.min_lr is {self.min_lr}; it must lie between 0 and optim.lr = {self.max_lr}")
+        if not 0 <= self.warmup_steps < max(self.decay_steps, 1):
+            problems.append(
+                f"optim.warmup_steps is {self.warmup_steps}; it must be below decay_steps = {self.decay_steps}"
+            )
+        if self.style == "wsd" and not 0 < self.wsd_decay_steps <= self.decay_steps - self.warmup_steps:
+            problems.append(
+                f"optim.wsd_decay_steps is {self.wsd_decay_steps}; it must be at least 1 and fit between "
+                f"the warm-up's end ({self.warmup_steps}) and decay_steps ({self.decay_steps})"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def __call__(self, step: int) -> float:
+        """Learning rate of the optimizer step that follows `step` finished ones."""
+        if self.warmup_steps > 0 and step <= self.warmup_steps:
+            return self.max_lr * step / self.warmup_steps
+        if self.style == "constant":
+            return self.max_lr
+        if step > self.decay_steps:
+            return self.min_lr
+        if self.style == "inverse-square-root":
+            return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup_steps, 1) / max(step, 1)))
+        return self.min_lr + self._share(step) * (self.max_lr - self.min_lr)
+
+    def _share(self, step: int) -> float:
+        """How much of `max_lr - min_lr` is left at `step`."""
+        if self.style != "wsd":
+            return SHAPES[self.style]((step - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
+        start = self.decay_steps - self.wsd_decay_steps
+        return 1.0 if step <= start else WSD_TAILS[self.wsd_decay_style]((step - start) / self.wsd_decay_steps)
+
+
+def build_lr_schedule(optim: OptimConfig, steps: int) -> LearningRate:
+    """The learning rate of a run of `steps` optimizer steps. Raises ValueError naming each bad field."""
+    decay_steps = optim.decay_steps if optim.decay_steps is not None else steps
+    tail = optim.wsd_decay_steps if optim.wsd_decay_steps is not None else max(1, decay_steps // 10)
+    return LearningRate(
+        max_lr=optim.lr,
+        min_lr=optim.min_lr,
+        style=optim.lr_schedule,
+        warmup_steps=optim.warmup_steps,
+        decay_steps=decay_steps,
+        wsd_decay_steps=tail,
+        wsd_decay_style=optim.wsd_decay_style,
+    )

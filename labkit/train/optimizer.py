@@ -1,0 +1,144 @@
+"""Parameter groups and AdamW, fed by `main_grad`.
+
+The update itself is torch's fused AdamW (decoupled weight decay, arXiv 1711.05101); what is labkit's is which
+parameter gets which decay and learning rate, and in which precision it is kept:
+
+    weights   gradient (main_grad)   updated copy
+    fp64      fp64                   the parameter itself
+    fp32      fp32                   the parameter itself
+    bf16      fp32                   an fp32 master, rounded into the parameter after each step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from labkit.config import OptimConfig
+
+Condition = Callable[[str, nn.Parameter], bool]
+"""A predicate over a parameter's full name and the parameter."""
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def is_bias_or_norm(name: str, param: nn.Parameter) -> bool:
+    """The default `no_wd_decay_cond`: biases and norm weights, which are the one-dimensional parameters."""
+    return param.ndim == 1 or name.endswith(".bias")
+
+
+@dataclass
+class ParameterGroup:
+    """Parameters that share their weight decay and learning rate."""
+
+    weight_decay_factor: float
+    """Multiplies `optim.weight_decay`: 0 or 1."""
+    lr_factor: float
+    """Multiplies the learning rate of the step: 1 or `lr_mult`."""
+    names: list[str] = field(default_factory=list)
+    """Full names, the same in every layout."""
+    params: list[nn.Parameter] = field(default_factory=list)
+    """The parameters, in the order of `names`."""
+
+
+def named_parameters(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """Every parameter of a rank once, by the name it has in every layout (`full_name`, else its module path)."""
+    found: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    for chunk in chunks:
+        for path, param in chunk.named_parameters():
+            name = getattr(param, "full_name", path)
+            if id(param) in seen:
+                continue
+            if name in found:
+                name = f"{name} ({path})"
+            seen.add(id(param))
+            found[name] = param
+    return found
+
+
+def parameter_groups(
+    chunks: Sequence[nn.Module],
+    *,
+    no_wd_decay_cond: Condition | None = None,
+    scale_lr_cond: Condition | None = None,
+    lr_mult: float = 1.0,
+) -> list[ParameterGroup]:
+    """Sort parameters by two yes/no questions into at most four groups, empty ones left out.
+
+    `no_wd_decay_cond` says which parameters have no weight decay (default: biases and norms), `scale_lr_cond` which
+    have their learning rate multiplied by `lr_mult` (default: none). As in Megatron's `get_param_groups`.
+    """
+    no_decay = no_wd_decay_cond or is_bias_or_norm
+    groups = {
+        (decays, scaled): ParameterGroup(float(decays), lr_mult if scaled else 1.0)
+        for decays in (True, False)
+        for scaled in (False, True)
+    }
+    for name, param in named_parameters(chunks).items():
+        if not param.requires_grad:
+            continue
+        key = (not no_decay(name, param), scale_lr_cond is not None and scale_lr_cond(name, param))
+        groups[key].names.append(name)
+        groups[key].params.append(param)
+    return [group for group in groups.values() if group.params]
+
+
+class Optimizer:
+    """AdamW over parameter groups; gradients are read from each parameter's `main_grad`."""
+
+    def __init__(self, groups: Iterable[ParameterGroup], optim: OptimConfig) -> None:
+        """Keep fp32 masters of 16-bit parameters. Raises ValueError if there is nothing to update."""
+        self.groups = list(groups)
+        if not self.groups:
+            raise ValueError(
+                "the optimizer got no parameter: the model chunks of this rank have none that need a gradient"
+            )
+        self.masters: list[list[torch.Tensor]] = [[_master(p) for p in group.params] for group in self.groups]
+        self.adamw = torch.optim.AdamW(
+            [
+                {"params": masters, "weight_decay": optim.weight_decay * group.weight_decay_factor}
+                for group, masters in zip(self.groups, self.masters)
+            ],
+            lr=optim.lr,
+            betas=(optim.beta1, optim.beta2),
+            eps=optim.eps,
+            fused=True,
+        )
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update every parameter from its `main_grad`, at learning rate `lr` times its group's factor."""
+        for group, masters, state in zip(self.groups, self.masters, self.adamw.param_groups):
+            state["lr"] = lr * group.lr_factor
+            for name, param, master in zip(group.names, group.params, masters):
+                grad = getattr(param, "main_grad", None)
+                assert grad is not None, f"{name} has no main_grad: wrap the model in NaiveDataParallel first"
+                master.grad = grad if grad.dtype == master.dtype else grad.to(master.dtype)
+        self.adamw.step()
+        for group, masters in zip(self.groups, self.masters):
+            for param, master in zip(group.params, masters):
+                master.grad = None
+                if master is not param:
+                    param.copy_(master)
+
+
+def _master(param: nn.Parameter) -> torch.Tensor:
+    """What AdamW updates in place of `param`."""
+    return param.detach().float() if param.dtype in LOW_PRECISION else param
+
+
+def build_optimizer(
+    chunks: Sequence[nn.Module],
+    optim: OptimConfig,
+    *,
+    no_wd_decay_cond: Condition | None = None,
+    scale_lr_cond: Condition | None = None,
+    lr_mult: float = 1.0,
+) -> Optimizer:
+    """AdamW for all model chunks of this rank; the arguments are those of `parameter_groups`."""
+    groups = parameter_groups(chunks, no_wd_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult)
+    return Optimizer(groups, optim)
