@@ -1,0 +1,376 @@
+"""Every byte that ranks exchange passes through here.
+
+Each function takes an explicit `Group`; a group of size 1 is the identity and records nothing. Each tensor operation
+has an `_async` form that returns a `Pending`; between the call and `.wait()` the transfer runs in the background.
+Each call
+
+- is written into the open `CommLedger` under the current `comm_scope` (`ledger.py`),
+- names itself in the launcher's status slot while it blocks, so that a hang can be named,
+- becomes Events while recording: kind `collective` from issue to completion (`send`, `recv` for messages), and kind
+  `wait` for the blocking part of the asynchronous forms.
+
+How the bytes move is in `transport.py`: what gloo does slowly is done otherwise there, and CUDA tensors on gloo pass
+through the host.
+
+Sums over ranks are bit-identical on every rank of the group, and repeat bit-equally for the same shapes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labkit.events import active_recorder
+from labkit.parallel import transport
+from labkit.parallel.groups import Group
+from labkit.parallel.ledger import (
+    CommLedger,
+    CommRecord,
+    Scope,
+    book,
+    comm_scope,
+    current_scope,
+    delay_of,
+    delayed,
+    dropped,
+    is_dropped,
+)
+
+try:
+    from labkit.launch import waiting  # pyright: ignore[reportAttributeAccessIssue]
+except ImportError:
+    from contextlib import nullcontext as waiting
+
+__all__ = [
+    "CommLedger",
+    "CommRecord",
+    "Message",
+    "Pending",
+    "Scope",
+    "all_gather",
+    "all_gather_async",
+    "all_reduce",
+    "all_reduce_async",
+    "all_to_all",
+    "all_to_all_async",
+    "barrier",
+    "batch",
+    "broadcast",
+    "broadcast_async",
+    "comm_scope",
+    "current_scope",
+    "delayed",
+    "dropped",
+    "gather_objects",
+    "irecv",
+    "isend",
+    "reduce_scatter",
+    "reduce_scatter_async",
+]
+
+OPERATIONS = ("sum", "avg", "max")
+
+_issued: Counter[tuple[str, int]] = Counter()
+"""Calls so far by (group name, first rank): the number in `all_reduce tp #12`. Ranks that disagree on it lost step."""
+
+
+class Pending:
+    """A transfer under way. `wait()` returns its result; further calls return the same tensor at once.
+
+    Until then neither read the output nor write the input.
+    """
+
+    __slots__ = ("_finish", "_kind", "_label", "_name", "_not_before", "_result", "_size", "_started")
+
+    def __init__(
+        self,
+        finish: Callable[[], Tensor],
+        *,
+        name: str,
+        label: str,
+        size: int,
+        delay: float = 0.0,
+        kind: str = "collective",
+    ) -> None:
+        self._finish: Callable[[], Tensor] | None = finish
+        self._result: Tensor | None = None
+        self._name, self._label, self._size, self._kind = name, label, size, kind
+        self._started = time.perf_counter()
+        self._not_before = self._started + delay if delay else 0.0
+
+    def wait(self) -> Tensor:
+        """Block until the transfer is complete and return its result."""
+        return self._complete(waits=True)
+
+    def _complete(self, waits: bool) -> Tensor:
+        if self._finish is None:
+            assert self._result is not None
+            return self._result
+        recorder = active_recorder()
+        blocked = time.perf_counter() if recorder else 0.0
+        with waiting(self._label):
+            result = self._finish()
+            if self._not_before:
+                time.sleep(max(0.0, self._not_before - time.perf_counter()))
+        self._finish, self._result = None, result
+        if recorder:
+            end = time.perf_counter()
+            if waits:
+                recorder.add(f"wait {self._name}", "wait", blocked, end)
+            recorder.add(self._name, self._kind, self._started, end, bytes=self._size)
+        return result
+
+
+class _Done(Pending):
+    """What a group of size 1, or a dropped call, returns: complete from the start, and silent."""
+
+    __slots__ = ()
+
+    def __init__(self, result: Tensor) -> None:
+        self._finish, self._result = None, result
+
+
+def _start(
+    operation: str, x: Tensor, group: Group, finish_of: Callable[[], Callable[[], Tensor]], *, kind: str = "collective"
+) -> Pending:
+    """Book the call, start it and wrap what finishes it."""
+    size = x.numel() * x.element_size()
+    dtype = str(x.dtype)[6:]
+    book(operation, group.name, group.size, size, dtype)
+    key = (group.name, group.ranks[0])
+    _issued[key] += 1
+    label = f"{operation} {group.name} #{_issued[key]} {tuple(x.shape)} {dtype}"
+    delay = delay_of(operation, group.name)
+    # Starting can block too: gloo connects lazily, and staging waits for the GPU.
+    with waiting(label):
+        finish = finish_of()
+    return Pending(finish, name=f"{operation} {group.name}", label=label, size=size, delay=delay, kind=kind)
+
+
+def _check_op(op: str) -> None:
+    if op not in OPERATIONS:
+        raise ValueError(f"reduction {op!r} is unknown; choose one of {', '.join(OPERATIONS)}")
+
+
+# ---- all-reduce ----
+
+
+def _all_reduce(x: Tensor, group: Group, op: str, in_place: bool) -> Pending:
+    _check_op(op)
+    if group.size == 1:
+        return _Done(x)
+    if is_dropped("all_reduce", group.name):
+        return _Done(x if in_place else x.clone())
+    return _start("all_reduce", x, group, lambda: transport.all_reduce(x, group, op, in_place))
+
+
+def all_reduce(x: Tensor, group: Group, op: str = "sum", *, in_place: bool = True) -> Tensor:
+    """Reduce x over the group (`sum`, `avg` or `max`), in place; returns x.
+
+    With `in_place=False` x is left alone and a new tensor returned, which costs no extra copy (for a group of size 1
+    it is x itself).
+    """
+    return _all_reduce(x, group, op, in_place)._complete(waits=False)
+
+
+def all_reduce_async(x: Tensor, group: Group, op: str = "sum", *, in_place: bool = True) -> Pending:
+    """Start `all_reduce`; `.wait()` returns its result."""
+    return _all_reduce(x, group, op, in_place)
+
+
+# ---- all-gather ----
+
+
+def all_gather_async(x: Tensor, group: Group, dim: int = 0) -> Pending:
+    """Start `all_gather`; `.wait()` returns its result."""
+    if group.size == 1:
+        return _Done(x)
+    if is_dropped("all_gather", group.name):
+        return _Done(torch.cat([x] * group.size, dim=dim))
+    dim = dim % max(1, x.dim())
+
+    def finish_of() -> Callable[[], Tensor]:
+        finish = transport.all_gather(x, group)
+        return lambda: _join_rows(finish(), dim)
+
+    return _start("all_gather", x, group, finish_of)
+
+
+def _join_rows(rows: Tensor, dim: int) -> Tensor:
+    """(size, ..., n at dim, ...) -> (..., size x n at dim, ...)."""
+    if rows.dim() == 1:
+        return rows
+    return rows.flatten(0, 1) if dim == 0 else torch.cat(rows.unbind(0), dim=dim)
+
+
+def all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
+    """Concatenate the ranks' tensors, all of x's shape, along `dim` in the order of ranks; a new tensor."""
+    return all_gather_async(x, group, dim)._complete(waits=False)
+
+
+# ---- reduce-scatter ----
+
+
+def reduce_scatter_async(x: Tensor, group: Group, dim: int = 0, op: str = "sum") -> Pending:
+    """Start `reduce_scatter`; `.wait()` returns its result."""
+    _check_op(op)
+    if group.size == 1:
+        return _Done(x)
+    if x.shape[dim] % group.size:
+        raise ValueError(
+            f"reduce_scatter over {group.name} cuts dimension {dim} of {tuple(x.shape)} into {group.size} equal parts: "
+            f"{x.shape[dim]} must be a multiple of {group.size}"
+        )
+    rows = torch.stack(x.chunk(group.size, dim=dim)) if dim % x.dim() else x.unflatten(0, (group.size, -1))
+    if is_dropped("reduce_scatter", group.name):
+        return _Done(rows[group.rank].clone())
+    return _start("reduce_scatter", x, group, lambda: transport.reduce_scatter(rows, group, op))
+
+
+def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum") -> Tensor:
+    """Reduce x over the group and return this rank's part of `dim`: part r of the sum on rank r; a new tensor.
+
+    Raises:
+        ValueError: `dim` is not a multiple of the group's size.
+    """
+    return reduce_scatter_async(x, group, dim, op)._complete(waits=False)
+
+
+# ---- all-to-all, broadcast ----
+
+
+def all_to_all_async(
+    x: Tensor, group: Group, output_splits: Sequence[int] | None = None, input_splits: Sequence[int] | None = None
+) -> Pending:
+    """Start `all_to_all`; `.wait()` returns its result."""
+    if group.size == 1:
+        return _Done(x)
+    _check_splits(x, group, output_splits, input_splits)
+    if is_dropped("all_to_all", group.name):
+        rows = x.shape[0] if output_splits is None else sum(output_splits)
+        if rows != x.shape[0]:
+            raise ValueError(
+                "an all_to_all with unequal row counts cannot be dropped: there is nothing of that shape here"
+            )
+        return _Done(x.clone())
+    splits = [None if s is None else list(s) for s in (output_splits, input_splits)]
+    return _start("all_to_all", x, group, lambda: transport.all_to_all(x, group, *splits))
+
+
+def _check_splits(
+    x: Tensor, group: Group, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None
+) -> None:
+    for name, splits in (("output_splits", output_splits), ("input_splits", input_splits)):
+        if splits is not None and len(splits) != group.size:
+            raise ValueError(f"{name} has {len(splits)} entries; group {group.name} has {group.size} ranks")
+    if input_splits is not None and sum(input_splits) != x.shape[0]:
+        raise ValueError(f"input_splits add up to {sum(input_splits)}; x has {x.shape[0]} rows")
+    if (input_splits is None or output_splits is None) and x.shape[0] % group.size:
+        raise ValueError(f"without splits the {x.shape[0]} rows of x must be a multiple of the {group.size} ranks")
+
+
+def all_to_all(
+    x: Tensor, group: Group, output_splits: Sequence[int] | None = None, input_splits: Sequence[int] | None = None
+) -> Tensor:
+    """Send rows of x to every rank and return what they sent, in the order of ranks.
+
+    `input_splits[i]` rows go to rank i, `output_splits[i]` rows come from it; None cuts into equal parts.
+
+    Raises:
+        ValueError: splits that do not fit the group or x.
+    """
+    return all_to_all_async(x, group, output_splits, input_splits)._complete(waits=False)
+
+
+def broadcast_async(x: Tensor, group: Group, src: int = 0) -> Pending:
+    """Start `broadcast`; `.wait()` returns its result."""
+    if not 0 <= src < group.size:
+        raise ValueError(f"src is a position in group {group.name} of {group.size} ranks, got {src}")
+    if group.size == 1 or is_dropped("broadcast", group.name):
+        return _Done(x)
+    return _start("broadcast", x, group, lambda: transport.broadcast(x, group, src))
+
+
+def broadcast(x: Tensor, group: Group, src: int = 0) -> Tensor:
+    """Overwrite x with the tensor of the rank at position `src` of the group; returns x."""
+    return broadcast_async(x, group, src)._complete(waits=False)
+
+
+# ---- without tensors ----
+
+
+def barrier(group: Group) -> None:
+    """Return when every rank of the group has called it."""
+    if group.size > 1:
+        book("barrier", group.name, group.size, 0, "none")
+        with waiting(f"barrier {group.name}"):
+            dist.barrier(group.process_group)
+
+
+def gather_objects(obj: Any, group: Group) -> list[Any]:
+    """The picklable objects of all ranks, in the order of ranks, on every rank. For small things: results, names."""
+    if group.size == 1:
+        return [obj]
+    book("gather_objects", group.name, group.size, 0, "object")
+    gathered: list[Any] = [None] * group.size
+    with waiting(f"gather_objects {group.name}"):
+        dist.all_gather_object(gathered, obj, group=group.process_group)
+    return gathered
+
+
+# ---- point to point: p2p.py builds on these ----
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One send or receive of a batch."""
+
+    operation: str
+    """`send` or `recv`."""
+    tensor: Tensor
+    """What is sent, or what is overwritten."""
+    group: Group
+    """Both ranks are members."""
+    peer: int
+    """Global rank of the other side."""
+
+
+def _check_peer(group: Group, peer: int, own: int) -> None:
+    if peer not in group.ranks or peer == own:
+        raise ValueError(
+            f"rank {own} cannot exchange messages with rank {peer}: group {group.name} has ranks {list(group.ranks)}"
+        )
+
+
+def isend(x: Tensor, group: Group, dst: int) -> Pending:
+    """Start sending x to global rank `dst`. Messages between two ranks of a group arrive in the order of sending."""
+    _check_peer(group, dst, group.ranks[group.rank])
+    return _start("send", x, group, lambda: transport.send(x, group, dst), kind="send")
+
+
+def irecv(x: Tensor, group: Group, src: int) -> Pending:
+    """Start receiving from global rank `src` into x, whose shape and type must be the sender's; `.wait()` returns x."""
+    _check_peer(group, src, group.ranks[group.rank])
+    return _start("recv", x, group, lambda: transport.recv(x, group, src), kind="recv")
+
+
+def batch(messages: Sequence[Message]) -> list[Pending]:
+    """Start several sends and receives at once; one Pending for each, in order.
+
+    On NCCL they form one group call, which cannot deadlock on their order. On gloo each is started by itself, which
+    cannot either: nothing there blocks before `wait()`.
+    """
+    ops = list(messages)
+    if not ops or transport.on_gloo(ops[0].tensor, ops[0].group):
+        return [(isend if m.operation == "send" else irecv)(m.tensor, m.group, m.peer) for m in ops]
+    for m in ops:
+        _check_peer(m.group, m.peer, m.group.ranks[m.group.rank])
+    finishes = transport.batch_nccl([(m.operation, m.tensor, m.group, m.peer) for m in ops])
+    return [_start(m.operation, m.tensor, m.group, lambda f=f: f, kind=m.operation) for m, f in zip(ops, finishes)]

@@ -1,0 +1,232 @@
+"""Who talked, how much, and on whose behalf: the record of every collective, and the hooks that alter them in tests.
+
+A `CommLedger` counts what a piece of code communicates, so that "two all-reduces forward and two backward per layer"
+(arXiv 1909.08053, section 3) is something to assert. A `comm_scope` says for which layer and in which phase the calls
+are made; names nest by dots, and a query for `layers.3` covers `layers.3.mlp.fc2`.
+
+The scope belongs to a thread, because autograd runs backward passes on threads of its own (functions store the scope
+in forward and enter it again in backward). Ledgers and hooks belong to the process: they must see those threads too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Scope(NamedTuple):
+    """On whose behalf a call is made."""
+
+    layer: str | None = None
+    phase: str | None = None
+
+
+class _Current(threading.local):
+    scope = Scope()
+
+
+_current = _Current()
+
+
+def current_scope() -> Scope:
+    """The scope that calls of this thread are booked under."""
+    return _current.scope
+
+
+class comm_scope:
+    """`with comm_scope(layer="layers.3.mlp", phase="forward")`: book the block's communication there.
+
+    What is left None keeps the value of the enclosing scope. A class rather than a generator, because layers enter
+    it on every call.
+    """
+
+    __slots__ = ("_new", "_old")
+
+    def __init__(self, layer: str | None = None, phase: str | None = None) -> None:
+        self._new = Scope(layer, phase)
+
+    def __enter__(self) -> Scope:
+        self._old = old = _current.scope
+        new = self._new
+        scope = Scope(old.layer if new.layer is None else new.layer, old.phase if new.phase is None else new.phase)
+        _current.scope = scope
+        return scope
+
+    def __exit__(self, *exception: object) -> None:
+        _current.scope = self._old
+
+
+def _covers(wanted: str | None, layer: str | None) -> bool:
+    """Whether a query for `wanted` includes `layer`: the same name, or a part of it after a dot."""
+    return wanted is None or (layer is not None and (layer == wanted or layer.startswith(wanted + ".")))
+
+
+@dataclass(frozen=True, slots=True)
+class CommRecord:
+    """One collective or message as this rank issued it."""
+
+    operation: str
+    """`all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `barrier`, `gather_objects`, `send` or
+    `recv`."""
+    group: str
+    """Name of the group: `tp`, `dp_cp`, ..."""
+    group_size: int
+    """Ranks in the group."""
+    bytes: int
+    """Size of this rank's input tensor (of the received tensor for `recv`), in bytes."""
+    dtype: str
+    """`float32`, `bfloat16`, ..."""
+    layer: str | None
+    """Layer of the scope, None outside any."""
+    phase: str | None
+    """`forward`, `backward`, `recompute`, `gradients`, ...; None outside any scope."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """Which calls are meant; a field that is None means any. `layer` includes the layers named below it."""
+
+    operation: str | None = None
+    group: str | None = None
+    phase: str | None = None
+    layer: str | None = None
+
+    def matches(self, operation: str, group: str, scope: Scope) -> bool:
+        """Whether a call of `operation` on `group` under `scope` is meant."""
+        return (
+            (self.operation is None or self.operation == operation)
+            and (self.group is None or self.group == group)
+            and (self.phase is None or self.phase == scope.phase)
+            and _covers(self.layer, scope.layer)
+        )
+
+
+_ledgers: list[CommLedger] = []
+
+
+class CommLedger:
+    """`with CommLedger() as ledger:` writes down every call to `labkit.parallel.collectives` that this process makes.
+
+    Groups of size 1 communicate nothing and are not recorded. Ledgers nest; each sees everything inside its block.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[CommRecord] = []
+
+    def __enter__(self) -> CommLedger:
+        _ledgers.append(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _ledgers.remove(self)
+
+    def select(
+        self,
+        *,
+        operation: str | None = None,
+        group: str | None = None,
+        phase: str | None = None,
+        layer: str | None = None,
+    ) -> list[CommRecord]:
+        """The records that agree with every field given; `layer="layers.3"` includes `layers.3.mlp`."""
+        wanted = Selector(operation, group, phase, layer)
+        return [r for r in self.records if wanted.matches(r.operation, r.group, Scope(r.layer, r.phase))]
+
+    def count(self, **wanted: str | None) -> int:
+        """How many calls agree with the fields given (see `select`)."""
+        return len(self.select(**wanted))
+
+    def bytes(self, **wanted: str | None) -> int:
+        """Their payload in bytes, summed over calls (see `CommRecord.bytes`)."""
+        return sum(record.bytes for record in self.select(**wanted))
+
+    def table(self) -> str:
+        """One line per (operation, group, phase, layer): calls and bytes, in order of first appearance."""
+        totals: dict[tuple[str, str, str, str], list[int]] = {}
+        for r in self.records:
+            total = totals.setdefault((r.operation, r.group, r.phase or "-", r.layer or "-"), [0, 0])
+            total[0] += 1
+            total[1] += r.bytes
+        rows = [("operation", "group", "phase", "layer", "calls", "bytes")]
+        rows += [(*key, str(calls), f"{size:,}") for key, (calls, size) in totals.items()]
+        widths = [max(len(row[i]) for row in rows) for i in range(6)]
+        aligned = [
+            "  ".join(c.ljust(w) if i < 4 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))) for row in rows
+        ]
+        return "\n".join(line.rstrip() for line in aligned)
+
+
+def book(operation: str, group: str, group_size: int, size: int, dtype: str) -> None:
+    """Write one call into every open ledger."""
+    if _ledgers:
+        record = CommRecord(operation, group, group_size, size, dtype, *_current.scope)
+        for ledger in _ledgers:
+            ledger.records.append(record)
+
+
+# ---- hooks: what tests and chapters do to matching calls ----
+
+
+@dataclass(frozen=True, slots=True)
+class _Hook:
+    selector: Selector
+    delay: float | None
+    """Seconds that the call takes at least; None drops the call."""
+
+
+_hooks: list[_Hook] = []
+
+
+@contextmanager
+def _hooked(hook: _Hook) -> Iterator[None]:
+    _hooks.append(hook)
+    try:
+        yield
+    finally:
+        _hooks.remove(hook)
+
+
+def dropped(
+    *, operation: str | None = None, group: str | None = None, phase: str | None = None, layer: str | None = None
+) -> AbstractContextManager[None]:
+    """Matching calls communicate nothing and leave this rank's own data as the result.
+
+    This plants the fault "somebody forgot the all-reduce" without touching the layer. All ranks of the group must
+    enter it alike, else the others wait for ever. Dropped calls are not booked in the ledger.
+    """
+    return _hooked(_Hook(Selector(operation, group, phase, layer), None))
+
+
+def delayed(
+    seconds: float,
+    *,
+    operation: str | None = None,
+    group: str | None = None,
+    phase: str | None = None,
+    layer: str | None = None,
+) -> AbstractContextManager[None]:
+    """Matching calls finish no earlier than `seconds` after they were issued, as on a slow network.
+
+    The delay sleeps, so it can be hidden behind computation exactly as a real transfer can, on any number of cores.
+    """
+    return _hooked(_Hook(Selector(operation, group, phase, layer), seconds))
+
+
+def is_dropped(operation: str, group: str) -> bool:
+    """Whether a call in the current scope is to be left out."""
+    return bool(_hooks) and any(
+        h.delay is None and h.selector.matches(operation, group, _current.scope) for h in _hooks
+    )
+
+
+def delay_of(operation: str, group: str) -> float:
+    """Seconds that a call in the current scope takes at least; 0 without a hook."""
+    if not _hooks:
+        return 0.0
+    scope = _current.scope
+    return max(
+        (h.delay for h in _hooks if h.delay is not None and h.selector.matches(operation, group, scope)), default=0.0
+    )
