@@ -1,14 +1,50 @@
-"""The process groups of one rank (first form)."""
+"""The process groups of one rank: `initialize_model_parallel(config.parallel) -> ParallelGroups`, passed on explicitly.
+
+Each rank creates the groups it belongs to and no other (`use_local_synchronization`), so a rank of a world of 100,000
+pays for the sum of its groups' sizes. Three things make that safe:
+
+* All ranks create their groups in one order of kinds, and a rank is in at most one group of a kind. Whoever waits,
+  waits for ranks that are busy with an earlier kind, so no circle of waiting can close.
+* torch names such a group after its ranks *and the number of process groups this process has made before*. Ranks that
+  are in no embedding group (middle stages) therefore make a group of one instead, or all later names would disagree.
+* A group of size 1 is the identity of every collective and gets no process group.
+
+Groups that are equal as sets of ranks may share one communicator only if every member issues their operations in the
+same order. That holds for what a layer or the end of a step calls in line (tp, etp, tp_cp, tp_ep, tp_dp_cp, mp, ...);
+equal ones of these share. It does not hold for what runs beside the program: pipeline send/receive (`pp`; with two
+stages `embd` has the same ranks), the ring of `cp`, the all-to-all of `ep`, the gradient buckets of `dp`/`dp_cp` and
+of `edp`, whose order follows the backward pass. NCCL runs one communicator's operations in order of issue and would
+deadlock there, so these have their own.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.config import ParallelConfig
-from labkit.parallel.rank_generator import RankGenerator
+from labkit.parallel.group_plan import GROUP_KINDS, GROUP_TOKENS, groups_of_rank
+from labkit.parallel.rank_generator import as_size
+
+_OWN_COMMUNICATOR = {
+    "pp": "pipeline",
+    "cp": "context",
+    "ep": "expert",
+    "dp": "gradients",
+    "dp_cp": "gradients",
+    "edp": "expert gradients",
+    "embd": "word embedding",
+    "pos_embd": "position embedding",
+}
+"""Kinds that share a communicator only within the named use; all others may share the one called `in line`."""
 
 
 @dataclass(frozen=True)
@@ -18,11 +54,11 @@ class Group:
     name: str
     """Axis or combination of axes: `tp`, `dp_cp`, ..."""
     ranks: tuple[int, ...]
-    """Global ranks, in group order."""
+    """Global ranks, in group order; empty where this rank is in no such group (`embd` on a middle stage)."""
     rank: int
     """Position of this process in `ranks`; -1 where it is not a member."""
     process_group: Any = None
-    """torch's ProcessGroup; None where size is 1 or this rank is not a member."""
+    """torch's ProcessGroup; None where size is 1, this rank is no member, or torch.distributed is not initialised."""
 
     @property
     def size(self) -> int:
@@ -35,51 +71,194 @@ class ParallelGroups:
     """Every group that this rank belongs to, and its place in the pipeline."""
 
     rank: int
+    """Global rank of this process."""
     world_size: int
+    """Ranks of this layout."""
     config: ParallelConfig
+    """The layout that the groups were made from."""
     world: Group
+    """All ranks of the layout."""
     tp: Group
+    """Tensor parallel: the shards of one layer."""
     cp: Group
+    """Context parallel: the pieces of one sequence."""
     dp: Group
+    """Data parallel: the same parameters, other samples."""
     dp_cp: Group
+    """Over which gradients of dense parameters are reduced."""
     pp: Group
+    """Pipeline: the stages of one model."""
     ep: Group
+    """Expert parallel: ranks with different experts."""
     etp: Group
+    """Tensor parallel inside an expert."""
     edp: Group
+    """Over which gradients of expert parameters are reduced."""
     tp_ep: Group
+    """All shards of all experts of a layer."""
     tp_ep_pp: Group
+    """One whole model of experts."""
     tp_cp: Group
+    """Ranks that see the pieces of one sample."""
     tp_dp_cp: Group
+    """One whole pipeline stage."""
     mp: Group
+    """Model parallel: one copy of the dense parameters (tp x pp)."""
     embd: Group
+    """Stages that hold the word embedding (first and last)."""
     pos_embd: Group
+    """Stage that holds the position embedding (first; in an encoder-decoder model also the decoder's first)."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where this rank's tensors live."""
+    backend: str = "none"
+    """torch.distributed's backend, or `none` in a process without it."""
+    _singles: list[Any] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def prev_rank(self) -> int:
+        """Global rank of the stage before this one; the first stage's is the last (a ring)."""
+        return self.pp.ranks[(self.pp.rank - 1) % self.pp.size]
+
+    @property
+    def next_rank(self) -> int:
+        """Global rank of the stage after this one; the last stage's is the first (a ring)."""
+        return self.pp.ranks[(self.pp.rank + 1) % self.pp.size]
+
+    def is_first_stage(self, chunk: int = 0) -> bool:
+        """Whether model chunk `chunk` of this rank is the first stage of the model (it embeds tokens)."""
+        return self._known_chunk(chunk) == 0 and self.pp.rank == 0
+
+    def is_last_stage(self, chunk: int = 0) -> bool:
+        """Whether model chunk `chunk` of this rank is the last stage of the model (it computes the loss)."""
+        return self._known_chunk(chunk) == self.config.vpp - 1 and self.pp.rank == self.pp.size - 1
+
+    def _known_chunk(self, chunk: int) -> int:
+        if not 0 <= chunk < self.config.vpp:
+            raise ValueError(
+                f"chunk {chunk} does not exist; a rank holds vpp = {self.config.vpp} chunks, counted from 0"
+            )
+        return chunk
+
+    def device_mesh(self, *names: str) -> DeviceMesh:
+        """The ranks that share this rank's other coordinates, as a torch DeviceMesh with one dim per named group.
+
+        For DTensor, FSDP2 and distributed checkpoints: `groups.device_mesh("dp_cp", "tp")["tp"]`. Without names: `pp`,
+        `dp`, `cp`, `tp` in the layout's order, slowest first. The mesh uses the process groups that exist already.
+        Every rank of the layout must call this, as for making a group. Raises ValueError for names that share an axis,
+        mix dense with expert groups or are no product of axes (`embd`), and where torch.distributed is not initialised.
+        """
+        names = names or tuple(a for a in reversed(self._axes_in_order()) if a != "ep")
+        self._check_mesh_names(names)
+        chosen: list[Group] = [getattr(self, name) for name in names]
+        mesh = torch.tensor(self.rank)
+        for group in chosen:
+            mesh = mesh[..., None] + (torch.tensor(group.ranks) - self.rank)
+        handles = [group.process_group or self._single() for group in chosen]
+        if len(names) == 1:
+            return DeviceMesh.from_group(handles[0], self.device.type, mesh_dim_names=tuple(names))
+        return DeviceMesh.from_group(handles, self.device.type, mesh.contiguous(), mesh_dim_names=tuple(names))
+
+    def _axes_in_order(self) -> list[str]:
+        listed = self.config.order.lower().split("-")
+        return listed + [axis for axis in ("tp", "cp", "dp", "pp") if axis not in listed]
+
+    def _check_mesh_names(self, names: tuple[str, ...]) -> None:
+        if not dist.is_initialized():
+            raise ValueError("a DeviceMesh needs torch.distributed; call this inside labkit.launch.run or torchrun")
+        for name in names:
+            if name not in GROUP_TOKENS:
+                raise ValueError(f"{name!r} is no dim of a mesh; choose among {', '.join(GROUP_TOKENS)}")
+        axes = [axis for name in names for axis in GROUP_TOKENS[name][1].split("-")]
+        if len(set(axes)) < len(axes):
+            raise ValueError(f"the mesh dims {', '.join(names)} share an axis; each axis may appear once")
+        if len({GROUP_TOKENS[name][0] for name in names if name != "pp"}) > 1:
+            raise ValueError(
+                f"the mesh dims {', '.join(names)} mix groups of the dense layers with groups of the experts"
+            )
+
+    def _single(self) -> Any:
+        """A process group of this rank alone (meshes need one for dims of size 1), made once."""
+        if not self._singles:
+            self._singles.append(dist.new_group([self.rank], use_local_synchronization=True))
+        return self._singles[0]
 
 
-def initialize_model_parallel(config: ParallelConfig, *, rank: int | None = None, world_size: int | None = None) -> ParallelGroups:  # noqa: E501
-    """Create this rank's groups."""
-    initialised = dist.is_initialized()
-    rank = rank if rank is not None else (dist.get_rank() if initialised else 0)
-    world_size = world_size if world_size is not None else (dist.get_world_size() if initialised else 1)
-    etp = config.etp or config.tp
-    dense = RankGenerator(config.tp, 1, world_size // (config.tp * config.cp * config.pp), config.pp, config.cp, config.order)
-    expert = RankGenerator(etp, config.ep, world_size // (etp * config.ep * config.pp), config.pp, 1, config.order)
+def initialize_model_parallel(
+    config: ParallelConfig, *, rank: int | None = None, world_size: int | None = None
+) -> ParallelGroups:
+    """Create this rank's groups; every rank of the layout calls it, with the same arguments and in the same order.
 
-    def make(name: str, all_ranks: list[list[int]]) -> Group:
-        mine = next((tuple(r) for r in all_ranks if rank in r), None)
-        if mine is None:
-            return Group(name, (), -1)
-        handle = dist.new_group(list(mine), use_local_synchronization=True) if len(mine) > 1 and initialised else None
-        return Group(name, mine, mine.index(rank), handle)
+    `rank` and `world_size` (the ranks of the layout, default: all from `config.rank_offset` on) come from
+    torch.distributed. In a process without it the groups hold their ranks and no process group: of one rank by default,
+    of any rank of any world where both are given.
+    Raises ValueError as `rank_generators` does, where this rank is not in the layout, and where
+    `config.distributed_backend` names another backend than the running one.
+    """
+    live = dist.is_initialized() and rank in (None, dist.get_rank())
+    rank = rank if rank is not None else (dist.get_rank() if live else config.rank_offset)
+    if world_size is None:
+        world_size = dist.get_world_size() - config.rank_offset if live else 1
+        if world_size < 1:
+            raise ValueError(
+                f"rank_offset is {config.rank_offset} and there are {dist.get_world_size()} ranks; no rank is left"
+            )
+    world_size = as_size("world_size", world_size)
+    if config.distributed_timeout_minutes <= 0:
+        raise ValueError(f"distributed_timeout_minutes is {config.distributed_timeout_minutes}; it must be above 0")
+    plan = groups_of_rank(rank, config, world_size)
+    backend = _check_backend(config) if live else "none"
+    members = {"world": tuple(range(config.rank_offset, config.rank_offset + world_size))}
+    members |= {kind: tuple(plan[kind].tolist()) for kind in GROUP_KINDS}
+    create = _creator(config, rank) if live else (lambda *_: None)
+    groups: dict[str, Any] = {}
+    for name, ranks in members.items():
+        groups[name] = Group(name, ranks, ranks.index(rank) if ranks else -1, create(name, ranks))
+    return ParallelGroups(rank, world_size, config, **groups, device=_device(backend), backend=backend)
 
-    stages = dense.get_ranks("pp")
-    return ParallelGroups(
-        rank, world_size, config,
-        make("world", [list(range(world_size))]),
-        make("tp", dense.get_ranks("tp")), make("cp", dense.get_ranks("cp")), make("dp", dense.get_ranks("dp")),
-        make("dp_cp", dense.get_ranks("dp-cp")), make("pp", stages),
-        make("ep", expert.get_ranks("ep")), make("etp", expert.get_ranks("tp")), make("edp", expert.get_ranks("dp")),
-        make("tp_ep", expert.get_ranks("tp-ep")), make("tp_ep_pp", expert.get_ranks("tp-ep-pp")),
-        make("tp_cp", dense.get_ranks("tp-cp")), make("tp_dp_cp", dense.get_ranks("tp-dp-cp")),
-        make("mp", dense.get_ranks("tp-pp")),
-        make("embd", [list(dict.fromkeys([r[0], r[-1]])) for r in stages]), make("pos_embd", [[r[0]] for r in stages]),
-    )  # fmt: skip
+
+def single_process_groups(config: ParallelConfig | None = None) -> ParallelGroups:
+    """Groups of size 1 for one process on its own; of `config` only what is not a size of the layout is kept."""
+    alone = replace(config or ParallelConfig(), tp=1, pp=1, cp=1, ep=1, etp=None, rank_offset=0, split_rank=None)
+    return initialize_model_parallel(alone, rank=0, world_size=1)
+
+
+def _creator(config: ParallelConfig, rank: int) -> Callable[[str, tuple[int, ...]], Any]:
+    """A function (kind, ranks) -> ProcessGroup or None that shares communicators by the rule of this module."""
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    made: dict[tuple[str, tuple[int, ...]], Any] = {("in line", tuple(range(dist.get_world_size()))): dist.group.WORLD}
+
+    def create(name: str, ranks: tuple[int, ...]) -> Any:
+        larger_than_one = name == "embd" or (name == "pos_embd" and config.split_rank is not None)
+        if not ranks and larger_than_one:
+            dist.new_group([rank], use_local_synchronization=True)  # members made one: keep the count in step
+        if len(ranks) < 2:
+            return None
+        key = (_OWN_COMMUNICATOR.get(name, "in line"), ranks)
+        if key not in made:
+            made[key] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name)
+        return made[key]
+
+    return create
+
+
+def _check_backend(config: ParallelConfig) -> str:
+    running = dist.get_backend()
+    wanted = config.distributed_backend
+    if running in ("gloo", "nccl") and wanted not in ("auto", running):
+        raise ValueError(
+            f"distributed_backend is {wanted!r}, but torch.distributed runs {running!r}; "
+            "start the ranks with the backend of the config, or set it to 'auto'"
+        )
+    return running
+
+
+def _device(backend: str) -> torch.device:
+    """The device that the launcher assigned; without one the GPU of the local rank where NCCL runs, else the CPU."""
+    with contextlib.suppress(ImportError, RuntimeError, ValueError):
+        from labkit.launch import rank_info
+
+        if backend != "none":
+            return rank_info().device
+    if backend == "nccl":
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    return torch.device("cpu")

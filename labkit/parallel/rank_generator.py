@@ -1,30 +1,256 @@
-"""Rank groups from sizes and an order string (first form)."""
+"""Which ranks form a group: sizes and an order string in, lists of ranks out.
+
+Write a rank in mixed radix. The order string names the digits from the fastest to the slowest varying one, the sizes
+are their bases, and the stride of an axis is the product of the sizes to its left (`prefix_product`):
+
+    rank = rank_offset + sum over axes of coordinate[axis] * stride[axis]
+
+A token such as `dp-cp` marks the digits that vary inside a group (the mask). Every combination of the other digits is
+one group. Groups and members are both counted with their fastest digit first, so `dp-cp` and `cp-dp` are the same
+token.
+
+Dense layers and experts see the same ranks through two generators (`rank_generators`): attention has tp, cp, dp, pp and
+no ep; experts have etp, ep, edp, pp and no cp. That is MoE parallel folding (arXiv 2504.14960). This module needs numpy
+and no torch. The names are those of Megatron-LM's `megatron/core/parallel_state.py`.
+"""
 
 from __future__ import annotations
 
-import itertools
+import operator
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+"""Every axis an order string may name."""
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+"""The axis that talks most varies fastest, so that its groups stay inside a node."""
+MAX_LISTED_RANKS = 2**24
+"""Largest number of ranks that is enumerated (128 MiB as int64); one rank's own groups need no enumeration."""
+
+
+def prefix_product(sizes: Sequence[int], init: int = 1) -> list[int]:
+    """Strides of a mixed-radix number: `[2, 3, 4]` gives `[1, 2, 6, 24]`; the last entry is the product of all."""
+    strides = [init]
+    for size in sizes:
+        strides.append(strides[-1] * size)
+    return strides
+
+
+def decompose(index: int, shape: Sequence[int], stride: Sequence[int] | None = None) -> list[int]:
+    """Digits of `index` in the bases `shape`, fastest first; the inverse of the inner product with the strides.
+
+    `stride` defaults to `prefix_product(shape)`. Raises ValueError where `index` does not fit into `shape`.
+    """
+    stride = prefix_product(shape) if stride is None else stride
+    digits = [index // step % size for size, step in zip(shape, stride)]
+    if sum(digit * step for digit, step in zip(digits, stride)) != index:
+        raise ValueError(f"index {index} does not fit into the shape {list(shape)}: its digits would be {digits}")
+    return digits
+
+
+def as_size(name: str, value: object, least: int = 1) -> int:
+    """`value` as an int; ValueError naming `name` where it is no integer (True and "8" are none) or below `least`."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        number = None
+    if number is None:
+        raise ValueError(f"{name} is {value!r}, which is no integer; give a whole number of at least {least}")
+    if number < least:
+        raise ValueError(f"{name} is {number}; it must be at least {least}")
+    return number
+
+
+def check_listable(count: int, what: str) -> None:
+    """ValueError where enumerating `count` ranks would take more than MAX_LISTED_RANKS entries."""
+    if count > MAX_LISTED_RANKS:
+        raise ValueError(
+            f"{what} would list {count} ranks, and at most {MAX_LISTED_RANKS} are listed at once; "
+            "ask for one rank's groups with groups_of_rank, or use a smaller world"
+        )
+
+
+def masked_orthogonal_array(parallel_size: Sequence[int], mask: Sequence[bool]) -> np.ndarray:
+    """Groups as an int64 array (num_groups, group_size); sizes and mask are in order, fastest axis first.
+
+    The ranks are counted into a box with one dimension per axis; moving the masked dimensions behind the others and
+    flattening both halves is the whole algorithm.
+    """
+    check_listable(prod(parallel_size), f"the sizes {list(parallel_size)}")
+    slowest_first = range(len(parallel_size) - 1, -1, -1)
+    box = np.arange(prod(parallel_size), dtype=np.int64).reshape([parallel_size[i] for i in slowest_first])
+    dims = [(len(parallel_size) - 1 - i, mask[i]) for i in slowest_first]
+    outside, inside = [dim for dim, masked in dims if not masked], [dim for dim, masked in dims if masked]
+    group_size = prod(size for size, masked in zip(parallel_size, mask) if masked)
+    return box.transpose(outside + inside).reshape(-1, group_size)
+
+
+def generate_masked_orthogonal_rank_groups(
+    world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
+) -> list[list[int]]:
+    """Groups of a world with axes of the sizes `parallel_size`, fastest first; `mask` marks the axes inside a group.
+
+    Arguments and result are those of Megatron-LM's function of this name. `(8, [2, 2, 2], [False, False, True])` gives
+    `[[0, 4], [1, 5], [2, 6], [3, 7]]`. Raises ValueError where mask and sizes differ in length or do not make up the
+    world.
+    """
+    world_size = as_size("world_size", world_size)
+    sizes = [as_size(f"parallel_size[{i}]", size) for i, size in enumerate(parallel_size)]
+    if len(mask) != len(sizes):
+        raise ValueError(f"parallel_size has {len(sizes)} axes and mask has {len(mask)}; give one flag per axis")
+    if prod(sizes) != world_size:
+        raise ValueError(f"the sizes {sizes} make {prod(sizes)} ranks, but world_size is {world_size}")
+    return masked_orthogonal_array(sizes, mask).tolist()
+
+
+generate_masked_orthogonal_groups = generate_masked_orthogonal_rank_groups
+
+
+def parse_order(order: str) -> list[str]:
+    """Axes of an order string; ValueError where it is no string or names an axis twice or one that does not exist."""
+    if not isinstance(order, str):
+        raise ValueError(f"order is {order!r}; give a string such as {DEFAULT_ORDER!r}")
+    axes = order.lower().split("-")
+    for axis in axes:
+        if axis not in AXES:
+            raise ValueError(f"order {order!r} names {axis!r}, which is no axis; the axes are {', '.join(AXES)}")
+        if axes.count(axis) > 1:
+            raise ValueError(f"order {order!r} names {axis!r} {axes.count(axis)} times; name each axis once")
+    return axes
 
 
 class RankGenerator:
-    """Groups of ranks for any token such as `tp` or `dp-cp`."""
+    """Groups of ranks for any token.
+
+    `order` lists the axes from fastest to slowest varying; axes left out must have size 1. `rank_offset` is the number
+    of the first rank. Raises ValueError for sizes below 1 or not whole, for an order that misses an axis larger than 1,
+    repeats one or names an unknown one, and for cp and ep both larger than 1 (they belong to two generators).
+    """
 
     def __init__(self, tp: int = 1, ep: int = 1, dp: int = 1, pp: int = 1, cp: int = 1,
-                 order: str = "tp-cp-ep-dp-pp", rank_offset: int = 0) -> None:  # fmt: skip
-        self.sizes = {"tp": tp, "ep": ep, "dp": dp, "pp": pp, "cp": cp}
-        self.axes = order.split("-")
-        self.rank_offset = rank_offset
+                 order: str = DEFAULT_ORDER, rank_offset: int = 0) -> None:  # fmt: skip
+        given = {"tp": tp, "ep": ep, "dp": dp, "pp": pp, "cp": cp}
+        self.sizes = {axis: as_size(axis, size) for axis, size in given.items()}
+        self.rank_offset = as_size("rank_offset", rank_offset, least=0)
+        if self.sizes["ep"] > 1 and self.sizes["cp"] > 1:
+            raise ValueError(
+                f"ep is {self.sizes['ep']} and cp is {self.sizes['cp']} in one generator; context parallelism "
+                "belongs to the dense generator and expert parallelism to the expert one: use rank_generators"
+            )
+        self.axes = parse_order(order)
+        for axis, size in self.sizes.items():
+            if axis not in self.axes:
+                if size > 1:
+                    raise ValueError(
+                        f"order {order!r} leaves out {axis}, whose size is {size}; only size 1 may be missing"
+                    )
+                self.axes.append(axis)
+        self.order = "-".join(self.axes)
+        self.ordered_size = [self.sizes[axis] for axis in self.axes]
+        self.world_size = prod(self.ordered_size)
+        self.strides = dict(zip(self.axes, prefix_product(self.ordered_size)))
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}={self.sizes[axis]}" for axis in self.axes if self.sizes[axis] > 1)
+        return f"RankGenerator({sizes}{', ' if sizes else ''}order={self.order!r}, rank_offset={self.rank_offset})"
+
+    def get_mask(self, token: str) -> list[bool]:
+        """One flag per axis in order: whether `token` (`tp`, `dp-cp`, `dp_cp`) names it."""
+        wanted = str(token).lower().replace("_", "-").split("-")
+        for axis in wanted:
+            if axis not in AXES:
+                raise ValueError(f"token {token!r} names {axis!r}, which is no axis; the axes are {', '.join(AXES)}")
+            if wanted.count(axis) > 1:
+                raise ValueError(f"token {token!r} names {axis!r} {wanted.count(axis)} times; name each axis once")
+        return [axis in wanted for axis in self.axes]
+
+    def rank_array(self, token: str) -> np.ndarray:
+        """The groups of `token` as an int64 array (num_groups, group_size); ValueError past MAX_LISTED_RANKS."""
+        return masked_orthogonal_array(self.ordered_size, self.get_mask(token)) + self.rank_offset
 
     def get_ranks(self, token: str) -> list[list[int]]:
-        """The groups of `token`, one per combination of the other axes."""
-        wanted = [a for a in self.axes if a in token.split("-")]
-        others = [a for a in self.axes if a not in wanted]
-        stride, step = 1, {}
-        for axis in self.axes:
-            step[axis] = stride
-            stride *= self.sizes[axis]
+        """The groups of `token` as lists, one per combination of the other axes."""
+        return self.rank_array(token).tolist()
 
-        def offsets(axes: list[str]) -> list[int]:
-            ranges = [range(self.sizes[a]) for a in reversed(axes)]
-            return [sum(i * step[a] for i, a in zip(c, reversed(axes))) for c in itertools.product(*ranges)]
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The digits of `rank` (its position along each axis), fastest first; ValueError where it is no such rank."""
+        rank = as_size("rank", rank, least=0)
+        first, last = self.rank_offset, self.rank_offset + self.world_size - 1
+        if not first <= rank <= last:
+            raise ValueError(f"rank {rank} is not in this layout, whose ranks are {first} to {last}")
+        return dict(zip(self.axes, decompose(rank - first, self.ordered_size)))
 
-        return [[o + w + self.rank_offset for w in offsets(wanted)] for o in offsets(others)]
+    def group_of(self, token: str, rank: int) -> np.ndarray:
+        """The one group of `token` that holds `rank`, in group order; costs its size, whatever the world's."""
+        mask, here = self.get_mask(token), self.coordinates(rank)
+        inside = [axis for axis, masked in zip(self.axes, mask) if masked]
+        check_listable(prod(self.sizes[axis] for axis in inside), f"the {token} group of rank {rank}")
+        members = np.array([rank - sum(here[axis] * self.strides[axis] for axis in inside)], dtype=np.int64)
+        for axis in inside:
+            steps = np.arange(self.sizes[axis], dtype=np.int64) * self.strides[axis]
+            members = (steps[:, None] + members[None, :]).ravel()
+        return members
+
+
+def rank_generators(
+    *,
+    world_size: int,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    order: str = DEFAULT_ORDER,
+    rank_offset: int = 0,
+) -> tuple[RankGenerator, RankGenerator]:
+    """The dense and the expert generator of one world; dp and edp are what the other axes leave.
+
+    `etp` None means tp. Raises ValueError where the world does not factor, and where the two generators would put a
+    rank into different pipelines (an order that ends in `pp` never does).
+    """
+    world_size = as_size("world_size", world_size)
+    sizes = {name: as_size(name, size) for name, size in (("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep))}
+    etp = sizes["tp"] if etp is None else as_size("etp", etp)
+    tp, pp, cp, ep = sizes["tp"], sizes["pp"], sizes["cp"], sizes["ep"]
+    dp = _what_is_left(world_size, {"tp": tp, "cp": cp, "pp": pp})
+    edp = _what_is_left(world_size, {"etp": etp, "ep": ep, "pp": pp})
+    decoder = RankGenerator(tp=tp, dp=dp, pp=pp, cp=cp, order=order, rank_offset=rank_offset)
+    expert = RankGenerator(tp=etp, ep=ep, dp=edp, pp=pp, order=order, rank_offset=rank_offset)
+    _check_same_pipelines(decoder, expert)
+    return decoder, expert
+
+
+def _what_is_left(world_size: int, sizes: dict[str, int]) -> int:
+    used = prod(sizes.values())
+    if world_size % used:
+        product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"world size {world_size} is not a multiple of {product} = {used}; "
+            f"use a multiple of {used} ranks, or sizes whose product divides {world_size}"
+        )
+    return world_size // used
+
+
+def _check_same_pipelines(decoder: RankGenerator, expert: RankGenerator) -> None:
+    """Both lists of PP groups must be equal.
+
+    They are exactly when pp is 1 or the pp axis has the same stride s in both: group g is then
+    `g % s + (g // s) * s * pp + range(pp) * s` in either, and otherwise the first groups, `range(pp) * s`, differ
+    already. So no list is compared, and a world of any size is checked at once.
+    """
+    pp, mine, theirs = decoder.sizes["pp"], decoder.strides["pp"], expert.strides["pp"]
+    if pp > 1 and mine != theirs:
+        raise ValueError(
+            f"the two generators disagree on the pipelines: with order {decoder.order!r} the first pp group of "
+            f"the dense layers is {_first_group(decoder)}, that of the experts {_first_group(expert)}, so a rank would "
+            f"hold layers of two different stages (stride of pp: {mine} against {theirs}); "
+            "let the order end in 'pp', or choose etp, ep so that the strides agree"
+        )
+
+
+def _first_group(generator: RankGenerator) -> str:
+    first, stride, pp = generator.rank_offset, generator.strides["pp"], generator.sizes["pp"]
+    ranks = [str(first + i * stride) for i in range(min(pp, 4))] + (["..."] if pp > 4 else [])
+    return f"[{', '.join(ranks)}]"

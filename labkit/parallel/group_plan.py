@@ -1,0 +1,93 @@
+"""Every kind of group of a layout, as plain arrays: for the whole world, or for one rank without enumerating the world.
+
+Nothing here talks to another process; `groups.py` turns one rank's part of this plan into process groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+import numpy as np
+
+from labkit.config import ParallelConfig
+from labkit.parallel.rank_generator import RankGenerator, as_size, rank_generators
+
+GROUP_TOKENS: dict[str, tuple[str, str]] = {
+    "tp": ("dense", "tp"),
+    "cp": ("dense", "cp"),
+    "dp": ("dense", "dp"),
+    "dp_cp": ("dense", "dp-cp"),
+    "pp": ("dense", "pp"),
+    "ep": ("expert", "ep"),
+    "etp": ("expert", "tp"),
+    "edp": ("expert", "dp"),
+    "tp_ep": ("expert", "tp-ep"),
+    "tp_ep_pp": ("expert", "tp-ep-pp"),
+    "tp_cp": ("dense", "tp-cp"),
+    "tp_dp_cp": ("dense", "tp-dp-cp"),
+    "mp": ("dense", "tp-pp"),
+}
+"""Kind of group -> (generator, token). `embd` and `pos_embd` are picked from `pp` by `embedding_columns`."""
+GROUP_KINDS = (*GROUP_TOKENS, "embd", "pos_embd")
+"""All kinds, in the order in which they are created."""
+_SIZES = ("tp", "pp", "cp", "ep", "etp", "order", "rank_offset", "split_rank")
+
+
+def embedding_columns(pp: int, split_rank: int | None = None) -> tuple[list[int], list[int]]:
+    """Pipeline positions that hold the word embedding and the position embedding.
+
+    Word embedding: first stage, and last stage, which reuses the table as output layer; position embedding: first
+    stage. `split_rank` is the first decoder stage of an encoder-decoder model and holds both as well. Raises
+    ValueError where it is not in 1 ... pp - 1.
+    """
+    word, position = [0, pp - 1], [0]
+    if split_rank is not None:
+        if not 1 <= as_size("split_rank", split_rank, least=0) < pp:
+            allowed = f"it must be one of 1 to {pp - 1}" if pp > 1 else "a split needs pp of at least 2"
+            raise ValueError(f"split_rank (the decoder's first stage) is {split_rank} and pp is {pp}; {allowed}")
+        word, position = [0, split_rank, pp - 1], [0, split_rank]
+    return sorted(set(word)), position
+
+
+def _generators(
+    sizes: ParallelConfig | Mapping[str, object], world_size: int
+) -> tuple[dict[str, RankGenerator], int | None]:
+    if isinstance(sizes, ParallelConfig):
+        given: dict[str, object] = {field.name: getattr(sizes, field.name) for field in fields(sizes)}
+    else:
+        given = dict(sizes)
+        unknown = sorted(set(given) - set(_SIZES))
+        if unknown:
+            raise ValueError(f"unknown sizes {', '.join(unknown)}; a layout has {', '.join(_SIZES)}")
+    split_rank = given.pop("split_rank", None)
+    wanted = {name: given[name] for name in _SIZES if name in given}
+    dense, expert = rank_generators(world_size=world_size, **wanted)  # pyright: ignore[reportArgumentType]
+    return {"dense": dense, "expert": expert}, split_rank  # pyright: ignore[reportReturnType]
+
+
+def all_groups(sizes: ParallelConfig | Mapping[str, object], world_size: int) -> dict[str, np.ndarray]:
+    """Kind -> int64 array (num_groups, group_size) for all of GROUP_KINDS.
+
+    `sizes` is a ParallelConfig or a mapping with any of tp, pp, cp, ep, etp, order, rank_offset, split_rank.
+    `world_size` counts the ranks of the layout. The groups of `embd` and `pos_embd` do not cover the world: middle
+    stages are in none. Raises ValueError as `rank_generators` and `embedding_columns` do.
+    """
+    generators, split_rank = _generators(sizes, world_size)
+    word, position = embedding_columns(generators["dense"].sizes["pp"], split_rank)
+    plan = {kind: generators[which].rank_array(token) for kind, (which, token) in GROUP_TOKENS.items()}
+    return {**plan, "embd": plan["pp"][:, word], "pos_embd": plan["pp"][:, position]}
+
+
+def groups_of_rank(rank: int, sizes: ParallelConfig | Mapping[str, object], world_size: int) -> dict[str, np.ndarray]:
+    """Kind -> the ranks of the group that `rank` is in (int64, in group order; empty where it is in none).
+
+    Costs the sum of the groups' sizes, whatever the world's size. Arguments and errors are those of `all_groups`.
+    """
+    generators, split_rank = _generators(sizes, world_size)
+    word, position = embedding_columns(generators["dense"].sizes["pp"], split_rank)
+    plan = {kind: generators[which].group_of(token, rank) for kind, (which, token) in GROUP_TOKENS.items()}
+    for kind, columns in (("embd", word), ("pos_embd", position)):
+        members = plan["pp"][columns]
+        plan[kind] = members if rank in members else members[:0]
+    return plan
