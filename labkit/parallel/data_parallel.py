@@ -1,0 +1,117 @@
+"""Data parallelism in its naive form: one flat gradient buffer, one all-reduce after the last backward.
+
+Every replica holds all parameters of its stage and sees its own microbatches (arXiv 1909.08053, section 3). After the
+last backward of a step, the gradients of all replicas are averaged. Nothing overlaps here; that is the point of
+keeping it: it is the twin that the bucketed, overlapping form is held against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from labkit.parallel.collectives import all_reduce, comm_scope
+from labkit.parallel.groups import Group
+
+
+class NaiveDataParallel(nn.Module):
+    """Gives each parameter of `module` a `main_grad` and averages them over `group` when asked.
+
+    Gradients arrive in `main_grad` in one of two ways: a hook adds `.grad` to it and drops `.grad`, or a linear layer
+    with `gradient_accumulation_fusion` adds its weight gradient itself and returns none. Either way they add up over
+    the microbatches of a step until `zero_grad_buffer`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Group,
+        *,
+        grad_dtype: torch.dtype | None = None,
+        average: bool = True,
+    ) -> None:
+        """Wrap `module`.
+
+        group: the data-parallel (times context-parallel) ranks, whose gradients belong together.
+        grad_dtype: of the buffer; None is fp32 for 16-bit parameters, else the parameters' own.
+        average: divide by the group's size; False leaves the sum, for a loss normalised by a global token count.
+        """
+        super().__init__()
+        self.module = module
+        self.group = group
+        self.average = average
+        self._may_sync = True
+        params = [p for p in module.parameters() if p.requires_grad]
+        self.grad_buffer = _attach_main_grads(params, grad_dtype or _grad_dtype(params))
+        for param in params:
+            param.register_post_accumulate_grad_hook(_move_to_main_grad)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Whatever the module returns."""
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes that the wrapper lacks are the module's, so that a wrapped chunk answers like a bare one."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside the block only accumulate; asking for a synchronisation there is an error."""
+        outer, self._may_sync = self._may_sync, False
+        try:
+            yield
+        finally:
+            self._may_sync = outer
+
+    def zero_grad_buffer(self) -> None:
+        """Set every `main_grad` to zero, at the start of a step."""
+        self.grad_buffer.zero_()
+
+    def start_grad_sync(self) -> None:
+        """Where an overlapping form would issue its all-reduce; the naive one does all in `finish_grad_sync`."""
+        assert self._may_sync, "gradient synchronisation was asked for inside no_sync()"
+
+    def finish_grad_sync(self) -> None:
+        """All-reduce the whole buffer over the group: scaled by 1/size first, so that the sum cannot overflow."""
+        assert self._may_sync, "gradient synchronisation was asked for inside no_sync()"
+        if self.group.size == 1:
+            return
+        if self.average:
+            self.grad_buffer.mul_(1.0 / self.group.size)
+        with comm_scope(phase="gradients"):
+            all_reduce(self.grad_buffer, self.group)
+
+
+def _grad_dtype(params: list[nn.Parameter]) -> torch.dtype:
+    """fp32 for 16-bit parameters, else the widest dtype among them."""
+    widest = torch.float32
+    for param in params:
+        if param.dtype.itemsize > 2:
+            widest = torch.promote_types(widest, param.dtype)
+    return widest
+
+
+def _attach_main_grads(params: list[nn.Parameter], dtype: torch.dtype) -> torch.Tensor:
+    """One zeroed buffer with a view per parameter, set as its `main_grad`; returns the buffer."""
+    device = params[0].device if params else torch.device("cpu")
+    buffer = torch.zeros(sum(p.numel() for p in params), dtype=dtype, device=device)
+    offset = 0
+    for param in params:
+        param.main_grad = buffer[offset : offset + param.numel()].view_as(param)  # pyright: ignore[reportAttributeAccessIssue]
+        offset += param.numel()
+    return buffer
+
+
+def _move_to_main_grad(param: torch.Tensor) -> None:
+    """Post-accumulate hook: add `.grad` to `main_grad` and drop it."""
+    assert param.grad is not None
+    main_grad: torch.Tensor = param.main_grad  # pyright: ignore[reportAttributeAccessIssue]
+    main_grad.add_(param.grad)
+    param.grad = None
