@@ -1,1 +1,34 @@
+"""Figures with a sentence: rank grids, traffic between nodes, timelines, curves. Names are loaded on first use."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_EXPORTS = {
+    "figure": ("Figure",),
+    "ranks": ("rank_grid", "rank_neighbours"),
+    "comms": ("TransformerTraffic", "bytes_between_nodes", "compare_orders", "order_traffic"),
+    "widgets": ("explore_layout", "is_live"),
+    "timeline": ("gantt", "gantt_overlay"),
+    "trace": ("write_trace",),
+    "curves": ("loss_curves",),
+}
+"""Module -> the names that this package offers from it."""
+_HOME = {name: module for module, names in _EXPORTS.items() for name in names}
+__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+
+if TYPE_CHECKING:
+    from labkit.viz.figure import Figure as Figure
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

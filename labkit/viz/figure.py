@@ -1,0 +1,57 @@
+"""`Figure`: a picture and the one sentence that says what it shows."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from labkit.viz.style import DPI, styled
+
+
+class Figure:
+    """A matplotlib figure with a sentence that carries its key numbers.
+
+    In a notebook it shows as a PNG whose plain text and alternative text are the sentence: a screen reader reads it,
+    and nbval compares it from run to run. Raises ValueError where the sentence is empty or more than one line.
+    """
+
+    def __init__(self, fig: matplotlib.figure.Figure, sentence: str) -> None:
+        if not sentence.strip() or "\n" in sentence:
+            raise ValueError(f"a figure needs one sentence on one line, not {sentence!r}")
+        self.fig = fig
+        self.sentence = sentence
+        self._png: bytes | None = None
+
+    def __repr__(self) -> str:
+        return self.sentence
+
+    @property
+    def png(self) -> bytes:
+        """The picture as PNG at 100 dpi, drawn once."""
+        if self._png is None:
+            FigureCanvasAgg(self.fig)
+            buffer = io.BytesIO()
+            with styled():
+                self.fig.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
+            self._png = buffer.getvalue()
+        return self._png
+
+    def save(self, path: str | Path) -> Path:
+        """Write the picture in the format of the suffix (png, svg, pdf); makes the folder; returns the path."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".png":
+            path.write_bytes(self.png)
+        else:
+            with styled():
+                self.fig.savefig(path)
+        return path
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, str], dict[str, Any]]:
+        data = {"image/png": base64.b64encode(self.png).decode("ascii"), "text/plain": self.sentence}
+        return data, {"image/png": {"alt": self.sentence}}

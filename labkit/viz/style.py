@@ -1,0 +1,127 @@
+"""One palette by meaning, and matplotlib's settings for every figure of labkit.
+
+Colours come from Okabe and Ito's set and Paul Tol's muted set. Those that may meet in one picture stay apart for
+readers with red-green colour blindness; what still comes close also differs in its hatch, and every mark carries a
+label. Two families never mix in one picture: what a rank does over time (`ACTIVITIES`), and whom it talks to (`AXES`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import matplotlib
+import matplotlib.figure
+from matplotlib.patches import Patch
+
+DPI = 100
+"""Dots per inch of every PNG."""
+
+ACTIVITIES: dict[str, tuple[str, str, str]] = {
+    "forward": ("#0072B2", "", "forward"),
+    "backward": ("#E69F00", "", "backward"),
+    "input_grad": ("#56B4E9", "", "input gradient"),
+    "weight_grad": ("#117733", "", "weight gradient"),
+    "send": ("#CC79A7", "////", "send"),
+    "recv": ("#882255", "\\\\\\\\", "receive"),
+    "collective": ("#D55E00", "xx", "collective"),
+    "wait": ("#999999", "...", "wait"),
+    "idle": ("#F0F0F0", "", "idle"),
+    "optimizer": ("#332288", "", "optimizer"),
+    "data": ("#DDCC77", "", "data"),
+    "timer": ("#44AA99", "--", "timer"),
+}
+"""Kind of event -> (colour, hatch, label)."""
+
+AXES: dict[str, tuple[str, str, str]] = {
+    "tp": ("#D55E00", "", "tensor"),
+    "cp": ("#CC79A7", "//", "context"),
+    "ep": ("#117733", "\\\\", "expert"),
+    "dp": ("#0072B2", "..", "data"),
+    "pp": ("#E69F00", "xx", "pipeline"),
+    "etp": ("#882255", "++", "expert tensor"),
+    "edp": ("#56B4E9", "oo", "expert data"),
+    "embd": ("#DDCC77", "--", "embedding"),
+}
+"""Axis of a layout -> (colour, hatch, label)."""
+
+SEQUENCE = ("#0072B2", "#E69F00", "#117733", "#CC79A7", "#56B4E9", "#D55E00", "#332288", "#DDCC77")
+"""For things without a meaning of their own (group 0, 1, ...; curve 0, 1, ...); repeats after eight."""
+
+RC: dict[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.labelsize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": False,
+    "grid.color": "#DDDDDD",
+    "hatch.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "figure.dpi": DPI,
+    "savefig.dpi": DPI,
+    "svg.hashsalt": "labkit",
+}
+"""matplotlib's settings; `styled` applies them to a block."""
+
+
+def meaning(name: str) -> tuple[str, str, str]:
+    """(colour, hatch, label) of an activity or an axis; combined groups (`dp_cp`) take their first axis.
+
+    Raises ValueError for a name that has no meaning here.
+    """
+    found = ACTIVITIES.get(name) or AXES.get(name) or AXES.get(name.split("_")[0])
+    if found is None:
+        raise ValueError(f"{name!r} has no colour; the palette knows {', '.join([*ACTIVITIES, *AXES])}")
+    return found
+
+
+def color(name: str) -> str:
+    """Colour of an activity or an axis, as #RRGGBB."""
+    return meaning(name)[0]
+
+
+def hatch(name: str) -> str:
+    """matplotlib hatch of an activity or an axis; empty where the colour suffices."""
+    return meaning(name)[1]
+
+
+def label(name: str) -> str:
+    """What a legend calls an activity or an axis."""
+    return meaning(name)[2]
+
+
+def text_color(background: str) -> str:
+    """Black or white, whichever has the larger contrast ratio (WCAG 2) on `background` (#RRGGBB)."""
+    channels = [int(background[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "#FFFFFF" if (1.05 / (luminance + 0.05)) > ((luminance + 0.05) / 0.05) else "#000000"
+
+
+def legend_patches(names: list[str]) -> list[Patch]:
+    """Legend handles for activities or axes, with colour, hatch and label."""
+    return [
+        Patch(facecolor=color(n), hatch=hatch(n), edgecolor="#333333", linewidth=0.5, label=label(n)) for n in names
+    ]
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Apply RC while the block builds a figure; nothing outside it changes."""
+    with matplotlib.rc_context(RC):
+        yield
+
+
+def new_figure(width: float, height: float) -> matplotlib.figure.Figure:
+    """An empty figure of `width` x `height` inches with constrained layout, unknown to pyplot.
+
+    pyplot would keep it alive and Jupyter would show it a second time. Call inside `styled`.
+    """
+    return matplotlib.figure.Figure(figsize=(width, height), layout="constrained")
