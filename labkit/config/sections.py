@@ -1,12 +1,15 @@
-"""Everything a run is made of, as frozen dataclasses.
+"""The sections of a run's configuration, as frozen dataclasses.
 
-`RunConfig` holds one section per concern. Each field is documented in the string under it; units are in the text.
+One section per concern. Each field is documented in the string under it; units are in the text. These strings are
+the command line's help and the reference page (`docs/config.md`).
 The names are the field's (Megatron's where it has one), in short form: `tp cp ep etp dp edp pp vpp`.
+A field's type is one of `int`, `float`, `bool`, `str`, `tuple[str, ...]`, or one of them `| None`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,12 @@ class ParallelConfig:
     """`auto` (nccl where each rank has a GPU of its own, gloo otherwise), `gloo` or `nccl`."""
     distributed_timeout_minutes: float = 10.0
     """Minutes that a collective may wait before the run is ended."""
+
+    @property
+    def smallest_world_size(self) -> int:
+        """Fewest ranks that both generators can lay out: lcm(tp cp pp, etp ep pp)."""
+        etp = self.tp if self.etp is None else self.etp
+        return math.lcm(self.tp * self.cp * self.pp, etp * self.ep * self.pp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,23 +220,14 @@ class TrainConfig:
     """Folder for metrics.jsonl and events.jsonl; None writes nothing."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """A whole run."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """Shape of the model."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """The layout."""
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """The pipeline schedule."""
-    moe: MoEConfig = field(default_factory=MoEConfig)
-    """Mixture of experts."""
-    graph: GraphConfig = field(default_factory=GraphConfig)
-    """CUDA graphs."""
-    data: DataConfig = field(default_factory=DataConfig)
-    """Where tokens come from."""
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    """Optimizer and precision."""
-    train: TrainConfig = field(default_factory=TrainConfig)
-    """Steps and batches."""
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "schedule": ScheduleConfig,
+    "moe": MoEConfig,
+    "graph": GraphConfig,
+    "data": DataConfig,
+    "optim": OptimConfig,
+    "train": TrainConfig,
+}
+"""Sections of a `RunConfig` by name, in their order in a file."""

@@ -1,0 +1,55 @@
+"""The one error of a bad configuration, and how values appear in it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a configuration, at once.
+
+    `problems` holds one sentence for each: field, value, rule, and what to do.
+    """
+
+    def __init__(self, problems: Sequence[str], *, source: str = "the configuration") -> None:
+        self.problems = list(problems)
+        self.source = source
+        count = len(self.problems)
+        if count == 1:
+            message = f"{source} has 1 problem: {self.problems[0]}"
+        else:
+            lines = (f"  {i}. {p}" for i, p in enumerate(self.problems, start=1))
+            message = "\n".join([f"{source} has {count} problems:", *lines])
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple:
+        # An exception is rebuilt from its message by default; this one travels between ranks with its list.
+        return _rebuild, (self.problems, self.source)
+
+
+def _rebuild(problems: list[str], source: str) -> ConfigError:
+    return ConfigError(problems, source=source)
+
+
+def shown(value: object, limit: int = 60) -> str:
+    """`value` for a message: its repr, cut at `limit` characters; never raises, never spans lines."""
+    if isinstance(value, int) and value.bit_length() > 8 * limit:
+        return f"<an integer of {value.bit_length()} bits>"
+    try:
+        text = repr(value)
+    except Exception:  # a foreign object's repr, or one that recurses too deeply
+        return f"<{type(value).__name__}>"
+    text = text.encode("ascii", "backslashreplace").decode()
+    text = text.replace("\n", " ")
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def nearest(name: object, names: Iterable[str]) -> str:
+    """`; did you mean "x"?` for the known name most like `name`, or an empty string where none is."""
+    text = str(name)[:80]
+    known = {n.lower(): n for n in names}
+    found = difflib.get_close_matches(text.lower().replace("-", "_"), known, n=1, cutoff=0.5)
+    if not found:
+        found = difflib.get_close_matches(text.lower(), known, n=1, cutoff=0.5)
+    return f'; did you mean "{known[found[0]]}"?' if found else ""

@@ -1,0 +1,291 @@
+"""Names and types of the fields: aliases, conversion, and laying new values over a configuration.
+
+A field may be written `section.field`, by its last part alone where only one section has it (`lr`), or under the name
+it has in Megatron-LM (`tensor_model_parallel_size`); `-` and `_` are the same. In YAML and Python a value has the
+field's own type: a quoted `"8"` is text, not a number. On the command line everything is text and is read as the
+field's type: `8` for an integer, `1e-4` for a number, `true` or `false`, `null` for none, `a,b` for a list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from labkit.config.errors import nearest, shown
+from labkit.config.sections import SECTIONS
+
+
+class FieldSpec(NamedTuple):
+    """Where a field lives and what it holds."""
+
+    section: str
+    name: str
+    kind: str
+    """`int`, `float`, `bool`, `str` or `tuple[str, ...]`."""
+    optional: bool
+    """Whether None is a value."""
+    default: Any
+
+    @property
+    def dotted(self) -> str:
+        """`section.field`."""
+        return f"{self.section}.{self.name}"
+
+
+def _specs() -> dict[str, FieldSpec]:
+    found = {}
+    for section, cls in SECTIONS.items():
+        for f in dataclasses.fields(cls):
+            kind = str(f.type)  # a string: the sections postpone their annotations
+            spec = FieldSpec(section, f.name, kind.removesuffix(" | None"), kind.endswith(" | None"), f.default)
+            found[spec.dotted] = spec
+    return found
+
+
+SPECS: dict[str, FieldSpec] = _specs()
+"""Every field by its dotted name, in file order."""
+
+ALIASES: dict[str, str] = {
+    "num_layers": "model.layers",
+    "hidden_size": "model.hidden",
+    "num_attention_heads": "model.heads",
+    "num_query_groups": "model.kv_heads",
+    "ffn_hidden_size": "model.ffn_hidden",
+    "position_embedding_type": "model.position",
+    "rotary_base": "model.rope_theta",
+    "normalization": "model.norm",
+    "norm_epsilon": "model.norm_eps",
+    "layernorm_epsilon": "model.norm_eps",
+    "init_method_std": "model.init_std",
+    "tensor_model_parallel_size": "parallel.tp",
+    "pipeline_model_parallel_size": "parallel.pp",
+    "virtual_pipeline_model_parallel_size": "parallel.vpp",
+    "context_parallel_size": "parallel.cp",
+    "expert_model_parallel_size": "parallel.ep",
+    "expert_tensor_parallel_size": "parallel.etp",
+    "pipeline_model_parallel_split_rank": "parallel.split_rank",
+    "microbatch_group_size_per_vp_stage": "schedule.microbatch_group_size",
+    "microbatch_group_size_per_virtual_pipeline_stage": "schedule.microbatch_group_size",
+    "num_moe_experts": "moe.num_experts",
+    "moe_router_topk": "moe.top_k",
+    "moe_token_dispatcher_type": "moe.dispatcher",
+    "cuda_graph_modules": "graph.cuda_graph_scope",
+    "data_path": "data.path",
+    "tokenizer_model": "data.tokenizer",
+    "lr_decay_style": "optim.lr_schedule",
+    "lr_warmup_iters": "optim.warmup_steps",
+    "lr_decay_iters": "optim.decay_steps",
+    "lr_wsd_decay_iters": "optim.wsd_decay_steps",
+    "lr_wsd_decay_style": "optim.wsd_decay_style",
+    "adam_beta1": "optim.beta1",
+    "adam_beta2": "optim.beta2",
+    "adam_eps": "optim.eps",
+    "params_dtype": "optim.precision",
+    "use_distributed_optimizer": "optim.distributed_optimizer",
+    "train_iters": "train.steps",
+    "eval_iters": "train.eval_steps",
+    "random_seed": "train.seed",
+}
+"""Megatron-LM's names for fields that are named otherwise here."""
+
+NOT_FIELDS: dict[str, str] = {
+    "world_size": "the world size is that of the launch (--nproc, --world-size or torchrun), not a field",
+    "data_parallel_size": "data parallelism is what is left of the world: dp = world size / (tp cp pp)",
+    "dp": "data parallelism is what is left of the world: dp = world size / (tp cp pp)",
+}
+"""Names that one expects to be fields, and why they are none."""
+
+VALUE_ALIASES: dict[str, dict[str, str]] = {
+    "optim.precision": {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"},
+    "model.position": {"learned_absolute": "learned"},
+    "model.norm": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"},
+}
+"""Megatron-LM's words for values, taken for ours."""
+
+
+def _by_last_part() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for dotted, spec in SPECS.items():
+        found.setdefault(spec.name, []).append(dotted)
+    return found
+
+
+_LAST_PARTS = _by_last_part()
+KNOWN_NAMES: tuple[str, ...] = (*SPECS, *_LAST_PARTS, *ALIASES)
+"""Every name under which a field may be written."""
+
+
+def resolve(key: object, section: str | None = None) -> tuple[str | None, str]:
+    """Dotted name of the field called `key` (inside `section`, if given) and, where there is none, a sentence why."""
+    if not isinstance(key, str):
+        return None, f"{shown(key)}: a key must be a name, not {_kind_of(key)}"
+    name = key.replace("-", "_")
+    if name.rpartition(".")[2] in NOT_FIELDS:
+        return None, f"{shown(key)}: {NOT_FIELDS[name.rpartition('.')[2]]}"
+    if section is not None:
+        dotted = f"{section}.{name}"
+        if dotted in SPECS:
+            return dotted, ""
+        if ALIASES.get(name, "").startswith(f"{section}."):
+            return ALIASES[name], ""
+        inside = [d.partition(".")[2] for d in SPECS if d.startswith(f"{section}.")]
+        elsewhere = resolve(key)[0]
+        hint = f'; it belongs to another section: "{elsewhere}"' if elsewhere else nearest(name, inside)
+        return None, f"{shown(f'{section}.{key}')}: unknown field{hint}"
+    if name in SPECS:
+        return name, ""
+    if name in ALIASES:
+        return ALIASES[name], ""
+    candidates = _LAST_PARTS.get(name, [])
+    if len(candidates) == 1:
+        return candidates[0], ""
+    if candidates:
+        return None, f"{shown(key)}: several sections have this field; write one of {', '.join(candidates)}"
+    first, _, rest = name.partition(".")
+    if first in SECTIONS and rest:
+        return resolve(rest, first)
+    return None, f"{shown(key)}: unknown field{nearest(name, [*KNOWN_NAMES, *SECTIONS])}"
+
+
+class BadValueError(ValueError):
+    """A value that is not of its field's type; the message is the rule."""
+
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,40}", re.ASCII)
+_NUMBER = re.compile(r"[+-]?([0-9]{1,400}(\.[0-9]{0,400})?|\.[0-9]{1,400})([eE][+-]?[0-9]{1,5})?", re.ASCII)
+_KIND_WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "tuple[str, ...]": "a list of words",
+}
+
+
+def _kind_of(value: object) -> str:
+    words = {bool: "true/false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a mapping"}
+    return "nothing (null)" if value is None else words.get(type(value), type(value).__name__)
+
+
+def convert(spec: FieldSpec, value: object, *, text: bool = False) -> Any:
+    """`value` as `spec`'s type.
+
+    `text`: the value comes from the command line, where everything is text. Raises BadValueError with the rule.
+    """
+    if value is None or (text and spec.optional and str(value).lower() in ("null", "none", "~", "")):
+        if spec.optional:
+            return None
+        raise BadValueError(f"must be {_KIND_WORDS[spec.kind]}, not nothing (null)")
+    converted = _from_text(spec, str(value)) if text else _typed(spec, value)
+    if isinstance(converted, str):
+        return VALUE_ALIASES.get(spec.dotted, {}).get(converted, converted)
+    return converted
+
+
+def _typed(spec: FieldSpec, value: object) -> Any:
+    if spec.kind == "bool" and isinstance(value, bool):
+        return value
+    if spec.kind == "int" and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    if spec.kind == "float" and isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return _finite(value)
+    if spec.kind == "str" and isinstance(value, str):
+        return str(value)
+    if spec.kind == "tuple[str, ...]" and isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
+        return tuple(value)
+    hint = ""
+    quoted = isinstance(value, str) and (_NUMBER.fullmatch(value) or value.lower() in ("true", "false"))
+    if quoted and spec.kind in ("int", "float", "bool"):
+        hint = "; write it without quotes"
+    elif spec.kind == "int" and isinstance(value, float) and value.is_integer():
+        hint = "; write it without a decimal point or exponent"
+    elif spec.kind == "str" and isinstance(value, int | float):
+        hint = "; put it in quotes"
+    raise BadValueError(f"must be {_KIND_WORDS[spec.kind]}, not {_kind_of(value)}{hint}")
+
+
+def _finite(value: Any) -> float:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise BadValueError("must be a finite number")
+    return number
+
+
+def _from_text(spec: FieldSpec, value: str) -> Any:
+    word = value.strip()
+    if spec.kind == "str":
+        return value
+    if spec.kind == "tuple[str, ...]":
+        inside = word[1:-1] if word.startswith("[") and word.endswith("]") else word
+        return tuple(part.strip() for part in inside.split(",") if part.strip())
+    if spec.kind == "int" and _INTEGER.fullmatch(word):
+        return int(word)
+    if spec.kind == "float" and _NUMBER.fullmatch(word):
+        return _finite(word)
+    if spec.kind == "bool" and word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    if spec.kind == "float" and word.lower().lstrip("+-") in ("nan", "inf", "infinity", ".nan", ".inf"):
+        raise BadValueError("must be a finite number")
+    raise BadValueError(f"must be {_KIND_WORDS[spec.kind]}")
+
+
+class Entry(NamedTuple):
+    """One value as it was written."""
+
+    key: str
+    """As written, for messages."""
+    dotted: str
+    value: object
+    where: str
+    """A prefix for messages, such as `line 4: `; empty where there is none to name."""
+
+
+def flatten(changes: Mapping[Any, object]) -> tuple[list[Entry], list[str]]:
+    """Fields of a mapping whose keys are fields or whole sections, and a sentence for each key that is neither."""
+    entries: list[Entry] = []
+    problems: list[str] = []
+    for key, value in changes.items():
+        if isinstance(key, str) and key in SECTIONS:
+            if isinstance(value, SECTIONS[key]):
+                value = vars(value)
+            if not isinstance(value, Mapping):
+                problems.append(f"{key} = {shown(value)}: a section holds fields, as in `{key}: {{field: value}}`")
+                continue
+            pairs = [(f"{key}.{inner}", resolve(inner, key), v) for inner, v in value.items()]
+        else:
+            pairs = [(str(key), resolve(key), value)]
+        for name, (dotted, problem), inner_value in pairs:
+            if dotted is None:
+                problems.append(problem)
+            else:
+                entries.append(Entry(name, dotted, inner_value, ""))
+    return entries, problems
+
+
+def convert_entries(entries: Iterable[Entry], *, text: bool = False) -> tuple[dict[str, Any], list[str]]:
+    """Typed values by dotted name, and a sentence for each entry that has none.
+
+    A field named twice is a problem, except on the command line (`text`), where the last one counts.
+    """
+    values: dict[str, Any] = {}
+    written: dict[str, str] = {}
+    problems: list[str] = []
+    for entry in entries:
+        if entry.dotted in written and not text:
+            first = written[entry.dotted]
+            problems.append(f"{entry.where}{entry.dotted}: given twice, as {first} and as {entry.key}; keep one")
+            continue
+        written[entry.dotted] = entry.key
+        try:
+            values[entry.dotted] = convert(SPECS[entry.dotted], entry.value, text=text)
+        except BadValueError as rule:
+            alias = f" (written {shown(entry.key)})" if entry.key != entry.dotted else ""
+            problems.append(f"{entry.where}{entry.dotted} = {shown(entry.value)}{alias}: {rule}")
+    return values, problems

@@ -1,0 +1,78 @@
+"""What single fields may hold: words, numbers and files. Tables only; `rules` applies them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+LARGEST = 2**31 - 1
+"""Largest size and count, and largest world size: ranks are 32-bit integers in every transport."""
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+"""Axes that an order string may name."""
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.family": ("gpt", "bert", "t5"),
+    "model.position": ("learned", "rope"),
+    "model.norm": ("layernorm", "rmsnorm"),
+    "model.activation": ("gelu", "gelu_tanh", "swiglu"),
+    "model.transformer_impl": ("local", "transformer_engine"),
+    "parallel.distributed_backend": ("auto", "gloo", "nccl"),
+    "schedule.name": ("auto", "gpipe", "1f1b"),
+    "moe.dispatcher": ("allgather", "alltoall"),
+    "graph.cuda_graph_impl": ("none", "local", "transformer_engine", "emulated"),
+    "optim.lr_schedule": ("constant", "cosine", "linear", "inverse-square-root", "wsd"),
+    "optim.wsd_decay_style": ("exponential", "linear", "cosine", "minus-sqrt"),
+    "optim.precision": ("fp32", "bf16", "fp64"),
+}
+"""Words that a field may hold."""
+
+GRAPH_SCOPES = ("full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
+"""Parts of a layer that `graph.cuda_graph_scope` may name."""
+
+
+class Interval(NamedTuple):
+    """Numbers that a field may hold."""
+
+    low: float
+    high: float
+    low_open: bool = False
+    high_open: bool = False
+
+    def broken(self, value: float) -> str:
+        """The rule that `value` breaks, or an empty string. NaN breaks every rule."""
+        if not (value > self.low if self.low_open else value >= self.low):
+            return f"must be {'greater than' if self.low_open else 'at least'} {self.low:g}"
+        if not (value < self.high if self.high_open else value <= self.high):
+            high = f"{self.high:,}" if isinstance(self.high, int) else f"{self.high:g}"
+            return f"must be {'below' if self.high_open else 'at most'} {high}"
+        return ""
+
+
+COUNT = Interval(1, LARGEST)
+_COUNT_OR_NONE = Interval(0, LARGEST)
+_SHARE = Interval(0, 1, high_open=True)
+_POSITIVE = Interval(0, 1e30, low_open=True)
+_NOT_NEGATIVE = Interval(0, 1e30)
+RANGES: dict[str, Interval] = {
+    **dict.fromkeys(
+        ("model.layers", "model.hidden", "model.heads", "model.kv_heads", "model.ffn_hidden", "model.vocab_size",
+         "model.make_vocab_size_divisible_by", "model.seq_length", "parallel.tp", "parallel.pp", "parallel.vpp",
+         "parallel.cp", "parallel.ep", "parallel.etp", "parallel.split_rank", "schedule.microbatch_group_size",
+         "moe.top_k", "optim.decay_steps", "optim.wsd_decay_steps", "train.steps", "train.micro_batch_size",
+         "train.global_batch_size", "train.log_interval"), COUNT),
+    **dict.fromkeys(
+        ("parallel.rank_offset", "moe.num_experts", "graph.cuda_graph_warmup_steps", "optim.warmup_steps",
+         "train.eval_interval", "train.eval_steps"), _COUNT_OR_NONE),
+    **dict.fromkeys(
+        ("model.embedding_dropout", "model.attention_dropout", "model.hidden_dropout", "optim.beta1", "optim.beta2",
+         "train.label_smoothing"), _SHARE),
+    **dict.fromkeys(("model.rope_theta", "model.norm_eps", "model.init_std", "optim.eps"), _POSITIVE),
+    **dict.fromkeys(("optim.lr", "optim.min_lr", "optim.weight_decay", "optim.clip_grad"), _NOT_NEGATIVE),
+    "parallel.distributed_timeout_minutes": Interval(0, 10_080, low_open=True),
+    "train.timing_log_level": Interval(0, 2),
+    "train.seed": Interval(0, 2**32 - 1),
+}  # fmt: skip
+"""Numbers that a field may hold, both ends included unless marked open."""
+
+FILES = ("schedule.path", "data.path", "data.tokenizer")
+"""Fields that name an existing file."""

@@ -1,0 +1,378 @@
+"""What makes a configuration sound: every broken rule as one sentence of field, value, rule and what to do.
+
+Types come first, then ranges and words of single fields, then rules between fields; a rule is skipped where one of
+its fields is already known to be bad, so that one mistake is reported once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from labkit.config.errors import nearest, shown
+from labkit.config.fields import SPECS, BadValueError, convert
+from labkit.config.limits import AXES, CHOICES, COUNT, FILES, GRAPH_SCOPES, RANGES
+from labkit.config.sections import ParallelConfig
+
+if TYPE_CHECKING:
+    from labkit.config.run_config import RunConfig
+
+
+class _Findings:
+    """Problems so far, and which fields are known to be bad."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+        self.problems: list[str] = []
+        self._bad: set[str] = set()
+
+    def add(self, name: str, rule: str, *, value: Any = ...) -> None:
+        given = self.values[name] if value is ... else value
+        self.problems.append(f"{name} = {shown(given)}: {rule}")
+        self._bad.add(name)
+
+    def get(self, *names: str) -> list[Any] | None:
+        """The values of `names`, or None where one of them is bad."""
+        return [self.values[n] for n in names] if self._bad.isdisjoint(names) else None
+
+    def sound(self, *names: str) -> bool:
+        return self._bad.isdisjoint(names)
+
+
+def problems(config: RunConfig, world_size: int | None = None) -> list[str]:
+    """Every broken rule of `config`, for `world_size` ranks where that is given."""
+    found = _Findings(_flat(config))
+    _single_fields(found)
+    _model(found)
+    _layout(found, world_size)
+    _pipeline(found)
+    _experts_and_graphs(found)
+    _optimizer(found)
+    _batches(found, world_size)
+    _data(found)
+    return found.problems
+
+
+def layout_problems(parallel: ParallelConfig, world_size: int | None = None) -> list[str]:
+    """Every broken rule of a layout by itself, without a model."""
+    from labkit.config.run_config import RunConfig
+
+    found = _Findings(_flat(RunConfig(parallel=parallel)))
+    _single_fields(found)
+    _layout(found, world_size)
+    return found.problems
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    return {dotted: getattr(getattr(config, spec.section), spec.name) for dotted, spec in SPECS.items()}
+
+
+def _single_fields(found: _Findings) -> None:
+    for dotted, spec in SPECS.items():
+        value = found.values[dotted]
+        try:
+            convert(spec, value)
+        except BadValueError as rule:
+            found.add(dotted, str(rule))
+            continue
+        if value is None:
+            continue
+        if dotted in CHOICES and value not in CHOICES[dotted]:
+            found.add(dotted, f"must be one of {', '.join(CHOICES[dotted])}{nearest(value, CHOICES[dotted])}")
+        elif dotted in RANGES and (rule := RANGES[dotted].broken(value)):
+            found.add(dotted, rule)
+        elif dotted in FILES and not os.path.isfile(value):
+            found.add(dotted, "no such file; give an existing file or leave it out")
+
+
+def _divisors(*numbers: int) -> str:
+    """Common divisors as words, for advice: `1, 2 or 4`."""
+    common = math.gcd(*numbers)
+    found = [str(d) for d in range(1, min(common, 64) + 1) if common % d == 0]
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+
+
+def _model(found: _Findings) -> None:
+    if (got := found.get("model.hidden", "model.heads")) and got[0] % got[1]:
+        found.add("model.hidden", f"must be a multiple of model.heads = {got[1]}; try {_up(got[0], got[1])}")
+    elif got and found.values["model.position"] == "rope" and (got[0] // got[1]) % 2:
+        rule = f"rotary position encoding turns pairs, so hidden / heads = {got[0] // got[1]} must be even"
+        found.add("model.position", f"{rule}; change model.heads or model.hidden")
+    if (got := found.get("model.heads", "model.kv_heads")) and got[1] is not None and got[0] % got[1]:
+        found.add("model.kv_heads", f"must divide model.heads = {got[0]}; choose {_divisors(got[0])}")
+    tp = found.values["parallel.tp"]
+    if not found.sound("parallel.tp"):
+        return
+    for name in ("model.heads", "model.kv_heads", "model.ffn_hidden"):
+        value = found.values[name]
+        if found.sound(name) and value is not None and value % tp:
+            rule = f"must be a multiple of parallel.tp = {tp}, which splits it over ranks"
+            found.add(name, f"{rule}; choose tp from {_divisors(value)}, or {name} = {_up(value, tp)}")
+    if (got := found.get("model.ffn_hidden", "model.hidden")) and got[0] is None and (4 * got[1]) % tp:
+        rule = f"the MLP's width, 4 x hidden = {4 * got[1]}, must be a multiple of parallel.tp = {tp}"
+        found.add("model.ffn_hidden", f"{rule}; set a width that is")
+    _sequence(found)
+
+
+def _sequence(found: _Findings) -> None:
+    got = found.get("model.seq_length", "parallel.cp", "parallel.sequence_parallel", "parallel.tp")
+    if got is None:
+        return
+    length, cp, sequence_parallel, tp = got
+    if cp > 1 and length % (2 * cp):
+        rule = f"must be a multiple of 2 x cp = {2 * cp}: context parallelism cuts a sequence into 2 x cp chunks"
+        found.add("model.seq_length", f"{rule}; try {_up(length, 2 * cp)}")
+    elif sequence_parallel and (length // cp) % tp:
+        part = f"seq_length / cp = {length // cp}" if cp > 1 else "it"
+        rule = f"with parallel.sequence_parallel {part} must be a multiple of parallel.tp = {tp}"
+        found.add("model.seq_length", f"{rule}; try {_up(length, math.lcm(2 * cp, cp * tp) if cp > 1 else tp)}")
+
+
+def _up(value: int, multiple: int) -> int:
+    """The next multiple that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def order_problem(order: str, sizes: Mapping[str, int]) -> str:
+    """The rule that an order string breaks for these axis sizes (1 where an axis is not in use), or nothing."""
+    axes = order.lower().split("-")
+    allowed = f"name each of {', '.join(AXES)} at most once, joined by -, as in tp-cp-ep-dp-pp"
+    for axis in axes:
+        if axis not in AXES:
+            what = f"{shown(axis)} is no axis{nearest(axis, AXES)}" if axis else "an axis is empty"
+            return f"{what}; {allowed}"
+        if axes.count(axis) > 1:
+            return f"{axis} is named {axes.count(axis)} times; {allowed}"
+    for axis, size in sizes.items():
+        if size > 1 and axis not in axes:
+            return f"{axis} is missing although its size is {size}; add it or make it 1"
+    return ""
+
+
+def _layout(found: _Findings, world_size: int | None) -> None:
+    sizes = found.get("parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep", "parallel.etp")
+    world_problem = world_size_problem(world_size)
+    if world_problem:
+        found.add("world_size", world_problem, value=world_size)
+    if sizes is None:
+        return
+    tp, pp, cp, ep, given_etp = sizes
+    etp = tp if given_etp is None else given_etp
+    dense, expert = tp * cp * pp, etp * ep * pp
+    if world_size is not None and not world_problem:
+        step = math.lcm(dense, expert)
+        words_of = {expert: f"etp x ep x pp = {etp} x {ep} x {pp}", dense: f"tp x cp x pp = {tp} x {cp} x {pp}"}
+        for product, words in words_of.items():
+            if world_size % product:
+                rule = f"must be a multiple of {words} = {product}; launch {step}, {2 * step} or {3 * step} ranks"
+                found.add("world_size", rule, value=world_size)
+    dp = edp = 1
+    if world_size is not None and found.sound("world_size"):
+        dp, edp = world_size // dense, world_size // expert
+    if found.sound("parallel.order"):
+        order = found.values["parallel.order"]
+        used = {"tp": max(tp, etp), "cp": cp, "ep": ep, "dp": max(dp, edp), "pp": pp}
+        if problem := order_problem(order, used):
+            found.add("parallel.order", problem)
+        elif world_size is not None and found.sound("world_size") and pp > 1:
+            _same_pipelines(found, order.lower(), {"tp": tp, "cp": cp, "dp": dp}, {"tp": etp, "ep": ep, "dp": edp})
+    _split(found, pp)
+
+
+def _same_pipelines(found: _Findings, order: str, dense: dict[str, int], expert: dict[str, int]) -> None:
+    """Both generators must give the same pipeline groups. For pp > 1 they do exactly if pp has one stride in both:
+    a rank's group is then fixed by (rank // (stride pp), rank % stride)."""
+    faster = order.split("-")[: order.split("-").index("pp")]
+    stride = math.prod(dense.get(axis, 1) for axis in faster)
+    expert_stride = math.prod(expert.get(axis, 1) for axis in faster)
+    if stride != expert_stride:
+        rule = "the pipeline groups of dense and expert layers must be the same, but neighbouring stages are"
+        advice = "end the order with pp, or choose etp x ep to match"
+        found.add("parallel.order", f"{rule} {stride} ranks apart in one and {expert_stride} in the other; {advice}")
+
+
+def _split(found: _Findings, pp: int) -> None:
+    if (got := found.get("parallel.split_rank")) and got[0] is not None and got[0] >= pp:
+        advice = f"choose 1 to {pp - 1}" if pp > 1 else "leave it out, or set parallel.pp"
+        name = "parallel.split_rank"
+        found.add(name, f"must be below parallel.pp = {pp}, so that both halves have stages; {advice}")
+
+
+def world_size_problem(world_size: object) -> str:
+    """The rule that a world size breaks by itself, or an empty string; None is no world size at all."""
+    if world_size is None:
+        return ""
+    if not isinstance(world_size, int) or isinstance(world_size, bool):
+        return f"must be an integer, not {type(world_size).__name__}"
+    return COUNT.broken(world_size)
+
+
+def _pipeline(found: _Findings) -> None:
+    got = found.get("model.layers", "parallel.pp", "parallel.vpp", "parallel.standalone_embedding_stage")
+    if got is not None:
+        _stages(found, *got)
+    if (got := found.get("schedule.overlap_p2p_comm", "schedule.batch_p2p_comm", "parallel.vpp")) and got[0]:
+        if got[1]:
+            rule = (
+                "a batch is waited for as a whole, so it cannot overlap; set this or schedule.batch_p2p_comm to false"
+            )
+            found.add("schedule.overlap_p2p_comm", rule)
+        elif got[2] == 1:
+            rule = "only the interleaved schedule overlaps sends with computation"
+            found.add("schedule.overlap_p2p_comm", f"{rule}; set parallel.vpp above 1, or this to false")
+    if found.values["schedule.use_ring_exchange_p2p"] is True:
+        rule = "torch has no ring exchange (it was a patched build of NVIDIA's); use batch_p2p_comm"
+        found.add("schedule.use_ring_exchange_p2p", rule)
+    got = found.get("schedule.name", "schedule.path", "parallel.vpp")
+    if got and got[0] != "auto" and got[1] is None and got[2] > 1:
+        rule = f"runs one model chunk a rank, but parallel.vpp = {got[2]}; use auto, or vpp = 1"
+        found.add("schedule.name", rule)
+
+
+def _stages(found: _Findings, layers: int, pp: int, vpp: int, standalone: bool) -> None:
+    if vpp > 1 and pp == 1:
+        rule = "model chunks are interleaved over pipeline stages, so it needs parallel.pp above 1"
+        found.add("parallel.vpp", f"{rule}; set pp, or vpp = 1")
+    elif standalone and pp == 1:
+        rule = "a first stage without layers needs a second one; set parallel.pp above 1, or this to false"
+        found.add("parallel.standalone_embedding_stage", rule)
+    elif standalone and vpp > 1:
+        rule = f"cannot be combined with parallel.vpp = {vpp}: every rank's chunks hold the same number of layers"
+        found.add("parallel.standalone_embedding_stage", f"{rule}; set one of them back")
+    elif standalone and layers % (pp - 1):
+        rule = f"must be a multiple of pp - 1 = {pp - 1}, the stages beside the standalone embedding stage"
+        found.add("model.layers", f"{rule}; try {_up(layers, pp - 1)}")
+    elif not standalone and layers % (pp * vpp):
+        words = f"pp x vpp = {pp} x {vpp} = {pp * vpp}" if vpp > 1 else f"parallel.pp = {pp}"
+        found.add("model.layers", f"must be a multiple of {words}; try {_up(layers, pp * vpp)}")
+
+
+def _experts_and_graphs(found: _Findings) -> None:
+    if got := found.get("moe.num_experts", "moe.top_k", "parallel.ep"):
+        experts, top_k, ep = got
+        if experts and top_k > experts:
+            found.add("moe.top_k", f"must be at most moe.num_experts = {experts}; choose 1 to {experts}")
+        if experts and experts % ep:
+            rule = f"must be a multiple of parallel.ep = {ep}"
+            found.add("moe.num_experts", f"{rule}; choose ep from {_divisors(experts)}")
+        elif not experts and ep > 1:
+            found.add("parallel.ep", "splits experts, but moe.num_experts = 0; set the number of experts, or ep = 1")
+    if (got := found.get("graph.cuda_graph_scope")) and (rule := _scope_rule(got[0])):
+        found.add("graph.cuda_graph_scope", rule)
+
+
+def _scope_rule(scope: tuple[str, ...]) -> str:
+    for part in scope:
+        if part not in GRAPH_SCOPES:
+            known = ", ".join(GRAPH_SCOPES)
+            return f"{shown(part)} is no part of a layer; choose from {known}{nearest(part, GRAPH_SCOPES)}"
+    if len(set(scope)) < len(scope):
+        return "names a part twice"
+    if "full_iteration" in scope and len(scope) > 1:
+        return "full_iteration captures everything, so it stands alone"
+    if {"moe", "moe_router"} <= set(scope):
+        return "moe contains moe_router; name one of them"
+    if "moe_preprocess" in scope and "moe_router" not in scope:
+        return "moe_preprocess works on the router's output; add moe_router"
+    return ""
+
+
+def _optimizer(found: _Findings) -> None:
+    if (got := found.get("optim.min_lr", "optim.lr")) and got[0] > got[1]:
+        found.add("optim.min_lr", f"must be at most optim.lr = {got[1]:g}, from which the rate decays")
+    got = found.get("optim.warmup_steps", "optim.decay_steps", "train.steps")
+    if got is None:
+        return
+    warmup, decay, steps = got
+    end, words = (steps, "train.steps") if decay is None else (decay, "optim.decay_steps")
+    if warmup > end:
+        rule = f"must be at most {words} = {end}, where the decay ends"
+        found.add("optim.warmup_steps", f"{rule}; warm up for fewer steps")
+    tail = found.get("optim.lr_schedule", "optim.wsd_decay_steps")
+    if tail and tail[0] == "wsd" and tail[1] is not None and tail[1] > end - min(warmup, end):
+        rule = f"must be at most {end - min(warmup, end)}: {words} = {end} less {warmup} steps of warm-up"
+        found.add("optim.wsd_decay_steps", f"{rule}; shorten the tail")
+
+
+def _batches(found: _Findings, world_size: int | None) -> None:
+    if (got := found.get("train.eval_interval", "train.eval_steps")) and got[0] and not got[1]:
+        rule = "asks for validations, but train.eval_steps = 0 does none; set eval_steps, or this to 0"
+        found.add("train.eval_interval", rule)
+    got = found.get("train.global_batch_size", "train.micro_batch_size")
+    if got is None:
+        return
+    batch, micro = got
+    if batch % micro:
+        rule = f"must be a multiple of train.micro_batch_size = {micro}; try {_up(batch, micro)}"
+        found.add("train.global_batch_size", rule)
+        return
+    layout = found.get("parallel.tp", "parallel.cp", "parallel.pp", "parallel.vpp", "schedule.microbatch_group_size")
+    if world_size is None or layout is None or not found.sound("world_size"):
+        return
+    tp, cp, pp, vpp, group = layout
+    dp = world_size // (tp * cp * pp)
+    if batch % (micro * dp):
+        rule = f"must be a multiple of micro_batch_size x dp = {micro} x {dp} = {micro * dp}"
+        found.add("train.global_batch_size", f"{rule}; try {_up(batch, micro * dp)}")
+    elif vpp > 1 and found.sound("parallel.vpp"):
+        _interleaving(found, pp, batch // (micro * dp), group)
+
+
+def _interleaving(found: _Findings, pp: int, microbatches: int, group: int | None) -> None:
+    """Group size N of the interleaved schedule: pp <= N <= M, and M mod N is 0 or at least pp."""
+    size, rule = group or pp, ""
+    if size < pp:
+        rule = f"must be at least parallel.pp = {pp}, or a stage waits for a microbatch that is behind it"
+    elif size > microbatches:
+        rule = f"must be at most the {microbatches} microbatches of a step; raise train.global_batch_size"
+    elif 0 < microbatches % size < pp:
+        left = microbatches % size
+        rule = f"leaves a last group of {left} of {microbatches} microbatches, which must be none or at least pp = {pp}"
+    if rule:
+        found.add("schedule.microbatch_group_size", f"{rule} (None means pp = {pp})", value=group)
+
+
+def _data(found: _Findings) -> None:
+    if got := found.get("data.split", "train.eval_steps"):
+        try:
+            shares = [float(part) for part in got[0].split(",")]
+        except ValueError:
+            shares = []
+        if len(shares) != 3 or not all(math.isfinite(s) and s >= 0 for s in shares) or not sum(shares) > 0:
+            found.add("data.split", "must be three shares that are not negative, as in 90,5,5")
+        elif shares[0] == 0:
+            found.add("data.split", "the first share is the training text and must be above 0")
+        elif got[1] and shares[1] == 0:
+            found.add("data.split", f"the second share feeds the validations that train.eval_steps = {got[1]} asks for")
+    folder = found.values["train.output_dir"]
+    if found.sound("train.output_dir") and folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
+        found.add("train.output_dir", "is a file; name a folder")
+
+
+_LATER: tuple[tuple[str, Any, str], ...] = (
+    ("parallel.cp", 1, "context parallelism"),
+    ("parallel.ep", 1, "expert parallelism"),
+    ("parallel.vpp", 1, "the interleaved schedule"),
+    ("parallel.sequence_parallel", False, "sequence parallelism"),
+    ("parallel.rank_offset", 0, "a layout that does not start at rank 0"),
+    ("parallel.split_rank", None, "an encoder-decoder pipeline"),
+    ("moe.num_experts", 0, "mixture of experts"),
+    ("graph.cuda_graph_impl", "none", "graph capture"),
+    ("optim.distributed_optimizer", False, "the distributed optimizer"),
+    ("model.family", "gpt", "this model family"),
+    ("model.transformer_impl", "local", "this implementation of the layers"),
+)
+
+
+def not_yet_trainable(config: RunConfig) -> list[str]:
+    """One sentence for each sound option that the training loop does not carry out yet."""
+    values = _flat(config)
+    return [
+        f"{name} = {shown(values[name])}: the training loop has no {what} yet; leave it at {shown(usual)}"
+        if not what.startswith("this")
+        else f"{name} = {shown(values[name])}: the training loop does not run {what} yet; leave it at {shown(usual)}"
+        for name, usual, what in _LATER
+        if values[name] != usual
+    ]

@@ -1,0 +1,133 @@
+"""`RunConfig`: a whole run, its YAML form, changes to it, and everything that is wrong with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from labkit.config.errors import ConfigError
+from labkit.config.sections import (
+    SECTIONS,
+    DataConfig,
+    GraphConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Shape of the model."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """The layout."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """The pipeline schedule."""
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    """Mixture of experts."""
+    graph: GraphConfig = field(default_factory=GraphConfig)
+    """CUDA graphs."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Where tokens come from."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer and precision."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Steps and batches."""
+
+    @staticmethod
+    def from_yaml(path: str | os.PathLike[str], *, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+        """The configuration in the YAML file at `path`, with `overrides` laid over it.
+
+        Raises ConfigError with every problem of file, overrides and rules (those that need no world size).
+        """
+        from labkit.config import fields, yaml_text
+
+        entries, problems = yaml_text.parse(yaml_text.read_file(path))
+        values, bad_values = fields.convert_entries(entries)
+        changed, bad_keys = fields.flatten(overrides or {})
+        newer, bad_overrides = fields.convert_entries(changed)
+        problems += bad_values + bad_keys + bad_overrides
+        config = RunConfig().replaced(values | newer)
+        problems += config.problems()
+        if problems:
+            raise ConfigError(problems, source=os.fspath(path))
+        return config
+
+    def replaced(self, values: Mapping[str, Any]) -> RunConfig:
+        """A copy with typed `values` by dotted name; nothing is checked."""
+        sections: dict[str, dict[str, Any]] = {}
+        for dotted, value in values.items():
+            section, _, name = dotted.partition(".")
+            sections.setdefault(section, {})[name] = value
+        changed = {s: dataclasses.replace(getattr(self, s), **v) for s, v in sections.items()}
+        return dataclasses.replace(self, **changed)
+
+    def override(self, changes: Mapping[str, Any]) -> RunConfig:
+        """A copy with `changes`, whose keys are fields (`parallel.tp`, `lr`, `num_layers`) or whole sections.
+
+        Raises ConfigError with every unknown key and every value of a wrong type. Rules between fields are left to
+        `validate`, so that changes may be made one after the other.
+        """
+        from labkit.config import fields
+
+        entries, problems = fields.flatten(changes)
+        values, bad_values = fields.convert_entries(entries)
+        if problems or bad_values:
+            raise ConfigError(problems + bad_values, source="the override")
+        return self.replaced(values)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain nested values: sections, then fields; lists for tuples."""
+        result: dict[str, dict[str, Any]] = {}
+        for section in SECTIONS:
+            values = getattr(self, section)
+            result[section] = {
+                f.name: list(v) if isinstance(v := getattr(values, f.name), tuple) else v
+                for f in dataclasses.fields(values)
+            }
+        return result
+
+    def to_yaml(self) -> str:
+        """Text that `from_yaml` reads back as an equal configuration."""
+        from labkit.config import yaml_text
+
+        return yaml_text.dump(self.to_dict())
+
+    def problems(self, world_size: int | None = None) -> list[str]:
+        """One sentence for each rule that is broken; empty for a sound configuration.
+
+        Without `world_size` the rules that need the number of ranks are left out.
+        """
+        from labkit.config import rules
+
+        return rules.problems(self, world_size)
+
+    def validate(self, world_size: int | None = None) -> RunConfig:
+        """This configuration, or a ConfigError that lists every problem."""
+        found = self.problems(world_size)
+        if found:
+            raise ConfigError(found)
+        return self
+
+    def not_yet_trainable(self) -> list[str]:
+        """One sentence for each sound option that the training loop does not carry out yet."""
+        from labkit.config import rules
+
+        return rules.not_yet_trainable(self)
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """dp = world size / (tp cp pp), for a world size that `validate` accepts."""
+        return world_size // (self.parallel.tp * self.parallel.cp * self.parallel.pp)
+
+    def num_microbatches(self, world_size: int) -> int:
+        """Microbatches of one step on one data-parallel rank: global batch / (micro batch x dp)."""
+        return self.train.global_batch_size // (self.train.micro_batch_size * self.data_parallel_size(world_size))

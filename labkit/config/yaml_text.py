@@ -1,0 +1,149 @@
+"""YAML in and out, strictly.
+
+Reads the YAML 1.2 core types, so that `1e-4` is a number, `on` and `no` are words, and `010` is not 8. Tags, anchors
+and aliases are refused: a configuration needs none, and they are how a small file becomes a large object or a call.
+Keys keep their line numbers, so that a message can name them; a key given twice is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import yaml
+
+from labkit.config.errors import ConfigError, shown
+from labkit.config.fields import Entry, resolve
+from labkit.config.sections import SECTIONS
+
+MAX_BYTES = 1_000_000
+"""Largest configuration file that is read."""
+
+_FLOAT = re.compile(
+    r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?$"
+    r"|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader with the YAML 1.2 core types and neither tags, anchors nor aliases."""
+
+    yaml_implicit_resolvers: dict = {}  # noqa: RUF012 - PyYAML's own name and form
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()
+        for name, words in (("anchor", "an anchor or alias"), ("tag", "a tag")):
+            if getattr(event, name, None):
+                raise yaml.MarkedYAMLError(problem=f"{words} is not allowed here", problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
+
+
+_StrictLoader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(~|null|Null|NULL|)$"), [*"~nN", ""])
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_StrictLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789"))
+_StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that also quotes text which our reader would take for a number."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+def dump(values: dict[str, Any]) -> str:
+    """YAML text of nested plain values, in their order."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=100)
+
+
+def read_file(path: str | os.PathLike[str]) -> str:
+    """Text of the file at `path`; ConfigError says what is in the way."""
+    name = shown(str(path), 200)[1:-1]
+    try:
+        with open(os.fspath(path), "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(["no such file; give the path of a YAML file"], source=name) from None
+    except (OSError, ValueError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError([f"cannot be read: {reason}"], source=name) from None
+    if len(data) > MAX_BYTES:
+        raise ConfigError([f"is larger than {MAX_BYTES:,} bytes; this is no configuration file"], source=name)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"is not UTF-8 text (byte {error.start})"], source=name) from None
+
+
+def parse(text: str) -> tuple[list[Entry], list[str]]:
+    """The fields that `text` sets, and a sentence for each key that is no field or is given twice."""
+    try:
+        loader = _StrictLoader(text)
+        try:
+            node = loader.get_single_node()
+            return _walk(loader, node)
+        finally:
+            loader.dispose()
+    except RecursionError:
+        return [], ["is nested too deeply to be a configuration"]
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f"line {mark.line + 1}: " if mark else ""
+        return [], [f"{line}not valid YAML: {error.problem or error.context}"]
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        return [], [f"not valid YAML: {str(error).splitlines()[0]}"]
+
+
+def _walk(loader: _StrictLoader, node: Any) -> tuple[list[Entry], list[str]]:
+    entries: list[Entry] = []
+    problems: list[str] = []
+    if node is None or node.tag == "tag:yaml.org,2002:null":
+        return entries, problems  # an empty file sets nothing
+    if not isinstance(node, yaml.MappingNode):
+        return entries, ["a configuration is a mapping of sections, as in `parallel: {tp: 2}`"]
+    for where, key, value in _pairs(loader, node, "", problems):
+        if isinstance(key, str) and key in SECTIONS:
+            if value.tag == "tag:yaml.org,2002:null":
+                continue
+            if not isinstance(value, yaml.MappingNode):
+                problems.append(f"{where}{key}: a section holds fields, as in `{key}: {{field: value}}`")
+                continue
+            fields = [(w, k, resolve(k, key), v) for w, k, v in _pairs(loader, value, f"{key}.", problems)]
+            prefix = f"{key}."
+        else:
+            fields, prefix = [(where, key, resolve(key), value)], ""
+        for inner_where, name, (dotted, problem), inner in fields:
+            if dotted is None:
+                problems.append(inner_where + problem)
+            else:
+                entries.append(Entry(f"{prefix}{name}", dotted, _plain(loader, inner), inner_where))
+    return entries, problems
+
+
+def _pairs(loader: _StrictLoader, node: Any, prefix: str, problems: list[str]) -> list[tuple[str, Any, Any]]:
+    """(`line n: `, key, value node) of a mapping; keys given twice go to `problems`."""
+    seen: dict[Any, int] = {}
+    pairs = []
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        key = _plain(loader, key_node) if isinstance(key_node, yaml.ScalarNode) else "<a collection>"
+        if key in seen:
+            name = f"{prefix}{key}"
+            problems.append(f"line {line}: {shown(name)}: given twice, first in line {seen[key]}; keep one")
+            continue
+        seen[key] = line
+        pairs.append((f"line {line}: ", key, value_node))
+    return pairs
+
+
+def _plain(loader: _StrictLoader, node: Any) -> Any:
+    try:
+        return loader.construct_object(node, deep=True)
+    except (ValueError, OverflowError):  # an integer of thousands of digits
+        return node.value
