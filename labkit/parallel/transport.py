@@ -84,7 +84,7 @@ def _start_exchange(send: Tensor, received: Tensor, group: Group) -> list[tuple[
 
 
 def _exchange_and_reduce(send: Tensor, mine: Tensor, out: Tensor | None, group: Group, op: str) -> Finish:
-    """Reduce `mine` with what the other rank sends, both flat; the result goes to `out` (`mine` is allowed) or is new."""
+    """Reduce `mine` with what the other rank sends, both flat; the result goes to `out` (may be `mine`) or is new."""
     received = torch.empty_like(mine)
     started = _start_exchange(send, received, group)
     target = received if out is None else out

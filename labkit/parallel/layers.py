@@ -1,0 +1,263 @@
+"""Linear layers cut by columns or by rows over the tensor-parallel group (arXiv 1909.08053, section 3).
+
+Weights are stored as torch stores them, [output, input]; "column" and "row" speak of the paper's A in Y = XA, which is
+the transpose. A column-parallel layer followed by a row-parallel one needs one all-reduce forward (g, after the second)
+and one backward (f, before the first), because the split dimension never has to be whole in between.
+
+Shapes: S sequence, B batch, I input size, O output size; t = size of the group; N = S x B.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from labkit.events import span
+from labkit.parallel import collectives
+from labkit.parallel.groups import Group
+from labkit.parallel.ledger import comm_scope
+from labkit.parallel.mappings import (
+    backward_scope,
+    forward_scope,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from labkit.parallel.weights import make_parameter
+
+
+def weight_gradient(grad_NO: Tensor, x_NI: Tensor, main_grad: Tensor | None = None) -> Tensor | None:
+    """dL/dW = grad^T x, [O, I]. With `main_grad` it is added there and None returned: no gradient tensor is made."""
+    if main_grad is None:
+        return grad_NO.t() @ x_NI
+    if main_grad.dtype == x_NI.dtype:
+        main_grad.addmm_(grad_NO.t(), x_NI)
+    else:
+        main_grad.add_(grad_NO.t() @ x_NI)
+    return None
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """What a linear layer's backward does besides its GEMMs."""
+
+    name: str
+    """For Events."""
+    group: Group
+    """Tensor-parallel group."""
+    reduce_input_grad: bool = False
+    """f is part of the layer: the input gradient is summed over the group, behind the weight-gradient GEMM."""
+    sequence_parallel: bool = False
+    """The input is this rank's part of the sequence: gathered before the GEMM, its gradient reduce-scattered."""
+    accumulate: bool = False
+    """Add the weight gradient to `weight.main_grad` where it exists."""
+
+
+class _ParallelLinear(Function):
+    """y = x W^T + b, with f (or the sequence-parallel gather) inside, so that its communication hides behind a GEMM.
+
+    forward   y_r = x W_r^T + b_r            [S, B, I] x [O/t, I] -> [S, B, O/t]
+    dgrad     dx = sum_r dy_r W_r            [S, B, O/t] x [O/t, I] -> [S, B, I], all-reduce started, not awaited
+    wgrad     dW_r = dy_r^T x, db_r = sum dy [O/t, N] x [N, I] -> [O/t, I], while the all-reduce runs
+
+    Under sequence parallelism x is gathered from [S/t, B, I] in forward, not kept but gathered again in backward, and
+    dx is reduce-scattered instead of all-reduced. A row-parallel layer uses the same function without communication.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+        ctx.plan, ctx.weight_parameter, ctx.has_bias = plan, weight, bias is not None
+        ctx.save_for_backward(x, weight)
+        with forward_scope(ctx, plan.group):
+            whole = collectives.all_gather(x, plan.group) if plan.sequence_parallel else x
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        plan: LinearPlan = ctx.plan
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad = grads[0]
+        with backward_scope(ctx):
+            gathering = collectives.all_gather_async(x, plan.group) if plan.sequence_parallel and wants_weight else None
+            with span(f"{plan.name} input_grad", "input_grad"):
+                grad_x = grad @ weight if wants_x else None
+            whole = gathering.wait() if gathering is not None else x
+            pending = _start_input_grad(grad_x, plan)
+            with span(f"{plan.name} weight_grad", "weight_grad"):
+                grad_NO = grad.reshape(-1, grad.shape[-1])
+                grad_weight = _finish_weight_grad(ctx, grad_NO, whole) if wants_weight else None
+                grad_bias = grad_NO.sum(0) if ctx.has_bias and wants_bias else None
+            if pending is not None:
+                grad_x = pending.wait()
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _start_input_grad(grad_x: Tensor | None, plan: LinearPlan) -> collectives.Pending | None:
+    if grad_x is None:
+        return None
+    if plan.sequence_parallel:
+        return collectives.reduce_scatter_async(grad_x, plan.group)
+    return collectives.all_reduce_async(grad_x, plan.group) if plan.reduce_input_grad else None
+
+
+def _finish_weight_grad(ctx: Any, grad_NO: Tensor, x: Tensor) -> Tensor | None:
+    main_grad = getattr(ctx.weight_parameter, "main_grad", None) if ctx.plan.accumulate else None
+    return weight_gradient(grad_NO, x.reshape(-1, x.shape[-1]), main_grad)
+
+
+def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+    """The function behind both layers, for weights held elsewhere (a tied output layer)."""
+    return _ParallelLinear.apply(x, weight, bias, plan)  # type: ignore[no-any-return]
+
+
+def _check_divides(name: str, what: str, size: int, group: Group, stride: int = 1) -> None:
+    if size % (group.size * stride):
+        raise ValueError(
+            f"{name}: {what} {size} cannot be cut over tp={group.size}"
+            + (f" in {stride} blocks" if stride > 1 else "")
+            + f"; it must be a multiple of {group.size * stride}"
+        )
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x A + b with A cut by columns: every rank sees all of x and makes its part of the output.
+
+    Holds `weight` [O/t, I] and `bias` [O/t]. The operator f is part of the layer.
+
+    Args:
+        name: name in the whole model; parameters are `<name>.weight` and `<name>.bias`.
+        input_size: I.
+        output_size: O; must be a multiple of t x partition_stride.
+        group: tensor-parallel group.
+        bias: whether there is one (it starts at 0).
+        gather_output: return the whole output, [S, B, O], on every rank.
+        skip_bias_add: return the bias instead of adding it, so that the caller can fuse it with what follows.
+        sequence_parallel: x is this rank's part of the sequence, [S/t, B, I].
+        gradient_accumulation_fusion: add the weight gradient to `weight.main_grad` where it exists.
+        seed, std: of the initial weight, N(0, std) by (seed, name).
+        partition_stride: blocks of the output cut each by itself (2 for [gate; up]).
+
+    Raises:
+        ValueError: sizes that do not divide, or options that exclude each other.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        input_size: int,
+        output_size: int,
+        *,
+        group: Group,
+        bias: bool = True,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        sequence_parallel: bool = False,
+        gradient_accumulation_fusion: bool = False,
+        seed: int = 0,
+        std: float = 0.02,
+        partition_stride: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        _check_divides(name, "output size", output_size, group, partition_stride)
+        if gather_output and (skip_bias_add or partition_stride > 1):
+            raise ValueError(f"{name}: gather_output goes neither with skip_bias_add nor with partition_stride > 1")
+        self.name, self.group = name, group
+        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        cut: dict[str, Any] = {"group": group, "partition_dim": 0, "partition_stride": partition_stride}
+        cut |= {"dtype": dtype, "device": device}
+        self.weight = make_parameter(f"{name}.weight", (output_size, input_size), seed=seed, std=std, **cut)
+        self.bias = make_parameter(f"{name}.bias", (output_size,), fill=0.0, **cut) if bias else None
+        parallel = group.size > 1
+        self.plan = LinearPlan(
+            name,
+            group,
+            reduce_input_grad=parallel,
+            sequence_parallel=sequence_parallel and parallel,
+            accumulate=gradient_accumulation_fusion,
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x [S, B, I] -> (y [S, B, O/t] or [S, B, O], the bias if it was skipped, else None)."""
+        with comm_scope(layer=self.name):
+            y = parallel_linear(x, self.weight, None if self.skip_bias_add else self.bias, self.plan)
+            if self.gather_output:
+                y = gather_from_tensor_model_parallel_region(y, self.group)
+        return y, self.bias if self.skip_bias_add else None
+
+
+class RowParallelLinear(nn.Module):
+    """y = x A + b with A cut by rows: every rank has its part of x and makes a partial sum of the whole output.
+
+    Holds `weight` [O, I/t] and `bias` [O], the latter whole and alike on every rank: it is added once, after the sum.
+    The operator g is part of the layer.
+
+    Args:
+        name: name in the whole model; parameters are `<name>.weight` and `<name>.bias`.
+        input_size: I; must be a multiple of t.
+        output_size: O.
+        group: tensor-parallel group.
+        bias: whether there is one (it starts at 0).
+        input_is_parallel: x is already this rank's part, [S, B, I/t]; if False it is cut here.
+        skip_bias_add: return the bias instead of adding it.
+        sequence_parallel: return this rank's part of the sequence, [S/t, B, O] (reduce-scatter in place of g).
+        gradient_accumulation_fusion: add the weight gradient to `weight.main_grad` where it exists.
+        seed, std: of the initial weight, N(0, std) by (seed, name).
+
+    Raises:
+        ValueError: t does not divide the input size, or sequence_parallel without input_is_parallel.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        input_size: int,
+        output_size: int,
+        *,
+        group: Group,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+        sequence_parallel: bool = False,
+        gradient_accumulation_fusion: bool = False,
+        seed: int = 0,
+        std: float = 0.02,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        _check_divides(name, "input size", input_size, group)
+        if sequence_parallel and not input_is_parallel:
+            raise ValueError(f"{name}: sequence_parallel needs input_is_parallel=True (the sequence is whole inside)")
+        self.name, self.group = name, group
+        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
+        self.sequence_parallel = sequence_parallel
+        cut: dict[str, Any] = {"group": group, "partition_dim": 1}
+        made: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.weight = make_parameter(f"{name}.weight", (output_size, input_size), seed=seed, std=std, **cut, **made)
+        self.bias = make_parameter(f"{name}.bias", (output_size,), fill=0.0, **made) if bias else None
+        if self.bias is not None:
+            self.bias.sequence_parallel = sequence_parallel and group.size > 1  # type: ignore[attr-defined]
+        self.plan = LinearPlan(name, group, accumulate=gradient_accumulation_fusion)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x [S, B, I/t] (or [S, B, I]) -> (y [S, B, O], the bias if it was skipped, else None)."""
+        with comm_scope(layer=self.name):
+            if not self.input_is_parallel:
+                x = scatter_to_tensor_model_parallel_region(x, self.group)
+            partial = parallel_linear(x, self.weight, None, self.plan)
+            if self.sequence_parallel:
+                y = reduce_scatter_to_sequence_parallel_region(partial, self.group)
+            else:
+                y = reduce_from_tensor_model_parallel_region(partial, self.group)
+        if self.bias is None or self.skip_bias_add:
+            return y, self.bias
+        return y + self.bias, None

@@ -1,0 +1,254 @@
+"""The conjugate operators through which activations enter and leave a parallel region (arXiv 1909.08053, section 3).
+
+An operator and its conjugate are each other's transpose: what one does forward the other does backward.
+
+| function                                     | forward              | backward             |
+|----------------------------------------------|----------------------|----------------------|
+| copy_to_tensor_model_parallel_region   (f)   | identity             | all-reduce           |
+| reduce_from_tensor_model_parallel_region (g) | all-reduce           | identity             |
+| scatter_to_tensor_model_parallel_region      | split last dim       | all-gather last dim  |
+| gather_from_tensor_model_parallel_region     | all-gather last dim  | split last dim       |
+| scatter_to_sequence_parallel_region          | split first dim      | all-gather first dim |
+| gather_from_sequence_parallel_region         | all-gather first dim | reduce-scatter, or split |
+| reduce_scatter_to_sequence_parallel_region   | reduce-scatter first | all-gather first dim |
+| all_to_all                                   | all-to-all           | all-to-all, splits swapped |
+
+The sequence-parallel ones are those of arXiv 2205.05198 (there: g and g-bar). A group of size 1 bypasses them all.
+
+Shapes: S sequence, B batch, H hidden; t = size of the group; x_r is rank r's tensor; L the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+
+from labkit.parallel import collectives
+from labkit.parallel.groups import Group
+from labkit.parallel.ledger import comm_scope, current_scope
+
+
+def forward_scope(ctx: Any, group: Group) -> comm_scope:
+    """Remember group and layer for backward, and book what follows as forward (or as the phase already set)."""
+    ctx.group = group
+    scope = current_scope()
+    ctx.layer = scope.layer
+    return comm_scope(phase=scope.phase or "forward")
+
+
+def backward_scope(ctx: Any) -> comm_scope:
+    """Book what follows as the backward of the layer that ran forward."""
+    return comm_scope(layer=ctx.layer, phase="backward")
+
+
+def _split(x: Tensor, group: Group, dim: int) -> Tensor:
+    if x.shape[dim] % group.size:
+        raise ValueError(
+            f"dimension {dim} of {tuple(x.shape)} cannot be split over the {group.size} ranks of {group.name}: "
+            f"{x.shape[dim]} must be a multiple of {group.size}"
+        )
+    return x.chunk(group.size, dim=dim)[group.rank].contiguous()
+
+
+# ---- f and g ----
+
+
+class _CopyTo(Function):
+    """f: hands the same x to every rank's part of a layer, so its gradient is the sum of theirs.
+
+    forward   y_r = x               [any] -> [any]
+    backward  dL/dx = sum_r dL/dy_r [any] -> [any]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        forward_scope(ctx, group)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with backward_scope(ctx):
+            return collectives.all_reduce(grads[0], ctx.group, in_place=False), None
+
+
+class _ReduceFrom(Function):
+    """g: adds the partial results of all ranks; each part receives the gradient of the sum as it is.
+
+    forward   y = sum_r x_r         [any] -> [any]
+    backward  dL/dx_r = dL/dy       [any] -> [any]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        with forward_scope(ctx, group):
+            return collectives.all_reduce(x, group, in_place=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+def copy_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
+    """f of the paper: identity forward, all-reduce of the gradient backward. x is the same on every rank."""
+    return x if group.size == 1 else _CopyTo.apply(x, group)  # type: ignore[no-any-return]
+
+
+def reduce_from_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
+    """g of the paper: all-reduce forward, identity backward. x is this rank's partial sum."""
+    return x if group.size == 1 else _ReduceFrom.apply(x, group)  # type: ignore[no-any-return]
+
+
+# ---- split and gather along one dimension ----
+
+
+class _Scatter(Function):
+    """Keeps this rank's part of a tensor that every rank has in full.
+
+    forward   y_r = part r of x along dim       [.., n, ..] -> [.., n/t, ..]
+    backward  dL/dx = all-gather of dL/dy_r     [.., n/t, ..] -> [.., n, ..]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        forward_scope(ctx, group)
+        ctx.dim = dim
+        return _split(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with backward_scope(ctx):
+            return collectives.all_gather(grads[0], ctx.group, ctx.dim), None, None
+
+
+class _Gather(Function):
+    """Joins the ranks' parts. What follows is computed alike on every rank, so each gradient is already complete.
+
+    forward   y = all-gather of x_r along dim   [.., n/t, ..] -> [.., n, ..]
+    backward  dL/dx_r = part r of dL/dy         [.., n, ..] -> [.., n/t, ..]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.dim = dim
+        with forward_scope(ctx, group):
+            return collectives.all_gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _split(grads[0], ctx.group, ctx.dim), None, None
+
+
+class _GatherForPartial(Function):
+    """Joins the ranks' parts for a layer of which each rank computes a part, so the gradients are partial sums.
+
+    forward   y = all-gather of x_r along dim            [.., n/t, ..] -> [.., n, ..]
+    backward  dL/dx_r = part r of sum_q dL/dy_q          [.., n, ..] -> [.., n/t, ..]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.dim = dim
+        with forward_scope(ctx, group):
+            return collectives.all_gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with backward_scope(ctx):
+            return collectives.reduce_scatter(grads[0], ctx.group, ctx.dim), None, None
+
+
+class _ReduceScatter(Function):
+    """Adds the partial results of all ranks and keeps this rank's part of the sum.
+
+    forward   y_r = part r of sum_q x_q along dim        [.., n, ..] -> [.., n/t, ..]
+    backward  dL/dx_q = all-gather of dL/dy_r            [.., n/t, ..] -> [.., n, ..]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.dim = dim
+        with forward_scope(ctx, group):
+            return collectives.reduce_scatter(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with backward_scope(ctx):
+            return collectives.all_gather(grads[0], ctx.group, ctx.dim), None, None
+
+
+def scatter_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
+    """Split the last dimension, [S, B, H] -> [S, B, H/t]; backward gathers. ValueError if t does not divide it."""
+    return x if group.size == 1 else _Scatter.apply(x, group, x.dim() - 1)  # type: ignore[no-any-return]
+
+
+def gather_from_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
+    """Gather along the last dimension, [S, B, H/t] -> [S, B, H]; backward splits."""
+    return x if group.size == 1 else _Gather.apply(x, group, x.dim() - 1)  # type: ignore[no-any-return]
+
+
+def scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
+    """Split the first dimension, [S, B, H] -> [S/t, B, H]; backward gathers. ValueError if t does not divide it."""
+    return x if group.size == 1 else _Scatter.apply(x, group, 0)  # type: ignore[no-any-return]
+
+
+def gather_from_sequence_parallel_region(
+    x: Tensor, group: Group, *, tensor_parallel_output_grad: bool = True
+) -> Tensor:
+    """Gather along the first dimension, [S/t, B, H] -> [S, B, H].
+
+    Args:
+        x: this rank's part of the sequence.
+        group: the tensor-parallel group.
+        tensor_parallel_output_grad: True if what follows is a tensor-parallel layer, whose gradients are partial sums
+            and must be reduce-scattered; False if every rank computes the same, so that a split suffices. A wrong
+            True multiplies the gradient by t, a wrong False loses the other ranks' share.
+    """
+    if group.size == 1:
+        return x
+    function = _GatherForPartial if tensor_parallel_output_grad else _Gather
+    return function.apply(x, group, 0)  # type: ignore[no-any-return]
+
+
+def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
+    """Sum partial results and split the first dimension, [S, B, H] -> [S/t, B, H]; backward gathers."""
+    return x if group.size == 1 else _ReduceScatter.apply(x, group, 0)  # type: ignore[no-any-return]
+
+
+# ---- all-to-all: its own conjugate ----
+
+
+class _AllToAll(Function):
+    """Sends rows to where they are worked on; gradients travel the same way back.
+
+    forward   y_r = rows that the ranks sent to r    [sum in, ..] -> [sum out, ..]
+    backward  the same with in and out exchanged     [sum out, ..] -> [sum in, ..]
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: Group, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None
+    ) -> Tensor:
+        ctx.splits = (output_splits, input_splits)
+        with forward_scope(ctx, group):
+            return collectives.all_to_all(x, group, output_splits, input_splits)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        output_splits, input_splits = ctx.splits
+        with backward_scope(ctx):
+            return collectives.all_to_all(grads[0], ctx.group, input_splits, output_splits), None, None, None
+
+
+def all_to_all(
+    x: Tensor,
+    group: Group,
+    output_splits: Sequence[int] | None = None,
+    input_splits: Sequence[int] | None = None,
+) -> Tensor:
+    """Differentiable `collectives.all_to_all`: rows of x, cut by `input_splits`, go to the ranks of the group."""
+    if group.size == 1:
+        return x
+    return _AllToAll.apply(x, group, output_splits, input_splits)  # type: ignore[no-any-return]

@@ -1,0 +1,96 @@
+"""The feed-forward block of a transformer layer: column-parallel, activation, row-parallel.
+
+Cutting the first matrix by rows would force a synchronisation before the activation, since
+GeLU(X1 A1 + X2 A2) is not GeLU(X1 A1) + GeLU(X2 A2). Cut by columns, each rank applies the activation to its own
+columns, and the second matrix, cut by rows, takes them as they are: one all-reduce forward, one backward
+(arXiv 1909.08053, section 3).
+
+Shapes: S sequence, B batch, H hidden, F ffn_hidden; t = size of the tensor-parallel group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from labkit.parallel.groups import Group
+from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up of x = [gate, up] along the last dimension, [.., 2F] -> [.., F] (arXiv 2002.05202)."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "swiglu": swiglu,
+}
+
+
+class ParallelMLP(nn.Module):
+    """fc2(activation(fc1(x))), cut over the tensor-parallel group.
+
+    Args:
+        name: name in the whole model; the layers are `<name>.fc1` and `<name>.fc2`.
+        hidden: H.
+        ffn_hidden: F; for `swiglu`, fc1 makes 2F columns, gate and up, each cut by itself.
+        group: tensor-parallel group.
+        activation: `gelu` (erf), `gelu_tanh` or `swiglu`.
+        output_std: of fc2's initial weight (residual projections are scaled down); None means std.
+        The rest as in `ColumnParallelLinear`.
+
+    Raises:
+        ValueError: unknown activation, or F not a multiple of t.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        hidden: int,
+        ffn_hidden: int,
+        *,
+        group: Group,
+        activation: str = "gelu_tanh",
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        gradient_accumulation_fusion: bool = False,
+        seed: int = 0,
+        std: float = 0.02,
+        output_std: float | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"{name}: activation {activation!r} is unknown; choose one of {', '.join(ACTIVATIONS)}")
+        blocks = 2 if activation == "swiglu" else 1
+        common: dict[str, Any] = {
+            "group": group,
+            "bias": bias,
+            "sequence_parallel": sequence_parallel,
+            "gradient_accumulation_fusion": gradient_accumulation_fusion,
+            "seed": seed,
+            "dtype": dtype,
+            "device": device,
+        }
+        self.activation = ACTIVATIONS[activation]
+        self.fc1 = ColumnParallelLinear(
+            f"{name}.fc1", hidden, blocks * ffn_hidden, std=std, partition_stride=blocks, **common
+        )
+        self.fc2 = RowParallelLinear(
+            f"{name}.fc2", ffn_hidden, hidden, std=std if output_std is None else output_std, **common
+        )
+
+    def forward(self, x_SBH: Tensor) -> Tensor:
+        """[S, B, H] -> [S, B, H], the bias of fc2 included."""
+        inner_SBF, _ = self.fc1(x_SBH)
+        output_SBH, _ = self.fc2(self.activation(inner_SBF))
+        return output_SBH

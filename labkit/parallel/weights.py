@@ -1,0 +1,149 @@
+"""Parameters whose values do not depend on the layout, and the way back from a rank's part to the whole.
+
+Every weight is a function of (seed, name, full shape): each rank draws the same full tensor and keeps its slice. So a
+model starts from the same numbers on one process and on any tp x pp x dp, and differences between layouts are faults.
+
+Attributes on each parameter (the first three are Megatron's):
+
+- `tensor_model_parallel`: the ranks of a tensor-parallel group hold different parts.
+- `partition_dim`: the dimension that is cut; -1 where nothing is.
+- `partition_stride`: how many stacked blocks are cut each by itself (2 for SwiGLU's [gate; up]).
+- `full_name`: its name in the whole model, the same in every layout.
+- `full_shape`: its shape in one process, without padding.
+- `shared`: a second copy of a tied weight, which norms and checkpoints leave out.
+- `sequence_parallel`: its gradient is a partial sum over the tensor-parallel group (norms and biases that saw only a
+  part of the sequence).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from labkit.parallel import collectives
+from labkit.parallel.groups import Group
+
+
+def parameter_seed(seed: int, name: str) -> int:
+    """A 63-bit seed for one parameter: the same for the same (seed, name), unrelated otherwise."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def draw(name: str, shape: Sequence[int], *, seed: int, std: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """N(0, std) by (seed, name), on the host; float64 for float64, else float32 (to be rounded by the caller)."""
+    generator = torch.Generator().manual_seed(parameter_seed(seed, name))
+    drawn = torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.empty(tuple(shape), dtype=drawn).normal_(0.0, std, generator=generator)
+
+
+def tensor_part(full: Tensor, rank: int, size: int, dim: int, stride: int = 1) -> Tensor:
+    """Rank `rank`'s part of a full tensor: from each of `stride` equal blocks along `dim` its 1/size."""
+    if size == 1:
+        return full
+    if full.shape[dim] % (size * stride):
+        raise ValueError(
+            f"dimension {dim} of {tuple(full.shape)} cannot be cut into {stride} x {size} equal parts: "
+            f"{full.shape[dim]} must be a multiple of {size * stride}"
+        )
+    chunks = full.chunk(size * stride, dim=dim)
+    return torch.cat(chunks[rank::size], dim=dim)
+
+
+def make_parameter(
+    name: str,
+    full_shape: Sequence[int],
+    *,
+    seed: int = 0,
+    std: float | None = None,
+    fill: float | None = None,
+    group: Group | None = None,
+    partition_dim: int | None = None,
+    partition_stride: int = 1,
+    padded_rows: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> nn.Parameter:
+    """This rank's part of a parameter, drawn by (seed, name) or filled.
+
+    Args:
+        name: name in the whole model.
+        full_shape: shape in one process, without padding.
+        seed: of the run.
+        std: standard deviation of a normal draw; exactly one of `std` and `fill` is given.
+        fill: constant value.
+        group: the tensor-parallel group that cuts it; None for a parameter that every rank has in full.
+        partition_dim: dimension that is cut; given together with `group`.
+        partition_stride: blocks along that dimension that are cut each by itself.
+        padded_rows: grow dimension 0 to this size with zeros after drawing (vocabulary tables), so that padding,
+            which depends on the layout, changes no real weight.
+        dtype: of the parameter. Half precision is drawn in float32 and rounded.
+        device: where it lives; None is the host.
+
+    Raises:
+        ValueError: neither or both of std and fill, or a size that the group does not divide.
+    """
+    if (std is None) == (fill is None):
+        raise ValueError(f"parameter {name}: give either std or fill, got std={std}, fill={fill}")
+    if std is not None:
+        full = draw(name, full_shape, seed=seed, std=std, dtype=dtype)
+    else:
+        assert fill is not None
+        full = torch.full(tuple(full_shape), fill, dtype=dtype)
+    if padded_rows is not None and padded_rows > full.shape[0]:
+        full = torch.cat([full, full.new_zeros(padded_rows - full.shape[0], *full.shape[1:])])
+    is_cut = group is not None and partition_dim is not None and group.size > 1
+    if is_cut:
+        assert group is not None and partition_dim is not None
+        full = tensor_part(full, group.rank, group.size, partition_dim, partition_stride)
+    parameter = nn.Parameter(full.to(device=device, dtype=dtype).contiguous())
+    return tag_parameter(
+        parameter,
+        full_name=name,
+        full_shape=full_shape,
+        tensor_model_parallel=is_cut,
+        partition_dim=partition_dim if is_cut and partition_dim is not None else -1,
+        partition_stride=partition_stride,
+    )
+
+
+def tag_parameter(
+    parameter: nn.Parameter,
+    *,
+    full_name: str,
+    full_shape: Sequence[int],
+    tensor_model_parallel: bool = False,
+    partition_dim: int = -1,
+    partition_stride: int = 1,
+    shared: bool = False,
+    sequence_parallel: bool = False,
+) -> nn.Parameter:
+    """Set the attributes listed at the top of this module; returns the parameter."""
+    for attribute, value in (
+        ("full_name", full_name),
+        ("full_shape", tuple(full_shape)),
+        ("tensor_model_parallel", tensor_model_parallel),
+        ("partition_dim", partition_dim),
+        ("partition_stride", partition_stride),
+        ("shared", shared),
+        ("sequence_parallel", sequence_parallel),
+    ):
+        setattr(parameter, attribute, value)
+    return parameter
+
+
+def gather_parameter(tensor: Tensor, like: nn.Parameter, group: Group) -> Tensor:
+    """The full, unpadded tensor of which `tensor` is this rank's part; the inverse of the slice that made `like`.
+
+    `tensor` may be the parameter, its gradient or an optimizer state of the same shape. Called by all ranks of `group`.
+    """
+    full = tensor.detach()
+    if getattr(like, "tensor_model_parallel", False):
+        dim, stride = like.partition_dim, like.partition_stride  # type: ignore[attr-defined]
+        parts = collectives.all_gather(full.contiguous(), group).chunk(group.size)
+        blocks = [part.chunk(stride, dim=dim) for part in parts]
+        full = torch.cat([blocks[rank][block] for block in range(stride) for rank in range(group.size)], dim=dim)
+    return full[: like.full_shape[0]] if full.dim() else full  # type: ignore[attr-defined]
