@@ -1,0 +1,77 @@
+"""One process that has imported torch and waits; every rank is a fork of it, which takes milliseconds, not a second.
+
+It is the standard library's fork server with three differences. It is labkit's own instance, so that no other user of
+`multiprocessing` decides what it has imported. A rank never imports the caller's `__main__`, so a script needs no
+`if __name__ == "__main__":` guard. And it is started with SIGINT blocked, because Jupyter interrupts the whole process
+group and a rank must not die of it before it can say anything.
+
+The server is started by the first launch and ends by itself when the process that started it does.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from multiprocessing import context, popen_forkserver, reduction, spawn, util
+from multiprocessing.context import set_spawning_popen
+from multiprocessing.forkserver import ForkServer, read_signed
+from typing import Any
+
+_server = ForkServer()
+_modules = ["labkit.launch.preloaded"]
+_server.set_forkserver_preload(_modules)
+
+
+def preload(*modules: str) -> None:
+    """Have the fork server import `modules` too, once instead of in every rank; call it before the first launch.
+
+    They must not start threads or touch a GPU when imported, since neither survives a fork.
+    """
+    if _server._forkserver_pid is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        raise RuntimeError("the fork server already runs: call preload() before the first run() or Ranks()")
+    _modules.extend(module for module in modules if module not in _modules)
+
+
+def ensure_running() -> None:
+    """Start the server unless it runs; a later launch then does not wait for the import of torch."""
+    if not hasattr(signal, "pthread_sigmask"):
+        _server.ensure_running()
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        _server.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Popen(popen_forkserver.Popen):  # pyright: ignore[reportGeneralTypeIssues]
+    """As in the standard library, through our server and without a word about `__main__`."""
+
+    def _launch(self, process_obj: Any) -> None:
+        preparation = spawn.get_preparation_data(process_obj._name)
+        for key in ("init_main_from_name", "init_main_from_path"):
+            preparation.pop(key, None)
+        buffer = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(preparation, buffer)
+            reduction.dump(process_obj, buffer)
+        finally:
+            set_spawning_popen(None)
+        ensure_running()
+        self.sentinel, writer = _server.connect_to_new_process(self._fds)
+        # Stays open as long as this process lives: its closing is the signal by which a rank dies with us.
+        lifeline = os.dup(writer)
+        self.finalizer = util.Finalize(self, util.close_fds, (lifeline, self.sentinel))
+        with open(writer, "wb", closefd=True) as file:
+            file.write(buffer.getbuffer())
+        self.pid = read_signed(self.sentinel)
+
+
+class RankProcess(context.ForkServerProcess):
+    """A `multiprocessing.Process` forked from labkit's server."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> _Popen:
+        return _Popen(process_obj)

@@ -1,0 +1,59 @@
+"""Processes seen from outside, and the promise that a rank never outlives the process that launched it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+
+def die_with(descriptor: int) -> None:
+    """End this process and its children by SIGKILL as soon as the other end of the pipe `descriptor` closes.
+
+    A rank's parent is the fork server, so the usual PR_SET_PDEATHSIG would watch the wrong process. The pipe's writing
+    end lives in the process that called `run`; when that goes, however it goes, the kernel sends the signal itself, so
+    this works while the rank holds the GIL, sleeps in C, or is stopped. The caller must lead its process group.
+    """
+    if hasattr(fcntl, "F_SETSIG"):
+        fcntl.fcntl(descriptor, fcntl.F_SETOWN, -os.getpgid(0))  # negative: the whole group
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
+        if select.select([descriptor], [], [], 0)[0]:  # it closed before the signal was armed
+            os.killpg(0, signal.SIGKILL)
+        return
+
+    def watch() -> None:
+        select.select([descriptor], [], [])
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="labkit-die-with-parent", daemon=True).start()
+
+
+def process_state(pid: int) -> str | None:
+    """The one-letter state of a process (R running, S sleeping, T stopped, Z ended, ...); None if there is none."""
+    stat = Path(f"/proc/{pid}/stat")
+    if stat.parent.parent.joinpath("self").exists():
+        try:
+            return stat.read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return None
+    found = subprocess.run(["ps", "-o", "state=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return found.stdout.strip()[:1] or None
+
+
+def send_signal(pid: int, number: signal.Signals) -> None:
+    """Signal a process that may be gone already."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def kill_family(pid: int) -> None:
+    """SIGKILL a rank and whatever it started (a rank leads its own process group once it runs)."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    send_signal(pid, signal.SIGKILL)

@@ -1,0 +1,131 @@
+"""Who am I: rank, device and backend of this process; and the choice of both."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+BACKENDS = ("auto", "gloo", "nccl")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """One rank's place."""
+
+    rank: int
+    """Global rank, 0 to world_size - 1."""
+    world_size: int
+    """Number of ranks."""
+    local_rank: int
+    """Rank among those of this machine."""
+    device: torch.device
+    """Where its tensors live: `cuda:i`, or `cpu`."""
+    backend: str
+    """`gloo` or `nccl`; `none` in a process without torch.distributed."""
+
+
+_current: RankInfo | None = None
+
+
+def rank_info() -> RankInfo:
+    """This process's place; a plain process is the only rank of a world of size 1."""
+    if _current is not None:
+        return _current
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        device = choose_device("auto", rank, local_rank)
+        return RankInfo(rank, world_size, local_rank, device, dist.get_backend())
+    return RankInfo(0, 1, 0, torch.device("cuda:0" if torch.cuda.is_available() else "cpu"), "none")
+
+
+def set_rank_info(info: RankInfo) -> None:
+    """Fix what `rank_info` answers in this process."""
+    global _current
+    _current = info
+
+
+def inside_rank() -> bool:
+    """Whether this process is a rank that labkit started or took over."""
+    return _current is not None
+
+
+def choose_device(device: str, rank: int, local_rank: int) -> torch.device:
+    """Device of a rank: GPU `rank % device_count`, as Megatron chooses it, or the CPU where there is none.
+
+    Raises ValueError if that is not the GPU which the launcher's LOCAL_RANK stands for: two ranks would then share one
+    GPU while another stays idle.
+    """
+    import torch
+
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise ValueError('device="cuda" was asked for, but torch sees no GPU: use device="cpu" or "auto"')
+    index = rank % count
+    if index != local_rank % count:
+        raise ValueError(
+            f"rank {rank} would use GPU {index} (rank % {count} GPUs), but LOCAL_RANK={local_rank} stands for GPU "
+            f"{local_rank % count}: start the same number of ranks on every machine, a multiple or a divisor of {count}"
+        )
+    return torch.device("cuda", index)
+
+
+def choose_backend(backend: str, device: torch.device, local_world_size: int) -> str:
+    """`auto` is nccl where every rank of this machine has a GPU of its own, else gloo (NCCL refuses to share one)."""
+    import torch
+    import torch.distributed as dist
+
+    own_gpu = device.type == "cuda" and local_world_size <= torch.cuda.device_count()
+    if backend == "auto":
+        return "nccl" if own_gpu and dist.is_nccl_available() else "gloo"
+    if backend == "nccl" and not own_gpu:
+        raise ValueError(
+            f'backend="nccl" needs a GPU for each of the {local_world_size} ranks on this machine, and torch sees '
+            f'{torch.cuda.device_count()}: use backend="gloo" (several ranks may share one GPU) or fewer ranks'
+        )
+    return backend
+
+
+def join_group(
+    *, init_method: str, rank: int, world_size: int, local_rank: int, local_world_size: int, backend: str, device: str,
+    timeout: float,
+) -> RankInfo:  # fmt: skip
+    """Initialise torch.distributed on this rank and remember its place. `timeout` is that of the collectives, in s."""
+    import torch
+    import torch.distributed as dist
+
+    where = choose_device(device, rank, local_rank)
+    backend = choose_backend(backend, where, local_world_size)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    dist.init_process_group(
+        backend,
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+        device_id=where if backend == "nccl" else None,
+    )
+    info = RankInfo(rank, world_size, local_rank, where, backend)
+    set_rank_info(info)
+    return info
+
+
+def leave_group() -> None:
+    """The clean end: no rank closes its sockets while another still talks (gloo aborts at random otherwise)."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

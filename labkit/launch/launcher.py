@@ -1,0 +1,214 @@
+"""`run` and `Ranks`: call a function on N ranks and get its results by rank."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from labkit.launch import info, payload, torchrun
+from labkit.launch.pool import RankPool
+from labkit.launch.report import RankError
+
+MOST_RANKS = 512
+"""More processes than this on one machine is a slip of the keyboard, and would take it down."""
+_GROUP_TIMEOUT = 600.0
+_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
+
+
+def run(
+    fn: Callable[..., Any],
+    world_size: int = 4,
+    *args: Any,
+    backend: str = "auto",
+    timeout: float | None = 60.0,
+    debug: bool = False,
+    device: str = "auto",
+    distributed_timeout_minutes: float | None = None,
+    progress: Callable[[dict[str, Any]], None] | None = None,
+) -> list[Any]:
+    """Call `fn(*args)` on `world_size` ranks, each a process of its own in one torch.distributed group.
+
+    Under torchrun the ranks are those that torchrun started, and every one of them gets the results.
+
+    **Arguments**: `backend` is gloo, nccl or auto (nccl where each rank has a GPU of its own). `device` is cpu, cuda
+    or auto; on GPUs rank r uses GPU r % count, so several ranks may share one. `timeout` in seconds limits the whole
+    call, None does not. `debug` makes torch compare each collective between the ranks, so that differing shapes or
+    operations raise at once instead of hanging. `distributed_timeout_minutes` is the limit of a single collective
+    (default 10). `progress` receives what rank 0 passes to `report_progress`.
+
+    **Returns** the results by rank; GPU tensors come back on the CPU. What the ranks print is shown afterwards, in
+    rank order.
+
+    **Raises** ValueError or TypeError before any process starts, if an argument cannot be; RankError if a rank raises,
+    dies or does not return in time. No rank is left behind, whatever happens.
+    """
+    with Ranks(
+        world_size, backend=backend, timeout=timeout, debug=debug, device=device,
+        distributed_timeout_minutes=distributed_timeout_minutes,
+    ) as ranks:  # fmt: skip
+        return ranks.run(fn, *args, progress=progress)
+
+
+class Ranks:
+    """Ranks that stay: what a call leaves in their memory is there in the next one, and starting is paid once.
+
+        with Ranks(4) as ranks:
+            ranks.run(build_model)
+            ranks.run(train_one_step)
+
+    In a notebook keep the object between cells and call `close()` at the end; it also closes when it is no longer
+    referenced, when the kernel ends, or when it is killed. The ranks start with the first call. After an exception in
+    the function they stay usable, with their state, if every rank came back; otherwise (one hangs, waits for the
+    failed one, or died) all are ended and the next call starts fresh ones and says so. Arguments as for `run`.
+    """
+
+    def __init__(
+        self,
+        world_size: int = 4,
+        *,
+        backend: str = "auto",
+        timeout: float | None = 60.0,
+        debug: bool = False,
+        device: str = "auto",
+        distributed_timeout_minutes: float | None = None,
+    ) -> None:
+        _check(world_size, backend, device, timeout, distributed_timeout_minutes)
+        self.world_size = world_size
+        self.timeout = timeout
+        self._settings = {"backend": backend, "device": device, "debug": debug}
+        self._group_timeout = _group_timeout(timeout, distributed_timeout_minutes)
+        self._pool: RankPool | None = None
+        self._lost_state = False
+        self._finalizer: weakref.finalize[[RankPool], Ranks] | None = None
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float | None = None,
+        progress: Callable[[dict[str, Any]], None] | None = None,
+    ) -> list[Any]:
+        """Call `fn(*args)` on every rank; as `labkit.launch.run`. `timeout` replaces that of the constructor."""
+        timeout = self.timeout if timeout is None else _checked_timeout(timeout)
+        if torchrun.started_us():
+            return torchrun.run_here(
+                fn, self.world_size, args, group_timeout=self._group_timeout, progress=progress, **self._settings
+            )
+        packed = payload.pack(fn, args)
+        pool = self._started()
+        try:
+            return pool.call(packed, timeout, progress)
+        except RankError as error:
+            if any(handle.outcome.phase not in ("returned", "failed") for handle in pool.handles):
+                self._give_up()
+                raise error from None
+            raise
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            if not pool.ended:
+                pool.replay()
+
+    def close(self) -> None:
+        """End the ranks. Closing twice is fine; a later `run` starts new ones."""
+        pool, self._pool = self._pool, None
+        if pool is None:
+            return
+        assert self._finalizer is not None
+        self._finalizer.detach()
+        try:
+            pool.stop()
+            pool.replay()
+        finally:
+            _end(pool)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:  # no clean end: the ranks may not be in step
+            self._give_up()
+        self.close()
+
+    def _started(self) -> RankPool:
+        if self._pool is None:
+            if self._lost_state:
+                print("labkit: new ranks started; what earlier calls left in memory is gone")
+                self._lost_state = False
+            pool = RankPool(self.world_size, group_timeout=self._group_timeout, **self._settings)
+            _pools.add(pool)
+            self._pool, self._finalizer = pool, weakref.finalize(self, _end, pool)
+            try:
+                pool.start()
+            except BaseException:
+                self._give_up()
+                raise
+        return self._pool
+
+    def _give_up(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is None:
+            return
+        assert self._finalizer is not None
+        self._finalizer.detach()
+        self._lost_state = True
+        try:
+            pool.replay()
+        finally:
+            _end(pool)
+
+
+def _end(pool: RankPool) -> None:
+    pool.kill()
+    pool.remove_folder()
+    _pools.discard(pool)
+
+
+@atexit.register
+def _end_all() -> None:
+    """Before multiprocessing's own exit handler, which would wait for a stopped rank for ever."""
+    for pool in list(_pools):
+        with contextlib.suppress(Exception):
+            _end(pool)
+
+
+def _check(
+    world_size: int, backend: str, device: str, timeout: float | None, distributed_timeout_minutes: float | None
+) -> None:
+    """Refuse what cannot be, before any process starts; every problem in one error."""
+    problems = []
+    if not isinstance(world_size, int) or isinstance(world_size, bool):
+        problems.append(f"world_size must be a whole number of ranks, got {world_size!r}")
+    elif not 1 <= world_size <= MOST_RANKS and not torchrun.started_us():
+        problems.append(
+            f"world_size must be between 1 and {MOST_RANKS} processes on one machine, got {world_size}; "
+            "plans for more ranks need no processes (labkit.parallel.RankGenerator)"
+        )
+    if backend not in info.BACKENDS:
+        problems.append(f"backend must be one of {', '.join(info.BACKENDS)}, got {backend!r}")
+    if device not in info.DEVICES:
+        problems.append(f"device must be one of {', '.join(info.DEVICES)}, got {device!r}")
+    for name, value in (("timeout", timeout), ("distributed_timeout_minutes", distributed_timeout_minutes)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+            problems.append(f"{name} must be a positive number or None, got {value!r}")
+    if info.inside_rank() and not torchrun.started_us():
+        problems.append("this process is a rank itself; a rank cannot launch ranks")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _checked_timeout(timeout: float) -> float:
+    _check(1, "auto", "auto", timeout, None)
+    return timeout
+
+
+def _group_timeout(timeout: float | None, distributed_timeout_minutes: float | None) -> float:
+    """Seconds for one collective: longer than the call's own limit, because the launcher explains a hang better."""
+    if distributed_timeout_minutes is not None:
+        return 60.0 * distributed_timeout_minutes
+    return max(_GROUP_TIMEOUT, (timeout or 0.0) + 10.0)

@@ -1,0 +1,140 @@
+"""What travels to the ranks: the function, its arguments, and the surroundings in which they mean the same.
+
+Two pickles in one file. The first holds the environment, the working directory, `sys.path` and the source lines of
+notebook cells (so that a traceback made in a rank can quote them); a rank applies it before it reads the second, the
+function and its arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import io
+import linecache
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+_registry = threading.Lock()  # cloudpickle's list of modules to copy is global; launches may come from several threads
+OWN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
+
+
+def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Everything a rank needs to call `fn(*args)`.
+
+    Raises TypeError if `fn` is no function, or if it or an argument cannot be pickled.
+    """
+    if not callable(fn):
+        raise TypeError(f"the first argument must be a function, got {type(fn).__name__}: {fn!r}")
+    file = io.BytesIO()
+    pickle.dump(_surroundings(), file)
+    try:
+        with _registry, _by_value(_modules_of((fn, *args))):
+            cloudpickle.dump((fn, args), file)
+    except Exception as error:
+        raise TypeError(
+            f"{getattr(fn, '__qualname__', fn)!s} or one of its arguments cannot be sent to the ranks: "
+            f"{type(error).__name__}: {error}. Files, locks and connections do not travel; open them inside the function"
+        ) from error
+    return file.getvalue()
+
+
+def unpack(path: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """In a rank: take over the caller's surroundings, then read the function and its arguments."""
+    with path.open("rb") as file:
+        apply_surroundings(pickle.load(file))
+        return pickle.load(file)
+
+
+def environment() -> dict[str, str]:
+    """The caller's environment, as it is now; the fork server's is as old as the first launch."""
+    return dict(os.environ)
+
+
+def apply_environment(values: dict[str, str]) -> None:
+    """Make this rank's environment the caller's, except for what belongs to the rank itself."""
+    own = {key: os.environ[key] for key in OWN_VARIABLES if key in os.environ}
+    for key in set(os.environ) - set(values) - set(own):
+        del os.environ[key]
+    os.environ.update({**values, **own})
+
+
+def _surroundings() -> dict[str, Any]:
+    cells = {
+        name: entry
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and entry[1] is None and not os.path.exists(name)
+    }
+    return {"environment": environment(), "directory": os.getcwd(), "path": list(sys.path), "cells": cells}
+
+
+def apply_surroundings(values: dict[str, Any]) -> None:
+    """Take over environment, directory, import path and notebook sources."""
+    apply_environment(values["environment"])
+    with contextlib.suppress(OSError):  # the directory may have been removed; the function need not care
+        os.chdir(values["directory"])
+    sys.path[:] = values["path"]
+    linecache.cache.update(values["cells"])
+
+
+def _modules_of(objects: tuple[Any, ...]) -> list[ModuleType]:
+    """Modules that define the given functions, classes and instances, and all modules loaded by a test runner."""
+    names = {getattr(item, "__module__", None) or type(item).__module__ for item in objects}
+    found = [sys.modules[name] for name in names if name in sys.modules]
+    return found + [module for module in list(sys.modules.values()) if _loaded_by_test_runner(module)]
+
+
+def _loaded_by_test_runner(module: ModuleType) -> bool:
+    loader = getattr(getattr(module, "__spec__", None), "loader", None)
+    return type(loader).__module__.startswith("_pytest")
+
+
+def _importable(module: ModuleType) -> bool:
+    """Whether a fresh process with this `sys.path` would find the same file under the module's name."""
+    if module.__name__ == "__main__" or _loaded_by_test_runner(module):
+        return False
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return True  # built in
+    path: Any = None
+    spec = None
+    for depth in range(1, module.__name__.count(".") + 2):
+        name = ".".join(module.__name__.split(".")[:depth])
+        spec = _find_spec(name, path)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return spec is not None and spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(file)
+
+
+def _find_spec(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
+    """As `importlib.util.find_spec`, which would only answer from `sys.modules`."""
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        spec = find(name, path, None) if find else None
+        if spec is not None:
+            return spec
+    return None
+
+
+@contextlib.contextmanager
+def _by_value(modules: list[ModuleType]) -> Iterator[None]:
+    """While the block runs, cloudpickle copies what these modules define, where a rank could not import them."""
+    registered = []
+    for module in {id(module): module for module in modules}.values():
+        # __main__ needs no registration: cloudpickle always copies what is defined there
+        if module.__name__ != "__main__" and module.__name__ in sys.modules and not _importable(module):
+            cloudpickle.register_pickle_by_value(module)
+            registered.append(module)
+    try:
+        yield
+    finally:
+        for module in registered:
+            cloudpickle.unregister_pickle_by_value(module)

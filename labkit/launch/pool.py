@@ -1,0 +1,230 @@
+"""The ranks of one launch, seen from outside: started, watched, interrogated and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from labkit.launch import guard, payload
+from labkit.launch.forkserver import RankProcess
+from labkit.launch.report import Outcome, RankError, compose, trim
+from labkit.launch.status import create_slots, read_slot
+from labkit.launch.worker import LaunchSpec, rank_main
+
+GRACE = 0.25
+"""Seconds that the other ranks get to report too, once one has failed."""
+_END = 5.0
+"""Seconds that ranks get to leave the group and end."""
+_STACK_WAIT = 0.5
+"""Seconds that a hung rank gets to write its stack."""
+_REPLAY_LIMIT = 1 << 20
+"""Bytes of output a rank and call that are replayed."""
+
+
+class RankHandle:
+    """One rank: its process, the connection to it, and what it last said."""
+
+    def __init__(self, spec: LaunchSpec, rank: int) -> None:
+        self.rank = rank
+        self.connection, theirs = Pipe(duplex=True)
+        self.process = RankProcess(target=rank_main, args=(spec, rank, theirs), name=f"rank {rank}", daemon=True)
+        try:
+            self.process.start()
+        finally:
+            theirs.close()
+        assert self.process.pid is not None
+        self.pid: int = self.process.pid
+        self.outcome = Outcome(rank, "starting")
+        self.joined = False
+        self.replayed = {"out": 0, "err": 0}
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has answered the call, or never will."""
+        return self.outcome.phase in ("returned", "failed", "died")
+
+    def read(self, on_progress: Callable[[dict[str, Any]], None] | None) -> None:
+        """Take in one message."""
+        try:
+            message = self.connection.recv()
+        except (EOFError, OSError):
+            return  # its end is reported through the sentinel
+        if message[0] == "progress":
+            if on_progress is not None:
+                on_progress(message[1])
+            return
+        if message[0] == "joined":
+            self.joined = True
+        self.outcome.phase = message[0]
+        if message[0] == "failed":
+            self.outcome.when, self.outcome.failure = message[1:]
+
+    def died(self) -> None:
+        """The process has ended by itself."""
+        self.process.join()
+        self.outcome.phase, self.outcome.exit_code = "died", self.process.exitcode
+
+
+class RankPool:
+    """All ranks of one launch and its folder. Not for two threads at once."""
+
+    def __init__(self, world_size: int, *, backend: str, device: str, group_timeout: float, debug: bool) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="labkit-"))
+        self.spec = LaunchSpec(folder, world_size, backend, device, group_timeout, debug, payload.environment())
+        self.handles: list[RankHandle] = []
+        self._calls = 0
+        self.owner = os.getpid()
+        self.ended = False
+        create_slots(self.spec.slots, world_size)
+
+    def start(self) -> None:
+        """Fork the ranks; they join each other while the caller goes on."""
+        try:
+            for rank in range(self.spec.world_size):
+                self.handles.append(RankHandle(self.spec, rank))
+        except (EOFError, OSError) as error:
+            rank = len(self.handles)
+            raise RankError(
+                f"rank {rank} of {self.spec.world_size} could not be started: {type(error).__name__}: {error} "
+                "(limit on processes or open files? `labkit doctor` shows both)", ranks=[rank], kind="start",
+            ) from error  # fmt: skip
+
+    def call(
+        self, packed: bytes, timeout: float | None, on_progress: Callable[[dict[str, Any]], None] | None = None
+    ) -> list[Any]:
+        """Have every rank call the packed function; results by rank, or RankError. Output is replayed by the caller."""
+        number, self._calls = self._calls, self._calls + 1
+        path = self.spec.payload(number)
+        path.write_bytes(packed)
+        for handle in self.handles:
+            handle.outcome = Outcome(handle.rank, "joined" if handle.joined else handle.outcome.phase)
+            with contextlib.suppress(OSError):  # a dead rank is found by its sentinel
+                handle.connection.send(("call", number))
+        self._watch(timeout, on_progress)
+        if any(handle.outcome.phase != "returned" for handle in self.handles):
+            self._interrogate([handle for handle in self.handles if not handle.finished])
+            raise compose([handle.outcome for handle in self.handles], timeout)
+        path.unlink()
+        return [self._result(handle, number) for handle in self.handles]
+
+    def _watch(self, timeout: float | None, on_progress: Callable[[dict[str, Any]], None] | None) -> None:
+        """Until all have answered, the time is up, or one has failed and the grace after it is over."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        in_grace = False
+        while open_handles := [handle for handle in self.handles if not handle.finished]:
+            if not in_grace and any(handle.outcome.phase in ("failed", "died") for handle in self.handles):
+                in_grace, grace_end = True, time.monotonic() + GRACE
+                deadline = grace_end if deadline is None else min(deadline, grace_end)
+            # One that has returned may still die, and then the others wait for it in vain.
+            alive = [handle for handle in self.handles if handle.outcome.phase != "died"]
+            sources: dict[Any, RankHandle] = {handle.process.sentinel: handle for handle in alive}
+            sources |= {handle.connection: handle for handle in open_handles}
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = wait(list(sources), remaining)
+            for source in ready:
+                if isinstance(source, Connection):
+                    sources[source].read(on_progress)
+            for source in ready:
+                if not isinstance(source, Connection):
+                    self._take_last_words(sources[source], on_progress)
+            if not ready and deadline is not None and time.monotonic() >= deadline:
+                return
+
+    def _take_last_words(self, handle: RankHandle, on_progress: Callable[[dict[str, Any]], None] | None) -> None:
+        while not handle.finished and handle.connection.poll():
+            before = handle.outcome.phase
+            handle.read(on_progress)
+            if handle.outcome.phase == before:
+                break
+        if handle.outcome.phase != "failed":
+            handle.died()
+
+    def _interrogate(self, silent: list[RankHandle]) -> None:
+        """Ask ranks that gave no answer where they are: process state, status slot, Python stacks."""
+        for handle in silent:
+            handle.outcome.state = guard.process_state(handle.pid)
+            handle.outcome.status = read_slot(self.spec.slots, handle.rank)
+            if handle.outcome.phase != "starting":  # before that, SIGUSR1 would end it
+                guard.send_signal(handle.pid, signal.SIGUSR1)
+                guard.send_signal(handle.pid, signal.SIGCONT)
+        deadline = time.monotonic() + _STACK_WAIT
+        waiting = [handle for handle in silent if handle.outcome.phase != "starting"]
+        sizes: dict[int, int] = {}
+        while waiting and time.monotonic() < deadline:
+            time.sleep(0.01)
+            for handle in list(waiting):
+                size = self.spec.file("stack", handle.rank).stat().st_size
+                if size and sizes.get(handle.rank) == size:
+                    waiting.remove(handle)
+                sizes[handle.rank] = size
+        for handle in silent:
+            with contextlib.suppress(OSError):
+                handle.outcome.stack = trim(self.spec.file("stack", handle.rank).read_text(errors="replace"))
+
+    def _result(self, handle: RankHandle, number: int) -> Any:
+        path = self.spec.file("result", handle.rank, number)
+        try:
+            with path.open("rb") as file:
+                return pickle.load(file)
+        except Exception as error:
+            raise RankError(
+                f"the result of rank {handle.rank} arrived but cannot be read here: {type(error).__name__}: {error}",
+                ranks=[handle.rank], kind="raised",
+            ) from error  # fmt: skip
+        finally:
+            path.unlink(missing_ok=True)
+
+    def replay(self) -> None:
+        """Print what the ranks have written since the last replay, rank by rank, each line with its rank."""
+        for kind, stream in (("out", sys.stdout), ("err", sys.stderr)):
+            for handle in self.handles:
+                with contextlib.suppress(FileNotFoundError), self.spec.file(kind, handle.rank).open("rb") as file:
+                    size = file.seek(0, os.SEEK_END)
+                    file.seek(handle.replayed[kind])
+                    text = file.read(_REPLAY_LIMIT).decode(errors="replace")
+                    left, handle.replayed[kind] = size - file.tell(), size
+                    lines = text.splitlines() + ([f"... and {left:,} more bytes"] if left > 0 else [])
+                    if lines:
+                        stream.write("".join(f"[rank {handle.rank}] {line}\n" for line in lines))
+            stream.flush()
+
+    def stop(self) -> None:
+        """The clean end: the ranks leave the group and exit; those that do not in time are killed."""
+        for handle in self.handles:
+            with contextlib.suppress(OSError):
+                handle.connection.send(("stop",))
+        deadline = time.monotonic() + _END
+        for handle in self.handles:
+            wait([handle.process.sentinel], max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """End every rank at once and wait until none is left. May be called again."""
+        if self.ended or os.getpid() != self.owner:  # a fork of the caller must not end the caller's ranks
+            return
+        for handle in self.handles:
+            if not wait([handle.process.sentinel], 0):
+                guard.kill_family(handle.pid)
+        for handle in self.handles:
+            wait([handle.process.sentinel], 2.0)
+            handle.process.join(0)
+            handle.connection.close()
+            with contextlib.suppress(ValueError):
+                handle.process.close()
+        self.ended = True
+
+    def remove_folder(self) -> None:
+        """Remove rendezvous, outputs and results."""
+        if os.getpid() == self.owner:
+            shutil.rmtree(self.spec.folder, ignore_errors=True)

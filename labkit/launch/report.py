@@ -1,0 +1,169 @@
+"""A failed launch in words: who failed, why, and what the others were doing."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from dataclasses import dataclass, field
+
+from labkit.launch.status import Status
+from labkit.launch.worker import Failure
+
+_OUTSIDE = ("/torch/", "/labkit/launch/", "/multiprocessing/", "<frozen", "<string>", "/contextlib.py", "/threading.py")
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$')
+
+
+class RankError(RuntimeError):
+    """A launch failed. The message names the rank, quotes its traceback, and says what every other rank was doing."""
+
+    def __init__(self, message: str, *, ranks: list[int], kind: str) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        """The ranks at fault: that raised, that died, or that gave no answer in time."""
+        self.kind = kind
+        """`raised`, `died`, `timeout` or `start`."""
+
+    @property
+    def summary(self) -> str:
+        """The message's first line, the same in every repetition."""
+        return str(self).partition("\n")[0]
+
+
+@dataclass
+class Outcome:
+    """What the launcher knows of one rank at the end of a call."""
+
+    rank: int
+    phase: str
+    """`starting` (forked), `here` (runs), `joined` (in the group), `returned`, `failed` or `died`."""
+    failure: Failure | None = None
+    when: float = 0.0
+    """`time.monotonic()` of the failure."""
+    exit_code: int | None = None
+    state: str | None = None
+    """One-letter process state before it was ended."""
+    status: Status = field(default_factory=lambda: Status("", False, 0.0))
+    stack: str = ""
+    """Python stacks of all threads, innermost frame first, as faulthandler writes them."""
+
+
+def compose(outcomes: list[Outcome], timeout: float | None) -> RankError:
+    """The error for a call that not every rank returned from.
+
+    The cause is, in this order: ranks that died (the others then fail with broken connections), ranks that raised
+    (the earliest first), ranks that gave no answer.
+    """
+    died = [o for o in outcomes if o.phase == "died"]
+    failed = sorted((o for o in outcomes if o.phase == "failed"), key=lambda o: o.when)
+    if died:
+        return _died(died, outcomes)
+    if failed:
+        return _raised(failed, outcomes)
+    return _silent(outcomes, timeout)
+
+
+def _died(died: list[Outcome], outcomes: list[Outcome]) -> RankError:
+    what = "; ".join(f"rank {o.rank} {_death(o.exit_code)}" for o in died)
+    lines = [f"{len(died)} of {len(outcomes)} ranks died: {what}", *_others(outcomes, died)]
+    return RankError("\n".join(lines), ranks=[o.rank for o in died], kind="died")
+
+
+def _raised(failed: list[Outcome], outcomes: list[Outcome]) -> RankError:
+    first = failed[0]
+    assert first.failure is not None, "a failed rank has said why"
+    head = f"rank {first.rank} of {len(outcomes)} raised {first.failure.summary}"
+    if len(failed) > 1:
+        head = f"{len(failed)} of {len(outcomes)} ranks raised, first rank {first.rank}: {first.failure.summary}"
+    lines = [head, "", f"Traceback of rank {first.rank}:", _indent(first.failure.traceback)]
+    lines += ["", *_others(outcomes, [first])]
+    return RankError("\n".join(lines), ranks=[o.rank for o in failed], kind="raised")
+
+
+def _silent(outcomes: list[Outcome], timeout: float | None) -> RankError:
+    silent = [o for o in outcomes if o.phase != "returned"]
+    missing = [o for o in silent if o.phase in ("starting", "here")]
+    absent = [o for o in missing if o.status.text == ""] or missing
+    limit = "in time" if timeout is None else f"within {timeout:g} s"
+    if missing:
+        head = f"{_names(absent)} of {len(outcomes)} never joined {limit}; the others could not start"
+        if len(absent) == len(outcomes):
+            head = f"none of {len(outcomes)} ranks joined {limit}"
+    else:
+        head = f"{_names(silent)} of {len(outcomes)} did not return {limit}"
+    lines = [head, *(f"  rank {o.rank}: {activity(o)}" for o in outcomes)]
+    for outcome in silent:
+        if outcome.stack:
+            lines += ["", f"Stack of rank {outcome.rank}, innermost call first:", _indent(outcome.stack)]
+    culprits = absent if missing else silent
+    return RankError("\n".join(lines), ranks=[o.rank for o in culprits], kind="start" if missing else "timeout")
+
+
+def activity(outcome: Outcome) -> str:
+    """One line about what a rank was doing."""
+    if outcome.phase == "returned":
+        return "had returned"
+    if outcome.phase == "failed" and outcome.failure is not None:
+        return f"raised {outcome.failure.summary}"
+    if outcome.phase == "died":
+        return _death(outcome.exit_code)
+    status = outcome.status
+    if status.inside:
+        text = f"waiting in {status.text} for {max(0.0, time.monotonic() - status.since):.1f} s"
+    elif outcome.phase == "starting":
+        text = "gave no sign of life"
+    else:
+        text = "running" + (f", last waited in {status.text}" if status.text else "")
+    if outcome.state in ("T", "t"):
+        text = f"stopped by a signal (process state {outcome.state}), {text}"
+    where = innermost(outcome.stack)
+    return text + (f", at {where}" if where else "")
+
+
+def _others(outcomes: list[Outcome], named: list[Outcome]) -> list[str]:
+    others = [o for o in outcomes if o not in named]
+    return ["The others:", *(f"  rank {o.rank}: {activity(o)}" for o in others)] if others else []
+
+
+def _names(outcomes: list[Outcome]) -> str:
+    ranks = ", ".join(str(o.rank) for o in outcomes)
+    return f"rank {ranks}" if len(outcomes) == 1 else f"ranks {ranks}"
+
+
+def _death(exit_code: int | None) -> str:
+    if exit_code is None or exit_code == 255:
+        return "vanished (its fork server ended, or it exited with code 255)"
+    if exit_code < 0:
+        try:
+            name = signal.Signals(-exit_code).name
+        except ValueError:
+            name = f"signal {-exit_code}"
+        hint = " (by a person, or by the system because memory ran out)" if name == "SIGKILL" else ""
+        return f"was ended by {name}{hint}"
+    return f"ended with exit code {exit_code} before it returned"
+
+
+def innermost(stack: str) -> str:
+    """`function (file:line)` of the innermost frame of the user's own code in a faulthandler stack, else empty."""
+    for line in stack.splitlines():
+        frame = _FRAME.match(line)
+        if frame and not any(part in frame["file"] for part in _OUTSIDE):
+            return f"{frame['name']} ({frame['file'].rpartition('/')[2]}:{frame['line']})"
+    return ""
+
+
+def trim(stack: str) -> str:
+    """A faulthandler dump without the frames by which the launcher called the function."""
+    lines = stack.strip().splitlines()
+    kept: list[str] = []
+    skipping = False
+    for line in lines:
+        frame = _FRAME.match(line)
+        skipping = bool(frame) and (skipping or frame["file"].endswith("/labkit/launch/worker.py"))
+        if not skipping:
+            kept.append(line)
+    return "\n".join(kept).strip()
+
+
+def _indent(text: str) -> str:
+    return "\n".join("  " + line for line in text.splitlines())

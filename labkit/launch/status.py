@@ -1,0 +1,112 @@
+"""What a rank is waiting for, written where the launcher can read it even if the rank cannot answer any more.
+
+Every launch has one small file, mapped into memory by all ranks, with one record a rank. `waiting` writes a record in
+about a microsecond, without a system call, so that each collective can afford it. When a rank hangs (or holds the GIL,
+or is stopped by a signal) the launcher reads the record from outside.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RECORD_BYTES = 256
+_HEADER = struct.Struct("<BHd")  # inside (1) or left (0), bytes of text, time.monotonic() of the entry
+_LONGEST = RECORD_BYTES - _HEADER.size
+
+
+@dataclass(frozen=True)
+class Status:
+    """One rank's record."""
+
+    text: str
+    """What it waits for or, if `inside` is False, last waited for; empty if it never waited."""
+    inside: bool
+    """True while it waits."""
+    since: float
+    """`time.monotonic()` when the wait began; the same clock in all processes of one machine."""
+
+
+class StatusSlot:
+    """This rank's record in the shared file."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 0)
+        self._start = rank * RECORD_BYTES
+        self._current: bytes | None = None
+
+    def enter(self, text: str) -> bytes | None:
+        """Write that the rank waits for `text`; returns what `leave` needs to restore the surrounding wait."""
+        outer = self._current
+        encoded = text.encode()[:_LONGEST]
+        self._current = record = _HEADER.pack(1, len(encoded), time.monotonic()) + encoded
+        self._map[self._start : self._start + len(record)] = record
+        return outer
+
+    def leave(self, outer: bytes | None) -> None:
+        """Mark the wait as over, or go back to the surrounding one."""
+        self._current = outer
+        if outer is None:
+            self._map[self._start] = 0
+        else:
+            self._map[self._start : self._start + len(outer)] = outer
+
+
+_slot: StatusSlot | None = None
+_progress: Callable[[dict[str, Any]], None] | None = None
+
+
+class waiting:
+    """`with waiting("all_reduce tp #12 (4, 8) float32"):` says what this rank waits for while the block runs.
+
+    A hang is then reported with this text. Outside a rank it does nothing. Blocks nest.
+    """
+
+    __slots__ = ("_outer", "_text")
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __enter__(self) -> None:
+        if _slot is not None:
+            self._outer = _slot.enter(self._text)
+
+    def __exit__(self, *_: object) -> None:
+        if _slot is not None:
+            _slot.leave(self._outer)
+
+
+def report_progress(values: Mapping[str, Any]) -> None:
+    """Hand `values` (small and picklable, as {"step": 3, "loss": 2.1}) to the `progress` callback of the launch.
+
+    Only rank 0's reports are delivered; elsewhere, and where nobody listens, it does nothing.
+    """
+    if _progress is not None:
+        _progress(dict(values))
+
+
+def attach(slot: StatusSlot | None, progress: Callable[[dict[str, Any]], None] | None) -> None:
+    """Make `slot` this process's record and `progress` the receiver of its reports (the launcher calls this)."""
+    global _slot, _progress
+    _slot, _progress = slot, progress
+
+
+def create_slots(path: Path, world_size: int) -> None:
+    """Make the file of empty records that the ranks of one launch share."""
+    path.write_bytes(bytes(RECORD_BYTES * world_size))
+
+
+def read_slot(path: Path, rank: int) -> Status:
+    """One rank's record, read from outside. A record that is being written may come out garbled, never raise."""
+    with path.open("rb") as file:
+        file.seek(rank * RECORD_BYTES)
+        record = file.read(RECORD_BYTES)
+    inside, length, since = _HEADER.unpack_from(record)
+    text = record[_HEADER.size : _HEADER.size + length].decode(errors="replace")
+    return Status(text, bool(inside), since)

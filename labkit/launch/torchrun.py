@@ -1,0 +1,99 @@
+"""The same `run` on ranks that torchrun (`python -m torch.distributed.run --nproc-per-node N script.py`) started."""
+
+from __future__ import annotations
+
+import atexit
+import ipaddress
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import cloudpickle
+
+from labkit.launch import info, status
+
+_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def started_us() -> bool:
+    """Whether this process is a rank of torchrun or of a launcher that speaks the same environment."""
+    return all(name in os.environ for name in _NEEDED)
+
+
+def run_here(
+    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], *, backend: str, device: str, debug: bool,
+    group_timeout: float, progress: Callable[[dict[str, Any]], None] | None,
+) -> list[Any]:  # fmt: skip
+    """Call `fn(*args)` on this rank, gather everyone's result. After an exception here torchrun ends the others."""
+    started = int(os.environ["WORLD_SIZE"])
+    if world_size != started:
+        raise ValueError(
+            f"run() was asked for {world_size} ranks, but torchrun started {started}: "
+            f"start it with --nproc-per-node {world_size} (times --nnodes), or ask for {started}"
+        )
+    _join(backend, device, debug, group_timeout)
+    rank = info.rank_info().rank
+    status.attach(None, progress if rank == 0 else None)
+    try:
+        result = fn(*args)
+    finally:
+        status.attach(None, None)
+    return _gather(result, world_size)
+
+
+def _join(backend: str, device: str, debug: bool, group_timeout: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    if _is_loopback(os.environ["MASTER_ADDR"]):
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    if debug:
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()  # pyright: ignore[reportPrivateImportUsage]
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    info.join_group(
+        init_method="env://", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
+        local_rank=int(os.environ["LOCAL_RANK"]), backend=backend, device=device, timeout=group_timeout,
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
+    )  # fmt: skip
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """At the end of the script: close the sockets only when every rank has arrived here."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or getattr(sys, "last_value", None) is not None:
+        return  # after an uncaught exception nobody waits for this rank
+    try:
+        if dist.get_backend() == "gloo":
+            dist.monitored_barrier(timeout=timedelta(seconds=10))
+    except RuntimeError:
+        return
+    dist.destroy_process_group()
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def _gather(result: Any, world_size: int) -> list[Any]:
+    """Everyone's result, on every rank, through a gloo group if the main one is not (pickles are host memory)."""
+    import torch.distributed as dist
+
+    group: Any = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, cloudpickle.dumps(result), group=group)
+    if group is not None:
+        dist.destroy_process_group(group)
+    return [pickle.loads(piece) for piece in gathered]

@@ -1,0 +1,203 @@
+"""What a rank does, from its fork to its end: prepare, join the group, answer calls, leave.
+
+It talks with the launcher through one connection. To the launcher: `("here",)` once it runs, `("joined",)` once the
+process group stands, `("progress", values)`, and for each call `("returned", t)` or `("failed", t, Failure)`, where t
+is `time.monotonic()`. From the launcher: `("call", number)` and `("stop",)`. Payloads and results are files in the
+launch's folder, so that a rank stopped in the middle of a large result never blocks the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import io
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from labkit.launch import guard, info, payload, status
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """What all ranks of one launch have in common."""
+
+    folder: Path
+    """Private to the launch: rendezvous, status slots, output, stacks, payloads and results."""
+    world_size: int
+    backend: str
+    device: str
+    group_timeout: float
+    """Seconds after which torch.distributed gives up a collective by itself."""
+    debug: bool
+    """Check every collective for agreement between ranks."""
+    environment: dict[str, str]
+
+    def file(self, kind: str, rank: int, call: int | None = None) -> Path:
+        """Path of one rank's file of a kind: `out`, `err`, `stack` or, for a call, `result`."""
+        return self.folder / (f"{kind}-{rank}" if call is None else f"{kind}-{rank}-{call}")
+
+    def payload(self, call: int) -> Path:
+        """Path of the payload of one call."""
+        return self.folder / f"payload-{call}"
+
+    @property
+    def slots(self) -> Path:
+        """Path of the status slots."""
+        return self.folder / "status"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception on a rank, in words: exception objects need not survive pickling, their text does."""
+
+    summary: str
+    """`ValueError: what it said`."""
+    traceback: str
+    """The whole traceback, without labkit's own outermost frames."""
+
+
+def rank_main(spec: LaunchSpec, rank: int, connection: Connection) -> None:
+    """The life of one rank; never returns."""
+    _prepare(spec, rank)
+    lock = threading.Lock()
+
+    def send(*message: Any) -> None:
+        with lock:
+            connection.send(message)
+
+    send("here")
+    status.attach(status.StatusSlot(spec.slots, rank), (lambda values: send("progress", values)) if rank == 0 else None)
+    try:
+        _join(spec, rank)
+    except BaseException as error:
+        send("failed", time.monotonic(), describe(error))
+    else:
+        send("joined")
+    while True:
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            os._exit(1)  # the launcher has gone
+        if message[0] == "stop":
+            break
+        send(*_answer(spec, rank, message[1]))
+    with contextlib.suppress(Exception):
+        info.leave_group()
+    _flush()
+    os._exit(0)
+
+
+def _prepare(spec: LaunchSpec, rank: int) -> None:
+    """Make the forked process a rank: signals, process group, lifeline, output, environment, stacks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter interrupts the whole group; the launcher answers for all
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    os.setpgid(0, 0)  # so that children of a rank end with it
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a rank is started by the launcher"
+    guard.die_with(parent.sentinel)
+    # mp forbids children to a daemonic process; a rank's DataLoader workers are fine, they die with the process group
+    multiprocessing.current_process()._config["daemon"] = False  # pyright: ignore[reportAttributeAccessIssue]
+    _capture_output(spec, rank)
+    faulthandler.register(signal.SIGUSR1, file=spec.file("stack", rank).open("w"), all_threads=True)
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(spec.world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(spec.world_size),
+        GLOO_SOCKET_IFNAME=loopback, OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    payload.apply_environment({"NCCL_SOCKET_IFNAME": loopback, **spec.environment})
+
+
+def _capture_output(spec: LaunchSpec, rank: int) -> None:
+    """Send descriptors 1 and 2, hence also what C code writes, into this rank's files; a line is there once written."""
+    for descriptor, kind in ((1, "out"), (2, "err")):
+        file = os.open(spec.file(kind, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, descriptor)
+        os.close(file)
+    out, err = (io.FileIO(descriptor, "w", closefd=False) for descriptor in (1, 2))
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(out), encoding="utf-8", errors="replace", line_buffering=True)
+    sys.stderr = io.TextIOWrapper(io.BufferedWriter(err), encoding="utf-8", errors="replace", line_buffering=True)
+
+
+def _join(spec: LaunchSpec, rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if spec.debug:
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    # torch read the variable when the fork server imported it
+    dist.set_debug_level_from_env()  # pyright: ignore[reportPrivateImportUsage]
+    with status.waiting("rendezvous of all ranks"):
+        info.join_group(
+            init_method=(spec.folder / "store").as_uri(), rank=rank, world_size=spec.world_size, local_rank=rank,
+            local_world_size=spec.world_size, backend=spec.backend, device=spec.device, timeout=spec.group_timeout,
+        )  # fmt: skip
+
+
+def _answer(spec: LaunchSpec, rank: int, call: int) -> tuple[Any, ...]:
+    """Call the function of payload `call`, store its result; the message that reports it."""
+    try:
+        fn, args = payload.unpack(spec.payload(call))
+        result = fn(*args)
+        _store(spec.file("result", rank, call), result)
+    except BaseException as error:
+        return ("failed", time.monotonic(), describe(error))
+    finally:
+        _flush()
+    return ("returned", time.monotonic())
+
+
+class _ResultPickler(cloudpickle.Pickler):
+    """Brings tensors home to the CPU, so that the caller needs no GPU to look at them."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(obj, torch.Tensor) and obj.is_cuda:
+            return obj.cpu().__reduce_ex__(5)
+        return super().reducer_override(obj)
+
+
+def _store(path: Path, result: Any) -> None:
+    try:
+        with path.open("wb") as file:
+            _ResultPickler(file).dump(result)
+    except Exception as error:
+        raise TypeError(
+            f"the result, of type {type(result).__name__}, cannot be sent back: {type(error).__name__}: {error}. "
+            "Return plain numbers, strings, containers or tensors"
+        ) from error
+
+
+def describe(error: BaseException) -> Failure:
+    """Put an exception into words, whatever it is: its own methods may fail too."""
+    try:
+        summary = traceback.format_exception_only(error)[-1].strip()
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+            frames = frames.tb_next
+        text = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+    except BaseException as second:
+        summary = f"{type(error).__name__} (its text raised {type(second).__name__})"
+        text = summary
+    return Failure(summary, text.rstrip())
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).fflush(None)  # what C code still holds back
