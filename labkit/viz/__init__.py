@@ -19,7 +19,15 @@ _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from labkit.viz.comms import TransformerTraffic as TransformerTraffic
+    from labkit.viz.comms import bytes_between_nodes as bytes_between_nodes
+    from labkit.viz.comms import compare_orders as compare_orders
+    from labkit.viz.comms import order_traffic as order_traffic
     from labkit.viz.figure import Figure as Figure
+    from labkit.viz.ranks import rank_grid as rank_grid
+    from labkit.viz.ranks import rank_neighbours as rank_neighbours
+    from labkit.viz.widgets import explore_layout as explore_layout
+    from labkit.viz.widgets import is_live as is_live
 
 
 def __getattr__(name: str) -> Any:

@@ -49,7 +49,7 @@ AXES: dict[str, tuple[str, str, str]] = {
 SEQUENCE = ("#0072B2", "#E69F00", "#117733", "#CC79A7", "#56B4E9", "#D55E00", "#332288", "#DDCC77")
 """For things without a meaning of their own (group 0, 1, ...; curve 0, 1, ...); repeats after eight."""
 
-RC: dict[str, Any] = {
+RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.titlesize": 10,
