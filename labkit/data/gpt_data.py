@@ -1,0 +1,209 @@
+"""Samples of a token stream for GPT, and the rule that gives every layout the same global batch.
+
+A sample is `seq_length + 1` tokens: inputs are its first `s`, labels its last `s`. Samples of a dataset overlap by that
+one token, so that every token but the first is a label once an epoch (Megatron-LM's GPTDataset with one document).
+
+The rule, with `m` = micro_batch_size, `g` = global_batch_size, `M` = g / (m dp) microbatches on a rank:
+
+    step k consumes samples k g ... (k + 1) g - 1 of the dataset's order;
+    sample k g + (j dp + d) m + b is row b of microbatch j on data-parallel rank d.
+
+So the i-th run of m samples of a global batch is always one microbatch, whatever dp is: on one process it is microbatch
+i, on dp ranks it is microbatch i // dp of rank i % dp. Ranks that differ in tp, cp or pp read the same microbatches.
+
+Shapes: B micro batch, S sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from labkit.data.corpus import bundled_text, bundled_tokens, read_text
+from labkit.data.tokenizer import encode, load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from labkit.config import DataConfig, RunConfig
+    from labkit.parallel.groups import ParallelGroups
+
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass(eq=False)
+class GPTDataset:
+    """Windows of `seq_length + 1` tokens: `dataset[i]` is the i-th of the text, `ordered(n)` the n-th to train on."""
+
+    tokens: np.ndarray
+    """Token ids of this split, one dimension, any integer type."""
+    seq_length: int
+    """Inputs of one sample."""
+    seed: int = 0
+    """Of the shuffle."""
+    shuffle: bool = False
+    """Whether each epoch visits the samples in an order of its own."""
+    name: str = "train"
+    """Which split this is, for messages."""
+    _order: tuple[int, np.ndarray] | None = field(default=None, init=False, repr=False)
+    """The epoch asked for last and its order."""
+
+    def __len__(self) -> int:
+        """Samples of one epoch."""
+        return max(0, len(self.tokens) - 1) // self.seq_length
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Window `index` of the text, `seq_length + 1` ids, int64."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of the {self.name} split, which has {len(self)}")
+        start = index * self.seq_length
+        return self.tokens[start : start + self.seq_length + 1].astype(np.int64)
+
+    def order(self, epoch: int) -> np.ndarray:
+        """The permutation of sample indices that `epoch` visits; depends on seed and epoch alone.
+
+        Sorted by the raw output of PCG64, which numpy promises never to change, unlike `Generator.permutation`.
+        """
+        if not self.shuffle:
+            return np.arange(len(self))
+        keys = np.random.PCG64([self.seed, epoch]).random_raw(len(self))
+        return np.argsort(keys, kind="stable")
+
+    def ordered(self, position: int) -> np.ndarray:
+        """Sample `position` of the endless sequence epoch 0, epoch 1, ..."""
+        epoch, place = divmod(position, len(self))
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, self.order(epoch))
+        return self[int(self._order[1][place])]
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """`90,5,5` as shares that sum to 1.
+
+    Raises:
+        ValueError: not three finite numbers of at least 0 with a positive sum.
+    """
+    try:
+        parts = [float(part) for part in split.split(",")]
+    except ValueError:
+        parts = []
+    if len(parts) != len(SPLITS) or not all(math.isfinite(part) and part >= 0 for part in parts) or sum(parts) <= 0:
+        raise ValueError(
+            f"data.split: {split!r} is not three shares for train, valid and test; write them like '90,5,5'"
+        )
+    train, valid, test = (part / sum(parts) for part in parts)
+    return train, valid, test
+
+
+def load_tokens(data: DataConfig, vocab_size: int) -> np.ndarray:
+    """Token ids of the configured text, one dimension.
+
+    Raises:
+        FileNotFoundError: text or tokenizer is missing.
+        ValueError: text is not UTF-8, tokenizer is not one, or it has more tokens than `vocab_size`.
+    """
+    tokenizer = load_tokenizer(data.tokenizer)
+    size = tokenizer.get_vocab_size()
+    if size > vocab_size:
+        raise ValueError(
+            f"tokenizer mismatch: {data.tokenizer or 'the bundled tokenizer'} has {size} tokens, model.vocab_size is "
+            f"{vocab_size}; set model.vocab_size to {size} or more, or name another data.tokenizer"
+        )
+    if data.path is None and data.tokenizer is None:
+        return bundled_tokens()
+    text = bundled_text() if data.path is None else read_text(data.path)
+    return encode(tokenizer, text)
+
+
+def build_gpt_datasets(config: RunConfig) -> tuple[GPTDataset, GPTDataset, GPTDataset]:
+    """Train, validation and test split of the configured text, in this order of the text. Train is shuffled.
+
+    Raises:
+        FileNotFoundError, ValueError: see `load_tokens` and `parse_split`; also ValueError where a split with a share
+            of its own is too short for one sample.
+    """
+    tokens = load_tokens(config.data, config.model.vocab_size)
+    shares = parse_split(config.data.split)
+    bounds = [0, *(round(len(tokens) * sum(shares[: index + 1])) for index in range(len(SPLITS)))]
+    need = config.model.seq_length + 1
+    datasets = []
+    for name, share, start, end in zip(SPLITS, shares, bounds[:-1], bounds[1:]):
+        if share > 0 and end - start < need:
+            raise ValueError(
+                f"data: the {name} split ({share:.0%} of {len(tokens)} tokens) has {end - start} tokens, but one "
+                f"sample needs model.seq_length + 1 = {need}; give a longer text, a shorter seq_length "
+                "or another data.split"
+            )
+        datasets.append(
+            GPTDataset(tokens[start:end], need - 1, seed=config.train.seed, shuffle=name == "train", name=name)
+        )
+    train, valid, test = datasets
+    return train, valid, test
+
+
+def microbatch_positions(config: RunConfig, *, dp: int, dp_rank: int, step: int) -> np.ndarray:
+    """Positions in the dataset's order that one data-parallel rank reads in `step`, shape (microbatches, B).
+
+    Raises:
+        ValueError: global_batch_size is not a multiple of micro_batch_size x dp.
+    """
+    micro, batch = config.train.micro_batch_size, config.train.global_batch_size
+    if batch % (micro * dp):
+        raise ValueError(
+            f"train.global_batch_size {batch} is not a multiple of train.micro_batch_size {micro} x dp {dp}"
+        )
+    grid = step * batch + np.arange(batch).reshape(batch // (micro * dp), dp, micro)
+    return grid[:, dp_rank]
+
+
+def data_iterator(
+    dataset: GPTDataset, config: RunConfig, groups: ParallelGroups, *, start_step: int = 0
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Microbatches of this rank, without end, from the first of `start_step` on; see the rule at the top.
+
+    Yields `tokens_BS` and `labels_BS` (int64) and `loss_mask_BS` (float32, all ones), on the rank's device.
+
+    Raises:
+        ValueError: the dataset has no sample, or the batch sizes do not divide.
+    """
+    if len(dataset) == 0:
+        raise ValueError(f"data: the {dataset.name} split is empty; give it a share in data.split")
+    microbatch_positions(config, dp=groups.dp.size, dp_rank=groups.dp.rank, step=0)  # refuse now, not at the first next
+    return _microbatches(dataset, config, groups, start_step)
+
+
+def _microbatches(
+    dataset: GPTDataset, config: RunConfig, groups: ParallelGroups, step: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    import torch
+
+    while True:
+        for positions in microbatch_positions(config, dp=groups.dp.size, dp_rank=groups.dp.rank, step=step):
+            rows = np.stack([dataset.ordered(int(position)) for position in positions])
+            samples = torch.from_numpy(rows).to(groups.device)
+            yield {
+                "tokens_BS": samples[:, :-1].contiguous(),
+                "labels_BS": samples[:, 1:].contiguous(),
+                "loss_mask_BS": torch.ones(samples[:, 1:].shape, device=groups.device),
+            }
+        step += 1
+
+
+def unigram_entropy(tokens: Any) -> float:
+    """Entropy of the token frequencies in nats a token: the loss of the best model that ignores all context.
+
+    `tokens` is any sequence or array of non-negative integers.
+
+    Raises:
+        ValueError: there are no tokens.
+    """
+    tokens = np.asarray(tokens).reshape(-1)
+    if tokens.size == 0:
+        raise ValueError("unigram_entropy of no tokens")
+    counts = np.bincount(tokens)
+    shares = counts[counts > 0] / tokens.size
+    return float(-(shares * np.log(shares)).sum())
