@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.events import active_recorder
+from labkit.launch import waiting
 from labkit.parallel import transport
 from labkit.parallel.groups import Group
 from labkit.parallel.ledger import (
@@ -42,11 +43,6 @@ from labkit.parallel.ledger import (
     dropped,
     is_dropped,
 )
-
-try:
-    from labkit.launch import waiting  # pyright: ignore[reportAttributeAccessIssue]
-except ImportError:
-    from contextlib import nullcontext as waiting
 
 __all__ = [
     "CommLedger",

@@ -11,6 +11,7 @@ Attributes on each parameter (the first three are Megatron's):
 - `full_name`: its name in the whole model, the same in every layout.
 - `full_shape`: its shape in one process, without padding.
 - `shared`: a second copy of a tied weight, which norms and checkpoints leave out.
+- `shared_embedding`: either copy of a word embedding that first and last stage hold both; their gradients are added.
 - `sequence_parallel`: its gradient is a partial sum over the tensor-parallel group (norms and biases that saw only a
   part of the sequence).
 """
@@ -119,6 +120,7 @@ def tag_parameter(
     partition_dim: int = -1,
     partition_stride: int = 1,
     shared: bool = False,
+    shared_embedding: bool = False,
     sequence_parallel: bool = False,
 ) -> nn.Parameter:
     """Set the attributes listed at the top of this module; returns the parameter."""
@@ -129,6 +131,7 @@ def tag_parameter(
         ("partition_dim", partition_dim),
         ("partition_stride", partition_stride),
         ("shared", shared),
+        ("shared_embedding", shared_embedding),
         ("sequence_parallel", sequence_parallel),
     ):
         setattr(parameter, attribute, value)

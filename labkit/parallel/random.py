@@ -1,0 +1,111 @@
+"""Random states with names: which ranks draw the same numbers, and which must not.
+
+Outside a tensor-parallel region activations are alike on every rank of the group, so dropout there must draw the same
+mask on all of them. Inside, each rank holds its own part and must draw its own mask. Megatron keeps one generator
+state per kind and swaps it in for the region.
+
+| state                 | seed, with s = seed + 100 pp_rank  | used for                                     |
+|-----------------------|------------------------------------|----------------------------------------------|
+| `data-parallel-rng`   | s (also torch's default state)     | dropout before residuals, after embeddings   |
+| `model-parallel-rng`  | s + 2718 + tp_rank                 | dropout inside attention                     |
+| `expert-parallel-rng` | s + 1024 + 100 ep_rank + etp_rank  | initial weights and dropout of experts       |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from labkit.parallel.groups import ParallelGroups
+
+DATA_PARALLEL = "data-parallel-rng"
+MODEL_PARALLEL = "model-parallel-rng"
+EXPERT_PARALLEL = "expert-parallel-rng"
+
+
+class RngTracker:
+    """Named states of this device's default generator.
+
+    Args:
+        device: whose generator is switched; None is the host's.
+    """
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        self._device = torch.device(device or "cpu")
+        self._states: dict[str, Tensor] = {}
+        self._seeds: set[int] = set()
+
+    def _current_state(self) -> Tensor:
+        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
+
+    def _switch_to(self, state: Tensor) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(state, self._device)
+        else:
+            torch.set_rng_state(state)
+
+    def add(self, name: str, seed: int) -> None:
+        """Make a state that starts from `seed`; the generator itself is left as it is.
+
+        Raises:
+            ValueError: the name or the seed is taken (equal seeds would give two regions the same masks).
+        """
+        if name in self._states:
+            raise ValueError(f"random state {name!r} exists already; known are {', '.join(self._states)}")
+        if seed in self._seeds:
+            raise ValueError(f"seed {seed} for {name!r} is used by another random state; choose another")
+        before = self._current_state()
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                torch.cuda.manual_seed(seed)
+        else:
+            # Not torch.manual_seed: that would reseed every GPU as well.
+            torch.default_generator.manual_seed(seed)
+        self._states[name] = self._current_state()
+        self._seeds.add(seed)
+        self._switch_to(before)
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
+        """Draw from the named state inside the block; it advances, and the outer state resumes where it was.
+
+        Raises:
+            ValueError: no state has that name.
+        """
+        if name not in self._states:
+            raise ValueError(f"no random state {name!r}; known are {', '.join(self._states) or 'none'}")
+        outer = self._current_state()
+        self._switch_to(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = self._current_state()
+            self._switch_to(outer)
+
+    def get_states(self) -> dict[str, Tensor]:
+        """Copies of all states, for checkpoints and recomputation."""
+        return {name: state.clone() for name, state in self._states.items()}
+
+    def set_states(self, states: Mapping[str, Tensor]) -> None:
+        """Take over what `get_states` returned."""
+        self._states = {name: state.clone() for name, state in states.items()}
+
+
+def model_parallel_seed(seed: int, groups: ParallelGroups, *, device: torch.device | str | None = None) -> RngTracker:
+    """Seed torch's default generator and make the three named states (table above) for this rank.
+
+    Args:
+        seed: of the run.
+        groups: give pp_rank, tp_rank, ep_rank and etp_rank.
+        device: whose generator is switched in `fork`; None is `groups.device` where it has one, else the host.
+    """
+    own = seed + 100 * groups.pp.rank
+    torch.manual_seed(own)  # every device: the default state is the data-parallel one
+    tracker = RngTracker(device if device is not None else getattr(groups, "device", None))
+    tracker.add(DATA_PARALLEL, own)
+    tracker.add(MODEL_PARALLEL, own + 2718 + groups.tp.rank)
+    tracker.add(EXPERT_PARALLEL, own + 1024 + 100 * groups.ep.rank + groups.etp.rank)
+    return tracker
