@@ -13,9 +13,10 @@ from __future__ import annotations
 import io
 import os
 import signal
-from multiprocessing import context, popen_forkserver, reduction, spawn, util
-from multiprocessing.context import set_spawning_popen
+from multiprocessing import popen_forkserver, reduction, spawn
+from multiprocessing.context import ForkServerProcess, set_spawning_popen
 from multiprocessing.forkserver import ForkServer, read_signed
+from multiprocessing.util import Finalize
 from typing import Any
 
 _server = ForkServer()
@@ -45,7 +46,7 @@ def ensure_running() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Popen(popen_forkserver.Popen):  # pyright: ignore[reportGeneralTypeIssues]
+class _Popen(popen_forkserver.Popen):
     """As in the standard library, through our server and without a word about `__main__`."""
 
     def _launch(self, process_obj: Any) -> None:
@@ -53,23 +54,29 @@ class _Popen(popen_forkserver.Popen):  # pyright: ignore[reportGeneralTypeIssues
         for key in ("init_main_from_name", "init_main_from_path"):
             preparation.pop(key, None)
         buffer = io.BytesIO()
-        set_spawning_popen(self)
+        set_spawning_popen(self)  # pyright: ignore[reportArgumentType]
         try:
             reduction.dump(preparation, buffer)
             reduction.dump(process_obj, buffer)
         finally:
             set_spawning_popen(None)
         ensure_running()
-        self.sentinel, writer = _server.connect_to_new_process(self._fds)
+        descriptors: list[int] = self._fds  # pyright: ignore[reportAttributeAccessIssue]
+        self.sentinel, writer = _server.connect_to_new_process(descriptors)
         # Stays open as long as this process lives: its closing is the signal by which a rank dies with us.
         lifeline = os.dup(writer)
-        self.finalizer = util.Finalize(self, util.close_fds, (lifeline, self.sentinel))
+        self.finalizer = Finalize(self, _close, (lifeline, self.sentinel))
         with open(writer, "wb", closefd=True) as file:
             file.write(buffer.getbuffer())
         self.pid = read_signed(self.sentinel)
 
 
-class RankProcess(context.ForkServerProcess):
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+class RankProcess(ForkServerProcess):
     """A `multiprocessing.Process` forked from labkit's server."""
 
     @staticmethod

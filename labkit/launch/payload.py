@@ -41,7 +41,7 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     except Exception as error:
         raise TypeError(
             f"{getattr(fn, '__qualname__', fn)!s} or one of its arguments cannot be sent to the ranks: "
-            f"{type(error).__name__}: {error}. Files, locks and connections do not travel; open them inside the function"
+            f"{type(error).__name__}: {error}. Files, locks and connections do not travel: open them in the function"
         ) from error
     return file.getvalue()
 

@@ -1,12 +1,15 @@
 """Imported once by the fork server: what every rank needs. It makes no tensor, so no thread and no GPU is touched."""
+# ruff: noqa: F401  (imported for the ranks that are forked from here)
 
 import gc
 
-import cloudpickle  # noqa: F401
-import numpy  # noqa: F401
+import cloudpickle
+import numpy
+import torch
+import torch.distributed
 
 import labkit.events
-import labkit.launch.worker  # noqa: F401
+import labkit.launch.worker
 
 gc.collect()
 gc.freeze()  # a collection in a rank then does not write into the pages that all ranks share
