@@ -17,10 +17,10 @@ class ConfigError(ValueError):
         self.source = source
         count = len(self.problems)
         if count == 1:
-            message = f"{source} has 1 problem: {self.problems[0]}"
+            message = f"{source}: {self.problems[0]}"
         else:
             lines = (f"  {i}. {p}" for i, p in enumerate(self.problems, start=1))
-            message = "\n".join([f"{source} has {count} problems:", *lines])
+            message = "\n".join([f"{source}: {count} problems", *lines])
         super().__init__(message)
 
     def __reduce__(self) -> tuple:

@@ -142,5 +142,5 @@ def get(name: str) -> RunConfig:
     key = name.replace("-", "_").replace(".", "_").lower()
     if key not in PRESETS:
         hint = nearest(key, PRESETS)
-        raise ConfigError([f"no preset {name!r}{hint}; choose from {', '.join(PRESETS)}"], source="the preset")
+        raise ConfigError([f"no preset {name!r}; choose from {', '.join(PRESETS)}{hint}"], source="the preset")
     return PRESETS[key]()

@@ -141,8 +141,8 @@ def order_problem(order: str, sizes: Mapping[str, int]) -> str:
     allowed = f"name each of {', '.join(AXES)} at most once, joined by -, as in tp-cp-ep-dp-pp"
     for axis in axes:
         if axis not in AXES:
-            what = f"{shown(axis)} is no axis{nearest(axis, AXES)}" if axis else "an axis is empty"
-            return f"{what}; {allowed}"
+            what = f"{shown(axis)} is no axis" if axis else "an axis is empty"
+            return f"{what}; {allowed}{nearest(axis, AXES)}"
         if axes.count(axis) > 1:
             return f"{axis} is named {axes.count(axis)} times; {allowed}"
     for axis, size in sizes.items():
@@ -297,9 +297,6 @@ def _optimizer(found: _Findings) -> None:
 
 
 def _batches(found: _Findings, world_size: int | None) -> None:
-    if (got := found.get("train.eval_interval", "train.eval_steps")) and got[0] and not got[1]:
-        rule = "asks for validations, but train.eval_steps = 0 does none; set eval_steps, or this to 0"
-        found.add("train.eval_interval", rule)
     got = found.get("train.global_batch_size", "train.micro_batch_size")
     if got is None:
         return

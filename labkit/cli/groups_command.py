@@ -1,0 +1,123 @@
+"""`labkit groups`: every group of a layout, or those of one rank. Needs numpy and no torch."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import fields
+from typing import Any
+
+from labkit.cli.arguments import Arguments, Command, Option
+from labkit.config import ParallelConfig
+from labkit.config.rules import layout_problems
+
+MOST_LISTED_RANKS = 2**20
+"""Larger worlds are answered for one rank at a time (--rank)."""
+FULLY_SHOWN_RANKS = 64
+"""Up to here the text lists every group; beyond it the first few of each kind. JSON lists all."""
+
+
+def execute(arguments: Arguments) -> int:
+    """Print the groups as text or JSON."""
+    options = dict(arguments.options)
+    as_json, rank, world_size = options.pop("json"), options.pop("rank"), options.pop("world_size")
+    given = {name: value for name, value in options.items() if value is not None}
+    parallel = ParallelConfig(**given)
+    problems = layout_problems(parallel, world_size)
+    if world_size is None and not any("world" in problem for problem in arguments.problems):
+        problems.append("--world-size: is missing; give the number of ranks")
+    elif not problems and rank is None and world_size > MOST_LISTED_RANKS:
+        listed = f"more than the {MOST_LISTED_RANKS:,} ranks that are listed at once"
+        problems.append(f"world_size = {world_size}: {listed}; add --rank r for the groups of one rank")
+    first, last = parallel.rank_offset, parallel.rank_offset + (world_size or 1) - 1
+    if rank is not None and not problems and not first <= rank <= last:
+        problems.append(f"--rank {rank}: this layout's ranks are {first} to {last}")
+    arguments.refuse(problems)
+    assert world_size is not None
+    plan = _plan(parallel, world_size, rank)
+    if as_json:
+        print(json.dumps({"world_size": world_size, **_sizes(parallel, world_size), "rank": rank, "groups": plan}))
+    else:
+        print(_text(parallel, world_size, rank, plan))
+    return 0
+
+
+def _plan(parallel: ParallelConfig, world_size: int, rank: int | None) -> dict[str, Any]:
+    """Kind -> list of groups, or the one group of `rank`."""
+    from labkit.parallel.group_plan import all_groups, groups_of_rank
+
+    found = all_groups(parallel, world_size) if rank is None else groups_of_rank(rank, parallel, world_size)
+    return {kind: array.tolist() for kind, array in found.items()}
+
+
+def _sizes(parallel: ParallelConfig, world_size: int) -> dict[str, Any]:
+    etp = parallel.tp if parallel.etp is None else parallel.etp
+    dp = world_size // (parallel.tp * parallel.cp * parallel.pp)
+    edp = world_size // (etp * parallel.ep * parallel.pp)
+    return {
+        "dense": {"tp": parallel.tp, "cp": parallel.cp, "dp": dp, "pp": parallel.pp},
+        "experts": {"etp": etp, "ep": parallel.ep, "edp": edp, "pp": parallel.pp},
+        "order": parallel.order,
+    }
+
+
+def _text(parallel: ParallelConfig, world_size: int, rank: int | None, plan: dict[str, Any]) -> str:
+    sizes = _sizes(parallel, world_size)
+    products = [" x ".join(f"{axis} {size}" for axis, size in sizes[kind].items()) for kind in ("dense", "experts")]
+    ranks = "1 rank" if world_size == 1 else f"{world_size:,} ranks"
+    lines = [
+        f"{ranks}, order {parallel.order} (fastest first)",
+        f"  dense    {products[0]}",
+        f"  experts  {products[1]}",
+    ]
+    width = max(len(kind) for kind in plan)
+    if rank is not None:
+        lines += ["", f"groups of rank {rank}", ""]
+        return "\n".join(
+            lines + [f"  {kind:<{width}}  {_group(group) if group else 'none'}" for kind, group in plan.items()]
+        )
+    lines += ["", f"  {'kind':<{width}}  groups of size", ""]
+    for kind, groups in plan.items():
+        shown = groups if world_size <= FULLY_SHOWN_RANKS else groups[:4]
+        words = [_group(group).replace(" ", "\u00a0") for group in shown]
+        left = len(groups) - len(shown)
+        words += [f"... {left:,} more".replace(" ", "\u00a0")] if left else []
+        head = f"  {kind:<{width}}  {len(groups):>6} x {len(groups[0]):<5}  "
+        body = textwrap.wrap(" ".join(words), 118 - len(head), break_long_words=False, break_on_hyphens=False)
+        lines += [(head if i == 0 else " " * len(head)) + line.replace("\u00a0", " ") for i, line in enumerate(body)]
+    return "\n".join(lines)
+
+
+def _group(ranks: list[int]) -> str:
+    if len(ranks) <= 16:
+        return f"[{', '.join(map(str, ranks))}]"
+    return f"[{', '.join(map(str, ranks[:6]))}, ..., {ranks[-1]}]"
+
+
+_HELP = {
+    "tp": ("tensor parallel size", "tensor_model_parallel_size"),
+    "pp": ("pipeline parallel size", "pipeline_model_parallel_size"),
+    "cp": ("context parallel size", "context_parallel_size"),
+    "ep": ("expert parallel size", "expert_model_parallel_size"),
+    "etp": ("tensor parallel size inside experts; tp where not given", "expert_tensor_parallel_size"),
+    "order": ("axes from fastest to slowest varying, such as tp-cp-ep-dp-pp", "rank_order"),
+    "split_rank": ("first pipeline rank of the decoder", "pipeline_model_parallel_split_rank"),
+    "rank_offset": ("number of the first rank", "first_rank"),
+}
+_KINDS = {f.name: str(f.type).removesuffix(" | None") for f in fields(ParallelConfig)}
+
+COMMAND = Command(
+    name="groups",
+    summary="Rank groups of a layout: which ranks talk to each other, for every kind of group.",
+    options=(
+        Option("world-size", "int", "number of ranks", aliases=("nproc",)),
+        *(
+            Option(name.replace("_", "-"), _KINDS[name], text, aliases=(alias, f"parallel.{name}"))
+            for name, (text, alias) in _HELP.items()
+        ),
+        Option("rank", "int", "only the groups of this rank; costs the same in a world of any size"),
+        Option("json", "bool", "print JSON", False),
+    ),
+    execute=execute,
+    example="labkit groups --world-size 16 --tp 4 --pp 2 --etp 1 --ep 4",
+)

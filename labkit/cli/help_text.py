@@ -1,0 +1,65 @@
+"""jsonargparse's part: the parser of one command, for its help and as a second check of what was read."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+from labkit.cli.arguments import CONFIG_OPTIONS, Arguments, Command, Option
+from labkit.config import RunConfig
+from labkit.config.field_docs import field_docs, section_docs
+from labkit.config.fields import SPECS
+from labkit.config.sections import SECTIONS
+
+_TYPES: dict[str, Any] = {"tuple[str, ...]": tuple[str, ...]}
+
+
+def _type(kind: str, optional: bool) -> Any:
+    plain = _TYPES.get(kind) or getattr(builtins, kind)
+    return plain | None if optional else plain
+
+
+def parser_of(command: Command) -> Any:
+    """The ArgumentParser of one command; no other command's parser is built."""
+    from jsonargparse import ArgumentParser
+
+    usage = " ".join(["labkit", command.name, *([command.words] if command.words else []), "[options]"])
+    parser = ArgumentParser(
+        prog=f"labkit {command.name}", usage=usage, description=command.summary, epilog=f"example: {command.example}",
+        allow_abbrev=False, exit_on_error=False,
+    )  # fmt: skip
+    options = (*CONFIG_OPTIONS, *command.options) if command.configurable else command.options
+    for option in options:
+        _add(parser, option)
+    if command.configurable:
+        docs = field_docs()
+        for section in SECTIONS:
+            group = parser.add_argument_group(f"{section}: {section_docs()[section]}")
+            for spec in (s for s in SPECS.values() if s.section == section):
+                doc = docs[spec.dotted]
+                text = doc.text + (f" [{doc.limits}]" if doc.limits else "")
+                group.add_argument(
+                    f"--{spec.dotted}",
+                    type=_type(spec.kind, spec.optional),
+                    default=spec.default,
+                    metavar=doc.kind.upper().replace(" | NONE", "").replace("TUPLE[STR, ...]", "A,B"),
+                    help=text.replace("%", "%%"),
+                )
+    return parser
+
+
+def _add(parser: Any, option: Option) -> None:
+    if option.pairs:
+        parser.add_argument("-p", f"--{option.name}", nargs=2, metavar=("NAME", "VALUE"), help=option.help)
+    elif option.kind == "bool":
+        parser.add_argument(f"--{option.name}", action="store_true", help=option.help)
+    else:
+        metavar = option.kind.upper().replace("TUPLE[STR, ...]", "A,B")
+        kind = _type(option.kind, optional=True)
+        parser.add_argument(f"--{option.name}", type=kind, default=option.default, metavar=metavar, help=option.help)
+
+
+def checked_config(command: Command, arguments: Arguments) -> RunConfig:
+    """The configuration as jsonargparse reads it from the typed values; equal to `arguments.config`."""
+    namespace = parser_of(command).parse_object(arguments.config.to_dict())
+    return RunConfig(**{name: cls(**vars(namespace[name])) for name, cls in SECTIONS.items()})
