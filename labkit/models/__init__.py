@@ -1,1 +1,31 @@
+"""Models written once for every layout, and what they cost. Names are loaded on first use (PEP 562)."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_EXPORTS = {
+    "gpt": ("build_model_chunks", "GPTModel"),
+    "placement": ("stage_layers",),
+}
+"""Module -> the names that this package offers from it."""
+_HOME = {name: module for module, names in _EXPORTS.items() for name in names}
+__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+
+if TYPE_CHECKING:
+    from labkit.models.gpt import GPTModel as GPTModel
+    from labkit.models.gpt import build_model_chunks as build_model_chunks
+    from labkit.models.placement import stage_layers as stage_layers
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

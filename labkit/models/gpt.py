@@ -1,0 +1,287 @@
+"""GPT, or any contiguous run of its layers: the same class is the whole model, one pipeline stage, or one chunk of it.
+
+A stage with `pre_process` embeds tokens, one with `post_process` ends in logits or in the loss. Parameter names carry
+the layer's global index, so a tensor has the same name in every layout.
+
+Shapes: S sequence, B batch, H hidden, V this rank's columns of the padded vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from labkit.config import ModelConfig, RunConfig
+from labkit.models.blocks import Build, Norm, Rotary, TransformerLayer, dropout, rotary_table
+from labkit.models.placement import stage_layers
+from labkit.parallel.groups import ParallelGroups
+from labkit.parallel.random import RngTracker, model_parallel_seed
+from labkit.parallel.vocab import (
+    VocabParallelEmbedding,
+    linear_cross_entropy,
+    make_vocab_parameter,
+    parallel_lm_logits,
+)
+from labkit.parallel.weights import make_parameter
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+"""`optim.precision` -> type of parameters and activations."""
+
+
+class PositionEmbedding(nn.Module):
+    """A learned vector per position (`position = learned`), whole on every rank of the first stage."""
+
+    def __init__(self, name: str, build: Build) -> None:
+        super().__init__()
+        config = build.config
+        shape = (config.seq_length, config.hidden)
+        self.weight = make_parameter(f"{name}.weight", shape, seed=build.seed, std=config.init_std, **build.made)
+
+    def forward(self, length: int, position_ids_BS: Tensor | None) -> Tensor:
+        """The vectors of positions 0, 1, .. as [S, 1, H], or of the given ones as [S, B, H]."""
+        if position_ids_BS is None:
+            return self.weight[:length, None]
+        return nn.functional.embedding(position_ids_BS.t(), self.weight)
+
+
+class Embedding(nn.Module):
+    """Tokens and, where they are learned, positions: [B, S] -> [S, B, H]."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        config = build.config
+        self.word = VocabParallelEmbedding(
+            "embedding.word",
+            config.vocab_size,
+            config.hidden,
+            group=build.group,
+            divisible_by=config.make_vocab_size_divisible_by,
+            seed=build.seed,
+            std=config.init_std,
+            **build.made,
+        )
+        tied = not config.untie_embeddings_and_output_weights
+        self.word.weight.shared_embedding = tied  # type: ignore[attr-defined]
+        self.position = PositionEmbedding("embedding.position", build) if config.position == "learned" else None
+        self.dropout = dropout(config.embedding_dropout)
+
+    def forward(self, tokens_BS: Tensor, position_ids_BS: Tensor | None = None) -> Tensor:
+        """[B, S] -> [S, B, H]. TokenIdError for an id outside the vocabulary."""
+        x_SBH = self.word(tokens_BS.t())  # ids are transposed, not vectors
+        if self.position is not None:
+            x_SBH = x_SBH + self.position(tokens_BS.shape[1], position_ids_BS)
+        return self.dropout(x_SBH)
+
+
+class OutputLayer(nn.Module):
+    """Holds the output weight: its own where untied, or the last stage's copy of the word embedding.
+
+    The copy is drawn under the embedding's name and therefore starts equal to it; `gradients.finalize_model_grads` sums
+    the gradients of both (`shared_embedding`), so they stay equal. Only the copy is marked `shared`, so that norms and
+    checkpoints count the weight once.
+    """
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        config = build.config
+        tied = not config.untie_embeddings_and_output_weights
+        self.weight = make_vocab_parameter(
+            "embedding.word.weight" if tied else "output.weight",
+            config.vocab_size,
+            config.hidden,
+            group=build.group,
+            divisible_by=config.make_vocab_size_divisible_by,
+            seed=build.seed,
+            std=config.init_std,
+            **build.made,
+        )
+        self.weight.shared = self.weight.shared_embedding = tied  # type: ignore[attr-defined]
+
+
+class GPTModel(nn.Module):
+    """Layers `layers` of a GPT with what belongs before and after them.
+
+    Args:
+        config: shape of the whole model. GPT-2 by default; RoPE, RMSNorm, SwiGLU, grouped-query attention, an untied
+            output and no biases give Llama.
+        groups: this rank's groups.
+        layers: global indices of the layers held here (`stage_layers`).
+        pre_process: hold the embeddings; otherwise the input comes through `set_input_tensor`.
+        post_process: hold the final norm and the output layer.
+        seed: of weights and dropout. Weights depend on (seed, name) alone, never on the layout.
+        dtype: of parameters and activations.
+        device: None means `groups.device`.
+        gradient_accumulation_fusion: linear layers add weight gradients to `main_grad` where it exists.
+        label_smoothing: of the loss.
+        rng: random states for dropout, shared by the chunks of a rank; made here where dropout needs them.
+
+    Raises:
+        ValueError: sizes that tp does not divide, or an option this model does not have.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        groups: ParallelGroups,
+        *,
+        layers: range,
+        pre_process: bool = True,
+        post_process: bool = True,
+        seed: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        gradient_accumulation_fusion: bool = False,
+        label_smoothing: float = 0.0,
+        rng: RngTracker | None = None,
+    ) -> None:
+        super().__init__()
+        _check(config, groups)
+        drops = config.embedding_dropout or config.attention_dropout or config.hidden_dropout
+        self.rng = rng or (model_parallel_seed(seed, groups) if drops else None)
+        build = Build(
+            config=config,
+            group=groups.tp,
+            seed=seed,
+            rng=self.rng,
+            dtype=dtype,
+            device=groups.device if device is None else device,
+            gradient_accumulation_fusion=gradient_accumulation_fusion,
+        )
+        self.config, self.group = config, groups.tp
+        self.pre_process, self.post_process = pre_process, post_process
+        self.label_smoothing, self.fusion = label_smoothing, gradient_accumulation_fusion
+        self.embedding = Embedding(build) if pre_process else None
+        self.layers = nn.ModuleDict({str(index): TransformerLayer(index, build) for index in layers})
+        self.final_norm = Norm("final_norm", build) if post_process else None
+        tied_here = pre_process and not config.untie_embeddings_and_output_weights
+        self.output = OutputLayer(build) if post_process and not tied_here else None
+        self._input_SBH: Tensor | None = None
+        self._make_rotary(build)
+
+    @property
+    def output_weight_VH(self) -> Tensor:
+        """Rows of the output layer on this rank; the word embedding's own where first and last stage are one."""
+        if self.output is not None:
+            return self.output.weight
+        assert self.embedding is not None, "only a stage with post_process has an output layer"
+        return self.embedding.word.weight
+
+    def set_input_tensor(self, x_SBH: Tensor | None) -> None:
+        """What the previous stage computed; the next `forward` starts from it. Ignored by the first stage."""
+        self._input_SBH = x_SBH
+
+    def forward(
+        self, tokens_BS: Tensor | None, position_ids: Tensor | None = None, labels_BS: Tensor | None = None
+    ) -> Tensor:
+        """Run this stage.
+
+        Args:
+            tokens_BS: token ids; used by the first stage only.
+            position_ids: positions [B, S]; None means 0, 1, ..
+            labels_BS: the tokens to predict; used by the last stage only.
+
+        Returns:
+            hidden_SBH from a stage that is not the last; else loss_BS (per token, float32 at least) where labels are
+            given, or logits_SBV (this rank's columns, padding included).
+
+        Raises:
+            ValueError: no input, a sequence longer than the model's, or an id outside the vocabulary.
+        """
+        x_SBH = self._first_hidden(tokens_BS, position_ids)
+        rotary = self._rotary(x_SBH, position_ids)
+        for layer in self.layers.values():
+            x_SBH = layer(x_SBH, rotary)
+        if self.final_norm is None:
+            return x_SBH
+        x_SBH = self.final_norm(x_SBH)
+        if labels_BS is None:
+            return parallel_lm_logits(x_SBH, self.output_weight_VH, self.group)
+        loss_SB = linear_cross_entropy(
+            x_SBH,
+            self.output_weight_VH,
+            labels_BS.t(),
+            self.group,
+            vocab_size=self.config.vocab_size,
+            label_smoothing=self.label_smoothing,
+            gradient_accumulation_fusion=self.fusion,
+            name="loss",
+        )
+        return loss_SB.t()
+
+    def _first_hidden(self, tokens_BS: Tensor | None, position_ids_BS: Tensor | None) -> Tensor:
+        """The embedded tokens, or what the previous stage sent."""
+        if self.embedding is None:
+            if self._input_SBH is None:
+                raise ValueError("this stage does not embed tokens; give it set_input_tensor(x_SBH) before forward")
+            return self._input_SBH
+        if tokens_BS is None:
+            raise ValueError("the first stage needs tokens_BS")
+        if tokens_BS.shape[1] > self.config.seq_length:
+            raise ValueError(
+                f"a sequence of {tokens_BS.shape[1]} tokens is longer than model.seq_length = {self.config.seq_length}"
+            )
+        return self.embedding(tokens_BS, position_ids_BS)
+
+    def _make_rotary(self, build: Build) -> None:
+        """cos and sin of every position, [seq_length, D/2]; the same for all layers, saved in no checkpoint."""
+        config = self.config
+        self.rotary_cos: Tensor | None
+        self.rotary_sin: Tensor | None
+        if config.position != "rope":
+            self.rotary_cos = self.rotary_sin = None
+            return
+        angles = rotary_table(config.seq_length, config.hidden // config.heads, config.rope_theta)
+        self.register_buffer("rotary_cos", angles.cos().to(**build.made), persistent=False)
+        self.register_buffer("rotary_sin", angles.sin().to(**build.made), persistent=False)
+
+    def _rotary(self, x_SBH: Tensor, position_ids_BS: Tensor | None) -> Rotary | None:
+        """cos and sin of this microbatch: [S, 1, 1, D/2], or [S, B x kv_heads, 1, D/2] for positions of one's own."""
+        if self.rotary_cos is None or self.rotary_sin is None:
+            return None
+        if position_ids_BS is None:
+            length = x_SBH.shape[0]
+            return self.rotary_cos[:length, None, None], self.rotary_sin[:length, None, None]
+        heads = (self.config.kv_heads or self.config.heads) // self.group.size
+        positions = position_ids_BS.t().repeat_interleave(heads, dim=1)
+        return self.rotary_cos[positions].unsqueeze(2), self.rotary_sin[positions].unsqueeze(2)
+
+
+def _check(config: ModelConfig, groups: ParallelGroups) -> None:
+    allowed = {"family": ("gpt",), "position": ("learned", "rope"), "norm": ("layernorm", "rmsnorm")}
+    allowed["transformer_impl"] = ("local",)
+    for name, choices in allowed.items():
+        if getattr(config, name) not in choices:
+            raise ValueError(f"GPTModel has no {name} {getattr(config, name)!r}; choose {' or '.join(choices)}")
+    if groups.cp.size > 1 or groups.config.sequence_parallel:
+        raise ValueError(
+            "GPTModel computes whole sequences: set parallel.cp to 1 and parallel.sequence_parallel to false"
+        )
+
+
+def build_model_chunks(config: RunConfig, groups: ParallelGroups) -> list[GPTModel]:
+    """The model chunks of this rank, one for each of its virtual stages, in their order."""
+    parallel, model = groups.config, config.model
+    drops = model.embedding_dropout or model.attention_dropout or model.hidden_dropout
+    rng = model_parallel_seed(config.train.seed, groups) if drops else None
+    return [
+        GPTModel(
+            model,
+            groups,
+            layers=stage_layers(
+                model.layers,
+                pp=groups.pp.size,
+                pp_rank=groups.pp.rank,
+                vpp=parallel.vpp,
+                chunk=chunk,
+                standalone_embedding_stage=parallel.standalone_embedding_stage,
+            ),
+            pre_process=groups.is_first_stage(chunk),
+            post_process=groups.is_last_stage(chunk),
+            seed=config.train.seed,
+            dtype=DTYPES[config.optim.precision],
+            gradient_accumulation_fusion=config.optim.gradient_accumulation_fusion,
+            label_smoothing=config.train.label_smoothing,
+            rng=rng,
+        )
+        for chunk in range(parallel.vpp)
+    ]
