@@ -1,0 +1,260 @@
+"""A pipeline schedule as data: which rank runs what, in which order.
+
+Notable:
+- An `Action` is one piece of work and prints as `2F0`: stage 2, forward, microbatch 0. It parses back.
+- A `Schedule` holds one row of actions per rank as three numpy columns over all ranks, so that millions of actions cost
+  megabytes; `Action` objects appear only on access. It says nothing about communication: that follows from the rows
+  (`lowering.py`) and is never written by hand.
+- Any number of stages per rank. Looped placement puts stage s on rank s mod pp; a V goes down the ranks and up again.
+- A schedule may be wrong (a reader's own often is). It can still be built, printed and drawn; `simulate` refuses it.
+
+Legend: A = actions of the whole schedule, P = ranks, S = stages, M = microbatches.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+KINDS = "FBIW"
+"""Forward; full backward; gradient of the input alone; gradient of the weights alone."""
+
+EVENT_KINDS = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
+"""The `kind` of the `Event` that an action leaves."""
+
+_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be read or cannot run. The message draws the grid where there is one."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One microbatch through one stage in one direction; `str` gives `2F0`."""
+
+    stage: int
+    """Stage, 0 first, over all ranks."""
+    kind: str
+    """One letter of KINDS."""
+    microbatch: int
+    """Microbatch, 0 first."""
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read what `str` writes. Raises ScheduleError on anything else."""
+        match = _CELL.fullmatch(text.strip())
+        if match is None:
+            raise ScheduleError(
+                f"{text!r} is no action: write stage, one of F B I W, microbatch, "
+                "as in 2F0 (stage 2, forward, microbatch 0)"
+            )
+        return cls(int(match[1]), match[2], int(match[3]))
+
+
+class Schedule:
+    """One row of actions per rank.
+
+    `rows` holds, for each rank, Actions or their text; `from_columns` takes numpy columns instead. `num_stages` and
+    `num_microbatches` are what the schedule is meant to cover. Raises ScheduleError for a rank without actions
+    and for a stage or microbatch outside these numbers, naming rank and position.
+    """
+
+    def __init__(
+        self, name: str, num_stages: int, num_microbatches: int, rows: Sequence[Iterable[Action | str]]
+    ) -> None:
+        parsed = [[Action.parse(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+        flat = [action for row in parsed for action in row]
+        self._set(
+            name,
+            num_stages,
+            num_microbatches,
+            np.array([action.stage for action in flat], dtype=np.int32),
+            np.array([KINDS.index(action.kind) for action in flat], dtype=np.int8),
+            np.array([action.microbatch for action in flat], dtype=np.int32),
+            np.cumsum([0, *map(len, parsed)], dtype=np.int64),
+        )
+
+    @classmethod
+    def from_columns(
+        cls,
+        name: str,
+        num_stages: int,
+        num_microbatches: int,
+        *,
+        stages: np.ndarray,
+        kinds: np.ndarray,
+        microbatches: np.ndarray,
+        offsets: np.ndarray,
+    ) -> Schedule:
+        """From columns of length A, rank after rank; rank r owns `offsets[r]:offsets[r + 1]`. `kinds` indexes KINDS."""
+        schedule = cls.__new__(cls)
+        schedule._set(
+            name,
+            num_stages,
+            num_microbatches,
+            np.asarray(stages, dtype=np.int32),
+            np.asarray(kinds, dtype=np.int8),
+            np.asarray(microbatches, dtype=np.int32),
+            np.asarray(offsets, dtype=np.int64),
+        )
+        return schedule
+
+    def _set(self, name: str, num_stages: int, num_microbatches: int, stages: np.ndarray, kinds: np.ndarray,
+             microbatches: np.ndarray, offsets: np.ndarray) -> None:  # fmt: skip
+        self.name = name
+        self.num_stages = num_stages
+        self.num_microbatches = num_microbatches
+        self.stages, self.kinds, self.microbatches, self.offsets = stages, kinds, microbatches, offsets
+        if num_stages < 1 or num_microbatches < 1 or len(offsets) < 2:
+            raise ScheduleError(
+                f"a schedule needs at least one rank, stage and microbatch; given {len(offsets) - 1} ranks, "
+                f"{num_stages} stages, {num_microbatches} microbatches"
+            )
+        empty = np.flatnonzero(np.diff(offsets) == 0)
+        if len(empty):
+            raise ScheduleError(f"rank {empty[0]} has no action: give every rank at least one stage to run")
+        outside = np.flatnonzero(
+            (stages < 0) | (stages >= num_stages) | (microbatches < 0) | (microbatches >= num_microbatches)
+        )
+        if len(outside):
+            rank, position = self.locate(int(outside[0]))
+            raise ScheduleError(
+                f"rank {rank}, position {position}: {self.actions(rank)[position]} is outside {num_stages} stages and "
+                f"{num_microbatches} microbatches (both count from 0)"
+            )
+        self.ranks = np.repeat(np.arange(self.pp, dtype=np.int32), np.diff(offsets))
+        self._placement = _majority_rank(stages, self.ranks, num_stages, self.pp)
+
+    @property
+    def pp(self) -> int:
+        """Number of ranks."""
+        return len(self.offsets) - 1
+
+    @property
+    def forward_only(self) -> bool:
+        """True where no action is a backward."""
+        return not bool(self.kinds.any())
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        pairs = ((self.offsets, other.offsets), (self.stages, other.stages), (self.kinds, other.kinds))
+        return all(np.array_equal(a, b) for a, b in (*pairs, (self.microbatches, other.microbatches)))
+
+    __hash__ = None  # type: ignore[assignment]  # equal by content, and the columns are mutable arrays
+
+    def __repr__(self) -> str:
+        return (
+            f"Schedule({self.name!r}, {self.pp} ranks, {self.num_stages} stages, {self.num_microbatches} microbatches, "
+            f"{len(self)} actions)"
+        )
+
+    def __str__(self) -> str:
+        return "\n".join([self.name, *(f"rank {r}: " + " ".join(map(str, self.actions(r))) for r in range(self.pp))])
+
+    def actions(self, rank: int) -> list[Action]:
+        """The row of `rank`, in the order it runs."""
+        if not 0 <= rank < self.pp:
+            raise ValueError(f"rank {rank} is not in this schedule: it has ranks 0 to {self.pp - 1}")
+        return list(self._iterate(rank))
+
+    def _iterate(self, rank: int) -> Iterator[Action]:
+        part = slice(self.offsets[rank], self.offsets[rank + 1])
+        columns = (self.stages[part].tolist(), self.kinds[part].tolist(), self.microbatches[part].tolist())
+        return (Action(stage, KINDS[kind], microbatch) for stage, kind, microbatch in zip(*columns, strict=True))
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """(rank, position in its row) of the action at `index` of the columns."""
+        rank = int(np.searchsorted(self.offsets, index, side="right")) - 1
+        return rank, index - int(self.offsets[rank])
+
+    def placement(self, stage: int) -> int:
+        """The rank that runs `stage` (where a broken schedule has it on several, the one with most of its actions)."""
+        return int(self._placement[stage])
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages on `rank` in ascending order; a stage's position here is its model chunk."""
+        return np.flatnonzero(self._placement == rank).tolist()
+
+    def chunk(self, stage: int) -> int:
+        """Model chunk of `stage` on its rank."""
+        return self.stages_of(self.placement(stage)).index(stage)
+
+    def order(self, rank: int) -> list[int | float]:
+        """The row as signed chunk numbers, as Transformer Engine's `_order`: c + 1 forward, -(c + 1) backward.
+
+        The weight gradient of a split backward is its input gradient's number minus one half.
+        """
+        chunks = {stage: chunk for chunk, stage in enumerate(self.stages_of(rank), start=1)}
+        signed = {"F": lambda c: c, "B": lambda c: -c, "I": lambda c: -c, "W": lambda c: -c - 0.5}
+        return [signed[action.kind](chunks[action.stage]) for action in self.actions(rank)]
+
+    def to_csv(self) -> str:
+        """One row per rank, cells are actions: no header, no rank column, no blank cells."""
+        return "".join(",".join(map(str, self._iterate(rank))) + "\n" for rank in range(self.pp))
+
+    @classmethod
+    def from_csv(cls, text: str, name: str = "csv") -> Schedule:
+        """Read `to_csv`'s form. Stages and microbatches are counted from the cells.
+
+        Raises ScheduleError naming row, column and text of the first cell that is no action.
+        """
+        lines = text.strip("\n").splitlines()
+        if not any(line.strip() for line in lines):
+            raise ScheduleError("the text has no rows: write one line per rank, such as 0F0,0F1,0B0,0B1")
+        rows = []
+        for row, line in enumerate(lines, start=1):
+            if not line.strip():
+                raise ScheduleError(f"row {row} is empty: every rank needs its line of actions")
+            rows.append([_parse_cell(cell, row, column) for column, cell in enumerate(line.split(","), start=1)])
+        flat = [action for cells in rows for action in cells]
+        return cls(name, 1 + max(a.stage for a in flat), 1 + max(a.microbatch for a in flat), rows)
+
+
+def _parse_cell(cell: str, row: int, column: int) -> Action:
+    if not cell.strip():
+        raise ScheduleError(f"row {row}, column {column} is blank: remove the cell, idle time is not written down")
+    try:
+        return Action.parse(cell)
+    except ScheduleError as error:
+        raise ScheduleError(f"row {row}, column {column}: {error}") from None
+
+
+def _majority_rank(stages: np.ndarray, ranks: np.ndarray, num_stages: int, pp: int) -> np.ndarray:
+    """Rank of each stage (S,): the one with most of its actions; a stage that nobody runs falls to stage mod pp."""
+    keys, counts = np.unique(stages.astype(np.int64) * pp + ranks, return_counts=True)
+    placement = np.arange(num_stages) % pp
+    by_count = np.argsort(counts, kind="stable")  # ascending, so the largest count is written last
+    placement[keys[by_count] // pp] = keys[by_count] % pp
+    return placement
+
+
+def grid(schedule: Schedule, marks: dict[tuple[int, int], str] | None = None, *, limit: int = 24) -> str:
+    """The rows as text, one line per rank.
+
+    `marks` puts brackets round the cell at (rank, position) and its sentence under the grid. Rows are cut to `limit`
+    cells round the first marked one, with `..` where something is left out.
+    """
+    marks = marks or {}
+    first = min((position for _, position in marks), default=0)
+    start = max(0, first - limit // 2)
+    lines = []
+    for rank in range(schedule.pp):
+        row = [f"[{a}]" if (rank, i) in marks else f" {a} " for i, a in enumerate(schedule.actions(rank))]
+        shown = row[start : start + limit]
+        lines.append([*([".."] if start else []), *shown, *([".."] if len(row) > start + limit else [])])
+    width = max(len(cell) for line in lines for cell in line)
+    label = len(f"rank {schedule.pp - 1}")
+    picture = [f"{f'rank {r}':<{label}} |" + "".join(f"{c:^{width}}" for c in line) for r, line in enumerate(lines)]
+    notes = [f"rank {rank}, position {position}: {sentence}" for (rank, position), sentence in sorted(marks.items())]
+    return "\n".join(line.rstrip() for line in [*picture, *notes])

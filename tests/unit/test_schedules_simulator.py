@@ -1,0 +1,152 @@
+"""The builders' formulas hold in the simulator, and what cannot run is refused with its picture."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labkit.schedules import Costs, Schedule, ScheduleError, gpipe, one_f_one_b, simulate, without_backward
+
+SIZES = {"pp": st.integers(1, 9), "microbatches": st.integers(1, 20)}
+TIMES = {"f": st.integers(1, 9), "b": st.integers(1, 9)}
+
+
+@given(builder=st.sampled_from([gpipe, one_f_one_b]), **SIZES, **TIMES)
+def test_bubble_formulas(builder, pp, microbatches, f, b):
+    timeline = simulate(builder(pp, microbatches), Costs(forward=f, backward=b))
+    assert timeline.makespan == (microbatches + pp - 1) * (f + b)
+    assert timeline.bubble_fraction == pytest.approx((pp - 1) / (microbatches + pp - 1))
+    assert timeline.bubble_ratio == pytest.approx((pp - 1) / microbatches)
+
+
+@given(**SIZES)
+def test_peak_in_flight_formulas(pp, microbatches):
+    assert simulate(gpipe(pp, microbatches)).peak_in_flight == [microbatches] * pp
+    assert simulate(one_f_one_b(pp, microbatches)).peak_in_flight == [min(pp - r, microbatches) for r in range(pp)]
+
+
+@given(**SIZES)
+def test_1f1b_program_string(pp, microbatches):
+    for rank in range(pp):
+        w = min(pp - rank - 1, microbatches)
+        kinds = "".join(action.kind for action in one_f_one_b(pp, microbatches).actions(rank))
+        assert kinds == "F" * w + "FB" * (microbatches - w) + "B" * w
+
+
+@given(builder=st.sampled_from([gpipe, one_f_one_b]), latency=st.floats(0, 3), **SIZES, **TIMES)
+@settings(max_examples=50)
+def test_no_action_starts_before_what_it_needs(builder, pp, microbatches, f, b, latency):
+    schedule = builder(pp, microbatches)
+    when = {e.name: e for e in simulate(schedule, Costs(forward=f, backward=b, latency=latency)).events}
+    for stage in range(pp):
+        for microbatch in range(microbatches):
+            forward, backward = when[f"{stage}F{microbatch}"], when[f"{stage}B{microbatch}"]
+            assert backward.start >= forward.end
+            if stage:
+                assert forward.start >= when[f"{stage - 1}F{microbatch}"].end + latency
+                assert when[f"{stage - 1}B{microbatch}"].start >= backward.end + latency
+    for rank in range(pp):
+        row = [when[str(action)] for action in schedule.actions(rank)]
+        assert all(first.end <= second.start for first, second in itertools.pairwise(row))
+
+
+def test_costs_per_stage_and_message():
+    slow_last = simulate(one_f_one_b(2, 1), Costs(forward=[1, 5], backward=[2, 7], latency=0.5))
+    assert [(e.name, e.start, e.end) for e in slow_last.events] == [
+        ("0F0", 0, 1), ("0B0", 14, 16), ("1F0", 1.5, 6.5), ("1B0", 6.5, 13.5),
+    ]  # fmt: skip
+    by_size = Costs(latency=1, seconds_per_byte=0.25, message_bytes=8)
+    assert simulate(one_f_one_b(2, 1), by_size).makespan == (1 + 3 + 1) + (2 + 3 + 2)
+
+
+def test_a_message_within_a_rank_is_free():
+    v = Schedule.from_csv("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0")
+    assert simulate(v, Costs(latency=10)).makespan == 4 * 1 + 4 * 2 + 4 * 10  # 0>1, 2>3 and back
+
+
+def test_split_backward_keeps_activations_until_the_weight_gradient():
+    late = Schedule.from_csv("0F0,0F1,0I0,0I1,0W0,0W1")
+    soon = Schedule.from_csv("0F0,0I0,0W0,0F1,0I1,0W1")
+    assert simulate(late).peak_in_flight == [2]
+    assert simulate(soon).peak_in_flight == [1]
+    assert [e.kind for e in simulate(soon).events[:3]] == ["forward", "input_grad", "weight_grad"]
+
+
+def test_forward_only_keeps_nothing():
+    timeline = simulate(without_backward(one_f_one_b(4, 6)))
+    assert timeline.makespan == 6 + 4 - 1
+    assert timeline.peak_in_flight == [0, 0, 0, 0]
+
+
+def test_in_flight_curve_matches_events():
+    times, counts = simulate(one_f_one_b(4, 8)).in_flight(0)
+    assert counts.max() == 4
+    assert counts[-1] == 0
+    assert (np.diff(times) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "needles"),
+    [
+        ("0F0,0B0\n1B0,1F0", ["rank 1 -> rank 1", r"\[1B0\]", "1B0 waits for 1F0"]),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", ["rank 0 -> rank 1 -> rank 0", r"\[0B0\]", r"\[1F1\]",
+                                              "0B0 waits for 1B0, which rank 1 runs after 1F1"]),
+        ("0F0,0B0,0F1\n1F0,1B0,1F1,1B1", ["0B1 is missing"]),
+        ("0F0,0B0,0F1,0B1\n1F0,1B0,1B1", ["1F1 is missing"]),
+        ("0F0,0I0\n1F0,1B0", ["0W0 is missing"]),
+        ("0F0,0B0,0I0,0W0", ["0B0 is a full backward beside a split one"]),
+        ("0F0,0F0,0B0", [r"\[0F0\]", "0F0 appears more than once"]),
+        ("0F0,0B0,1B0\n1F0,1F1,1B1,0F1,0B1", ["1B0 is on a rank that does not hold its stage"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_drawn_and_named(text, needles):
+    for needle in needles:
+        with pytest.raises(ScheduleError, match=needle):
+            simulate(Schedule.from_csv(text))
+
+
+@given(st.permutations(list(range(8))), st.permutations(list(range(8))))
+def test_a_shuffled_schedule_runs_or_is_refused(first, second):
+    rows = [[list(one_f_one_b(2, 4).actions(rank))[i] for i in order] for rank, order in enumerate((first, second))]
+    schedule = Schedule("shuffled", 2, 4, rows)
+    done: set[str] = set()  # an independent judge: tokens, one rank at a time
+    heads = [0, 0]
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(2):
+            while heads[rank] < 8:
+                a = rows[rank][heads[rank]]
+                needs = [f"0F{a.microbatch}"] if a.stage else []
+                if a.kind == "B":
+                    needs = [f"{a.stage}F{a.microbatch}", *([] if a.stage else [f"1B{a.microbatch}"])]
+                if not all(need in done for need in needs):
+                    break
+                done.add(str(a))
+                heads[rank] += 1
+                moved = True
+    if len(done) == 16:
+        assert simulate(schedule).makespan > 0
+    else:
+        with pytest.raises(ScheduleError, match="wait for each other"):
+            simulate(schedule)
+
+
+@pytest.mark.parametrize("costs", [Costs(forward=[1, 2, 3]), Costs(backward=-1), Costs(forward=float("nan"))])
+def test_bad_costs_are_refused(costs):
+    with pytest.raises(ValueError, match=r"forward|backward"):
+        simulate(gpipe(2, 2), costs)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (2, -1), (1.5, 2), ("4", 2)])
+def test_bad_sizes_are_refused(sizes):
+    with pytest.raises(ValueError, match="whole number"):
+        one_f_one_b(*sizes)
+
+
+def test_large_schedules_stay_columns():
+    timeline = simulate(one_f_one_b(64, 2048))
+    assert timeline.makespan == (2048 + 63) * 3
+    assert timeline.schedule.stages.nbytes < 64 * 4096 * 4 + 1
