@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import textwrap
 import time
 from dataclasses import dataclass, field
 
@@ -12,6 +13,11 @@ from labkit.launch.worker import Failure
 
 _OUTSIDE = ("/torch/", "/labkit/launch/", "/multiprocessing/", "<frozen", "<string>", "/contextlib.py", "/threading.py")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$')
+
+_MISMATCH = re.compile(
+    r"Rank \d+ is running collective: CollectiveFingerPrint\(SequenceNumber=\d+(?:, )?OpType=(\w+)"
+    r"(?:, TensorShape=(\[[\d, ]*\]))?(?:, TensorDtypes=(\w+))?"
+)
 
 
 class RankError(RuntimeError):
@@ -72,9 +78,13 @@ def _died(died: list[Outcome], outcomes: list[Outcome]) -> RankError:
 def _raised(failed: list[Outcome], outcomes: list[Outcome]) -> RankError:
     first = failed[0]
     assert first.failure is not None, "a failed rank has said why"
-    head = f"rank {first.rank} of {len(outcomes)} raised {first.failure.summary}"
+    calls = {o.rank: call for o in sorted(failed, key=lambda o: o.rank) if (call := mismatched_call(o))}
+    said = first.failure.summary
+    if first.rank in calls:
+        said = f"the ranks disagree on a collective: {', '.join(f'rank {r} called {c}' for r, c in calls.items())}"
+    head = f"rank {first.rank} of {len(outcomes)} raised {said}"
     if len(failed) > 1:
-        head = f"{len(failed)} of {len(outcomes)} ranks raised, first rank {first.rank}: {first.failure.summary}"
+        head = f"{len(failed)} of {len(outcomes)} ranks raised, first rank {first.rank}: {said}"
     lines = [head, "", f"Traceback of rank {first.rank}:", _indent(first.failure.traceback)]
     lines += ["", *_others(outcomes, [first])]
     return RankError("\n".join(lines), ranks=[o.rank for o in failed], kind="raised")
@@ -104,7 +114,8 @@ def activity(outcome: Outcome) -> str:
     if outcome.phase == "returned":
         return "had returned"
     if outcome.phase == "failed" and outcome.failure is not None:
-        return f"raised {outcome.failure.summary}"
+        call = mismatched_call(outcome)
+        return f"called {call}" if call else f"raised {textwrap.shorten(outcome.failure.summary, 200)}"
     if outcome.phase == "died":
         return _death(outcome.exit_code)
     status = outcome.status
@@ -141,6 +152,16 @@ def _death(exit_code: int | None) -> str:
         hint = " (by a person, or by the system because memory ran out)" if name == "SIGKILL" else ""
         return f"was ended by {name}{hint}"
     return f"ended with exit code {exit_code} before it returned"
+
+
+def mismatched_call(outcome: Outcome) -> str | None:
+    """`ALLREDUCE [3] Float`, what this rank called when torch found that another rank called something else.
+
+    Of torch's text only the part about the raising rank itself is used: it misnames the other's operation where that
+    has no tensor, and counts ranks within the group.
+    """
+    found = _MISMATCH.search(outcome.failure.summary) if outcome.failure is not None else None
+    return " ".join(part for part in found.groups() if part) if found else None
 
 
 def innermost(stack: str) -> str:

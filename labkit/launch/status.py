@@ -49,6 +49,11 @@ class StatusSlot:
         self._map[self._start : self._start + len(record)] = record
         return outer
 
+    def clear(self) -> None:
+        """Forget what was waited for."""
+        self._current = None
+        self._map[self._start : self._start + _HEADER.size] = bytes(_HEADER.size)
+
     def leave(self, outer: bytes | None) -> None:
         """Mark the wait as over, or go back to the surrounding one."""
         self._current = outer

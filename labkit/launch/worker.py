@@ -78,12 +78,14 @@ def rank_main(spec: LaunchSpec, rank: int, connection: Connection) -> None:
             connection.send(message)
 
     send("here")
-    status.attach(status.StatusSlot(spec.slots, rank), (lambda values: send("progress", values)) if rank == 0 else None)
+    slot = status.StatusSlot(spec.slots, rank)
+    status.attach(slot, (lambda values: send("progress", values)) if rank == 0 else None)
     try:
         _join(spec, rank)
     except BaseException as error:
         send("failed", time.monotonic(), describe(error))
     else:
+        slot.clear()
         send("joined")
     while True:
         try:
