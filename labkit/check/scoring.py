@@ -1,0 +1,179 @@
+"""Exercises and their scores.
+
+A chapter's exercises live in `labkit/check/chapter_NN.py`. Each is a generator that tries the learner's answer on
+cases:
+
+    @exercise("01.groups", "Write groups_of(order, sizes, token).")
+    def groups(answer: Any) -> Iterator[Outcome]:
+        yield compare("tp 2, dp 2, token dp", [[0, 2], [1, 3]], lambda: answer("tp-dp", {"tp": 2, "dp": 2}, "dp"))
+
+A wrong answer never raises: what the learner's code raises becomes part of the score.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+MAX_SHOWN = 100
+"""Characters of a value that a sentence shows."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One case of an exercise."""
+
+    given: str
+    """What the answer was tried on."""
+    expected: str
+    """What it should have given."""
+    got: str
+    """What it gave, or what it raised."""
+    passed: bool
+    """Whether both agree."""
+
+    def __str__(self) -> str:
+        return f"Given {self.given}, expected {self.expected}, got {self.got}."
+
+
+@dataclass(frozen=True)
+class Score:
+    """How an answer did; shows as `passed/total` and one sentence for each failed case."""
+
+    exercise: str
+    """Name of the exercise, such as `01.groups`."""
+    outcomes: tuple[Outcome, ...]
+    """All cases, in order."""
+
+    @property
+    def passed(self) -> int:
+        """Number of cases that passed."""
+        return sum(outcome.passed for outcome in self.outcomes)
+
+    @property
+    def total(self) -> int:
+        """Number of cases."""
+        return len(self.outcomes)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every case passed, and there was at least one."""
+        return self.passed == self.total > 0
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __repr__(self) -> str:
+        failed = [f"  - {outcome}" for outcome in self.outcomes if not outcome.passed]
+        return "\n".join([f"{self.exercise}: {self.passed}/{self.total}", *failed])
+
+
+Judge = Callable[[Any], Iterator[Outcome]]
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A task and the generator of outcomes that judges an answer to it."""
+
+    name: str
+    """Chapter, dot, short name."""
+    task: str
+    """What to do, in one sentence."""
+    judge: Judge
+    """Yields one outcome a case."""
+
+
+_registry: dict[str, Exercise] = {}
+
+
+def exercise(name: str, task: str) -> Callable[[Judge], Judge]:
+    """Register the decorated generator as the judge of exercise `name`; ValueError where the name is taken."""
+
+    def register(judge: Judge) -> Judge:
+        known = _registry.get(name)
+        if known is not None and known.judge.__module__ != judge.__module__:
+            raise ValueError(
+                f"exercise {name!r} is registered by {known.judge.__module__} already; choose another name"
+            )
+        _registry[name] = Exercise(name, task, judge)
+        return judge
+
+    return register
+
+
+def compare(
+    given: str, expected: Any, got: Callable[[], Any], *, equal: Callable[[Any, Any], bool] | None = None
+) -> Outcome:
+    """Call `got` and hold its value against `expected`; an exception of the learner's code is a failed case.
+
+    Tuples, arrays and tensors count as lists. `equal(got, expected)` replaces that comparison (tolerances).
+    """
+    try:
+        value = got()
+        passed = bool(equal(value, expected) if equal else plain(value) == plain(expected))
+        return Outcome(given, shown(expected), shown(value), passed)
+    except (Exception, SystemExit) as error:
+        return Outcome(given, shown(expected), raised(error), False)
+
+
+def holds(given: str, claim: str, test: Callable[[], bool | str]) -> Outcome:
+    """A case that is a claim (`no deadlock`): `test` gives True, or False, or what was found instead, in words."""
+    try:
+        verdict = test()
+        if verdict is True:
+            return Outcome(given, claim, claim, True)
+        return Outcome(given, claim, verdict if isinstance(verdict, str) else "the opposite", False)
+    except (Exception, SystemExit) as error:
+        return Outcome(given, claim, raised(error), False)
+
+
+def plain(value: Any) -> Any:
+    """`value` with tuples, ranges, arrays and tensors as lists, so that `==` compares what a learner means."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, (list, tuple, range)):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return value
+
+
+def shown(value: Any) -> str:
+    """`repr(plain(value))` on one line, cut in the middle to MAX_SHOWN characters."""
+    text = " ".join(repr(plain(value)).split())
+    half = (MAX_SHOWN - 5) // 2
+    return text if len(text) <= MAX_SHOWN else f"{text[:half]} ... {text[-half:]}"
+
+
+def raised(error: BaseException) -> str:
+    """An exception as words of a sentence."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message[:200]}" if message else type(error).__name__
+
+
+def exercises(chapter: str | None = None) -> dict[str, Exercise]:
+    """All registered exercises by name, or those of one chapter (`01`); imports what it needs."""
+    for found in pkgutil.iter_modules(importlib.import_module("labkit.check").__path__):
+        if found.name.startswith("chapter_") and chapter in (None, found.name.removeprefix("chapter_")):
+            importlib.import_module(f"labkit.check.{found.name}")
+    return {name: item for name, item in sorted(_registry.items()) if chapter in (None, name.split(".")[0])}
+
+
+def check(name: str, answer: Any) -> Score:
+    """Try `answer` on every case of exercise `name`. Raises ValueError only where there is no such exercise."""
+    known = exercises(str(name).split(".")[0])
+    if name not in known:
+        every = list(exercises())
+        near = difflib.get_close_matches(str(name), every, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(every)}"
+        raise ValueError(f"there is no exercise {name!r}; {hint}")
+    outcomes: list[Outcome] = []
+    try:
+        outcomes.extend(known[name].judge(answer))
+    except (Exception, SystemExit) as error:
+        outcomes.append(Outcome("the answer", known[name].task, raised(error), False))
+    return Score(name, tuple(outcomes))
