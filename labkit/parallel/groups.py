@@ -19,9 +19,8 @@ deadlock there, so these have their own.
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -31,6 +30,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.config import ParallelConfig
+from labkit.launch import rank_info
 from labkit.parallel.group_plan import GROUP_KINDS, GROUP_TOKENS, groups_of_rank
 from labkit.parallel.rank_generator import as_size
 
@@ -179,7 +179,7 @@ class ParallelGroups:
     def _single(self) -> Any:
         """A process group of this rank alone (meshes need one for dims of size 1), made once."""
         if not self._singles:
-            self._singles.append(dist.new_group([self.rank], use_local_synchronization=True))
+            self._singles.append(_new_group([self.rank], "alone", None))
         return self._singles[0]
 
 
@@ -213,7 +213,7 @@ def initialize_model_parallel(
     groups: dict[str, Any] = {}
     for name, ranks in members.items():
         groups[name] = Group(name, ranks, ranks.index(rank) if ranks else -1, create(name, ranks))
-    return ParallelGroups(rank, world_size, config, **groups, device=_device(backend), backend=backend)
+    return ParallelGroups(rank, world_size, config, **groups, device=rank_info().device, backend=backend)
 
 
 def single_process_groups(config: ParallelConfig | None = None) -> ParallelGroups:
@@ -230,15 +230,38 @@ def _creator(config: ParallelConfig, rank: int) -> Callable[[str, tuple[int, ...
     def create(name: str, ranks: tuple[int, ...]) -> Any:
         larger_than_one = name == "embd" or (name == "pos_embd" and config.split_rank is not None)
         if not ranks and larger_than_one:
-            dist.new_group([rank], use_local_synchronization=True)  # members made one: keep the count in step
+            _new_group([rank], "alone", timeout)  # members made one: keep the count in step
         if len(ranks) < 2:
             return None
         key = (_OWN_COMMUNICATOR.get(name, "in line"), ranks)
         if key not in made:
-            made[key] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name)
+            made[key] = _new_group(list(ranks), name, timeout)
         return made[key]
 
     return create
+
+
+def _new_group(ranks: list[int], name: str, timeout: timedelta | None) -> Any:
+    """A process group that only its members create.
+
+    Where the default group is bound to a GPU, torch would split its NCCL communicator, for which every rank of the
+    world must call; unbound, members connect on first use and nobody else takes part.
+    """
+    with _unbound(dist.group.WORLD):
+        return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc=name)
+
+
+@contextmanager
+def _unbound(world: Any) -> Iterator[None]:
+    bound = world.bound_device_id
+    if bound is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def _check_backend(config: ParallelConfig) -> str:
@@ -250,15 +273,3 @@ def _check_backend(config: ParallelConfig) -> str:
             "start the ranks with the backend of the config, or set it to 'auto'"
         )
     return running
-
-
-def _device(backend: str) -> torch.device:
-    """The device that the launcher assigned; without one the GPU of the local rank where NCCL runs, else the CPU."""
-    with contextlib.suppress(ImportError, RuntimeError, ValueError):
-        from labkit.launch import rank_info
-
-        if backend != "none":
-            return rank_info().device
-    if backend == "nccl":
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
-    return torch.device("cpu")
