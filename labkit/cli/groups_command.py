@@ -26,7 +26,7 @@ def execute(arguments: Arguments) -> int:
     problems = layout_problems(parallel, world_size)
     if world_size is None and not any("world" in problem for problem in arguments.problems):
         problems.append("--world-size: is missing; give the number of ranks")
-    elif not problems and rank is None and world_size > MOST_LISTED_RANKS:
+    elif world_size is not None and not problems and rank is None and world_size > MOST_LISTED_RANKS:
         listed = f"more than the {MOST_LISTED_RANKS:,} ranks that are listed at once"
         problems.append(f"world_size = {world_size}: {listed}; add --rank r for the groups of one rank")
     first, last = parallel.rank_offset, parallel.rank_offset + (world_size or 1) - 1

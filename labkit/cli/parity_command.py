@@ -1,0 +1,125 @@
+"""`labkit parity`: layouts against one process, and the first tensor that differs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from labkit.cli.arguments import Arguments, Command, Option
+from labkit.config import RunConfig
+from labkit.config.errors import shown
+from labkit.config.fields import SPECS, BadValueError, convert, resolve
+
+STANDARD_LAYOUTS = "tp=2;pp=2;dp=2;tp=2,pp=2"
+"""Compared where neither --layouts nor the configuration names a layout."""
+_FAULT_KEYS = ("operation", "group", "phase", "layer")
+
+
+def execute(arguments: Arguments) -> int:
+    """Compare, print each layout as soon as it is known, then the table; exit code 1 where one differs."""
+    options, config = arguments.options, arguments.config
+    problems = config.problems()
+    if options["steps"] < 1:
+        problems.append(f"--steps {options['steps']}: must be at least 1")
+    if options["dtype"] not in ("float64", "float32"):
+        problems.append(f"--dtype {shown(options['dtype'])}: must be float64 or float32")
+    text = options["layouts"]
+    if text is None:
+        text = "" if config.parallel.smallest_world_size > 1 else STANDARD_LAYOUTS
+    layouts, bad_layouts = read_layouts(text, config) if not problems else ([], [])
+    fault, bad_fault = _read_fault(options["drop"])
+    arguments.refuse(problems + bad_layouts + bad_fault)
+    from labkit.train import compare
+
+    report = compare(
+        config,
+        layouts,
+        steps=options["steps"],
+        dtype=options["dtype"],
+        fault=fault,
+        timeout=options["timeout"],
+        on_row=lambda row: print(f"compared {row.name} ({row.world_size} ranks)", flush=True),
+    )
+    print(report)
+    return 0 if report.ok else 1
+
+
+def read_layouts(text: str, config: RunConfig) -> tuple[list[dict[str, Any]], list[str]]:
+    """Layouts written as `tp=2,pp=2;dp=2`, and what is wrong with them.
+
+    Each is a dict of changes to `config`; `dp` becomes a world size, and what is not named stays as it is.
+    """
+    layouts: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for part in text.split(";") if text else [""]:
+        layout, bad = _read_layout(part, config)
+        if not bad:
+            layouts.append(layout)
+        name = part.strip() or "of the configuration"
+        problems += [f"layout {name}: {problem}" for problem in bad]
+    return layouts, problems
+
+
+def _read_layout(text: str, config: RunConfig) -> tuple[dict[str, Any], list[str]]:
+    layout: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
+    problems: list[str] = []
+    for item in filter(None, (item.strip() for item in text.split(","))):
+        key, equals, value = (word.strip() for word in item.partition("="))
+        if not equals:
+            problems.append(f"{shown(item)}: write axis=size, as in tp=2,pp=2;dp=2")
+        elif key in ("dp", "world_size", "world-size"):
+            if not value.isdecimal() or not 1 <= int(value[:10]) < 2**31:
+                problems.append(f"{key} = {shown(value)}: must be an integer of at least 1")
+            else:
+                sizes[key] = int(value)
+        else:
+            dotted, why = resolve(key)
+            if dotted is None:
+                problems.append(why)
+                continue
+            try:
+                layout[dotted] = convert(SPECS[dotted], value, text=True)
+            except BadValueError as rule:
+                problems.append(f"{dotted} = {shown(value)}: {rule}")
+    if problems:
+        return layout, problems
+    changed = config.replaced(layout)
+    if problems := changed.problems():
+        return layout, problems
+    world_size = changed.parallel.smallest_world_size
+    if "dp" in sizes:
+        world_size = sizes.pop("dp") * changed.parallel.tp * changed.parallel.cp * changed.parallel.pp
+    layout["world_size"] = next(iter(sizes.values()), world_size)
+    if sizes and layout["world_size"] != world_size and "dp" in text:
+        return layout, [
+            f"world_size = {layout['world_size']}: dp and the other sizes make {world_size}; keep one of them"
+        ]
+    return layout, [*changed.problems(layout["world_size"]), *changed.not_yet_trainable()]
+
+
+def _read_fault(text: str | None) -> tuple[dict[str, str] | None, list[str]]:
+    """`operation=all_reduce,group=tp` as the arguments of `labkit.parallel.collectives.dropped`."""
+    if text is None:
+        return None, []
+    cut = [item.partition("=") for item in text.split(",")]
+    pairs = {key.strip(): value.strip() for key, _, value in cut}
+    unknown = [key for key in pairs if key not in _FAULT_KEYS]
+    if unknown or not all(pairs.values()):
+        return None, [f"--drop {shown(text)}: write operation=all_reduce,group=tp,phase=forward,layer=layers.1.mlp"]
+    return pairs, []
+
+
+COMMAND = Command(
+    name="parity",
+    summary="Hold layouts against one process on loss, gradients and updated parameters; name what differs first.",
+    options=(
+        Option("layouts", "str", f"layouts such as tp=2,pp=2;dp=2; the configuration's own, or {STANDARD_LAYOUTS}"),
+        Option("steps", "int", "optimizer steps", 3),
+        Option("dtype", "str", "float64 (agreement to 1e-10) or float32 (to 1e-5)", "float64"),
+        Option("timeout", "float", "seconds after which one layout's run is ended", 600.0),
+        Option("drop", "str", "leave this communication out, to see it found: operation=all_reduce,group=tp,..."),
+    ),
+    execute=execute,
+    example='labkit parity --preset tiny --layouts "tp=2,pp=2;dp=2"',
+    configurable=True,
+)

@@ -1,0 +1,187 @@
+"""`labkit run`: chapters through papermill, with parameters that are checked first, and as HTML through nbconvert."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from labkit.cli.arguments import Arguments, Command, Option
+from labkit.config.errors import nearest, shown
+from labkit.config.fields import BadValueError, FieldSpec, convert
+
+OUTPUT_PARAMETER = "output_dir"
+"""A chapter with this parameter writes its files there; it is set to --out unless -p names it."""
+REPORT = "report.json"
+
+
+class Chapter(NamedTuple):
+    """One notebook to run."""
+
+    source: Path
+    target: Path
+    parameters: dict[str, Any]
+
+
+def execute(arguments: Arguments) -> int:
+    """Check chapters and parameters, run them one after the other, say where the results are."""
+    options = arguments.options
+    folder = notebook_folder(options["notebooks"])
+    out = Path(options["out"])
+    problems = [f"--out {shown(str(out))}: is a file; name a folder"] if out.exists() and not out.is_dir() else []
+    sources, missing = find_chapters(arguments.words, folder)
+    chapters: list[Chapter] = []
+    for source in sources:
+        parameters, bad = check_parameters(source, options["parameter"], out)
+        problems += bad
+        chapters.append(Chapter(source, out / source.name, parameters))
+    arguments.refuse(missing + problems)
+    out.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    started = time.time()
+    for chapter in chapters:
+        written += _run(chapter, options["timeout"], html=options["html"])
+    print("\n".join(summary(out, written, started)))
+    return 0
+
+
+def notebook_folder(given: str | None) -> Path:
+    """--notebooks, or `notebooks` here, or the one beside the package (a checkout)."""
+    if given is not None:
+        return Path(given)
+    here = Path("notebooks")
+    return here if here.is_dir() else Path(__file__).resolve().parents[2] / "notebooks"
+
+
+def find_chapters(words: list[str], folder: Path) -> tuple[list[Path], list[str]]:
+    """Notebooks for `00`, `00_tour`, a path, or `all`; and a sentence for each word that names none."""
+    known = {path.stem: path for path in sorted(folder.glob("[0-9][0-9]_*.ipynb"))}
+    listed = f"chapters in {folder}: {', '.join(known) or 'none'}"
+    if not words:
+        return [], [f"no chapter named; {listed}, or all"]
+    found: list[Path] = []
+    problems: list[str] = []
+    for word in words:
+        path = Path(word)
+        if word == "all":
+            found += known.values()
+        elif path.suffix == ".ipynb":
+            found += [path] if path.is_file() else []
+            problems += [] if path.is_file() else [f"{shown(word)}: no such file"]
+        else:
+            matches = [p for stem, p in known.items() if stem == word or stem.split("_")[0] == word.zfill(2)]
+            found += matches
+            problems += [] if matches else [f"{shown(word)}: no such chapter; {listed}{nearest(word, known)}"]
+    return list(dict.fromkeys(found)), problems
+
+
+_KINDS = {"int": "int", "float": "float", "bool": "bool", "str": "str"}
+
+
+def check_parameters(source: Path, given: list[tuple[str, str]], out: Path) -> tuple[dict[str, Any], list[str]]:
+    """Typed parameters of one chapter, and what is wrong with them.
+
+    papermill itself ignores a name that the notebook does not have, and exits with 0.
+    """
+    import warnings
+
+    import papermill
+
+    with warnings.catch_warnings():  # a notebook without cell ids, or papermill's own use of old interfaces
+        warnings.simplefilter("ignore")
+        known = papermill.inspect_notebook(str(source))
+    values: dict[str, Any] = {OUTPUT_PARAMETER: str(out.resolve())} if OUTPUT_PARAMETER in known else {}
+    problems: list[str] = []
+    for name, text in given:
+        if name not in known:
+            listed = ", ".join(known) or "none"
+            problems.append(f"-p {name}: {source.stem} has no such parameter; it has {listed}{nearest(name, known)}")
+            continue
+        declared = str(known[name]["inferred_type_name"] or "").removesuffix(" | None")
+        kind = _KINDS.get(declared, "str")
+        optional = str(known[name]["inferred_type_name"] or "").endswith("| None")
+        try:
+            values[name] = convert(FieldSpec("", name, kind, optional, None), text, text=True)
+        except BadValueError as rule:
+            problems.append(f"-p {name} {shown(text)}: {rule} in {source.stem}")
+    return values, problems
+
+
+def _run(chapter: Chapter, timeout: float, *, html: bool) -> list[Path]:
+    """Execute one chapter; the files it leaves. A failed cell becomes one message, the notebook up to it is kept."""
+    import warnings
+
+    import papermill
+    from papermill.exceptions import PapermillExecutionError
+
+    from labkit.cli.command_line import CommandFailedError
+
+    print(f"{chapter.source.stem}: running", file=sys.stderr, flush=True)
+    started = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            papermill.execute_notebook(
+                str(chapter.source),
+                str(chapter.target),
+                parameters=chapter.parameters,
+                kernel_name="python3",
+                progress_bar={"desc": chapter.source.stem, "unit": "cell"},  # pyright: ignore[reportArgumentType]
+                execution_timeout=int(timeout),
+            )
+        except PapermillExecutionError as error:
+            what = _without_colours(f"{error.ename}: {error.evalue}")
+            raise CommandFailedError(
+                f"chapter {chapter.source.stem} failed in cell {error.exec_count}: {what}\n  see {chapter.target}"
+            ) from None
+    print(f"{chapter.source.stem}: done in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    return [chapter.target, _html(chapter.target)] if html else [chapter.target]
+
+
+def _without_colours(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def _html(notebook: Path) -> Path:
+    from nbconvert import HTMLExporter
+
+    body, _ = HTMLExporter().from_filename(str(notebook))
+    target = notebook.with_suffix(".html")
+    target.write_text(body, encoding="utf-8")
+    return target
+
+
+def summary(out: Path, written: list[Path], started: float) -> list[str]:
+    """Where the results are, and what the tour's report says, if this run wrote one."""
+    report = out / REPORT
+    fresh = [p for p in sorted(out.iterdir()) if p.is_file() and p not in written and p.stat().st_mtime >= started - 1]
+    lines = ["results", *(f"  {path}" for path in [*written, *fresh])]
+    if report in fresh:
+        content = json.loads(report.read_text(encoding="utf-8"))
+        lines += ["", *report_lines(content)]
+    return lines
+
+
+def report_lines(content: dict[str, Any]) -> list[str]:
+    """The lines that `report.json` asks to be shown: its `summary`, a sentence or a list of them."""
+    shown_lines = content.get("summary", [])
+    return [shown_lines] if isinstance(shown_lines, str) else [str(line) for line in shown_lines]
+
+
+COMMAND = Command(
+    name="run",
+    summary="Run chapters as notebooks, with parameters, and keep what they show.",
+    options=(
+        Option("out", "str", "folder for the executed notebooks and their files", "build"),
+        Option("parameter", "str", "set a chapter's parameter; may be repeated", pairs=True),
+        Option("html", "bool", "write each notebook as HTML, too", False),
+        Option("notebooks", "str", "folder of the chapters; notebooks where not given"),
+        Option("timeout", "float", "seconds that one cell may take", 600.0),
+    ),
+    execute=execute,
+    example="labkit run 00 01 --out build -p steps 5 --html",
+    words="CHAPTER...",
+)

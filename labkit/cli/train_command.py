@@ -1,0 +1,170 @@
+"""`labkit train`: train one configuration on N ranks of this machine, or on the ranks that torchrun started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from labkit.cli.arguments import Arguments, Command, Option
+from labkit.config import ConfigError, RunConfig
+
+
+class Refusal(NamedTuple):
+    """A user's mistake that only the ranks could see, such as a tokenizer larger than the vocabulary."""
+
+    message: str
+
+
+class Trained(NamedTuple):
+    """What the command prints of a rank's result; events stay in their files."""
+
+    losses: list[float]
+    metrics: list[dict[str, Any]]
+
+
+def execute(arguments: Arguments) -> int:
+    """Check everything, launch, show progress, print the final losses."""
+    config = arguments.config
+    world_size = ranks_to_use(arguments)
+    arguments.refuse([*config.problems(world_size), *config.not_yet_trainable()])
+    p = config.parallel
+    dp, microbatches = config.data_parallel_size(world_size), config.num_microbatches(world_size)
+    on_first_rank(
+        f"{world_size} {'rank' if world_size == 1 else 'ranks'}: tp {p.tp} x cp {p.cp} x dp {dp} x pp {p.pp}, "
+        f"{config.train.steps} steps of {config.train.global_batch_size} samples, {microbatches} microbatches each"
+    )
+    with ProgressBar("train", config.train.steps) as bar:
+        results = launch(train_on_rank, world_size, config, arguments.options["timeout"], progress=bar.update)
+    refuse_if_any(results)
+    for line in final_lines(results[0], config):
+        on_first_rank(line)
+    return 0
+
+
+def ranks_to_use(arguments: Arguments) -> int:
+    """--nproc, or torchrun's number of ranks, or the fewest that the layout allows."""
+    asked = arguments.options["nproc"]
+    if started_by_torchrun():
+        started = int(os.environ["WORLD_SIZE"])
+        if asked is not None and asked != started:
+            arguments.problems.append(f"--nproc {asked}: torchrun started {started} ranks; leave it out")
+        return started
+    if asked is not None:
+        return asked
+    return 1 if arguments.config.problems() else arguments.config.parallel.smallest_world_size
+
+
+def launch(
+    fn: Callable[..., Any],
+    world_size: int,
+    config: RunConfig,
+    timeout: float | None,
+    *,
+    progress: Callable[[dict[str, Any]], None] | None = None,
+) -> list[Any]:
+    """`labkit.launch.run` with the configuration's backend and time limit."""
+    from labkit.launch import run
+
+    return run(
+        fn,
+        world_size,
+        config,
+        backend=config.parallel.distributed_backend,
+        timeout=timeout,
+        distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
+        progress=progress,
+    )
+
+
+def train_on_rank(config: RunConfig) -> Trained | Refusal:
+    """Runs inside a rank. Data come first: what is wrong with them is the same on every rank, so all of them return."""
+    from labkit.data import build_gpt_datasets
+    from labkit.train import pretrain
+
+    try:
+        datasets = build_gpt_datasets(config)
+    except (ValueError, OSError) as error:
+        return Refusal(str(error))
+    result = pretrain(config, datasets_provider=lambda _: datasets)
+    return Trained(result.losses, result.metrics)
+
+
+def refuse_if_any(results: list[Any]) -> None:
+    """ConfigError with what the ranks refused."""
+    messages = list(dict.fromkeys(r.message for r in results if isinstance(r, Refusal)))
+    if messages:
+        raise ConfigError(messages, source="labkit train")
+
+
+def final_lines(result: Trained, config: RunConfig) -> list[str]:
+    """The final losses, and where the files are."""
+    lines = [f"step {len(result.losses)} of {config.train.steps}: training loss {result.losses[-1]:.4f}"]
+    for name in ("validation_loss", "test_loss"):
+        values = [line[name] for line in result.metrics if name in line]
+        lines += [f"{name.replace('_', ' ')} {values[-1]:.4f}"] if values else []
+    if config.train.output_dir is not None:
+        lines.append(f"metrics and events: {config.train.output_dir}")
+    return lines
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is one of the ranks that torchrun started."""
+    from labkit.launch.torchrun import started_us
+
+    return started_us()
+
+
+def first_rank() -> bool:
+    """Whether this process speaks for the run; under torchrun every rank executes the command."""
+    return not started_by_torchrun() or os.environ["RANK"] == "0"
+
+
+def on_first_rank(line: str) -> None:
+    """Print once, however many ranks execute the command."""
+    if first_rank():
+        print(line, flush=True)
+
+
+class ProgressBar:
+    """tqdm in the process that launched, fed by what rank 0 reports."""
+
+    def __init__(self, name: str, total: int) -> None:
+        self._name, self._total = name, total
+        self._bar: Any = None
+
+    def __enter__(self) -> ProgressBar:
+        from tqdm.auto import tqdm
+
+        self._bar = tqdm(
+            total=self._total, desc=self._name, unit="step", file=sys.stderr, mininterval=0.5, disable=not first_rank()
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def update(self, values: dict[str, Any]) -> None:
+        """Show the step and the losses that came with it."""
+        if "steps" in values:
+            self._bar.update(values["step"] - self._bar.n)
+        losses = {name: f"{value:.4f}" for name, value in values.items() if name.endswith("loss")}
+        if losses:
+            self._bar.set_postfix(losses)
+
+
+COMMAND = Command(
+    name="train",
+    summary="Train a model under a layout. Under torchrun its ranks are used: python -m torch.distributed.run "
+    "--nproc-per-node 4 -m labkit.cli train --config f.yaml",
+    options=(
+        Option(
+            "nproc", "int", "ranks to start here; as few as the layout allows where not given", None, ("world_size",)
+        ),
+        Option("timeout", "float", "seconds after which the whole run is ended; no limit where not given"),
+    ),
+    execute=execute,
+    example="labkit train --preset tiny --nproc 4 --parallel.tp 2 --parallel.pp 2 --train.steps 50",
+    configurable=True,
+)
