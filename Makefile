@@ -1,0 +1,61 @@
+# labkit. `make help` lists what there is to do.
+
+PYTHON ?= python3
+# Another wheel index for torch alone, for Linux laptops that want the CPU build instead of 3 GB of CUDA:
+#   make run TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Two stamps: what `make run` needs, and what the tests need on top. Newer than pins and metadata: nothing to install.
+INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-dev
+MEGATRON := megatron-core==0.16.1
+
+.DEFAULT_GOAL := help
+.PHONY: help run lab test sweep chapters gpu bench clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*##/\1	/p' $(MAKEFILE_LIST) | expand -t 12
+
+run: $(INSTALLED)  ## train a small GPT on 4 ranks, TP2 x PP2, against one process; report in build/
+	$(BIN)/labkit run 00 --out build --html
+
+lab: $(INSTALLED)  ## open JupyterLab on the chapters
+	$(BIN)/jupyter lab --notebook-dir=notebooks
+
+test: $(INSTALLED_DEV)  ## everything that must pass: lint, types, layers, tests, chapters
+	$(BIN)/python scripts/run_tests.py
+
+sweep: $(INSTALLED_DEV)  ## the long matrices that `make test` covers by a subset
+	$(BIN)/python -m pytest tests -m sweep
+
+chapters: $(INSTALLED_DEV)  ## execute every chapter again and store its outputs
+	$(BIN)/python scripts/run_chapters.py
+
+gpu: $(INSTALLED_DEV)  ## tests and benchmarks that need CUDA, in under 8 minutes
+	$(BIN)/python -m pytest tests/gpu -m gpu -rs
+	$(BIN)/python benchmarks/gpu.py
+
+bench: $(INSTALLED_DEV)  ## the benchmarks of a laptop, each beside its peer; tables into docs/benchmarks.md
+	$(BIN)/python scripts/run_benchmarks.py
+
+clean:  ## remove build/ and caches; the environment stays (rm -r .venv to remove it)
+	rm -rf build .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "labkit needs Python 3.11 or newer: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	$(if $(TORCH_INDEX),$(PIP) install -q -c constraints.txt --no-deps --index-url $(TORCH_INDEX) torch)
+	$(PIP) install -q -c constraints.txt setuptools
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e .
+	touch $@
+
+# megatron-core is an oracle of the tests. Without its dependencies: they are training extras that CPU parity needs none of.
+$(INSTALLED_DEV): $(INSTALLED)
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,oracles]'
+	$(PIP) install -q -c constraints.txt --no-deps $(MEGATRON)
+	touch $@
