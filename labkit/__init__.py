@@ -1,1 +1,41 @@
-"""labkit: a workbench for the Megatron-style parallel training stack."""
+"""labkit: a workbench for the Megatron-style parallel training stack.
+
+`import labkit` loads nothing but this file: `labkit.schedules`, `labkit.launch` and the other packages are imported
+when they are first looked at, and torch only by the ones that compute.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from labkit import check as check
+    from labkit import cli as cli
+    from labkit import config as config
+    from labkit import data as data
+    from labkit import events as events
+    from labkit import launch as launch
+    from labkit import models as models
+    from labkit import parallel as parallel
+    from labkit import schedules as schedules
+    from labkit import train as train
+    from labkit import viz as viz
+
+_PACKAGES = (
+    "check", "cli", "config", "data", "events", "launch", "models", "parallel", "schedules", "train", "viz",
+)  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("labkit")
+    if name in _PACKAGES:
+        return importlib.import_module(f"labkit.{name}")
+    raise AttributeError(f"module 'labkit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PACKAGES, "__version__"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -95,6 +96,11 @@ def choose_backend(backend: str, device: torch.device, local_world_size: int) ->
             f'{torch.cuda.device_count()}: use backend="gloo" (several ranks may share one GPU) or fewer ranks'
         )
     return backend
+
+
+def loopback_interface() -> str:
+    """Name of the interface that no other machine can reach; gloo would else listen on whatever the host name means."""
+    return "lo0" if sys.platform == "darwin" else "lo"
 
 
 def join_group(

@@ -51,9 +51,8 @@ def _join(backend: str, device: str, debug: bool, group_timeout: float) -> None:
     if dist.is_initialized():
         return
     if _is_loopback(os.environ["MASTER_ADDR"]):
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", info.loopback_interface())
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", info.loopback_interface())
     if debug:
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     dist.set_debug_level_from_env()  # pyright: ignore[reportPrivateImportUsage]

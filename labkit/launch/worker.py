@@ -114,7 +114,7 @@ def _prepare(spec: LaunchSpec, rank: int) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # pyright: ignore[reportAttributeAccessIssue]
     _capture_output(spec, rank)
     faulthandler.register(signal.SIGUSR1, file=spec.file("stack", rank).open("w"), all_threads=True)
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    loopback = info.loopback_interface()
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(spec.world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(spec.world_size),
         GLOO_SOCKET_IFNAME=loopback, OMP_NUM_THREADS="1",

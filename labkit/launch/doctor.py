@@ -1,0 +1,199 @@
+"""What this machine offers to a launch, and what is missing: the findings that `labkit doctor` prints."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Literal
+
+from labkit.launch.info import loopback_interface
+
+Level = Literal["good", "note", "bad"]
+_GIB = 1 << 30
+_FILES_PER_RANK = 3
+"""Descriptors that the launching process holds for each rank: connection, sentinel and lifeline."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's report."""
+
+    topic: str
+    """What was looked at."""
+    level: Level
+    """`good`, `note` (something optional is missing) or `bad` (a launch will fail or is likely to)."""
+    text: str
+    """What was found."""
+    advice: str = ""
+    """What to do about it; empty where nothing is to be done."""
+
+
+def examine(*, launch: bool = False) -> list[Finding]:
+    """Look at everything a launch depends on; with `launch` also start two ranks. Takes an import of torch.
+
+    An examination that fails becomes a bad finding itself, so one defect never hides the others.
+    """
+    examinations: list[Callable[[], Finding]] = [
+        _python, _torch, _backends, _gpus, _transformer_engine, _cores, _memory, _shared_memory, _temporary_folder,
+        _open_files, _processes, _loopback,
+    ]  # fmt: skip
+    if launch:
+        examinations.append(_two_ranks)
+    findings = []
+    for examination in examinations:
+        try:
+            findings.append(examination())
+        except Exception as error:
+            topic = examination.__name__.strip("_").replace("_", " ")
+            findings.append(Finding(topic, "bad", f"could not be examined: {type(error).__name__}: {error}"))
+    return findings
+
+
+def _python() -> Finding:
+    text = f"{platform.python_version()} at {sys.executable}, {platform.system()} {platform.machine()}"
+    return Finding("python", "good", text)
+
+
+def _torch() -> Finding:
+    import torch
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    return Finding("torch", "good", f"{torch.__version__} ({build})")
+
+
+def _backends() -> Finding:
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        return Finding("backends", "bad", "torch was built without gloo", "install an official build of torch")
+    nccl = "nccl" if dist.is_nccl_available() else "no nccl in this build (only GPUs need it)"
+    return Finding("backends", "good", f"gloo, {nccl}")
+
+
+def _gpus() -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        text = ", ".join(f"{found.name} {found.total_memory / _GIB:.0f} GiB" for found in names)
+        return Finding("GPUs", "good", f"{len(names)}: {text}; more ranks than that share them through gloo")
+    if torch.version.cuda is None:
+        return Finding("GPUs", "note", "none, as torch is the CPU build; every chapter runs on the CPU")
+    return Finding("GPUs", "note", "torch is a CUDA build but sees no GPU", "check nvidia-smi and CUDA_VISIBLE_DEVICES")
+
+
+def _transformer_engine() -> Finding:
+    """Never imported without a GPU: its import then raises RuntimeError, not ImportError."""
+    import torch
+
+    topic = "Transformer Engine"
+    if importlib.util.find_spec("transformer_engine") is None:
+        return Finding(topic, "note", "not installed; labkit's own layers are used")
+    found = metadata.version("transformer_engine")
+    if not torch.cuda.is_available():
+        return Finding(topic, "note", f"{found} is installed but needs a GPU; labkit's own layers are used")
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, RuntimeError, OSError) as error:
+        advice = "reinstall transformer-engine[pytorch] for this torch and CUDA"
+        return Finding(topic, "note", f"{found} cannot be imported: {type(error).__name__}: {error}", advice)
+    return Finding(topic, "good", found)
+
+
+def usable_cores() -> int:
+    """Cores this process may run on, which a container or a batch system can restrict."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cores() -> Finding:
+    cores = usable_cores()
+    if cores < 2:
+        return Finding("cores", "note", "1; ranks take turns, so chapters run at half their usual speed")
+    return Finding("cores", "good", f"{cores} (each rank uses one thread)")
+
+
+def _memory() -> Finding:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
+    if total < 4:
+        return Finding("memory", "note", f"{total:.1f} GiB", "use at most 4 ranks; each needs about 0.1 GiB of its own")
+    return Finding("memory", "good", f"{total:.1f} GiB")
+
+
+def _shared_memory() -> Finding:
+    """Ranks do not need it, DataLoader workers do."""
+    if not os.path.isdir("/dev/shm"):
+        return Finding("shared memory", "note", "no /dev/shm on this system")
+    free = shutil.disk_usage("/dev/shm").free / _GIB
+    if free < 0.25:
+        advice = "DataLoader workers may fail; start the container with --shm-size=1g"
+        return Finding("shared memory", "note", f"{free:.2f} GiB free in /dev/shm", advice)
+    return Finding("shared memory", "good", f"{free:.1f} GiB free in /dev/shm")
+
+
+def _temporary_folder() -> Finding:
+    folder = tempfile.gettempdir()
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"labkit")
+    free = shutil.disk_usage(folder).free / _GIB
+    if free < 0.5:
+        advice = "results travel through it: free some space or set TMPDIR"
+        return Finding("temporary folder", "bad", f"{free:.2f} GiB free in {folder}", advice)
+    return Finding("temporary folder", "good", f"{free:.1f} GiB free in {folder}")
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ranks = (soft - 64) // _FILES_PER_RANK if soft != resource.RLIM_INFINITY else 512
+    if ranks < 16:
+        return Finding("open files", "bad", f"limit {soft}: not enough for 16 ranks", f"ulimit -n {min(hard, 4096)}")
+    return Finding("open files", "good", f"limit {soft}")
+
+
+def _processes() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("processes", "good", "no limit")
+    if soft < 256:
+        return Finding("processes", "bad", f"limit {soft} for this user, threads included", "ulimit -u 4096")
+    return Finding("processes", "good", f"limit {soft} for this user")
+
+
+def _loopback() -> Finding:
+    import socket
+
+    name = loopback_interface()
+    if name not in (found for _, found in socket.if_nameindex()):
+        return Finding(
+            "loopback", "bad", f"no interface {name!r}: gloo cannot connect the ranks", f"ip link set {name} up"
+        )
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+    return Finding("loopback", "good", f"interface {name}; ranks listen nowhere else")
+
+
+def _sum_of_ranks() -> float:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total)
+    return total.item()
+
+
+def _two_ranks() -> Finding:
+    from labkit.launch.launcher import run
+
+    results = run(_sum_of_ranks, 2, backend="gloo", device="cpu", timeout=30.0)
+    if results != [1.0, 1.0]:
+        return Finding("two ranks", "bad", f"0 + 1 over two ranks gave {results}")
+    return Finding("two ranks", "good", "started, summed over gloo, ended")
