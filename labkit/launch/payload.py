@@ -111,7 +111,8 @@ def _importable(module: ModuleType) -> bool:
         if spec is None:
             return False
         path = spec.submodule_search_locations
-    return spec is not None and spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(file)
+    origin = spec.origin if spec is not None else None
+    return origin is not None and (origin == "frozen" or os.path.realpath(origin) == os.path.realpath(file))
 
 
 def _find_spec(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:

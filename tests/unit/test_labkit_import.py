@@ -1,0 +1,52 @@
+"""`import labkit` is light: it loads no torch, and neither does what answers without computing."""
+
+import subprocess
+import sys
+
+import pytest
+
+LIST = "import sys; print(*sorted(name.partition('.')[0] for name in sys.modules))"
+
+
+def fresh(code):
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+    return found.stdout.split()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import labkit",
+        "import labkit.launch",
+        "from labkit.launch import run, Ranks, RankError, rank_info, waiting, report_progress, preload",
+        "import labkit; labkit.events; labkit.launch; labkit.config; labkit.schedules",
+    ],
+)
+def test_torch_is_not_imported(statement):
+    assert "torch" not in fresh(f"{statement}; {LIST}")
+
+
+def test_import_labkit_loads_next_to_nothing():
+    bare = set(fresh(LIST))
+    assert set(fresh(f"import labkit; {LIST}")) - bare <= {"labkit", "importlib", "typing", "__future__", "collections",
+        "functools", "re", "operator", "keyword", "reprlib", "types", "enum", "contextlib", "warnings", "copyreg",
+        "_collections", "_functools", "_operator", "_sre", "_typing", "_collections_abc", "itertools", "abc"}  # fmt: skip
+
+
+def test_import_labkit_takes_at_most_50_ms():
+    """Best of five, because the machine may be busy; it takes about one."""
+    code = "import time; t = time.perf_counter(); import labkit; print(time.perf_counter() - t)"
+    assert min(float(fresh(code)[0]) for _ in range(5)) < 0.05
+
+
+def test_names_are_listed_and_wrong_ones_refused():
+    import labkit
+    import labkit.launch
+
+    assert {"launch", "schedules", "__version__"} <= set(dir(labkit))
+    assert labkit.__version__.count(".") == 2
+    assert set(labkit.launch.__all__) <= set(dir(labkit.launch))
+    for module in (labkit, labkit.launch):
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            _ = module.nothing

@@ -1,0 +1,70 @@
+"""The doctor finds what is there, and one defect does not hide another."""
+
+import os
+import resource
+import sys
+
+import pytest
+
+from labkit.launch import doctor
+
+
+def by_topic(findings):
+    return {finding.topic: finding for finding in findings}
+
+
+def test_a_healthy_machine_has_no_bad_finding():
+    found = by_topic(doctor.examine())
+    assert [finding for finding in found.values() if finding.level == "bad"] == []
+    assert "gloo" in found["backends"].text
+    assert len(found) == 12
+
+
+def test_an_examination_that_fails_is_a_finding_and_the_rest_goes_on(monkeypatch):
+    def broken():
+        raise OSError("no such place")
+
+    broken.__name__ = "_shared_memory"
+    monkeypatch.setattr(doctor, "_shared_memory", broken)
+    found = by_topic(doctor.examine())
+    assert found["shared memory"].level == "bad"
+    assert "no such place" in found["shared memory"].text
+    assert found["loopback"].level == "good"
+
+
+@pytest.mark.parametrize(
+    ("limit", "level"), [(64, "bad"), (111, "bad"), (1024, "good"), (resource.RLIM_INFINITY, "good")]
+)
+def test_open_files(monkeypatch, limit, level):
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (limit, limit))
+    assert doctor._open_files().level == level
+
+
+def test_few_processes(monkeypatch):
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (100, 100))
+    assert doctor._processes().level == "bad"
+
+
+def test_transformer_engine_is_not_imported_without_a_gpu(monkeypatch, tmp_path):
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('found no CUDA')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(doctor.metadata, "version", lambda _: "2.20.2")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    found = doctor._transformer_engine()
+    assert found.level == "note"
+    assert "2.20.2 is installed but needs a GPU" in found.text
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    found = doctor._transformer_engine()
+    assert "cannot be imported: RuntimeError: found no CUDA" in found.text
+    assert "transformer_engine" not in sys.modules
+
+
+def test_loopback_missing(monkeypatch):
+    monkeypatch.setattr(doctor, "loopback_interface", lambda: "lo-that-is-not")
+    assert doctor._loopback().level == "bad"
+
+
+def test_cores_are_those_allowed():
+    assert 1 <= doctor.usable_cores() <= (os.cpu_count() or 1)

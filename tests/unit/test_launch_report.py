@@ -1,0 +1,105 @@
+"""A failed launch in words: the right rank is blamed, and the others are described."""
+
+import pytest
+
+from labkit.launch.report import Outcome, activity, compose, innermost, mismatched_call, trim
+from labkit.launch.status import Status
+from labkit.launch.worker import Failure, describe
+
+STACK = """Current thread 0x00007fb6cd03eb80 (most recent call first):
+  File "/venv/torch/distributed/distributed_c10d.py", line 5356 in barrier
+  File "/tmp/ipykernel_17/3021.py", line 13 in hang
+  File "/venv/labkit/launch/worker.py", line 161 in _answer
+  File "/venv/labkit/launch/worker.py", line 99 in rank_main
+  File "<string>", line 1 in <module>"""
+MISMATCH = (
+    "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: "
+    "CollectiveFingerPrint(SequenceNumber=0, OpType=ALLREDUCE, TensorShape=[4, 2], TensorDtypes=Float, "
+    "TensorDeviceTypes=TensorOptions(dtype=float)), but Rank 0 is running collective: "
+    "CollectiveFingerPrint(SequenceNumber=0OpType=REDUCE)."
+)
+
+
+def raised(rank, summary, when):
+    return Outcome(rank, "failed", failure=Failure(summary, f"Traceback ...\n{summary}"), when=when)
+
+
+def test_the_first_to_raise_is_quoted():
+    error = compose([raised(0, "KeyError: late", 2.0), raised(1, "ValueError: early", 1.0), Outcome(2, "returned")], 60)
+    assert (error.kind, error.ranks) == ("raised", [1, 0])
+    assert error.summary == "2 of 3 ranks raised, first rank 1: ValueError: early"
+    assert "Traceback of rank 1" in str(error)
+    assert "rank 0: raised KeyError: late" in str(error)
+    assert "rank 2: had returned" in str(error)
+
+
+def test_a_death_is_the_cause_of_the_broken_connections_that_follow():
+    outcomes = [raised(0, "RuntimeError: Connection closed by peer", 1.0), Outcome(1, "died", exit_code=-9)]
+    error = compose(outcomes, 60)
+    assert (error.kind, error.ranks) == ("died", [1])
+    assert "rank 1 was ended by SIGKILL" in error.summary
+
+
+def test_exit_codes_in_words():
+    assert "ended with exit code 3 before it returned" in compose([Outcome(0, "died", exit_code=3)], 1).summary
+    assert "vanished" in compose([Outcome(0, "died", exit_code=255)], 1).summary
+    assert "signal 40" in compose([Outcome(0, "died", exit_code=-40)], 1).summary
+
+
+def test_silence_names_the_silent_and_shows_their_stacks():
+    stuck = Outcome(1, "joined", stack=trim(STACK), status=Status("all_reduce tp #3", True, 0.0), state="T")
+    error = compose([Outcome(0, "returned"), stuck], 2.0)
+    assert (error.kind, error.ranks) == ("timeout", [1])
+    assert error.summary == "rank 1 of 2 did not return within 2 s"
+    assert "stopped by a signal (process state T), waiting in all_reduce tp #3" in str(error)
+    assert "at hang (3021.py:13)" in str(error)
+    assert "line 5356 in barrier" in str(error)
+
+
+def test_a_rank_that_never_joined_is_told_from_those_that_waited_for_it():
+    waiting = Status("rendezvous of all ranks", True, 0.0)
+    outcomes = [Outcome(0, "here", status=waiting), Outcome(1, "starting"), Outcome(2, "here", status=waiting)]
+    error = compose(outcomes, 5.0)
+    assert (error.kind, error.ranks) == ("start", [1])
+    assert error.summary == "rank 1 of 3 never joined within 5 s; the others could not start"
+    assert "rank 1: gave no sign of life" in str(error)
+
+
+def test_trim_keeps_the_callers_frames_and_drops_the_launchers():
+    kept = trim(STACK)
+    assert "line 13 in hang" in kept
+    assert "worker.py" not in kept
+    assert "<string>" not in kept
+
+
+def test_innermost_skips_torch():
+    assert innermost(STACK) == "hang (3021.py:13)"
+    assert innermost("") == ""
+
+
+def test_last_wait_is_told_of_a_rank_that_computes():
+    text = activity(Outcome(0, "joined", status=Status("barrier", False, 1.0)))
+    assert text == "running, last waited in barrier"
+
+
+def test_mismatch_uses_each_ranks_own_call():
+    first, second = raised(1, MISMATCH, 1.0), raised(0, MISMATCH.replace("Rank 1", "Rank 0", 1), 2.0)
+    assert mismatched_call(first) == "ALLREDUCE [4, 2] Float"
+    assert "rank 0 called ALLREDUCE [4, 2] Float, rank 1 called" in compose([first, second], 1).summary
+    assert mismatched_call(Outcome(0, "returned")) is None
+
+
+def test_describe_survives_an_exception_that_cannot_be_printed():
+    class Unprintable(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    try:
+        raise Unprintable
+    except Unprintable as error:
+        assert "Unprintable" in describe(error).summary
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), ValueError("x")])
+def test_describe_takes_every_kind_of_exception(error):
+    assert type(error).__name__ in describe(error).summary

@@ -1,0 +1,96 @@
+"""The status slot: what is written by a rank is what the launcher reads, whatever happens in between."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from labkit.launch import report_progress, status, waiting
+
+
+@pytest.fixture
+def slots(tmp_path):
+    path = tmp_path / "status"
+    status.create_slots(path, 4)
+    status.attach(status.StatusSlot(path, 2), None)
+    yield path
+    status.attach(None, None)
+
+
+def test_a_wait_is_seen_from_outside_and_remembered_afterwards(slots):
+    before = time.monotonic()
+    with waiting("all_reduce tp #12 (4, 8) float32"):
+        seen = status.read_slot(slots, 2)
+    assert (seen.text, seen.inside) == ("all_reduce tp #12 (4, 8) float32", True)
+    assert before <= seen.since <= time.monotonic()
+    after = status.read_slot(slots, 2)
+    assert (after.text, after.inside) == ("all_reduce tp #12 (4, 8) float32", False)
+
+
+def test_ranks_do_not_touch_each_other(slots):
+    with waiting("x" * 300):
+        assert status.read_slot(slots, 1) == status.Status("", False, 0.0)
+        assert status.read_slot(slots, 3) == status.Status("", False, 0.0)
+
+
+def test_nested_waits_show_the_innermost_and_come_back(slots):
+    with waiting("outer"):
+        with waiting("a much longer inner text"):
+            assert status.read_slot(slots, 2).text == "a much longer inner text"
+        assert status.read_slot(slots, 2).text == "outer"
+        assert status.read_slot(slots, 2).inside
+    assert not status.read_slot(slots, 2).inside
+
+
+def test_an_exception_ends_the_wait(slots):
+    with pytest.raises(KeyError), waiting("recv"):
+        raise KeyError
+    assert not status.read_slot(slots, 2).inside
+
+
+def test_clear_forgets(slots):
+    with waiting("rendezvous"):
+        pass
+    status._slot.clear()
+    assert status.read_slot(slots, 2).text == ""
+
+
+@given(text=st.text(max_size=400))
+def test_any_text_is_cut_to_the_record_and_never_breaks_it(tmp_path_factory, text):
+    path = tmp_path_factory.mktemp("slots") / "status"
+    status.create_slots(path, 2)
+    slot = status.StatusSlot(path, 0)
+    slot.enter(text)
+    seen = status.read_slot(path, 0).text
+    whole = text.encode(errors="replace")
+    assert seen == text if len(whole) <= 200 else text.startswith(seen[:50])
+    assert path.stat().st_size == 2 * status.RECORD_BYTES
+    assert status.read_slot(path, 1) == status.Status("", False, 0.0)
+
+
+def test_outside_a_rank_it_does_nothing():
+    with waiting("nobody listens"):
+        report_progress({"step": 1})
+
+
+def test_it_costs_microseconds(slots):
+    """A collective takes at least 20 microseconds; the slot must not show beside it (measured: about one)."""
+    best = float("inf")
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(500):
+            with waiting("all_reduce tp #12 (4, 8) float32"):
+                pass
+        best = min(best, (time.perf_counter() - start) / 500)
+    assert best < 10e-6
+
+
+def test_progress_reaches_its_receiver_as_a_copy():
+    received = []
+    status.attach(None, received.append)
+    values = {"step": 1}
+    report_progress(values)
+    values["step"] = 2
+    status.attach(None, None)
+    assert received == [{"step": 1}]
