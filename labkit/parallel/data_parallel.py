@@ -110,8 +110,12 @@ def _attach_main_grads(params: list[nn.Parameter], dtype: torch.dtype) -> torch.
 
 
 def _move_to_main_grad(param: torch.Tensor) -> None:
-    """Post-accumulate hook: add `.grad` to `main_grad` and drop it."""
-    assert param.grad is not None
+    """Post-accumulate hook: add `.grad` to `main_grad` and drop it.
+
+    The engine also calls it where a fused layer has added its gradient itself and returned none.
+    """
+    if param.grad is None:
+        return
     main_grad: torch.Tensor = param.main_grad  # pyright: ignore[reportAttributeAccessIssue]
     main_grad.add_(param.grad)
     param.grad = None

@@ -1,1 +1,55 @@
+"""Training: the loop in four steps, the optimizer and its schedule, metrics, and the parity microscope."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from labkit.train.lr_schedule import LearningRate, build_lr_schedule
+    from labkit.train.metrics import JsonLines, Timers, min_max_over_ranks
+    from labkit.train.optimizer import Optimizer, build_optimizer, parameter_groups
+    from labkit.train.parity import ParityReport, ParityRow, compare
+    from labkit.train.pretraining import TrainResult, pretrain
+
+_MODULES = {
+    "LearningRate": "lr_schedule",
+    "build_lr_schedule": "lr_schedule",
+    "JsonLines": "metrics",
+    "Timers": "metrics",
+    "min_max_over_ranks": "metrics",
+    "Optimizer": "optimizer",
+    "build_optimizer": "optimizer",
+    "parameter_groups": "optimizer",
+    "ParityReport": "parity",
+    "ParityRow": "parity",
+    "compare": "parity",
+    "TrainResult": "pretraining",
+    "pretrain": "pretraining",
+}
+
+__all__ = [
+    "JsonLines",
+    "LearningRate",
+    "Optimizer",
+    "ParityReport",
+    "ParityRow",
+    "Timers",
+    "TrainResult",
+    "build_lr_schedule",
+    "build_optimizer",
+    "compare",
+    "min_max_over_ranks",
+    "parameter_groups",
+    "pretrain",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

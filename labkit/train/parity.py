@@ -1,0 +1,268 @@
+"""The parity microscope: a layout against one process, on loss, gradients and parameters.
+
+A tensor's difference is ||a - b|| / max(||b||, floor) on the whole tensor, 0 if both are exactly 0. The floor is 1e-6
+of the global norm for gradients (a key bias has a gradient of pure rounding noise) and lr sqrt(n) for parameters (what
+Adam moves in one step). `compare` launches every layout with real processes and says which tensor differs first, in
+the order in which a training step makes them: block outputs of the first microbatch, the loss, gradients from the
+output back to the input, updated parameters, then the later steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labkit.config import ParallelConfig, RunConfig
+from labkit.train.snapshots import Recorder, Snapshot, Whole, assemble
+
+PRECISIONS = {"float64": ("fp64", 1e-10), "float32": ("fp32", 1e-5)}
+"""dtype -> (optim.precision, largest difference that is rounding)."""
+
+
+def tensor_difference(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
+    """||a - b||_2 / max(||b||_2, floor), in float64; 0 if both are exactly 0, infinite if that has no value."""
+    if a.shape != b.shape:
+        return math.inf
+    distance = (a.double() - b.double()).norm().item()
+    if distance == 0.0:
+        return 0.0
+    scale = max(b.double().norm().item(), floor)
+    return distance / scale if scale > 0.0 and math.isfinite(distance) else math.inf
+
+
+def _relative(a: float, b: float) -> float:
+    """The same for a single number."""
+    return tensor_difference(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64))
+
+
+@dataclass(frozen=True)
+class ParityRow:
+    """One layout against one process."""
+
+    layout: dict[str, Any]
+    """The override it was launched with."""
+    world_size: int
+    """Ranks."""
+    name: str
+    """`tp2 pp2 dp1`."""
+    loss_diff: float
+    """Largest relative difference of the loss over steps."""
+    grad_diff: float
+    """Largest difference of a gradient, over tensors and recorded steps."""
+    param_diff: float
+    """Largest difference of an updated parameter, over tensors and recorded steps."""
+    first_difference: str | None
+    """The first tensor that differs by more than rounding, such as `layers.1.mlp output`; None if none does."""
+    disagreements: tuple[str, ...] = ()
+    """Tensors whose replicas are not bit-equal."""
+
+    @property
+    def largest(self) -> float:
+        """The largest of the three differences."""
+        return max(self.loss_diff, self.grad_diff, self.param_diff)
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """All layouts of one comparison; prints as a table with a sentence."""
+
+    rows: list[ParityRow]
+    """One per layout, in the order given."""
+    steps: int
+    """Optimizer steps of every run."""
+    dtype: str
+    """`float64` or `float32`."""
+    tolerance: float
+    """Largest difference that counts as rounding."""
+    reference_losses: list[float]
+    """Of the one process, by step."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every layout agrees with one process."""
+        return all(row.first_difference is None for row in self.rows)
+
+    @property
+    def sentence(self) -> str:
+        """What came out, in one sentence per differing layout or one for all."""
+        wrong = [row for row in self.rows if row.first_difference is not None]
+        if not wrong:
+            return (
+                f"{len(self.rows)} of {len(self.rows)} layouts agree with one process to {self.tolerance:.0e} "
+                f"over {self.steps} optimizer steps in {self.dtype}."
+            )
+        return " ".join(f"{row.name} differs from one process, first in {row.first_difference}." for row in wrong)
+
+    def table(self) -> str:
+        """The rows, aligned."""
+        lines = [("layout", "ranks", "loss", "worst gradient", "worst parameter", "first difference")]
+        lines += [
+            (row.name, str(row.world_size), *(f"{d:.1e}" for d in (row.loss_diff, row.grad_diff, row.param_diff)),
+             row.first_difference or "none")
+            for row in self.rows
+        ]  # fmt: skip
+        widths = [max(len(line[i]) for line in lines) for i in range(6)]
+        return "\n".join(
+            "  ".join(cell.ljust(w) if i in (0, 5) else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
+            .rstrip() for line in lines
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        return f"{self.table()}\n{self.sentence}"
+
+    __repr__ = __str__
+
+
+def compare(
+    config: RunConfig,
+    layouts: Sequence[Mapping[str, Any]],
+    steps: int = 3,
+    dtype: str = "float64",
+    *,
+    fault: Mapping[str, str] | None = None,
+    timeout: float = 600.0,
+    on_row: Callable[[ParityRow], None] | None = None,
+) -> ParityReport:
+    """Train `config` for `steps` steps in every layout and in one process, and compare.
+
+    layouts: overrides such as `{"tp": 2, "pp": 2}` or `{"parallel.tp": 2, "world_size": 4}`; world_size defaults to the
+        least common multiple of tp cp pp and etp ep pp.
+    dtype: `float64` (agreement to 1e-10) or `float32` (to 1e-5).
+    fault: arguments of `labkit.parallel.collectives.dropped`; the matching communication is left out in the layouts.
+    on_row: called with each row as soon as it is known.
+
+    AdamW runs with an eps of at least 1e-5 and a learning rate of at most 1e-3, so that its division by the root of
+    the second moment does not blow rounding up. Raises ValueError for dropout, an unknown dtype, or a layout that
+    cannot be.
+    """
+    base = _parity_config(config, steps, dtype)
+    planned = [_plan(base, layout) for layout in layouts]
+    _, tolerance = PRECISIONS[dtype]
+    alone = base.override({"parallel": _one_process(base.parallel), "schedule.name": "auto", "schedule.path": None})
+    reference = _observe(alone.validate(1), 1, None, timeout)
+    rows = []
+    for layout, (changed, world_size) in zip(layouts, planned):
+        whole = _observe(changed, world_size, fault, timeout)
+        rows.append(_row(dict(layout), changed, world_size, whole, reference, tolerance))
+        if on_row is not None:
+            on_row(rows[-1])
+    return ParityReport(rows, steps, dtype, tolerance, reference.losses)
+
+
+def _parity_config(config: RunConfig, steps: int, dtype: str) -> RunConfig:
+    """The configuration that every run of a comparison shares."""
+    if dtype not in PRECISIONS:
+        raise ValueError(f"dtype is {dtype!r}; parity is defined for {' and '.join(PRECISIONS)}")
+    if steps < 1:
+        raise ValueError(f"steps is {steps}; at least one optimizer step is needed to compare parameters")
+    model = config.model
+    for name in ("embedding_dropout", "attention_dropout", "hidden_dropout"):
+        if getattr(model, name) > 0:
+            raise ValueError(
+                f"model.{name} is {getattr(model, name)}; masks differ between layouts by design, so set it to 0"
+            )
+    return config.override(
+        {
+            "optim.precision": PRECISIONS[dtype][0],
+            "optim.eps": max(config.optim.eps, 1e-5),
+            "optim.lr": min(config.optim.lr, 1e-3),
+            "optim.min_lr": min(config.optim.min_lr, 1e-3),
+            "train.steps": steps,
+            "train.eval_steps": 0,
+            "train.record_events": False,
+            "train.output_dir": None,
+        }
+    )
+
+
+def _one_process(parallel: ParallelConfig) -> dict[str, Any]:
+    """The layout of the reference."""
+    return {
+        "tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "etp": None, "sequence_parallel": False, "split_rank": None,
+        "standalone_embedding_stage": False, "rank_offset": 0, "order": parallel.order,
+    }  # fmt: skip
+
+
+def _plan(base: RunConfig, layout: Mapping[str, Any]) -> tuple[RunConfig, int]:
+    """A layout's configuration and number of ranks, checked before anything is launched."""
+    changes = {key: value for key, value in layout.items() if key != "world_size"}
+    changed = base.override(changes)
+    p = changed.parallel
+    smallest = math.lcm(p.tp * p.cp * p.pp, (p.etp or p.tp) * p.ep * p.pp)
+    world_size = int(layout.get("world_size", smallest))
+    changed.validate(world_size)
+    unready = changed.not_yet_trainable()
+    if unready:
+        raise ValueError(f"layout {dict(layout)}: " + "; ".join(unready))
+    return changed, world_size
+
+
+def _observe(config: RunConfig, world_size: int, fault: Mapping[str, str] | None, timeout: float) -> Whole:
+    """Train in fresh processes and put what the ranks saw together."""
+    from labkit.launch import run
+
+    snapshots = run(_snapshot, world_size, config, dict(fault) if fault else None, timeout=timeout)
+    return assemble(snapshots, sequence_parallel=config.parallel.sequence_parallel)
+
+
+def _snapshot(config: RunConfig, fault: dict[str, str] | None) -> Snapshot:
+    """What one rank sees; runs inside it."""
+    from labkit.parallel.collectives import dropped
+    from labkit.train.pretraining import pretrain
+
+    recorder = Recorder(steps=(0, config.train.steps - 1))
+    with dropped(**fault) if fault else nullcontext():
+        result = pretrain(config, observer=recorder)
+    recorder.snapshot.losses = result.losses
+    return recorder.snapshot
+
+
+def _row(
+    layout: dict[str, Any], config: RunConfig, world_size: int, run: Whole, reference: Whole, tolerance: float
+) -> ParityRow:
+    """Every tensor against its reference; the largest differences and the first that is no rounding."""
+    largest = {"output": 0.0, "loss": 0.0, "gradient": 0.0, "parameter": 0.0}
+    first = None
+    for name, kind, difference in differences(run, reference, lr=config.optim.lr):
+        largest[kind] = max(largest[kind], difference)
+        if first is None and not difference <= tolerance:
+            first = name
+    if first is None and run.disagreements:
+        first = run.disagreements[0]
+    p = config.parallel
+    sizes = {"tp": p.tp, "cp": p.cp, "pp": p.pp, "dp": world_size // (p.tp * p.cp * p.pp)}
+    name = " ".join(f"{axis}{size}" for axis, size in sizes.items() if axis != "cp" or size > 1)
+    name += (f" vpp{p.vpp}" if p.vpp > 1 else "") + (" sp" if p.sequence_parallel else "")
+    return ParityRow(
+        layout, world_size, name, largest["loss"], largest["gradient"], largest["parameter"], first,
+        tuple(run.disagreements),
+    )  # fmt: skip
+
+
+def differences(run: Whole, reference: Whole, *, lr: float) -> Iterator[tuple[str, str, float]]:
+    """(name, kind, difference) of every compared tensor, in the order in which training makes them."""
+    for block, output in reference.activations.items():
+        yield f"{block} output", "output", _of(run.activations, block, output, 0.0)
+    recorded = reference.gradients
+    for step, (loss, expected) in enumerate(zip(run.losses, reference.losses)):
+        later = f" of step {step}" if step else ""
+        yield f"loss{later}", "loss", _relative(loss, expected)
+        if step not in recorded:
+            continue
+        floor = 1e-6 * math.sqrt(sum(g.double().square().sum().item() for g in recorded[step].values()))
+        for name, gradient in reversed(recorded[step].items()):
+            yield f"{name} gradient{later}", "gradient", _of(run.gradients[step], name, gradient, floor)
+        for name, parameter in reference.parameters[step].items():
+            floor = lr * math.sqrt(parameter.numel())
+            yield f"{name} parameter{later}", "parameter", _of(run.parameters[step], name, parameter, floor)
+
+
+def _of(tensors: Mapping[str, Tensor], name: str, expected: Tensor, floor: float) -> float:
+    """The difference, infinite where the layout has no such tensor."""
+    return tensor_difference(tensors[name], expected, floor) if name in tensors else math.inf

@@ -1,0 +1,229 @@
+"""`pretrain`: the training loop in the four steps of Megatron's (`megatron/training/training.py`).
+
+1. `initialize`: process groups, random states, schedule.
+2. `setup_model_and_optimizer`: model chunks wrapped for data parallelism, AdamW, learning rate.
+3. `build_data_iterators`: training iterator, validation and test splits.
+4. `train`: steps, validations, the test at the end.
+
+It runs inside a rank: `labkit.launch.run(pretrain, 4, config)`, or on one process by a plain call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from labkit.config import RunConfig
+from labkit.data.gpt_data import GPTDataset, build_gpt_datasets, data_iterator
+from labkit.events import Event, recording
+from labkit.models.gpt import build_model_chunks
+from labkit.parallel.data_parallel import NaiveDataParallel
+from labkit.parallel.groups import ParallelGroups, initialize_model_parallel
+from labkit.schedules.ir import Schedule
+from labkit.train.lr_schedule import LearningRate, build_lr_schedule
+from labkit.train.metrics import Timers
+from labkit.train.optimizer import Condition, Optimizer, build_optimizer
+from labkit.train.pipeline import Batch, ForwardStep, Pipeline
+from labkit.train.reporting import Report
+from labkit.train.stepping import Observer, evaluate, gpt_forward_step, train_step
+
+DatasetsProvider = Callable[[RunConfig], tuple[GPTDataset, GPTDataset, GPTDataset]]
+ModelProvider = Callable[[RunConfig, ParallelGroups], Sequence[nn.Module]]
+ProcessNonLossData = Callable[[list[Any], int], None]
+
+
+@dataclass
+class TrainResult:
+    """What a rank brings home from `pretrain`."""
+
+    losses: list[float]
+    """Training loss by step; the same on every rank."""
+    events: list[Event]
+    """What this rank did and when; empty if `train.record_events` is off."""
+    metrics: list[dict[str, Any]]
+    """The lines of metrics.jsonl; the same on every rank."""
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of every metrics line that has `name`, such as `validation_loss`."""
+        return [(line["step"], line[name]) for line in self.metrics if name in line]
+
+
+@dataclass
+class Run:
+    """A rank's place in a run, made by `initialize`."""
+
+    config: RunConfig
+    """The whole configuration."""
+    groups: ParallelGroups
+    """Its process groups."""
+    schedule: Schedule | None
+    """A schedule of the user's own; None takes the one that `config.schedule.name` names."""
+    timers: Timers
+    """Named timers of this rank."""
+
+
+def pretrain(
+    config: RunConfig,
+    *,
+    datasets_provider: DatasetsProvider | None = None,
+    model_provider: ModelProvider | None = None,
+    forward_step: ForwardStep | None = None,
+    process_non_loss_data: ProcessNonLossData | None = None,
+    schedule: Schedule | None = None,
+    no_wd_decay_cond: Condition | None = None,
+    scale_lr_cond: Condition | None = None,
+    lr_mult: float = 1.0,
+    observer: Observer | None = None,
+) -> TrainResult:
+    """Train `config` on the ranks of this world, or on this process alone.
+
+    datasets_provider: config -> (train, validation, test); default: the configured text.
+    model_provider: (config, groups) -> this rank's model chunks; default: GPT.
+    forward_step: (data iterator, chunk) -> (output, loss function); default: next-token prediction.
+    process_non_loss_data: called on the last rank after each validation with what `forward_step`'s loss function
+        returns for one more global batch under `non_loss_data=True` (Megatron's `process_non_loss_data_func`), and the
+        step.
+    schedule: a pipeline schedule of one's own; `schedule.path` in the config names a CSV file instead.
+    no_wd_decay_cond, scale_lr_cond, lr_mult: see `labkit.train.optimizer.parameter_groups`.
+    observer: sees model, gradients and parameters; the parity microscope is one.
+
+    Writes metrics.jsonl and events.jsonl into `train.output_dir`, if one is given. Raises ValueError for a
+    configuration that cannot be trained (ConfigError lists all problems) and FloatingPointError for a loss that is
+    not finite.
+    """
+    run = initialize(config, schedule=schedule)
+    chunks, optimizer, lr_schedule = setup_model_and_optimizer(
+        run, model_provider, no_wd_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult
+    )
+    data = build_data_iterators(run, datasets_provider)
+    return train(
+        run, chunks, optimizer, lr_schedule, data, forward_step or gpt_forward_step, process_non_loss_data, observer
+    )
+
+
+def initialize(config: RunConfig, *, schedule: Schedule | None = None) -> Run:
+    """Step 1: check the configuration against the world, create groups and random states, read the schedule."""
+    unready = config.not_yet_trainable()
+    if unready:
+        raise ValueError("this configuration cannot be trained: " + "; ".join(unready))
+    if schedule is None and config.schedule.path is not None:
+        schedule = Schedule.from_csv(_read(config.schedule.path))
+    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    config.validate(world_size)
+    groups = initialize_model_parallel(config.parallel)
+    return Run(config, groups, schedule, Timers(config.train.timing_log_level))
+
+
+def _read(path: str) -> str:
+    """The text of a schedule file. Raises ValueError naming the field and the path where there is none."""
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise ValueError(f"schedule.path: cannot read {path!r} ({error.strerror}); name a CSV of actions") from None
+
+
+def setup_model_and_optimizer(
+    run: Run,
+    model_provider: ModelProvider | None = None,
+    *,
+    no_wd_decay_cond: Condition | None = None,
+    scale_lr_cond: Condition | None = None,
+    lr_mult: float = 1.0,
+) -> tuple[list[NaiveDataParallel], Optimizer, LearningRate]:
+    """Step 2: this rank's model chunks with gradient buffers, AdamW over their parameters, the learning rate."""
+    optim = run.config.optim
+    grad_dtype = torch.float64 if optim.precision == "fp64" else torch.float32
+    chunks = [
+        NaiveDataParallel(chunk, run.groups.dp_cp, grad_dtype=grad_dtype)
+        for chunk in (model_provider or build_model_chunks)(run.config, run.groups)
+    ]
+    optimizer = build_optimizer(
+        chunks, optim, no_wd_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult
+    )
+    return chunks, optimizer, build_lr_schedule(optim, run.config.train.steps)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where a rank's batches come from."""
+
+    train: Iterator[Batch]
+    """Endless microbatches of this rank."""
+    validation: Callable[[], Iterator[Batch]]
+    """A fresh iterator, so that every validation sees the same batches."""
+    test: Callable[[], Iterator[Batch]]
+    """The same for the test split."""
+
+
+def build_data_iterators(run: Run, datasets_provider: DatasetsProvider | None = None) -> Data:
+    """Step 3: the training iterator, and makers of validation and test iterators."""
+    train, validation, test = (datasets_provider or build_gpt_datasets)(run.config)
+    return Data(
+        data_iterator(train, run.config, run.groups),
+        partial(data_iterator, validation, run.config, run.groups),
+        partial(data_iterator, test, run.config, run.groups),
+    )
+
+
+def train(
+    run: Run,
+    chunks: list[NaiveDataParallel],
+    optimizer: Optimizer,
+    lr_schedule: LearningRate,
+    data: Data,
+    forward_step: ForwardStep = gpt_forward_step,
+    process_non_loss_data: ProcessNonLossData | None = None,
+    observer: Observer | None = None,
+) -> TrainResult:
+    """Step 4: `train.steps` optimizer steps, a validation every `eval_interval`, validation and test at the end."""
+    config, timers = run.config, run.timers
+    pipeline = Pipeline(config, run.groups, chunks, forward_step, schedule=run.schedule)
+    if observer is not None:
+        observer.on_model(run.groups, chunks)
+    with recording(run.groups.rank) as recorder:
+        report = Report(config, run.groups, timers, recorder)
+        for step in range(config.train.steps):
+            lr = lr_schedule(step)
+            with timers("step"):
+                result = train_step(
+                    pipeline, optimizer, timers, data.train,
+                    step=step, lr=lr, clip_grad=config.optim.clip_grad, observer=observer,
+                )  # fmt: skip
+            report.step(step, result, lr)
+            if _validates_after(config, step):
+                _validate(pipeline, data.validation(), report, step, process_non_loss_data)
+        if config.train.eval_steps > 0:
+            report.evaluation(
+                config.train.steps - 1, "test_loss", evaluate(pipeline, data.test(), config.train.eval_steps)
+            )
+    report.close()
+    return TrainResult(report.losses, report.events, report.metrics)
+
+
+def _validates_after(config: RunConfig, step: int) -> bool:
+    """Whether a validation follows `step`: every `eval_interval` steps and after the last."""
+    train = config.train
+    due = train.eval_interval > 0 and (step + 1) % train.eval_interval == 0
+    return train.eval_steps > 0 and (due or step + 1 == train.steps)
+
+
+def _validate(
+    pipeline: Pipeline,
+    batches: Iterator[Batch],
+    report: Report,
+    step: int,
+    process_non_loss_data: ProcessNonLossData | None,
+) -> None:
+    """The mean loss over `eval_steps` global batches, then one more batch for what is not a loss."""
+    report.evaluation(step, "validation_loss", evaluate(pipeline, batches, pipeline.config.train.eval_steps))
+    if process_non_loss_data is None:
+        return
+    collected = pipeline.run(batches, forward_only=True, collect_non_loss_data=True)
+    if pipeline.groups.rank == pipeline.groups.world.ranks[-1]:
+        process_non_loss_data(collected, step)

@@ -1,0 +1,131 @@
+"""One optimizer step and one evaluation, over any schedule.
+
+A step is: zero gradients, run the schedule over all microbatches, finalise gradients (data-parallel average, sums over
+tensor-parallel and tied copies), clip by the global norm, update. The loss that is reported is the token-weighted mean
+over the global batch, and every rank has the same bits of it.
+
+Shapes: B micro batch, S sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from labkit.parallel.collectives import all_reduce, broadcast, comm_scope
+from labkit.parallel.gradients import clip_grad_norm, finalize_model_grads
+from labkit.parallel.groups import ParallelGroups
+from labkit.train.metrics import Timers
+from labkit.train.optimizer import Optimizer
+from labkit.train.pipeline import Batch, Pipeline
+
+
+class Observer(Protocol):
+    """Somebody who looks at a run without changing it, such as the parity microscope."""
+
+    def on_model(self, groups: ParallelGroups, chunks: Sequence[nn.Module]) -> None:
+        """After the model is built."""
+
+    def on_gradients(self, step: int, chunks: Sequence[nn.Module]) -> None:
+        """After finalisation, before clipping."""
+
+    def on_update(self, step: int, chunks: Sequence[nn.Module]) -> None:
+        """After the update."""
+
+
+def gpt_forward_step(
+    data_iterator: Iterator[Batch], model: nn.Module
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
+    """The default `forward_step`: next-token prediction on `tokens_BS`, `labels_BS`, `loss_mask_BS`."""
+    batch = next(data_iterator)
+    output = model(batch["tokens_BS"], labels_BS=batch["labels_BS"])
+    return output, partial(masked_loss, batch["loss_mask_BS"])
+
+
+def masked_loss(loss_mask_BS: Tensor, loss_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(sum of the loss over counted tokens, number of them, what to report), the three-item form of a loss."""
+    mask = loss_mask_BS.to(loss_BS.dtype)
+    loss_sum, tokens = (loss_BS * mask).sum(), mask.sum()
+    return loss_sum, tokens, {"loss_sum": loss_sum.detach(), "tokens": tokens}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step was."""
+
+    loss: float
+    """Mean over the tokens of the global batch, the same on every rank."""
+    grad_norm: float
+    """Global norm before clipping."""
+    skipped: bool
+    """Whether the gradient was not finite and no weight was changed."""
+
+
+def train_step(
+    pipeline: Pipeline,
+    optimizer: Optimizer,
+    timers: Timers,
+    batches: Iterator[Batch],
+    *,
+    step: int,
+    lr: float,
+    clip_grad: float,
+    observer: Observer | None = None,
+) -> StepResult:
+    """One optimizer step; `clip_grad` 0 does not clip.
+
+    Raises FloatingPointError on every rank, before any weight changes, if the loss is not finite.
+    """
+    chunks, groups = pipeline.chunks, pipeline.groups
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    with timers("forward-backward", log_level=1):
+        reports = pipeline.run(batches)
+    loss = global_loss(reports, pipeline)
+    if not math.isfinite(loss):
+        raise FloatingPointError(
+            f"the loss is {loss} at step {step} (learning rate {lr:.3g}); no weight was changed in this step. Lower "
+            "optim.lr, lengthen optim.warmup_steps, or look for bad samples in the data"
+        )
+    with timers("finalize-grads", log_level=1):
+        finalize_model_grads(chunks, groups)
+        if observer is not None:
+            observer.on_gradients(step, chunks)
+        grad_norm = clip_grad_norm(chunks, groups, clip_grad or math.inf)
+    skipped = not math.isfinite(grad_norm)
+    if not skipped:
+        with timers("optimizer", log_level=1):
+            optimizer.step(lr)
+    if observer is not None:
+        observer.on_update(step, chunks)
+    return StepResult(loss, grad_norm, skipped)
+
+
+def evaluate(pipeline: Pipeline, batches: Iterator[Batch], steps: int) -> float:
+    """Mean loss over `steps` global batches, without gradients and dropout; the same on every rank."""
+    modes = [chunk.training for chunk in pipeline.chunks]
+    for chunk in pipeline.chunks:
+        chunk.eval()
+    reports = [report for _ in range(steps) for report in pipeline.run(batches, forward_only=True)]
+    for chunk, mode in zip(pipeline.chunks, modes):
+        chunk.train(mode)
+    return global_loss(reports, pipeline)
+
+
+def global_loss(reports: Sequence[dict[str, Any]], pipeline: Pipeline) -> float:
+    """Sum of losses over number of tokens, over all microbatches and data-parallel ranks, told to every stage."""
+    groups = pipeline.groups
+    totals = torch.zeros(2, dtype=torch.float64, device=groups.device)
+    for report in reports:
+        totals += torch.stack([torch.as_tensor(report[key]).to(totals) for key in ("loss_sum", "tokens")])
+    with comm_scope(layer="loss", phase="report"):
+        if groups.pp.rank == pipeline.last_stage:
+            all_reduce(totals, groups.dp_cp)
+        broadcast(totals, groups.pp, src=pipeline.last_stage)
+    return (totals[0] / totals[1].clamp(min=1)).item()

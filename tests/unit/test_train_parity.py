@@ -1,0 +1,161 @@
+"""The arithmetic of the parity microscope: differences, joining shards, order of the first difference, the report."""
+
+import math
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from labkit.config import presets
+from labkit.parallel.weights import tensor_part
+from labkit.train.parity import ParityReport, ParityRow, compare, differences, tensor_difference
+from labkit.train.snapshots import Shard, Snapshot, Whole, assemble, join_shards
+
+
+def test_difference_is_relative_to_the_reference():
+    b = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert tensor_difference(b + torch.tensor([0.0, 0.05]), b) == pytest.approx(0.01)
+
+
+def test_the_floor_keeps_noise_small():
+    noise = torch.full((4,), 1e-18, dtype=torch.float64)
+    assert tensor_difference(-noise, noise) == 2.0
+    assert tensor_difference(-noise, noise, floor=1e-6) == pytest.approx(4e-12)
+
+
+def test_differences_without_a_scale():
+    zero = torch.zeros(3)
+    assert tensor_difference(zero, zero) == 0.0
+    assert tensor_difference(torch.ones(3), zero) == math.inf
+    assert tensor_difference(torch.full((3,), math.nan), torch.ones(3)) == math.inf
+    assert tensor_difference(torch.ones(3), torch.ones(4)) == math.inf
+
+
+@given(tp=st.integers(1, 4), stride=st.integers(1, 3), dim=st.integers(0, 1), data=st.data())
+def test_joining_is_the_inverse_of_slicing(tp, stride, dim, data):
+    rows, columns = (data.draw(st.integers(1, 3)) * (tp * stride if d == dim else 1) for d in range(2))
+    full = torch.arange(rows * columns).reshape(rows, columns)
+    parts = [tensor_part(full, rank, tp, dim, stride) for rank in range(tp)]
+    assert torch.equal(join_shards(parts, dim, stride), full)
+
+
+def shard(values: torch.Tensor, dim: int | None = None, *, shared: bool = False, rows: int | None = None) -> Shard:
+    return Shard(values.clone(), dim, 1, rows or len(values), shared)
+
+
+def ranks_of_tp2_pp2() -> tuple[list[Snapshot], torch.Tensor]:
+    """Two stages of two tensor-parallel ranks; word embedding of 3 rows padded to 4, tied to the last stage."""
+    word = torch.arange(8.0).reshape(4, 2)
+    snapshots = []
+    for pp in (0, 1):
+        for tp in (0, 1):
+            part = shard(word[2 * tp : 2 * tp + 2], 0, shared=pp == 1, rows=3)
+            own = {"first.bias": shard(torch.ones(2))} if pp == 0 else {"last.bias": shard(torch.ones(2))}
+            params = {0: {"embedding.word.weight": part, **own}}
+            name = "embedding" if pp == 0 else "layers.0"
+            order = ["embedding.word.weight", "first.bias"] if pp == 0 else ["last.bias"]
+            activations = {name: torch.ones(2, 1, 2)}
+            snapshots.append(Snapshot(tp, 0, pp, [1.5], activations, params, deepcopy(params), order))
+    return snapshots, word
+
+
+def test_assembling_joins_shards_and_stages_and_drops_padding_and_the_tied_copy():
+    snapshots, word = ranks_of_tp2_pp2()
+    whole = assemble(reversed(snapshots))
+    assert list(whole.parameters[0]) == ["embedding.word.weight", "first.bias", "last.bias"]
+    assert torch.equal(whole.parameters[0]["embedding.word.weight"], word[:3])
+    assert list(whole.activations) == ["embedding", "layers.0"]
+    assert whole.disagreements == []
+
+
+def test_replicas_that_differ_in_one_bit_are_named():
+    snapshots, _ = ranks_of_tp2_pp2()
+    snapshots[1].gradients[0]["first.bias"].tensor[0] += 2**-23
+    snapshots[3].parameters[0]["embedding.word.weight"].tensor[0, 0] += 1
+    snapshots[2].losses = [1.25]
+    assert assemble(snapshots).disagreements == [
+        "first.bias gradient (tp replicas)",
+        "embedding.word.weight gradient (tied copies)",
+        "embedding.word.weight parameter (tied copies)",
+        "loss",
+    ]
+
+
+def test_sequence_parallel_outputs_are_joined_along_the_sequence():
+    snapshots, _ = ranks_of_tp2_pp2()
+    for snapshot in snapshots:
+        for output in snapshot.activations.values():
+            output.fill_(snapshot.tp)
+    assert assemble(snapshots, sequence_parallel=True).activations["embedding"][:, 0, 0].tolist() == [0, 0, 1, 1]
+
+
+def whole() -> Whole:
+    weights = {"embedding.weight": torch.ones(4), "layers.0.weight": torch.ones(4), "final.weight": torch.ones(4)}
+    outputs = {"embedding": torch.ones(2), "layers.0": torch.ones(2)}
+    copies = [{name: w.clone() for name, w in weights.items()} for _ in range(4)]
+    return Whole([2.0, 1.0], outputs, {0: copies[0], 1: copies[1]}, {0: copies[2], 1: copies[3]}, [])
+
+
+def test_tensors_are_compared_in_the_order_of_training():
+    assert [name for name, _, _ in differences(whole(), whole(), lr=0.1)] == [
+        "embedding output", "layers.0 output", "loss",
+        "final.weight gradient", "layers.0.weight gradient", "embedding.weight gradient",
+        "embedding.weight parameter", "layers.0.weight parameter", "final.weight parameter",
+        "loss of step 1",
+        "final.weight gradient of step 1", "layers.0.weight gradient of step 1", "embedding.weight gradient of step 1",
+        "embedding.weight parameter of step 1", "layers.0.weight parameter of step 1", "final.weight parameter of step 1",
+    ]  # fmt: skip
+
+
+def test_floors_are_those_of_the_standard():
+    changed, reference = whole(), whole()
+    reference.gradients[0]["layers.0.weight"].zero_()
+    changed.gradients[0]["layers.0.weight"].zero_()[0] = 1e-9
+    changed.parameters[0]["final.weight"].zero_()
+    reference.parameters[0]["final.weight"].zero_()[0] = 1e-3
+    found = {name: value for name, _, value in differences(changed, reference, lr=0.1)}
+    assert found["layers.0.weight gradient"] == pytest.approx(1e-9 / (1e-6 * math.sqrt(8)))
+    assert found["final.weight parameter"] == pytest.approx(1e-3 / (0.1 * 2))
+
+
+def test_a_tensor_that_the_layout_lacks_counts_as_different():
+    changed = whole()
+    del changed.gradients[0]["layers.0.weight"]
+    found = {name: value for name, _, value in differences(changed, whole(), lr=0.1)}
+    assert found["layers.0.weight gradient"] == math.inf
+
+
+ROW = ParityRow({"tp": 2}, 2, "tp2 pp1 dp1", 1e-15, 2e-14, 3e-13, None)
+
+
+def test_the_report_says_what_came_out():
+    good = ParityReport([ROW], 3, "float64", 1e-10, [6.9])
+    assert good.ok
+    assert good.sentence == "1 of 1 layouts agree with one process to 1e-10 over 3 optimizer steps in float64."
+    bad = replace(good, rows=[ROW, replace(ROW, name="tp4 pp1 dp1", first_difference="layers.1.mlp output")])
+    assert not bad.ok
+    assert bad.sentence == "tp4 pp1 dp1 differs from one process, first in layers.1.mlp output."
+    lines = bad.table().splitlines()
+    assert lines[1].split() == ["tp2", "pp1", "dp1", "2", "1.0e-15", "2.0e-14", "3.0e-13", "none"]
+    assert lines[2].endswith("layers.1.mlp output")
+    assert ROW.largest == 3e-13
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "message"),
+    [
+        ({"hidden_dropout": 0.1}, {}, "model.hidden_dropout is 0.1"),
+        ({}, {"dtype": "bfloat16"}, "dtype is 'bfloat16'"),
+        ({}, {"steps": 0}, "steps is 0"),
+        ({}, {"layouts": [{"tp": 3}]}, "tp"),
+        ({}, {"layouts": [{"tp": 2, "world_size": 3}]}, "world"),
+        ({}, {"layouts": [{"tpp": 2}]}, "tpp"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_is_launched(changes, arguments, message, monkeypatch):
+    monkeypatch.setattr("labkit.launch.run", lambda *_, **__: pytest.fail("launched"))
+    with pytest.raises(ValueError, match=message):
+        compare(presets.tiny().override(changes), **{"layouts": [{"tp": 2}], **arguments})
