@@ -8,6 +8,9 @@ Shapes: S sequence, B batch, H hidden, V this rank's columns of the padded vocab
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +20,9 @@ from labkit.models.placement import stage_layers
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.random import RngTracker, model_parallel_seed
 from labkit.parallel.vocab import (
+    TokenIdError,
     VocabParallelEmbedding,
+    check_token_ids,
     linear_cross_entropy,
     make_vocab_parameter,
     parallel_lm_logits,
@@ -26,6 +31,16 @@ from labkit.parallel.weights import make_parameter
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 """`optim.precision` -> type of parameters and activations."""
+
+
+@contextmanager
+def _named_as_given(ids_BS: Tensor, vocab_size: int, what: str) -> Iterator[None]:
+    """An id outside the vocabulary is named by its place in what the caller gave, not in the transpose used inside."""
+    try:
+        yield
+    except TokenIdError:
+        check_token_ids(ids_BS, vocab_size, what)
+        raise
 
 
 class PositionEmbedding(nn.Module):
@@ -67,7 +82,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens_BS: Tensor, position_ids_BS: Tensor | None = None) -> Tensor:
         """[B, S] -> [S, B, H]. TokenIdError for an id outside the vocabulary."""
-        x_SBH = self.word(tokens_BS.t())  # ids are transposed, not vectors
+        with _named_as_given(tokens_BS, self.word.vocab_size, "token"):
+            x_SBH = self.word(tokens_BS.t())  # transposing ids is cheaper than transposing vectors
         if self.position is not None:
             x_SBH = x_SBH + self.position(tokens_BS.shape[1], position_ids_BS)
         return self.dropout(x_SBH)
@@ -196,16 +212,17 @@ class GPTModel(nn.Module):
         x_SBH = self.final_norm(x_SBH)
         if labels_BS is None:
             return parallel_lm_logits(x_SBH, self.output_weight_VH, self.group)
-        loss_SB = linear_cross_entropy(
-            x_SBH,
-            self.output_weight_VH,
-            labels_BS.t(),
-            self.group,
-            vocab_size=self.config.vocab_size,
-            label_smoothing=self.label_smoothing,
-            gradient_accumulation_fusion=self.fusion,
-            name="loss",
-        )
+        with _named_as_given(labels_BS, self.config.vocab_size, "label"):
+            loss_SB = linear_cross_entropy(
+                x_SBH,
+                self.output_weight_VH,
+                labels_BS.t(),
+                self.group,
+                vocab_size=self.config.vocab_size,
+                label_smoothing=self.label_smoothing,
+                gradient_accumulation_fusion=self.fusion,
+                name="loss",
+            )
         return loss_SB.t()
 
     def _first_hidden(self, tokens_BS: Tensor | None, position_ids_BS: Tensor | None) -> Tensor:
