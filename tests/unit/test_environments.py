@@ -1,0 +1,90 @@
+"""The conda environments name what pyproject.toml asks for, in ranges that cannot disagree with it."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+from rattler import MatchSpec, VersionSpec
+from rattler import Version as CondaVersion
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CONSTRAINTS = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line[:1].isalnum()]
+PINNED = {pin.name.lower(): next(iter(pin.specifier)).version for pin in CONSTRAINTS}
+FILES = ("environment.yml", "environment-cpu.yml")
+CONDA_NAMES = {
+    "environment.yml": {"torch": "pytorch-gpu", "transformer-engine": "transformer-engine-torch"},
+    "environment-cpu.yml": {"torch": "pytorch-cpu"},
+}
+"""Where conda-forge calls a distribution by another name than the Python index, apart from upper case."""
+
+
+def load(file: str) -> dict:
+    return yaml.safe_load((ROOT / file).read_text())
+
+
+def specs_of(file: str) -> dict[str, MatchSpec]:
+    specs = [MatchSpec(entry) for entry in load(file)["dependencies"] if isinstance(entry, str)]
+    assert len({spec.name.normalized for spec in specs}) == len(specs), "a package is named twice"
+    return {spec.name.normalized: spec for spec in specs}
+
+
+def wanted(file: str) -> list[Requirement]:
+    """What pyproject asks for on such a machine: the package itself and everything its tests use."""
+    extras = ["dev", "oracles", *(["gpu"] if file == "environment.yml" else [])]
+    lines = PROJECT["dependencies"] + [line for extra in extras for line in PROJECT["optional-dependencies"][extra]]
+    return [Requirement(line) for line in lines]
+
+
+def probes(requirement: Requirement) -> set[str]:
+    """Versions at and just below each bound of a requirement, and the pinned one."""
+    versions = {PINNED[requirement.name.lower()]}
+    for specifier in requirement.specifier:
+        release = [*Version(specifier.version).release, 0, 0][:3]
+        versions |= {specifier.version, ".".join(map(str, [release[0], max(release[1] - 1, 0), 999]))}
+    return versions
+
+
+def admits(spec: MatchSpec, version: str) -> bool:
+    return spec.version is None or VersionSpec(spec.version).matches(CondaVersion(version))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_dependency_is_named_in_a_range_that_agrees(file):
+    specs = specs_of(file)
+    for requirement in wanted(file):
+        name = CONDA_NAMES[file].get(requirement.name, requirement.name.lower())
+        assert name in specs, f"{file} lacks {name}, which pyproject.toml asks for"
+        pinned = PINNED[requirement.name.lower()]
+        assert admits(specs[name], pinned), f"{file}: {specs[name]} refuses {pinned}, the version of constraints.txt"
+        for version in probes(requirement):
+            assert not admits(specs[name], version) or requirement.specifier.contains(version), (
+                f"{file}: {specs[name]} admits {version}, pyproject.toml asks for {requirement}"
+            )
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_nothing_is_named_that_pyproject_does_not_ask_for(file):
+    known = {CONDA_NAMES[file].get(r.name, r.name.lower()) for r in wanted(file)} | {"python", "pip", "make", "git"}
+    assert set(specs_of(file)) == known
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_python_range_agrees(file):
+    spec = specs_of(file)["python"]
+    assert PROJECT["requires-python"] == ">=3.11"
+    assert [admits(spec, version) for version in ("3.10.14", "3.11.0", "3.12.4")] == [False, True, True]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_conda_forge_is_the_only_channel(file):
+    assert load(file)["channels"] == ["conda-forge", "nodefaults"]
+    assert all(spec.channel is None for spec in specs_of(file).values())
+
+
+def test_only_the_gpu_environment_brings_cuda():
+    assert {"pytorch-gpu", "transformer-engine-torch"} <= set(specs_of("environment.yml"))
+    assert not any("gpu" in name or "transformer-engine" in name for name in specs_of("environment-cpu.yml"))

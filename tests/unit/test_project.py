@@ -1,0 +1,152 @@
+"""Rules of the repository that users rely on: pins are complete, chapters are stored as they ran, nothing is stray."""
+
+import json
+import re
+import statistics
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+CHAPTERS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+each_chapter = pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+
+
+# ---- installation ----
+
+
+def pins() -> dict[str, str]:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9a-z.]*", line) for line in lines), "one name==version a line"
+    names = [canonicalize_name(line.split("==")[0]) for line in lines]
+    assert len(set(names)) == len(names), "a package is pinned twice"
+    return dict(zip(names, (line.split("==")[1] for line in lines)))
+
+
+def closure(name: str, extras: tuple[str, ...]) -> set[str]:
+    """Everything that an installation of `name[extras]` brings on this machine."""
+    seen: set[tuple[str, tuple[str, ...]]] = set()
+    todo = [(name, extras)]
+    while todo:
+        package, wanted = todo.pop()
+        if (package, wanted) in seen:
+            continue
+        seen.add((package, wanted))
+        for line in metadata.requires(package) or []:
+            requirement = Requirement(line)
+            applies = (requirement.marker is None) or any(
+                requirement.marker.evaluate({"extra": extra}) for extra in ("", *wanted)
+            )
+            if applies:
+                todo.append((canonicalize_name(requirement.name), tuple(sorted(requirement.extras))))
+    return {package for package, _ in seen} - {name}
+
+
+def test_every_direct_and_transitive_dependency_is_pinned_to_what_is_installed():
+    pinned = pins()
+    needed = closure("labkit", ("dev", "oracles")) | {"megatron-core"}
+    assert not needed - set(pinned), "not in constraints.txt"
+    installed = {name: metadata.version(name).split("+")[0] for name in needed}
+    assert installed == {name: pinned[name] for name in needed}
+
+
+def test_nothing_of_one_machine_is_written_into_the_set_up():
+    files = ["Makefile", "constraints.txt", "pyproject.toml", ".ci/run", "environment.yml", "environment-cpu.yml"]
+    for file in files:
+        text = (ROOT / file).read_text()
+        assert not re.search(r"file://|/opt/|/work/|/root/|--extra-index-url|--find-links", text), file
+
+
+def test_makefile_explains_every_target():
+    shown = subprocess.run(["make", "-s"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert targets is not None
+    assert {line.split()[0] for line in shown.splitlines()} == set(targets[1].split())
+
+
+def test_contributing_stays_short():
+    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) < 60
+
+
+# ---- chapters ----
+
+
+def load(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def code_cells(path: Path) -> list[dict]:
+    return [cell for cell in load(path)["cells"] if cell["cell_type"] == "code"]
+
+
+def source(cell: dict) -> str:
+    return "".join(cell["source"])
+
+
+def texts(cell: dict) -> list[str]:
+    """Every text that a cell put out."""
+    found = []
+    for output in cell["outputs"]:
+        found.append("".join(output.get("text", "")))
+        found += ["".join(value) for kind, value in output.get("data", {}).items() if kind.startswith("text/")]
+    return found
+
+
+@each_chapter
+def test_chapter_keeps_its_outputs_and_ran_in_order(path):
+    counts = [cell["execution_count"] for cell in code_cells(path) if source(cell).strip()]
+    assert counts == list(range(1, len(counts) + 1))
+    assert sum(bool(cell["outputs"]) for cell in code_cells(path)) >= 5
+    assert any("image/png" in output.get("data", {}) for cell in code_cells(path) for output in cell["outputs"])
+
+
+@each_chapter
+def test_chapter_keeps_no_error_no_widget_state_and_no_timings(path):
+    notebook = load(path)
+    assert "widgets" not in notebook["metadata"] and "papermill" not in notebook["metadata"]
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+    for cell in notebook["cells"]:
+        assert not {"execution", "papermill", "ExecuteTime"} & set(cell["metadata"])
+        assert not any(output["output_type"] == "error" for output in cell.get("outputs", []))
+
+
+@each_chapter
+def test_chapter_is_small(path):
+    assert path.stat().st_size < 500_000
+    lines = [len(source(cell).splitlines()) for cell in code_cells(path)]
+    assert max(lines) <= 12, f"cell {lines.index(max(lines)) + 1} has {max(lines)} lines"
+    assert statistics.median(lines) <= 6
+
+
+@each_chapter
+def test_chapter_has_one_cell_of_documented_parameters(path):
+    tagged = [cell for cell in code_cells(path) if "parameters" in cell["metadata"].get("tags", [])]
+    assert len(tagged) == 1
+    lines = [line for line in source(tagged[0]).splitlines() if line.strip() and not line.startswith("#")]
+    assert all(re.fullmatch(r"\w+: [\w\[\], |]+ = .+  # .+", line) for line in lines), "name: type = value  # help"
+    assert {"world_size", "device", "backend"} <= {line.split(":")[0] for line in lines}
+
+
+@each_chapter
+def test_chapter_shows_no_memory_address_and_no_path_of_this_machine(path):
+    for cell in code_cells(path):
+        for text in texts(cell):
+            assert not re.search(r" at 0x[0-9a-f]{6,}|/tmp/|/home/|/root/|/work/", text), text[:200]
+
+
+@each_chapter
+def test_every_picture_says_its_sentence(path):
+    """A picture's text/plain is a sentence with a number, not matplotlib's `<Figure size 640x480 with 1 Axes>`."""
+    for cell in code_cells(path):
+        for output in cell["outputs"]:
+            if "image/png" in output.get("data", {}):
+                sentence = "".join(output["data"].get("text/plain", ""))
+                assert re.search(r"\d", sentence) and not sentence.startswith("<"), sentence
+
+
+def test_chapters_are_there():
+    assert CHAPTERS, "no chapter in notebooks/"
