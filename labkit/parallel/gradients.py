@@ -108,7 +108,7 @@ def global_grad_norm(chunks: Sequence[nn.Module], groups: ParallelGroups) -> flo
     device = next((p.device for p in _parameters(chunks)), torch.device("cpu"))
     total = torch.zeros(1, dtype=torch.float64, device=device)
     if grads:
-        norms = torch._foreach_norm(grads, 2)
+        norms = torch._foreach_norm(grads, 2)  # pyright: ignore[reportPrivateImportUsage]
         total += torch.stack([norm.double() for norm in norms]).square().sum()
     with comm_scope(layer="norm", phase="gradients"):
         return math.sqrt(sum(collectives.all_gather(total, groups.mp).tolist()))
@@ -127,5 +127,6 @@ def clip_grad_norm(chunks: Sequence[nn.Module], groups: ParallelGroups, max_norm
     norm = global_grad_norm(chunks, groups)
     factor = max_norm / (norm + 1e-6)
     if factor < 1.0 and math.isfinite(norm):
-        torch._foreach_mul_([_main_grad(p) for p in _parameters(chunks)], factor)
+        grads = [_main_grad(p) for p in _parameters(chunks)]
+        torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
     return norm

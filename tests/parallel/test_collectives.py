@@ -7,15 +7,15 @@ import time
 import pytest
 import torch
 
-from labkit.config import ParallelConfig
 from labkit.events import recording
 from labkit.launch import RankError, run
-from labkit.parallel import CommLedger, Group, comm_scope, delayed, dropped, initialize_model_parallel
+from labkit.parallel import CommLedger, Group, comm_scope, delayed, dropped
 from labkit.parallel import collectives as c
 
 
 def whole_world() -> Group:
-    return initialize_model_parallel(ParallelConfig(tp=torch.distributed.get_world_size())).tp
+    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    return Group("tp", tuple(range(size)), rank, torch.distributed.group.WORLD)
 
 
 def check_definitions() -> None:
@@ -54,8 +54,8 @@ def check_definitions() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_each_operation_computes_its_definition(world_size: int) -> None:
-    run(check_definitions, world_size)
+def test_each_operation_computes_its_definition(on_ranks, world_size: int) -> None:
+    on_ranks(check_definitions, world_size)
 
 
 def test_the_checked_collectives_of_the_debug_switch_compute_the_same() -> None:
@@ -76,8 +76,8 @@ def sums_of_random_numbers() -> list[bytes]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_sums_are_bit_equal_on_all_ranks_and_when_repeated(world_size: int) -> None:
-    by_rank = run(sums_of_random_numbers, world_size)
+def test_sums_are_bit_equal_on_all_ranks_and_when_repeated(on_ranks, world_size: int) -> None:
+    by_rank = on_ranks(sums_of_random_numbers, world_size)
     assert all(results == by_rank[0] for results in by_rank)
     half = len(by_rank[0]) // 2
     assert by_rank[0][:half] == by_rank[0][half:]
@@ -96,8 +96,8 @@ def round_once() -> None:
     assert torch.equal(c.all_gather(c.reduce_scatter(padded, group), group)[:257], in_float32)
 
 
-def test_half_precision_sums_are_rounded_once() -> None:
-    run(round_once, 4)
+def test_half_precision_sums_are_rounded_once(on_ranks) -> None:
+    on_ranks(round_once, 4)
 
 
 def conjugate_properties() -> None:
@@ -123,8 +123,10 @@ def conjugate_properties() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_all_reduce_is_reduce_scatter_then_all_gather_and_all_to_all_is_its_own_inverse(world_size: int) -> None:
-    run(conjugate_properties, world_size)
+def test_all_reduce_is_reduce_scatter_then_all_gather_and_all_to_all_is_its_own_inverse(
+    on_ranks, world_size: int
+) -> None:
+    on_ranks(conjugate_properties, world_size)
 
 
 def messages_beside_collectives() -> None:
@@ -141,8 +143,8 @@ def messages_beside_collectives() -> None:
         transfer.wait()
 
 
-def test_messages_keep_their_order_and_never_mix_with_collectives_of_the_same_two_ranks() -> None:
-    run(messages_beside_collectives, 2)
+def test_messages_keep_their_order_and_never_mix_with_collectives_of_the_same_two_ranks(on_ranks) -> None:
+    on_ranks(messages_beside_collectives, 2)
 
 
 def recorded() -> tuple[list[tuple], str]:
@@ -166,8 +168,8 @@ def recorded() -> tuple[list[tuple], str]:
     return records, ledger.table()
 
 
-def test_the_ledger_books_each_call_once_under_its_scope_and_nothing_for_a_group_of_one() -> None:
-    for records, table in run(recorded, 2):
+def test_the_ledger_books_each_call_once_under_its_scope_and_nothing_for_a_group_of_one(on_ranks) -> None:
+    for records, table in on_ranks(recorded, 2):
         assert records == [
             ("all_reduce", "tp", 2, 32, "float32", "layers.3.mlp", "forward"),
             ("all_gather", "tp", 2, 24, "float64", "layers.3.mlp.fc2", "backward"),
@@ -199,8 +201,8 @@ def with_hooks() -> float:
     return issued
 
 
-def test_hooks_drop_or_delay_the_calls_they_name_and_no_other() -> None:
-    assert max(run(with_hooks, 2)) < 0.05
+def test_hooks_drop_or_delay_the_calls_they_name_and_no_other(on_ranks) -> None:
+    assert max(on_ranks(with_hooks, 2)) < 0.05
 
 
 def events_of_calls() -> None:
@@ -222,8 +224,8 @@ def events_of_calls() -> None:
     assert gathered.end == waited.end
 
 
-def test_events_run_from_issue_to_completion_and_waits_only_while_blocked() -> None:
-    run(events_of_calls, 2)
+def test_events_run_from_issue_to_completion_and_waits_only_while_blocked(on_ranks) -> None:
+    on_ranks(events_of_calls, 2)
 
 
 def test_a_group_of_size_one_is_the_identity() -> None:

@@ -1,0 +1,79 @@
+"""Weights depend on (seed, name, shape) and on nothing else; parts and wholes are each other's inverse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from labkit.parallel import Group
+from labkit.parallel.weights import draw, gather_parameter, make_parameter, parameter_seed, tensor_part
+
+
+def member(rank: int, size: int) -> Group:
+    return Group("tp", tuple(range(size)), rank)
+
+
+@given(
+    size=st.sampled_from([1, 2, 3, 4]), stride=st.sampled_from([1, 2, 3]), rows=st.integers(1, 3), dim=st.integers(0, 1)
+)
+def test_the_parts_of_all_ranks_hold_every_element_once(size: int, stride: int, rows: int, dim: int) -> None:
+    shape = [5, 5]
+    shape[dim] = rows * size * stride
+    full = torch.arange(shape[0] * shape[1]).view(shape)
+    parts = [tensor_part(full, rank, size, dim, stride) for rank in range(size)]
+    assert sorted(torch.cat([part.flatten() for part in parts]).tolist()) == full.flatten().tolist()
+    # Each of the stacked blocks is cut by itself: rank r's part consists of the blocks' r-th slices, in their order.
+    for rank, part in enumerate(parts):
+        slices = [block.chunk(size, dim=dim)[rank] for block in full.chunk(stride, dim=dim)]
+        assert torch.equal(part, torch.cat(slices, dim=dim))
+
+
+def test_swiglu_halves_stay_halves_on_each_rank() -> None:
+    gate, up = torch.zeros(4, 1), torch.ones(4, 1)
+    part = tensor_part(torch.cat([gate, up]), 1, 2, 0, stride=2)
+    assert part.flatten().tolist() == [0, 0, 1, 1]
+
+
+def test_ranks_hold_slices_of_the_tensor_that_one_process_draws() -> None:
+    whole = make_parameter("a.weight", (8, 6), seed=3, std=0.5)
+    for dim in (0, 1):
+        parts = [
+            make_parameter("a.weight", (8, 6), seed=3, std=0.5, group=member(r, 2), partition_dim=dim) for r in (0, 1)
+        ]
+        assert torch.equal(torch.cat([p.detach() for p in parts], dim=dim), whole.detach())
+        assert all(p.tensor_model_parallel and p.partition_dim == dim and p.full_shape == (8, 6) for p in parts)
+    assert not whole.tensor_model_parallel
+    assert whole.partition_dim == -1
+
+
+def test_name_and_seed_choose_the_numbers_and_precision_only_rounds_them() -> None:
+    a = draw("a", (1000,), seed=0, std=1.0)
+    assert torch.equal(a, draw("a", (1000,), seed=0, std=1.0))
+    assert not torch.equal(a, draw("b", (1000,), seed=0, std=1.0))
+    assert not torch.equal(a, draw("a", (1000,), seed=1, std=1.0))
+    assert parameter_seed(1, "2/a") != parameter_seed(12, "a")
+    half = make_parameter("a", (1000,), seed=0, std=1.0, dtype=torch.bfloat16)
+    assert torch.equal(half.detach(), a.bfloat16())
+    assert abs(float(a.mean())) < 0.15 and abs(float(a.std()) - 1.0) < 0.1
+    state = torch.get_rng_state()
+    draw("a", (10,), seed=0, std=1.0)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_padding_is_zero_and_moves_no_real_row() -> None:
+    whole = make_parameter("e", (10, 3), seed=0, std=1.0)
+    last = make_parameter("e", (10, 3), seed=0, std=1.0, group=member(1, 2), partition_dim=0, padded_rows=16)
+    assert torch.equal(last.detach()[:2], whole.detach()[8:])
+    assert not last.detach()[2:].any()
+    assert last.full_shape == (10, 3)
+    padded = make_parameter("e", (10, 3), seed=0, std=1.0, padded_rows=16)
+    assert torch.equal(gather_parameter(padded, padded, member(0, 1)), whole.detach())
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="either std or fill, got std=None, fill=None"):
+        make_parameter("a", (2,))
+    with pytest.raises(ValueError, match="7 must be a multiple of 2"):
+        make_parameter("a", (7, 4), std=1.0, group=member(0, 2), partition_dim=0)
