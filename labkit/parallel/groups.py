@@ -191,8 +191,9 @@ def initialize_model_parallel(
     `rank` and `world_size` (the ranks of the layout, default: all from `config.rank_offset` on) come from
     torch.distributed. In a process without it the groups hold their ranks and no process group: of one rank by default,
     of any rank of any world where both are given.
-    Raises ValueError as `rank_generators` does, where this rank is not in the layout, and where
-    `config.distributed_backend` names another backend than the running one.
+    A layout on part of the ranks (`rank_offset`) is called by its ranks alone; because of the count above, later
+    groups may not mix its ranks with others. Raises ValueError as `rank_generators` does, where this rank is not in
+    the layout, and where `config.distributed_backend` names another backend than the running one.
     """
     live = dist.is_initialized() and rank in (None, dist.get_rank())
     rank = rank if rank is not None else (dist.get_rank() if live else config.rank_offset)
