@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from labkit.launch import forkserver
+from labkit.launch import Ranks, forkserver
 
 
 def processes():
@@ -96,3 +96,18 @@ def family():
     for pid in left:
         os.kill(pid, 9)
     assert left == [], "processes of the program are still there"
+
+
+@pytest.fixture(scope="module")
+def on_ranks():
+    """`on_ranks(fn, world_size, *args)`: like `labkit.launch.run`, on ranks that the tests of one module share."""
+    pools = {}
+
+    def call(fn, world_size, *args):
+        if world_size not in pools:
+            pools[world_size] = Ranks(world_size)
+        return pools[world_size].run(fn, *args)
+
+    yield call
+    for ranks in pools.values():
+        ranks.close()
