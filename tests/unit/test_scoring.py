@@ -1,0 +1,81 @@
+"""check() never raises on a wrong answer and says in one sentence what was given, expected and got."""
+
+import numpy as np
+import pytest
+
+from labkit.check import check, exercises
+from labkit.check.scoring import MAX_SHOWN, Score, compare, holds, shown
+
+
+def test_score_of_a_right_answer_and_its_repr() -> None:
+    def answer(inner: str, outer: str) -> str:
+        middle = ({"tp", "dp", "pp"} - {inner, outer}).pop()
+        return f"{inner}-{middle}-{outer}"
+
+    score = check("01.order", answer)
+    assert bool(score) and repr(score) == "01.order: 4/4"
+
+
+def test_failed_cases_are_sentences() -> None:
+    lines = repr(check("01.groups", lambda order, sizes, token: [[0]])).splitlines()
+    assert lines[0] == "01.groups: 0/8"
+    assert lines[1] == "  - Given tp 2, dp 2 and token tp, expected [[0, 1], [2, 3]], got [[0]]."
+
+
+@pytest.mark.parametrize("answer", [None, 3, "tp", lambda: None, [], exit, lambda *a: 1 / 0, lambda *a: exit(3)])
+@pytest.mark.parametrize("name", ["01.groups", "01.order"])
+def test_nonsense_scores_zero_and_never_raises(name: str, answer: object) -> None:
+    score = check(name, answer)
+    assert not score.ok and score.passed == 0
+    assert "\n" not in str(score.outcomes[0])
+
+
+def test_an_exception_of_the_learner_is_shown() -> None:
+    def answer(order: str, sizes: dict, token: str) -> list:
+        raise KeyError("stride of dp")
+
+    assert "got KeyError: 'stride of dp'." in repr(check("01.groups", answer))
+
+
+def test_an_answer_may_change_its_arguments_without_spoiling_later_cases() -> None:
+    def answer(order: str, sizes: dict, token: str) -> list:
+        sizes.clear()
+        return []
+
+    assert check("01.groups", answer).passed == check("01.groups", answer).passed == 0
+
+
+def test_unknown_exercises_are_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ValueError, match=r"there is no exercise '01.group'; did you mean '01.groups'\?"):
+        check("01.group", None)
+    with pytest.raises(ValueError, match="there are 0"):
+        check("zzz", None)
+
+
+def test_values_compare_as_a_learner_means_them() -> None:
+    assert compare("x", [[0, 1]], lambda: np.array([[0, 1]])).passed
+    assert compare("x", [[0, 1]], lambda: [(0, 1)]).passed
+    assert compare("x", [0, 1], lambda: range(2)).passed
+    assert not compare("x", [0, 1], lambda: [1, 0]).passed
+    assert compare("x", 0.3, lambda: 0.1 + 0.2, equal=lambda a, b: abs(a - b) < 1e-12).passed
+
+
+def test_claims_pass_only_on_true() -> None:
+    assert holds("x", "no deadlock", lambda: True).passed
+    failed = holds("x", "no deadlock", lambda: "rank 1 waits for rank 0")
+    assert str(failed) == "Given x, expected no deadlock, got rank 1 waits for rank 0."
+    assert not holds("x", "no deadlock", lambda: "").passed
+    assert not holds("x", "no deadlock", lambda: 1 / 0).passed
+
+
+def test_long_values_are_cut_in_the_middle() -> None:
+    text = shown(list(range(1000)))
+    assert len(text) <= MAX_SHOWN and text.startswith("[0, 1") and text.endswith("999]")
+
+
+def test_a_score_without_cases_is_no_pass() -> None:
+    assert not Score("00.none", ()).ok
+
+
+def test_exercises_of_one_chapter() -> None:
+    assert set(exercises("01")) == {"01.groups", "01.order"}
