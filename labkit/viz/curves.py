@@ -1,0 +1,110 @@
+"""Loss curves: several runs over the same steps, and how far they lie apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from labkit.viz.figure import Figure
+from labkit.viz.style import SEQUENCE, new_figure, styled
+
+_LINES = (("-", 3.2), ("--", 1.6), (":", 2.2), ("-.", 1.4))
+"""Line style and width by curve: the first is broad, so that a curve on top of it leaves its edges to be seen."""
+_LEAST = 1e-17
+"""Where the logarithmic axis of differences begins; exact agreement is drawn there."""
+
+
+def loss_curves(
+    curves: Mapping[str, Sequence[float]],
+    *,
+    levels: Mapping[str, float] | None = None,
+    tolerance: float | None = None,
+    title: str = "Training loss",
+) -> Figure:
+    """Losses by step, one line per run; below them each run's relative difference from the first.
+
+    curves: name -> loss of steps 0, 1, ... in nats a token.
+    levels: horizontal lines to compare with, such as the unigram entropy.
+    tolerance: largest relative difference that counts as the same; the lower panel shows it, the sentence says whether
+        it holds. None draws no lower panel.
+    Raises ValueError without curves, for an empty curve, and where a tolerance is given for curves that cannot be
+    compared step by step.
+    """
+    if not curves or not all(len(values) for values in curves.values()):
+        raise ValueError("loss_curves needs at least one curve with at least one loss")
+    compared = _relative_differences(curves) if tolerance is not None else {}
+    with styled():
+        fig = new_figure(7.2, 4.2 if compared else 3.0)
+        ratios = (3, 1) if compared else (1,)
+        panels = fig.subplots(len(ratios), 1, sharex=True, height_ratios=ratios, squeeze=False)[:, 0]
+        _draw_curves(panels[0], curves, levels or {}, title)
+        if compared:
+            _draw_differences(panels[1], compared, list(curves), tolerance or 0.0)
+        panels[-1].set_xlabel("optimizer step")
+    return Figure(fig, _sentence(curves, levels or {}, compared, tolerance, title))
+
+
+def _relative_differences(curves: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
+    """|loss - first| / |first| by step, for every curve but the first."""
+    first = np.asarray(next(iter(curves.values())), dtype=float)
+    others = {name: np.asarray(values, dtype=float) for name, values in list(curves.items())[1:]}
+    lengths = {name: len(values) for name, values in curves.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"curves of {lengths} steps cannot be compared step by step; cut them to the same steps")
+    return {name: np.abs(values - first) / np.abs(first) for name, values in others.items()}
+
+
+def _draw_curves(axes: Any, curves: Mapping[str, Sequence[float]], levels: Mapping[str, float], title: str) -> None:
+    for number, (name, losses) in enumerate(curves.items()):
+        style, width = _LINES[number % len(_LINES)]
+        marker = "o" if len(losses) == 1 else None
+        axes.plot(range(len(losses)), losses, style, color=SEQUENCE[number % 8], lw=width, marker=marker, label=name)
+    for name, value in levels.items():
+        axes.axhline(value, color="#666666", lw=0.9, ls=(0, (6, 2)))
+        axes.annotate(f"{name} {value:.2f}", (1, value), xycoords=("axes fraction", "data"), xytext=(-2, 3),
+                      textcoords="offset points", ha="right", fontsize=8, color="#444444")  # fmt: skip
+    axes.set_title(title, loc="left")
+    axes.set_ylabel("nats a token")
+    axes.grid(axis="y")
+    axes.margins(x=0.01)
+    axes.legend(loc="upper right", bbox_to_anchor=(1.0, 1.0))
+
+
+def _draw_differences(axes: Any, differences: Mapping[str, np.ndarray], names: list[str], tolerance: float) -> None:
+    largest = tolerance
+    for name, values in differences.items():
+        number = names.index(name)
+        axes.plot(np.maximum(values, _LEAST), ".", color=SEQUENCE[number % 8], ms=4)
+        largest = max(largest, float(values.max()))
+    axes.axhline(tolerance, color="#666666", lw=0.9, ls=(0, (6, 2)))
+    axes.annotate(f"tolerance {tolerance:.0e}", (1, tolerance), xycoords=("axes fraction", "data"), xytext=(-2, 3),
+                  textcoords="offset points", ha="right", fontsize=8, color="#444444")  # fmt: skip
+    floor = min((float(v[v > 0].min()) for v in differences.values() if (v > 0).any()), default=_LEAST)
+    axes.set(yscale="log", ylim=(max(_LEAST, floor / 10), largest * 50))
+    axes.set_ylabel(f"relative to\n{names[0]}")
+    axes.grid(axis="y")
+
+
+def _sentence(
+    curves: Mapping[str, Sequence[float]],
+    levels: Mapping[str, float],
+    differences: Mapping[str, np.ndarray],
+    tolerance: float | None,
+    title: str,
+) -> str:
+    runs = "; ".join(f"{name} {values[0]:.2f} to {values[-1]:.2f}" for name, values in curves.items())
+    parts = [f"{title} over {max(map(len, curves.values()))} steps: {runs}"]
+    if differences and tolerance is not None:
+        apart = {name: float(values.max()) for name, values in differences.items()}
+        worst = max(apart, key=lambda name: apart[name])
+        if apart[worst] <= tolerance:
+            parts.append(f"no step differs by more than {tolerance:.0e} of the loss")
+        else:
+            parts.append(f"{worst} differs from {next(iter(curves))} by up to {apart[worst]:.1e} of the loss")
+    for name, value in levels.items():
+        last = [values[-1] for values in curves.values()]
+        where = "below" if max(last) < value else "not below" if min(last) >= value else "partly below"
+        parts.append(f"the last lies {where} the {name}, {value:.2f}")
+    return "; ".join(parts) + "."

@@ -1,0 +1,49 @@
+"""Loss curves: what the sentence says is computed from the numbers, and what cannot be compared is refused."""
+
+import pytest
+
+from labkit.viz import loss_curves
+
+LOSSES = [4.0, 3.0, 2.0]
+
+
+def test_sentence_and_panels():
+    figure = loss_curves({"alone": LOSSES, "tp2": LOSSES}, levels={"unigram entropy": 2.5}, tolerance=1e-5)
+    assert figure.sentence == (
+        "Training loss over 3 steps: alone 4.00 to 2.00; tp2 4.00 to 2.00; no step differs by more than 1e-05 of the "
+        "loss; the last lies below the unigram entropy, 2.50."
+    )
+    upper, lower = figure.fig.axes
+    assert [line.get_label() for line in upper.get_lines()[:2]] == ["alone", "tp2"]
+    assert lower.get_yscale() == "log"
+
+
+def test_a_difference_beyond_the_tolerance_is_said_and_shown():
+    figure = loss_curves({"alone": LOSSES, "tp2": [4.0, 3.003, 2.0]}, tolerance=1e-5)
+    assert "tp2 differs from alone by up to 1.0e-03 of the loss" in figure.sentence
+    lower = figure.fig.axes[1]
+    assert max(lower.get_lines()[0].get_ydata()) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(("level", "where"), [(1.0, "not below"), (2.5, "below"), (2.0, "not below")])
+def test_levels(level, where):
+    figure = loss_curves({"alone": LOSSES}, levels={"entropy": level})
+    assert f"the last lies {where} the entropy, {level:.2f}" in figure.sentence
+    assert len(figure.fig.axes) == 1
+
+
+def test_one_step_is_drawn():
+    assert "over 1 steps" in loss_curves({"alone": [1.0]}).sentence
+
+
+@pytest.mark.parametrize(
+    ("curves", "message"),
+    [
+        ({}, "at least one curve"),
+        ({"alone": []}, "at least one loss"),
+        ({"alone": LOSSES, "tp2": LOSSES[:2]}, "cannot be compared"),
+    ],
+)
+def test_refusals(curves, message):
+    with pytest.raises(ValueError, match=message):
+        loss_curves(curves, tolerance=1e-5)
