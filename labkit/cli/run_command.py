@@ -116,6 +116,7 @@ def _run(chapter: Chapter, timeout: float, *, html: bool) -> list[Path]:
 
     import papermill
     from papermill.exceptions import PapermillExecutionError
+    from traitlets.config import Config
 
     from labkit.cli.command_line import CommandFailedError
 
@@ -131,11 +132,13 @@ def _run(chapter: Chapter, timeout: float, *, html: bool) -> list[Path]:
                 kernel_name="python3",
                 progress_bar={"desc": chapter.source.stem, "unit": "cell"},  # pyright: ignore[reportArgumentType]
                 execution_timeout=int(timeout),
+                config=Config({"KernelManager": {"transport": "ipc"}}),  # sockets in a folder of ours, no open ports
             )
         except PapermillExecutionError as error:
             what = _without_colours(f"{error.ename}: {error.evalue}")
+            cell = str(error.source).strip().partition("\n")[0]
             raise CommandFailedError(
-                f"chapter {chapter.source.stem} failed in cell {error.exec_count}: {what}\n  see {chapter.target}"
+                f"{chapter.source.stem} failed in the cell that begins `{cell}`\n  {what}\n  see {chapter.target}"
             ) from None
     print(f"{chapter.source.stem}: done in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     return [chapter.target, _html(chapter.target)] if html else [chapter.target]

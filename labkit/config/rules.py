@@ -110,9 +110,7 @@ def _model(found: _Findings) -> None:
         if found.sound(name) and value is not None and value % tp:
             rule = f"must be a multiple of parallel.tp = {tp}, which splits it over ranks"
             found.add(name, f"{rule}; choose tp from {_divisors(value)}, or {name} = {_up(value, tp)}")
-    if (got := found.get("model.ffn_hidden", "model.hidden")) and got[0] is None and (4 * got[1]) % tp:
-        rule = f"the MLP's width, 4 x hidden = {4 * got[1]}, must be a multiple of parallel.tp = {tp}"
-        found.add("model.ffn_hidden", f"{rule}; set a width that is")
+    # The MLP's usual width, 4 x hidden, follows: heads divides hidden and tp divides heads.
     _sequence(found)
 
 

@@ -17,8 +17,10 @@ from labkit.config.errors import ConfigError, shown
 from labkit.config.fields import Entry, resolve
 from labkit.config.sections import SECTIONS
 
-MAX_BYTES = 1_000_000
+MAX_BYTES = 100_000
 """Largest configuration file that is read."""
+MAX_DEPTH = 20
+"""Deepest nesting that is read; a configuration has two levels."""
 
 _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?$"
@@ -33,10 +35,15 @@ class _StrictLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()
+        self.level = getattr(self, "level", 0) + 1
+        if self.level > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=event.start_mark)
         for name, words in (("anchor", "an anchor or alias"), ("tag", "a tag")):
             if getattr(event, name, None):
                 raise yaml.MarkedYAMLError(problem=f"{words} is not allowed here", problem_mark=event.start_mark)
-        return super().compose_node(parent, index)
+        node = super().compose_node(parent, index)
+        self.level -= 1
+        return node
 
 
 _StrictLoader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(~|null|Null|NULL|)$"), [*"~nN", ""])
@@ -90,8 +97,6 @@ def parse(text: str) -> tuple[list[Entry], list[str]]:
             return _walk(loader, node)
         finally:
             loader.dispose()
-    except RecursionError:
-        return [], ["is nested too deeply to be a configuration"]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f"line {mark.line + 1}: " if mark else ""

@@ -1,0 +1,346 @@
+"""The configuration: documented fields, typed overrides, aliases, strict YAML in both directions, presets, numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labkit.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, presets
+from labkit.config.field_docs import field_docs, section_docs
+from labkit.config.fields import ALIASES, SPECS, resolve
+from labkit.config.limits import CHOICES, RANGES
+from labkit.parallel.rank_generator import rank_generators
+
+
+def test_every_field_has_its_string_and_every_section_a_docstring() -> None:
+    docs = field_docs()
+    assert set(docs) == set(SPECS)
+    assert [name for name, doc in docs.items() if not doc.text.endswith((".", ";"))] == []
+    assert all(section_docs().values())
+
+
+def test_every_number_has_a_range_and_every_table_entry_a_field() -> None:
+    numeric = {name for name, spec in SPECS.items() if spec.kind in ("int", "float")}
+    assert numeric == set(RANGES)
+    assert {*RANGES, *CHOICES, *ALIASES.values()} <= set(SPECS)
+    assert not set(ALIASES) & {spec.name for spec in SPECS.values()}, "an alias must not shadow a field"
+
+
+def test_defaults_and_presets_are_sound() -> None:
+    assert RunConfig().problems() == []
+    for name in presets.names():
+        assert presets.get(name).problems() == [], name
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama_tiny"])
+def test_tiny_presets_fit_every_layout(name: str) -> None:
+    config = presets.get(name)
+    assert config.model.layers == 8 and config.model.heads % 4 == 0 and (config.model.kv_heads or 8) % 4 == 0
+    assert config.model.seq_length % 16 == 0 and config.model.vocab_size % (128 * 8) == 0
+    assert config.num_microbatches(1) >= 16
+    assert config.optim.eps == 1e-5 and config.optim.lr <= 1e-3
+    assert config.not_yet_trainable() == []
+    for tp in (1, 2, 4):
+        for pp in (1, 2, 4):
+            for dp in (1, 2):
+                layout = config.override({"parallel.tp": tp, "parallel.pp": pp})
+                assert layout.problems(tp * pp * dp) == []
+
+
+def test_tiny_vocabulary_is_the_bundled_tokenizers() -> None:
+    from labkit.data import load_tokenizer
+
+    assert load_tokenizer().get_vocab_size() == presets.tiny().model.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "billions"),
+    [(presets.table1, "1.2B", 1.2), (presets.table1, "2.5B", 2.5), (presets.table1, "4.2B", 4.2),
+     (presets.table1, "8.3B", 8.3), (presets.table2, "355M", 0.355), (presets.table2, "2.5B", 2.5),
+     (presets.table2, "8.3B", 8.3)],
+)  # fmt: skip
+def test_paper_rows_have_the_papers_sizes(table, row: str, billions: float) -> None:
+    m = table(row).model
+    weights = 12 * m.layers * m.hidden**2 + (51200 + m.seq_length) * m.hidden  # matrices and embeddings
+    assert weights / 1e9 == pytest.approx(billions, rel=0.03)
+
+
+def test_paper_batches_and_layouts() -> None:
+    assert presets.table1("8.3B").train.global_batch_size == 8
+    wide = presets.table1("8.3B", data_parallel=True)
+    assert wide.problems(512) == [] and wide.data_parallel_size(512) == 64
+    assert {row.hidden // row.heads for row in presets.TABLE_1.values()} == {96}
+    with pytest.raises(ConfigError, match=r"1\.2B, 2\.5B, 4\.2B, 8\.3B"):
+        presets.table1("9B")
+    with pytest.raises(ConfigError, match='did you mean "llama_tiny"'):
+        presets.get("lama_tiny")
+
+
+@pytest.mark.parametrize(("alias", "dotted"), ALIASES.items())
+def test_every_alias_sets_its_field_with_dash_and_underscore(alias: str, dotted: str) -> None:
+    spec = SPECS[dotted]
+    value = {"int": 2, "float": 0.5, "bool": True, "str": "x", "tuple[str, ...]": ["attn"]}[spec.kind]
+    expected = RunConfig().override({dotted: value})
+    assert RunConfig().override({alias: value}) == expected
+    assert RunConfig().override({alias.replace("_", "-"): value}) == expected
+    assert RunConfig().override({spec.section: {alias: value}}) == expected
+
+
+def test_override_takes_bare_names_sections_and_whole_sections() -> None:
+    config = RunConfig().override({"lr": 1, "parallel": {"tp": 2}, "model": ModelConfig(layers=6)})
+    assert (config.optim.lr, config.parallel.tp, config.model.layers) == (1.0, 2, 6)
+    assert isinstance(config.optim.lr, float)
+    assert RunConfig().override({"params_dtype": "bfloat16"}).optim.precision == "bf16"
+
+
+def test_override_leaves_rules_between_fields_to_validate() -> None:
+    config = presets.tiny().override({"parallel.tp": 3})
+    with pytest.raises(ConfigError, match=r"model\.heads = 8: must be a multiple of parallel\.tp = 3"):
+        config.validate()
+    assert config.override({"parallel.tp": 4}).validate(4).parallel.tp == 4
+
+
+def test_override_reports_everything_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        presets.tiny().override(
+            {"paralel.tp": 3, "path": "x", "dp": 2, "lr": "fast", "optim": 3, "parallel.pp": 2, "pp": 4}
+        )
+    text = str(caught.value)
+    assert len(caught.value.problems) == 6
+    for part in ('did you mean "parallel.tp"', "schedule.path, data.path", "what is left of the world",
+                 "optim.lr = 'fast'", "optim = 3", "parallel.pp: given twice"):  # fmt: skip
+        assert part in text
+
+
+def test_a_field_of_another_section_is_pointed_out() -> None:
+    dotted, why = resolve("layers", "parallel")
+    assert dotted is None and '"model.layers"' in why
+
+
+def test_six_problems_make_one_error_with_six_lines() -> None:
+    config = presets.tiny().override(
+        {"tp": 3, "lr": -1.0, "order": "tp-xp", "model.activation": "relu", "micro_batch_size": 3, "pp": 3}
+    )
+    with pytest.raises(ConfigError) as caught:
+        config.validate()
+    names = sorted(problem.split(" = ")[0] for problem in caught.value.problems)
+    assert names == ["model.activation", "model.heads", "model.layers", "optim.lr", "parallel.order",
+                     "train.global_batch_size"]  # fmt: skip
+    assert str(caught.value).startswith("the configuration: 6 problems\n") and str(caught.value).count("\n") == 6
+
+
+def test_config_error_survives_a_pickle() -> None:
+    error = pickle.loads(pickle.dumps(ConfigError(["a", "b"], source="f.yaml")))
+    assert error.problems == ["a", "b"] and error.source == "f.yaml" and "2 problems" in str(error)
+
+
+def test_yaml_round_trip_of_presets(tmp_path) -> None:
+    for name in presets.names():
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(presets.get(name).to_yaml())
+        assert RunConfig.from_yaml(path) == presets.get(name)
+
+
+def _values(dotted: str) -> st.SearchStrategy:
+    """Sound values of one field by its type and range alone."""
+    spec = SPECS[dotted]
+    if dotted in CHOICES:
+        return st.sampled_from(CHOICES[dotted])
+    if spec.kind == "bool":
+        return st.booleans()
+    if spec.kind == "tuple[str, ...]":
+        return st.lists(st.text(max_size=5), max_size=3).map(tuple)
+    if spec.kind == "str":
+        return st.text(max_size=12)
+    if spec.kind == "int":
+        return st.integers(0, 2**31 - 1)
+    return st.floats(allow_nan=False, allow_infinity=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_typed_value_survives_yaml(data) -> None:
+    from labkit.config import fields, yaml_text
+
+    names = data.draw(st.lists(st.sampled_from(sorted(SPECS)), unique=True, max_size=8))
+    config = RunConfig().replaced({name: data.draw(_values(name), label=name) for name in names})
+    entries, unknown = yaml_text.parse(config.to_yaml())
+    values, bad = fields.convert_entries(entries)
+    assert unknown + bad == []
+    assert RunConfig().replaced(values) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "value"),
+    [("optim: {lr: 1e-4}", "lr", 1e-4), ("optim: {lr: 1E-4}", "lr", 1e-4), ("optim: {lr: .5}", "lr", 0.5),
+     ("optim: {lr: 3}", "lr", 3.0), ("lr: 1.e-3", "lr", 1e-3), ("learning: 1", None, None)],
+)  # fmt: skip
+def test_numbers_of_yaml(tmp_path, text: str, field: str | None, value: float | None) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    if field is None:
+        with pytest.raises(ConfigError, match="line 1: 'learning': unknown field"):
+            RunConfig.from_yaml(path)
+    else:
+        read = getattr(RunConfig.from_yaml(path).optim, field)
+        assert read == value and isinstance(read, float)
+
+
+def test_a_quoted_number_is_text(tmp_path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text('parallel:\n  tp: "8"\n')
+    with pytest.raises(ConfigError, match=r"line 2: parallel\.tp = '8': must be an integer, not text.*without quotes"):
+        RunConfig.from_yaml(path)
+
+
+def test_duplicate_keys_name_their_lines(tmp_path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "parallel:\n  tp: 2\n  pp: 2\n  tp: 4\noptim: {lr: 1}\noptim: {lr: 2}\nnum_layers: 2\nmodel: {layers: 4}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_yaml(path)
+    text = str(caught.value)
+    assert "line 4: 'parallel.tp': given twice, first in line 2" in text
+    assert "line 6: 'optim': given twice, first in line 5" in text
+    assert "line 8: model.layers: given twice, as num_layers and as model.layers" in text
+
+
+def test_from_yaml_lists_reading_and_rules_together(tmp_path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("parallel: {tp: 3}\nmodel: {heads: 8, hidden: 63}\ntrain: {stepz: 1}\n")
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_yaml(path)
+    unknown, hidden, heads = caught.value.problems
+    assert "line 3: 'train.stepz'" in unknown and hidden.startswith("model.hidden = 63") and "parallel.tp = 3" in heads
+    assert str(path) in str(caught.value)
+
+
+def test_from_yaml_lays_overrides_over_the_file(tmp_path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("parallel: {tp: 3}\n")
+    assert RunConfig.from_yaml(path, overrides={"tensor_model_parallel_size": 2}).parallel.tp == 2
+
+
+def test_an_empty_file_is_the_defaults(tmp_path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("# nothing set\nmodel:\n")
+    assert RunConfig.from_yaml(path) == RunConfig()
+
+
+def test_files_that_are_none(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        RunConfig.from_yaml(tmp_path / "missing.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        RunConfig.from_yaml(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"data: {path: caf\xe9}")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        RunConfig.from_yaml(tmp_path / "latin.yaml")
+    (tmp_path / "huge.yaml").write_bytes(b"#" * 100_001)
+    with pytest.raises(ConfigError, match="larger than 100,000 bytes"):
+        RunConfig.from_yaml(tmp_path / "huge.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        RunConfig.from_yaml("a\0b")
+
+
+_LAYOUT = {
+    "tp": st.sampled_from([1, 2, 4]), "pp": st.sampled_from([1, 2, 3]), "cp": st.sampled_from([1, 2]),
+    "ep": st.sampled_from([1, 2, 4]), "etp": st.sampled_from([None, 1, 2]),
+    "order": st.permutations(["tp", "cp", "ep", "dp", "pp"]).map("-".join),
+}  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.fixed_dictionaries(_LAYOUT), st.sampled_from([1, 2, 4, 6, 8, 12, 16, 24, 48]))
+def test_layout_rules_agree_with_the_rank_generators(layout: dict, world_size: int) -> None:
+    """A layout is refused here exactly if the generators of `labkit.parallel` refuse it."""
+    from labkit.config.rules import layout_problems
+
+    try:
+        rank_generators(world_size=world_size, **layout)
+        refused = False
+    except ValueError:
+        refused = True
+    assert bool(layout_problems(ParallelConfig(**layout), world_size)) == refused
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ok"),
+    [(1, True), (2, True), (8191, True), (100_000, True), (1_000_000, True), (2**31 - 1, True), (2**31, False),
+     (0, False), (-1, False), ("8", False), (True, False), (8.0, False), (2**80, False)],
+)  # fmt: skip
+def test_world_sizes(world_size, ok: bool) -> None:
+    config = RunConfig(train=dataclasses.replace(RunConfig().train, global_batch_size=LARGE.get(world_size, 1)))
+    found = config.problems(world_size)
+    assert (found == []) == ok, found
+    if not ok:
+        assert any(p.startswith("world_size = ") for p in found)
+
+
+LARGE = {w: w for w in (2, 8191, 100_000, 1_000_000, 2**31 - 1)}
+
+
+def test_smallest_world_size_and_derived_numbers() -> None:
+    assert ParallelConfig(tp=4, pp=2).smallest_world_size == 8
+    assert ParallelConfig(tp=2, cp=3, pp=2, ep=4, etp=1).smallest_world_size == 24
+    config = presets.tiny().override({"tp": 2, "pp": 2})
+    assert (config.data_parallel_size(8), config.num_microbatches(8)) == (2, 8)
+
+
+def test_not_yet_trainable_options_are_sound_but_named() -> None:
+    config = presets.tiny().override(
+        {"cp": 2, "sequence_parallel": True, "vpp": 2, "pp": 2, "distributed_optimizer": True}
+    )
+    assert config.problems(4) == []
+    sentences = config.not_yet_trainable()
+    assert [s.split(" = ")[0] for s in sentences] == [
+        "parallel.cp", "parallel.vpp", "parallel.sequence_parallel", "optim.distributed_optimizer",
+    ]  # fmt: skip
+
+
+def test_config_imports_no_torch() -> None:
+    code = (
+        "import sys, labkit.config as c; c.presets.tiny().validate();"
+        "print(sorted({'torch', 'numpy', 'jsonargparse'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+_PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | st.integers(), inner, max_size=3),
+    max_leaves=12,
+)
+_KEYS = st.sampled_from([*SPECS, *ALIASES, "model", "parallel", "optim", "x", "data.path"]) | st.text(max_size=8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(_KEYS, _PLAIN, max_size=6))
+def test_fuzzed_values_give_a_config_or_a_config_error(changes: dict) -> None:
+    try:
+        config = RunConfig().override(changes)
+        assert isinstance(config.problems(8), list)
+    except ConfigError as error:
+        assert error.problems
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text(max_size=60)
+    | st.text(alphabet="modelparti:{}[],&*!|>-'\"\n #?%@`~\t01e.", max_size=80)
+    | st.binary(max_size=60)
+)
+def test_fuzzed_files_give_a_config_or_a_config_error(tmp_path_factory, content) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzzed.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+    try:
+        assert isinstance(RunConfig.from_yaml(path), RunConfig)
+    except ConfigError as error:
+        assert error.problems
