@@ -38,6 +38,45 @@ _EXPORTS = {
         "reduce_scatter",
         "reduce_scatter_async",
     ),
+    "mappings": (
+        "copy_to_tensor_model_parallel_region",
+        "gather_from_sequence_parallel_region",
+        "gather_from_tensor_model_parallel_region",
+        "reduce_from_tensor_model_parallel_region",
+        "reduce_scatter_to_sequence_parallel_region",
+        "scatter_to_sequence_parallel_region",
+        "scatter_to_tensor_model_parallel_region",
+    ),
+    "layers": ("ColumnParallelLinear", "parallel_linear", "RowParallelLinear"),
+    "mlp": ("ParallelMLP", "swiglu"),
+    "weights": ("gather_parameter", "make_parameter", "tag_parameter", "tensor_part"),
+    "vocab": (
+        "linear_cross_entropy",
+        "padded_vocab_size",
+        "parallel_lm_logits",
+        "TokenIdError",
+        "vocab_parallel_cross_entropy",
+        "VocabParallelEmbedding",
+    ),
+    "random": ("model_parallel_seed", "RngTracker"),
+    "gradients": ("clip_grad_norm", "finalize_model_grads", "global_grad_norm"),
+    "p2p": (
+        "custom_backward",
+        "deallocate_output_tensor",
+        "exchange",
+        "p2p_communicator",
+        "P2PCommunicator",
+        "recv_backward",
+        "recv_forward",
+        "second_communicator",
+        "send_backward",
+        "send_backward_recv_backward",
+        "send_backward_recv_forward",
+        "send_forward",
+        "send_forward_backward_recv_forward_backward",
+        "send_forward_recv_backward",
+        "send_forward_recv_forward",
+    ),
     "data_parallel": ("NaiveDataParallel",),
 }
 """Module -> the names that this package offers from it."""
@@ -63,6 +102,9 @@ if TYPE_CHECKING:
     from labkit.parallel.collectives import reduce_scatter as reduce_scatter
     from labkit.parallel.collectives import reduce_scatter_async as reduce_scatter_async
     from labkit.parallel.data_parallel import NaiveDataParallel as NaiveDataParallel
+    from labkit.parallel.gradients import clip_grad_norm as clip_grad_norm
+    from labkit.parallel.gradients import finalize_model_grads as finalize_model_grads
+    from labkit.parallel.gradients import global_grad_norm as global_grad_norm
     from labkit.parallel.group_plan import GROUP_KINDS as GROUP_KINDS
     from labkit.parallel.group_plan import GROUP_TOKENS as GROUP_TOKENS
     from labkit.parallel.group_plan import all_groups as all_groups
@@ -72,11 +114,50 @@ if TYPE_CHECKING:
     from labkit.parallel.groups import ParallelGroups as ParallelGroups
     from labkit.parallel.groups import initialize_model_parallel as initialize_model_parallel
     from labkit.parallel.groups import single_process_groups as single_process_groups
+    from labkit.parallel.layers import ColumnParallelLinear as ColumnParallelLinear
+    from labkit.parallel.layers import RowParallelLinear as RowParallelLinear
+    from labkit.parallel.layers import parallel_linear as parallel_linear
     from labkit.parallel.ledger import CommLedger as CommLedger
     from labkit.parallel.ledger import CommRecord as CommRecord
     from labkit.parallel.ledger import comm_scope as comm_scope
     from labkit.parallel.ledger import delayed as delayed
     from labkit.parallel.ledger import dropped as dropped
+    from labkit.parallel.mappings import copy_to_tensor_model_parallel_region as copy_to_tensor_model_parallel_region
+    from labkit.parallel.mappings import gather_from_sequence_parallel_region as gather_from_sequence_parallel_region
+    from labkit.parallel.mappings import (
+        gather_from_tensor_model_parallel_region as gather_from_tensor_model_parallel_region,
+    )
+    from labkit.parallel.mappings import (
+        reduce_from_tensor_model_parallel_region as reduce_from_tensor_model_parallel_region,
+    )
+    from labkit.parallel.mappings import (
+        reduce_scatter_to_sequence_parallel_region as reduce_scatter_to_sequence_parallel_region,
+    )
+    from labkit.parallel.mappings import scatter_to_sequence_parallel_region as scatter_to_sequence_parallel_region
+    from labkit.parallel.mappings import (
+        scatter_to_tensor_model_parallel_region as scatter_to_tensor_model_parallel_region,
+    )
+    from labkit.parallel.mlp import ParallelMLP as ParallelMLP
+    from labkit.parallel.mlp import swiglu as swiglu
+    from labkit.parallel.p2p import P2PCommunicator as P2PCommunicator
+    from labkit.parallel.p2p import custom_backward as custom_backward
+    from labkit.parallel.p2p import deallocate_output_tensor as deallocate_output_tensor
+    from labkit.parallel.p2p import exchange as exchange
+    from labkit.parallel.p2p import p2p_communicator as p2p_communicator
+    from labkit.parallel.p2p import recv_backward as recv_backward
+    from labkit.parallel.p2p import recv_forward as recv_forward
+    from labkit.parallel.p2p import second_communicator as second_communicator
+    from labkit.parallel.p2p import send_backward as send_backward
+    from labkit.parallel.p2p import send_backward_recv_backward as send_backward_recv_backward
+    from labkit.parallel.p2p import send_backward_recv_forward as send_backward_recv_forward
+    from labkit.parallel.p2p import send_forward as send_forward
+    from labkit.parallel.p2p import (
+        send_forward_backward_recv_forward_backward as send_forward_backward_recv_forward_backward,
+    )
+    from labkit.parallel.p2p import send_forward_recv_backward as send_forward_recv_backward
+    from labkit.parallel.p2p import send_forward_recv_forward as send_forward_recv_forward
+    from labkit.parallel.random import RngTracker as RngTracker
+    from labkit.parallel.random import model_parallel_seed as model_parallel_seed
     from labkit.parallel.rank_generator import DEFAULT_ORDER as DEFAULT_ORDER
     from labkit.parallel.rank_generator import MAX_LISTED_RANKS as MAX_LISTED_RANKS
     from labkit.parallel.rank_generator import RankGenerator as RankGenerator
@@ -87,6 +168,16 @@ if TYPE_CHECKING:
     )
     from labkit.parallel.rank_generator import prefix_product as prefix_product
     from labkit.parallel.rank_generator import rank_generators as rank_generators
+    from labkit.parallel.vocab import TokenIdError as TokenIdError
+    from labkit.parallel.vocab import VocabParallelEmbedding as VocabParallelEmbedding
+    from labkit.parallel.vocab import linear_cross_entropy as linear_cross_entropy
+    from labkit.parallel.vocab import padded_vocab_size as padded_vocab_size
+    from labkit.parallel.vocab import parallel_lm_logits as parallel_lm_logits
+    from labkit.parallel.vocab import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from labkit.parallel.weights import gather_parameter as gather_parameter
+    from labkit.parallel.weights import make_parameter as make_parameter
+    from labkit.parallel.weights import tag_parameter as tag_parameter
+    from labkit.parallel.weights import tensor_part as tensor_part
 
 
 def __getattr__(name: str) -> Any:
