@@ -1,0 +1,162 @@
+"""Finalisation, global norm and clipping over tp x pp x dp, against the gradient of the whole model on one process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from labkit.config import ParallelConfig
+from labkit.parallel import (
+    CommLedger,
+    NaiveDataParallel,
+    ParallelGroups,
+    initialize_model_parallel,
+    single_process_groups,
+)
+from labkit.parallel.gradients import clip_grad_norm, finalize_model_grads, global_grad_norm
+from labkit.parallel.weights import make_parameter, tensor_part
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Stage(nn.Module):
+    """One matrix cut by columns, one norm held whole, and on the first and last stage a copy of a tied table."""
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        super().__init__()
+        stage = groups.pp.rank
+        common = {"std": 1.0, "dtype": torch.float64}
+        self.matrix = make_parameter(f"{stage}.matrix", (4, 3), group=groups.tp, partition_dim=0, **common)
+        self.norm = make_parameter(f"{stage}.norm", (5,), **common)
+        self.norm.sequence_parallel = True
+        self.table = None
+        if stage in (0, groups.pp.size - 1):
+            self.table = make_parameter("table", (6, 2), group=groups.tp, partition_dim=0, **common)
+            self.table.shared_embedding = True
+            self.table.shared = stage > 0
+
+
+def filled(groups: ParallelGroups) -> tuple[NaiveDataParallel, dict[str, Tensor]]:
+    """A wrapped stage with other gradients on each dp rank (for the norm on each tp rank too), and what they become."""
+    stage = Stage(groups)
+    wrapped = NaiveDataParallel(stage, groups.dp_cp)
+    expected: dict[str, Tensor] = {}
+    replicas = range(groups.dp.size)
+    for name, parameter in stage.named_parameters():
+        copies = range(groups.pp.size) if name == "table" else [groups.pp.rank]
+        parts = range(groups.tp.size) if name == "norm" else [0]  # partial sums over the sequence
+        full = {
+            (replica, copy, part): random(
+                *parameter.full_shape, seed=1000 * len(name) + 100 * replica + 10 * copy + part
+            )
+            for replica in replicas
+            for copy in copies
+            for part in parts
+        }
+        expected[name] = torch.stack(list(full.values())).sum(0) / len(replicas)
+        part = groups.tp.rank if name == "norm" else 0
+        mine = full[groups.dp.rank, groups.pp.rank if name == "table" else copies[0], part]
+        if parameter.tensor_model_parallel:
+            mine = tensor_part(mine, groups.tp.rank, groups.tp.size, 0)
+        parameter.main_grad.copy_(mine)
+    return wrapped, expected
+
+
+def finalized(with_tokens: bool) -> tuple[dict[str, list[float]], float, int]:
+    groups = initialize_model_parallel(ParallelConfig(tp=2, pp=2))
+    wrapped, expected = filled(groups)
+    # Counts are known on the last stage alone; what other stages pass must not matter.
+    last = groups.pp.rank == groups.pp.size - 1
+    tokens = torch.tensor(3.0 + groups.dp.rank if last else 777.0, dtype=torch.float64) if with_tokens else None
+    finalize_model_grads([wrapped], groups, num_tokens=tokens)
+    scale = sum(3.0 + r for r in range(groups.dp.size)) if with_tokens else 1.0
+    for name, parameter in wrapped.module.named_parameters():
+        whole = expected[name] / scale
+        mine = tensor_part(whole, groups.tp.rank, 2, 0) if parameter.tensor_model_parallel else whole
+        torch.testing.assert_close(parameter.main_grad, mine, rtol=1e-13, atol=1e-13)
+    with CommLedger() as ledger:
+        norm = global_grad_norm([wrapped], groups)
+    values = {name: (grad / scale).flatten().tolist() for name, grad in expected.items()}
+    return {f"{groups.pp.rank}.{k}" if k != "table" else k: v for k, v in values.items()}, norm, ledger.count()
+
+
+@pytest.mark.parametrize(("world_size", "with_tokens"), [(4, False), (8, False), (8, True)])
+def test_every_gradient_becomes_that_of_the_global_batch_and_the_norm_counts_it_once(
+    on_ranks, world_size: int, with_tokens: bool
+) -> None:
+    results = on_ranks(finalized, world_size, with_tokens)
+    whole: dict[str, list[float]] = {}
+    for gradients, _, _ in results:
+        whole |= gradients
+    assert set(whole) == {"0.matrix", "0.norm", "1.matrix", "1.norm", "table"}
+    exact = math.sqrt(sum(x * x for values in whole.values() for x in values))
+    norms = {norm for _, norm, _ in results}
+    assert len(norms) == 1, "every rank must hold the same bits, else replicas drift apart"
+    assert norms.pop() == pytest.approx(exact, rel=1e-13)
+    assert {calls for _, _, calls in results} == {1}
+
+
+def clipped(max_norm: float) -> tuple[float, float]:
+    groups = initialize_model_parallel(ParallelConfig(tp=2, pp=2))
+    wrapped, _ = filled(groups)
+    finalize_model_grads([wrapped], groups)
+    before = wrapped.grad_buffer.clone()
+    norm = clip_grad_norm([wrapped], groups, max_norm)
+    factor = min(1.0, max_norm / (norm + 1e-6))
+    torch.testing.assert_close(wrapped.grad_buffer, before * factor, rtol=1e-14, atol=0)
+    return norm, global_grad_norm([wrapped], groups)
+
+
+def test_clipping_scales_shared_and_unshared_alike_and_repeats_bit_by_bit(on_ranks) -> None:
+    first = on_ranks(clipped, 4, 0.5)
+    assert first == on_ranks(clipped, 4, 0.5)
+    assert first[0][0] > 0.5
+    assert first[0][1] == pytest.approx(0.5, rel=1e-5)
+    unclipped = on_ranks(clipped, 4, 1e9)
+    assert unclipped[0][0] == unclipped[0][1] == first[0][0]
+
+
+class Plain(nn.Module):
+    def __init__(self, values: list[float]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(len(values), dtype=torch.float64))
+        self.weight.main_grad = torch.tensor(values, dtype=torch.float64)
+
+
+@given(
+    values=st.lists(st.floats(-1e3, 1e3, allow_subnormal=False), min_size=1, max_size=8), max_norm=st.floats(1e-3, 1e3)
+)
+def test_clipping_equals_torchs_on_one_process(values: list[float], max_norm: float) -> None:
+    model, reference = Plain(values), torch.nn.Parameter(torch.zeros(len(values), dtype=torch.float64))
+    reference.grad = torch.tensor(values, dtype=torch.float64)
+    expected = torch.nn.utils.clip_grad_norm_([reference], max_norm)
+    norm = clip_grad_norm([model], single_process_groups(), max_norm)
+    assert norm == pytest.approx(float(expected), rel=1e-12, abs=1e-150)  # squares underflow below
+    torch.testing.assert_close(model.weight.main_grad, reference.grad, rtol=1e-12, atol=1e-150)
+
+
+def test_a_norm_that_is_not_finite_leaves_gradients_alone_and_a_norm_of_zero_is_refused() -> None:
+    for bad in (math.nan, math.inf):
+        model = Plain([3.0, bad])
+        assert not math.isfinite(clip_grad_norm([model], single_process_groups(), 1.0))
+        assert model.weight.main_grad[0] == 3.0
+    with pytest.raises(ValueError, match="max_norm must be positive, got 0"):
+        clip_grad_norm([Plain([1.0])], single_process_groups(), 0.0)
+
+
+def test_a_parameter_that_two_chunks_share_is_scaled_and_counted_once() -> None:
+    first, second = Plain([3.0, 4.0]), Plain([0.0])
+    second.weight = first.weight
+    assert clip_grad_norm([first, second], single_process_groups(), 2.5) == 5.0
+    torch.testing.assert_close(first.weight.main_grad, torch.tensor([1.5, 2.0], dtype=torch.float64), rtol=1e-6, atol=0)
+    finalize_model_grads([first, second], single_process_groups(), num_tokens=torch.tensor(2))
+    torch.testing.assert_close(
+        first.weight.main_grad, torch.tensor([0.75, 1.0], dtype=torch.float64), rtol=1e-6, atol=0
+    )

@@ -1,0 +1,90 @@
+"""The input-gradient all-reduce hides behind the weight-gradient GEMM.
+
+A collective that sleeps and a GEMM that sleeps need no processor, so the times say what overlaps and what does not,
+however busy the machine is. Ranks are not needed for it: a group of two with a transport of its own on one process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from labkit.events import Event, recording
+from labkit.parallel import Group, delayed, layers, transport
+from labkit.parallel.layers import ColumnParallelLinear
+
+COLLECTIVE, GEMM = 0.020, 0.030
+
+
+def loopback(x: Tensor, group: Group, op: str, in_place: bool) -> Callable[[], Tensor]:
+    """A transport to which the other rank is always a zero tensor."""
+    return lambda: x if in_place else x.clone()
+
+
+@pytest.fixture
+def sleeping_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = layers.weight_gradient
+
+    def slow(grad_NO: Tensor, x_NI: Tensor, main_grad: Tensor | None = None) -> Tensor | None:
+        time.sleep(GEMM)
+        return real(grad_NO, x_NI, main_grad)
+
+    monkeypatch.setattr(layers, "weight_gradient", slow)
+    monkeypatch.setattr(transport, "all_reduce", loopback)
+
+
+def backward_seconds(collective: float) -> tuple[float, list[Event]]:
+    """The fastest of several backward passes, and its events."""
+    layer = ColumnParallelLinear("fc1", 4, 4, group=Group("tp", (0, 1), 0))
+    best, events = float("inf"), []
+    for _ in range(10):
+        y, _ = layer(torch.ones(2, 1, 4, requires_grad=True))
+        with delayed(collective, operation="all_reduce", phase="backward"), recording(0) as recorder:
+            started = time.perf_counter()
+            y.sum().backward()
+            seconds = time.perf_counter() - started
+        if seconds < best:
+            best, events = seconds, recorder.events
+    return best, events
+
+
+@pytest.mark.usefixtures("sleeping_gemm")
+def test_a_collective_of_20_ms_under_a_gemm_of_30_ms_costs_at_most_3_ms() -> None:
+    alone, _ = backward_seconds(0.0)
+    hidden, events = backward_seconds(COLLECTIVE)
+    assert alone >= GEMM
+    assert hidden - alone <= 0.003
+    named = {event.kind: event for event in events}
+    assert named["input_grad"].end <= named["collective"].start <= named["weight_grad"].start, "issued before the GEMM"
+    assert named["wait"].start >= named["weight_grad"].end, "awaited after the GEMM"
+    assert named["collective"].duration >= COLLECTIVE
+
+
+@pytest.mark.usefixtures("sleeping_gemm")
+def test_what_exceeds_the_gemm_is_exposed() -> None:
+    """The counterpart: the measurement does see a collective that is too long to hide."""
+    alone, _ = backward_seconds(0.0)
+    exposed, _ = backward_seconds(GEMM + COLLECTIVE)
+    assert exposed - alone >= COLLECTIVE - 0.003
+
+
+def real_events() -> list[str]:
+    group = Group("tp", (0, 1), torch.distributed.get_rank(), torch.distributed.group.WORLD)
+    layer = ColumnParallelLinear("fc1", 4, 4, group=group)
+    y, _ = layer(torch.ones(2, 1, 4, requires_grad=True))
+    with recording(group.rank) as recorder:
+        y.sum().backward()
+    starts = [(e.start, e.kind) for e in recorder.events]
+    by_kind = {e.kind: e for e in recorder.events}
+    assert by_kind["collective"].start <= by_kind["weight_grad"].start
+    assert by_kind["wait"].start >= by_kind["weight_grad"].end
+    return [kind for _, kind in sorted(starts)]
+
+
+def test_the_order_is_the_same_between_real_ranks(on_ranks) -> None:
+    order = ["input_grad", "collective", "weight_grad", "wait"]
+    assert on_ranks(real_events, 2) == [order, order]
