@@ -1,0 +1,40 @@
+"""Free an activation once it has been sent, and still run its backward.
+
+After a stage has sent its output, only the graph behind it is needed; the values live on at the receiver. In a pipeline
+with w warm-up forwards that is w + 1 activations saved on every rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+
+def deallocate_output_tensor(output: Tensor | None, deallocate_pipeline_outputs: bool = True) -> None:
+    """Shrink a sent activation to one element; its graph stays for the backward.
+
+    Left alone are a view, whose storage belongs to another tensor, and a stage's own input handed on unchanged.
+    """
+    if output is None or not deallocate_pipeline_outputs or output._base is not None or output.grad_fn is None:
+        return
+    output.data = torch.empty(1, dtype=output.dtype, device=output.device)
+
+
+def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
+    """Run the backward of `output`, which may have been shrunk, with the gradient of its full shape.
+
+    `torch.autograd.backward` would compare the two shapes; the engine below it knows the shape from the graph.
+    """
+    if grad_output is None:
+        assert output.numel() == 1, "only a scalar loss has an implicit gradient"
+        grad_output = torch.ones_like(output)
+    Variable._execution_engine.run_backward(  # pyright: ignore[reportAttributeAccessIssue]
+        tensors=(output,),
+        grad_tensors=(grad_output,),
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )

@@ -1,0 +1,165 @@
+"""The nine send/receive functions in every mode: the right tensor, from the right side, in its own shape."""
+
+import pytest
+import torch
+
+from labkit.config import ParallelConfig
+from labkit.launch import run
+from labkit.parallel import CommLedger, initialize_model_parallel
+from labkit.parallel import p2p as p
+from labkit.parallel.deallocation import custom_backward, deallocate_output_tensor
+
+MODES = [(batched, variable) for batched in (True, False) for variable in (True, False)]
+MODE_IDS = [f"{'batched' if b else 'even-odd'}{'-variable' if v else ''}" for b, v in MODES]
+
+
+def _communicator(pp, mode):
+    groups = initialize_model_parallel(ParallelConfig(pp=pp))
+    return groups, p.p2p_communicator(groups, batch_p2p_comm=mode[0], variable_seq_lengths=mode[1])
+
+
+def _relay(pp):
+    """A value goes down the stages, each adds its own, and comes back: by single and by paired functions, each mode."""
+    seen = []
+    for mode in MODES:
+        groups, c = _communicator(pp, mode)
+        rank, shape, dtype = groups.pp.rank, (3, 2, 4), torch.float64
+        first, last = rank == 0, rank == pp - 1
+        for _ in range(2):
+            x = p.recv_forward(c, shape, dtype)
+            assert (x is None) == first
+            y = (torch.zeros(shape, dtype=dtype) if x is None else x) + 10**rank
+            p.send_forward(c, y)
+            g = p.recv_backward(c, shape, dtype)
+            assert (g is None) == last
+            p.send_backward(c, None if first else (torch.zeros(shape, dtype=dtype) if g is None else g) + 1)
+        seen.append((y.unique().tolist(), None if g is None else g.unique().tolist(), x is None or x.requires_grad))
+        # steady state: activation k goes on while gradient k - 1 comes back
+        x = p.recv_forward(c, shape, dtype)
+        for k in range(3):
+            g = p.send_forward_recv_backward(c, torch.full(shape, 100.0 * rank + k, dtype=dtype), shape, dtype)
+            assert last or g.unique().tolist() == [-(100.0 * (rank + 1) + k)]
+            assert first or x.unique().tolist() == [100.0 * (rank - 1) + k]
+            gradient = torch.full(shape, -(100.0 * rank + k), dtype=dtype)
+            if k < 2:
+                x = p.send_backward_recv_forward(c, None if first else gradient, shape, dtype)
+            else:
+                p.send_backward(c, None if first else gradient)
+    return seen
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_relay_down_and_back(pp):
+    for rank, seen in enumerate(run(_relay, pp, pp)):
+        total = float(sum(10**r for r in range(rank + 1)))
+        back = None if rank == pp - 1 else [float(pp - 1 - rank)]
+        assert seen == [([total], back, True)] * len(MODES)
+
+
+def _ring(pp):
+    """Model chunks make the pipeline a ring; every value names sender and direction, shapes differ by direction."""
+    for mode in MODES:
+        groups, c = _communicator(pp, mode)
+        rank, before, after = groups.pp.rank, (groups.pp.rank - 1) % pp, (groups.pp.rank + 1) % pp
+        act = torch.full((2, 1, 4), 10.0 + rank)
+        grad = torch.full((2, 1, 4) if not mode[1] else (3, 2, 2), -(10.0 + rank))
+        down = {"tensor_shape": (2, 1, 4), "dtype": torch.float32}
+        a, g = p.send_forward_backward_recv_forward_backward(c, act, grad, recv_prev=True, recv_next=True, **down)
+        assert (a.unique().item(), g.unique().item()) == (10.0 + before, -(10.0 + after)), (mode, a, g)
+        assert (a.shape, g.shape) == (act.shape, grad.shape)
+        a = p.send_forward_recv_forward(c, act, recv_prev=True, **down)
+        g = p.send_backward_recv_backward(c, grad, recv_next=True, **down)
+        assert (a.unique().item(), g.unique().item()) == (10.0 + before, -(10.0 + after)), mode
+        if not mode[0]:
+            under_way = p.send_forward_recv_forward(c, act, recv_prev=True, overlap_p2p_comm=True, **down)
+            second = p.send_backward_recv_backward(c, grad, recv_next=True, overlap_p2p_comm=True, **down)
+            assert under_way.wait()[0].unique().item() == 10.0 + before
+            assert second.wait()[1].unique().item() == -(10.0 + after)
+    return True
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_ring_never_crosses_the_two_directions(pp):
+    assert all(run(_ring, pp, pp))
+
+
+def _crossed():
+    groups, c = _communicator(2, (True, False))
+    p._BATCHED = (("send", "prev"), ("recv", "prev"), ("send", "next"), ("recv", "next"))
+    act, grad = torch.full((2,), 10.0 + groups.pp.rank), torch.full((2,), -(10.0 + groups.pp.rank))
+    a, g = p.send_forward_backward_recv_forward_backward(
+        c, act, grad, recv_prev=True, recv_next=True, tensor_shape=(2,), dtype=torch.float32
+    )
+    return a.tolist(), g.tolist()
+
+
+def test_the_order_of_posting_is_what_keeps_them_apart():
+    """With each send beside the receive from the same side, two stages get each other's gradient as activation."""
+    assert run(_crossed, 2) == [([-11.0] * 2, [11.0] * 2), ([-10.0] * 2, [10.0] * 2)]
+
+
+def _ledger():
+    groups, c = _communicator(2, (True, True))
+    with CommLedger() as ledger:
+        if groups.pp.rank == 0:
+            p.send_forward(c, torch.ones(5, 2, 3))
+        else:
+            assert p.recv_forward(c, (), torch.float32).shape == (5, 2, 3)
+    return [(r.operation, r.group, r.bytes) for r in ledger.records]
+
+
+def test_ledger_sees_lengths_then_tensor():
+    sender, receiver = run(_ledger, 2)
+    assert sender == [("send", "pp", 24), ("send", "pp", 120)]
+    assert receiver == [("recv", "pp", 24), ("recv", "pp", 120)]
+
+
+def _refusals():
+    groups, batched = _communicator(2, (True, True))
+    messages = []
+    for attempt in (
+        lambda: p.p2p_communicator(groups, use_ring_exchange_p2p=True),
+        lambda: p.send_forward_recv_forward(
+            batched, None, recv_prev=False, tensor_shape=(), dtype=torch.float32, overlap_p2p_comm=True
+        ),
+        lambda: p.exchange(batched, send_next=torch.ones(2, 2)),
+        lambda: p.send_backward(batched, None, is_first_stage=False),
+    ):
+        try:
+            attempt()
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_refusals_say_why():
+    for messages in run(_refusals, 2):
+        ring, overlap, shape, gradient = messages
+        assert "no ring_exchange" in ring
+        assert "batch_p2p_comm to False" in overlap
+        assert "(2, 2)" in shape
+        assert "no gradient to send" in gradient
+
+
+def test_deallocated_output_gives_the_same_gradients():
+    def gradients(shrink):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(6, 5, dtype=torch.float64)
+        x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+        y = torch.nn.functional.gelu(layer(x))
+        grad = torch.randn_like(y)
+        deallocate_output_tensor(y, shrink)
+        assert y.numel() == (1 if shrink else 20)
+        custom_backward(y, grad)
+        return [x.grad, layer.weight.grad, layer.bias.grad]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(True), gradients(False), strict=True))
+
+
+def test_views_and_leaves_are_not_shrunk():
+    leaf = torch.ones(2, 3, requires_grad=True)
+    view = (leaf * 2).t()
+    for tensor in (leaf, view):
+        deallocate_output_tensor(tensor)
+    assert leaf.shape == (2, 3)
+    assert view.shape == (3, 2)
