@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
+    "convert": ("full_state_from_hugging_face", "load_full_state", "model_config_from_hugging_face"),
     "gpt": ("build_model_chunks", "GPTModel"),
     "placement": ("stage_layers",),
 }
@@ -14,6 +15,9 @@ _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from labkit.models.convert import full_state_from_hugging_face as full_state_from_hugging_face
+    from labkit.models.convert import load_full_state as load_full_state
+    from labkit.models.convert import model_config_from_hugging_face as model_config_from_hugging_face
     from labkit.models.gpt import GPTModel as GPTModel
     from labkit.models.gpt import build_model_chunks as build_model_chunks
     from labkit.models.placement import stage_layers as stage_layers

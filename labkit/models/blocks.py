@@ -147,7 +147,8 @@ class ParallelAttention(nn.Module):
         per_group = mixed.view(length, batch * self.kv_heads, self.queries_per_kv + 2, self.head_dim)
         q, k, v = per_group.split((self.queries_per_kv, 1, 1), dim=2)
         if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
+            # The copy of v lets `mixed` go: otherwise it would be kept for backward beside the rotated q and k.
+            q, k, v = rotate(q, rotary), rotate(k, rotary), v.clone()
         q, k, v = (x.reshape(length, -1, self.head_dim).transpose(0, 1)[None] for x in (q, k, v))
         p = self.dropout if self.training else 0.0
         with self._random_state(p):

@@ -1,0 +1,259 @@
+"""What a GPT costs, in closed form: parameters, floating-point operations and bytes. Numbers only, no torch.
+
+Everything here is equal to what is measured, and tested to be: parameters exactly, in every layout; operations exactly
+against torch's counter; saved activations to 1%; messages exactly against the ledger.
+
+Notation: S sequence, B samples, H hidden, F ffn_hidden, V vocabulary, L layers, D = H / heads; t tensor-parallel size.
+An operation is one addition or one multiplication, so a GEMM [m, k] x [k, n] has 2 m k n.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from labkit.config import ModelConfig, RunConfig
+from labkit.models.placement import stage_layers
+
+
+def kv_width(model: ModelConfig) -> int:
+    """Columns of all keys (or of all values): kv_heads x D."""
+    return (model.kv_heads or model.heads) * (model.hidden // model.heads)
+
+
+def ffn_width(model: ModelConfig) -> int:
+    """F."""
+    return model.ffn_hidden or 4 * model.hidden
+
+
+def fc1_width(model: ModelConfig) -> int:
+    """Columns of the first matrix of the MLP: F, or 2F where a gate stands beside them."""
+    return ffn_width(model) * (2 if model.activation == "swiglu" else 1)
+
+
+def padded_vocab(model: ModelConfig, tp: int = 1) -> int:
+    """Rows of the vocabulary tables, all ranks together: V up to the next multiple of divisible_by x t."""
+    multiple = model.make_vocab_size_divisible_by * tp
+    return -(-model.vocab_size // multiple) * multiple
+
+
+# ---- parameters ----
+
+
+def norm_parameters(model: ModelConfig) -> int:
+    """Of one norm: a weight per feature, and a bias for LayerNorm."""
+    return model.hidden * (2 if model.norm == "layernorm" else 1)
+
+
+def layer_parameters(model: ModelConfig, tp: int = 1) -> int:
+    """Of one transformer layer on one rank.
+
+    Column-parallel layers divide weight and bias by t, row-parallel ones the weight only; norms are whole everywhere.
+    """
+    h, qkv = model.hidden, model.hidden + 2 * kv_width(model)
+    column = (qkv + fc1_width(model)) * (h + model.bias) // tp
+    row = (h + ffn_width(model)) * h // tp + 2 * h * model.bias
+    return column + row + 2 * norm_parameters(model)
+
+
+def stage_parameters(
+    model: ModelConfig, *, layers: int, pre_process: bool = True, post_process: bool = True, tp: int = 1
+) -> int:
+    """Of one model chunk on one rank, padding included, as `GPTModel(...).parameters()` holds them.
+
+    A last stage that is not also the first has an output weight of its own: untied, or the tied weight's second copy.
+    """
+    table = padded_vocab(model, tp) // tp * model.hidden
+    total = layers * layer_parameters(model, tp)
+    if pre_process:
+        total += table + (model.seq_length * model.hidden if model.position == "learned" else 0)
+    if post_process:
+        total += norm_parameters(model)
+        if not pre_process or model.untie_embeddings_and_output_weights:
+            total += table
+    return total
+
+
+def model_parameters(model: ModelConfig) -> int:
+    """Of the whole model without padding and with tied weights counted once: the number that names it."""
+    unpadded = model.vocab_size * model.hidden * (2 if model.untie_embeddings_and_output_weights else 1)
+    positions = model.seq_length * model.hidden if model.position == "learned" else 0
+    return unpadded + positions + model.layers * layer_parameters(model) + norm_parameters(model)
+
+
+def rank_parameters(config: RunConfig, *, pp_rank: int = 0) -> int:
+    """Of all chunks of a rank of pipeline stage `pp_rank`."""
+    parallel = config.parallel
+    total = 0
+    for chunk in range(parallel.vpp):
+        held = stage_layers(
+            config.model.layers,
+            pp=parallel.pp,
+            pp_rank=pp_rank,
+            vpp=parallel.vpp,
+            chunk=chunk,
+            standalone_embedding_stage=parallel.standalone_embedding_stage,
+        )
+        total += stage_parameters(
+            config.model,
+            layers=len(held),
+            pre_process=pp_rank == 0 and chunk == 0,
+            post_process=pp_rank == parallel.pp - 1 and chunk == parallel.vpp - 1,
+            tp=parallel.tp,
+        )
+    return total
+
+
+# ---- operations ----
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations of the GEMMs of a pass; norms, activations and softmax are not counted, as is the custom."""
+
+    linear: int
+    """Of the four matrices of every layer (five with a gate)."""
+    attention: int
+    """q k^T and probabilities x v."""
+    logits: int
+    """Of the output layer."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.linear + self.attention + self.logits
+
+    def times(self, factor: int) -> Flops:
+        """`factor` such passes."""
+        return Flops(self.linear * factor, self.attention * factor, self.logits * factor)
+
+
+def forward_flops(
+    model: ModelConfig, *, samples: int = 1, causal: bool = False, layers: int | None = None, logits: bool = True
+) -> Flops:
+    """One forward pass of `samples` whole sequences.
+
+    Args:
+        model: the shape.
+        samples: sequences.
+        causal: count only the pairs a causal mask leaves, S (S + 1) / 2 a head, which is the least that must be
+            computed. False counts all S^2, as the literature and torch's counter do.
+        layers: of a part of the model; None means all.
+        logits: whether the output layer is in it (its real columns; padding takes no part in the loss).
+    """
+    tokens, h = samples * model.seq_length, model.hidden
+    layers = model.layers if layers is None else layers
+    weights = h * (h + 2 * kv_width(model)) + h * h + h * (fc1_width(model) + ffn_width(model))
+    pairs = model.seq_length * (model.seq_length + 1) // 2 if causal else model.seq_length**2
+    return Flops(
+        linear=2 * tokens * weights * layers,
+        attention=4 * samples * pairs * h * layers,
+        logits=2 * tokens * h * model.vocab_size if logits else 0,
+    )
+
+
+def step_flops(model: ModelConfig, *, samples: int = 1, causal: bool = False, recompute: bool = False) -> Flops:
+    """Forward and backward of `samples` sequences: a backward GEMM costs two of the forward's, one for each operand.
+
+    With `recompute` (activation checkpointing of every layer) the layers run forward twice, the output layer once.
+    """
+    once = forward_flops(model, samples=samples, causal=causal)
+    total = once.times(3)
+    if not recompute:
+        return total
+    return Flops(total.linear + once.linear, total.attention + once.attention, total.logits)
+
+
+def paper_step_flops(model: ModelConfig, *, samples: int = 1, recompute: bool = True) -> float:
+    """The formula of arXiv 2104.04473, section 5.1: 96 B S L H^2 (1 + S / 6H + V / 16LH).
+
+    It assumes F = 4H, as many key/value heads as heads, full attention, and recomputation of every layer; without it
+    the factors are 72, 6 and 12. For such models it equals `step_flops`.
+    """
+    s, h, v, layers = model.seq_length, model.hidden, model.vocab_size, model.layers
+    factor, logits = (96, 16) if recompute else (72, 12)
+    return factor * samples * s * layers * h * h * (1 + s / (6 * h) + v / (logits * layers * h))
+
+
+# ---- bytes ----
+
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
+"""`optim.precision` -> bytes of a weight and of an activation."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """What a rank keeps for its parameters between steps."""
+
+    weights: int
+    """In the model's precision."""
+    gradients: int
+    """`main_grad`: float32 for bf16."""
+    optimizer: int
+    """Adam's two moments, and for bf16 the float32 master weights."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def state_bytes(parameters: int, precision: str = "fp32") -> StateBytes:
+    """Of `parameters` parameters: 16 bytes each in fp32 (4 + 4 + 8), 18 in bf16 (2 + 4 + 12), 32 in fp64 (8 + 8 + 16).
+
+    Raises:
+        ValueError: unknown precision.
+    """
+    if precision not in ELEMENT_BYTES:
+        raise ValueError(f"precision is {precision!r}; choose one of {', '.join(ELEMENT_BYTES)}")
+    weight = ELEMENT_BYTES[precision]
+    full = max(weight, 4)
+    master = full if weight < full else 0
+    return StateBytes(parameters * weight, parameters * full, parameters * (2 * full + master))
+
+
+def layer_activation_bytes(model: ModelConfig, *, samples: int = 1, tp: int = 1, element_bytes: int = 4) -> int:
+    """Tensors that one layer keeps for its backward, without dropout and with a fused attention kernel.
+
+    Whole on every rank: the inputs and outputs of both norms, 4 S B H, and each norm's mean and deviation. Split by t:
+    q, k, v (what the attention kernel keeps), its output and log-sum per head, the MLP's two widths; a gate keeps the
+    activated gate and its product besides. LayerNorm is assumed; torch's RMSNorm keeps more on a CPU.
+    """
+    tokens, h = samples * model.seq_length, model.hidden
+    gate = ffn_width(model) if model.activation == "swiglu" else 0
+    split = h + 2 * kv_width(model) + h + fc1_width(model) + ffn_width(model) + gate
+    elements = tokens * (4 * h + split // tp)
+    statistics = tokens * 4 * (2 * 2 + model.heads // tp)
+    return elements * element_bytes + statistics
+
+
+def end_activation_bytes(
+    model: ModelConfig,
+    *,
+    samples: int = 1,
+    tp: int = 1,
+    tp_rank: int = 0,
+    element_bytes: int = 4,
+    pre_process: bool = True,
+    post_process: bool = True,
+) -> int:
+    """What embedding and loss keep for the backward of `samples` sequences, without dropout.
+
+    The embedding keeps its ids (8 bytes); the last stage the final norm's input and output, and per token the
+    exponentials of this rank's real columns in float32 (float64 in fp64) with their scale.
+    """
+    tokens, total = samples * model.seq_length, 0
+    if pre_process:
+        total += tokens * 8 + (tokens if tp > 1 else 0)
+    if post_process:
+        width = padded_vocab(model, tp) // tp
+        columns = min(max(model.vocab_size - tp_rank * width, 0), width)
+        total += tokens * (2 * model.hidden * element_bytes + 2 * 4 + (columns + 1) * max(element_bytes, 4))
+    return total
+
+
+def layer_communication_bytes(model: ModelConfig, *, samples: int = 1, tp: int = 2, element_bytes: int = 4) -> int:
+    """Payload of the tensor-parallel all-reduces of one layer, forward and backward: 4 of S B H elements; 0 at t = 1.
+
+    On the wire a ring all-reduce moves 2 (t - 1) / t of it out of each rank.
+    """
+    return 4 * samples * model.seq_length * model.hidden * element_bytes if tp > 1 else 0

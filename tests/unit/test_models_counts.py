@@ -1,0 +1,179 @@
+"""Closed-form counts against what is there: parameters, torch's operation counter, saved tensors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode, addmm_flop
+
+from labkit.config import ModelConfig, ParallelConfig, RunConfig, presets
+from labkit.models import GPTModel, build_model_chunks, counts
+from labkit.parallel import initialize_model_parallel, single_process_groups
+
+GROUPS = single_process_groups()
+GPT2 = ModelConfig(layers=2, hidden=64, heads=4, vocab_size=301, make_vocab_size_divisible_by=32, seq_length=32)
+GATED = replace(GPT2, activation="swiglu", ffn_hidden=96, bias=False)
+GROUPED = replace(GPT2, kv_heads=2, position="rope", untie_embeddings_and_output_weights=True)
+RMS = replace(GROUPED, norm="rmsnorm")
+
+
+# ---- parameters ----
+
+
+@pytest.mark.parametrize("config", [GPT2, GATED, GROUPED, RMS], ids=["gpt2", "gated", "grouped", "rms"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_parameters_of_every_rank(config: ModelConfig, tp: int, pp: int) -> None:
+    run = RunConfig(model=config, parallel=ParallelConfig(tp=tp, pp=pp))
+    for rank in range(tp * pp):
+        groups = initialize_model_parallel(run.parallel, rank=rank, world_size=tp * pp)
+        held = sum(p.numel() for chunk in build_model_chunks(run, groups) for p in chunk.parameters())
+        assert held == counts.rank_parameters(run, pp_rank=groups.pp.rank)
+
+
+@given(
+    layers=st.sampled_from([4, 8]),
+    heads=st.sampled_from([4, 8]),
+    vocab=st.integers(30, 400),
+    vpp=st.sampled_from([1, 2]),
+    gate=st.booleans(),
+    untied=st.booleans(),
+)
+def test_parameters_of_all_ranks_are_the_model_and_its_copies(layers, heads, vocab, vpp, gate, untied) -> None:
+    """Summed over stages: the whole model plus padding, plus the second copy of a tied table."""
+    model = ModelConfig(
+        layers=layers,
+        heads=heads,
+        hidden=64,
+        vocab_size=vocab,
+        activation="swiglu" if gate else "gelu",
+        untie_embeddings_and_output_weights=untied,
+    )
+    run = RunConfig(model=model, parallel=ParallelConfig(pp=2, vpp=vpp))
+    tables = 2 if untied else 1
+    padding = (counts.padded_vocab(model) - vocab) * 64 * tables
+    copy = 0 if untied else counts.padded_vocab(model) * 64
+    total = sum(counts.rank_parameters(run, pp_rank=rank) for rank in range(2))
+    assert total == counts.model_parameters(model) + padding + copy
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "places"),
+    [
+        ("gpt2_124m", 0.124439808, 9),  # GPT2LMHeadModel("gpt2").num_parameters()
+        ("table1_1_2b", 1.2, 1),
+        ("table1_2_5b", 2.5, 1),
+        ("table1_4_2b", 4.2, 1),
+        ("table1_8_3b", 8.3, 1),
+        ("table2_355m", 0.355, 3),
+        ("table2_2_5b", 2.5, 1),
+        ("table2_8_3b", 8.3, 1),
+    ],
+)
+def test_the_papers_models_have_their_size(name: str, billions: float, places: int) -> None:
+    assert round(counts.model_parameters(presets.get(name).model) / 1e9, places) == billions
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_parameters_of_every_preset(name: str) -> None:
+    """One layer and both ends are built for real; the rest are more layers of the same kind."""
+    config = presets.get(name)
+    model = config.model
+    if model.hidden > 1600:  # too large to draw in a test: the same shape at an eighth of the width
+        model = replace(model, hidden=model.hidden // 8, vocab_size=1000)
+    one = GPTModel(replace(model, layers=1), GROUPS, layers=range(1), seed=1)
+    by_part = {part: sum(p.numel() for n, p in one.named_parameters() if n.startswith(part)) for part in ("layers", "")}
+    assert by_part["layers"] == counts.layer_parameters(model)
+    assert by_part[""] == counts.stage_parameters(model, layers=1)
+
+
+# ---- operations ----
+
+
+def counted(config: ModelConfig, *, backward: bool) -> int:
+    gpt = GPTModel(config, GROUPS, layers=range(config.layers), seed=1)
+    ids = torch.zeros(3, config.seq_length, dtype=torch.long)
+    # torch counts no CPU flash attention (its plain form does the same GEMMs) and no addmm_ in place.
+    also = {torch.ops.aten.addmm_: addmm_flop}
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=also) as counter:
+        loss = gpt(ids, labels_BS=ids).mean()
+        if backward:
+            loss.backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("config", [GPT2, GATED, GROUPED], ids=["gpt2", "gated", "grouped"])
+def test_operations_equal_torchs_counter(config: ModelConfig) -> None:
+    assert counted(config, backward=False) == counts.forward_flops(config, samples=3).total
+    assert counted(config, backward=True) == counts.step_flops(config, samples=3).total
+
+
+@given(
+    s=st.sampled_from([128, 1024, 2048]),
+    h=st.sampled_from([512, 768, 3072]),
+    v=st.integers(100, 60000),
+    layers=st.integers(1, 96),
+    recompute=st.booleans(),
+)
+def test_the_papers_formula_is_the_same_count(s: int, h: int, v: int, layers: int, recompute: bool) -> None:
+    model = ModelConfig(layers=layers, hidden=h, heads=8, vocab_size=v, seq_length=s)
+    exact = counts.step_flops(model, samples=4, recompute=recompute).total
+    assert counts.paper_step_flops(model, samples=4, recompute=recompute) == pytest.approx(exact, rel=1e-12)
+
+
+def test_causal_pairs_by_counting_them() -> None:
+    pairs = sum(1 for q in range(32) for k in range(32) if k <= q)
+    causal = counts.forward_flops(GPT2, causal=True)
+    assert causal.attention == 2 * 2 * pairs * 64 * GPT2.layers  # two GEMMs, 2 operations, H over all heads
+    assert causal.linear == counts.forward_flops(GPT2).linear
+
+
+# ---- bytes ----
+
+
+def saved_bytes(model: torch.nn.Module, run) -> int:
+    """Bytes of the distinct storages that autograd keeps, without the model's own parameters."""
+    own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        result = run()
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    assert result.requires_grad
+    return sum(size for pointer, size in storages.items() if pointer not in own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("config", [GPT2, GATED, GROUPED], ids=["gpt2", "gated", "grouped"])
+def test_saved_activations_to_one_percent(config: ModelConfig, dtype: torch.dtype) -> None:
+    gpt = GPTModel(config, GROUPS, layers=range(2), seed=1, dtype=dtype)
+    ids = torch.randint(0, 301, (3, 32))
+    x_SBH = torch.randn(32, 3, 64, dtype=dtype, requires_grad=True) * 1
+    rotary = gpt._rotary(x_SBH, None)
+    layer = saved_bytes(gpt, lambda: gpt.layers["0"](x_SBH, rotary))
+    width = dtype.itemsize
+    assert layer == pytest.approx(counts.layer_activation_bytes(config, samples=3, element_bytes=width), rel=0.01)
+    bare = GPTModel(config, GROUPS, layers=range(0), seed=1, dtype=dtype)
+    ends = saved_bytes(bare, lambda: bare(ids, labels_BS=ids))
+    assert ends == pytest.approx(counts.end_activation_bytes(config, samples=3, element_bytes=width), rel=0.01)
+
+
+@pytest.mark.parametrize(("precision", "each"), [("fp32", 16), ("bf16", 18), ("fp64", 32)])
+def test_state_bytes_by_precision(precision: str, each: int) -> None:
+    assert counts.state_bytes(1000, precision).total == 1000 * each
+
+
+def test_unknown_precision_is_refused() -> None:
+    with pytest.raises(ValueError, match="precision is 'fp8'; choose one of fp32, bf16, fp64"):
+        counts.state_bytes(1, "fp8")
+
+
+def test_counting_needs_no_torch() -> None:
+    code = "import sys, labkit.models.counts; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
