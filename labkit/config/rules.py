@@ -236,12 +236,10 @@ def _stages(found: _Findings, layers: int, pp: int, vpp: int, standalone: bool) 
     elif standalone and pp == 1:
         rule = "a first stage without layers needs a second one; set parallel.pp above 1, or this to false"
         found.add("parallel.standalone_embedding_stage", rule)
-    elif standalone and vpp > 1:
-        rule = f"cannot be combined with parallel.vpp = {vpp}: every rank's chunks hold the same number of layers"
-        found.add("parallel.standalone_embedding_stage", f"{rule}; set one of them back")
-    elif standalone and layers % (pp - 1):
-        rule = f"must be a multiple of pp - 1 = {pp - 1}, the stages beside the standalone embedding stage"
-        found.add("model.layers", f"{rule}; try {_up(layers, pp - 1)}")
+    elif standalone and layers % ((pp - 1) * vpp):
+        words = f"(pp - 1) x vpp = {pp - 1} x {vpp} = {(pp - 1) * vpp}" if vpp > 1 else f"pp - 1 = {pp - 1}"
+        rule = f"must be a multiple of {words}: the standalone embedding stage holds no layer"
+        found.add("model.layers", f"{rule}; try {_up(layers, (pp - 1) * vpp)}")
     elif not standalone and layers % (pp * vpp):
         words = f"pp x vpp = {pp} x {vpp} = {pp * vpp}" if vpp > 1 else f"parallel.pp = {pp}"
         found.add("model.layers", f"must be a multiple of {words}; try {_up(layers, pp * vpp)}")
