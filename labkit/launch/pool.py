@@ -47,6 +47,7 @@ class RankHandle:
         self.pid: int = self.process.pid
         self.outcome = Outcome(rank, "starting")
         self.joined = False
+        self.hung_up = False
         self.replayed = {"out": 0, "err": 0}
 
     @property
@@ -59,7 +60,8 @@ class RankHandle:
         try:
             message = self.connection.recv()
         except (EOFError, OSError):
-            return  # its end is reported through the sentinel
+            self.hung_up = True  # its end, if it has ended, is reported through the sentinel
+            return
         if message[0] == "progress":
             if on_progress is not None:
                 on_progress(message[1])
@@ -80,7 +82,7 @@ class RankPool:
     """All ranks of one launch and its folder. Not for two threads at once."""
 
     def __init__(self, world_size: int, *, backend: str, device: str, group_timeout: float, debug: bool) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="labkit-"))
+        folder = Path(tempfile.mkdtemp(prefix=f"labkit-{os.getpid()}-"))
         self.spec = LaunchSpec(folder, world_size, backend, device, group_timeout, debug, payload.environment())
         self.handles: list[RankHandle] = []
         self._calls = 0
@@ -129,7 +131,7 @@ class RankPool:
             # One that has returned may still die, and then the others wait for it in vain.
             alive = [handle for handle in self.handles if handle.outcome.phase != "died"]
             sources: dict[Any, RankHandle] = {handle.process.sentinel: handle for handle in alive}
-            sources |= {handle.connection: handle for handle in open_handles}
+            sources |= {handle.connection: handle for handle in open_handles if not handle.hung_up}
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready = wait(list(sources), remaining)
             for source in ready:
@@ -142,11 +144,8 @@ class RankPool:
                 return
 
     def _take_last_words(self, handle: RankHandle, on_progress: Callable[[dict[str, Any]], None] | None) -> None:
-        while not handle.finished and handle.connection.poll():
-            before = handle.outcome.phase
+        while not handle.finished and not handle.hung_up and handle.connection.poll():
             handle.read(on_progress)
-            if handle.outcome.phase == before:
-                break
         if handle.outcome.phase != "failed":
             handle.died()
 

@@ -1,113 +1,23 @@
-"""Fixtures that look at processes from outside, so that a launcher's own word is never taken for it."""
+"""Ranks that many tests share, because starting them costs more than most of the tests."""
 
-import os
-import time
-import uuid
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from labkit.launch import Ranks, forkserver
+from labkit.launch import Ranks
 
 
-def processes():
-    """Every process of this machine: {pid: (parent, state)}; ended ones that nobody has reaped are left out."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:
-                continue
-            if state != "Z":
-                found[int(entry.name)] = (int(parent), state)
-    return found
+@pytest.fixture(scope="session")
+def on_ranks() -> Iterator[Callable[..., list[Any]]]:
+    """`on_ranks(fn, world_size, *args)`: as `run`, on ranks that are started once per world size and session."""
+    started: dict[int, Ranks] = {}
 
-
-def living_ranks():
-    """Process ids of the ranks that this process's fork server has started and that still run."""
-    server = forkserver._server._forkserver_pid
-    return [pid for pid, (parent, _) in processes().items() if parent == server] if server else []
-
-
-def marked(token):
-    """Process ids whose environment carries the token, which children inherit however often they fork."""
-    found = []
-    for pid in processes():
-        try:
-            if token.encode() in Path(f"/proc/{pid}/environ").read_bytes():
-                found.append(pid)
-        except OSError:
-            continue
-    return found
-
-
-def soon(condition, seconds=10.0):
-    """Wait until the condition holds; whether it came to hold."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return bool(condition())
-
-
-@pytest.fixture
-def rank_pids():
-    """The function `living_ranks`."""
-    return living_ranks
-
-
-@pytest.fixture
-def wait_until():
-    """The function `soon`."""
-    return soon
-
-
-@pytest.fixture
-def no_rank_left():
-    """After the test no rank lives, no descriptor has been left open, and no folder of a launch remains."""
-    folders = set(Path(os.environ.get("TMPDIR", "/tmp")).glob("labkit-*"))
-    before = len(living_ranks())
-    yield
-    assert len(living_ranks()) == before, "a rank is still there"
-    assert set(Path(os.environ.get("TMPDIR", "/tmp")).glob("labkit-*")) <= folders, "a launch's folder is still there"
-
-
-class Marked:
-    """An environment whose descendants can be counted."""
-
-    def __init__(self):
-        self.token = f"LABKIT_TEST_TOKEN={uuid.uuid4().hex}"
-        name, _, value = self.token.partition("=")
-        self.environment = {**os.environ, name: value}
-
-    def pids(self):
-        """Process ids of all descendants that live."""
-        return marked(self.token)
-
-
-@pytest.fixture
-def family():
-    """Environment for a program under test; when the test is over, no descendant of it may live."""
-    family = Marked()
-    yield family
-    left = [] if soon(lambda: not family.pids(), 5.0) else family.pids()
-    for pid in left:
-        os.kill(pid, 9)
-    assert left == [], "processes of the program are still there"
-
-
-@pytest.fixture(scope="module")
-def on_ranks():
-    """`on_ranks(fn, world_size, *args)`: like `labkit.launch.run`, on ranks that the tests of one module share."""
-    pools = {}
-
-    def call(fn, world_size, *args):
-        if world_size not in pools:
-            pools[world_size] = Ranks(world_size)
-        return pools[world_size].run(fn, *args)
+    def call(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        if world_size not in started:
+            started[world_size] = Ranks(world_size)
+        return started[world_size].run(fn, *args)
 
     yield call
-    for ranks in pools.values():
+    for ranks in started.values():
         ranks.close()

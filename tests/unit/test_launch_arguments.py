@@ -43,7 +43,7 @@ def test_settings(no_process, settings, message):
 
 
 def test_every_problem_is_told_at_once(no_process):
-    with pytest.raises(ValueError, match="world_size.*; backend.*; timeout"):
+    with pytest.raises(ValueError, match=r"world_size.*; backend.*; timeout"):
         Ranks(0, backend="x", timeout=-1)
 
 

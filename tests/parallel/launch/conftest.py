@@ -1,0 +1,119 @@
+"""Fixtures that look at processes from outside, so that a launcher's own word is never taken for it."""
+
+import os
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from labkit.launch import Ranks, forkserver
+
+
+def processes():
+    """Every process of this machine: {pid: (parent, state)}; ended ones that nobody has reaped are left out."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state != "Z":
+                found[int(entry.name)] = (int(parent), state)
+    return found
+
+
+def living_ranks():
+    """Process ids of the ranks that this process's fork server has started and that still run."""
+    server = forkserver._server._forkserver_pid
+    return [pid for pid, (parent, _) in processes().items() if parent == server] if server else []
+
+
+def launch_folders():
+    """Folders of launches of this process."""
+    return set(Path(tempfile.gettempdir()).glob(f"labkit-{os.getpid()}-*"))
+
+
+def marked(token):
+    """Process ids whose environment carries the token, which children inherit however often they fork."""
+    found = []
+    for pid in processes():
+        try:
+            if token.encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
+def soon(condition, seconds=10.0):
+    """Wait until the condition holds; whether it came to hold."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return bool(condition())
+
+
+@pytest.fixture
+def rank_pids():
+    """The function that lists the ranks which live now and did not when the test began."""
+    before = set(living_ranks())
+    return lambda: sorted(set(living_ranks()) - before)
+
+
+@pytest.fixture
+def wait_until():
+    """The function `soon`."""
+    return soon
+
+
+@pytest.fixture
+def no_rank_left():
+    """After the test no rank lives that it has started, and no folder of a launch of this process remains."""
+    before, folders = set(living_ranks()), launch_folders()
+    yield
+    assert set(living_ranks()) <= before, "a rank is still there"
+    assert launch_folders() <= folders, "a launch's folder is still there"
+
+
+class Marked:
+    """An environment whose descendants can be counted."""
+
+    def __init__(self):
+        self.token = f"LABKIT_TEST_TOKEN={uuid.uuid4().hex}"
+        name, _, value = self.token.partition("=")
+        self.environment = {**os.environ, name: value}
+
+    def pids(self):
+        """Process ids of all descendants that live."""
+        return marked(self.token)
+
+
+@pytest.fixture
+def family():
+    """Environment for a program under test; when the test is over, no descendant of it may live."""
+    family = Marked()
+    yield family
+    left = [] if soon(lambda: not family.pids(), 5.0) else family.pids()
+    for pid in left:
+        os.kill(pid, 9)
+    assert left == [], "processes of the program are still there"
+
+
+@pytest.fixture(scope="module")
+def on_ranks():
+    """`on_ranks(fn, world_size, *args)`: like `labkit.launch.run`, on ranks that the tests of one module share."""
+    pools = {}
+
+    def call(fn, world_size, *args):
+        if world_size not in pools:
+            pools[world_size] = Ranks(world_size)
+        return pools[world_size].run(fn, *args)
+
+    yield call
+    for ranks in pools.values():
+        ranks.close()

@@ -1,0 +1,358 @@
+"""Faults are injected into real ranks: each gives a named error in time, and no process stays."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from labkit.launch import RankError, Ranks, forkserver, pool, run, waiting
+
+pytestmark = pytest.mark.usefixtures("no_rank_left")
+
+
+@contextlib.contextmanager
+def refused_within(seconds, kind):
+    """A RankError of this kind, after at most so long (the fork server's start, once a session, not counted)."""
+    forkserver.ensure_running()
+    run(ready, 1)
+    caught = {}
+    start = time.monotonic()
+    with pytest.raises(RankError) as error:
+        yield caught
+    assert time.monotonic() - start < seconds
+    assert error.value.kind == kind, error.value
+    caught["error"], caught["text"], caught["ranks"] = error.value, str(error.value), error.value.ranks
+
+
+def ready():
+    return True
+
+
+def in_collective(text="all_reduce tp #12 (4, 8) float32"):
+    with waiting(text):
+        dist.all_reduce(torch.ones(4, 8))
+
+
+def one_raises():
+    if dist.get_rank() == 2:
+        raise ValueError("boom on two")
+    in_collective()
+
+
+def test_one_rank_raising_ends_the_wait_of_the_others():
+    with refused_within(3.0, "raised") as caught:
+        run(one_raises, 4)
+    assert caught["ranks"] == [2]
+    assert caught["error"].summary == "rank 2 of 4 raised ValueError: boom on two"
+    assert 'raise ValueError("boom on two")' in caught["text"]
+    assert caught["text"].count("waiting in all_reduce tp #12 (4, 8) float32") == 3
+    assert "in_collective (test_launch_faults.py:" in caught["text"]
+
+
+def one_dies(number):
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), number)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_rank_ended_by_a_signal_is_named_at_once(number):
+    with refused_within(2.0, "died") as caught:
+        run(one_dies, 3, number)
+    assert caught["ranks"] == [1]
+    assert f"rank 1 was ended by {number.name}" in caught["error"].summary
+
+
+def test_a_rank_killed_from_outside_while_all_compute(rank_pids):
+    with Ranks(2, timeout=30) as ranks:
+        pids = ranks.run(os.getpid)
+        threading.Timer(0.3, lambda: os.kill(pids[0], signal.SIGKILL)).start()
+        with refused_within(2.5, "died") as caught:
+            ranks.run(time.sleep, 20)
+        assert caught["ranks"] == [0]
+        assert ranks.run(ready) == [True, True]
+
+
+def exits():
+    if dist.get_rank() == 0:
+        os._exit(3)
+    dist.barrier()
+
+
+def test_a_rank_that_exits_is_not_a_success():
+    with refused_within(2.0, "died") as caught:
+        run(exits, 2)
+    assert "rank 0 ended with exit code 3 before it returned" in caught["error"].summary
+
+
+def sys_exits():
+    sys.exit(0)
+
+
+def test_sys_exit_is_an_error_with_a_name():
+    with refused_within(3.0, "raised") as caught:
+        run(sys_exits, 2)
+    assert "SystemExit" in caught["error"].summary
+
+
+def hangs_in_four_ways():
+    rank = dist.get_rank()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 2:
+        ctypes.PyDLL(None).sleep(60)  # PyDLL: the GIL stays held
+    if rank == 3:
+        return
+    in_collective()
+
+
+def test_a_hang_is_explained_rank_by_rank():
+    """Waiting in a collective, stopped by a signal, holding the GIL, and one that has returned."""
+    with refused_within(3.0, "timeout") as caught:
+        run(hangs_in_four_ways, 4, timeout=2.0)
+    text = caught["text"]
+    assert caught["ranks"] == [0, 1, 2]
+    assert caught["error"].summary == "ranks 0, 1, 2 of 4 did not return within 2 s"
+    assert "rank 0: waiting in all_reduce tp #12 (4, 8) float32 for " in text
+    assert "rank 1: stopped by a signal (process state T)" in text
+    assert "rank 2: running, at hangs_in_four_ways (test_launch_faults.py:" in text
+    assert "rank 3: had returned" in text
+    assert text.count("innermost call first") == 3
+    assert "worker.py" not in text
+
+
+def test_a_loader_asleep_is_found():
+    with refused_within(2.0, "timeout") as caught:
+        run(time.sleep, 2, 60, timeout=1.0)
+    assert caught["ranks"] == [0, 1]
+
+
+def test_a_rank_that_never_starts_is_named(monkeypatch):
+    """F12: rank 2 is forked but never comes to itself; the others wait for it in the rendezvous."""
+
+    def start(*, target, args, **settings):
+        if args[1] == 2:
+            target, args = time.sleep, (60,)
+        return forkserver.RankProcess(target=target, args=args, **settings)
+
+    forkserver.ensure_running()
+    run(ready, 1)
+    monkeypatch.setattr(pool, "RankProcess", start)
+    start = time.monotonic()
+    with pytest.raises(RankError) as error:
+        run(ready, 4, timeout=2.0)
+    assert time.monotonic() - start < 3.0
+    assert error.value.kind == "start"
+    assert error.value.ranks == [2]
+    assert error.value.summary == "rank 2 of 4 never joined within 2 s; the others could not start"
+    assert "rank 0: waiting in rendezvous of all ranks" in str(error.value)
+
+
+def test_a_fork_that_fails_names_the_rank(monkeypatch):
+    def refuse(self, spec, rank):
+        if rank == 1:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        original(self, spec, rank)
+
+    original = pool.RankHandle.__init__
+    monkeypatch.setattr(pool.RankHandle, "__init__", refuse)
+    with pytest.raises(RankError, match=r"rank 1 of 3 could not be started: BlockingIOError") as error:
+        run(ready, 3)
+    assert error.value.kind == "start"
+
+
+def result_that_cannot_travel():
+    return threading.Lock() if dist.get_rank() == 1 else 0
+
+
+def test_an_unpicklable_result_is_a_clear_error():
+    with refused_within(3.0, "raised") as caught:
+        run(result_that_cannot_travel, 2)
+    assert caught["ranks"] == [1]
+    assert "the result, of type lock, cannot be sent back" in caught["text"]
+
+
+class Unreadable:
+    def __reduce__(self):
+        return (os.chdir, ("/nowhere/at/all",))
+
+
+def result_that_cannot_be_read():
+    return Unreadable()
+
+
+def test_a_result_that_cannot_be_read_here_is_a_clear_error():
+    with refused_within(3.0, "raised") as caught:
+        run(result_that_cannot_be_read, 1)
+    assert "the result of rank 0 arrived but cannot be read here: FileNotFoundError" in caught["text"]
+
+
+class Locked(Exception):
+    def __init__(self):
+        super().__init__("held")
+        self.lock = threading.Lock()
+
+
+def raise_unpicklable():
+    try:
+        raise KeyError("cause")
+    except KeyError as error:
+        raise Locked from error
+
+
+def test_an_unpicklable_exception_arrives_with_its_cause():
+    with refused_within(3.0, "raised") as caught:
+        run(raise_unpicklable, 1)
+    assert caught["error"].summary.endswith("Locked: held")
+    assert "KeyError: 'cause'" in caught["text"]
+
+
+# F10: shapes, types and operations that differ between ranks
+
+
+def other_shape():
+    dist.all_reduce(torch.ones(3 + dist.get_rank()))
+
+
+def other_dtype():
+    dist.all_reduce(torch.ones(3, dtype=torch.float64 if dist.get_rank() else torch.float32))
+
+
+def other_operation():
+    dist.broadcast(torch.ones(3), 0) if dist.get_rank() else dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("fn", "calls"),
+    [
+        (other_shape, "rank 0 called ALLREDUCE [3] Float, rank 1 called ALLREDUCE [4] Float"),
+        (other_dtype, "rank 0 called ALLREDUCE [3] Float, rank 1 called ALLREDUCE [3] Double"),
+        (other_operation, "rank 0 called BARRIER, rank 1 called BROADCAST [3] Float"),
+    ],
+)
+def test_debug_turns_a_mismatch_into_a_named_error(fn, calls):
+    with refused_within(2.0, "raised") as caught:
+        run(fn, 2, debug=True)
+    assert caught["ranks"] in ([0, 1], [1, 0])
+    assert f"the ranks disagree on a collective: {calls}" in caught["error"].summary
+
+
+@pytest.mark.parametrize("fn", [other_shape, other_dtype, other_operation])
+def test_without_debug_the_caller_survives_a_mismatch(fn):
+    """gloo hangs, aborts the process or mixes up data; whatever it does, it does not do it to the caller."""
+    with contextlib.suppress(RankError):
+        run(fn, 2, timeout=1.5)
+    assert run(ready, 2) == [True, True]
+
+
+def test_debug_is_off_again_in_the_next_launch():
+    assert run(lambda: str(dist.get_debug_level()), 1, debug=True) == ["DebugLevel.DETAIL"]
+    assert run(lambda: str(dist.get_debug_level()), 1) == ["DebugLevel.OFF"]
+
+
+def wait_for_nobody():
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1))
+    else:
+        time.sleep(30)
+
+
+def test_the_limit_of_a_single_collective():
+    with refused_within(8.0, "raised") as caught:
+        run(wait_for_nobody, 2, timeout=20, distributed_timeout_minutes=0.02)
+    assert caught["ranks"] == [0]
+
+
+# F11: the rendezvous
+
+
+def test_a_taken_port_and_a_stale_address_do_not_matter(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+        assert run(ready, 2, timeout=20) == [True, True]
+
+
+def test_a_stale_rendezvous_is_never_met(tmp_path, monkeypatch):
+    """What a killed launch has left in the same temporary directory is not looked at."""
+    stale = tmp_path / "labkit-stale"
+    stale.mkdir()
+    (stale / "store").write_bytes(b"\xff" * 64)
+    monkeypatch.setattr(pool.tempfile, "tempdir", str(tmp_path))
+    assert run(ready, 2, timeout=20) == [True, True]
+    assert [path.name for path in tmp_path.iterdir()] == ["labkit-stale"]
+
+
+def total(number):
+    x = torch.tensor([float(number)])
+    dist.all_reduce(x)
+    return x.item()
+
+
+def test_twenty_launches_at_once():
+    results = {}
+
+    def launch(number):
+        results[number] = run(total, 2, number, timeout=60)
+
+    threads = [threading.Thread(target=launch, args=(number,)) for number in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: [2.0 * number] * 2 for number in range(20)}
+
+
+# F23: who listens
+
+
+def listeners(pids):
+    """Addresses on which any of the processes listens for TCP, from the kernel's own tables."""
+    inodes = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                link = os.readlink(entry)
+                if link.startswith("socket:["):
+                    inodes.add(link[8:-1])
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.append(fields[1].partition(":")[0])
+    return found
+
+
+def talk_and_tell():
+    """A round in the world group and in a sub-group, then the process id, while everything is still connected."""
+    group = dist.new_group([0, 1], use_local_synchronization=True) if dist.get_rank() < 2 else None
+    if group is not None:
+        dist.all_reduce(torch.ones(2), group=group)
+    dist.all_reduce(torch.ones(2))
+    return os.getpid()
+
+
+def test_ranks_listen_on_loopback_only():
+    with socket.socket() as elsewhere:  # the test can see another listener
+        elsewhere.bind(("0.0.0.0", 0))
+        elsewhere.listen()
+        assert listeners([os.getpid()]) == ["00000000"]
+    with Ranks(3) as ranks:
+        pids = ranks.run(talk_and_tell)
+        found = listeners(pids)
+    assert len(found) >= 3, "gloo listens on some address in every rank; none was seen"
+    loopback = {"0100007F", "00000000000000000000000001000000"}
+    assert set(found) <= loopback
+    assert listeners([os.getpid(), forkserver._server._forkserver_pid]) == []

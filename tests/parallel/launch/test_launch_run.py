@@ -1,0 +1,253 @@
+"""What `run` and `Ranks` promise when nothing goes wrong."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from labkit.launch import RankError, Ranks, forkserver, rank_info, report_progress, run
+
+pytestmark = pytest.mark.usefixtures("no_rank_left")
+MEMORY = {}
+
+
+def sum_of_ranks(scale):
+    total = torch.full((3,), float(dist.get_rank()) * scale)
+    dist.all_reduce(total)
+    return total
+
+
+def test_results_come_by_rank_and_ranks_are_one_group():
+    for world_size in (1, 2, 5):
+        expected = torch.full((3,), 2.0 * sum(range(world_size)))
+        results = run(sum_of_ranks, world_size, 2.0)
+        assert len(results) == world_size
+        assert all(torch.equal(result, expected) for result in results)
+
+
+def whoami():
+    info = rank_info()
+    return info.rank, info.world_size, info.local_rank, str(info.device), info.backend, torch.get_num_threads()
+
+
+def test_a_rank_knows_its_place():
+    assert run(whoami, 3, device="cpu") == [(rank, 3, rank, "cpu", "gloo", 1) for rank in range(3)]
+
+
+def test_ranks_inherit_torch_instead_of_importing_it():
+    """The fork server passes over an import that fails, and then every rank pays a second for its own."""
+    found = subprocess.run(
+        [sys.executable, "-c", f"import {forkserver._modules[0]}, sys; print(*sys.modules)"],
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert {"torch", "torch.distributed", "cloudpickle", "numpy"} <= set(found.stdout.split())
+
+
+def test_lambdas_closures_and_this_modules_functions_travel():
+    offset = 10
+    assert run(lambda x: x + offset + dist.get_rank(), 2, 5) == [15, 16]
+
+
+class Counter:
+    def __init__(self):
+        self.value = dist.get_rank()
+
+
+def make_counter():
+    return Counter()
+
+
+def test_classes_defined_here_come_back_as_themselves():
+    assert all(isinstance(result, Counter) for result in run(make_counter, 2))
+
+
+def speak(words):
+    print(f"first of {dist.get_rank()}")
+    os.system(f"echo {words}")
+    os.write(2, b"an error line\n")
+    print("no newline at the end", end="")
+
+
+def test_output_is_replayed_in_rank_order_whoever_wrote_it(capsys):
+    run(speak, 3, "from a child")
+    out, err = capsys.readouterr()
+    lines = ("first of {}", "from a child", "no newline at the end")
+    assert out.splitlines() == [f"[rank {rank}] {line.format(rank)}" for rank in range(3) for line in lines]
+    assert err.splitlines() == [f"[rank {rank}] an error line" for rank in range(3)]
+
+
+def flood():
+    for _ in range(40_000):
+        print("x" * 99)
+
+
+def test_a_flood_of_output_is_cut(capsys):
+    run(flood, 1)
+    out = capsys.readouterr().out
+    assert len(out) < 1_500_000
+    assert "more bytes" in out.splitlines()[-1]
+
+
+def look_around():
+    import linecache
+
+    return os.environ.get("LABKIT_TEST_WORD"), os.getcwd(), sys.path[0], bool(linecache.cache)
+
+
+def test_changes_between_launches_are_seen(monkeypatch, tmp_path):
+    with Ranks(2) as ranks:
+        for word in ("one", "two"):
+            folder = tmp_path / word
+            folder.mkdir()
+            monkeypatch.setenv("LABKIT_TEST_WORD", word)
+            monkeypatch.chdir(folder)
+            monkeypatch.syspath_prepend(str(folder))
+            expected = (word, str(folder), str(folder))
+            assert [found[:3] for found in ranks.run(look_around)] == [expected] * 2
+            assert [found[:3] for found in run(look_around, 2)] == [expected] * 2
+        monkeypatch.delenv("LABKIT_TEST_WORD")
+        assert [found[0] for found in ranks.run(look_around)] == [None, None]
+
+
+def report(steps):
+    for step in range(steps):
+        report_progress({"step": step, "rank": dist.get_rank()})
+    return steps
+
+
+def test_progress_comes_from_rank_0_in_order():
+    received = []
+    assert run(report, 3, 4, progress=received.append) == [4, 4, 4]
+    assert received == [{"step": step, "rank": 0} for step in range(4)]
+    assert run(report, 2, 1) == [1, 1]  # nobody listens
+
+
+def big(megabytes):
+    return torch.full((megabytes * 250_000,), float(dist.get_rank()))
+
+
+def test_a_result_of_100_mb():
+    first, second = run(big, 2, 100)
+    assert first.numel() == second.numel() == 25_000_000
+    assert (first[0], second[-1]) == (0.0, 1.0)
+
+
+def big_argument(x):
+    return x.sum().item()
+
+
+def test_an_argument_of_40_mb():
+    assert run(big_argument, 2, torch.ones(10_000_000)) == [1e7, 1e7]
+
+
+def remember(value):
+    MEMORY.setdefault("seen", []).append(value)
+    torch.seen = [*getattr(torch, "seen", []), value]
+    return torch.seen
+
+
+def test_state_persists_between_calls():
+    with Ranks(2) as ranks:
+        assert ranks.run(remember, "a") == [["a"]] * 2
+        assert ranks.run(remember, "b") == [["a", "b"]] * 2
+    assert not hasattr(torch, "seen")
+
+
+def fail_on(rank):
+    if dist.get_rank() == rank:
+        raise ValueError(f"only rank {rank}")
+    return os.getpid()
+
+
+def test_ranks_survive_an_exception_if_all_came_back(rank_pids):
+    with Ranks(3) as ranks:
+        pids = ranks.run(fail_on, -1)
+        with pytest.raises(RankError, match=r"rank 1 of 3 raised ValueError: only rank 1"):
+            ranks.run(fail_on, 1)
+        assert ranks.run(fail_on, -1) == pids
+        assert torch.equal(ranks.run(sum_of_ranks, 1.0)[0], torch.full((3,), 3.0))
+        assert sorted(rank_pids()) == sorted(pids)
+
+
+def fail_before_barrier(rank):
+    if dist.get_rank() == rank:
+        raise ValueError("gone")
+    dist.barrier()
+
+
+def test_ranks_start_anew_and_say_so_if_one_is_stuck(capsys):
+    with Ranks(2) as ranks:
+        before = ranks.run(fail_on, -1)
+        with pytest.raises(RankError, match="rank 0 of 2 raised ValueError: gone"):
+            ranks.run(fail_before_barrier, 0)
+        assert set(ranks.run(fail_on, -1)).isdisjoint(before)
+    assert "new ranks started; what earlier calls left in memory is gone" in capsys.readouterr().out
+
+
+def test_ranks_close_when_they_are_forgotten(rank_pids, wait_until):
+    ranks = Ranks(2)
+    ranks.run(fail_on, -1)
+    assert len(rank_pids()) == 2, "the test sees ranks"
+    del ranks
+    gc.collect()
+    assert wait_until(lambda: rank_pids() == [])
+
+
+def test_closing_twice_and_using_again():
+    ranks = Ranks(2)
+    ranks.close()
+    assert ranks.run(report, 1) == [1, 1]
+    ranks.close()
+    ranks.close()
+    assert ranks.run(report, 2) == [2, 2]
+    ranks.close()
+
+
+def test_nothing_is_left_open():
+    def descriptors():
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    run(report, 2, 1)
+    before = descriptors()
+    for _ in range(3):
+        run(report, 2, 1)
+        with pytest.raises(RankError):
+            run(fail_before_barrier, 2, 0)
+    assert descriptors() == before
+
+
+def launch_again():
+    return run(report, 2, 1)
+
+
+def test_a_rank_cannot_launch():
+    with pytest.raises(RankError, match="a rank cannot launch ranks"):
+        run(launch_again, 2)
+
+
+def load_with_workers():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's hint about more workers than cores
+        loader = torch.utils.data.DataLoader(list(range(8)), batch_size=4, num_workers=1)
+        return [batch.sum().item() for batch in loader]
+
+
+def test_a_rank_may_have_data_loading_workers():
+    assert run(load_with_workers, 2) == [[6, 22]] * 2
+
+
+def test_preload_is_refused_once_the_server_runs():
+    run(report, 1, 1)
+    with pytest.raises(RuntimeError, match="already runs"):
+        forkserver.preload("json")
+
+
+def test_sixteen_ranks():
+    with Ranks(16) as ranks:
+        assert ranks.run(sum_of_ranks, 1.0)[15][0] == 120.0
