@@ -22,6 +22,7 @@ from torch import nn
 from labkit.config import RunConfig
 from labkit.data.gpt_data import GPTDataset, build_gpt_datasets, data_iterator
 from labkit.events import Event, recording
+from labkit.launch import torchrun
 from labkit.models.gpt import build_model_chunks
 from labkit.parallel.data_parallel import NaiveDataParallel
 from labkit.parallel.groups import ParallelGroups, initialize_model_parallel
@@ -114,10 +115,18 @@ def initialize(config: RunConfig, *, schedule: Schedule | None = None) -> Run:
         raise ValueError("this configuration cannot be trained: " + "; ".join(unready))
     if schedule is None and config.schedule.path is not None:
         schedule = Schedule.from_csv(_read(config.schedule.path))
-    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    config.validate(world_size)
+    config.validate(_world_size())
     groups = initialize_model_parallel(config.parallel)
     return Run(config, groups, schedule, Timers(config.train.timing_log_level))
+
+
+def _world_size() -> int:
+    """Ranks of this world. Refuses a rank of torchrun that has not joined the others: it would train on its own."""
+    if torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    if torchrun.started_us():
+        raise ValueError("torchrun started this process: call labkit.launch.run(pretrain, WORLD_SIZE, config)")
+    return 1
 
 
 def _read(path: str) -> str:

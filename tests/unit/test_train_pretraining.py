@@ -1,0 +1,232 @@
+"""`pretrain` on one process: the four steps, its files, validation, determinism, and what it refuses."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from labkit.config import RunConfig, presets
+from labkit.data import build_gpt_datasets
+from labkit.data.gpt_data import GPTDataset
+from labkit.events import read_jsonl
+from labkit.models.gpt import build_model_chunks
+from labkit.train import pretrain
+from labkit.train.stepping import gpt_forward_step, masked_loss
+
+
+def small(**changes) -> RunConfig:
+    shape = {"layers": 2, "hidden": 32, "heads": 4, "seq_length": 16, "global_batch_size": 4, "steps": 3}
+    return presets.tiny().override(shape | changes)
+
+
+def test_losses_fall_and_metrics_say_what_happened():
+    result = pretrain(small(steps=8, lr=3e-3, warmup_steps=2, global_batch_size=8))
+    assert len(result.losses) == 8
+    assert result.losses[-1] < result.losses[0] - 0.1
+    assert [line["step"] for line in result.metrics] == list(range(8))
+    assert [line["learning_rate"] for line in result.metrics[:3]] == pytest.approx([0.0, 1.5e-3, 3e-3])
+    for line, loss in zip(result.metrics, result.losses):
+        assert line["loss"] == loss
+        assert line["grad_norm"] > 0
+        assert line["tokens_per_second"] == pytest.approx(8 * 16 / line["timers"]["step"][1])
+        assert line["skipped_steps"] == 0
+
+
+def test_the_first_loss_is_that_of_a_uniform_guess():
+    config = small(steps=1)
+    assert pretrain(config).losses[0] == pytest.approx(math.log(config.model.vocab_size), abs=0.1)
+
+
+def test_the_same_run_twice_is_bit_equal_with_dropout():
+    config = small(hidden_dropout=0.1, attention_dropout=0.1, embedding_dropout=0.1)
+    assert pretrain(config).losses == pretrain(config).losses
+    assert pretrain(config).losses != pretrain(config.override({"seed": 5})).losses
+
+
+def test_accumulating_microbatches_gives_the_step_of_one_large_batch():
+    changes = {"precision": "fp64", "global_batch_size": 8, "steps": 4}
+    many = pretrain(small(micro_batch_size=1, **changes)).losses
+    one = pretrain(small(micro_batch_size=8, **changes)).losses
+    assert many == pytest.approx(one, rel=1e-12)
+
+
+def test_fused_gradient_accumulation_changes_nothing_but_rounding():
+    fused = pretrain(small(precision="fp64", gradient_accumulation_fusion=True)).losses
+    plain = pretrain(small(precision="fp64", gradient_accumulation_fusion=False)).losses
+    assert fused == pytest.approx(plain, rel=1e-12)
+
+
+def test_bf16_follows_fp32():
+    changes = {"steps": 8, "lr": 3e-3, "global_batch_size": 8}
+    bf16, fp32 = (pretrain(small(precision=precision, **changes)).losses for precision in ("bf16", "fp32"))
+    assert bf16 == pytest.approx(fp32, rel=0.02)
+    assert bf16[-1] < bf16[0] - 0.1
+
+
+def test_validation_at_its_interval_and_at_the_end_then_the_test_split():
+    result = pretrain(small(steps=5, eval_interval=2, eval_steps=2))
+    assert [step for step, _ in result.series("validation_loss")] == [1, 3, 4]
+    assert [step for step, _ in result.series("test_loss")] == [4]
+
+
+def test_validation_changes_no_training_step():
+    quiet = pretrain(small(steps=4, hidden_dropout=0.1))
+    asked = pretrain(small(steps=4, hidden_dropout=0.1, eval_interval=1, eval_steps=1))
+    assert asked.losses == quiet.losses
+
+
+def test_validation_loss_is_the_mean_over_the_split():
+    """With a learning rate of 0 the model stays as drawn, so the loss can be computed from it directly."""
+    config = small(steps=1, lr=0.0, eval_steps=2, global_batch_size=2, precision="fp64")
+    result = pretrain(config)
+    from labkit.parallel.groups import single_process_groups
+
+    model = build_model_chunks(config, single_process_groups())[0].eval()
+    valid = build_gpt_datasets(config)[1]
+    samples = torch.stack([torch.from_numpy(valid[index]) for index in range(4)])
+    with torch.no_grad():
+        expected = model(samples[:, :-1], labels_BS=samples[:, 1:]).mean().item()
+    assert result.series("validation_loss")[0][1] == pytest.approx(expected, rel=1e-12)
+
+
+def test_process_non_loss_data_gets_what_the_loss_function_returns():
+    seen = []
+
+    def forward_step(data_iterator, model):
+        output, loss = gpt_forward_step(data_iterator, model)
+
+        def with_argmax(loss_BS, non_loss_data=False):
+            return loss_BS.argmax().item() if non_loss_data else loss(loss_BS)
+
+        return output, with_argmax
+
+    pretrain(
+        small(steps=2, eval_interval=1, eval_steps=1),
+        forward_step=forward_step,
+        process_non_loss_data=lambda collected, step: seen.append((step, len(collected))),
+    )
+    assert seen == [(0, 4), (1, 4)]
+
+
+def test_providers_take_the_place_of_data_and_model():
+    config = small()
+    tokens = torch.arange(400).numpy() % 7
+    splits = tuple(GPTDataset(tokens, 16, name=name) for name in ("train", "valid", "test"))
+    built = []
+
+    def model_provider(config, groups):
+        built.extend(build_model_chunks(config, groups))
+        return built
+
+    result = pretrain(config, datasets_provider=lambda _: splits, model_provider=model_provider)
+    assert len(built) == 1
+    assert all(hasattr(p, "main_grad") for p in built[0].parameters())
+    assert len(result.losses) == 3
+
+
+def test_parameters_keep_no_grad_and_scaled_groups_move_more():
+    """With lr_mult 0 on the MLPs only the rest of the model moves."""
+    config = small(steps=2)
+    built, before = [], {}
+
+    def model_provider(config, groups):
+        built.extend(build_model_chunks(config, groups))
+        before.update({name: p.detach().clone() for name, p in built[0].named_parameters()})
+        return built
+
+    pretrain(config, model_provider=model_provider, scale_lr_cond=lambda name, _: ".mlp.fc" in name, lr_mult=0.0)
+    for name, param in built[0].named_parameters():
+        assert param.grad is None
+        assert torch.equal(param, before[name]) == (".mlp.fc" in name), name
+
+
+def test_files(tmp_path):
+    result = pretrain(small(output_dir=str(tmp_path), timing_log_level=1, eval_steps=1))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 2, 2]
+    assert [line["loss"] for line in lines[:3]] == result.losses
+    assert set(lines[0]["timers"]) == {"step", "forward-backward", "finalize-grads", "optimizer"}
+    events = read_jsonl(tmp_path / "events.jsonl")
+    assert events == result.events
+    assert {"step", "optimizer", "forward-backward"} <= {event.name for event in events}
+
+
+def test_without_recording_nothing_is_kept_but_timers_still_add_up():
+    result = pretrain(small(record_events=False, timing_log_level=2))
+    assert result.events == []
+    assert result.metrics[-1]["timers"]["forward"][0] > 0
+
+
+def test_log_interval_thins_the_lines_not_the_losses():
+    result = pretrain(small(steps=5, log_interval=2))
+    assert [line["step"] for line in result.metrics] == [1, 3, 4]
+    assert len(result.losses) == 5
+
+
+def poisoned(step_to_fail: int, value: float):
+    calls = iter(range(1000))
+
+    def forward_step(data_iterator, model):
+        output, loss = gpt_forward_step(data_iterator, model)
+        factor = value if next(calls) // 4 == step_to_fail else 1.0
+        return output, lambda loss_BS: loss(loss_BS * factor)
+
+    return forward_step
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_one_error_that_names_the_step(value):
+    with pytest.raises(FloatingPointError, match=r"the loss is (nan|inf) at step 2"):
+        pretrain(small(steps=5), forward_step=poisoned(2, value))
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step():
+    """The loss is finite; its gradient is not, as where a square root meets 0."""
+    calls = iter(range(1000))
+    built = []
+
+    def forward_step(data_iterator, model):
+        output, loss = gpt_forward_step(data_iterator, model)
+        bad = next(calls) // 4 == 1
+
+        def with_infinite_slope(loss_BS):
+            return loss(loss_BS + torch.sqrt(0.0 * loss_BS) if bad else loss_BS)
+
+        return output, with_infinite_slope
+
+    def model_provider(config, groups):
+        built.extend(build_model_chunks(config, groups))
+        return built
+
+    result = pretrain(small(steps=3), forward_step=forward_step, model_provider=model_provider)
+    assert [line["skipped_steps"] for line in result.metrics] == [0, 1, 1]
+    assert not math.isfinite(result.metrics[1]["grad_norm"])
+    assert all(torch.isfinite(p).all() for p in built[0].parameters())
+
+
+def test_masked_loss_counts_only_what_the_mask_keeps():
+    loss_sum, tokens, report = masked_loss(torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([[2.0, 100.0, 4.0]]))
+    assert (loss_sum.item(), tokens.item()) == (6.0, 2.0)
+    assert (report["loss_sum"].item(), report["tokens"].item()) == (6.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel.tp": 2}, "world"),
+        ({"parallel.cp": 2}, "cp"),
+        ({"schedule.path": "/nowhere/mine.csv"}, r"schedule\.path.*mine\.csv"),
+        ({"vocab_size": 100}, "tokenizer mismatch"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        pretrain(small(**changes))
+
+
+def test_a_torchrun_rank_that_has_not_joined_is_refused(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(ValueError, match="torchrun started this process"):
+        pretrain(small())
