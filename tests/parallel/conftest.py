@@ -8,9 +8,9 @@ import pytest
 from labkit.launch import Ranks
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def on_ranks() -> Iterator[Callable[..., list[Any]]]:
-    """`on_ranks(fn, world_size, *args)`: as `run`, on ranks that are started once per world size and session."""
+    """`on_ranks(fn, world_size, *args)`: like `labkit.launch.run`, on ranks that the tests of one module share."""
     started: dict[int, Ranks] = {}
 
     def call(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
