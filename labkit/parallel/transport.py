@@ -41,6 +41,10 @@ PIECE_BYTES = 2 << 20
 _NCCL_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 _HALF = (torch.bfloat16, torch.float16)
 
+# torch 2.13 gave both a new name, and warns in every rank where the old one is called
+_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def on_gloo(x: Tensor, group: Group) -> bool:
     """Whether this tensor travels by gloo: host tensors always, CUDA tensors where the group has nothing else."""
@@ -155,7 +159,7 @@ def all_gather(x: Tensor, group: Group) -> Finish:
     handle = group.process_group
     if not on_gloo(x, group):
         gathered = x.new_empty(shape)
-        work: Any = dist.all_gather_into_tensor(gathered, x.contiguous(), group=handle, async_op=True)
+        work: Any = _gather_into(gathered, x.contiguous(), group=handle, async_op=True)
         return lambda: (work.wait(), gathered)[1]
     host = to_host(x).contiguous()
     gathered = host_buffer(x, shape)
@@ -164,7 +168,7 @@ def all_gather(x: Tensor, group: Group) -> Finish:
         gathered[group.rank].copy_(host)
         works = [work for _, *both in started for work in both]
     else:
-        works = [dist.all_gather_into_tensor(gathered.flatten(), host.flatten(), group=handle, async_op=True)]
+        works = [_gather_into(gathered.flatten(), host.flatten(), group=handle, async_op=True)]
 
     def finish() -> Tensor:
         for work in works:
@@ -179,7 +183,7 @@ def reduce_scatter(x: Tensor, group: Group, op: str) -> Finish:
     handle = group.process_group
     if not on_gloo(x, group):
         row = x.new_empty(x.shape[1:])
-        work: Any = dist.reduce_scatter_tensor(
+        work: Any = _reduce_scatter_into(
             row,
             x.contiguous().flatten(0, 1) if x.dim() > 1 else x.contiguous(),
             op=_NCCL_OPS[op],
