@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
     "figure": ("Figure",),
+    "block": ("tensor_parallel_block",),
     "ranks": ("rank_grid", "rank_neighbours"),
     "comms": ("TransformerTraffic", "bytes_between_nodes", "compare_orders", "order_traffic"),
     "widgets": ("explore_layout", "is_live"),
@@ -19,10 +20,12 @@ _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from labkit.viz.block import tensor_parallel_block as tensor_parallel_block
     from labkit.viz.comms import TransformerTraffic as TransformerTraffic
     from labkit.viz.comms import bytes_between_nodes as bytes_between_nodes
     from labkit.viz.comms import compare_orders as compare_orders
     from labkit.viz.comms import order_traffic as order_traffic
+    from labkit.viz.curves import loss_curves as loss_curves
     from labkit.viz.figure import Figure as Figure
     from labkit.viz.ranks import rank_grid as rank_grid
     from labkit.viz.ranks import rank_neighbours as rank_neighbours

@@ -18,6 +18,8 @@ MAX_ROWS = 8
 """Up to this many nodes a node is a row; beyond it a column, so that many nodes make a wide picture."""
 MAX_LABELLED = 64
 """Up to this many ranks each cell carries its numbers."""
+MAX_WIDTH = 8.6
+"""Inches across which panels are laid side by side; a notebook shows a wider picture smaller than it was drawn."""
 _HATCHES = ("", "//", "..", "xx")
 
 Sizes = ParallelConfig | Mapping[str, Any]
@@ -90,12 +92,15 @@ def rank_grid(
     kinds = _known([kinds] if isinstance(kinds, str) else list(kinds))
     plan = all_groups(sizes, world_size)
     grid = _Grid(world_size, gpus_per_node, int(plan["tp"].min()))
-    across = grid.columns <= 16
-    shape = (1, len(kinds)) if across else (len(kinds), 1)
+    scale = 0.42 if grid.columns <= 16 else 0.15
+    width, height = grid.columns * scale + 0.9, grid.rows * scale + 0.9
+    across = min(len(kinds), max(1, int(MAX_WIDTH // width)))
+    down = ceil(len(kinds) / across)
     with styled():
-        scale = 0.42 if across else 0.15
-        fig = new_figure(shape[1] * (grid.columns * scale + 0.9), shape[0] * (grid.rows * scale + 1.0))
-        panels = fig.subplots(*shape, squeeze=False).ravel()
+        fig = new_figure(across * width, down * height)
+        panels = fig.subplots(down, across, squeeze=False).ravel()
+        for axes in panels[len(kinds) :]:
+            axes.set_axis_off()
         for axes, kind in zip(panels, kinds):
             groups = plan[kind]
             grid.prepare(axes, f"{kind}: {_count(groups)}")

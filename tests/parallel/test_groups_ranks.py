@@ -41,10 +41,10 @@ def gathered(layouts: list[ParallelConfig]) -> list[dict]:
             if group.process_group is None:
                 met[kind] = list(group.ranks)
                 continue
-            members = torch.empty(group.size, dtype=torch.int64)
-            dist.all_gather_into_tensor(members, torch.tensor([groups.rank]), group=group.process_group)
-            assert members[group.rank] == groups.rank, kind
-            met[kind] = members.tolist()
+            members = [torch.empty(1, dtype=torch.int64) for _ in range(group.size)]
+            dist.all_gather(members, torch.tensor([groups.rank]), group=group.process_group)
+            assert members[group.rank].item() == groups.rank, kind
+            met[kind] = [member.item() for member in members]
         found.append(met)
     return found
 
