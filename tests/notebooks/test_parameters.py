@@ -1,0 +1,78 @@
+"""One parameter changed through papermill: the figures' sentences change as predicted, and no cell fails.
+
+Predictions are made by hand from the chapter's formula, stated beside each case; the sentence before is the one that is
+stored in the chapter, so a figure that ignores its parameter fails here.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+CHAPTERS = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+
+
+class Case(NamedTuple):
+    """A change of parameters, and what it does to sentences: part of the stored one -> part of the new one."""
+
+    parameters: dict[str, object]
+    predicted: dict[str, str]
+
+
+CASES = {
+    # 16 ranks: dp has stride 4 and two members, so nodes of 4 put its members on two nodes, nodes of 8 on one
+    "01_rank_groups": Case(
+        {"gpus_per_node": 4},
+        {
+            "16 ranks on 2 nodes of 8: tp 4 groups of 4, all inside a node; dp 8 groups of 2, all inside a node": (
+                "16 ranks on 4 nodes of 4: tp 4 groups of 4, all inside a node; dp 8 groups of 2, all across nodes"
+            ),
+            "edp 8 groups of 2, all inside a node": "edp 8 groups of 2, all across nodes",
+            "dp [1, 5] on 1 node": "dp [1, 5] on 2 nodes",
+        },
+    ),
+}
+
+
+def sentences(notebook: Path) -> list[str]:
+    """What each figure of an executed notebook says, in order."""
+    cells = json.loads(notebook.read_text())["cells"]
+    data = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
+    return ["".join(each["text/plain"]) for each in data if "image/png" in each]
+
+
+def run_chapter(chapter: Path, out: Path, parameters: dict[str, object]) -> subprocess.CompletedProcess[str]:
+    words = [word for name, value in parameters.items() for word in ("-p", name, str(value))]
+    command = [sys.executable, "-m", "labkit.cli", "run", str(chapter), "--out", str(out), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
+def test_sentences_follow_a_parameter(chapter, tmp_path):
+    assert chapter.stem in CASES, f"{chapter.stem} has no prediction: add one to CASES"
+    case = CASES[chapter.stem]
+    done = run_chapter(chapter, tmp_path, case.parameters)
+    assert done.returncode == 0, done.stderr
+    stored, fresh = sentences(chapter), sentences(tmp_path / chapter.name)
+    assert len(fresh) == len(stored)
+    for before, after in case.predicted.items():
+        places = [place for place, sentence in enumerate(stored) if before in sentence]
+        assert places, f"no stored figure says {before!r}: {stored}"
+        assert all(after in fresh[place] for place in places), [fresh[place] for place in places]
+
+
+def test_no_prediction_for_a_chapter_that_is_gone():
+    assert set(CASES) <= {chapter.stem for chapter in CHAPTERS}
+
+
+def test_parameter_that_the_chapter_does_not_have_is_refused(tmp_path):
+    done = run_chapter(CHAPTERS[0], tmp_path, {"wrold_size": 4})
+    assert done.returncode == 2
+    assert "has no such parameter" in done.stderr and "world_size" in done.stderr
+    assert not list(tmp_path.iterdir())
