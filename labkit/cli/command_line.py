@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from labkit.cli.arguments import Command, read
@@ -50,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ValueError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(2)  # every rank of torchrun finds the same; the first says it, and is not ended before it has
+            return 2
         return _say(_message(error, words), 2)
     except _failures() as error:
         return _say(_message(error, words), 1)

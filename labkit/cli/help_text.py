@@ -14,9 +14,9 @@ from labkit.config.sections import SECTIONS
 _TYPES: dict[str, Any] = {"tuple[str, ...]": tuple[str, ...]}
 
 
-def _type(kind: str, optional: bool) -> Any:
-    plain = _TYPES.get(kind) or getattr(builtins, kind)
-    return plain | None if optional else plain
+def _type(kind: str) -> Any:
+    """The plain type, also where None is a value: jsonargparse would read a text such as `#` as None otherwise."""
+    return _TYPES.get(kind) or getattr(builtins, kind)
 
 
 def parser_of(command: Command) -> Any:
@@ -40,7 +40,7 @@ def parser_of(command: Command) -> Any:
                 text = doc.text + (f" [{doc.limits}]" if doc.limits else "")
                 group.add_argument(
                     f"--{spec.dotted}",
-                    type=_type(spec.kind, spec.optional),
+                    type=_type(spec.kind),
                     default=spec.default,
                     metavar=doc.kind.upper().replace(" | NONE", "").replace("TUPLE[STR, ...]", "A,B"),
                     help=text.replace("%", "%%"),
@@ -55,11 +55,16 @@ def _add(parser: Any, option: Option) -> None:
         parser.add_argument(f"--{option.name}", action="store_true", help=option.help)
     else:
         metavar = option.kind.upper().replace("TUPLE[STR, ...]", "A,B")
-        kind = _type(option.kind, optional=True)
-        parser.add_argument(f"--{option.name}", type=kind, default=option.default, metavar=metavar, help=option.help)
+        parser.add_argument(
+            f"--{option.name}", type=_type(option.kind), default=option.default, metavar=metavar, help=option.help
+        )
 
 
 def checked_config(command: Command, arguments: Arguments) -> RunConfig:
     """The configuration as jsonargparse reads it from the typed values; equal to `arguments.config`."""
-    namespace = parser_of(command).parse_object(arguments.config.to_dict())
+    given = {
+        section: {name: value for name, value in values.items() if value is not None}
+        for section, values in arguments.config.to_dict().items()
+    }
+    namespace = parser_of(command).parse_object(given)
     return RunConfig(**{name: cls(**vars(namespace[name])) for name, cls in SECTIONS.items()})

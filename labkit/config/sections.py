@@ -28,8 +28,8 @@ class ModelConfig:
     """Key/value heads of grouped-query attention (arXiv 2305.13245); None means `heads`."""
     ffn_hidden: int | None = None
     """Width of the MLP; None means 4 x hidden."""
-    vocab_size: int = 512
-    """Tokens of the vocabulary before padding."""
+    vocab_size: int = 1024
+    """Tokens of the vocabulary before padding; at least those of the tokenizer (1024: the bundled one's)."""
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this times tp; padded columns never enter the loss."""
     seq_length: int = 64
@@ -57,7 +57,7 @@ class ModelConfig:
     init_std: float = 0.02
     """Weights are N(0, init_std); residual projections are scaled by 1/sqrt(2 x layers)."""
     transformer_impl: str = "local"
-    """`local`: labkit's own layers."""
+    """`local`: labkit's own layers; `transformer_engine`: NVIDIA's, on GPUs (it arrives with its chapter)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,11 @@ class _StrictLoader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 - PyYAML's own name and form
 
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        if self.flow_level >= MAX_DEPTH:  # seen here as well: the scanner runs ahead, and is quadratic in this depth
+            raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=self.get_mark())
+        super().fetch_flow_collection_start(TokenClass)
+
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()
         self.level = getattr(self, "level", 0) + 1

@@ -29,6 +29,7 @@ def test_every_number_has_a_range_and_every_table_entry_a_field() -> None:
     numeric = {name for name, spec in SPECS.items() if spec.kind in ("int", "float")}
     assert numeric == set(RANGES)
     assert {*RANGES, *CHOICES, *ALIASES.values()} <= set(SPECS)
+    assert all(spec.default is None for spec in SPECS.values() if spec.optional), "None is what `leave it out` means"
     assert not set(ALIASES) & {spec.name for spec in SPECS.values()}, "an alias must not shadow a field"
 
 

@@ -1,0 +1,65 @@
+"""Writes docs/config.md, the reference of every configuration field, from the strings under the fields.
+
+python scripts/make_config_reference.py [--check]     --check writes nothing and fails where the page is out of date
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from labkit.config import presets
+from labkit.config.field_docs import field_docs, section_docs
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "config.md"
+
+_HEAD = """\
+# Configuration
+
+<!-- Written by scripts/make_config_reference.py from the strings in labkit/config/sections.py; edit those. -->
+
+A run is one YAML file of these sections, or a preset, or both, with changes on the command line on top:
+
+```
+labkit train --preset tiny --print_config > mine.yaml
+labkit train --config mine.yaml --nproc 4 --parallel.tp 2 --lr 5e-4
+```
+
+A field may be written `section.field`, by its last part alone where only one section has it, or under its name in
+Megatron-LM; `-` and `_` are the same. In YAML a value has the field's own type: `1e-4` is a number, a quoted `"8"` is
+text and refused where a number is due, only `true` and `false` are truth values, and neither tags nor anchors are
+read. On the command line everything is text and is read as the field's type; `null` is none, `a,b` a list. Everything
+that is wrong with a configuration is reported at once, before any process starts.
+
+The number of ranks is that of the launch (`--nproc`, or torchrun's); dp = ranks / (tp cp pp) is what is left.
+
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    lines = [_HEAD + f"Presets: {', '.join(f'`{name}`' for name in presets.names())}.\n"]
+    docs = field_docs()
+    for section, about in section_docs().items():
+        lines += [f"\n## {section}\n", f"{about}\n", "| field | type | default | what it is |", "|---|---|---|---|"]
+        for doc in (d for d in docs.values() if d.dotted.startswith(f"{section}.")):
+            text = doc.text + (f" Values: {doc.limits}." if doc.limits else "")
+            if doc.aliases:
+                text += f" Megatron-LM: {', '.join(f'`{alias}`' for alias in doc.aliases)}."
+            cells = (f"`{doc.dotted}`", doc.kind, f"`{doc.default}`", text)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Exit code 1 where --check finds another page than it would write."""
+    if "--check" in sys.argv[1:]:
+        same = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page()
+        print("docs/config.md is up to date" if same else "docs/config.md is out of date: run this script")
+        return 0 if same else 1
+    PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""The command line: what it reads, what jsonargparse makes of it, groups of known layouts, the reference page."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labkit.cli import main
+from labkit.cli.arguments import CONFIG_OPTIONS, read
+from labkit.cli.command_line import COMMANDS
+from labkit.cli.help_text import checked_config, parser_of
+from labkit.cli.parity_command import read_layouts
+from labkit.cli.train_command import COMMAND as TRAIN
+from labkit.config import RunConfig, presets
+from labkit.config.fields import ALIASES, SPECS
+from labkit.config.limits import CHOICES
+from labkit.parallel.rank_generator import rank_generators
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _config(*words: str) -> RunConfig:
+    arguments = read(TRAIN, ["--preset", "tiny", *words])
+    assert arguments.problems == []
+    return arguments.config
+
+
+def test_help_is_short_and_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert main(["--help"]) == 0 and capsys.readouterr().out == out
+    assert len(out.splitlines()) <= 20 and max(map(len, out.splitlines())) <= 80
+    assert all(f"  {name} " in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_each_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: labkit {name}") and f"example: labkit {name}" in " ".join(out.split())
+
+
+def test_help_of_train_shows_every_field_with_its_string() -> None:
+    text = parser_of(TRAIN).format_help()
+    assert all(f"--{name}" in text for name in SPECS)
+    assert "Base of the rotary frequencies." in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--parallel.tp", "2"], ["--parallel.tp=2"], ["--tp", "2"], ["--tensor-model-parallel-size", "2"],
+     ["--tensor_model_parallel_size", "2"], ["--parallel.tensor_model_parallel_size=2"], ["--tp", "4", "--tp", "2"]],
+)  # fmt: skip
+def test_ways_to_write_one_field(words: list[str]) -> None:
+    assert _config(*words) == presets.tiny().override({"parallel.tp": 2})
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_every_long_name_with_dashes(alias: str) -> None:
+    spec = SPECS[ALIASES[alias]]
+    word = {"int": "3", "float": "5e-1", "bool": "true", "str": "x", "tuple[str, ...]": "attn"}[spec.kind]
+    config = _config(f"--{alias.replace('_', '-')}", word)
+    assert config == _config(f"--{spec.dotted}", word) != presets.tiny()
+
+
+def test_values_of_the_command_line_are_read_as_the_fields_type() -> None:
+    config = _config(
+        "--lr", "1e-4", "--kv-heads", "null", "--sequence-parallel", "--bias", "false", "--warmup-steps=+3",
+        "--cuda-graph-scope", "attn,moe_router", "--output-dir", "123", "--min-lr", "0", "--params-dtype", "bfloat16",
+    )  # fmt: skip
+    assert config == presets.tiny().override({
+        "lr": 1e-4, "sequence_parallel": True, "bias": False, "warmup_steps": 3, "output_dir": "123",
+        "cuda_graph_scope": ["attn", "moe_router"], "min_lr": 0.0, "optim.precision": "bf16",
+    })  # fmt: skip
+    assert config.train.output_dir == "123" and isinstance(config.optim.min_lr, float)
+
+
+def test_file_lies_over_preset_and_options_over_both(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("num_layers: 4\nparallel: {tp: 2, pp: 2}\n")
+    config = _config("--config", str(path), "--parallel.tp", "4")
+    assert config == presets.tiny().override({"layers": 4, "tp": 4, "pp": 2})
+
+
+def _text(spec, value) -> str:
+    if value is None or isinstance(value, bool):
+        return str(value).lower().replace("none", "null")
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+_WORDS = st.text(alphabet="abcxyz019-_./ :#{}[]'\"", min_size=1, max_size=10).filter(lambda s: not s.startswith("-"))
+_BY_KIND = {
+    "int": st.integers(-5, 2**31), "float": st.floats(0, 1e6), "bool": st.booleans(),
+    "str": _WORDS.filter(lambda s: s.strip().lower() not in ("null", "none", "~", "")),
+    "tuple[str, ...]": st.lists(st.sampled_from(["attn", "mlp", "moe"]), max_size=3).map(tuple),
+}  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_jsonargparse_reads_what_our_pass_reads(data) -> None:
+    names = data.draw(st.lists(st.sampled_from(sorted(SPECS)), unique=True, max_size=6))
+    drawn = {
+        n: data.draw(st.sampled_from(CHOICES[n]) if n in CHOICES else _BY_KIND[SPECS[n].kind], label=n) for n in names
+    }
+    words = [word for n, v in drawn.items() for word in (f"--{n}={_text(SPECS[n], v)}",)]
+    arguments = read(TRAIN, ["--preset", "tiny", *words])
+    assert arguments.problems == []
+    assert arguments.config == presets.tiny().replaced(drawn)
+    assert checked_config(TRAIN, arguments) == arguments.config
+
+
+@pytest.mark.parametrize("flag", ["--print_config", "--print-config"])
+def test_print_config_loads_back_equal(flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--preset", "llama_tiny", "--parallel.tp", "2", "--optim.lr", "3e-4", "--nproc", "4"]
+    assert main([*words, flag]) == 0
+    path = tmp_path / "c.yaml"
+    path.write_text(capsys.readouterr().out)
+    assert RunConfig.from_yaml(path) == presets.llama_tiny().override({"tp": 2, "lr": 3e-4})
+
+
+def test_print_config_of_a_bad_one_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--preset", "tiny", "--tp", "3", "--print_config"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "model.heads = 8" in err
+
+
+def test_options_do_not_shadow_fields() -> None:
+    """A field's bare name that is also an option of the command would silently mean the option."""
+    names = {o.key for o in (*CONFIG_OPTIONS, *TRAIN.options)} | {a for o in TRAIN.options for a in o.aliases}
+    assert names.isdisjoint({spec.name for spec in SPECS.values()} | set(ALIASES))
+
+
+def _groups(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    assert main(["groups", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["groups"]
+
+
+def test_groups_of_the_documents_16_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    """TP2 PP4 of the pipeline document: lists as printed there."""
+    found = _groups(capsys, "--world-size", "16", "--tensor_model_parallel_size", "2", "--pp", "4")
+    assert found["tp"][:2] == [[0, 1], [2, 3]] and found["dp"][:4] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert found["mp"] == [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]
+    assert found["pp"] == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
+    assert found["embd"] == [[0, 12], [1, 13], [2, 14], [3, 15]] and found["pos_embd"] == [[0], [1], [2], [3]]
+
+
+def test_groups_of_the_folding_example(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _groups(capsys, "--world_size", "16", "--tp", "4", "--pp", "2", "--etp", "1", "--ep", "4")
+    assert found["ep"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert found["edp"][:2] == [[0, 4], [1, 5]]
+    one = _groups(capsys, "--nproc", "16", "--tp", "4", "--pp", "2", "--etp", "1", "--ep", "4", "--rank", "6")
+    assert one == {kind: next((g for g in groups if 6 in g), []) for kind, groups in found.items()}
+
+
+def test_groups_as_text_list_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["groups", "--world-size", "8", "--tp", "2", "--order", "tp-dp-pp-cp-ep"]) == 0
+    out = capsys.readouterr().out
+    assert "dense    tp 2 x cp 1 x dp 4 x pp 1" in out and "[0, 1] [2, 3] [4, 5] [6, 7]" in out
+    decoder, _ = rank_generators(world_size=8, tp=2, order="tp-dp-pp-cp-ep")
+    assert "[0, 2, 4, 6] [1, 3, 5, 7]" in out and decoder.get_ranks("dp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_groups_of_a_large_world_are_shortened(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["groups", "--world-size", "131072", "--tp", "8", "--pp", "16"]) == 0
+    out = capsys.readouterr().out
+    assert "... 16,380 more" in out and len(out) < 4000
+    assert main(["groups", "--world-size", "2147483647", "--tp", "1", "--rank", "5", "--order", "tp-cp-ep-dp-pp"]) == 2
+    assert "2147483647" in capsys.readouterr().err  # one dp group of all ranks is more than is listed
+
+
+def test_groups_and_errors_import_neither_torch_nor_other_commands() -> None:
+    code = (
+        "import sys; from labkit.cli import main; main(['groups', '--world-size', '8', '--tp', '2']);"
+        "main(['train', '--preset', 'tiny', '--tp', '3']);"
+        "print(sorted({'torch', 'papermill', 'labkit.train', 'labkit.cli.run_command'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    labkit = Path(sys.executable).with_name("labkit")
+    command = f"{labkit} groups --world-size 4096 --tp 2 --json | head -c 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout == "{" and done.stderr == ""
+
+
+def test_layouts_of_parity() -> None:
+    config = presets.tiny().override({"parallel.pp": 2})
+    layouts, problems = read_layouts("tp=2; dp=2 ;tp=4,pp=1,dp=2;world_size=8", config)
+    assert problems == []
+    assert layouts == [
+        {"parallel.tp": 2, "world_size": 4},
+        {"world_size": 4},
+        {"parallel.tp": 4, "parallel.pp": 1, "world_size": 8},
+        {"world_size": 8},
+    ]
+    layouts, problems = read_layouts("tp=3;dp=x;pp=3", config)
+    assert layouts == [] and len(problems) == 3
+
+
+def test_doctor_says_what_it_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from labkit.launch import doctor
+
+    found = [doctor.Finding("python", "good", "3.11"), doctor.Finding("memory", "note", "1 GiB", "use fewer ranks")]
+    monkeypatch.setattr(doctor, "examine", lambda *, launch: found)
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out == "ok    python  3.11\nnote  memory  1 GiB; use fewer ranks\n"
+    found.append(doctor.Finding("loopback", "bad", "none"))
+    assert main(["doctor", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)[2]["topic"] == "loopback"
+
+
+@pytest.fixture
+def chapter(tmp_path: Path) -> Path:
+    """A notebook folder with one chapter; returns the folder."""
+    cell = nbformat.v4.new_code_cell("steps: int = 3  # steps\nlr: float = 1e-3\nname: str = 'a'\nflag: bool = True")
+    cell.metadata.tags = ["parameters"]
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, tmp_path / "07_toy.ipynb")
+    return tmp_path
+
+
+def test_run_refuses_misspelt_parameters_before_it_runs(chapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = chapter / "out"
+    words = ["run", "7", "--notebooks", str(chapter), "--out", str(out), "-p", "step", "1", "-p", "lr", "fast"]
+    assert main([*words, "-p", "flag", "maybe", "-p", "steps", "1.5"]) == 2
+    err = capsys.readouterr().err
+    assert '-p step: 07_toy has no such parameter; it has steps, lr, name, flag; did you mean "steps"?' in err
+    assert "-p lr 'fast': must be a number" in err and "-p flag 'maybe': must be true or false" in err
+    assert "-p steps '1.5': must be an integer" in err and not out.exists()
+
+
+def test_run_types_parameters_by_the_notebook(chapter: Path) -> None:
+    from labkit.cli.run_command import check_parameters
+
+    given = [("steps", "5"), ("lr", "1e-4"), ("name", "5"), ("flag", "false")]
+    values, problems = check_parameters(chapter / "07_toy.ipynb", given, chapter)
+    assert problems == [] and values == {"steps": 5, "lr": 1e-4, "name": "5", "flag": False}
+
+
+def test_reference_page_is_up_to_date() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "make_config_reference.py"))["page"]()
+    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == page
+    assert all(f"`{name}`" in page for name in (*SPECS, *ALIASES))
