@@ -1,0 +1,50 @@
+"""The picture of a cut layer says what the records say."""
+
+from __future__ import annotations
+
+import pytest
+
+from labkit.parallel.ledger import CommRecord
+from labkit.viz import tensor_parallel_block
+
+
+def records(size: int) -> list[CommRecord]:
+    calls = [
+        ("attention.proj", "forward"),
+        ("mlp.fc2", "forward"),
+        ("mlp.fc1", "backward"),
+        ("attention.qkv", "backward"),
+    ]
+    return [
+        CommRecord("all_reduce", "tp", size, 4096, "float32", f"layers.{layer}.{name}", phase)
+        for layer in (1, 11)
+        for name, phase in calls
+    ]
+
+
+def texts(figure) -> list[str]:
+    return [text.get_text() for text in figure.fig.axes[0].texts]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_the_sentence_and_the_labels_count_what_the_ledger_saw_of_that_layer_alone(size: int) -> None:
+    figure = tensor_parallel_block(records(size), "layers.1")
+    assert repr(figure) == (
+        f"layers.1 over tp {size}: all-reduces 2 forward (g) of 4,096 bytes each, 2 backward (f) of 4,096 bytes each."
+    )
+    assert texts(figure).count("forward\n1 x all_reduce\n4,096 B") == 2
+    assert texts(figure).count("backward\nidentity") == 2
+    assert f"qkv {size - 1}" in texts(figure), "the last rank is drawn"
+    assert len([text for text in texts(figure) if text.startswith("fc1")]) == min(size, 4)
+
+
+def test_a_missing_all_reduce_shows_as_identity() -> None:
+    without_f = [r for r in records(2) if r.phase == "forward"]
+    figure = tensor_parallel_block(without_f, "layers.1")
+    assert "0 backward (f)" in repr(figure)
+    assert texts(figure).count("backward\nidentity") == 4
+
+
+def test_records_without_that_layer_are_refused() -> None:
+    with pytest.raises(ValueError, match="no communication of 'layers.2' among 8 records"):
+        tensor_parallel_block(records(2), "layers.2")
