@@ -46,5 +46,5 @@ def test_a_missing_all_reduce_shows_as_identity() -> None:
 
 
 def test_records_without_that_layer_are_refused() -> None:
-    with pytest.raises(ValueError, match="no communication of 'layers.2' among 8 records"):
+    with pytest.raises(ValueError, match=r"no communication of 'layers\.2' among 8 records"):
         tensor_parallel_block(records(2), "layers.2")
