@@ -40,15 +40,18 @@ PROGRAMS = {
     ),
     "torch.multiprocessing.spawn": (
         """
-import os, torch.distributed as dist, torch.multiprocessing as mp
+import os, socket, torch.distributed as dist, torch.multiprocessing as mp
 from step import first_step
-def task(rank):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29611")
+def task(rank, port):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)
     first_step()
     dist.destroy_process_group()
 if __name__ == "__main__":
-    mp.spawn(task, nprocs=2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(task, (port,), nprocs=2)
 """,
         (),
     ),
@@ -87,7 +90,10 @@ def interpreter(code: str) -> Callable[[], None]:
 
 def import_time(repetitions: int) -> Comparison:
     """`import labkit` beside `import torch` and an empty interpreter; the modules are looked at, too."""
-    code = "import sys, time; t = time.perf_counter(); import labkit; print(time.perf_counter() - t, 'torch' in sys.modules)"
+    code = (
+        "import sys, time; t = time.perf_counter(); import labkit; t = time.perf_counter() - t; "
+        "print(t, 'torch' in sys.modules)"
+    )
     listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     comparison = interleave(
         "a fresh interpreter that imports it and ends",
