@@ -37,6 +37,14 @@ CASES = {
             "dp [1, 5] on 1 node": "dp [1, 5] on 2 nodes",
         },
     ),
+    # an all-reduce moves s b h float64 values: 16 x 2 x 64 x 8 = 16,384 bytes, twice that at hidden 128; still 2 and 2
+    "03_f_and_g": Case(
+        {"hidden": 128},
+        {
+            "2 forward (g) of 16,384 bytes each": "2 forward (g) of 32,768 bytes each",
+            "2 backward (f) of 16,384 bytes each": "2 backward (f) of 32,768 bytes each",
+        },
+    ),
 }
 
 
