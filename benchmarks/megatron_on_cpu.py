@@ -4,7 +4,7 @@
     from megatron.core... import ...
     megatron_on_cpu.settle()                    # once all of them are imported
 
-It asks the CUDA runtime for devices, moves tensors with `.cuda()` and draws dropout from a CUDA state; here these answer
+It asks the CUDA runtime for devices, moves tensors with `.cuda()` and draws dropout from a CUDA state; here they answer
 for the CPU. Right only while every dropout is 0. Works for GPTModel with the local layer spec
 (use_cpu_initialization, fusions off), tensor parallelism, 1F1B and interleaved 1F1B.
 """
