@@ -1,0 +1,55 @@
+"""`labkit train` and `labkit parity` with real ranks: what is printed, what is written, which exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from labkit.cli import main
+
+SMALL = ["--preset", "tiny", "--layers", "2", "--hidden", "16", "--heads", "2", "--seq-length", "16",
+         "--global-batch-size", "4"]  # fmt: skip
+
+
+def test_train_prints_the_final_losses_and_writes_metrics(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--tensor-model-parallel-size", "2", "--steps", "2", "--eval-steps", "1", "--output-dir", str(tmp_path)]
+    assert main(["train", *SMALL, *words]) == 0  # two ranks: the fewest that the layout allows
+    out, err = capfd.readouterr()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    final = [line["loss"] for line in lines if "loss" in line][-1]
+    assert out.startswith("2 ranks: tp 2 x cp 1 x dp 1 x pp 1, 2 steps of 4 samples")
+    assert f"step 2 of 2: training loss {final:.4f}\n" in out
+    assert re.search(r"^validation loss \d", out, re.M) and re.search(r"^test loss \d", out, re.M)
+    assert str(tmp_path) in out and "train: 100%" in err
+
+
+def test_a_tokenizer_that_does_not_fit_is_the_users_error(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *SMALL, "--nproc", "2", "--vocab-size", "512"]) == 2
+    err = capfd.readouterr().err
+    assert "tokenizer mismatch" in err and "1024" in err and "512" in err and "Traceback" not in err
+
+
+def test_a_run_that_fails_is_code_1(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *SMALL, "--nproc", "2", "--steps", "1000", "--timeout", "0.5"]) == 1
+    err = capfd.readouterr().err
+    assert "labkit train: " in err and "0.5 s" in err
+
+
+def test_parity_agrees_and_names_what_a_missing_all_reduce_changes(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["parity", *SMALL, "--steps", "1", "--layouts", "tp=2"]
+    assert main(words) == 0
+    assert "1 of 1 layouts agree with one process to 1e-10" in capfd.readouterr().out
+    assert main([*words, "--drop", "operation=all_reduce,group=tp,phase=forward,layer=layers.1.mlp"]) == 1
+    assert "differs from one process, first in layers.1.mlp output" in capfd.readouterr().out
+
+
+def test_torchrun_uses_its_ranks_and_speaks_once() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "labkit.cli", "train"]
+    done = subprocess.run([*command, *SMALL, "--tp", "2", "--steps", "1"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 ranks: tp 2") == 1 and done.stdout.count("step 1 of 1: training loss") == 1
