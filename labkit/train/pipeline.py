@@ -1,25 +1,30 @@
-"""From the loop's point of view: run all microbatches of a step, get back what the loss function reported."""
+"""What the loop sees of a schedule: run all microbatches of a step, get back what the loss function reported."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from labkit.config import RunConfig
 from labkit.parallel.data_parallel import NaiveDataParallel
 from labkit.parallel.groups import ParallelGroups
+from labkit.schedules.builders import gpipe, one_f_one_b
 from labkit.schedules.ir import Schedule
+from labkit.schedules.runtime import PipelineRuntime
 
 Batch = dict[str, Tensor]
 ForwardStep = Callable[[Iterator[Batch], nn.Module], tuple[Tensor, Any]]
 """(data iterator, model chunk) -> (output tensor, loss function)."""
 
+BUILDERS = {"auto": one_f_one_b, "1f1b": one_f_one_b, "gpipe": gpipe}
+"""schedule.name -> builder."""
+
 
 class Pipeline:
-    """One rank's model chunks under a schedule (so far: one stage, microbatch after microbatch)."""
+    """One rank's model chunks under a schedule; made once, run every step."""
 
     def __init__(
         self,
@@ -30,25 +35,51 @@ class Pipeline:
         *,
         schedule: Schedule | None = None,
     ) -> None:
-        self.config, self.groups, self.chunks, self.forward_step = config, groups, list(chunks), forward_step
-        if groups.pp.size > 1 or schedule is not None:
-            raise NotImplementedError("the pipeline runtime is not connected yet")
-        self.last_stage = groups.pp.size - 1
+        """schedule: one of the user's own, else the one that `config.schedule.name` names.
+
+        Raises ScheduleError for a schedule that cannot run, ValueError for one that does not fit the layout.
+        """
+        self.config, self.groups, self.chunks = config, groups, list(chunks)
         self.num_microbatches = config.num_microbatches(groups.world_size)
+        self.schedule = schedule or BUILDERS[config.schedule.name](groups.pp.size, self.num_microbatches)
+        self._check(self.schedule)
+        shape = (config.model.seq_length, config.train.micro_batch_size, config.model.hidden)
+        self._runtime = PipelineRuntime(
+            self.schedule,
+            self.chunks,
+            groups,
+            forward_step_func=forward_step,
+            tensor_shape=None if config.schedule.variable_seq_lengths else shape,
+            transport="batched" if config.schedule.batch_p2p_comm else "posted",
+            deallocate_pipeline_outputs=config.schedule.deallocate_pipeline_outputs,
+        )
+
+    @property
+    def last_stage(self) -> int:
+        """Position in the pipeline group of the rank that computes the loss."""
+        return self.schedule.placement(self.schedule.num_stages - 1)
 
     def run(
         self, batches: Iterator[Batch], *, forward_only: bool = False, collect_non_loss_data: bool = False
     ) -> list[Any]:
-        """Forward (and backward) of every microbatch; the reports by microbatch."""
-        reports = []
-        with torch.set_grad_enabled(not forward_only):
-            for _ in range(self.num_microbatches):
-                output, loss_func = self.forward_step(batches, self.chunks[0])
-                if collect_non_loss_data:
-                    reports.append(loss_func(output, non_loss_data=True))
-                    continue
-                loss_sum, tokens, report = loss_func(output)
-                if not forward_only:
-                    (loss_sum / tokens.clamp(min=1) / self.num_microbatches).backward()
-                reports.append(report)
-        return reports
+        """All microbatches of one global batch; the loss function's reports on the rank of the last stage, else []."""
+        iterators: list[Iterator[Batch]] = [batches]
+        if len(self.chunks) > 1:  # every chunk reads each microbatch
+            read = list(islice(batches, self.num_microbatches))
+            iterators = [iter(read) for _ in self.chunks]
+        return self._runtime.run(iterators, forward_only=forward_only, collect_non_loss_data=collect_non_loss_data)
+
+    def _check(self, schedule: Schedule) -> None:
+        """What the runtime cannot know: the batch, and which layers the chunks hold."""
+        if schedule.num_microbatches != self.num_microbatches:
+            raise ValueError(
+                f"{schedule.name} is for {schedule.num_microbatches} microbatches, but global_batch_size "
+                f"{self.config.train.global_batch_size} makes {self.num_microbatches} on each data-parallel rank"
+            )
+        pp = self.groups.pp.size
+        moved = [stage for stage in range(schedule.num_stages) if schedule.placement(stage) != stage % pp]
+        if schedule.pp == pp and moved:
+            raise ValueError(
+                f"{schedule.name} runs stage {moved[0]} on pipeline rank {schedule.placement(moved[0])}, but its "
+                f"layers are on rank {moved[0] % pp}: stage s belongs to rank s mod pp"
+            )
