@@ -17,7 +17,7 @@ MEGATRON := megatron-core==0.16.1
 .PHONY: help run lab test sweep chapters gpu bench clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*##/\1	/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z]*\):.*## */\1	/p' $(MAKEFILE_LIST) | expand -t 12
 
 run: $(INSTALLED)  ## train a small GPT on 4 ranks, TP2 x PP2, against one process; report in build/
 	$(BIN)/labkit run 00 --out build --html
@@ -49,6 +49,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing labkit and what it needs into $(VENV): once, a few minutes"
 	$(if $(TORCH_INDEX),$(PIP) install -q -c constraints.txt --no-deps --index-url $(TORCH_INDEX) torch)
 	$(PIP) install -q -c constraints.txt setuptools
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e .
@@ -56,6 +57,7 @@ $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 
 # megatron-core is an oracle of the tests. Without its dependencies: they are training extras that CPU parity needs none of.
 $(INSTALLED_DEV): $(INSTALLED)
+	@echo "installing what the tests need into $(VENV): once, a minute or two"
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,oracles]'
 	$(PIP) install -q -c constraints.txt --no-deps $(MEGATRON)
 	touch $@
