@@ -1,0 +1,51 @@
+"""What README and CONTRIBUTING point to exists, and README's commands are ones that labkit understands."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from labkit.cli import main
+
+ROOT = Path(__file__).parents[2]
+TEXTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/log.md", "labkit/data/bundled/PROVENANCE.md"]
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("file", TEXTS)
+def test_relative_links_lead_somewhere(file):
+    links = re.findall(r"\]\(([^)#]+)", (ROOT / file).read_text())
+    missing = [link for link in links if "://" not in link and not (ROOT / file).parent.joinpath(link).exists()]
+    assert not missing
+
+
+def test_chapters_table_names_every_chapter():
+    linked = set(re.findall(r"\]\(notebooks/(\d\d_\w+\.ipynb)\)", README))
+    assert linked == {path.name for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")}
+
+
+def commands() -> list[str]:
+    """Lines of code blocks that call labkit, by its command or as a module."""
+    lines = [
+        line.split("  #")[0] for block in re.findall(r"```\w*\n(.*?)```", README, re.S) for line in block.split("\n")
+    ]
+    calls = [re.sub(r"^.* -m labkit\.cli ", "labkit ", line.strip()) for line in lines]
+    return [call for call in calls if call.startswith("labkit ")]
+
+
+def test_commands_are_found():
+    assert {command.split()[1] for command in commands()} >= {"groups", "train", "parity"}
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command_is_understood(command, tmp_path, monkeypatch, capsys):
+    """Commands that would launch are only asked for their configuration, which checks every option."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--preset", "tiny", "--print_config"]) == 0
+    (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
+    words = shlex.split(command.split(" > ")[0])[1:]
+    if words[0] in ("train", "parity") and "--print_config" not in words:
+        words.append("--print_config")
+    assert main(words) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out
