@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 CHAPTERS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
@@ -49,9 +50,9 @@ def closure(name: str, extras: tuple[str, ...]) -> set[str]:
 def test_every_direct_and_transitive_dependency_is_pinned_to_what_is_installed():
     pinned = pins()
     needed = closure("labkit", ("dev", "oracles")) | {"megatron-core"}
-    assert not needed - set(pinned), "not in constraints.txt"
-    installed = {name: metadata.version(name).split("+")[0] for name in needed}
-    assert installed == {name: pinned[name] for name in needed}
+    assert sorted(needed - set(pinned)) == [], "not in constraints.txt"
+    installed = {name: Version(Version(metadata.version(name)).public) for name in needed}  # torch may be 2.13.0+cpu
+    assert {name: version for name, version in installed.items() if version != Version(pinned[name])} == {}
 
 
 def test_nothing_of_one_machine_is_written_into_the_set_up():
