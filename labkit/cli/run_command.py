@@ -78,7 +78,7 @@ def find_chapters(words: list[str], folder: Path) -> tuple[list[Path], list[str]
     return list(dict.fromkeys(found)), problems
 
 
-_KINDS = {"int": "int", "float": "float", "bool": "bool", "str": "str"}
+_SIMPLE = ("int", "float", "bool", "str")
 
 
 def check_parameters(source: Path, given: list[tuple[str, str]], out: Path) -> tuple[dict[str, Any], list[str]]:
@@ -100,14 +100,22 @@ def check_parameters(source: Path, given: list[tuple[str, str]], out: Path) -> t
             listed = ", ".join(known) or "none"
             problems.append(f"-p {name}: {source.stem} has no such parameter; it has {listed}{nearest(name, known)}")
             continue
-        declared = str(known[name]["inferred_type_name"] or "").removesuffix(" | None")
-        kind = _KINDS.get(declared, "str")
-        optional = str(known[name]["inferred_type_name"] or "").endswith("| None")
+        declared = str(known[name]["inferred_type_name"])
         try:
-            values[name] = convert(FieldSpec("", name, kind, optional, None), text, text=True)
+            values[name] = _typed(name, declared, text)
         except BadValueError as rule:
             problems.append(f"-p {name} {shown(text)}: {rule} in {source.stem}")
     return values, problems
+
+
+def _typed(name: str, declared: str, text: str) -> Any:
+    """`text` as the type that the notebook declares; JSON where that is none of the simple ones."""
+    if declared in _SIMPLE:
+        return convert(FieldSpec("", name, declared, False, None), text, text=True)
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise BadValueError(f"must be {declared} written as JSON") from None
 
 
 def _run(chapter: Chapter, timeout: float, *, html: bool) -> list[Path]:

@@ -224,7 +224,10 @@ def test_doctor_says_what_it_found(capsys: pytest.CaptureFixture[str], monkeypat
 @pytest.fixture
 def chapter(tmp_path: Path) -> Path:
     """A notebook folder with one chapter; returns the folder."""
-    cell = nbformat.v4.new_code_cell("steps: int = 3  # steps\nlr: float = 1e-3\nname: str = 'a'\nflag: bool = True")
+    cell = nbformat.v4.new_code_cell(
+        "steps: int = 3  # steps\nlr: float = 1e-3\nname: str = 'a'\nflag: bool = True\n"
+        "sizes: list = []\nseed: int | None = None"
+    )
     cell.metadata.tags = ["parameters"]
     notebook = nbformat.v4.new_notebook(cells=[cell])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
@@ -235,19 +238,29 @@ def chapter(tmp_path: Path) -> Path:
 def test_run_refuses_misspelt_parameters_before_it_runs(chapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = chapter / "out"
     words = ["run", "7", "--notebooks", str(chapter), "--out", str(out), "-p", "step", "1", "-p", "lr", "fast"]
-    assert main([*words, "-p", "flag", "maybe", "-p", "steps", "1.5"]) == 2
+    assert main([*words, "-p", "sizes", "two", "-p", "flag", "maybe", "-p", "steps", "1.5"]) == 2
     err = capsys.readouterr().err
-    assert '-p step: 07_toy has no such parameter; it has steps, lr, name, flag; did you mean "steps"?' in err
+    assert (
+        '-p step: 07_toy has no such parameter; it has steps, lr, name, flag, sizes, seed; did you mean "steps"?' in err
+    )
     assert "-p lr 'fast': must be a number" in err and "-p flag 'maybe': must be true or false" in err
+    assert "-p sizes 'two': must be list written as JSON" in err
     assert "-p steps '1.5': must be an integer" in err and not out.exists()
 
 
 def test_run_types_parameters_by_the_notebook(chapter: Path) -> None:
     from labkit.cli.run_command import check_parameters
 
-    given = [("steps", "5"), ("lr", "1e-4"), ("name", "5"), ("flag", "false")]
+    given = [("steps", "5"), ("lr", "1e-4"), ("name", "5"), ("flag", "false"), ("sizes", "[2, 4]"), ("seed", "null")]
     values, problems = check_parameters(chapter / "07_toy.ipynb", given, chapter)
-    assert problems == [] and values == {"steps": 5, "lr": 1e-4, "name": "5", "flag": False}
+    assert problems == [] and values == {
+        "steps": 5,
+        "lr": 1e-4,
+        "name": "5",
+        "flag": False,
+        "sizes": [2, 4],
+        "seed": None,
+    }
 
 
 def test_reference_page_is_up_to_date() -> None:
