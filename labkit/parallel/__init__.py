@@ -61,8 +61,6 @@ _EXPORTS = {
     "random": ("model_parallel_seed", "RngTracker"),
     "gradients": ("clip_grad_norm", "finalize_model_grads", "global_grad_norm"),
     "p2p": (
-        "custom_backward",
-        "deallocate_output_tensor",
         "exchange",
         "p2p_communicator",
         "P2PCommunicator",
@@ -77,6 +75,7 @@ _EXPORTS = {
         "send_forward_recv_backward",
         "send_forward_recv_forward",
     ),
+    "deallocation": ("custom_backward", "deallocate_output_tensor"),
     "data_parallel": ("NaiveDataParallel",),
 }
 """Module -> the names that this package offers from it."""
@@ -102,6 +101,8 @@ if TYPE_CHECKING:
     from labkit.parallel.collectives import reduce_scatter as reduce_scatter
     from labkit.parallel.collectives import reduce_scatter_async as reduce_scatter_async
     from labkit.parallel.data_parallel import NaiveDataParallel as NaiveDataParallel
+    from labkit.parallel.deallocation import custom_backward as custom_backward
+    from labkit.parallel.deallocation import deallocate_output_tensor as deallocate_output_tensor
     from labkit.parallel.gradients import clip_grad_norm as clip_grad_norm
     from labkit.parallel.gradients import finalize_model_grads as finalize_model_grads
     from labkit.parallel.gradients import global_grad_norm as global_grad_norm
@@ -140,8 +141,6 @@ if TYPE_CHECKING:
     from labkit.parallel.mlp import ParallelMLP as ParallelMLP
     from labkit.parallel.mlp import swiglu as swiglu
     from labkit.parallel.p2p import P2PCommunicator as P2PCommunicator
-    from labkit.parallel.p2p import custom_backward as custom_backward
-    from labkit.parallel.p2p import deallocate_output_tensor as deallocate_output_tensor
     from labkit.parallel.p2p import exchange as exchange
     from labkit.parallel.p2p import p2p_communicator as p2p_communicator
     from labkit.parallel.p2p import recv_backward as recv_backward
