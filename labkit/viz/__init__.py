@@ -14,7 +14,6 @@ _EXPORTS = {
     "timeline": ("gantt", "gantt_overlay"),
     "trace": ("write_trace",),
     "curves": ("loss_curves",),
-    "block": ("tensor_parallel_block",),
 }
 """Module -> the names that this package offers from it."""
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
