@@ -225,8 +225,7 @@ def test_doctor_says_what_it_found(capsys: pytest.CaptureFixture[str], monkeypat
 def chapter(tmp_path: Path) -> Path:
     """A notebook folder with one chapter; returns the folder."""
     cell = nbformat.v4.new_code_cell(
-        "steps: int = 3  # steps\nlr: float = 1e-3\nname: str = 'a'\nflag: bool = True\n"
-        "sizes: list = []\nseed: int | None = None"
+        "steps: int = 3  # steps\nlr: float = 1e-3\nname: str = 'a'\nflag: bool = True\nsizes: list = []"
     )
     cell.metadata.tags = ["parameters"]
     notebook = nbformat.v4.new_notebook(cells=[cell])
@@ -240,9 +239,7 @@ def test_run_refuses_misspelt_parameters_before_it_runs(chapter: Path, capsys: p
     words = ["run", "7", "--notebooks", str(chapter), "--out", str(out), "-p", "step", "1", "-p", "lr", "fast"]
     assert main([*words, "-p", "sizes", "two", "-p", "flag", "maybe", "-p", "steps", "1.5"]) == 2
     err = capsys.readouterr().err
-    assert (
-        '-p step: 07_toy has no such parameter; it has steps, lr, name, flag, sizes, seed; did you mean "steps"?' in err
-    )
+    assert '-p step: 07_toy has no such parameter; it has steps, lr, name, flag, sizes; did you mean "steps"?' in err
     assert "-p lr 'fast': must be a number" in err and "-p flag 'maybe': must be true or false" in err
     assert "-p sizes 'two': must be list written as JSON" in err
     assert "-p steps '1.5': must be an integer" in err and not out.exists()
@@ -251,7 +248,7 @@ def test_run_refuses_misspelt_parameters_before_it_runs(chapter: Path, capsys: p
 def test_run_types_parameters_by_the_notebook(chapter: Path) -> None:
     from labkit.cli.run_command import check_parameters
 
-    given = [("steps", "5"), ("lr", "1e-4"), ("name", "5"), ("flag", "false"), ("sizes", "[2, 4]"), ("seed", "null")]
+    given = [("steps", "5"), ("lr", "1e-4"), ("name", "5"), ("flag", "false"), ("sizes", "[2, 4]")]
     values, problems = check_parameters(chapter / "07_toy.ipynb", given, chapter)
     assert problems == [] and values == {
         "steps": 5,
@@ -259,7 +256,6 @@ def test_run_types_parameters_by_the_notebook(chapter: Path) -> None:
         "name": "5",
         "flag": False,
         "sizes": [2, 4],
-        "seed": None,
     }
 
 
