@@ -8,9 +8,11 @@ hold the simulator to them. p = pp, m = microbatches, r = rank; F and B are the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from labkit.config import ScheduleConfig
 from labkit.schedules.ir import KINDS, Schedule
 
 _F, _B = KINDS.index("F"), KINDS.index("B")
@@ -81,3 +83,28 @@ def _require_positive(**sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{name} is {size!r}: give a whole number of at least 1")
+
+
+def build_schedule(config: ScheduleConfig, *, pp: int, microbatches: int) -> Schedule:
+    """The schedule that a config names, or the one in the CSV file at `config.path`.
+
+    Raises ValueError for an unknown name, a missing file, and a file for another number of ranks or microbatches.
+    """
+    if config.path is not None:
+        return _from_file(Path(config.path), pp, microbatches)
+    builders = {"auto": one_f_one_b, "1f1b": one_f_one_b, "gpipe": gpipe}
+    if config.name not in builders:
+        raise ValueError(
+            f"schedule.name is {config.name!r}; choose one of {', '.join(builders)}, or give schedule.path"
+        )
+    return builders[config.name](pp, microbatches)
+
+
+def _from_file(path: Path, pp: int, microbatches: int) -> Schedule:
+    if not path.is_file():
+        raise ValueError(f"schedule.path is {path}, and there is no such file")
+    schedule = Schedule.from_csv(path.read_text(), name=path.stem)
+    for given, wanted, what in ((schedule.pp, pp, "ranks"), (schedule.num_microbatches, microbatches, "microbatches")):
+        if given != wanted:
+            raise ValueError(f"{path} is a schedule for {given} {what}, the run has {wanted}")
+    return schedule

@@ -1,0 +1,54 @@
+"""Which item of a data iterator a forward reads.
+
+Every chunk's iterator yields the microbatches in order. Schedules of the sources also run them in order; a reader's own
+may not, and then the stages of one microbatch must still see one microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+from labkit.schedules.lowering import Program
+
+
+class Reader:
+    """The iterator itself, where microbatches run in order anyway (or None, where the rank has no data)."""
+
+    def __init__(self, iterator: Any) -> None:
+        self.iterator = iterator
+
+    def reads(self, microbatch: int) -> None:
+        """The next forward is that of `microbatch`."""
+
+
+class ReorderingReader(Reader):
+    """Gives a forward step that calls `next` once its own microbatch, and keeps what it skips for later."""
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        super().__init__(self)
+        self._source = source
+        self._count = 0
+        self._kept: dict[int, Any] = {}
+        self._wanted = 0
+
+    def reads(self, microbatch: int) -> None:
+        """The next forward is that of `microbatch`."""
+        self._wanted = microbatch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while self._wanted not in self._kept:
+            self._kept[self._count] = next(self._source)
+            self._count += 1
+        return self._kept.pop(self._wanted)
+
+
+def reader(iterator: Any, program: Program, chunk: int) -> Reader:
+    """How the forwards of `chunk` read `iterator`."""
+    order = [step.action.microbatch for step in program.steps if step.chunk == chunk and step.action.kind == "F"]
+    in_order = all(first < second for first, second in pairwise(order))
+    return Reader(iterator) if iterator is None or in_order else ReorderingReader(iterator)

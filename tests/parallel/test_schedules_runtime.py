@@ -1,0 +1,361 @@
+"""Any schedule on real ranks against one process: losses, gradients, order, refusals."""
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pipeline_stages import SHAPE, Stage, forward_step, forward_step_tokens, microbatches, reference, run_stages
+
+from labkit.config import ParallelConfig
+from labkit.events import recording
+from labkit.parallel import CommLedger, initialize_model_parallel
+from labkit.schedules import (
+    PipelineRuntime,
+    Schedule,
+    ScheduleError,
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_without_interleaving,
+    get_forward_backward_func,
+    gpipe,
+    one_f_one_b,
+    simulate,
+)
+
+LOOPED = Schedule.from_csv("0F0,0F1,2F0,2F1,2B0,0B0,2B1,0B1\n1F0,1F1,3F0,3B0,3F1,1B0,3B1,1B1", "looped by hand")
+V_SHAPED = Schedule.from_csv("0F0,0F1,3F0,3B0,0B0,3F1,3B1,0B1\n1F0,2F0,1F1,2B0,1B0,2F1,2B1,1B1", "V by hand")
+OUT_OF_ORDER = Schedule.from_csv("0F2,0F0,0F1,0B0,0B2,0B1\n1F2,1F0,1B0,1F1,1B2,1B1", "out of order")
+TRANSPORTS = ("posted", "batched", "even_odd")
+
+
+def _same(results, expected, count):
+    losses, gradients = expected
+    assert [report["loss"] for report in results[-1][0] or results[0][0]] == pytest.approx(losses, rel=1e-12)
+    seen = {}
+    for _, by_stage, _ in results:
+        seen |= by_stage
+    assert sorted(seen) == list(range(len(gradients)))
+    for stage, wanted in enumerate(gradients):
+        for a, b in zip(seen[stage], wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+    assert sum(bool(reports) for reports, _, _ in results) == 1
+    assert count == max(len(reports) for reports, _, _ in results)
+
+
+def _many(cases):
+    return [run_stages(builder(pp, m), transport=transport) for builder, pp, m, transport in cases]
+
+
+CASES = [(b, m, t) for b in (gpipe, one_f_one_b) for m in (1, 2, 3, 4, 5, 8) for t in TRANSPORTS]
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_parity_over_stages_microbatches_and_transports(pp, on_ranks):
+    """Fewer microbatches than stages and a single one included (PiPPy issue 1064, torchtitan issue 775)."""
+    cases = [(b, pp, m, t) for b, m, t in CASES]
+    by_rank = on_ranks(_many, pp, cases)
+    for number, (_, _, count, _) in enumerate(cases):
+        _same([results[number] for results in by_rank], reference(pp, count), count)
+
+
+@pytest.mark.parametrize("schedule", [LOOPED, V_SHAPED, OUT_OF_ORDER], ids=lambda s: s.name)
+def test_schedules_of_ones_own_run_as_they_are(schedule, on_ranks):
+    results = on_ranks(run_stages, 2, schedule)
+    by_microbatch = reference(schedule.num_stages, schedule.num_microbatches)
+    _same(results, by_microbatch, schedule.num_microbatches)
+
+
+def _recorded(schedule, transport):
+    return run_stages(schedule, transport=transport, record=True)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_events_are_the_row_in_order(transport, on_ranks):
+    schedule = one_f_one_b(4, 6)
+    for rank, (_, _, events) in enumerate(on_ranks(_recorded, 4, schedule, transport)):
+        computed = [e for e in events if e.kind in ("forward", "backward")]
+        assert [e.name for e in computed] == [str(action) for action in schedule.actions(rank)]
+        assert all(e.rank == rank and e.chunk == 0 and e.microbatch is not None for e in computed)
+        assert all(first.end <= second.start for first, second in pairwise(computed))
+        crossing = 6 * ((rank > 0) + (rank < 3))
+        assert all(sum(e.kind == kind for e in events) == crossing for kind in ("send", "recv"))
+
+
+def _twice(schedule):
+    first, again = run_stages(schedule), run_stages(schedule, runs=2)
+    return (
+        all(torch.equal(a, b) for stage in first[1] for a, b in zip(first[1][stage], again[1][stage], strict=True))
+        and first[0] == again[0]
+    )
+
+
+def test_the_same_run_twice_is_bit_equal(on_ranks):
+    assert all(on_ranks(_twice, 4, one_f_one_b(4, 5)))
+
+
+def _variants(schedule):
+    lengths = [2, 5, 3]
+    return {
+        "lengths posted": run_stages(schedule, lengths=lengths, tensor_shape=None),
+        "lengths batched": run_stages(schedule, lengths=lengths, tensor_shape=None, transport="batched"),
+        "lengths even_odd": run_stages(schedule, lengths=lengths, tensor_shape=None, transport="even_odd"),
+        "kept outputs": run_stages(schedule, deallocate_pipeline_outputs=False),
+        "tokens": run_stages(schedule, forward_step_tokens),
+        "scaled": run_stages(schedule, grad_scaler=lambda loss: loss * 8),
+    }
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_variants_against_one_process(pp, on_ranks):
+    schedule = one_f_one_b(pp, 5)
+    by_rank = on_ranks(_variants, pp, schedule)
+    lengths = reference(pp, 5, lengths=[2, 5, 3])
+    expected = {
+        "lengths posted": lengths,
+        "lengths batched": lengths,
+        "lengths even_odd": lengths,
+        "kept outputs": reference(pp, 5),
+        "tokens": reference(pp, 5, forward_step_tokens),
+        "scaled": reference(pp, 5, scale=8),
+    }
+    for name, wanted in expected.items():
+        _same([variants[name] for variants in by_rank], wanted, 5)
+
+
+def _forward_only(schedule):
+    reports, gradients, events = run_stages(schedule, forward_only=True, record=True)
+    assert all(g is None for grads in gradients.values() for g in grads)
+    assert {e.kind for e in events} <= {"forward", "send", "recv", "wait"}
+    groups = initialize_model_parallel(ParallelConfig(pp=schedule.pp))
+    runtime = PipelineRuntime(
+        schedule, Stage(groups.pp.rank), groups, forward_step_func=forward_step, tensor_shape=SHAPE
+    )
+    data = [iter(microbatches(schedule.num_microbatches))]
+    return reports, runtime.run(data, forward_only=True, collect_non_loss_data=True)
+
+
+def test_forward_only_gives_losses_and_other_data_and_no_gradients(on_ranks):
+    reports, collected = on_ranks(_forward_only, 4, gpipe(4, 3))[-1]
+    losses, _ = reference(4, 3)
+    assert [r["loss"] for r in reports] == pytest.approx(losses, rel=1e-12)
+    assert [list(c) for c in collected] == [["sum"]] * 3
+
+
+def _memory(schedule):
+    """Most tensors that autograd had saved in this rank's stage at once, in units of what one microbatch saves."""
+    alive, each, peak = 0, 0, 0
+
+    class Saved:
+        def __init__(self, tensor):
+            nonlocal alive
+            self.tensor = tensor
+            alive += 1
+
+        def __del__(self):
+            nonlocal alive
+            alive -= 1
+
+    def step(data_iterator, model):
+        nonlocal each, peak
+        before = alive
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+            output, loss_func = forward_step(data_iterator, model)
+        each = alive - before
+        peak = max(peak, alive)
+        return output, loss_func
+
+    run_stages(schedule, step)
+    return peak / each, alive
+
+
+@pytest.mark.parametrize("builder", [gpipe, one_f_one_b])
+def test_activations_in_flight_are_what_the_simulator_says(builder, on_ranks):
+    predicted = simulate(builder(4, 8)).peak_in_flight
+    assert on_ranks(_memory, 4, builder(4, 8)) == [(peak, 0) for peak in predicted]
+
+
+def _sync_log(schedule, with_grad_sync):
+    from contextlib import contextmanager
+
+    log = []
+
+    @contextmanager
+    def no_sync():
+        log.append("off")
+        yield
+        log.append("on")
+
+    def grad_sync(parameters):
+        log.append(f"sync {len(parameters)}")
+
+    def step(data_iterator, model):
+        output, loss_func = forward_step(data_iterator, model)
+        output.register_hook(lambda gradient: log.append("B"))
+        return output, loss_func
+
+    run_stages(schedule, step, no_sync_func=no_sync, grad_sync_func=grad_sync if with_grad_sync else None)
+    return log
+
+
+def test_gradients_are_synchronised_with_the_last_backward_alone(on_ranks):
+    hooked = ["off", "B", "B", "B", "B", "on", "B"]
+    assert on_ranks(_sync_log, 4, one_f_one_b(4, 5), False) == [hooked] * 4
+    asked = ["off", *["B"] * 5, "on", "sync 2"]
+    assert on_ranks(_sync_log, 4, one_f_one_b(4, 5), True) == [hooked, asked, asked, asked]
+
+
+def _entry(count, batch_p2p_comm, timers_on):
+    groups = initialize_model_parallel(ParallelConfig(pp=torch.distributed.get_world_size()))
+    stage = Stage(groups.pp.rank)
+    named = []
+
+    class Timer:
+        def __init__(self, name):
+            self.name = name
+
+        def start(self):
+            named.append(self.name)
+
+        def stop(self):
+            pass
+
+    func = get_forward_backward_func(groups=groups)
+    reports = func(
+        forward_step_func=forward_step,
+        data_iterator=iter(microbatches(count)),
+        model=[stage],
+        num_microbatches=count,
+        groups=groups,
+        seq_length=SHAPE[0],
+        micro_batch_size=SHAPE[1],
+        hidden_size=SHAPE[2],
+        dtype=torch.float64,
+        batch_p2p_comm=batch_p2p_comm,
+        deallocate_pipeline_outputs=True,
+        timers=(lambda name, log_level: Timer(name)) if timers_on else None,
+    )
+    return reports, {groups.pp.rank: [p.grad for p in stage.parameters()]}, (func.__name__, sorted(set(named)))
+
+
+def test_entry_points(on_ranks):
+    for batched in (None, True, False):
+        results = on_ranks(_entry, 2, 4, batched, True)
+        _same(results, reference(2, 4), 4)
+        assert results[0][2] == (
+            "forward_backward_pipelining_without_interleaving",
+            ["backward-compute", "forward-backward", "forward-compute"],
+        )
+    alone = on_ranks(_entry, 1, 4, None, False)
+    _same(alone, reference(1, 4), 4)
+    assert alone[0][2][0] == "forward_backward_no_pipelining"
+
+
+def _alone(**arguments):
+    from labkit.parallel import single_process_groups
+
+    given = {
+        "forward_step_func": forward_step,
+        "data_iterator": iter(microbatches(2)),
+        "model": Stage(0),
+        "num_microbatches": 2,
+        "groups": single_process_groups(),
+    }
+    return forward_backward_no_pipelining(**(given | arguments))
+
+
+def test_a_plain_process_needs_no_launcher():
+    assert [r["loss"] for r in _alone()] == pytest.approx(reference(1, 2)[0], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "needle"),
+    [
+        ({"overlap_p2p_comm": True}, ValueError, "needs interleaving"),
+        ({"use_ring_exchange_p2p": True}, ValueError, "no ring_exchange"),
+        ({"decoder_seq_length": 4}, ValueError, "decoder_seq_length is not supported"),
+        ({"param_sync_func": print}, ValueError, "param_sync_func is not supported"),
+        ({"pg_collection": object()}, ValueError, "labkit's name for it is groups"),
+        ({"surprise": 1}, TypeError, "unexpected argument 'surprise'"),
+        ({"model": [Stage(0), Stage(1)]}, ValueError, "2 model chunks"),
+        ({"enable_autocast": True}, ValueError, "needs the dtype"),
+        ({"collect_non_loss_data": True}, ValueError, "set forward_only"),
+    ],
+)
+def test_what_the_entry_points_do_not_do_is_said(arguments, error, needle):
+    with pytest.raises(error, match=needle):
+        _alone(**arguments)
+
+
+def _refusals():
+    groups = initialize_model_parallel(ParallelConfig(pp=2))
+    stage, messages = Stage(groups.pp.rank), []
+    split = Schedule.from_csv("0F0,0I0,0W0\n1F0,1I0,1W0")
+    stuck = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")
+    attempts = [
+        lambda: PipelineRuntime(gpipe(4, 2), stage, groups, forward_step_func=forward_step),
+        lambda: PipelineRuntime(LOOPED, stage, groups, forward_step_func=forward_step),
+        lambda: PipelineRuntime(split, stage, groups, forward_step_func=forward_step),
+        lambda: PipelineRuntime(stuck, stage, groups, forward_step_func=forward_step),
+        lambda: PipelineRuntime(LOOPED, [stage, stage], groups, forward_step_func=forward_step, transport="batched"),
+        lambda: PipelineRuntime(gpipe(2, 2), stage, groups, forward_step_func=forward_step).run(None, 3),
+        lambda: get_forward_backward_func(),
+        lambda: get_forward_backward_func(2, 2),
+        lambda: forward_backward_no_pipelining(groups=groups),
+        lambda: forward_backward_pipelining_without_interleaving(
+            forward_step_func=forward_step, data_iterator=None, model=stage, num_microbatches=1, groups=groups
+        ),
+    ]
+    for attempt in attempts:
+        try:
+            attempt()
+            messages.append("accepted")
+        except (ValueError, ScheduleError) as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_sent(on_ranks):
+    needles = ["for 4 ranks, the pipeline has 2", "2 stages on rank", "splits its backward", "wait for each other",
+               "one stage per rank", "num_microbatches is 3", "give pp_size", "vp_size is 2", "has 2 stages",
+               "give tensor_shape"]  # fmt: skip
+    for messages in on_ranks(_refusals, 2):
+        assert [needle in message for needle, message in zip(needles, messages, strict=True)] == [True] * 10, messages
+
+
+def _wrong_shape():
+    groups = initialize_model_parallel(ParallelConfig(pp=2))
+    runtime = PipelineRuntime(
+        gpipe(2, 1), Stage(groups.pp.rank), groups, forward_step_func=forward_step, tensor_shape=(9, 9, 9)
+    )
+    if groups.pp.rank == 1:
+        return None  # rank 0 must notice by itself
+    try:
+        runtime.run(iter(microbatches(1)))
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_wrong_tensor_shape_is_named(on_ranks):
+    assert "0F0>1 has shape (3, 2, 5), rank 1 of the pipeline expects (9, 9, 9)" in on_ranks(_wrong_shape, 2)[0]
+
+
+def _ledger(schedule):
+    with CommLedger() as ledger:
+        run_stages(schedule)
+    return [(r.operation, r.layer, r.phase, r.bytes) for r in ledger.records]
+
+
+def test_the_ledger_names_each_message(on_ranks):
+    size = 3 * 2 * 5 * 8
+    first, second = on_ranks(_ledger, 2, one_f_one_b(2, 1))
+    assert sorted(first) == [("recv", "1B0>0", "backward", size), ("send", "0F0>1", "forward", size)]
+    assert sorted(second) == [("recv", "0F0>1", "forward", size), ("send", "1B0>0", "backward", size)]
+
+
+def test_recording_is_off_by_default():
+    with recording(0) as recorder:
+        _alone()
+    assert [e.name for e in recorder.events] == ["0F0", "0B0", "0F1", "0B1"]
