@@ -72,7 +72,7 @@ dist.destroy_process_group()
 def program(folder: Path, name: str) -> Callable[[], None]:
     """Write one of the programs; what runs it in a fresh interpreter."""
     text, launcher = PROGRAMS[name]
-    path = folder / f"with_{name.replace('.', '_')}.py"  #  would hide the package
+    path = folder / f"with_{name.replace('.', '_')}.py"  # labkit.py would hide the package
     path.write_text(text)
 
     def start() -> None:

@@ -66,9 +66,13 @@ class _Popen(popen_forkserver.Popen):
         # Stays open as long as this process lives: its closing is the signal by which a rank dies with us.
         lifeline = os.dup(writer)
         self.finalizer = Finalize(self, _close, (lifeline, self.sentinel))
-        with open(writer, "wb", closefd=True) as file:
-            file.write(buffer.getbuffer())
-        self.pid = read_signed(self.sentinel)
+        try:
+            with open(writer, "wb", closefd=True) as file:
+                file.write(buffer.getbuffer())
+            self.pid = read_signed(self.sentinel)
+        except BaseException:  # interrupted: a rank that is forked after all finds its lifeline cut, and ends
+            self.finalizer()
+            raise
 
 
 def _close(*descriptors: int) -> None:

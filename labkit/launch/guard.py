@@ -9,7 +9,9 @@ import select
 import signal
 import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 def die_with(descriptor: int) -> None:
@@ -32,6 +34,23 @@ def die_with(descriptor: int) -> None:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="labkit-die-with-parent", daemon=True).start()
+
+
+@contextlib.contextmanager
+def interrupt_deferred() -> Iterator[None]:
+    """While the block runs a Ctrl-C is only noted; it takes effect at the end. For what must not be left half done."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread is ever interrupted
+        return
+    noted: list[tuple[Any, ...]] = []
+    signal.signal(signal.SIGINT, lambda *details: noted.append(details))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if noted and callable(before):
+            before(*noted[0])
 
 
 def process_state(pid: int) -> str | None:

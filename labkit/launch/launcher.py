@@ -103,7 +103,7 @@ class Ranks:
         try:
             return pool.call(packed, timeout, progress)
         except RankError as error:
-            if any(handle.outcome.phase not in ("returned", "failed") for handle in pool.handles):
+            if not pool.in_step:
                 self._give_up()
                 raise error from None
             raise

@@ -23,7 +23,10 @@ from typing import Any
 import cloudpickle
 
 _registry = threading.Lock()  # cloudpickle's list of modules to copy is global; launches may come from several threads
-OWN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS")
+OWN_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+)  # fmt: skip
 
 
 def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -37,18 +37,25 @@ class RankHandle:
 
     def __init__(self, spec: LaunchSpec, rank: int) -> None:
         self.rank = rank
-        self.connection, theirs = Pipe(duplex=True)
-        self.process = RankProcess(target=rank_main, args=(spec, rank, theirs), name=f"rank {rank}", daemon=True)
-        try:
-            self.process.start()
-        finally:
-            theirs.close()
-        assert self.process.pid is not None
-        self.pid: int = self.process.pid
+        self.connection, self._theirs = Pipe(duplex=True)
+        self.process = RankProcess(target=rank_main, args=(spec, rank, self._theirs), name=f"rank {rank}", daemon=True)
         self.outcome = Outcome(rank, "starting")
         self.joined = False
         self.hung_up = False
         self.replayed = {"out": 0, "err": 0}
+
+    def start(self) -> None:
+        """Fork the process."""
+        try:
+            self.process.start()
+        finally:
+            self._theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """Process id of a rank that was started."""
+        assert self.process.pid is not None, "the rank was started"
+        return self.process.pid
 
     @property
     def finished(self) -> bool:
@@ -92,11 +99,12 @@ class RankPool:
 
     def start(self) -> None:
         """Fork the ranks; they join each other while the caller goes on."""
+        rank = 0
         try:
             for rank in range(self.spec.world_size):
                 self.handles.append(RankHandle(self.spec, rank))
+                self.handles[rank].start()
         except (EOFError, OSError) as error:
-            rank = len(self.handles)
             raise RankError(
                 f"rank {rank} of {self.spec.world_size} could not be started: {type(error).__name__}: {error} "
                 "(limit on processes or open files? `labkit doctor` shows both)", ranks=[rank], kind="start",
@@ -113,12 +121,21 @@ class RankPool:
             handle.outcome = Outcome(handle.rank, "joined" if handle.joined else handle.outcome.phase)
             with contextlib.suppress(OSError):  # a dead rank is found by its sentinel
                 handle.connection.send(("call", number))
-        self._watch(timeout, on_progress)
-        if any(handle.outcome.phase != "returned" for handle in self.handles):
-            self._interrogate([handle for handle in self.handles if not handle.finished])
-            raise compose([handle.outcome for handle in self.handles], timeout)
-        path.unlink()
-        return [self._result(handle, number) for handle in self.handles]
+        try:
+            self._watch(timeout, on_progress)
+            if any(handle.outcome.phase != "returned" for handle in self.handles):
+                self._interrogate([handle for handle in self.handles if not handle.finished])
+                raise compose([handle.outcome for handle in self.handles], timeout)
+            return [self._result(handle, number) for handle in self.handles]
+        finally:
+            path.unlink(missing_ok=True)
+            for handle in self.handles:
+                self.spec.file("result", handle.rank, number).unlink(missing_ok=True)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether every rank is in the group and has answered, so that another call can be made."""
+        return all(handle.joined and handle.outcome.phase in ("returned", "failed") for handle in self.handles)
 
     def _watch(self, timeout: float | None, on_progress: Callable[[dict[str, Any]], None] | None) -> None:
         """Until all have answered, the time is up, or one has failed and the grace after it is over."""
@@ -181,8 +198,6 @@ class RankPool:
                 f"the result of rank {handle.rank} arrived but cannot be read here: {type(error).__name__}: {error}",
                 ranks=[handle.rank], kind="raised",
             ) from error  # fmt: skip
-        finally:
-            path.unlink(missing_ok=True)
 
     def replay(self) -> None:
         """Print what the ranks have written since the last replay, rank by rank, each line with its rank."""
@@ -212,16 +227,19 @@ class RankPool:
         """End every rank at once and wait until none is left. May be called again."""
         if self.ended or os.getpid() != self.owner:  # a fork of the caller must not end the caller's ranks
             return
-        for handle in self.handles:
-            if not wait([handle.process.sentinel], 0):
-                guard.kill_family(handle.pid)
-        for handle in self.handles:
-            wait([handle.process.sentinel], 2.0)
-            handle.process.join(0)
-            handle.connection.close()
-            with contextlib.suppress(ValueError):
-                handle.process.close()
-        self.ended = True
+        with guard.interrupt_deferred():
+            started = [handle for handle in self.handles if handle.process.pid is not None]
+            for handle in started:
+                if not wait([handle.process.sentinel], 0):
+                    guard.kill_family(handle.pid)
+            for handle in started:
+                wait([handle.process.sentinel], 2.0)
+                handle.process.join(0)
+                with contextlib.suppress(ValueError):  # it does not end even so (it sleeps in a device): leave it
+                    handle.process.close()
+            for handle in self.handles:
+                handle.connection.close()
+            self.ended = True
 
     def remove_folder(self) -> None:
         """Remove rendezvous, outputs and results."""

@@ -84,6 +84,7 @@ def rank_main(spec: LaunchSpec, rank: int, connection: Connection) -> None:
         _join(spec, rank)
     except BaseException as error:
         send("failed", time.monotonic(), describe(error))
+        signal.pause()  # without a group no call can be answered: the launcher ends this process
     else:
         slot.clear()
         send("joined")
@@ -117,9 +118,9 @@ def _prepare(spec: LaunchSpec, rank: int) -> None:
     loopback = info.loopback_interface()
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(spec.world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(spec.world_size),
-        GLOO_SOCKET_IFNAME=loopback, OMP_NUM_THREADS="1",
+        GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback, OMP_NUM_THREADS="1",
     )  # fmt: skip
-    payload.apply_environment({"NCCL_SOCKET_IFNAME": loopback, **spec.environment})
+    payload.apply_environment(spec.environment)
 
 
 def _capture_output(spec: LaunchSpec, rank: int) -> None:

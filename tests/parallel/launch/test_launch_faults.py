@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import sys
@@ -158,16 +159,69 @@ def test_a_rank_that_never_starts_is_named(monkeypatch):
 
 
 def test_a_fork_that_fails_names_the_rank(monkeypatch):
-    def refuse(self, spec, rank):
-        if rank == 1:
+    def refuse(self):
+        if self.rank == 1:
             raise BlockingIOError(11, "Resource temporarily unavailable")
-        original(self, spec, rank)
+        original(self)
 
-    original = pool.RankHandle.__init__
-    monkeypatch.setattr(pool.RankHandle, "__init__", refuse)
+    original = pool.RankHandle.start
+    monkeypatch.setattr(pool.RankHandle, "start", refuse)
     with pytest.raises(RankError, match=r"rank 1 of 3 could not be started: BlockingIOError") as error:
         run(ready, 3)
-    assert error.value.kind == "start"
+    assert (error.value.kind, error.value.ranks) == ("start", [1])
+
+
+def test_no_descriptor_left_for_a_rank_is_an_error_that_names_it():
+    """Ten descriptors are free, eight ranks need three each."""
+    run(ready, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(10):
+            os.close(taken.pop())
+        with pytest.raises(RankError, match=r"rank \d of 8 could not be started: .*Too many open files.*labkit doctor"):
+            run(ready, 8)
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert run(ready, 2) == [True, True]
+
+
+def test_an_interrupt_in_the_middle_of_a_fork_leaves_no_rank(monkeypatch, rank_pids, wait_until):
+    """The rank is forked, but the launcher never learns its process id."""
+
+    def interrupted(sentinel):
+        pid = original(sentinel)
+        seen.append(pid)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return pid
+
+    seen = []
+    run(ready, 1)
+    original = forkserver.read_signed
+    monkeypatch.setattr(forkserver, "read_signed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(ready, 3)
+    assert len(seen) == 2
+    assert wait_until(lambda: not set(seen) & set(rank_pids()), 5.0)
+
+
+def wrong_backend():
+    return None
+
+
+def test_ranks_that_could_not_join_are_not_used_again():
+    """nccl on a machine without a GPU for each rank: every rank says so, twice."""
+    with Ranks(2, backend="nccl", device="cpu", timeout=10) as ranks:
+        for _ in range(2):
+            with pytest.raises(RankError, match='backend="nccl" needs a GPU for each of the 2 ranks'):
+                ranks.run(wrong_backend)
 
 
 def result_that_cannot_travel():
