@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from labkit.config import ParallelConfig
 from labkit.launch import rank_info
 from labkit.parallel.group_plan import GROUP_KINDS, GROUP_TOKENS, groups_of_rank
-from labkit.parallel.rank_generator import as_size
+from labkit.parallel.rank_generator import as_size, check_listable
 
 _OWN_COMMUNICATOR = {
     "pp": "pipeline",
@@ -203,7 +203,7 @@ def initialize_model_parallel(
             raise ValueError(
                 f"rank_offset is {config.rank_offset} and there are {dist.get_world_size()} ranks; no rank is left"
             )
-    world_size = as_size("world_size", world_size)
+    check_listable(as_size("world_size", world_size), "the group of all ranks")
     if config.distributed_timeout_minutes <= 0:
         raise ValueError(f"distributed_timeout_minutes is {config.distributed_timeout_minutes}; it must be above 0")
     plan = groups_of_rank(rank, config, world_size)
@@ -219,8 +219,9 @@ def initialize_model_parallel(
 
 def single_process_groups(config: ParallelConfig | None = None) -> ParallelGroups:
     """Groups of size 1 for one process on its own; of `config` only what is not a size of the layout is kept."""
-    alone = replace(config or ParallelConfig(), tp=1, pp=1, cp=1, ep=1, etp=None, rank_offset=0, split_rank=None)
-    return initialize_model_parallel(alone, rank=0, world_size=1)
+    sizes = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": None, "rank_offset": 0, "split_rank": None}
+    alone = replace(config or ParallelConfig(), **sizes, distributed_backend="auto")  # pyright: ignore[reportArgumentType]
+    return replace(initialize_model_parallel(alone, rank=0, world_size=1), backend="none")
 
 
 def _creator(config: ParallelConfig, rank: int) -> Callable[[str, tuple[int, ...]], Any]:

@@ -74,6 +74,11 @@ def test_refusals(layout: dict, message: str) -> None:
         groups_at(0, 8, **layout)
 
 
+def test_a_world_too_large_to_list_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="the group of all ranks would list 2147483648 ranks"):
+        groups_at(0, 2**31, tp=8, pp=2**20)
+
+
 def test_a_mesh_needs_torch_distributed() -> None:
     with pytest.raises(ValueError, match=r"needs torch.distributed; call this inside labkit.launch.run"):
         single_process_groups().device_mesh("dp", "tp")
