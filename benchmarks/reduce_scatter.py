@@ -1,0 +1,86 @@
+"""Reduce-scatter of 16 MiB between two gloo ranks: labkit's exchange and add against gloo's own.
+
+    python benchmarks/reduce_scatter.py
+
+gloo emulates reduce-scatter by an all-reduce of the whole tensor; the least that must travel is half of it. All-reduce
+and all-gather stand beside it, since they take the same exchange at two ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import Comparison, interleave, report
+
+MIB = 2**20
+
+
+def measure(mebibytes: int, repetitions: int, max_load: float) -> list[Comparison]:
+    """On each rank: three collectives, each by labkit and by torch on gloo."""
+    import torch
+    import torch.distributed as dist
+
+    from labkit.parallel import Group, all_gather, all_reduce, reduce_scatter
+
+    group = Group("tp", (0, 1), dist.get_rank(), dist.group.WORLD)
+    x = torch.randn(mebibytes * MIB // 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    half, y, expected = x[: x.numel() // 2].clone(), torch.empty_like(x), torch.empty(x.numel() // 2)
+
+    dist.reduce_scatter_tensor(expected, x)
+    assert torch.equal(reduce_scatter(x, group), expected), "both must compute the same bits"
+
+    def repeated(case: str, ours: object, peer: object, **facts: object) -> Comparison:
+        steps = {"labkit": ours, "torch on gloo": peer}
+        found = interleave(case, steps, repetitions=repetitions, across_ranks=True, max_load=max_load)  # type: ignore[arg-type]
+        found.facts.update(facts)
+        return found
+
+    size, sent = f"{mebibytes} MiB", mebibytes * MIB
+    return [
+        repeated(
+            f"reduce-scatter, {size}",
+            lambda: reduce_scatter(x, group),
+            lambda: dist.reduce_scatter_tensor(expected, x),
+            least_bytes_sent_by_a_rank=sent // 2,
+        ),
+        repeated(
+            f"all-reduce, {size}",
+            lambda: all_reduce(x, group, "max"),  # a maximum does not grow when it is repeated
+            lambda: dist.all_reduce(x, op=dist.ReduceOp.MAX),
+            least_bytes_sent_by_a_rank=sent,
+        ),
+        repeated(
+            f"all-gather, {size}",
+            lambda: all_gather(half, group),
+            lambda: dist.all_gather_into_tensor(y, half),
+            least_bytes_sent_by_a_rank=sent // 2,
+        ),
+    ]
+
+
+def main() -> None:
+    """Run on two ranks and store the table."""
+    from labkit.launch import run
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--mebibytes", type=int, default=16, help="size of the tensor that is reduced")
+    parser.add_argument("--repetitions", type=int, default=25, help="interleaved repetitions; 15 or more to be quoted")
+    parser.add_argument("--max-load", type=float, default=2.0, help="load average above which times are not quoted")
+    parser.add_argument("--dry-run", action="store_true", help="print only, store nothing")
+    args = parser.parse_args()
+    comparisons = run(measure, 2, args.mebibytes, args.repetitions, args.max_load, timeout=300.0)[0]
+    report(
+        "reduce_scatter",
+        comparisons,
+        title="Reduce-scatter of two ranks (C4)",
+        notes=["Aim: reduce-scatter at most 0.4 of gloo's time (2.5 times as fast)."],
+        write=not args.dry_run,
+    )
+
+
+if __name__ == "__main__":
+    main()
