@@ -30,8 +30,10 @@ def execute(arguments: Arguments) -> int:
     arguments.refuse(problems + bad_layouts + bad_fault)
     from labkit.train import compare
 
+    # The first steps of this very run: its learning rates stay those of the whole run, however few are compared.
+    decay_steps = config.optim.decay_steps or config.train.steps
     report = compare(
-        config,
+        config.override({"optim.decay_steps": decay_steps}),
         layouts,
         steps=options["steps"],
         dtype=options["dtype"],

@@ -29,6 +29,7 @@ class _Findings:
         self._bad: set[str] = set()
 
     def add(self, name: str, rule: str, *, value: Any = ...) -> None:
+        """Note that `name` breaks `rule`; `value` where it is no field of the configuration."""
         given = self.values[name] if value is ... else value
         self.problems.append(f"{name} = {shown(given)}: {rule}")
         self._bad.add(name)
@@ -37,8 +38,9 @@ class _Findings:
         """The values of `names`, or None where one of them is bad."""
         return [self.values[n] for n in names] if self._bad.isdisjoint(names) else None
 
-    def sound(self, *names: str) -> bool:
-        return self._bad.isdisjoint(names)
+    def sound(self, name: str) -> bool:
+        """Whether nothing is known against `name`."""
+        return name not in self._bad
 
 
 def problems(config: RunConfig, world_size: int | None = None) -> list[str]:
@@ -87,14 +89,14 @@ def _single_fields(found: _Findings) -> None:
             found.add(dotted, "no such file; give an existing file or leave it out")
 
 
-def _divisors(*numbers: int) -> str:
-    """Common divisors as words, for advice: `1, 2 or 4`."""
-    common = math.gcd(*numbers)
-    found = [str(d) for d in range(1, min(common, 64) + 1) if common % d == 0]
+def _divisors(number: int) -> str:
+    """Divisors up to 64 as words, for advice: `1, 2 or 4`."""
+    found = [str(d) for d in range(1, min(number, 64) + 1) if number % d == 0]
     return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
 
 
 def _model(found: _Findings) -> None:
+    """Heads divide the width, and everything that tensor parallelism splits is a multiple of tp."""
     if (got := found.get("model.hidden", "model.heads")) and got[0] % got[1]:
         found.add("model.hidden", f"must be a multiple of model.heads = {got[1]}; try {_up(got[0], got[1])}")
     elif got and found.values["model.position"] == "rope" and (got[0] // got[1]) % 2:
@@ -150,6 +152,7 @@ def order_problem(order: str, sizes: Mapping[str, int]) -> str:
 
 
 def _layout(found: _Findings, world_size: int | None) -> None:
+    """The world factors into both generators' sizes, and the order string names every axis in use."""
     sizes = found.get("parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep", "parallel.etp")
     world_problem = world_size_problem(world_size)
     if world_problem:

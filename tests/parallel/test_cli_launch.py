@@ -41,7 +41,7 @@ def test_a_run_that_fails_is_code_1(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_parity_agrees_and_names_what_a_missing_all_reduce_changes(capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["parity", *SMALL, "--steps", "1", "--layouts", "tp=2"]
+    words = ["parity", *SMALL, "--steps", "1", "--layouts", "tp=2", "--warmup-steps", "10"]
     assert main(words) == 0
     assert "1 of 1 layouts agree with one process to 1e-10" in capfd.readouterr().out
     assert main([*words, "--drop", "operation=all_reduce,group=tp,phase=forward,layer=layers.1.mlp"]) == 1
