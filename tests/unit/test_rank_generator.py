@@ -146,6 +146,12 @@ def test_generators_agree_on_pipelines_exactly_where_their_lists_do(
             rank_generators(world_size=world, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, order=order)
 
 
+def test_context_and_expert_parallelism_fold_onto_the_same_ranks() -> None:
+    decoder, expert = rank_generators(world_size=8, cp=8, ep=8, etp=1)
+    assert decoder.get_ranks("cp") == expert.get_ranks("ep") == [list(range(8))]
+    assert (decoder.sizes["dp"], expert.sizes["dp"]) == (1, 1)
+
+
 def test_disagreement_names_both_lists() -> None:
     with pytest.raises(ValueError, match=r"dense layers is \[0, 2\], that of the experts \[0, 1\]"):
         rank_generators(world_size=8, tp=2, pp=2, ep=2, etp=1, order="tp-pp-cp-ep-dp")
