@@ -1,0 +1,119 @@
+"""`pretrain` on several ranks: determinism, agreement, files, schedules of one's own, errors that name the step."""
+
+import json
+import math
+
+import pytest
+
+from labkit.config import RunConfig, presets
+from labkit.events import read_jsonl
+from labkit.launch import RankError, run
+from labkit.schedules import Schedule, gpipe, one_f_one_b
+from labkit.train import pretrain
+from labkit.train.measured import follows, pipeline_events
+from labkit.train.stepping import gpt_forward_step
+
+
+def small(**changes) -> RunConfig:
+    shape = {"layers": 2, "hidden": 32, "heads": 4, "seq_length": 16, "global_batch_size": 4, "steps": 2}
+    return presets.tiny().override(shape | changes)
+
+
+def test_the_same_layout_twice_is_bit_equal_with_dropout_and_all_ranks_report_the_same():
+    config = small(tp=2, pp=2, hidden_dropout=0.1, attention_dropout=0.1, embedding_dropout=0.1)
+    first, second = run(pretrain, 4, config), run(pretrain, 4, config)
+    assert [r.losses for r in first] == [r.losses for r in second]
+    assert all(r.losses == first[0].losses for r in first)
+    assert all(r.metrics == first[0].metrics for r in first)
+
+
+def test_files_of_a_whole_world(tmp_path):
+    seen = []
+    config = small(tp=2, output_dir=str(tmp_path), eval_steps=1, timing_log_level=2)
+    results = run(pretrain, 4, config, progress=seen.append)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines if "loss" in line] == results[0].losses
+    for name, (least, most) in lines[0]["timers"].items():
+        assert 0 < least <= most, name
+    assert {"step", "forward-backward", "forward", "backward", "collective"} <= set(lines[0]["timers"])
+    events = read_jsonl(tmp_path / "events.jsonl")
+    assert [event for result in results for event in result.events] == events
+    assert {event.rank for event in events} == {0, 1, 2, 3}
+    assert [report["step"] for report in seen if "steps" in report] == [1, 2]
+    assert any("validation_loss" in report for report in seen)
+
+
+def test_a_schedule_of_ones_own_runs_in_its_order_and_gives_the_same_losses(tmp_path):
+    """F0 F1 B1 B0 on the first stage: neither 1F1B nor GPipe."""
+    own = Schedule.from_csv("0F0,0F1,0B1,0B0,0F2,0F3,0B2,0B3\n1F0,1F1,1B1,1B0,1F2,1B2,1F3,1B3\n")
+    path = tmp_path / "own.csv"
+    path.write_text(own.to_csv())
+    usual = run(pretrain, 2, small(pp=2, precision="fp64"))
+    changed = run(pretrain, 2, small(pp=2, precision="fp64", **{"schedule.path": str(path)}))
+    assert changed[0].losses == pytest.approx(usual[0].losses, rel=1e-13)
+    assert follows(pipeline_events([r.events for r in changed]), own)
+    assert follows(pipeline_events([r.events for r in usual]), one_f_one_b(2, 4))
+
+
+def test_gpipe_by_name_and_batched_transfers():
+    usual = run(pretrain, 2, small(pp=2, precision="fp64"))
+    changed = run(
+        pretrain, 2, small(pp=2, precision="fp64", **{"schedule.name": "gpipe", "schedule.batch_p2p_comm": True})
+    )
+    assert changed[0].losses == pytest.approx(usual[0].losses, rel=1e-13)
+    assert follows(pipeline_events([r.events for r in changed]), gpipe(2, 4))
+
+
+def try_schedule(config: RunConfig, schedule: Schedule) -> str:
+    with pytest.raises(ValueError) as error:
+        pretrain(config, schedule=schedule)
+    return str(error.value)
+
+
+def test_a_schedule_that_does_not_fit_is_refused_on_every_rank():
+    for message in run(try_schedule, 2, small(pp=2), one_f_one_b(2, 3)):
+        assert "3 microbatches" in message
+        assert "makes 4" in message
+    upside_down = Schedule("upside down", 2, 4, [one_f_one_b(2, 4).actions(1), one_f_one_b(2, 4).actions(0)])
+    for message in run(try_schedule, 2, small(pp=2), upside_down):
+        assert "stage 0 on pipeline rank 1" in message
+
+
+def pretrain_with_a_bad_batch(config: RunConfig) -> None:
+    """The loss of the third step is not a number, on the only rank that computes it."""
+    calls = iter(range(1000))
+
+    def forward_step(data_iterator, model):
+        output, loss = gpt_forward_step(data_iterator, model)
+        bad = next(calls) == 2 * 4 + 1
+        return output, lambda loss_BS: loss(loss_BS * math.nan if bad else loss_BS)
+
+    pretrain(config, forward_step=forward_step)
+
+
+def test_a_loss_that_is_not_finite_ends_every_rank_with_the_step_named():
+    with pytest.raises(RankError, match="the loss is nan at step 2") as error:
+        run(pretrain_with_a_bad_batch, 2, small(pp=2, steps=5))
+    assert sorted(error.value.ranks) == [0, 1]
+
+
+def collect(config: RunConfig) -> list:
+    seen = []
+
+    def forward_step(data_iterator, model):
+        output, loss = gpt_forward_step(data_iterator, model)
+        return output, lambda loss_BS, non_loss_data=False: loss_BS.shape if non_loss_data else loss(loss_BS)
+
+    pretrain(config, forward_step=forward_step, process_non_loss_data=lambda data, step: seen.append((step, data)))
+    return seen
+
+
+def test_what_is_not_a_loss_reaches_the_last_rank_alone():
+    nothing, seen = run(collect, 2, small(pp=2, eval_steps=1))
+    assert nothing == []
+    assert seen == [(1, [(1, 16)] * 4)]
+
+
+def test_bf16_over_two_stages_follows_one_process():
+    config = small(precision="bf16", steps=4, lr=3e-3)
+    assert run(pretrain, 2, config.override({"pp": 2}))[0].losses == pytest.approx(pretrain(config).losses, rel=2e-3)
