@@ -47,9 +47,9 @@ _EXPORTS = {
         "scatter_to_sequence_parallel_region",
         "scatter_to_tensor_model_parallel_region",
     ),
-    "layers": ("ColumnParallelLinear", "parallel_linear", "RowParallelLinear"),
-    "mlp": ("ParallelMLP", "swiglu"),
-    "weights": ("gather_parameter", "make_parameter", "tag_parameter", "tensor_part"),
+    "layers": ("ColumnParallelLinear", "RowParallelLinear"),
+    "mlp": ("ParallelMLP",),
+    "weights": ("gather_parameter", "make_parameter"),
     "vocab": (
         "linear_cross_entropy",
         "padded_vocab_size",
@@ -117,7 +117,6 @@ if TYPE_CHECKING:
     from labkit.parallel.groups import single_process_groups as single_process_groups
     from labkit.parallel.layers import ColumnParallelLinear as ColumnParallelLinear
     from labkit.parallel.layers import RowParallelLinear as RowParallelLinear
-    from labkit.parallel.layers import parallel_linear as parallel_linear
     from labkit.parallel.ledger import CommLedger as CommLedger
     from labkit.parallel.ledger import CommRecord as CommRecord
     from labkit.parallel.ledger import comm_scope as comm_scope
@@ -139,7 +138,6 @@ if TYPE_CHECKING:
         scatter_to_tensor_model_parallel_region as scatter_to_tensor_model_parallel_region,
     )
     from labkit.parallel.mlp import ParallelMLP as ParallelMLP
-    from labkit.parallel.mlp import swiglu as swiglu
     from labkit.parallel.p2p import P2PCommunicator as P2PCommunicator
     from labkit.parallel.p2p import exchange as exchange
     from labkit.parallel.p2p import p2p_communicator as p2p_communicator
@@ -175,8 +173,6 @@ if TYPE_CHECKING:
     from labkit.parallel.vocab import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from labkit.parallel.weights import gather_parameter as gather_parameter
     from labkit.parallel.weights import make_parameter as make_parameter
-    from labkit.parallel.weights import tag_parameter as tag_parameter
-    from labkit.parallel.weights import tensor_part as tensor_part
 
 
 def __getattr__(name: str) -> Any:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from labkit.viz.figure import Figure as Figure
     from labkit.viz.ranks import rank_grid as rank_grid
     from labkit.viz.ranks import rank_neighbours as rank_neighbours
+    from labkit.viz.timeline import gantt as gantt
+    from labkit.viz.timeline import gantt_overlay as gantt_overlay
+    from labkit.viz.trace import write_trace as write_trace
     from labkit.viz.widgets import explore_layout as explore_layout
     from labkit.viz.widgets import is_live as is_live
 
