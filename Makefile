@@ -12,6 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 MEGATRON := megatron-core==0.16.1
+BENCHMARKS = $(filter-out benchmarks/gpu.py,$(shell grep -l __main__ benchmarks/*.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help run lab test sweep chapters gpu bench clean
@@ -38,8 +39,8 @@ gpu: $(INSTALLED_DEV)  ## tests and benchmarks that need CUDA, in under 8 minute
 	$(BIN)/python -m pytest tests/gpu -m gpu -rs
 	$(BIN)/python benchmarks/gpu.py
 
-bench: $(INSTALLED_DEV)  ## the benchmarks of a laptop, each beside its peer; tables into docs/benchmarks.md
-	$(BIN)/python scripts/run_benchmarks.py
+bench: $(INSTALLED_DEV)  ## the benchmarks of a laptop, each beside its peer, one after the other (leave the machine alone meanwhile)
+	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file; done
 
 clean:  ## remove build/ and caches; the environment stays (rm -r .venv to remove it)
 	rm -rf build .pytest_cache .ruff_cache .import_linter_cache .hypothesis

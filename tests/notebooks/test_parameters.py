@@ -77,10 +77,3 @@ def test_sentences_follow_a_parameter(chapter, tmp_path):
 
 def test_no_prediction_for_a_chapter_that_is_gone():
     assert set(CASES) <= {chapter.stem for chapter in CHAPTERS}
-
-
-def test_parameter_that_the_chapter_does_not_have_is_refused(tmp_path):
-    done = run_chapter(CHAPTERS[0], tmp_path, {"wrold_size": 4})
-    assert done.returncode == 2
-    assert "has no such parameter" in done.stderr and "world_size" in done.stderr
-    assert not list(tmp_path.iterdir())
