@@ -68,7 +68,7 @@ def footprint(pid: int) -> Footprint:
         threads=int(status["Threads"]),
         children=sum(len((task / "children").read_text().split()) for task in tasks.iterdir()),
         shared=len(os.listdir("/dev/shm")),
-        folders=len(list(Path(tempfile.gettempdir()).glob(f"labkit-{pid}-*"))),
+        folders=len(list(Path(tempfile.gettempdir()).glob(f"labkit-launch-{pid}-*"))),
     )
 
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from labkit.launch import info, payload, torchrun
-from labkit.launch.pool import RankPool
+from labkit.launch.pool import GRACE, RankPool
 from labkit.launch.report import RankError
 
 MOST_RANKS = 512
@@ -32,7 +32,8 @@ def run(
 ) -> list[Any]:
     """Call `fn(*args)` on `world_size` ranks, each a process of its own in one torch.distributed group.
 
-    Under torchrun the ranks are those that torchrun started, and every one of them gets the results.
+    Under torchrun the ranks are those that torchrun started, and every one of them gets the results. Output, errors
+    and the end of hung ranks are then torchrun's business: `distributed_timeout_minutes` applies, `timeout` does not.
 
     **Arguments**: `backend` is gloo, nccl or auto (nccl where each rank has a GPU of its own). `device` is cpu, cuda
     or auto; on GPUs rank r uses GPU r % count, so several ranks may share one. `timeout` in seconds limits the whole
@@ -50,6 +51,7 @@ def run(
         world_size, backend=backend, timeout=timeout, debug=debug, device=device,
         distributed_timeout_minutes=distributed_timeout_minutes,
     ) as ranks:  # fmt: skip
+        ranks._patience = GRACE  # nobody will use these ranks again: do not wait for stragglers after a failure
         return ranks.run(fn, *args, progress=progress)
 
 
@@ -62,8 +64,9 @@ class Ranks:
 
     In a notebook keep the object between cells and call `close()` at the end; it also closes when it is no longer
     referenced, when the kernel ends, or when it is killed. The ranks start with the first call. After an exception in
-    the function they stay usable, with their state, if every rank came back; otherwise (one hangs, waits for the
-    failed one, or died) all are ended and the next call starts fresh ones and says so. Arguments as for `run`.
+    the function they stay usable, with their state, if every rank came back within two seconds; otherwise (one hangs,
+    waits for the failed one, or died) all are ended and the next call starts fresh ones and says so. Arguments are
+    those of `run`.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Ranks:
         self._group_timeout = _group_timeout(timeout, distributed_timeout_minutes)
         self._pool: RankPool | None = None
         self._lost_state = False
+        self._patience = 2.0
         self._finalizer: weakref.finalize[[RankPool], Ranks] | None = None
 
     def run(
@@ -105,8 +109,7 @@ class Ranks:
         except RankError as error:
             if not pool.in_step:
                 self._give_up()
-                raise error from None
-            raise
+            raise error.with_traceback(None) from error.__cause__  # the message tells more than our own frames
         except BaseException:
             self._give_up()
             raise
@@ -141,6 +144,7 @@ class Ranks:
                 print("labkit: new ranks started; what earlier calls left in memory is gone")
                 self._lost_state = False
             pool = RankPool(self.world_size, group_timeout=self._group_timeout, **self._settings)
+            pool.patience = self._patience
             _pools.add(pool)
             self._pool, self._finalizer = pool, weakref.finalize(self, _end, pool)
             try:

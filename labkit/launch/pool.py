@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 from labkit.launch import guard, payload
+from labkit.launch.folder import LaunchFolder
 from labkit.launch.forkserver import RankProcess
 from labkit.launch.report import Outcome, RankError, compose, trim
 from labkit.launch.status import create_slots, read_slot
@@ -89,12 +88,15 @@ class RankPool:
     """All ranks of one launch and its folder. Not for two threads at once."""
 
     def __init__(self, world_size: int, *, backend: str, device: str, group_timeout: float, debug: bool) -> None:
-        folder = Path(tempfile.mkdtemp(prefix=f"labkit-{os.getpid()}-"))
-        self.spec = LaunchSpec(folder, world_size, backend, device, group_timeout, debug, payload.environment())
+        self._folder = LaunchFolder()
+        environment = payload.environment()
+        self.spec = LaunchSpec(self._folder.path, world_size, backend, device, group_timeout, debug, environment)
         self.handles: list[RankHandle] = []
         self._calls = 0
         self.owner = os.getpid()
         self.ended = False
+        self.patience = GRACE
+        """Seconds after a failure that ranks get which may still come back by themselves."""
         create_slots(self.spec.slots, world_size)
 
     def start(self) -> None:
@@ -140,11 +142,11 @@ class RankPool:
     def _watch(self, timeout: float | None, on_progress: Callable[[dict[str, Any]], None] | None) -> None:
         """Until all have answered, the time is up, or one has failed and the grace after it is over."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        in_grace = False
+        failed_at: float | None = None
         while open_handles := [handle for handle in self.handles if not handle.finished]:
-            if not in_grace and any(handle.outcome.phase in ("failed", "died") for handle in self.handles):
-                in_grace, grace_end = True, time.monotonic() + GRACE
-                deadline = grace_end if deadline is None else min(deadline, grace_end)
+            if failed_at is None and any(handle.outcome.phase in ("failed", "died") for handle in self.handles):
+                failed_at = time.monotonic()
+                deadline = min(deadline or math.inf, failed_at + GRACE)
             # One that has returned may still die, and then the others wait for it in vain.
             alive = [handle for handle in self.handles if handle.outcome.phase != "died"]
             sources: dict[Any, RankHandle] = {handle.process.sentinel: handle for handle in alive}
@@ -158,7 +160,15 @@ class RankPool:
                 if not isinstance(source, Connection):
                     self._take_last_words(sources[source], on_progress)
             if not ready and deadline is not None and time.monotonic() >= deadline:
-                return
+                if failed_at is None or not self._may_come_back(open_handles, failed_at):
+                    return
+                deadline += 0.05
+
+    def _may_come_back(self, silent: list[RankHandle], failed_at: float) -> bool:
+        """Whether it is worth waiting on after a failure: there is time, and some rank waits for no other."""
+        if time.monotonic() >= failed_at + self.patience:
+            return False
+        return not all(read_slot(self.spec.slots, handle.rank).inside for handle in silent)
 
     def _take_last_words(self, handle: RankHandle, on_progress: Callable[[dict[str, Any]], None] | None) -> None:
         while not handle.finished and not handle.hung_up and handle.connection.poll():
@@ -244,4 +254,4 @@ class RankPool:
     def remove_folder(self) -> None:
         """Remove rendezvous, outputs and results."""
         if os.getpid() == self.owner:
-            shutil.rmtree(self.spec.folder, ignore_errors=True)
+            self._folder.remove()

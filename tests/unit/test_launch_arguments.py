@@ -14,7 +14,7 @@ def no_process(monkeypatch):
 
     monkeypatch.setattr(pool.RankHandle, "__init__", started)
     monkeypatch.setattr(forkserver, "ensure_running", started)
-    monkeypatch.setattr(pool.tempfile, "mkdtemp", started)
+    monkeypatch.setattr(pool.LaunchFolder, "__init__", started)
 
 
 def task():

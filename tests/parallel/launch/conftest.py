@@ -33,7 +33,7 @@ def living_ranks():
 
 def launch_folders():
     """Folders of launches of this process."""
-    return set(Path(tempfile.gettempdir()).glob(f"labkit-{os.getpid()}-*"))
+    return set(Path(tempfile.gettempdir()).glob(f"labkit-launch-{os.getpid()}-*"))
 
 
 def marked(token):

@@ -7,6 +7,7 @@ import resource
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -340,12 +341,12 @@ def test_a_taken_port_and_a_stale_address_do_not_matter(monkeypatch):
 
 def test_a_stale_rendezvous_is_never_met(tmp_path, monkeypatch):
     """What a killed launch has left in the same temporary directory is not looked at."""
-    stale = tmp_path / "labkit-stale"
+    stale = tmp_path / "labkit-launch-1-abcd_123"
     stale.mkdir()
     (stale / "store").write_bytes(b"\xff" * 64)
-    monkeypatch.setattr(pool.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert run(ready, 2, timeout=20) == [True, True]
-    assert [path.name for path in tmp_path.iterdir()] == ["labkit-stale"]
+    assert [path.name for path in tmp_path.iterdir()] == [stale.name]
 
 
 def total(number):

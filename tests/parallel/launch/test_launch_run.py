@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
 
 import pytest
@@ -175,6 +176,22 @@ def test_ranks_survive_an_exception_if_all_came_back(rank_pids):
         assert ranks.run(fail_on, -1) == pids
         assert torch.equal(ranks.run(sum_of_ranks, 1.0)[0], torch.full((3,), 3.0))
         assert sorted(rank_pids()) == sorted(pids)
+
+
+def fail_while_others_work(seconds):
+    if dist.get_rank() == 0:
+        raise ValueError("early")
+    time.sleep(seconds)
+    return os.getpid()
+
+
+def test_ranks_that_are_still_at_work_are_waited_for():
+    with Ranks(3) as ranks:
+        pids = ranks.run(fail_on, -1)
+        with pytest.raises(RankError, match="rank 0 of 3 raised ValueError: early") as error:
+            ranks.run(fail_while_others_work, 0.7)
+        assert "rank 2: had returned" in str(error.value)
+        assert ranks.run(fail_on, -1) == pids
 
 
 def fail_before_barrier(rank):
