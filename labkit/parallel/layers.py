@@ -25,8 +25,6 @@ from labkit.parallel.mappings import (
     backward_scope,
     forward_scope,
     gather_from_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
 from labkit.parallel.weights import make_parameter
@@ -45,29 +43,27 @@ def weight_gradient(grad_NO: Tensor, x_NI: Tensor, main_grad: Tensor | None = No
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """What a linear layer's backward does besides its GEMMs."""
+    """What a linear layer does besides its GEMMs."""
 
     name: str
     """For Events."""
     group: Group
-    """Tensor-parallel group."""
-    reduce_input_grad: bool = False
-    """f is part of the layer: the input gradient is summed over the group, behind the weight-gradient GEMM."""
+    """Tensor-parallel group; size 1 makes all communication the identity."""
     sequence_parallel: bool = False
-    """The input is this rank's part of the sequence: gathered before the GEMM, its gradient reduce-scattered."""
+    """Outside the region each rank holds its part of the sequence."""
     accumulate: bool = False
     """Add the weight gradient to `weight.main_grad` where it exists."""
 
 
-class _ParallelLinear(Function):
-    """y = x W^T + b, with f (or the sequence-parallel gather) inside, so that its communication hides behind a GEMM.
+class _ColumnLinear(Function):
+    """y = x W^T + b with f inside, so that its all-reduce hides behind a GEMM.
 
     forward   y_r = x W_r^T + b_r            [S, B, I] x [O/t, I] -> [S, B, O/t]
     dgrad     dx = sum_r dy_r W_r            [S, B, O/t] x [O/t, I] -> [S, B, I], all-reduce started, not awaited
     wgrad     dW_r = dy_r^T x, db_r = sum dy [O/t, N] x [N, I] -> [O/t, I], while the all-reduce runs
 
     Under sequence parallelism x is gathered from [S/t, B, I] in forward, not kept but gathered again in backward, and
-    dx is reduce-scattered instead of all-reduced. A row-parallel layer uses the same function without communication.
+    dx is reduce-scattered instead of all-reduced.
     """
 
     @staticmethod
@@ -82,39 +78,74 @@ class _ParallelLinear(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         plan: LinearPlan = ctx.plan
         x, weight = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad = grads[0]
+        grad, pending = grads[0], None
         with backward_scope(ctx):
-            gathering = collectives.all_gather_async(x, plan.group) if plan.sequence_parallel and wants_weight else None
-            with span(f"{plan.name} input_grad", "input_grad"):
-                grad_x = grad @ weight if wants_x else None
-            whole = gathering.wait() if gathering is not None else x
-            pending = _start_input_grad(grad_x, plan)
-            with span(f"{plan.name} weight_grad", "weight_grad"):
-                grad_NO = grad.reshape(-1, grad.shape[-1])
-                grad_weight = _finish_weight_grad(ctx, grad_NO, whole) if wants_weight else None
-                grad_bias = grad_NO.sum(0) if ctx.has_bias and wants_bias else None
-            if pending is not None:
-                grad_x = pending.wait()
+            regathering = collectives.all_gather_async(x, plan.group) if plan.sequence_parallel else None
+            if ctx.needs_input_grad[0]:
+                with span(f"{plan.name} input_grad", "input_grad"):
+                    grad_x = grad @ weight
+                start = collectives.reduce_scatter_async if plan.sequence_parallel else collectives.all_reduce_async
+                pending = start(grad_x, plan.group)
+            whole = x if regathering is None else regathering.wait()
+            grad_weight, grad_bias = _parameter_gradients(ctx, grad, grad, whole)
+            return None if pending is None else pending.wait(), grad_weight, grad_bias, None
+
+
+class _RowLinear(Function):
+    """y = x W^T + b with g inside: the sum needs no buffer of its own, and the bias is added in place, once.
+
+    forward   y = (sum_r x_r W_r^T) + b      [S, B, I/t] x [O, I/t] -> [S, B, O], all-reduced
+    dgrad     dx_r = dy W_r                  [S, B, O] x [O, I/t] -> [S, B, I/t]
+    wgrad     dW_r = dy^T x_r, db = sum dy   [O, N] x [N, I/t] -> [O, I/t]
+
+    Under sequence parallelism y is reduce-scattered to [S/t, B, O], dy gathered, and db the sum over this rank's part.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+        ctx.plan, ctx.weight_parameter, ctx.has_bias = plan, weight, bias is not None
+        ctx.save_for_backward(x, weight)
+        partial = F.linear(x, weight)
+        reduce = collectives.reduce_scatter if plan.sequence_parallel else collectives.all_reduce
+        with forward_scope(ctx, plan.group):
+            y = reduce(partial, plan.group)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        plan: LinearPlan = ctx.plan
+        x, weight = ctx.saved_tensors
+        own, grad_x = grads[0], None
+        with backward_scope(ctx):
+            grad = collectives.all_gather(own, plan.group) if plan.sequence_parallel else own
+            if ctx.needs_input_grad[0]:
+                with span(f"{plan.name} input_grad", "input_grad"):
+                    grad_x = grad @ weight
+            grad_weight, grad_bias = _parameter_gradients(ctx, grad, own, x)
         return grad_x, grad_weight, grad_bias, None
 
 
-def _start_input_grad(grad_x: Tensor | None, plan: LinearPlan) -> collectives.Pending | None:
-    if grad_x is None:
-        return None
-    if plan.sequence_parallel:
-        return collectives.reduce_scatter_async(grad_x, plan.group)
-    return collectives.all_reduce_async(grad_x, plan.group) if plan.reduce_input_grad else None
+def _parameter_gradients(ctx: Any, grad: Tensor, bias_grad: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of weight and bias where they are wanted; `bias_grad` is the gradient of what the bias was added to."""
+    _, wants_weight, wants_bias, _ = ctx.needs_input_grad
+    grad_weight = grad_bias = None
+    with span(f"{ctx.plan.name} weight_grad", "weight_grad"):
+        if wants_weight:
+            main_grad = getattr(ctx.weight_parameter, "main_grad", None) if ctx.plan.accumulate else None
+            grad_weight = weight_gradient(grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]), main_grad)
+        if ctx.has_bias and wants_bias:
+            grad_bias = bias_grad.reshape(-1, bias_grad.shape[-1]).sum(0)
+    return grad_weight, grad_bias
 
 
-def _finish_weight_grad(ctx: Any, grad_NO: Tensor, x: Tensor) -> Tensor | None:
-    main_grad = getattr(ctx.weight_parameter, "main_grad", None) if ctx.plan.accumulate else None
-    return weight_gradient(grad_NO, x.reshape(-1, x.shape[-1]), main_grad)
+def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+    """The function behind `ColumnParallelLinear`, for weights that are held elsewhere (a tied output layer)."""
+    return _ColumnLinear.apply(x, weight, bias, plan)  # type: ignore[no-any-return]
 
 
-def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-    """The function behind both layers, for weights held elsewhere (a tied output layer)."""
-    return _ParallelLinear.apply(x, weight, bias, plan)  # type: ignore[no-any-return]
+def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+    """The function behind `RowParallelLinear`."""
+    return _RowLinear.apply(x, weight, bias, plan)  # type: ignore[no-any-return]
 
 
 def _check_divides(name: str, what: str, size: int, group: Group, stride: int = 1) -> None:
@@ -176,19 +207,13 @@ class ColumnParallelLinear(nn.Module):
         cut |= {"dtype": dtype, "device": device}
         self.weight = make_parameter(f"{name}.weight", (output_size, input_size), seed=seed, std=std, **cut)
         self.bias = make_parameter(f"{name}.bias", (output_size,), fill=0.0, **cut) if bias else None
-        parallel = group.size > 1
-        self.plan = LinearPlan(
-            name,
-            group,
-            reduce_input_grad=parallel,
-            sequence_parallel=sequence_parallel and parallel,
-            accumulate=gradient_accumulation_fusion,
-        )
+        sequence_parallel = sequence_parallel and group.size > 1
+        self.plan = LinearPlan(name, group, sequence_parallel, gradient_accumulation_fusion)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x [S, B, I] -> (y [S, B, O/t] or [S, B, O], the bias if it was skipped, else None)."""
         with comm_scope(layer=self.name):
-            y = parallel_linear(x, self.weight, None if self.skip_bias_add else self.bias, self.plan)
+            y = column_parallel_linear(x, self.weight, None if self.skip_bias_add else self.bias, self.plan)
             if self.gather_output:
                 y = gather_from_tensor_model_parallel_region(y, self.group)
         return y, self.bias if self.skip_bias_add else None
@@ -239,25 +264,19 @@ class RowParallelLinear(nn.Module):
             raise ValueError(f"{name}: sequence_parallel needs input_is_parallel=True (the sequence is whole inside)")
         self.name, self.group = name, group
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
-        self.sequence_parallel = sequence_parallel
+        sequence_parallel = sequence_parallel and group.size > 1
         cut: dict[str, Any] = {"group": group, "partition_dim": 1}
         made: dict[str, Any] = {"dtype": dtype, "device": device}
         self.weight = make_parameter(f"{name}.weight", (output_size, input_size), seed=seed, std=std, **cut, **made)
         self.bias = make_parameter(f"{name}.bias", (output_size,), fill=0.0, **made) if bias else None
         if self.bias is not None:
-            self.bias.sequence_parallel = sequence_parallel and group.size > 1  # type: ignore[attr-defined]
-        self.plan = LinearPlan(name, group, accumulate=gradient_accumulation_fusion)
+            self.bias.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+        self.plan = LinearPlan(name, group, sequence_parallel, gradient_accumulation_fusion)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x [S, B, I/t] (or [S, B, I]) -> (y [S, B, O], the bias if it was skipped, else None)."""
         with comm_scope(layer=self.name):
             if not self.input_is_parallel:
                 x = scatter_to_tensor_model_parallel_region(x, self.group)
-            partial = parallel_linear(x, self.weight, None, self.plan)
-            if self.sequence_parallel:
-                y = reduce_scatter_to_sequence_parallel_region(partial, self.group)
-            else:
-                y = reduce_from_tensor_model_parallel_region(partial, self.group)
-        if self.bias is None or self.skip_bias_add:
-            return y, self.bias
-        return y + self.bias, None
+            y = row_parallel_linear(x, self.weight, None if self.skip_bias_add else self.bias, self.plan)
+        return y, self.bias if self.skip_bias_add else None

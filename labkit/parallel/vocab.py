@@ -23,7 +23,7 @@ from torch.autograd import Function
 from labkit.events import span
 from labkit.parallel import collectives
 from labkit.parallel.groups import Group
-from labkit.parallel.layers import LinearPlan, parallel_linear, weight_gradient
+from labkit.parallel.layers import LinearPlan, column_parallel_linear, weight_gradient
 from labkit.parallel.ledger import comm_scope
 from labkit.parallel.mappings import backward_scope, forward_scope, reduce_from_tensor_model_parallel_region
 from labkit.parallel.weights import make_parameter
@@ -285,7 +285,7 @@ def vocab_parallel_cross_entropy(
 def parallel_lm_logits(hidden_SBH: Tensor, weight_VH: Tensor, group: Group, *, name: str = "output") -> Tensor:
     """This rank's columns of the logits, [S, B, V]; f is included, so `hidden` is whole and alike on every rank."""
     with comm_scope(layer=name):
-        return parallel_linear(hidden_SBH, weight_VH, None, LinearPlan(name, group, reduce_input_grad=group.size > 1))
+        return column_parallel_linear(hidden_SBH, weight_VH, None, LinearPlan(name, group))
 
 
 class _LinearCrossEntropy(Function):
