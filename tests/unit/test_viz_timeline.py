@@ -1,0 +1,99 @@
+"""Timelines: sentences with the right numbers, labels, strips, memory; refusals."""
+
+import re
+
+import pytest
+
+from labkit.events import Event
+from labkit.schedules import Costs, Schedule, gpipe, one_f_one_b, simulate
+from labkit.viz import gantt, gantt_overlay
+from labkit.viz.timeline import measured_bubble
+
+
+def measured(timeline, late=0.0, stretch=1.0):
+    """Events as a real run leaves them: another origin, stretched, each with a wait before it."""
+    events = []
+    for e in timeline.events:
+        start, end = 100 + e.start * stretch + late, 100 + e.end * stretch
+        events.append(Event(e.rank + 4, e.name, e.kind, start, end, e.microbatch, e.chunk))
+        events.append(Event(e.rank + 4, "wait recv pp", "wait", start - 0.001, start))
+        events.append(Event(e.rank + 4, "send pp", "send", end, end + 0.5))
+    return events
+
+
+def texts(figure):
+    return [text.get_text() for axes in figure.fig.axes for text in axes.texts]
+
+
+def test_the_sentence_of_a_prediction():
+    assert repr(gantt(simulate(one_f_one_b(4, 8)))) == "1F1B, 4 stages, 8 microbatches: bubble 27.3%, peak 4 in flight"
+    assert repr(gantt(simulate(gpipe(4, 8)))) == "GPipe, 4 stages, 8 microbatches: bubble 27.3%, peak 8 in flight"
+    single = gantt(simulate(one_f_one_b(2, 1)), name="mine", memory=True)
+    assert repr(single) == "mine, 2 stages, 1 microbatch: bubble 50.0%, peak 1 in flight"
+
+
+def test_every_bar_is_labelled_and_stands_in_its_row():
+    figure = gantt(simulate(one_f_one_b(3, 4)))
+    assert sorted(texts(figure)) == sorted(3 * [f"{kind}{m}" for kind in "FB" for m in range(4)])
+    axes = figure.fig.axes[0]
+    forwards, backwards = axes.collections[:2]
+    assert len(forwards.get_paths()) == len(backwards.get_paths()) == 12
+    first = forwards.get_paths()[0].get_extents()
+    assert (first.x0, first.x1) == (0, 1)
+    assert 0 < first.y0 < first.y1 < 1
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1", "rank 2"]
+
+
+def test_the_sentence_of_a_measurement_has_no_clock_unless_asked():
+    events = measured(simulate(one_f_one_b(2, 3), Costs(forward=0.01, backward=0.02)))
+    figure = gantt(events, memory=True)
+    assert repr(figure) == "measured, 2 ranks: 6 forward passes and 6 backward passes, at most 2 in flight"
+    assert repr(gantt(events, numbers=True)).endswith("in flight, bubble 25.0%, 120 ms")
+    assert [label.get_text() for label in figure.fig.axes[0].get_yticklabels()] == ["rank 4", "rank 5"]
+    assert len(figure.fig.axes) == 2
+
+
+def test_measured_bubble_by_hand():
+    events = [Event(0, "0F0", "forward", 1, 2), Event(1, "1F0", "forward", 2, 3), Event(1, "w", "wait", 0, 9)]
+    assert measured_bubble(events) == 0.5
+    assert measured_bubble([]) == 0
+
+
+def test_overlay_says_whether_the_rows_agree():
+    timeline = simulate(one_f_one_b(2, 3), Costs(forward=0.01, backward=0.02))
+    same = gantt_overlay(timeline, measured(timeline), memory=True)
+    assert repr(same) == (
+        "1F1B, 2 stages, 3 microbatches: all 2 ranks ran their rows in the predicted order, peak 2 in flight"
+    )
+    slower = repr(gantt_overlay(timeline, measured(timeline, stretch=1.5), numbers=True))
+    assert "makespan 1.50 of the prediction" in slower
+    assert "bubble 25.0% for 25.0%" in slower
+    other = simulate(gpipe(2, 3), Costs(forward=0.01, backward=0.02))
+    assert "rank 0 did not run its row in the predicted order" in repr(gantt_overlay(timeline, measured(other)))
+    predicted, found = same.fig.axes[0].collections[0], same.fig.axes[0].collections[2]
+    assert predicted.get_paths()[0].get_extents().y1 < found.get_paths()[0].get_extents().y0
+
+
+def test_a_split_backward_and_two_chunks_are_told_apart():
+    v = Schedule.from_csv("0F0,3F0,3I0,0I0,3W0,0W0\n1F0,2F0,2I0,1I0,2W0,1W0", "V")
+    figure = gantt(simulate(v), memory=True)
+    assert repr(figure).startswith("V, 4 stages, 1 microbatch")
+    assert {re.sub(r"\d", "", text) for text in texts(figure)} == {"F", "I", "W"}
+    colours = {tuple(colour) for colour in figure.fig.axes[0].collections[0].get_facecolor()}
+    assert len(colours) == 2
+
+
+def test_narrow_bars_go_without_labels_rather_than_with_illegible_ones():
+    assert texts(gantt(simulate(one_f_one_b(8, 64)))) == []
+
+
+def test_nothing_to_draw_is_refused():
+    with pytest.raises(ValueError, match="nothing to draw"):
+        gantt([])
+    timeline = simulate(one_f_one_b(2, 2))
+    with pytest.raises(ValueError, match="4 ranks were measured, 2 predicted"):
+        gantt_overlay(timeline, simulate(one_f_one_b(4, 2)).events)
+
+
+def test_the_same_timeline_gives_the_same_bytes():
+    assert gantt(simulate(gpipe(2, 2))).png == gantt(simulate(gpipe(2, 2))).png
