@@ -11,16 +11,12 @@ from torch import Tensor, nn
 from labkit.config import RunConfig
 from labkit.parallel.data_parallel import NaiveDataParallel
 from labkit.parallel.groups import ParallelGroups
-from labkit.schedules.builders import gpipe, one_f_one_b
 from labkit.schedules.ir import Schedule
 from labkit.schedules.runtime import PipelineRuntime
 
 Batch = dict[str, Tensor]
 ForwardStep = Callable[[Iterator[Batch], nn.Module], tuple[Tensor, Any]]
 """(data iterator, model chunk) -> (output tensor, loss function)."""
-
-BUILDERS = {"auto": one_f_one_b, "1f1b": one_f_one_b, "gpipe": gpipe}
-"""schedule.name -> builder."""
 
 
 class Pipeline:
@@ -32,16 +28,14 @@ class Pipeline:
         groups: ParallelGroups,
         chunks: Sequence[NaiveDataParallel],
         forward_step: ForwardStep,
-        *,
-        schedule: Schedule | None = None,
+        schedule: Schedule,
     ) -> None:
-        """schedule: one of the user's own, else the one that `config.schedule.name` names.
+        """Check that the schedule fits the batch and the layers; nothing is communicated.
 
         Raises ScheduleError for a schedule that cannot run, ValueError for one that does not fit the layout.
         """
         self.config, self.groups, self.chunks = config, groups, list(chunks)
-        self.num_microbatches = config.num_microbatches(groups.world_size)
-        self.schedule = schedule or BUILDERS[config.schedule.name](groups.pp.size, self.num_microbatches)
+        self.num_microbatches, self.schedule = config.num_microbatches(groups.world_size), schedule
         self._check(self.schedule)
         shape = (config.model.seq_length, config.train.micro_batch_size, config.model.hidden)
         self._runtime = PipelineRuntime(

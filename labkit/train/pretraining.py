@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from labkit.launch import torchrun
 from labkit.models.gpt import build_model_chunks
 from labkit.parallel.data_parallel import NaiveDataParallel
 from labkit.parallel.groups import ParallelGroups, initialize_model_parallel
+from labkit.schedules.builders import build_schedule
 from labkit.schedules.ir import Schedule
 from labkit.train.lr_schedule import LearningRate, build_lr_schedule
 from labkit.train.metrics import Timers
@@ -63,8 +63,8 @@ class Run:
     """The whole configuration."""
     groups: ParallelGroups
     """Its process groups."""
-    schedule: Schedule | None
-    """A schedule of the user's own; None takes the one that `config.schedule.name` names."""
+    schedule: Schedule
+    """What the pipeline runs in each step."""
     timers: Timers
     """Named timers of this rank."""
 
@@ -113,10 +113,11 @@ def initialize(config: RunConfig, *, schedule: Schedule | None = None) -> Run:
     unready = config.not_yet_trainable()
     if unready:
         raise ValueError("this configuration cannot be trained: " + "; ".join(unready))
-    if schedule is None and config.schedule.path is not None:
-        schedule = Schedule.from_csv(_read(config.schedule.path))
     config.validate(_world_size())
     groups = initialize_model_parallel(config.parallel)
+    if schedule is None:
+        microbatches = config.num_microbatches(groups.world_size)
+        schedule = build_schedule(config.schedule, pp=groups.pp.size, microbatches=microbatches)
     return Run(config, groups, schedule, Timers(config.train.timing_log_level))
 
 
@@ -127,14 +128,6 @@ def _world_size() -> int:
     if torchrun.started_us():
         raise ValueError("torchrun started this process: call labkit.launch.run(pretrain, WORLD_SIZE, config)")
     return 1
-
-
-def _read(path: str) -> str:
-    """The text of a schedule file. Raises ValueError naming the field and the path where there is none."""
-    try:
-        return Path(path).read_text()
-    except OSError as error:
-        raise ValueError(f"schedule.path: cannot read {path!r} ({error.strerror}); name a CSV of actions") from None
 
 
 def setup_model_and_optimizer(
@@ -192,7 +185,7 @@ def train(
 ) -> TrainResult:
     """Step 4: `train.steps` optimizer steps, a validation every `eval_interval`, validation and test at the end."""
     config, timers = run.config, run.timers
-    pipeline = Pipeline(config, run.groups, chunks, forward_step, schedule=run.schedule)
+    pipeline = Pipeline(config, run.groups, chunks, forward_step, run.schedule)
     if observer is not None:
         observer.on_model(run.groups, chunks)
     with recording(run.groups.rank) as recorder:
