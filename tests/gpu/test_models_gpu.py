@@ -1,0 +1,140 @@
+"""What only CUDA can show of the model: the same numbers as the CPU, bf16, NCCL, several ranks on one GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from labkit.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
+from labkit.launch import rank_info, run
+from labkit.models import GPTModel
+from labkit.parallel import initialize_model_parallel, single_process_groups
+from labkit.parallel.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from labkit.parallel.weights import gather_parameter
+
+pytestmark = pytest.mark.gpu
+
+GPT2 = ModelConfig(layers=2, hidden=64, heads=4, vocab_size=301, make_vocab_size_divisible_by=32, seq_length=32)
+LLAMA = replace(
+    GPT2,
+    kv_heads=2,
+    position="rope",
+    norm="rmsnorm",
+    activation="swiglu",
+    bias=False,
+    untie_embeddings_and_output_weights=True,
+)
+
+
+def tokens(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(0, config.vocab_size, (3, config.seq_length + 1), generator=torch.Generator().manual_seed(1))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def loss_and_gradients(config: ModelConfig, groups: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    model = GPTModel(config, groups, layers=range(config.layers), seed=1, dtype=dtype, device=device)
+    ids, labels = (x.to(device) for x in tokens(config))
+    loss = model(ids, labels_BS=labels).mean()
+    loss.backward()
+    found = {"loss": loss.detach().cpu()}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        found[name] = gather_parameter(parameter.grad, parameter, groups.tp).cpu()
+    return found
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_cuda_computes_what_the_cpu_computes(config: ModelConfig) -> None:
+    groups = single_process_groups()
+    cpu, cuda = (loss_and_gradients(config, groups, torch.device(where), torch.float64) for where in ("cpu", "cuda"))
+    for name, expected in cpu.items():
+        torch.testing.assert_close(cuda[name], expected, rtol=1e-8, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_bf16_is_float32_but_for_rounding(config: ModelConfig) -> None:
+    groups, device = single_process_groups(), torch.device("cuda")
+    exact = loss_and_gradients(config, groups, device, torch.float32)  # float64 draws other weights
+    rounded = loss_and_gradients(config, groups, device, torch.bfloat16)
+    assert rounded["loss"].dtype == torch.float32
+    torch.testing.assert_close(rounded["loss"], exact["loss"], rtol=0.02, atol=0.0)
+    for name in exact:
+        error = (rounded[name].float() - exact[name]).norm() / exact[name].norm()
+        # A key bias has no gradient but rounding; it is a third of qkv.bias, whose norm is the value's.
+        assert error < 0.1, (name, error)
+
+
+def train_in_bf16() -> tuple[str, list[float]]:
+    from labkit.train import pretrain
+
+    model = ModelConfig(layers=2, hidden=64, heads=4, vocab_size=1024, seq_length=64)
+    config = RunConfig(
+        model=model,
+        optim=OptimConfig(precision="bf16", lr=2e-3),
+        train=TrainConfig(steps=8, micro_batch_size=4, global_batch_size=8),
+    )
+    return f"{rank_info().backend} {rank_info().device.type}", pretrain(config).losses
+
+
+def test_bf16_steps_lower_the_loss_on_one_nccl_rank() -> None:
+    [(where, losses)] = run(train_in_bf16, 1, device="cuda", timeout=180)
+    assert where == "nccl cuda"
+    assert losses[-1] < losses[0] - 0.3
+
+
+def shared_gpu(config: ModelConfig, tp: int) -> tuple[str, dict[str, Tensor]]:
+    groups = initialize_model_parallel(ParallelConfig(tp=tp))
+    where = f"{groups.backend} {groups.device}"
+    return where, loss_and_gradients(config, groups, groups.device, torch.float64)
+
+
+@pytest.mark.parametrize(("config", "tp"), [(GPT2, 2), (GPT2, 4), (LLAMA, 2)], ids=["gpt2-2", "gpt2-4", "llama-2"])
+def test_ranks_that_share_a_gpu_equal_one_process(config: ModelConfig, tp: int) -> None:
+    alone = loss_and_gradients(config, single_process_groups(), torch.device("cuda"), torch.float64)
+    for rank, (where, found) in enumerate(run(shared_gpu, tp, config, tp, backend="gloo", device="cuda", timeout=180)):
+        assert where == f"gloo cuda:{rank % torch.cuda.device_count()}"
+        for name, expected in alone.items():
+            torch.testing.assert_close(found[name], expected, rtol=1e-8, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def collectives_on_cuda() -> dict[str, Tensor]:
+    groups = initialize_model_parallel(ParallelConfig(tp=2))
+    x = torch.arange(4.0, device=groups.device) + 10 * groups.tp.rank
+    found = {
+        "all_reduce": all_reduce(x.clone(), groups.tp),
+        "all_gather": all_gather(x, groups.tp),
+        "reduce_scatter": reduce_scatter(x, groups.tp),
+        "all_to_all": all_to_all(x, groups.tp),
+    }
+    assert all(value.device == groups.device for value in found.values())
+    return {name: value.cpu() for name, value in found.items()}
+
+
+def test_collectives_staged_through_the_host() -> None:
+    first, second = run(collectives_on_cuda, 2, backend="gloo", device="cuda", timeout=120)
+    for found in (first, second):
+        assert found["all_reduce"].tolist() == [10, 12, 14, 16]
+        assert found["all_gather"].tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+    assert first["reduce_scatter"].tolist() == [10, 12]
+    assert second["reduce_scatter"].tolist() == [14, 16]
+    assert first["all_to_all"].tolist() == [0, 1, 10, 11]
+    assert second["all_to_all"].tolist() == [2, 3, 12, 13]
+
+
+def test_attention_runs_on_a_fused_kernel_in_bf16() -> None:
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip(f"{torch.cuda.get_device_name()} has no bf16 tensor cores, so no fused bf16 attention is promised")
+    from torch.profiler import ProfilerActivity, profile
+
+    model = GPTModel(
+        replace(GPT2, hidden=256), single_process_groups(), layers=range(2), seed=1, dtype=torch.bfloat16, device="cuda"
+    )
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        model(tokens(GPT2)[0].cuda())
+    names = " ".join(event.key for event in seen.key_averages())
+    assert "_scaled_dot_product_flash_attention" in names or "_scaled_dot_product_cudnn_attention" in names
+    assert "_scaled_dot_product_attention_math" not in names
