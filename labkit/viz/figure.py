@@ -1,9 +1,10 @@
-"""`Figure`: a picture and the one sentence that says what it shows."""
+"""`Figure`: a picture and the one sentence that says what it shows, written under it."""
 
 from __future__ import annotations
 
 import base64
 import io
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,26 @@ from PIL import Image
 from labkit.viz.style import DPI, styled
 
 
+def _pixels(fig: matplotlib.figure.Figure) -> np.ndarray:
+    canvas = FigureCanvasAgg(fig)
+    with styled():
+        canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3]
+
+
+def _caption(sentence: str, width: int) -> np.ndarray:
+    """The sentence as a strip of pixels of this width: notebooks and pages show a PNG, not its plain text."""
+    lines = textwrap.wrap(sentence, max(20, width // 7))
+    strip = matplotlib.figure.Figure(figsize=(width / DPI, (18 * len(lines) + 12) / DPI), dpi=DPI)
+    strip.text(8 / width, 0.5, "\n".join(lines), va="center", fontsize=9, color="#333333", linespacing=1.3)
+    return _pixels(strip)
+
+
 class Figure:
     """A matplotlib figure with a sentence that carries its key numbers.
 
-    In a notebook it shows as a PNG whose plain text and alternative text are the sentence: a screen reader reads it,
-    and nbval compares it from run to run. Raises ValueError where the sentence is empty or more than one line.
+    In a notebook it shows as a PNG with the sentence under it, which is also its plain and alternative text: a screen
+    reader reads it, and nbval compares it from run to run. Raises ValueError where the sentence is empty or more than one line.
     """
 
     def __init__(self, fig: matplotlib.figure.Figure, sentence: str) -> None:
@@ -37,10 +53,8 @@ class Figure:
         """The picture as PNG at 100 dpi, drawn once; in 256 colours, which makes notebooks three times smaller."""
         if self._png is None:
             self.fig.set_dpi(DPI)
-            canvas = FigureCanvasAgg(self.fig)
-            with styled():
-                canvas.draw()
-            picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+            pixels = _pixels(self.fig)
+            picture = Image.fromarray(np.vstack([pixels, _caption(self.sentence, pixels.shape[1])]))
             buffer = io.BytesIO()
             picture.quantize(256, dither=Image.Dither.NONE).save(buffer, format="png", optimize=True)
             self._png = buffer.getvalue()

@@ -1,12 +1,14 @@
 """The palette: apart for colour-blind readers, legible labels, one meaning a colour; Figure's bundle."""
 
 import base64
+import io
 import itertools
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from labkit import events
 from labkit.viz.figure import Figure
@@ -76,8 +78,20 @@ def test_figure_shows_as_png_and_sentence() -> None:
     assert png.startswith(b"\x89PNG")
     assert data["text/plain"] == repr(figure) == metadata["image/png"]["alt"] == "A line from 0 to 1."
     width, height = (int.from_bytes(png[i : i + 4], "big") for i in (16, 20))
-    assert (width, height) == (300, 200), "100 dots per inch"
+    assert width == 300, "100 dots per inch"
+    assert height == 230, "200 of the plot, and one line of 18 with 12 around it for the sentence"
     assert line_figure().png == png, "the same picture twice is the same bytes"
+
+
+def test_sentence_is_drawn_under_the_picture_and_wrapped() -> None:
+    figure = line_figure()
+    long = Figure(figure.fig, "A line from 0 to 1, " + "said at length, " * 12 + "as it is.")
+    pixels = np.asarray(Image.open(io.BytesIO(long.png)).convert("L"))
+    assert pixels.shape[1] == 300
+    written = (pixels[200:] < 128).any(axis=1)
+    starts = np.flatnonzero(np.diff(written.astype(int)) == 1)
+    assert len(starts) >= 5, "the sentence fills several lines below the plot"
+    assert not (pixels[200:, -4:] < 128).any(), "no line is cut off at the right"
 
 
 def test_figure_saves_by_suffix(tmp_path) -> None:
