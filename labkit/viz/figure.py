@@ -35,7 +35,10 @@ class Figure:
     """A matplotlib figure with a sentence that carries its key numbers.
 
     In a notebook it shows as a PNG with the sentence under it, which is also its plain and alternative text: a screen
-    reader reads it, and nbval compares it from run to run. Raises ValueError where the sentence is empty or more than one line.
+    reader reads it, and nbval compares it from run to run.
+
+    Raises:
+        ValueError: the sentence is empty or more than one line.
     """
 
     def __init__(self, fig: matplotlib.figure.Figure, sentence: str) -> None:
