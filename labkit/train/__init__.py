@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from labkit.train.lr_schedule import LearningRate, build_lr_schedule
+    from labkit.train.measured import follows, pipeline_events, stage_costs
     from labkit.train.metrics import JsonLines, Timers, min_max_over_ranks
     from labkit.train.optimizer import Optimizer, build_optimizer, parameter_groups
     from labkit.train.parity import ParityReport, ParityRow, compare
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 _MODULES = {
     "LearningRate": "lr_schedule",
     "build_lr_schedule": "lr_schedule",
+    "follows": "measured",
+    "pipeline_events": "measured",
+    "stage_costs": "measured",
     "JsonLines": "metrics",
     "Timers": "metrics",
     "min_max_over_ranks": "metrics",
@@ -39,9 +43,12 @@ __all__ = [
     "build_lr_schedule",
     "build_optimizer",
     "compare",
+    "follows",
     "min_max_over_ranks",
     "parameter_groups",
+    "pipeline_events",
     "pretrain",
+    "stage_costs",
 ]
 
 
