@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import table
+
 RESULTS = Path(__file__).parent / "results"
 MAX_NOISE = 1.3
 """Largest median / minimum of one alternative."""
@@ -178,7 +180,7 @@ def report(
     notes: Sequence[str] = (),
     write: bool = True,
 ) -> dict[str, Any]:
-    """Print the table and write `results/NAME.json`; returns what was written.
+    """Print the table, write `results/NAME.json` and bring docs/benchmarks.md up to date; returns what was written.
 
     `rows` takes finished rows that are no interleaved times (counts, bytes, rates of one side): each needs a `case`.
     `title` heads the table in docs/benchmarks.md; `notes` are sentences that a reader needs to judge the numbers.
@@ -203,6 +205,7 @@ def report(
         path = RESULTS / f"{name}.json"
         path.write_text(json.dumps(result, indent=2) + "\n")
         print(f"  written: {path.relative_to(RESULTS.parent.parent)}")
+        table.main()
     return result
 
 

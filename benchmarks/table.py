@@ -1,0 +1,102 @@
+"""Write docs/benchmarks.md from benchmarks/results/*.json.
+
+    python benchmarks/table.py
+
+Nothing is typed by hand: a number in the document is a number in a file, and a rejected run shows its reason instead.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENT = ROOT / "docs" / "benchmarks.md"
+
+HEAD = """# Benchmarks
+
+Written by `benchmarks/table.py` from `benchmarks/results/*.json`; `make bench` measures anew, `make gpu` on a GPU.
+
+Each row stands beside its peer from the same run. Repetitions are interleaved, at least 15 of each; a time is the
+median, a ratio the median of the ratios of neighbouring repetitions: 0.80 means that ours takes 0.80 of the peer's
+time. A run whose median exceeds its minimum by more than 30%, or around which the load exceeds 2, is not quoted.
+"""
+
+MISSING_GPU = """
+## One GPU
+
+Unmeasured: no result of `benchmarks/gpu.py` is here yet. `make gpu` writes it.
+"""
+
+
+def machine_in_words(machine: dict[str, Any]) -> str:
+    """One line about where it was measured."""
+    gpu = f", {machine['gpus']} x {machine['gpu']} (CUDA {machine['cuda']})" if "gpu" in machine else ""
+    return (
+        f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB{gpu}; "
+        f"Python {machine['python']}, torch {machine['torch']}"
+    )
+
+
+def number(value: Any) -> str:
+    """A cell's text."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {number(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(number(item) for item in value)
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value).replace("|", "/")
+
+
+BOOKKEEPING = ("case", "repetitions", "load", "noise", "median_ms", "ratio_to", "rejected")
+
+
+def others(row: dict[str, Any]) -> str:
+    """What a row holds besides times."""
+    return "; ".join(f"{key.replace('_', ' ')} {number(value)}" for key, value in row.items() if key not in BOOKKEEPING)
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Markdown lines: case, times, ratios, the rest."""
+    lines = ["| case | median ms | ours / peer | also |", "|---|---|---|---|"]
+    for row in rows:
+        times = ", ".join(f"{name} {number(value)}" for name, value in row.get("median_ms", {}).items())
+        ratios = ", ".join(f"{value:.2f} of {name}" for name, value in row.get("ratio_to", {}).items())
+        lines.append(f"| {number(row['case'])} | {row.get('rejected', times)} | {ratios} | {others(row)} |")
+    return lines
+
+
+def section(result: dict[str, Any]) -> str:
+    """One benchmark's part of the document."""
+    lines = [f"\n## {result['title']}\n", *table(result["rows"]), ""]
+    lines += [f"- {note}" for note in result["notes"]]
+    lines.append(f"- Measured {result['date']} on {machine_in_words(result['machine'])}.")
+    return "\n".join(lines) + "\n"
+
+
+def document(folder: Path = RESULTS) -> str:
+    """The whole text. Raises ValueError naming a file that is no result."""
+    parts = [HEAD]
+    paths = sorted(folder.glob("*.json"))
+    for path in paths:
+        try:
+            parts.append(section(json.loads(path.read_text())))
+        except (KeyError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is no benchmark result: {error!r}; run its benchmark again") from error
+    if not any(path.stem == "gpu" for path in paths):
+        parts.append(MISSING_GPU)
+    return "".join(parts)
+
+
+def main() -> None:
+    """Write the document."""
+    DOCUMENT.parent.mkdir(exist_ok=True)
+    DOCUMENT.write_text(document())
+    print(f"written: {DOCUMENT.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

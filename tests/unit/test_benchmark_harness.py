@@ -1,0 +1,103 @@
+"""The benchmarks' rule of honesty: order, ratios, rejection, what is written and what the document says."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import harness
+import table
+
+from labkit.launch import run
+
+QUIET = {"ours": [1.0, 1.1, 1.0], "peer": [2.0, 2.2, 2.5]}
+
+
+def test_alternatives_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(harness.os, "getloadavg", lambda: (0.5, 0, 0))
+    found = harness.interleave(
+        "x", {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repetitions=15, warmup=2
+    )
+    assert "".join(calls) == "ab" * 17
+    assert {name: len(seconds) for name, seconds in found.seconds.items()} == {"a": 15, "b": 15}
+
+
+def test_the_ratio_is_the_median_of_neighbours() -> None:
+    # 1/2, 1.1/2.2, 1/2.5: the median of ratios, not the ratio of medians 1.0/2.2
+    assert harness.Comparison("x", QUIET, load=0.1).ratio("peer") == 0.5
+
+
+@pytest.mark.parametrize(
+    ("seconds", "load", "reason"),
+    [
+        (QUIET, 0.3, None),
+        ({"ours": [1.0, 1.4, 1.5], "peer": [2.0, 2.0, 2.0]}, 0.3, "ours median/min 1.40"),
+        ({"ours": [1.0, 1.0, 1.0], "peer": [2.0, 3.0, 3.0]}, 0.3, "peer median/min 1.50"),
+        (QUIET, 2.3, "load 2.3"),
+    ],
+)
+def test_a_noisy_run_is_rejected_and_stored_without_times(seconds: dict, load: float, reason: str | None) -> None:
+    found = harness.Comparison("x", seconds, load=load, facts={"bytes": 7})
+    row = found.row()
+    assert row["bytes"] == 7
+    if reason is None:
+        assert found.rejected is None
+        assert row["median_ms"]["ours"] == 1000.0
+    else:
+        assert row["rejected"].startswith("rejected: noisy") and reason in row["rejected"]
+        assert "median_ms" not in row and "ratio_to" not in row
+
+
+def test_few_repetitions_are_called_too_few(capsys: pytest.CaptureFixture[str]) -> None:
+    harness.interleave("x", {"a": lambda: None}, repetitions=3)
+    assert "too few" in capsys.readouterr().err
+
+
+def slow_on_rank_one() -> dict[str, list[float]]:
+    from labkit.launch import rank_info
+
+    pause = 0.02 * rank_info().rank
+    return harness.interleave("x", {"a": lambda: time.sleep(pause)}, repetitions=3, warmup=0, across_ranks=True).seconds
+
+
+def test_across_ranks_the_slowest_counts() -> None:
+    zero, one = run(slow_on_rank_one, 2)
+    assert zero == one
+    assert min(zero["a"]) >= 0.02
+
+
+def test_report_and_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "benchmarks" / "results")
+    monkeypatch.setattr(table, "main", lambda: print("document rewritten"))
+    (tmp_path / "benchmarks").mkdir()
+    good = harness.Comparison("good", QUIET, load=0.1)
+    bad = harness.Comparison("bad", QUIET, load=9.0)
+    harness.report("demo", [good, bad], title="Demo", rows=[{"case": "counted", "bytes": 12345}], notes=["A note."])
+    printed = capsys.readouterr().out
+    assert "not to be quoted" in printed and "document rewritten" in printed
+    stored = json.loads((harness.RESULTS / "demo.json").read_text())
+    assert [row["case"] for row in stored["rows"]] == ["good", "bad", "counted"]
+    assert stored["machine"].keys() <= {"processor", "cores", "memory_gib", "python", "torch", "gpu", "gpus", "cuda"}
+    text = table.document(harness.RESULTS)
+    assert "| good | ours 1,000, peer 2,200 | 0.50 of peer |  |" in text
+    assert "| bad | rejected: noisy (load 9.0) |" in text
+    assert "bytes 12,345" in text and "A note." in text
+    assert "Unmeasured" in text  # no gpu.json
+
+
+def test_the_committed_document_is_what_the_results_say() -> None:
+    assert table.DOCUMENT.read_text() == table.document(), "run python benchmarks/table.py"
+
+
+def test_a_file_that_is_no_result_is_named(tmp_path: Path) -> None:
+    (tmp_path / "half.json").write_text('{"title": "Half"')
+    with pytest.raises(ValueError, match=r"half\.json is no benchmark result"):
+        table.document(tmp_path)
