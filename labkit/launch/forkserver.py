@@ -81,7 +81,16 @@ def _close(*descriptors: int) -> None:
 
 
 class RankProcess(ForkServerProcess):
-    """A `multiprocessing.Process` forked from labkit's server."""
+    """A `multiprocessing.Process` forked from labkit's server.
+
+    It is not entered among multiprocessing's children. Those are polled whenever any thread starts a process, and two
+    launches in two threads would read each other's exit codes; and they are waited for when the interpreter exits.
+    """
+
+    def start(self) -> None:
+        """Fork it."""
+        self._popen = self._Popen(self)
+        self._sentinel = self._popen.sentinel
 
     @staticmethod
     def _Popen(process_obj: Any) -> _Popen:

@@ -37,7 +37,7 @@ class RankHandle:
     def __init__(self, spec: LaunchSpec, rank: int) -> None:
         self.rank = rank
         self.connection, self._theirs = Pipe(duplex=True)
-        self.process = RankProcess(target=rank_main, args=(spec, rank, self._theirs), name=f"rank {rank}", daemon=True)
+        self.process = RankProcess(target=rank_main, args=(spec, rank, self._theirs), name=f"rank {rank}")
         self.outcome = Outcome(rank, "starting")
         self.joined = False
         self.hung_up = False
@@ -165,8 +165,9 @@ class RankPool:
                 deadline += 0.05
 
     def _may_come_back(self, silent: list[RankHandle], failed_at: float) -> bool:
-        """Whether it is worth waiting on after a failure: there is time, and some rank waits for no other."""
-        if time.monotonic() >= failed_at + self.patience:
+        """Whether it is worth waiting on after a failure: there is time, all live, and some rank waits for no other."""
+        died = any(handle.outcome.phase == "died" for handle in self.handles)
+        if died or time.monotonic() >= failed_at + self.patience:
             return False
         return not all(read_slot(self.spec.slots, handle.rank).inside for handle in silent)
 
@@ -218,9 +219,11 @@ class RankPool:
                     file.seek(handle.replayed[kind])
                     text = file.read(_REPLAY_LIMIT).decode(errors="replace")
                     left, handle.replayed[kind] = size - file.tell(), size
-                    lines = text.splitlines() + ([f"... and {left:,} more bytes"] if left > 0 else [])
-                    if lines:
-                        stream.write("".join(f"[rank {handle.rank}] {line}\n" for line in lines))
+                    lines = text.removesuffix("\n").split("\n") if text else []
+                    if left > 0:
+                        lines.append(f"... and {left:,} more bytes")
+                    for line in lines:  # of a progress bar only its last state, as a terminal would show it
+                        stream.write(f"[rank {handle.rank}] {line.rstrip(chr(13)).rpartition(chr(13))[2]}\n")
             stream.flush()
 
     def stop(self) -> None:

@@ -84,10 +84,10 @@ def rank_main(spec: LaunchSpec, rank: int, connection: Connection) -> None:
         _join(spec, rank)
     except BaseException as error:
         send("failed", time.monotonic(), describe(error))
-        signal.pause()  # without a group no call can be answered: the launcher ends this process
-    else:
-        slot.clear()
-        send("joined")
+        while True:
+            signal.pause()  # without a group no call can be answered: the launcher ends this process
+    slot.clear()
+    send("joined")
     while True:
         try:
             message = connection.recv()
@@ -111,8 +111,6 @@ def _prepare(spec: LaunchSpec, rank: int) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None, "a rank is started by the launcher"
     guard.die_with(parent.sentinel)
-    # mp forbids children to a daemonic process; a rank's DataLoader workers are fine, they die with the process group
-    multiprocessing.current_process()._config["daemon"] = False  # pyright: ignore[reportAttributeAccessIssue]
     _capture_output(spec, rank)
     faulthandler.register(signal.SIGUSR1, file=spec.file("stack", rank).open("w"), all_threads=True)
     loopback = info.loopback_interface()

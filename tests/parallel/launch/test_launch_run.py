@@ -83,6 +83,17 @@ def test_output_is_replayed_in_rank_order_whoever_wrote_it(capsys):
     assert err.splitlines() == [f"[rank {rank}] an error line" for rank in range(3)]
 
 
+def draw_a_bar():
+    for step in range(3):
+        print(f"\rstep {step}", end="")
+    print("\r\ndone")
+
+
+def test_of_a_progress_bar_only_the_end_is_shown(capsys):
+    run(draw_a_bar, 1)
+    assert capsys.readouterr().out == "[rank 0] step 2\n[rank 0] done\n"
+
+
 def flood():
     for _ in range(40_000):
         print("x" * 99)
