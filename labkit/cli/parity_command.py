@@ -20,6 +20,8 @@ def execute(arguments: Arguments) -> int:
     problems = config.problems()
     if options["steps"] < 1:
         problems.append(f"--steps {options['steps']}: must be at least 1")
+    if options["timeout"] <= 0:
+        problems.append(f"--timeout {options['timeout']:g}: must be above 0")
     if options["dtype"] not in ("float64", "float32"):
         problems.append(f"--dtype {shown(options['dtype'])}: must be float64 or float32")
     text = options["layouts"]

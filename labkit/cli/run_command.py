@@ -32,6 +32,8 @@ def execute(arguments: Arguments) -> int:
     folder = notebook_folder(options["notebooks"])
     out = Path(options["out"])
     problems = [f"--out {shown(str(out))}: is a file; name a folder"] if out.exists() and not out.is_dir() else []
+    if options["timeout"] < 1:
+        problems.append(f"--timeout {options['timeout']:g}: must be at least 1 second")
     sources, missing = find_chapters(arguments.words, folder)
     chapters: list[Chapter] = []
     for source in sources:

@@ -9,6 +9,10 @@ from typing import Any, NamedTuple
 
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.config import ConfigError, RunConfig
+from labkit.config.errors import nearest, shown
+
+DEVICES = ("auto", "cpu", "cuda")
+"""What --device may be."""
 
 
 class Refusal(NamedTuple):
@@ -28,6 +32,13 @@ def execute(arguments: Arguments) -> int:
     """Check everything, launch, show progress, print the final losses."""
     config = arguments.config
     world_size = ranks_to_use(arguments)
+    device, timeout = arguments.options["device"], arguments.options["timeout"]
+    if device not in DEVICES:
+        arguments.problems.append(
+            f"--device {shown(device)}: must be one of {', '.join(DEVICES)}{nearest(device, DEVICES)}"
+        )
+    if timeout is not None and timeout <= 0:
+        arguments.problems.append(f"--timeout {timeout:g}: must be above 0; leave it out for no limit")
     arguments.refuse([*config.problems(world_size), *config.not_yet_trainable()])
     p = config.parallel
     dp, microbatches = config.data_parallel_size(world_size), config.num_microbatches(world_size)
@@ -36,7 +47,7 @@ def execute(arguments: Arguments) -> int:
         f"{config.train.steps} steps of {config.train.global_batch_size} samples, {microbatches} microbatches each"
     )
     with ProgressBar("train", config.train.steps) as bar:
-        results = launch(train_on_rank, world_size, config, arguments.options["timeout"], progress=bar.update)
+        results = launch(train_on_rank, world_size, config, timeout, device, bar.update)
     refuse_if_any(results)
     for line in final_lines(results[0], config):
         on_first_rank(line)
@@ -61,8 +72,8 @@ def launch(
     world_size: int,
     config: RunConfig,
     timeout: float | None,
-    *,
-    progress: Callable[[dict[str, Any]], None] | None = None,
+    device: str,
+    progress: Callable[[dict[str, Any]], None],
 ) -> list[Any]:
     """`labkit.launch.run` with the configuration's backend and time limit."""
     from labkit.launch import run
@@ -71,6 +82,7 @@ def launch(
         fn,
         world_size,
         config,
+        device=device,
         backend=config.parallel.distributed_backend,
         timeout=timeout,
         distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
@@ -162,6 +174,7 @@ COMMAND = Command(
         Option(
             "nproc", "int", "ranks to start here; as few as the layout allows where not given", None, ("world_size",)
         ),
+        Option("device", "str", "where tensors live: auto, cpu or cuda", "auto"),
         Option("timeout", "float", "seconds after which the whole run is ended; no limit where not given"),
     ),
     execute=execute,
