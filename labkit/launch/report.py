@@ -121,6 +121,8 @@ def activity(outcome: Outcome) -> str:
     status = outcome.status
     if status.inside:
         text = f"waiting in {status.text} for {max(0.0, time.monotonic() - status.since):.1f} s"
+    elif call := torch_call(outcome.stack):
+        text = f"waiting in {call}"
     elif outcome.phase == "starting":
         text = "gave no sign of life"
     else:
@@ -170,6 +172,18 @@ def innermost(stack: str) -> str:
         frame = _FRAME.match(line)
         if frame and not any(part in frame["file"] for part in _OUTSIDE):
             return f"{frame['name']} ({frame['file'].rpartition('/')[2]}:{frame['line']})"
+    return ""
+
+
+def torch_call(stack: str) -> str:
+    """`torch.distributed.all_reduce` if that is the innermost call of a faulthandler stack, else empty.
+
+    It names the collective of a rank that calls torch directly, past labkit's status slot.
+    """
+    for line in stack.splitlines():
+        frame = _FRAME.match(line)
+        if frame:
+            return f"torch.distributed.{frame['name']}" if frame["file"].endswith("/distributed_c10d.py") else ""
     return ""
 
 

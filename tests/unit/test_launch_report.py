@@ -77,6 +77,12 @@ def test_innermost_skips_torch():
     assert innermost("") == ""
 
 
+def test_a_rank_that_calls_torch_directly_is_found_by_its_stack():
+    assert activity(Outcome(0, "joined", stack=STACK)) == "waiting in torch.distributed.barrier, at hang (3021.py:13)"
+    computing = STACK.replace("distributed/distributed_c10d.py", "nn/functional.py")
+    assert activity(Outcome(0, "joined", stack=computing)) == "running, at hang (3021.py:13)"
+
+
 def test_last_wait_is_told_of_a_rank_that_computes():
     text = activity(Outcome(0, "joined", status=Status("barrier", False, 1.0)))
     assert text == "running, last waited in barrier"
