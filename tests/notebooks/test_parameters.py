@@ -26,6 +26,18 @@ class Case(NamedTuple):
 
 
 CASES = {
+    # bubble (p - 1)/(m + p - 1): 1/5 with 2 stages and 4 microbatches, 3/7 with 4; 1F1B keeps min(p, m) in flight
+    "00_tour": Case(
+        {"tp": 1, "pp": 4},
+        {
+            "1F1B, 2 stages, 4 microbatches: bubble 20.0%, peak 2 in flight": (
+                "1F1B, 4 stages, 4 microbatches: bubble 42.9%, peak 4 in flight"
+            ),
+            "1F1B, 2 stages, 4 microbatches: all 2 ranks ran": "1F1B, 4 stages, 4 microbatches: all 4 ranks ran",
+            "tp2 pp2 dp1 6.96 to": "tp1 pp4 dp1 6.96 to",
+            "tp 2 groups of 2": "tp 4 groups of 1",
+        },
+    ),
     # 16 ranks: dp has stride 4 and two members, so nodes of 4 put its members on two nodes, nodes of 8 on one
     "01_rank_groups": Case(
         {"gpus_per_node": 4},
