@@ -25,7 +25,8 @@ KINDS = "FBIW"
 EVENT_KINDS = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
 """The `kind` of the `Event` that an action leaves."""
 
-_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+"""How an action is written."""
 
 
 class ScheduleError(ValueError):
@@ -49,7 +50,7 @@ class Action:
     @classmethod
     def parse(cls, text: str) -> Action:
         """Read what `str` writes. Raises ScheduleError on anything else."""
-        match = _CELL.fullmatch(text.strip())
+        match = ACTION.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(
                 f"{text!r} is no action: write stage, one of F B I W, microbatch, "

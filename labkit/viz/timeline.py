@@ -18,6 +18,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from labkit.events import Event
+from labkit.schedules.ir import ACTION
 from labkit.schedules.simulator import Timeline
 from labkit.viz.figure import Figure
 from labkit.viz.style import SEQUENCE, color, hatch, label, legend_patches, new_figure, styled, text_color
@@ -119,14 +120,14 @@ def _heading(timeline: Timeline, name: str | None) -> str:
 
 
 def _count(number: int, what: str) -> str:
-    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
+    plural = f"{what}es" if what.endswith(("ch", "ss")) else f"{what}s"
     return f"{number} {what if number == 1 else plural}"
 
 
 def _measured_sentence(rows: _Rows, name: str | None, numbers: bool) -> str:
     compute = [event for event in rows.events if event.kind in COMPUTE]
     parts = [(kind, sum(event.kind == kind for event in compute)) for kind in COMPUTE]
-    ran = " and ".join(f"{count} {label(kind)} passes" for kind, count in parts if count) or "no computation"
+    ran = " and ".join(_count(count, f"{label(kind)} pass") for kind, count in parts if count) or "no computation"
     text = f"{name or 'measured'}, {_count(len(rows.ranks), 'rank')}: {ran}, at most {max(_peaks(rows))} in flight"
     return text + (f", bubble {measured_bubble(rows.events):.1%}, {rows.end * 1e3:.0f} ms" if numbers else "")
 
@@ -152,7 +153,7 @@ def _names(rows: _Rows, row: int) -> list[str]:
 
 def measured_bubble(events: Iterable[Event]) -> float:
     """Share of the time from the first computation to the last in which ranks do not compute, mean over ranks."""
-    compute = [event for event in events if event.kind in COMPUTE]
+    compute = [event for event in _without_details(list(events)) if event.kind in COMPUTE]
     if not compute:
         return 0.0
     span = max(event.end for event in compute) - min(event.start for event in compute)
@@ -166,7 +167,7 @@ def measured_bubble(events: Iterable[Event]) -> float:
 def _rows(timeline: Timeline | Iterable[Event]) -> _Rows:
     """Times are moved so that the first computation starts at 0; what ended before it is left out."""
     given = timeline.events if isinstance(timeline, Timeline) else list(timeline)
-    events = [event for event in given if event.kind in (*COMPUTE, *_STRIP)]
+    events = [event for event in _without_details(given) if event.kind in (*COMPUTE, *_STRIP)]
     if not events:
         raise ValueError("there is nothing to draw: no event is a computation, a wait or a collective")
     origin = min((event.start for event in events if event.kind in COMPUTE), default=min(e.start for e in events))
@@ -176,6 +177,17 @@ def _rows(timeline: Timeline | Iterable[Event]) -> _Rows:
         if e.end > origin
     ]
     return _Rows(moved, sorted({event.rank for event in moved}))
+
+
+def _without_details(events: list[Event]) -> list[Event]:
+    """Drop the gradients that single layers report, where a schedule's actions, which contain them, are there too."""
+    if not any(_is_action(event) for event in events):
+        return events
+    return [event for event in events if event.kind not in COMPUTE or _is_action(event)]
+
+
+def _is_action(event: Event) -> bool:
+    return event.kind in COMPUTE and ACTION.fullmatch(event.name) is not None
 
 
 def _panels(fig: Any, rows_height: float, memory: bool) -> list[Axes]:

@@ -59,6 +59,16 @@ def test_measured_bubble_by_hand():
     assert measured_bubble([]) == 0
 
 
+def test_what_layers_report_inside_an_action_is_left_out():
+    events = [Event(0, "0F0", "forward", 0, 1), Event(0, "0B0", "backward", 1, 3)]
+    details = [Event(0, "layers.0.mlp", "input_grad", 1, 2), Event(0, "layers.0.mlp", "weight_grad", 2, 3)]
+    assert repr(gantt(events + details)) == repr(gantt(events))
+    assert measured_bubble(events + details) == 0
+    assert repr(gantt(details)) == (
+        "measured, 1 rank: 1 input gradient pass and 1 weight gradient pass, at most 0 in flight"
+    )
+
+
 def test_overlay_says_whether_the_rows_agree():
     timeline = simulate(one_f_one_b(2, 3), Costs(forward=0.01, backward=0.02))
     same = gantt_overlay(timeline, measured(timeline), memory=True)
