@@ -26,18 +26,6 @@ class Case(NamedTuple):
 
 
 CASES = {
-    # 4 stages of one rank in place of 2 stages of two: bubble (p-1)/(m+p-1) with m = 4 from 1/5 to 3/7. Eight steps of 2,048
-    # tokens are too few to beat counting.
-    "00_tour": Case(
-        {"tp": 1, "pp": 4, "steps": 8},
-        {
-            "tp 2 groups of 2, all inside a node; pp 2 groups of 2": "tp 4 groups of 1, all inside a node; pp 1 group of 4",
-            "1F1B, 2 stages, 4 microbatches: bubble 20.0%, peak 2": "1F1B, 4 stages, 4 microbatches: bubble 42.9%, peak 4",
-            "the last lies below the unigram entropy": "the last lies not below the unigram entropy",
-            "Training loss over 24 steps: ": "Training loss over 8 steps: ",
-            "all 2 ranks ran their rows": "all 4 ranks ran their rows",
-        },
-    ),
     # bubble (p - 1)/(m + p - 1): 1/5 with 2 stages and 4 microbatches, 3/7 with 4; 1F1B keeps min(p, m) in flight
     "00_tour": Case(
         {"tp": 1, "pp": 4},
