@@ -12,6 +12,8 @@ import pytest
 from labkit.cli import main
 from labkit.config import ConfigError, RunConfig, presets
 
+AT_ONCE = 0.2
+"""Seconds of processor time for one refusal: 0.1 is the aim, on a machine of half this one's speed."""
 LABKIT = str(Path(sys.executable).with_name("labkit"))
 
 # (changes to presets.tiny(), ranks or None, field that is named, part of the rule)
@@ -258,11 +260,11 @@ def test_there_are_enough() -> None:
 
 @pytest.mark.parametrize(("changes", "world_size", "field", "rule"), RULES)
 def test_rule(changes: dict, world_size, field: str, rule: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     config = presets.tiny().override(changes)
     with pytest.raises(ConfigError) as caught:
         config.validate(world_size)
-    assert time.perf_counter() - start < 1.0  # 0.1 s on a quiet machine; CI shares its cores
+    assert time.process_time() - start < AT_ONCE
     value = world_size if field == "world_size" else config.to_dict()[field.split(".")[0]][field.split(".")[1]]
     mine = [
         p for p in caught.value.problems if p.startswith(f"{field} = {value!r}: ") or field == "graph.cuda_graph_scope"
@@ -274,10 +276,10 @@ def test_rule(changes: dict, world_size, field: str, rule: str) -> None:
 def test_text(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ConfigError) as caught:
         RunConfig.from_yaml(path)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < AT_ONCE
     assert message in str(caught.value)
     assert len(str(caught.value)) < 500
 
