@@ -29,10 +29,13 @@ from labkit.parallel.mappings import backward_scope, forward_scope, reduce_from_
 from labkit.parallel.weights import make_parameter
 
 CACHE_ELEMENTS = 1 << 18
-"""Logits of one chunk of tokens, chosen so that a chunk stays in a core's cache between its passes."""
+"""Logits of one chunk of tokens where they are only read: a chunk stays in a core's cache between its passes."""
 
-GRADIENT_ELEMENTS = 1 << 24
-"""Logit gradients of one chunk in backward: bounds the second copy, large enough for efficient GEMMs."""
+FORWARD_ELEMENTS = 1 << 24
+"""Logits of one chunk where a GEMM makes them. Cache-sized chunks are slower: the weight is read again for each."""
+
+GRADIENT_ELEMENTS = 1 << 22
+"""Logit gradients of one chunk in backward: bounds the second copy of the logits."""
 
 
 class TokenIdError(ValueError):
@@ -303,7 +306,7 @@ class _LinearCrossEntropy(Function):
         keeps = any(ctx.needs_input_grad[:2])
         exp_NV = hidden_NH.new_empty((tokens if keeps else 0, shard.columns), dtype=dtype)
         statistics = exp_NV.new_zeros((4, tokens))
-        for rows in _chunks(tokens, shard.columns, CACHE_ELEMENTS if not hidden_NH.is_cuda else GRADIENT_ELEMENTS, 64):
+        for rows in _chunks(tokens, shard.columns, FORWARD_ELEMENTS, 64):
             if keeps and dtype == hidden_NH.dtype:
                 logits = torch.mm(hidden_NH[rows], real_VH.t(), out=exp_NV[rows])
             else:

@@ -91,8 +91,8 @@ def test_embedding_and_loss_equal_those_of_one_process(
 
 def in_chunks(half: bool) -> None:
     group = whole_world()
-    usual = v.CACHE_ELEMENTS, v.GRADIENT_ELEMENTS
-    v.CACHE_ELEMENTS = v.GRADIENT_ELEMENTS = 1  # as many chunks as the smallest chunk allows
+    usual = v.FORWARD_ELEMENTS, v.GRADIENT_ELEMENTS
+    v.FORWARD_ELEMENTS = v.GRADIENT_ELEMENTS = 1  # as many chunks as the smallest chunk allows
     dtype = torch.bfloat16 if half else torch.float64
     weight = v.make_vocab_parameter("w", 50, 12, group=group, divisible_by=8, std=0.5, dtype=dtype)
     hidden = torch.randn(300, 2, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
@@ -114,7 +114,7 @@ def in_chunks(half: bool) -> None:
         again = v.linear_cross_entropy(hidden, weight, labels, group, vocab_size=50)
     assert torch.equal(again, loss), "the same bits whether gradients are wanted or not"
     assert loss.dtype == (torch.float32 if half else torch.float64)
-    v.CACHE_ELEMENTS, v.GRADIENT_ELEMENTS = usual
+    v.FORWARD_ELEMENTS, v.GRADIENT_ELEMENTS = usual
 
 
 @pytest.mark.parametrize("half", [False, True])
