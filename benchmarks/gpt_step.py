@@ -55,7 +55,7 @@ def our_step(config: RunConfig) -> tuple[Any, ParallelGroups, Any]:
     """(a function that does one step and returns the loss, the groups, this rank's model chunk)."""
     begun = initialize(config)
     chunks, optimizer, _ = setup_model_and_optimizer(begun)
-    pipeline = Pipeline(config, begun.groups, chunks, gpt_forward_step)
+    pipeline = Pipeline(config, begun.groups, chunks, gpt_forward_step, begun.schedule)
     data, count = batches(config), itertools.count()
 
     def step() -> float:

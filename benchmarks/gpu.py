@@ -28,6 +28,7 @@ from labkit.launch import run
 from labkit.models import GPTModel, counts
 from labkit.models.blocks import Build, TransformerLayer
 from labkit.parallel import initialize_model_parallel, single_process_groups
+from labkit.schedules import one_f_one_b
 from labkit.train.metrics import Timers
 from labkit.train.pipeline import Pipeline
 from labkit.train.pretraining import Run, setup_model_and_optimizer
@@ -137,8 +138,9 @@ def our_step(model: ModelConfig, micro_batch: int) -> Callable[[], Any]:
     train = TrainConfig(micro_batch_size=micro_batch, global_batch_size=micro_batch, record_events=False)
     config = RunConfig(model=model, optim=optim, train=train)
     groups = replace(single_process_groups(), device=DEVICE)
-    chunks, optimizer, _ = setup_model_and_optimizer(Run(config, groups, None, Timers(0)))
-    pipeline = Pipeline(config, groups, chunks, gpt_forward_step)
+    schedule = one_f_one_b(1, 1)
+    chunks, optimizer, _ = setup_model_and_optimizer(Run(config, groups, schedule, Timers(0)))
+    pipeline = Pipeline(config, groups, chunks, gpt_forward_step, schedule)
     data, timers = batches(model, micro_batch), Timers(0)
     return lambda: train_step(pipeline, optimizer, timers, data, step=0, lr=1e-4, clip_grad=1.0)
 
