@@ -7,6 +7,8 @@ import textwrap
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
+
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.config import ParallelConfig
 from labkit.config.rules import layout_problems
@@ -36,18 +38,18 @@ def execute(arguments: Arguments) -> int:
     assert world_size is not None
     plan = _plan(parallel, world_size, rank)
     if as_json:
-        print(json.dumps({"world_size": world_size, **_sizes(parallel, world_size), "rank": rank, "groups": plan}))
+        groups = {kind: array.tolist() for kind, array in plan.items()}
+        print(json.dumps({"world_size": world_size, **_sizes(parallel, world_size), "rank": rank, "groups": groups}))
     else:
         print(_text(parallel, world_size, rank, plan))
     return 0
 
 
-def _plan(parallel: ParallelConfig, world_size: int, rank: int | None) -> dict[str, Any]:
-    """Kind -> list of groups, or the one group of `rank`."""
+def _plan(parallel: ParallelConfig, world_size: int, rank: int | None) -> dict[str, np.ndarray]:
+    """Kind -> array of groups, or the one group of `rank`."""
     from labkit.parallel.group_plan import all_groups, groups_of_rank
 
-    found = all_groups(parallel, world_size) if rank is None else groups_of_rank(rank, parallel, world_size)
-    return {kind: array.tolist() for kind, array in found.items()}
+    return all_groups(parallel, world_size) if rank is None else groups_of_rank(rank, parallel, world_size)
 
 
 def _sizes(parallel: ParallelConfig, world_size: int) -> dict[str, Any]:
@@ -61,7 +63,7 @@ def _sizes(parallel: ParallelConfig, world_size: int) -> dict[str, Any]:
     }
 
 
-def _text(parallel: ParallelConfig, world_size: int, rank: int | None, plan: dict[str, Any]) -> str:
+def _text(parallel: ParallelConfig, world_size: int, rank: int | None, plan: dict[str, np.ndarray]) -> str:
     sizes = _sizes(parallel, world_size)
     products = [" x ".join(f"{axis} {size}" for axis, size in sizes[kind].items()) for kind in ("dense", "experts")]
     ranks = "1 rank" if world_size == 1 else f"{world_size:,} ranks"
@@ -74,7 +76,7 @@ def _text(parallel: ParallelConfig, world_size: int, rank: int | None, plan: dic
     if rank is not None:
         lines += ["", f"groups of rank {rank}", ""]
         return "\n".join(
-            lines + [f"  {kind:<{width}}  {_group(group) if group else 'none'}" for kind, group in plan.items()]
+            lines + [f"  {kind:<{width}}  {_group(group) if len(group) else 'none'}" for kind, group in plan.items()]
         )
     lines += ["", f"  {'kind':<{width}}  groups of size", ""]
     for kind, groups in plan.items():
@@ -88,7 +90,7 @@ def _text(parallel: ParallelConfig, world_size: int, rank: int | None, plan: dic
     return "\n".join(lines)
 
 
-def _group(ranks: list[int]) -> str:
+def _group(ranks: np.ndarray) -> str:
     if len(ranks) <= 16:
         return f"[{', '.join(map(str, ranks))}]"
     return f"[{', '.join(map(str, ranks[:6]))}, ..., {ranks[-1]}]"
