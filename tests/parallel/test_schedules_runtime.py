@@ -1,5 +1,6 @@
 """Any schedule on real ranks against one process: losses, gradients, order, refusals."""
 
+import random
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ from labkit.config import ParallelConfig
 from labkit.events import recording
 from labkit.parallel import CommLedger, initialize_model_parallel
 from labkit.schedules import (
+    Action,
     PipelineRuntime,
     Schedule,
     ScheduleError,
@@ -66,6 +68,41 @@ def test_schedules_of_ones_own_run_as_they_are(schedule, on_ranks):
     results = on_ranks(run_stages, 2, schedule)
     by_microbatch = reference(schedule.num_stages, schedule.num_microbatches)
     _same(results, by_microbatch, schedule.num_microbatches)
+
+
+def _random_schedule(seed, pp, chunks, count, placement):
+    """Any legal schedule: again and again a random action that could run now is appended to its rank's row."""
+    draw, stages = random.Random(seed), pp * chunks
+    rank_of = {s: s % pp if placement == "looped" or s // pp % 2 == 0 else pp - 1 - s % pp for s in range(stages)}
+    todo = [Action(s, kind, m) for s in range(stages) for kind in "FB" for m in range(count)]
+    done, rows = set(), [[] for _ in range(pp)]
+    while todo:
+        ready = []
+        for a in todo:
+            needs = [] if a.kind == "F" else [Action(a.stage, "F", a.microbatch)]
+            neighbour = a.stage + (-1 if a.kind == "F" else 1)
+            if 0 <= neighbour < stages:
+                needs.append(Action(neighbour, a.kind, a.microbatch))
+            if done.issuperset(needs):
+                ready.append(a)
+        chosen = draw.choice(ready)
+        todo.remove(chosen)
+        done.add(chosen)
+        rows[rank_of[chosen.stage]].append(chosen)
+    return Schedule(f"random {seed}", stages, count, rows)
+
+
+def _all(schedules):
+    return [run_stages(schedule) for schedule in schedules]
+
+
+@pytest.mark.parametrize(("pp", "chunks", "placement"), [(2, 1, "looped"), (2, 2, "looped"), (2, 2, "V"), (4, 2, "V")])
+def test_random_legal_schedules_neither_hang_nor_differ(pp, chunks, placement, on_ranks):
+    schedules = [_random_schedule(seed, pp, chunks, 1 + seed % 5, placement) for seed in range(12)]
+    by_rank = on_ranks(_all, pp, schedules)
+    for number, schedule in enumerate(schedules):
+        count = schedule.num_microbatches
+        _same([results[number] for results in by_rank], reference(pp * chunks, count), count)
 
 
 def _recorded(schedule, transport):
