@@ -13,7 +13,6 @@ from labkit.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, T
 from labkit.launch import rank_info, run
 from labkit.models import GPTModel
 from labkit.parallel import initialize_model_parallel, single_process_groups
-from labkit.parallel.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from labkit.parallel.weights import gather_parameter
 
 pytestmark = pytest.mark.gpu
@@ -99,30 +98,6 @@ def test_ranks_that_share_a_gpu_equal_one_process(config: ModelConfig, tp: int) 
         assert where == f"gloo cuda:{rank % torch.cuda.device_count()}"
         for name, expected in alone.items():
             torch.testing.assert_close(found[name], expected, rtol=1e-8, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def collectives_on_cuda() -> dict[str, Tensor]:
-    groups = initialize_model_parallel(ParallelConfig(tp=2))
-    x = torch.arange(4.0, device=groups.device) + 10 * groups.tp.rank
-    found = {
-        "all_reduce": all_reduce(x.clone(), groups.tp),
-        "all_gather": all_gather(x, groups.tp),
-        "reduce_scatter": reduce_scatter(x, groups.tp),
-        "all_to_all": all_to_all(x, groups.tp),
-    }
-    assert all(value.device == groups.device for value in found.values())
-    return {name: value.cpu() for name, value in found.items()}
-
-
-def test_collectives_staged_through_the_host() -> None:
-    first, second = run(collectives_on_cuda, 2, backend="gloo", device="cuda", timeout=120)
-    for found in (first, second):
-        assert found["all_reduce"].tolist() == [10, 12, 14, 16]
-        assert found["all_gather"].tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
-    assert first["reduce_scatter"].tolist() == [10, 12]
-    assert second["reduce_scatter"].tolist() == [14, 16]
-    assert first["all_to_all"].tolist() == [0, 1, 10, 11]
-    assert second["all_to_all"].tolist() == [2, 3, 12, 13]
 
 
 def test_attention_runs_on_a_fused_kernel_in_bf16() -> None:
