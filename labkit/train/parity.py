@@ -193,9 +193,7 @@ def _plan(base: RunConfig, layout: Mapping[str, Any]) -> tuple[RunConfig, int]:
     """A layout's configuration and number of ranks, checked before anything is launched."""
     changes = {key: value for key, value in layout.items() if key != "world_size"}
     changed = base.override(changes)
-    p = changed.parallel
-    smallest = math.lcm(p.tp * p.cp * p.pp, (p.etp or p.tp) * p.ep * p.pp)
-    world_size = int(layout.get("world_size", smallest))
+    world_size = int(layout.get("world_size", changed.parallel.smallest_world_size))
     changed.validate(world_size)
     unready = changed.not_yet_trainable()
     if unready:

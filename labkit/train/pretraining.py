@@ -11,6 +11,7 @@ It runs inside a rank: `labkit.launch.run(pretrain, 4, config)`, or on one proce
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -188,7 +189,7 @@ def train(
     pipeline = Pipeline(config, run.groups, chunks, forward_step, run.schedule)
     if observer is not None:
         observer.on_model(run.groups, chunks)
-    with recording(run.groups.rank) as recorder:
+    with recording(run.groups.rank) if _records(config) else nullcontext() as recorder:
         report = Report(config, run.groups, timers, recorder)
         for step in range(config.train.steps):
             lr = lr_schedule(step)
@@ -206,6 +207,11 @@ def train(
             )
     report.close()
     return TrainResult(report.losses, report.events, report.metrics)
+
+
+def _records(config: RunConfig) -> bool:
+    """Whether anybody wants Events. On a GPU each costs a synchronisation, so they are not made for nobody."""
+    return config.train.record_events or config.train.timing_log_level == 2
 
 
 def _validates_after(config: RunConfig, step: int) -> bool:

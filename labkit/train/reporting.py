@@ -17,7 +17,9 @@ from labkit.train.stepping import StepResult
 class Report:
     """Collects metrics on every rank; rank 0 writes metrics.jsonl and events.jsonl and reports progress."""
 
-    def __init__(self, config: RunConfig, groups: ParallelGroups, timers: Timers, recorder: EventRecorder) -> None:
+    def __init__(
+        self, config: RunConfig, groups: ParallelGroups, timers: Timers, recorder: EventRecorder | None
+    ) -> None:
         """recorder: what this rank does lands there; after each step it is added to the timers and moved on."""
         self.losses: list[float] = []
         self.metrics: list[dict[str, Any]] = []
@@ -73,6 +75,8 @@ class Report:
 
     def _take_events(self) -> None:
         """Feed what was recorded since the last call to the timers; keep it if `train.record_events` is on."""
+        if self._recorder is None:
+            return
         recorded = self._recorder.events[:]
         self._recorder.events.clear()
         self._timers.feed(recorded)

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from labkit.config import ParallelConfig
@@ -77,6 +79,19 @@ def test_main_grads_are_fp32_views_of_one_buffer_for_bf16_weights():
     assert wrapped.grad_buffer.numel() == total
     wrapped.zero_grad_buffer()
     assert not any(param.main_grad.any() for param in module.parameters())
+
+
+@given(shapes=st.lists(st.lists(st.integers(1, 4), max_size=3), min_size=1, max_size=6))
+def test_main_grads_partition_the_buffer(shapes):
+    """Each element of the buffer belongs to exactly one parameter, whatever the shapes."""
+    module = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
+    wrapped = NaiveDataParallel(module, single_process_groups().dp_cp)
+    for number, param in enumerate(module, start=1):
+        assert param.main_grad.shape == param.shape
+        param.main_grad.add_(number)
+    counts = [int((wrapped.grad_buffer == number).sum()) for number in range(1, len(shapes) + 1)]
+    assert counts == [param.numel() for param in module]
+    assert sum(counts) == wrapped.grad_buffer.numel()
 
 
 def test_a_wrapped_chunk_answers_like_a_bare_one():

@@ -9,8 +9,9 @@ import torch
 from labkit.config import RunConfig, presets
 from labkit.data import build_gpt_datasets
 from labkit.data.gpt_data import GPTDataset
-from labkit.events import read_jsonl
+from labkit.events import active_recorder, read_jsonl
 from labkit.models.gpt import build_model_chunks
+from labkit.parallel.groups import single_process_groups
 from labkit.train import pretrain
 from labkit.train.stepping import gpt_forward_step, masked_loss
 
@@ -80,8 +81,6 @@ def test_validation_loss_is_the_mean_over_the_split():
     """With a learning rate of 0 the model stays as drawn, so the loss can be computed from it directly."""
     config = small(steps=1, lr=0.0, eval_steps=2, global_batch_size=2, precision="fp64")
     result = pretrain(config)
-    from labkit.parallel.groups import single_process_groups
-
     model = build_model_chunks(config, single_process_groups())[0].eval()
     valid = build_gpt_datasets(config)[1]
     samples = torch.stack([torch.from_numpy(valid[index]) for index in range(4)])
@@ -230,3 +229,15 @@ def test_a_torchrun_rank_that_has_not_joined_is_refused(monkeypatch):
         monkeypatch.setenv(name, "1")
     with pytest.raises(ValueError, match="torchrun started this process"):
         pretrain(small())
+
+
+def test_nothing_records_where_nobody_wants_events():
+    seen = []
+
+    def forward_step(data_iterator, model):
+        seen.append(active_recorder())
+        return gpt_forward_step(data_iterator, model)
+
+    result = pretrain(small(record_events=False, timing_log_level=1), forward_step=forward_step)
+    assert set(seen) == {None}
+    assert result.metrics[0]["timers"]["forward-backward"][0] > 0
