@@ -69,13 +69,19 @@ def _torch_step(name, pp, count):
     return [loss.item() for loss in losses], {rank: [p.grad for p in module.parameters()]}
 
 
-@pytest.mark.parametrize(("name", "builder"), [("GPipe", gpipe), ("1F1B", one_f_one_b)])
-def test_losses_and_gradients_equal_those_of_torch(name, builder):
-    ours, theirs = run(run_stages, 4, builder(4, 6)), run(_torch_step, 4, name, 4, 6)
-    assert [report["loss"] for report in ours[-1][0]] == pytest.approx(theirs[-1][0], rel=1e-12)
-    for rank in range(4):
-        for a, b in zip(ours[rank][1][rank], theirs[rank][1][rank], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+def _beside_torch():
+    pairs = (("GPipe", gpipe), ("1F1B", one_f_one_b))
+    return [(run_stages(builder(4, 6))[:2], _torch_step(name, 4, 6)) for name, builder in pairs]
+
+
+def test_losses_and_gradients_equal_those_of_torch():
+    by_rank = run(_beside_torch, 4)
+    for number in range(2):
+        ours, theirs = zip(*(results[number] for results in by_rank), strict=True)
+        assert [report["loss"] for report in ours[-1][0]] == pytest.approx(theirs[-1][0], rel=1e-12)
+        for rank in range(4):
+            for a, b in zip(ours[rank][1][rank], theirs[rank][1][rank], strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
 
 
 def test_warmup_equals_megatron_core():
