@@ -139,6 +139,8 @@ class Ranks:
         self.close()
 
     def _started(self) -> RankPool:
+        if self._pool is not None and not self._pool.spec.folder.is_dir():  # a cleaner of temporary files was here
+            self._give_up()
         if self._pool is None:
             if self._lost_state:
                 print("labkit: new ranks started; what earlier calls left in memory is gone")

@@ -187,17 +187,21 @@ class RankPool:
                 guard.send_signal(handle.pid, signal.SIGCONT)
         deadline = time.monotonic() + _STACK_WAIT
         waiting = [handle for handle in silent if handle.outcome.phase != "starting"]
-        sizes: dict[int, int] = {}
         while waiting and time.monotonic() < deadline:
             time.sleep(0.01)
             for handle in list(waiting):
-                size = self.spec.file("stack", handle.rank).stat().st_size
-                if size and sizes.get(handle.rank) == size:
+                text = self._stack(handle)
+                if text and text == handle.outcome.stack:  # it has stopped growing
                     waiting.remove(handle)
-                sizes[handle.rank] = size
+                handle.outcome.stack = text
         for handle in silent:
-            with contextlib.suppress(OSError):
-                handle.outcome.stack = trim(self.spec.file("stack", handle.rank).read_text(errors="replace"))
+            handle.outcome.stack = trim(handle.outcome.stack)
+
+    def _stack(self, handle: RankHandle) -> str:
+        """What the rank has written about its stacks so far."""
+        with contextlib.suppress(OSError):
+            return self.spec.file("stack", handle.rank).read_text(errors="replace")
+        return ""
 
     def _result(self, handle: RankHandle, number: int) -> Any:
         path = self.spec.file("result", handle.rank, number)

@@ -108,10 +108,17 @@ def create_slots(path: Path, world_size: int) -> None:
 
 
 def read_slot(path: Path, rank: int) -> Status:
-    """One rank's record, read from outside. A record that is being written may come out garbled, never raise."""
-    with path.open("rb") as file:
-        file.seek(rank * RECORD_BYTES)
-        record = file.read(RECORD_BYTES)
+    """One rank's record, read from outside.
+
+    A record that is being written may come out garbled, and an empty one stands for a file that somebody has removed:
+    it is read to explain a failure, which must not become another one.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(rank * RECORD_BYTES)
+            record = file.read(RECORD_BYTES)
+    except FileNotFoundError:
+        return Status("", False, 0.0)
     inside, length, since = _HEADER.unpack_from(record)
     text = record[_HEADER.size : _HEADER.size + length].decode(errors="replace")
     return Status(text, bool(inside), since)

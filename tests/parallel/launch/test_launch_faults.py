@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import shutil
 import signal
 import socket
 import sys
@@ -21,6 +22,11 @@ from labkit.launch import RankError, Ranks, forkserver, pool, run, waiting
 pytestmark = pytest.mark.usefixtures("no_rank_left")
 
 
+def on_this_machine(seconds):
+    """As the fixture `limit`: stretched by as much as the machine is overloaded."""
+    return seconds * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
 @contextlib.contextmanager
 def refused_within(seconds, kind):
     """A RankError of this kind, after at most so long (the fork server's start, once a session, not counted)."""
@@ -30,7 +36,7 @@ def refused_within(seconds, kind):
     start = time.monotonic()
     with pytest.raises(RankError) as error:
         yield caught
-    assert time.monotonic() - start < seconds
+    assert time.monotonic() - start < on_this_machine(seconds)
     assert error.value.kind == kind, error.value
     caught["error"], caught["text"], caught["ranks"] = error.value, str(error.value), error.value.ranks
 
@@ -152,7 +158,7 @@ def test_a_rank_that_never_starts_is_named(monkeypatch):
     start = time.monotonic()
     with pytest.raises(RankError) as error:
         run(ready, 4, timeout=2.0)
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < on_this_machine(3.0)
     assert error.value.kind == "start"
     assert error.value.ranks == [2]
     assert error.value.summary == "rank 2 of 4 never joined within 2 s; the others could not start"
@@ -269,6 +275,28 @@ def test_an_unpicklable_exception_arrives_with_its_cause():
         run(raise_unpicklable, 1)
     assert caught["error"].summary.endswith("Locked: held")
     assert "KeyError: 'cause'" in caught["text"]
+
+
+def remove_folder_and_sleep():
+    dist.barrier()  # both have read their payload
+    if dist.get_rank() == 0:
+        shutil.rmtree(os.path.dirname(os.readlink("/proc/self/fd/1")))
+    time.sleep(30)
+
+
+def test_a_folder_that_somebody_removes_does_not_hide_the_failure():
+    """Cleaners of temporary directories exist."""
+    with refused_within(4.0, "timeout") as caught:
+        run(remove_folder_and_sleep, 2, timeout=1.5)
+    assert caught["ranks"] == [0, 1]
+
+
+def test_ranks_whose_folder_was_removed_are_started_anew(capsys):
+    with Ranks(2) as ranks:
+        ranks.run(ready)
+        shutil.rmtree(ranks._pool.spec.folder)
+        assert ranks.run(ready) == [True, True]
+    assert "new ranks started" in capsys.readouterr().out
 
 
 # F10: shapes, types and operations that differ between ranks
