@@ -1,0 +1,106 @@
+"""Meeting and talking: launches that cannot disturb each other, and sockets that nobody else can reach."""
+
+import contextlib
+import os
+import socket
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from labkit.launch import Ranks, forkserver, run
+
+pytestmark = pytest.mark.usefixtures("no_rank_left")
+
+
+def ready():
+    return True
+
+
+# F11: the rendezvous
+
+
+def test_a_taken_port_and_a_stale_address_do_not_matter(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+        assert run(ready, 2, timeout=20) == [True, True]
+
+
+def test_a_stale_rendezvous_is_never_met(tmp_path, monkeypatch):
+    """What a killed launch has left in the same temporary directory is not looked at."""
+    stale = tmp_path / "labkit-launch-1-abcd_123"
+    stale.mkdir()
+    (stale / "store").write_bytes(b"\xff" * 64)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert run(ready, 2, timeout=20) == [True, True]
+    assert [path.name for path in tmp_path.iterdir()] == [stale.name]
+
+
+def total(number):
+    x = torch.tensor([float(number)])
+    dist.all_reduce(x)
+    return x.item()
+
+
+def test_twenty_launches_at_once():
+    results = {}
+
+    def launch(number):
+        results[number] = run(total, 2, number, timeout=60)
+
+    threads = [threading.Thread(target=launch, args=(number,)) for number in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: [2.0 * number] * 2 for number in range(20)}
+
+
+# F23: who listens
+
+
+def listeners(pids):
+    """Addresses on which any of the processes listens for TCP, from the kernel's own tables."""
+    inodes = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                link = os.readlink(entry)
+                if link.startswith("socket:["):
+                    inodes.add(link[8:-1])
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.append(fields[1].partition(":")[0])
+    return found
+
+
+def talk_and_tell():
+    """A round in the world group and in a sub-group, then the process id, while everything is still connected."""
+    group = dist.new_group([0, 1], use_local_synchronization=True) if dist.get_rank() < 2 else None
+    if group is not None:
+        dist.all_reduce(torch.ones(2), group=group)
+    dist.all_reduce(torch.ones(2))
+    return os.getpid()
+
+
+def test_ranks_listen_on_loopback_only():
+    with socket.socket() as elsewhere:  # the test can see another listener
+        elsewhere.bind(("0.0.0.0", 0))
+        elsewhere.listen()
+        assert listeners([os.getpid()]) == ["00000000"]
+    with Ranks(3) as ranks:
+        pids = ranks.run(talk_and_tell)
+        found = listeners(pids)
+    assert len(found) >= 3, "gloo listens on some address in every rank; none was seen"
+    loopback = {"0100007F", "00000000000000000000000001000000"}
+    assert set(found) <= loopback
+    assert listeners([os.getpid(), forkserver._server._forkserver_pid]) == []
