@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,8 @@ from typing import Any
 import table
 
 RESULTS = Path(__file__).parent / "results"
+LEAST = 15
+"""Repetitions below which nothing is quoted."""
 MAX_NOISE = 1.3
 """Largest median / minimum of one alternative."""
 MAX_LOAD = 2.0
@@ -70,12 +71,16 @@ class Comparison:
         noisy = [f"{name} median/min {self.noise(name):.2f}" for name in self.seconds if self.noise(name) > MAX_NOISE]
         if self.load > self.max_load + 0.05:
             noisy.append(f"load {self.load:.1f}")
-        return f"rejected: noisy ({', '.join(noisy)})" if noisy else None
+        if noisy:
+            return f"rejected: noisy ({', '.join(noisy)})"
+        repetitions = len(self.seconds[self.ours])
+        return f"rejected: {repetitions} repetitions, at least {LEAST} needed" if repetitions < LEAST else None
 
     def row(self) -> dict[str, Any]:
         """What is stored: times and ratios, or the reason why there are none."""
         row: dict[str, Any] = {"case": self.case, "repetitions": len(self.seconds[self.ours])}
-        row |= {"load": round(self.load, 2), "noise": {name: round(self.noise(name), 3) for name in self.seconds}}
+        row |= {"load": round(self.load, 2), "load_limit": self.max_load}
+        row |= {"noise": {name: round(self.noise(name), 3) for name in self.seconds}}
         if self.rejected:
             return row | {"rejected": self.rejected} | self.facts
         row["median_ms"] = {name: round(1e3 * self.median(name), 4) for name in self.seconds}
@@ -97,8 +102,6 @@ def interleave(
 
     `synchronize` (`torch.cuda.synchronize`) is called before each clock reading where work is asynchronous.
     """
-    if repetitions < 15:
-        print(f"{case}: {repetitions} repetitions are too few to quote (15)", file=sys.stderr)
     wait = synchronize or (lambda: None)
     meet = _barrier if across_ranks else (lambda: None)
     for _ in range(warmup):

@@ -30,7 +30,10 @@ def measure(mebibytes: int, repetitions: int, max_load: float) -> list[Compariso
     x = torch.randn(mebibytes * MIB // 4, generator=torch.Generator().manual_seed(dist.get_rank()))
     half, y, expected = x[: x.numel() // 2].clone(), torch.empty_like(x), torch.empty(x.numel() // 2)
 
-    dist.reduce_scatter_tensor(expected, x)
+    # Newer torch warns at the old names.
+    gloo_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    gloo_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gloo_reduce_scatter(expected, x)
     assert torch.equal(reduce_scatter(x, group), expected), "both must compute the same bits"
 
     def repeated(case: str, ours: object, peer: object, **facts: object) -> Comparison:
@@ -44,7 +47,7 @@ def measure(mebibytes: int, repetitions: int, max_load: float) -> list[Compariso
         repeated(
             f"reduce-scatter, {size}",
             lambda: reduce_scatter(x, group),
-            lambda: dist.reduce_scatter_tensor(expected, x),
+            lambda: gloo_reduce_scatter(expected, x),
             least_bytes_sent_by_a_rank=sent // 2,
         ),
         repeated(
@@ -56,7 +59,7 @@ def measure(mebibytes: int, repetitions: int, max_load: float) -> list[Compariso
         repeated(
             f"all-gather, {size}",
             lambda: all_gather(half, group),
-            lambda: dist.all_gather_into_tensor(y, half),
+            lambda: gloo_all_gather(y, half),
             least_bytes_sent_by_a_rank=sent // 2,
         ),
     ]
