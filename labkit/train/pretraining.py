@@ -33,7 +33,7 @@ from labkit.train.metrics import Timers
 from labkit.train.optimizer import Condition, Optimizer, build_optimizer
 from labkit.train.pipeline import Batch, ForwardStep, Pipeline
 from labkit.train.reporting import Report
-from labkit.train.stepping import Observer, evaluate, gpt_forward_step, train_step
+from labkit.train.stepping import Observer, collect_non_loss_data, evaluate, gpt_forward_step, train_step
 
 DatasetsProvider = Callable[[RunConfig], tuple[GPTDataset, GPTDataset, GPTDataset]]
 ModelProvider = Callable[[RunConfig, ParallelGroups], Sequence[nn.Module]]
@@ -77,6 +77,7 @@ def pretrain(
     model_provider: ModelProvider | None = None,
     forward_step: ForwardStep | None = None,
     process_non_loss_data: ProcessNonLossData | None = None,
+    process_non_loss_data_func: ProcessNonLossData | None = None,
     schedule: Schedule | None = None,
     no_wd_decay_cond: Condition | None = None,
     scale_lr_cond: Condition | None = None,
@@ -89,8 +90,8 @@ def pretrain(
     model_provider: (config, groups) -> this rank's model chunks; default: GPT.
     forward_step: (data iterator, chunk) -> (output, loss function); default: next-token prediction.
     process_non_loss_data: called on the last rank after each validation with what `forward_step`'s loss function
-        returns for one more global batch under `non_loss_data=True` (Megatron's `process_non_loss_data_func`), and the
-        step.
+        returns for each microbatch of one more global batch under `non_loss_data=True` (the default one: `loss_BS` and
+        `loss_mask_BS`), and the step. `process_non_loss_data_func`, Megatron's name, is the same.
     schedule: a pipeline schedule of one's own; `schedule.path` in the config names a CSV file instead.
     no_wd_decay_cond, scale_lr_cond, lr_mult: see `labkit.train.optimizer.parameter_groups`.
     observer: sees model, gradients and parameters; the parity microscope is one.
@@ -99,14 +100,17 @@ def pretrain(
     configuration that cannot be trained (ConfigError lists all problems) and FloatingPointError for a loss that is
     not finite.
     """
+    if process_non_loss_data is not None and process_non_loss_data_func is not None:
+        raise ValueError("process_non_loss_data and process_non_loss_data_func are two names of one argument; give one")
     run = initialize(config, schedule=schedule)
     chunks, optimizer, lr_schedule = setup_model_and_optimizer(
         run, model_provider, no_wd_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult
     )
     data = build_data_iterators(run, datasets_provider)
     return train(
-        run, chunks, optimizer, lr_schedule, data, forward_step or gpt_forward_step, process_non_loss_data, observer
-    )
+        run, chunks, optimizer, lr_schedule, data, forward_step or gpt_forward_step,
+        process_non_loss_data or process_non_loss_data_func, observer,
+    )  # fmt: skip
 
 
 def initialize(config: RunConfig, *, schedule: Schedule | None = None) -> Run:
@@ -232,6 +236,6 @@ def _validate(
     report.evaluation(step, "validation_loss", evaluate(pipeline, batches, pipeline.config.train.eval_steps))
     if process_non_loss_data is None:
         return
-    collected = pipeline.run(batches, forward_only=True, collect_non_loss_data=True)
+    collected = collect_non_loss_data(pipeline, batches)
     if pipeline.groups.rank == pipeline.groups.world.ranks[-1]:
         process_non_loss_data(collected, step)

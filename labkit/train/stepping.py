@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -39,17 +40,26 @@ class Observer(Protocol):
         """After the update."""
 
 
-def gpt_forward_step(
-    data_iterator: Iterator[Batch], model: nn.Module
-) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
+def gpt_forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
     """The default `forward_step`: next-token prediction on `tokens_BS`, `labels_BS`, `loss_mask_BS`."""
     batch = next(data_iterator)
     output = model(batch["tokens_BS"], labels_BS=batch["labels_BS"])
     return output, partial(masked_loss, batch["loss_mask_BS"])
 
 
-def masked_loss(loss_mask_BS: Tensor, loss_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(sum of the loss over counted tokens, number of them, what to report), the three-item form of a loss."""
+@overload
+def masked_loss(
+    loss_mask_BS: Tensor, loss_BS: Tensor, non_loss_data: Literal[False] = False
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]: ...
+@overload
+def masked_loss(loss_mask_BS: Tensor, loss_BS: Tensor, non_loss_data: Literal[True]) -> dict[str, Tensor]: ...
+def masked_loss(loss_mask_BS: Tensor, loss_BS: Tensor, non_loss_data: bool = False) -> Any:
+    """(sum of the loss over counted tokens, number of them, what to report), the three-item form of a loss.
+
+    non_loss_data: give `loss_BS` and `loss_mask_BS` themselves, by name: the loss of every token of the microbatch.
+    """
+    if non_loss_data:
+        return {"loss_BS": loss_BS.detach(), "loss_mask_BS": loss_mask_BS}
     mask = loss_mask_BS.to(loss_BS.dtype)
     loss_sum, tokens = (loss_BS * mask).sum(), mask.sum()
     return loss_sum, tokens, {"loss_sum": loss_sum.detach(), "tokens": tokens}
@@ -109,13 +119,29 @@ def train_step(
 
 def evaluate(pipeline: Pipeline, batches: Iterator[Batch], steps: int) -> float:
     """Mean loss over `steps` global batches, without gradients and dropout; the same on every rank."""
-    modes = [chunk.training for chunk in pipeline.chunks]
-    for chunk in pipeline.chunks:
-        chunk.eval()
-    reports = [report for _ in range(steps) for report in pipeline.run(batches, forward_only=True)]
-    for chunk, mode in zip(pipeline.chunks, modes):
-        chunk.train(mode)
+    with evaluating(pipeline.chunks):
+        reports = [report for _ in range(steps) for report in pipeline.run(batches, forward_only=True)]
     return global_loss(reports, pipeline)
+
+
+def collect_non_loss_data(pipeline: Pipeline, batches: Iterator[Batch]) -> list[Any]:
+    """What the loss function gives for each microbatch of one global batch under `non_loss_data=True`, without
+    gradients and dropout; [] on ranks that do not compute the loss."""
+    with evaluating(pipeline.chunks):
+        return pipeline.run(batches, forward_only=True, collect_non_loss_data=True)
+
+
+@contextmanager
+def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Evaluation mode for the block, and every chunk's own mode after it, also after an error."""
+    modes = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk, mode in zip(chunks, modes):
+            chunk.train(mode)
 
 
 def global_loss(reports: Sequence[dict[str, Any]], pipeline: Pipeline) -> float:

@@ -108,6 +108,44 @@ def test_process_non_loss_data_gets_what_the_loss_function_returns():
     assert seen == [(0, 4), (1, 4)]
 
 
+@pytest.mark.parametrize("name", ["process_non_loss_data", "process_non_loss_data_func"])
+def test_the_default_loss_function_gives_the_loss_of_every_token(name):
+    seen = []
+    config = small(steps=2, eval_steps=1, lr=0.0, precision="fp64")
+    pretrain(config, **{name: lambda collected, step: seen.append((step, collected))})
+    [(step, collected)] = seen
+    assert step == 1 and len(collected) == 4
+    model = build_model_chunks(config, single_process_groups())[0].eval()
+    sample = torch.from_numpy(build_gpt_datasets(config)[1][4])[None]  # the batch after the four that were validated
+    with torch.no_grad():
+        expected = model(sample[:, :-1], labels_BS=sample[:, 1:])
+    torch.testing.assert_close(collected[0]["loss_BS"], expected)
+    assert not collected[0]["loss_BS"].requires_grad and collected[0]["loss_mask_BS"].shape == (1, 16)
+
+
+def test_collecting_what_is_no_loss_changes_no_training_step():
+    """No dropout in it, no draw from the random states, and training mode afterwards."""
+    changes = {"steps": 4, "eval_interval": 1, "eval_steps": 1, "global_batch_size": 2}
+    dropout = dict.fromkeys(("hidden_dropout", "attention_dropout", "embedding_dropout"), 0.1)
+    modes = []
+
+    def forward_step(data_iterator, model):
+        modes.append(model.training)
+        return gpt_forward_step(data_iterator, model)
+
+    quiet = pretrain(small(**changes, **dropout))
+    asked = pretrain(
+        small(**changes, **dropout), forward_step=forward_step, process_non_loss_data=lambda collected, step: None
+    )
+    assert asked.losses == quiet.losses
+    assert modes == [True, True, False, False, False, False] * 4 + [False, False]
+
+
+def test_two_names_of_one_argument_are_refused():
+    with pytest.raises(ValueError, match="two names of one argument"):
+        pretrain(small(), process_non_loss_data=print, process_non_loss_data_func=print)
+
+
 def test_providers_take_the_place_of_data_and_model():
     config = small()
     tokens = torch.arange(400).numpy() % 7
