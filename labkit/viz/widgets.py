@@ -40,14 +40,19 @@ def explore_layout(
     return _controls(figure, {"world_size": world_size, "gpus_per_node": gpus_per_node, **sizes}, kinds)
 
 
+def _spoken(sentence: str) -> str:
+    """The sentence for a screen reader alone: it is drawn in the picture, which as a widget has no alternative text."""
+    return f'<span style="position: absolute; left: -9999px">{html.escape(sentence)}</span>'
+
+
 def _controls(figure: Figure, start: dict[str, Any], kinds: tuple[str, ...]) -> Any:
     import ipywidgets as widgets
 
     picture = widgets.Image(value=figure.png, format="png")
-    words = widgets.HTML(value=figure.sentence)
-    narrow = widgets.Layout(width="160px")
+    words = widgets.HTML(value=_spoken(figure.sentence))
+    narrow, labels = widgets.Layout(width="180px"), {"description_width": "100px"}
     inputs: dict[str, Any] = {
-        name: widgets.BoundedIntText(value=value, min=1, max=1024, description=name, layout=narrow)
+        name: widgets.BoundedIntText(value=value, min=1, max=2**20, description=name, layout=narrow, style=labels)
         for name, value in start.items()
         if name != "order"
     }
@@ -62,7 +67,7 @@ def _controls(figure: Figure, start: dict[str, Any], kinds: tuple[str, ...]) -> 
         except ValueError as problem:
             words.value = f"<b>{html.escape(str(problem))}</b>"
             return
-        picture.value, words.value = drawn.png, drawn.sentence
+        picture.value, words.value = drawn.png, _spoken(drawn.sentence)
 
     for control in inputs.values():
         control.observe(redraw, names="value")
