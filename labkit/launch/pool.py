@@ -25,7 +25,7 @@ GRACE = 0.25
 """Seconds that the other ranks get to report too, once one has failed."""
 _END = 5.0
 """Seconds that ranks get to leave the group and end."""
-_STACK_WAIT = 0.5
+_STACK_WAIT = 0.75
 """Seconds that a hung rank gets to write its stack."""
 _REPLAY_LIMIT = 1 << 20
 """Bytes of output a rank and call that are replayed."""
@@ -126,6 +126,8 @@ class RankPool:
         try:
             self._watch(timeout, on_progress)
             if any(handle.outcome.phase != "returned" for handle in self.handles):
+                for handle in self.handles:
+                    handle.outcome.status = read_slot(self.spec.slots, handle.rank)
                 self._interrogate([handle for handle in self.handles if not handle.finished])
                 raise compose([handle.outcome for handle in self.handles], timeout)
             return [self._result(handle, number) for handle in self.handles]
@@ -178,10 +180,9 @@ class RankPool:
             handle.died()
 
     def _interrogate(self, silent: list[RankHandle]) -> None:
-        """Ask ranks that gave no answer where they are: process state, status slot, Python stacks."""
+        """Ask ranks that gave no answer where they are: process state and Python stacks."""
         for handle in silent:
             handle.outcome.state = guard.process_state(handle.pid)
-            handle.outcome.status = read_slot(self.spec.slots, handle.rank)
             if handle.outcome.phase != "starting":  # before that, SIGUSR1 would end it
                 guard.send_signal(handle.pid, signal.SIGUSR1)
                 guard.send_signal(handle.pid, signal.SIGCONT)

@@ -13,6 +13,8 @@ from labkit.launch.worker import Failure
 
 _OUTSIDE = ("/torch/", "/labkit/launch/", "/multiprocessing/", "<frozen", "<string>", "/contextlib.py", "/threading.py")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$')
+_ADDRESS = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+")
+"""Differs between ranks that are at the same place."""
 
 _MISMATCH = re.compile(
     r"Rank \d+ is running collective: CollectiveFingerPrint\(SequenceNumber=\d+(?:, )?OpType=(\w+)"
@@ -71,7 +73,7 @@ def compose(outcomes: list[Outcome], timeout: float | None) -> RankError:
 
 def _died(died: list[Outcome], outcomes: list[Outcome]) -> RankError:
     what = "; ".join(f"rank {o.rank} {_death(o.exit_code)}" for o in died)
-    lines = [f"{len(died)} of {len(outcomes)} ranks died: {what}", *_others(outcomes, died)]
+    lines = [f"{len(died)} of {len(outcomes)} ranks died: {what}", *_others(outcomes, died), *_stacks(outcomes)]
     return RankError("\n".join(lines), ranks=[o.rank for o in died], kind="died")
 
 
@@ -85,8 +87,12 @@ def _raised(failed: list[Outcome], outcomes: list[Outcome]) -> RankError:
     head = f"rank {first.rank} of {len(outcomes)} raised {said}"
     if len(failed) > 1:
         head = f"{len(failed)} of {len(outcomes)} ranks raised, first rank {first.rank}: {said}"
-    lines = [head, "", f"Traceback of rank {first.rank}:", _indent(first.failure.traceback)]
-    lines += ["", *_others(outcomes, [first])]
+    texts = {o.rank: o.failure.traceback for o in failed if o.failure is not None and _frames(o) != _frames(first)}
+    title = f"Traceback of rank {first.rank}"
+    if first.status.text and re.search("time(d )?out", said, re.IGNORECASE):
+        title += f", which waited in {first.status.text}"
+    lines = [head, "", f"{title}:", _indent(first.failure.traceback)]
+    lines += ["", *_others(outcomes, [first]), *_by_text("Traceback of {}:", texts), *_stacks(outcomes)]
     return RankError("\n".join(lines), ranks=[o.rank for o in failed], kind="raised")
 
 
@@ -101,10 +107,7 @@ def _silent(outcomes: list[Outcome], timeout: float | None) -> RankError:
             head = f"none of {len(outcomes)} ranks joined {limit}"
     else:
         head = f"{_names(silent)} of {len(outcomes)} did not return {limit}"
-    lines = [head, *(f"  rank {o.rank}: {activity(o)}" for o in outcomes)]
-    for outcome in silent:
-        if outcome.stack:
-            lines += ["", f"Stack of rank {outcome.rank}, innermost call first:", _indent(outcome.stack)]
+    lines = [head, *(f"  rank {o.rank}: {activity(o)}" for o in outcomes), *_stacks(outcomes)]
     culprits = absent if missing else silent
     return RankError("\n".join(lines), ranks=[o.rank for o in culprits], kind="start" if missing else "timeout")
 
@@ -114,8 +117,10 @@ def activity(outcome: Outcome) -> str:
     if outcome.phase == "returned":
         return "had returned"
     if outcome.phase == "failed" and outcome.failure is not None:
-        call = mismatched_call(outcome)
-        return f"called {call}" if call else f"raised {textwrap.shorten(outcome.failure.summary, 200)}"
+        if call := mismatched_call(outcome):
+            return f"called {call}"
+        last = f", last waited in {outcome.status.text}" if outcome.status.text else ""
+        return f"raised {textwrap.shorten(outcome.failure.summary, 200)}{last}"
     if outcome.phase == "died":
         return _death(outcome.exit_code)
     status = outcome.status
@@ -138,9 +143,32 @@ def _others(outcomes: list[Outcome], named: list[Outcome]) -> list[str]:
     return ["The others:", *(f"  rank {o.rank}: {activity(o)}" for o in others)] if others else []
 
 
+def _stacks(outcomes: list[Outcome]) -> list[str]:
+    """The stacks of the ranks that gave no answer, whatever ended the call: in a hang the cause is one of them."""
+    stacks = {o.rank: _ADDRESS.sub("Thread", o.stack) for o in outcomes if o.stack}
+    return _by_text("Stack of {}, innermost call first:", stacks)
+
+
+def _by_text(title: str, texts: dict[int, str]) -> list[str]:
+    """Each different text once, under the names of its ranks."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks_of.setdefault(text, []).append(rank)
+    return [line for text, ranks in ranks_of.items() for line in ("", title.format(_ranks(ranks)), _indent(text))]
+
+
+def _frames(outcome: Outcome) -> str:
+    """Where it raised: the traceback up to the exception's own text, which may hold addresses and times."""
+    assert outcome.failure is not None, "a failed rank has said why"
+    return outcome.failure.traceback.partition(outcome.failure.summary)[0]
+
+
 def _names(outcomes: list[Outcome]) -> str:
-    ranks = ", ".join(str(o.rank) for o in outcomes)
-    return f"rank {ranks}" if len(outcomes) == 1 else f"ranks {ranks}"
+    return _ranks([o.rank for o in outcomes])
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _death(exit_code: int | None) -> str:

@@ -95,6 +95,7 @@ def rank_main(spec: LaunchSpec, rank: int, connection: Connection) -> None:
             os._exit(1)  # the launcher has gone
         if message[0] == "stop":
             break
+        slot.clear()  # what an earlier call waited for explains nothing of this one
         send(*_answer(spec, rank, message[1]))
     with contextlib.suppress(Exception):
         info.leave_group()

@@ -56,6 +56,26 @@ def test_silence_names_the_silent_and_shows_their_stacks():
     assert "line 5356 in barrier" in str(error)
 
 
+def test_after_a_timed_out_collective_the_silent_rank_shows_its_stack_and_the_others_what_they_waited_for():
+    late = raised(0, "RuntimeError: Timed out waiting 1800 ms for 127.0.0.1", 1.0)
+    later = raised(2, "RuntimeError: Timed out waiting 1799 ms for 127.0.0.2", 2.0)
+    late.status = later.status = Status("all_reduce tp #3", False, 0.0)
+    silent = [Outcome(rank, "joined", stack=trim(STACK.replace("7fb6", f"7fb{rank}"))) for rank in (1, 3)]
+    text = str(compose([late, silent[0], later, silent[1]], None))
+    assert (
+        "rank 2: raised RuntimeError: Timed out waiting 1799 ms for 127.0.0.2, last waited in all_reduce tp #3" in text
+    )
+    assert text.count("Traceback of rank") == 1, "rank 2 raised at the same place"
+    assert text.count("line 13 in hang") == 1
+    assert "Stack of ranks 1, 3, innermost call first:\n  Thread (most recent call first):" in text
+
+
+def test_a_rank_that_raised_elsewhere_is_quoted_too():
+    elsewhere = Outcome(1, "failed", failure=Failure("KeyError: b", "Traceback elsewhere\nKeyError: b"), when=2.0)
+    text = str(compose([raised(0, "ValueError: a", 1.0), elsewhere], None))
+    assert "Traceback of rank 1:\n  Traceback elsewhere\n  KeyError: b" in text
+
+
 def test_a_rank_that_never_joined_is_told_from_those_that_waited_for_it():
     waiting = Status("rendezvous of all ranks", True, 0.0)
     outcomes = [Outcome(0, "here", status=waiting), Outcome(1, "starting"), Outcome(2, "here", status=waiting)]

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import re
 import resource
 import shutil
 import signal
@@ -344,6 +345,35 @@ def wait_for_nobody():
         dist.all_reduce(torch.ones(1))
     else:
         time.sleep(30)
+
+
+def falls_asleep():
+    if dist.get_rank() == 1:
+        time.sleep(60)
+    in_collective()
+
+
+def test_a_hang_without_a_limit_of_the_call_shows_every_ranks_stack():
+    """The collective's own limit ends it, as in a training job: those that waited raise, the culprit is alive."""
+    with refused_within(8.0, "raised") as caught:
+        run(falls_asleep, 3, timeout=None, distributed_timeout_minutes=0.04)
+    text = caught["text"]
+    assert 1 not in caught["ranks"]
+    assert "rank 1: running, at falls_asleep (test_launch_faults.py:" in text
+    assert re.search(
+        r"Stack of rank 1, innermost call first:\n  .*\n +File .*test_launch_faults.py.* in falls_asleep", text
+    )
+    assert text.count("all_reduce tp #12 (4, 8) float32") >= 1, "what the other rank waited for"
+    assert re.search(r"Traceback of rank [02]:", text)
+
+
+def test_ranks_left_in_a_collective_by_one_that_raised_show_their_stacks():
+    with refused_within(3.0, "raised") as caught:
+        run(one_raises, 4, timeout=None)
+    text = caught["text"]
+    assert "Stack of ranks 0, 1, 3, innermost call first:" in text
+    assert text.count("in in_collective") == 1, "equal stacks are printed once"
+    assert "waiting in all_reduce tp #12 (4, 8) float32" in text
 
 
 def test_the_limit_of_a_single_collective():
