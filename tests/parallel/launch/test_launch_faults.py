@@ -363,8 +363,8 @@ def test_a_hang_without_a_limit_of_the_call_shows_every_ranks_stack():
     assert re.search(
         r"Stack of rank 1, innermost call first:\n  .*\n +File .*test_launch_faults.py.* in falls_asleep", text
     )
-    assert text.count("all_reduce tp #12 (4, 8) float32") >= 1, "what the other rank waited for"
-    assert re.search(r"Traceback of rank [02]:", text)
+    assert re.search(r"Traceback of rank [02], which waited in all_reduce tp #12 \(4, 8\) float32:", text)
+    assert text.count("all_reduce tp #12 (4, 8) float32") == 2, "both that waited say in what"
 
 
 def test_ranks_left_in_a_collective_by_one_that_raised_show_their_stacks():
