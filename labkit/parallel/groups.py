@@ -179,7 +179,7 @@ class ParallelGroups:
     def _single(self) -> Any:
         """A process group of this rank alone (meshes need one for dims of size 1), made once."""
         if not self._singles:
-            self._singles.append(_new_group([self.rank], "alone", None))
+            self._singles.append(_new_group([self.rank], "alone", _timeout(self.config)))
         return self._singles[0]
 
 
@@ -224,9 +224,20 @@ def single_process_groups(config: ParallelConfig | None = None) -> ParallelGroup
     return replace(initialize_model_parallel(alone, rank=0, world_size=1), backend="none")
 
 
+def further_communicator(groups: ParallelGroups, group: Group, name: str) -> Group:
+    """The same ranks over one more process group, with the layout's timeout; every member of `group` calls this."""
+    if group.size < 2 or not dist.is_initialized():
+        return group
+    return replace(group, process_group=_new_group(list(group.ranks), name, _timeout(groups.config)))
+
+
+def _timeout(config: ParallelConfig) -> timedelta:
+    return timedelta(minutes=config.distributed_timeout_minutes)
+
+
 def _creator(config: ParallelConfig, rank: int) -> Callable[[str, tuple[int, ...]], Any]:
     """A function (kind, ranks) -> ProcessGroup or None that shares communicators by the rule of this module."""
-    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    timeout = _timeout(config)
     made: dict[tuple[str, tuple[int, ...]], Any] = {("in line", tuple(range(dist.get_world_size()))): dist.group.WORLD}
 
     def create(name: str, ranks: tuple[int, ...]) -> Any:
@@ -243,7 +254,7 @@ def _creator(config: ParallelConfig, rank: int) -> Callable[[str, tuple[int, ...
     return create
 
 
-def _new_group(ranks: list[int], name: str, timeout: timedelta | None) -> Any:
+def _new_group(ranks: list[int], name: str, timeout: timedelta) -> Any:
     """A process group that only its members create.
 
     Where the default group is bound to a GPU, torch would split its NCCL communicator, for which every rank of the

@@ -34,11 +34,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from labkit.parallel.collectives import Message, Pending, batch, irecv, isend
-from labkit.parallel.groups import Group, ParallelGroups
+from labkit.parallel.groups import Group, ParallelGroups, further_communicator
 
 Shape = Sequence[int]
 _Started = dict[tuple[str, str], Pending]
@@ -95,12 +94,10 @@ _second: WeakKeyDictionary[ParallelGroups, Group] = WeakKeyDictionary()
 
 def second_communicator(groups: ParallelGroups) -> Group:
     """A second process group over the pipeline's ranks, made on the first call and kept as long as `groups` lives."""
-    pp = groups.pp
-    if pp.size == 1 or not dist.is_initialized():
-        return pp
+    if groups.pp.size == 1:
+        return groups.pp
     if groups not in _second:
-        handle = dist.new_group(list(pp.ranks), use_local_synchronization=True, group_desc="pp second")
-        _second[groups] = Group(pp.name, pp.ranks, pp.rank, handle)
+        _second[groups] = further_communicator(groups, groups.pp, "pp second")
     return _second[groups]
 
 

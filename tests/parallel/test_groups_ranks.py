@@ -155,32 +155,38 @@ def timeouts(config: ParallelConfig) -> list[float]:
     import torch
 
     from labkit.parallel import initialize_model_parallel
+    from labkit.parallel.p2p import p2p_communicator
 
     groups = initialize_model_parallel(config)
-    made = [groups.tp.process_group, groups.pp.process_group]
+    second = p2p_communicator(groups).second
+    assert second.process_group is not groups.pp.process_group
+    assert second.ranks == groups.pp.ranks
+    made = [groups.tp.process_group, groups.pp.process_group, second.process_group, groups._single()]
     return [handle._get_backend(torch.device("cpu")).options._timeout.total_seconds() for handle in made]
 
 
 def test_a_groups_timeout_is_that_of_the_config(ranks: Ranks) -> None:
     config = ParallelConfig(tp=2, pp=2, distributed_timeout_minutes=0.75)
-    assert ranks.run(timeouts, config) == [[45.0, 45.0]] * 8
+    assert ranks.run(timeouts, config) == [[45.0] * 4] * 8
 
 
-def bound_to_a_gpu(config: ParallelConfig) -> tuple[bool, bool]:
+def bound_to_a_gpu(config: ParallelConfig) -> tuple[bool, ...]:
     import torch
     import torch.distributed as dist
 
     from labkit.parallel import initialize_model_parallel
+    from labkit.parallel.p2p import second_communicator
 
     here = torch.device("cuda", 0)  # only the record of it: gloo never uses it
     dist.group.WORLD.bound_device_id = here
     try:
-        group = initialize_model_parallel(config).tp.process_group
-        return group.bound_device_id is None, dist.group.WORLD.bound_device_id == here
+        groups = initialize_model_parallel(config)
+        made = [groups.tp.process_group, second_communicator(groups).process_group]
+        return *(group.bound_device_id is None for group in made), dist.group.WORLD.bound_device_id == here
     finally:
         dist.group.WORLD.bound_device_id = None
 
 
 def test_groups_of_a_world_bound_to_gpus_are_not_split_from_it(ranks: Ranks) -> None:
     # A split needs every rank of the world to call; here only members do.
-    assert ranks.run(bound_to_a_gpu, ParallelConfig(tp=2, pp=4)) == [(True, True)] * 8
+    assert ranks.run(bound_to_a_gpu, ParallelConfig(tp=2, pp=4)) == [(True, True, True)] * 8
