@@ -65,6 +65,7 @@ def test_after_a_timed_out_collective_the_silent_rank_shows_its_stack_and_the_ot
     assert (
         "rank 2: raised RuntimeError: Timed out waiting 1799 ms for 127.0.0.2, last waited in all_reduce tp #3" in text
     )
+    assert "Traceback of rank 0, which waited in all_reduce tp #3:" in text
     assert text.count("Traceback of rank") == 1, "rank 2 raised at the same place"
     assert text.count("line 13 in hang") == 1
     assert "Stack of ranks 1, 3, innermost call first:\n  Thread (most recent call first):" in text
