@@ -59,7 +59,7 @@ RANGES: dict[str, Interval] = {
          "model.make_vocab_size_divisible_by", "model.seq_length", "parallel.tp", "parallel.pp", "parallel.vpp",
          "parallel.cp", "parallel.ep", "parallel.etp", "parallel.split_rank", "schedule.microbatch_group_size",
          "moe.top_k", "optim.decay_steps", "optim.wsd_decay_steps", "train.steps", "train.micro_batch_size",
-         "train.global_batch_size", "train.log_interval"), COUNT),
+         "train.global_batch_size", "train.log_interval", "train.keep_event_steps"), COUNT),
     **dict.fromkeys(
         ("parallel.rank_offset", "moe.num_experts", "graph.cuda_graph_warmup_steps", "optim.warmup_steps",
          "train.eval_interval", "train.eval_steps"), _COUNT_OR_NONE),

@@ -71,7 +71,9 @@ def _gpt2(*, layers: int, hidden: int, heads: int, tp: int, global_batch: int, p
         optim=OptimConfig(
             lr=1.5e-4, min_lr=1e-5, lr_schedule="cosine", warmup_steps=3_000, beta2=0.999, precision="bf16"
         ),
-        train=TrainConfig(steps=300_000, micro_batch_size=8, global_batch_size=global_batch, log_interval=100),
+        train=TrainConfig(
+            steps=300_000, micro_batch_size=8, global_batch_size=global_batch, log_interval=100, record_events=False
+        ),
     )
 
 

@@ -286,13 +286,17 @@ def _optimizer(found: _Findings) -> None:
         return
     warmup, decay, steps = got
     end, words = (steps, "train.steps") if decay is None else (decay, "optim.decay_steps")
-    if warmup > end:
-        rule = f"must be at most {words} = {end}, where the decay ends"
+    if warmup >= end:
+        rule = f"must be below {words} = {end}, where the decay ends"
         found.add("optim.warmup_steps", f"{rule}; warm up for fewer steps")
+        return
     tail = found.get("optim.lr_schedule", "optim.wsd_decay_steps")
-    if tail and tail[0] == "wsd" and tail[1] is not None and tail[1] > end - min(warmup, end):
-        rule = f"must be at most {end - min(warmup, end)}: {words} = {end} less {warmup} steps of warm-up"
-        found.add("optim.wsd_decay_steps", f"{rule}; shorten the tail")
+    if tail and tail[0] == "wsd":
+        length = max(1, end // 10) if tail[1] is None else tail[1]
+        if length > end - warmup:
+            default = f" (None means a tenth of the decay, {length} steps)" if tail[1] is None else ""
+            rule = f"must be at most {end - warmup}: {words} = {end} less {warmup} steps of warm-up{default}"
+            found.add("optim.wsd_decay_steps", f"{rule}; shorten the tail")
 
 
 def _batches(found: _Findings, world_size: int | None) -> None:

@@ -153,7 +153,7 @@ class DataConfig:
     tokenizer: str | None = None
     """A `tokenizers` JSON file; None is the bundled byte-level BPE."""
     split: str = "90,5,5"
-    """Shares of the text for training, validation and test, in this order."""
+    """Shares of the text for training, validation and test, in this order; without a test share no test is run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +215,9 @@ class TrainConfig:
     timing_log_level: int = 0
     """0, 1 or 2: how fine the named timers are."""
     record_events: bool = True
-    """Keep an Event for every forward, backward, send, receive and collective."""
+    """Make an Event for every forward, backward, send, receive and collective; on a GPU each waits for the device."""
+    keep_event_steps: int = 100
+    """Steps whose Events stay in memory, counted from the end; events.jsonl has those of all steps."""
     output_dir: str | None = None
     """Folder for metrics.jsonl and events.jsonl; None writes nothing."""
 

@@ -186,7 +186,8 @@ def _store(path: Path, result: Any) -> None:
 def describe(error: BaseException) -> Failure:
     """Put an exception into words, whatever it is: its own methods may fail too."""
     try:
-        summary = traceback.format_exception_only(error)[-1].strip()
+        notes = sum(len(note.split("\n")) for note in getattr(error, "__notes__", ()))
+        summary = traceback.format_exception_only(error)[-1 - notes].strip()
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
             frames = frames.tb_next

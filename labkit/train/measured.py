@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from statistics import median
 
 from labkit.events import Event, shift_to_zero
 from labkit.schedules.ir import Action, Schedule, ScheduleError
@@ -40,8 +41,10 @@ def pipeline_events(events_by_stage: Sequence[Iterable[Event]], step: int = -1) 
 
 
 def stage_costs(events: Iterable[Event], num_stages: int) -> Costs:
-    """Mean seconds of each stage's forward and backward, as costs to simulate with; messages cost nothing.
+    """Median seconds of each stage's forward and backward, as costs to simulate with; messages cost nothing.
 
+    events: of one step or of several, as `pipeline_events` gives them; a median, since one disturbed action of many
+        says nothing about the next.
     Raises ValueError for a stage without a forward.
     """
     seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
@@ -52,10 +55,10 @@ def stage_costs(events: Iterable[Event], num_stages: int) -> Costs:
     if missing:
         raise ValueError(f"no forward of stage {missing[0]} among the events: give those of all {num_stages} stages")
 
-    def mean(kind: str) -> list[float]:
-        return [sum(values := seconds[kind, s]) / max(len(values), 1) for s in range(num_stages)]
+    def middle(kind: str) -> list[float]:
+        return [median(seconds[kind, stage] or [0.0]) for stage in range(num_stages)]
 
-    return Costs(forward=mean("forward"), backward=mean("backward"))
+    return Costs(forward=middle("forward"), backward=middle("backward"))
 
 
 def follows(events: Iterable[Event], schedule: Schedule) -> bool:

@@ -12,6 +12,7 @@ timeline cannot disagree.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -100,6 +101,12 @@ def min_max_over_ranks(seconds_by_rank: Sequence[Mapping[str, float]]) -> dict[s
     return {name: (min(values), max(values)) for name, values in found.items()}
 
 
+def strict(record: Mapping[str, Any]) -> dict[str, Any]:
+    """`record` without numbers that are not finite; see `JsonLines.write`."""
+    bad = {name: str(value) for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+    return {**record, **dict.fromkeys(bad), "not_finite": bad} if bad else dict(record)
+
+
 class JsonLines:
     """Appends one JSON object a line to a file, or does nothing without a path."""
 
@@ -110,10 +117,14 @@ class JsonLines:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("w")
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Write one line and flush it, so that a run that dies leaves what it had."""
+    def write(self, *records: Mapping[str, Any]) -> None:
+        """Write a line for each and flush, so that a run that dies leaves what it had.
+
+        JSON has no word for a number that is not finite: its place holds null, and `not_finite` its name, as in
+        `{"grad_norm": null, "not_finite": {"grad_norm": "inf"}}`.
+        """
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
+            self._file.writelines(json.dumps(strict(record), allow_nan=False) + "\n" for record in records)
             self._file.flush()
 
     def close(self) -> None:

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from labkit.config import RunConfig
-from labkit.data.gpt_data import GPTDataset, build_gpt_datasets, data_iterator
+from labkit.data.gpt_data import GPTDataset, build_gpt_datasets, data_iterator, parse_split
 from labkit.events import Event, recording
-from labkit.launch import torchrun
+from labkit.launch import rank_info, torchrun
 from labkit.models.gpt import build_model_chunks
 from labkit.parallel.data_parallel import NaiveDataParallel
 from labkit.parallel.groups import ParallelGroups, initialize_model_parallel
@@ -47,7 +47,7 @@ class TrainResult:
     losses: list[float]
     """Training loss by step; the same on every rank."""
     events: list[Event]
-    """What this rank did and when; empty if `train.record_events` is off."""
+    """What this rank did in the last `train.keep_event_steps` steps; empty if `train.record_events` is off."""
     metrics: list[dict[str, Any]]
     """The lines of metrics.jsonl; the same on every rank."""
 
@@ -96,9 +96,9 @@ def pretrain(
     no_wd_decay_cond, scale_lr_cond, lr_mult: see `labkit.train.optimizer.parameter_groups`.
     observer: sees model, gradients and parameters; the parity microscope is one.
 
-    Writes metrics.jsonl and events.jsonl into `train.output_dir`, if one is given. Raises ValueError for a
-    configuration that cannot be trained (ConfigError lists all problems) and FloatingPointError for a loss that is
-    not finite.
+    Writes metrics.jsonl and events.jsonl into `train.output_dir`, if one is given, as the run goes. Raises ValueError
+    for a configuration that cannot be trained (ConfigError lists all problems) and FloatingPointError for a loss that
+    is not finite.
     """
     if process_non_loss_data is not None and process_non_loss_data_func is not None:
         raise ValueError("process_non_loss_data and process_non_loss_data_func are two names of one argument; give one")
@@ -119,7 +119,7 @@ def initialize(config: RunConfig, *, schedule: Schedule | None = None) -> Run:
     if unready:
         raise ValueError("this configuration cannot be trained: " + "; ".join(unready))
     config.validate(_world_size())
-    groups = initialize_model_parallel(config.parallel)
+    groups = initialize_model_parallel(config.parallel, device=rank_info().device)  # a plain process: a GPU if it has one
     if schedule is None:
         microbatches = config.num_microbatches(groups.world_size)
         schedule = build_schedule(config.schedule, pp=groups.pp.size, microbatches=microbatches)
@@ -164,17 +164,25 @@ class Data:
     """Endless microbatches of this rank."""
     validation: Callable[[], Iterator[Batch]]
     """A fresh iterator, so that every validation sees the same batches."""
-    test: Callable[[], Iterator[Batch]]
-    """The same for the test split."""
+    test: Callable[[], Iterator[Batch]] | None
+    """The same for the test split; None where the text has none (a share of 0 in `data.split`)."""
 
 
 def build_data_iterators(run: Run, datasets_provider: DatasetsProvider | None = None) -> Data:
-    """Step 3: the training iterator, and makers of validation and test iterators."""
-    train, validation, test = (datasets_provider or build_gpt_datasets)(run.config)
+    """Step 3: the training iterator, and makers of validation and test iterators.
+
+    Raises ValueError now, not after the last training step, for a split that is needed and has no sample.
+    """
+    config, groups = run.config, run.groups
+    train, validation, test = (datasets_provider or build_gpt_datasets)(config)
+    tested = parse_split(config.data.split)[2] > 0
+    if config.train.eval_steps > 0:
+        for needed in (validation, test) if tested else (validation,):
+            data_iterator(needed, config, groups)
     return Data(
-        data_iterator(train, run.config, run.groups),
-        partial(data_iterator, validation, run.config, run.groups),
-        partial(data_iterator, test, run.config, run.groups),
+        data_iterator(train, config, groups),
+        partial(data_iterator, validation, config, groups),
+        partial(data_iterator, test, config, groups) if tested else None,
     )
 
 
@@ -193,8 +201,10 @@ def train(
     pipeline = Pipeline(config, run.groups, chunks, forward_step, run.schedule)
     if observer is not None:
         observer.on_model(run.groups, chunks)
-    with recording(run.groups.rank) if _records(config) else nullcontext() as recorder:
-        report = Report(config, run.groups, timers, recorder)
+    with (
+        recording(run.groups.rank) if _records(config) else nullcontext() as recorder,
+        Report(config, run.groups, timers, recorder) as report,
+    ):
         for step in range(config.train.steps):
             lr = lr_schedule(step)
             with timers("step"):
@@ -204,12 +214,11 @@ def train(
                 )  # fmt: skip
             report.step(step, result, lr)
             if _validates_after(config, step):
-                _validate(pipeline, data.validation(), report, step, process_non_loss_data)
-        if config.train.eval_steps > 0:
-            report.evaluation(
-                config.train.steps - 1, "test_loss", evaluate(pipeline, data.test(), config.train.eval_steps)
-            )
-    report.close()
+                with report.naming_what_is_kept():
+                    _validate(pipeline, data.validation(), report, step, process_non_loss_data)
+        if config.train.eval_steps > 0 and data.test is not None:
+            with report.naming_what_is_kept():
+                _test(pipeline, data.test(), report)
     return TrainResult(report.losses, report.events, report.metrics)
 
 
@@ -223,6 +232,12 @@ def _validates_after(config: RunConfig, step: int) -> bool:
     train = config.train
     due = train.eval_interval > 0 and (step + 1) % train.eval_interval == 0
     return train.eval_steps > 0 and (due or step + 1 == train.steps)
+
+
+def _test(pipeline: Pipeline, batches: Iterator[Batch], report: Report) -> None:
+    """The mean loss over `eval_steps` global batches of the test split, after the last step."""
+    train = pipeline.config.train
+    report.evaluation(train.steps - 1, "test_loss", evaluate(pipeline, batches, train.eval_steps))
 
 
 def _validate(

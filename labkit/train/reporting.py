@@ -1,12 +1,19 @@
-"""What a run writes down: a line of metrics per step, all ranks' Events, progress for whoever launched it."""
+"""What a run writes down: a line of metrics per step, all ranks' Events, progress for whoever launched it.
+
+Both files grow as the run goes, so that a run that dies leaves what it had, and memory does not grow with the steps.
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from labkit.config import RunConfig
-from labkit.events import Event, EventRecorder, write_jsonl
+from labkit.events import Event, EventRecorder, recording
 from labkit.launch import report_progress
 from labkit.parallel.collectives import comm_scope, gather_objects
 from labkit.parallel.groups import ParallelGroups
@@ -23,18 +30,51 @@ class Report:
         """recorder: what this rank does lands there; after each step it is added to the timers and moved on."""
         self.losses: list[float] = []
         self.metrics: list[dict[str, Any]] = []
-        self.events: list[Event] = []
+        self._events_of_steps: deque[list[Event]] = deque(maxlen=config.train.keep_event_steps)
         self._recorder = recorder
         self._config, self._groups, self._timers = config, groups, timers
         self._writes = groups.world.rank == 0
         self._folder = Path(config.train.output_dir) if config.train.output_dir is not None else None
-        self._lines = JsonLines(self._folder / "metrics.jsonl" if self._folder and self._writes else None)
+        self._lines = self._file("metrics.jsonl")
+        self._event_lines = self._file("events.jsonl")
         self._skipped = 0
         self._since_last_line = 0
 
+    def _file(self, name: str) -> JsonLines:
+        return JsonLines(self._folder / name if self._folder is not None and self._writes else None)
+
+    @property
+    def events(self) -> list[Event]:
+        """What this rank did in the last `train.keep_event_steps` steps, in order of end."""
+        return [event for events in self._events_of_steps for event in events]
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close the files. After an error nobody is waited for: rank 0 adds what it did itself since the last step."""
+        if kind is None:
+            self._take_events(ends_step=False)
+        elif self._recorder is not None and self._config.train.record_events:
+            self._write_events(self._recorder.events)
+        self._lines.close()
+        self._event_lines.close()
+
+    @contextmanager
+    def naming_what_is_kept(self) -> Iterator[None]:
+        """An evaluation that fails loses no training: the error says how far it came and where that is written."""
+        try:
+            yield
+        except Exception as error:
+            done, steps = len(self.losses), self._config.train.steps
+            count = f"all {steps}" if done == steps else f"{done} of {steps}"
+            where = f"metrics are in {self._folder}" if self._folder is not None else "train.output_dir was not set"
+            error.add_note(f"{count} training steps were done, the last with a loss of {self.losses[-1]:.4f}; {where}")
+            raise
+
     def step(self, step: int, result: StepResult, lr: float) -> None:
         """Take in a finished step; every `log_interval` steps, write a line with the spread of the timers."""
-        self._take_events()
+        self._take_events(ends_step=True)
         self.losses.append(result.loss)
         self._skipped += result.skipped
         self._since_last_line += 1
@@ -63,25 +103,26 @@ class Report:
         self._add({"step": step, name: loss})
         self._progress(**{"step": step, name: loss})
 
-    def close(self) -> None:
-        """Write every rank's Events into events.jsonl, rank after rank, and close the files."""
-        self._take_events()
-        if self._folder is not None:
-            with comm_scope(layer="events", phase="report"):
-                by_rank = gather_objects(self.events, self._groups.world)
-            if self._writes:
-                write_jsonl((event for rank in by_rank for event in rank), self._folder / "events.jsonl")
-        self._lines.close()
-
-    def _take_events(self) -> None:
-        """Feed what was recorded since the last call to the timers; keep it if `train.record_events` is on."""
+    def _take_events(self, *, ends_step: bool) -> None:
+        """Feed what was recorded since the last call to the timers; with `train.record_events`, keep and write it."""
         if self._recorder is None:
             return
         recorded = self._recorder.events[:]
         self._recorder.events.clear()
         self._timers.feed(recorded)
-        if self._config.train.record_events:
-            self.events += recorded
+        if not self._config.train.record_events:
+            return
+        if ends_step or not self._events_of_steps:
+            self._events_of_steps.append(recorded)
+        else:
+            self._events_of_steps[-1] += recorded
+        if self._folder is not None:
+            with recording(self._groups.rank), comm_scope(layer="events", phase="report"):  # not itself an Event
+                by_rank = gather_objects(recorded, self._groups.world)
+            self._write_events(event for rank in by_rank for event in rank)
+
+    def _write_events(self, events: Iterable[Event]) -> None:
+        self._event_lines.write(*({k: v for k, v in asdict(e).items() if v is not None} for e in events))
 
     def _add(self, line: dict[str, Any]) -> None:
         self.metrics.append(line)

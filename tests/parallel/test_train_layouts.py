@@ -37,7 +37,7 @@ def test_files_of_a_whole_world(tmp_path):
         assert 0 < least <= most, name
     assert {"step", "forward-backward", "forward", "backward", "collective"} <= set(lines[0]["timers"])
     events = read_jsonl(tmp_path / "events.jsonl")
-    assert [event for result in results for event in result.events] == events
+    assert [event for result in results for event in result.events] == sorted(events, key=lambda event: event.rank)
     assert {event.rank for event in events} == {0, 1, 2, 3}
     assert [report["step"] for report in seen if "steps" in report] == [1, 2]
     assert any("validation_loss" in report for report in seen)
@@ -117,3 +117,26 @@ def test_what_is_not_a_loss_reaches_the_last_rank_alone():
 def test_bf16_over_two_stages_follows_one_process():
     config = small(precision="bf16", steps=4, lr=3e-3)
     assert run(pretrain, 2, config.override({"pp": 2}))[0].losses == pytest.approx(pretrain(config).losses, rel=2e-3)
+
+
+def pretrain_with_a_bad_test(config: RunConfig) -> None:
+    """The very last forward passes raise, after the training and the validation."""
+    calls = []
+
+    def forward_step(data_iterator, model):
+        calls.append(model.training)
+        if calls.count(False) > config.num_microbatches(2):
+            raise RuntimeError("bad sample")
+        return gpt_forward_step(data_iterator, model)
+
+    pretrain(config, forward_step=forward_step)
+
+
+def test_a_test_that_fails_after_training_says_what_is_kept(tmp_path):
+    with pytest.raises(RankError) as error:
+        run(pretrain_with_a_bad_test, 2, small(tp=2, eval_steps=1, output_dir=str(tmp_path)))
+    text = str(error.value)
+    assert "RuntimeError: bad sample" in text
+    assert "all 2 training steps were done" in text and str(tmp_path) in text
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert {event.rank for event in read_jsonl(tmp_path / "events.jsonl")} == {0, 1}

@@ -24,7 +24,7 @@ RULES: list[tuple[dict, object, str, str]] = [
         "model.make_vocab_size_divisible_by", "model.seq_length", "parallel.tp", "parallel.pp", "parallel.vpp",
         "parallel.cp", "parallel.ep", "parallel.etp", "parallel.split_rank", "schedule.microbatch_group_size",
         "moe.top_k", "optim.decay_steps", "optim.wsd_decay_steps", "train.steps", "train.micro_batch_size",
-        "train.global_batch_size", "train.log_interval")],
+        "train.global_batch_size", "train.log_interval", "train.keep_event_steps")],
     *[({name: -1}, None, name, "must be at least 0") for name in (
         "parallel.rank_offset", "moe.num_experts", "graph.cuda_graph_warmup_steps", "optim.warmup_steps", "optim.lr",
         "optim.min_lr", "optim.weight_decay", "optim.clip_grad", "train.seed", "train.eval_interval",
@@ -119,8 +119,10 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"cuda_graph_scope": ["moe_preprocess"]}, None, "graph.cuda_graph_scope", "add moe_router"),
     # optimizer, batches, data
     ({"min_lr": 1.0}, None, "optim.min_lr", "must be at most optim.lr = 0.001"),
-    ({"warmup_steps": 21}, None, "optim.warmup_steps", "must be at most train.steps = 20"),
-    ({"warmup_steps": 6, "decay_steps": 5}, None, "optim.warmup_steps", "must be at most optim.decay_steps = 5"),
+    ({"warmup_steps": 21}, None, "optim.warmup_steps", "must be below train.steps = 20"),
+    ({"warmup_steps": 6, "decay_steps": 5}, None, "optim.warmup_steps", "must be below optim.decay_steps = 5"),
+    ({"warmup_steps": 20}, None, "optim.warmup_steps", "must be below train.steps = 20"),
+    ({"lr_schedule": "wsd", "warmup_steps": 19}, None, "optim.wsd_decay_steps", "a tenth of the decay, 2 steps"),
     ({"lr_schedule": "wsd", "warmup_steps": 10, "wsd_decay_steps": 11}, None, "optim.wsd_decay_steps", "at most 10"),
     ({"micro_batch_size": 3}, None, "train.global_batch_size", "micro_batch_size = 3; try 18"),
     ({"micro_batch_size": 32}, None, "train.global_batch_size", "micro_batch_size = 32; try 32"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.config import OptimConfig
+from labkit.config import OptimConfig, RunConfig, TrainConfig
 from labkit.train.lr_schedule import STYLES, WSD_TAILS, LearningRate, build_lr_schedule
 
 
@@ -99,3 +99,25 @@ def test_build_takes_the_length_of_the_run_and_a_tenth_of_it_for_the_tail():
 def test_a_bad_field_is_refused_by_name(fields, named):
     with pytest.raises(ValueError, match=named):
         rate(**fields)
+
+
+@given(
+    style=st.sampled_from(STYLES),
+    warmup=st.integers(0, 30),
+    decay=st.none() | st.integers(1, 30),
+    tail=st.none() | st.integers(1, 30),
+    steps=st.integers(1, 30),
+    lr=st.sampled_from((0.0, 1e-3)),
+    floor=st.sampled_from((0.0, 1e-3, 2e-3)),
+)
+def test_the_rules_of_a_configuration_refuse_exactly_what_cannot_be_built(style, warmup, decay, tail, steps, lr, floor):
+    optim = OptimConfig(
+        lr=lr, min_lr=floor, lr_schedule=style, warmup_steps=warmup, decay_steps=decay, wsd_decay_steps=tail
+    )
+    problems = RunConfig(optim=optim, train=TrainConfig(steps=steps)).problems()
+    try:
+        build_lr_schedule(optim, steps)
+    except ValueError:
+        assert problems
+    else:
+        assert problems == []

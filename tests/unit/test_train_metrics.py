@@ -64,6 +64,16 @@ def test_json_lines(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1]
 
 
+def test_json_lines_are_strict_where_a_number_is_not_finite(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    lines.write({"loss": float("nan"), "grad_norm": float("-inf"), "step": 0}, {"step": 1})
+    first, second = (json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines())
+    assert first == {"loss": None, "grad_norm": None, "step": 0, "not_finite": {"loss": "nan", "grad_norm": "-inf"}}
+    assert second == {"step": 1}
+    lines.close()
+
+
 def test_json_lines_without_a_path_do_nothing(tmp_path):
     lines = JsonLines(None)
     lines.write({"step": 0})

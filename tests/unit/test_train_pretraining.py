@@ -71,6 +71,41 @@ def test_validation_at_its_interval_and_at_the_end_then_the_test_split():
     assert [step for step, _ in result.series("test_loss")] == [4]
 
 
+def test_without_a_test_share_the_run_ends_with_its_validation():
+    result = pretrain(small(steps=2, eval_steps=1, **{"data.split": "95,5,0"}))
+    assert len(result.losses) == 2 and len(result.series("validation_loss")) == 1
+    assert result.series("test_loss") == []
+
+
+@pytest.mark.parametrize("short", ["train", "valid", "test"])
+def test_a_split_that_is_needed_and_too_short_is_refused_before_training(short):
+    tokens = torch.arange(400).numpy() % 7
+    splits = tuple(
+        GPTDataset(tokens[:16] if name == short else tokens, 16, name=name) for name in ("train", "valid", "test")
+    )
+    with pytest.raises(ValueError, match=f"the {short} split is empty"):
+        pretrain(
+            small(eval_steps=1), datasets_provider=lambda _: splits, forward_step=lambda *_: pytest.fail("trained")
+        )
+
+
+def test_a_test_that_fails_leaves_the_losses_and_says_where(tmp_path):
+    def forward_step(data_iterator, model):
+        calls.append(model.training)
+        if len(calls) > 3 * 4 + 4:
+            raise RuntimeError("bad sample")
+        return gpt_forward_step(data_iterator, model)
+
+    calls = []
+    with pytest.raises(RuntimeError, match="bad sample") as error:
+        pretrain(small(eval_steps=1, output_dir=str(tmp_path), log_interval=2), forward_step=forward_step)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 2] and "validation_loss" in lines[-1]
+    [note] = error.value.__notes__
+    assert "all 3 training steps were done" in note and str(tmp_path) in note and f"{lines[1]['loss']:.4f}" in note
+    assert {event.kind for event in read_jsonl(tmp_path / "events.jsonl")} >= {"forward", "backward"}
+
+
 def test_validation_changes_no_training_step():
     quiet = pretrain(small(steps=4, hidden_dropout=0.1))
     asked = pretrain(small(steps=4, hidden_dropout=0.1, eval_interval=1, eval_steps=1))
@@ -195,6 +230,23 @@ def test_without_recording_nothing_is_kept_but_timers_still_add_up():
     assert result.metrics[-1]["timers"]["forward"][0] > 0
 
 
+def test_memory_holds_the_last_steps_and_the_file_holds_all(tmp_path):
+    result = pretrain(small(steps=5, keep_event_steps=2, output_dir=str(tmp_path)))
+    written = read_jsonl(tmp_path / "events.jsonl")
+    assert [event.name for event in written].count("step") == 5
+    assert [event.name for event in result.events].count("step") == 2
+    assert result.events == written[-len(result.events) :]
+
+
+def test_a_crash_keeps_what_was_written(tmp_path):
+    with pytest.raises(FloatingPointError):
+        pretrain(small(steps=5, output_dir=str(tmp_path)), forward_step=poisoned(2, math.nan))
+    events = read_jsonl(tmp_path / "events.jsonl")
+    assert [event.name for event in events].count("step") == 3
+    assert [event.name for event in events].count("0F0") == 3
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
 def test_log_interval_thins_the_lines_not_the_losses():
     result = pretrain(small(steps=5, log_interval=2))
     assert [line["step"] for line in result.metrics] == [1, 3, 4]
@@ -218,7 +270,7 @@ def test_a_loss_that_is_not_finite_is_one_error_that_names_the_step(value):
         pretrain(small(steps=5), forward_step=poisoned(2, value))
 
 
-def test_a_gradient_that_is_not_finite_skips_the_step():
+def test_a_gradient_that_is_not_finite_skips_the_step(tmp_path):
     """The loss is finite; its gradient is not, as where a square root meets 0."""
     calls = iter(range(1000))
     built = []
@@ -236,7 +288,11 @@ def test_a_gradient_that_is_not_finite_skips_the_step():
         built.extend(build_model_chunks(config, groups))
         return built
 
-    result = pretrain(small(steps=3), forward_step=forward_step, model_provider=model_provider)
+    config = small(steps=3, output_dir=str(tmp_path))
+    result = pretrain(config, forward_step=forward_step, model_provider=model_provider)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    second = json.loads(lines[1], parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert second["grad_norm"] is None and second["not_finite"] == {"grad_norm": str(result.metrics[1]["grad_norm"])}
     assert [line["skipped_steps"] for line in result.metrics] == [0, 1, 1]
     assert not math.isfinite(result.metrics[1]["grad_norm"])
     assert all(torch.isfinite(p).all() for p in built[0].parameters())
