@@ -22,16 +22,23 @@ _LAYOUTS: tuple[tuple[str, dict[str, int], str], ...] = (
 
 @exercise("01.groups", "Write groups_of(order, sizes, token) -> the list of groups, each a list of ranks.")
 def groups(answer: Any) -> Iterator[Outcome]:
-    """Group lists of eight layouts, combined tokens and odd sizes among them."""
+    """Group lists of eight layouts, combined tokens and odd sizes among them.
+
+    `order` and `token` are axes joined by hyphens, `sizes` maps each axis of the order to its size. Members, and groups
+    by their first rank's digits, count in the order string's digits, fastest first, whatever the order in the token.
+    """
     for order, sizes, token in _LAYOUTS:
-        words = ", ".join(f"{axis} {sizes[axis]}" for axis in order.split("-"))
         expected = RankGenerator(**sizes, order=order).get_ranks(token)
-        yield compare(f"{words} and token {token}", expected, lambda o=order, s=sizes, t=token: answer(o, dict(s), t))
+        given = f"order {order!r}, sizes {sizes} and token {token!r}"
+        yield compare(given, expected, lambda o=order, s=sizes, t=token: answer(o, dict(s), t))
 
 
 @exercise("01.order", "Write order_for(inner, outer) -> an order with `inner` inside nodes and `outer` across them.")
 def order(answer: Any) -> Iterator[Outcome]:
-    """Four nodes of eight GPUs, tp 4, dp 2, pp 4: two axes must fit into a node, the third must leave it."""
+    """Four nodes of eight GPUs, tp 4, dp 2, pp 4: two axes must fit into a node, the third must leave it.
+
+    Any order string that contains tp, dp and pp will do; the layers are dense.
+    """
     sizes = {"tp": 4, "dp": 2, "pp": 4}
     for inner, outer in (("tp", "pp"), ("dp", "pp"), ("pp", "tp"), ("tp", "dp")):
         yield holds(

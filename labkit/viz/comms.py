@@ -9,15 +9,17 @@ A volume model, stated so that it can be doubted. Of one optimizer step it count
          s b top_k / (cp tp) tokens of h values, an equal share of them to every rank of its group
     dp   1 all-reduce per step of the gradients of one rank: dense parameters / (tp pp) in 4 bytes, over dp cp
     edp  the same for expert parameters / (etp ep pp), over edp
-    pp   s/cp b h per microbatch to the next stage, and its gradient back
+    pp   s/cp b h per microbatch to the next stage, and its gradient back; each tp rank sends the whole of it
 
 An all-reduce of N bytes over g ranks is a ring in group order: each of its g links carries 2 (g - 1)/g N bytes
 (Patarasuk and Yuan 2009). A link counts when its two ends are on different nodes. Not counted: tied embeddings, norms.
+A model without experts has the dense groups alone, so every order of its axes is allowed.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,14 +27,15 @@ from typing import Any
 import numpy as np
 
 from labkit.config import ParallelConfig
-from labkit.parallel.group_plan import all_groups
 from labkit.parallel.rank_generator import AXES as LAYOUT_AXES
-from labkit.parallel.rank_generator import rank_generators
+from labkit.parallel.rank_generator import RankGenerator, rank_generators
 from labkit.viz.figure import Figure
 from labkit.viz.style import color, hatch, label, new_figure, styled
 
 KINDS = ("tp", "cp", "ep", "dp", "edp", "pp")
 """Kinds that the model counts."""
+SHOWN = 4
+"""Orders drawn from either end of the list."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +77,10 @@ def bytes_between_nodes(
 ) -> dict[str, float]:
     """Kind of group -> bytes that cross from node to node in one step, over the whole world, by the model above.
 
-    `sizes` are those of `all_groups`. Raises ValueError where the batch does not split over dp.
+    `sizes` are those of `rank_generators`. Raises ValueError where the batch does not split over dp, and for ep or etp
+    of a model without experts.
     """
-    dense, expert = rank_generators(world_size=world_size, **{k: v for k, v in sizes.items() if k != "split_rank"})
+    dense, expert = _generators(model, sizes, world_size)
     tp, cp, dp, pp = (dense.sizes[axis] for axis in ("tp", "cp", "dp", "pp"))
     samples = dp * model.micro_batch_size
     if model.global_batch_size % samples:
@@ -88,19 +92,38 @@ def bytes_between_nodes(
     tokens = model.seq_length * model.micro_batch_size / cp
     activation = tokens * model.hidden * model.activation_bytes
     passes = microbatches * model.layers / pp
-    plan = all_groups(sizes, world_size)
-    nodes = {kind: (groups - dense.rank_offset) // gpus_per_node for kind, groups in plan.items()}
-    own_dense = model.dense_parameters / (tp * pp) * model.gradient_bytes
-    own_expert = model.expert_parameters / (expert.sizes["tp"] * expert.sizes["ep"] * pp) * model.gradient_bytes
-    routed = activation / tp * model.top_k if model.num_experts else 0.0
-    return {
-        "tp": _ring(nodes["tp"]) * 4 * passes * _all_reduce(activation, tp),
-        "cp": _ring(nodes["cp"]) * passes * 3 * (cp - 1) * 2 * activation / tp,
-        "ep": _pairs(nodes["ep"]) * 4 * passes * routed / expert.sizes["ep"],
-        "dp": _ring(nodes["dp_cp"]) * _all_reduce(own_dense, dp * cp),
-        "edp": _ring(nodes["edp"]) * _all_reduce(own_expert, expert.sizes["dp"]),
-        "pp": _chain(nodes["pp"]) * microbatches * 2 * activation,
+    own = model.dense_parameters / (tp * pp) * model.gradient_bytes
+
+    def nodes(generator: RankGenerator, token: str) -> np.ndarray:
+        return (generator.rank_array(token) - generator.rank_offset) // gpus_per_node
+
+    crossing = {
+        "tp": _ring(nodes(dense, "tp")) * 4 * passes * _all_reduce(activation, tp),
+        "cp": _ring(nodes(dense, "cp")) * passes * 3 * (cp - 1) * 2 * activation / tp,
+        "ep": 0.0,
+        "dp": _ring(nodes(dense, "dp-cp")) * _all_reduce(own, dp * cp),
+        "edp": 0.0,
+        "pp": _chain(nodes(dense, "pp")) * microbatches * 2 * activation,
     }
+    if expert is not None:
+        etp, ep, edp = (expert.sizes[axis] for axis in ("tp", "ep", "dp"))
+        own = model.expert_parameters / (etp * ep * pp) * model.gradient_bytes
+        crossing["ep"] = _pairs(nodes(expert, "ep")) * 4 * passes * activation / tp * model.top_k / ep
+        crossing["edp"] = _ring(nodes(expert, "dp")) * _all_reduce(own, edp)
+    return crossing
+
+
+def _generators(
+    model: TransformerTraffic, sizes: Mapping[str, Any], world_size: int
+) -> tuple[RankGenerator, RankGenerator | None]:
+    """The dense generator, and that of the experts where the model has any: only then can the two disagree."""
+    if model.num_experts:
+        return rank_generators(world_size=world_size, **sizes)
+    if given := [f"{name} {sizes[name]}" for name in ("ep", "etp") if (sizes.get(name) or 1) > 1]:
+        raise ValueError(f"{', '.join(given)} for a model without experts; give num_experts, or leave out ep and etp")
+    plain = {name: size for name, size in sizes.items() if name not in ("order", "ep", "etp")}
+    dense, _ = rank_generators(world_size=world_size, **plain)  # the usual order never disagrees: this finds dp
+    return RankGenerator(**dense.sizes, order=sizes.get("order", dense.order), rank_offset=dense.rank_offset), None
 
 
 def _all_reduce(size: float, ranks: int) -> float:
@@ -133,13 +156,14 @@ def order_traffic(
 ) -> dict[str, dict[str, float]]:
     """Order string -> kind -> bytes between nodes, from the least to the most in all.
 
-    Without `orders`: every order of the axes larger than 1. Orders that the two generators cannot share are left out.
+    Without `orders`: every order of the axes larger than 1. Orders that the dense layers and the experts cannot share
+    are left out.
     """
     rows: dict[str, dict[str, float]] = {}
-    for order in orders or _every_order(sizes, world_size):
+    for order in orders or _every_order(model, sizes, world_size):
         layout = {**sizes, "order": order}
         try:
-            rank_generators(world_size=world_size, **{k: v for k, v in layout.items() if k != "split_rank"})
+            _generators(model, layout, world_size)
         except ValueError as problem:
             if "disagree" not in str(problem):
                 raise
@@ -153,10 +177,9 @@ def _distance_from_default(order: str) -> list[int]:
     return [LAYOUT_AXES.index(axis) for axis in order.split("-")]
 
 
-def _every_order(sizes: Mapping[str, Any], world_size: int) -> list[str]:
-    plain = {k: v for k, v in sizes.items() if k not in ("split_rank", "order")}
-    dense, expert = rank_generators(world_size=world_size, **plain)
-    used = [axis for axis in LAYOUT_AXES if dense.sizes[axis] > 1 or expert.sizes[axis] > 1]
+def _every_order(model: TransformerTraffic, sizes: Mapping[str, Any], world_size: int) -> list[str]:
+    dense, expert = _generators(model, {k: v for k, v in sizes.items() if k != "order"}, world_size)
+    used = [axis for axis in LAYOUT_AXES if any(part and part.sizes[axis] > 1 for part in (dense, expert))]
     return ["-".join(axes) for axes in itertools.permutations(used)]
 
 
@@ -168,32 +191,62 @@ def compare_orders(
     world_size: int,
     gpus_per_node: int = 8,
 ) -> Figure:
-    """Bars of `order_traffic`, stacked by kind of group; at most 12 orders, the least and the most among them."""
+    """Bars of `order_traffic`, stacked by kind of group: the 4 orders that send least, and below the 4 that send most.
+
+    Each half has its own axis, since they differ by factors of a hundred.
+    """
     rows = order_traffic(model, sizes, orders, world_size=world_size, gpus_per_node=gpus_per_node)
-    shown = list(rows) if len(rows) <= 12 else [*list(rows)[:8], *list(rows)[-4:]]
+    least, most = list(rows)[:SHOWN], list(rows)[SHOWN:][-SHOWN:]
+    halves = [(f"the {len(least)} orders that send least", least), (f"the {len(most)} that send most", most)]
+    halves = [half for half in halves if half[1]]
     kinds = [kind for kind in KINDS if any(rows[order][kind] for order in rows)]
     with styled():
-        fig = new_figure(7.2, 0.9 + 0.27 * len(shown))
-        axes = fig.subplots()
-        left = np.zeros(len(shown))
-        for kind in kinds:
-            amount = np.array([rows[order][kind] for order in shown]) / 1e9
-            axes.barh(shown, amount, left=left, color=color(kind), hatch=hatch(kind), edgecolor="#333333",
-                      linewidth=0.5, label=f"{kind} ({label(kind)})")  # fmt: skip
-            left += amount
-        for row, total in enumerate(left):
-            axes.text(total + 0.01 * left.max(), row, f"{total:,.1f}", va="center", fontsize=8)
-        axes.set(xlabel="GB between nodes in one step", xlim=(0, 1.12 * left.max() or 1))
-        axes.invert_yaxis()
-        axes.tick_params(axis="y", length=0)
-        axes.legend(loc="upper right")
-    best, worst = next(iter(rows)), list(rows)[-1]
-    least, most = sum(rows[best].values()), sum(rows[worst].values())
-    times = f", {most / least:,.0f} times as much" if least else ""
-    return Figure(
-        fig,
-        f"{world_size} ranks on nodes of {gpus_per_node}, {_layout(sizes)}: {best} sends {least / 1e9:,.1f} GB between "
-        f"nodes in a step, as little as any of {len(rows)} orders; {worst} sends {most / 1e9:,.1f} GB{times}.",
+        fig = new_figure(7.2, 0.6 + 0.75 * len(halves) + 0.27 * len(least + most))
+        ratios = [len(shown) + 0.5 for _, shown in halves]
+        panels = fig.subplots(len(halves), squeeze=False, height_ratios=ratios).ravel()
+        for axes, (title, shown) in zip(panels, halves):
+            _bars(axes, {order: rows[order] for order in shown}, kinds)
+            axes.set_title(title if len(halves) > 1 else "", loc="left")
+        fig.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(kinds) or 1)
+    tried = len(orders or _every_order(model, sizes, world_size))
+    place = f"{world_size} ranks on nodes of {gpus_per_node}, {_layout(sizes)}"
+    return Figure(fig, f"{place}: {_verdict(rows, tried - len(rows))}")
+
+
+def _bars(axes: Any, rows: Mapping[str, Mapping[str, float]], kinds: Sequence[str]) -> None:
+    """One bar an order, stacked by kind, its total at its end."""
+    totals = [sum(row.values()) for row in rows.values()]
+    unit, scale = ("TB", 1e12) if max(totals) >= 1e12 else ("GB", 1e9)
+    left = np.zeros(len(rows))
+    for kind in kinds:
+        amount = np.array([row[kind] for row in rows.values()]) / scale
+        axes.barh(list(rows), amount, left=left, color=color(kind), hatch=hatch(kind), edgecolor="#333333",
+                  linewidth=0.5, label=f"{kind} ({label(kind)})")  # fmt: skip
+        left += amount
+    for row, total in enumerate(totals):
+        axes.text(left[row] + 0.01 * left.max(), row, _amount(total), va="center", fontsize=8)
+    axes.set(xlabel=f"{unit} between nodes in one step", xlim=(0, 1.14 * left.max() or 1))
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+
+
+def _amount(size: float) -> str:
+    """Bytes in words: GB with one decimal below 1,000 GB, else TB with two."""
+    return f"{size / 1e12:,.2f} TB" if size >= 999.95e9 else f"{size / 1e9:,.1f} GB"
+
+
+def _verdict(rows: Mapping[str, Mapping[str, float]], refused: int) -> str:
+    """What the least and the most talkative order send, and which orders there are."""
+    totals = {order: sum(row.values()) for order, row in rows.items()}
+    (best, least), (worst, most) = next(iter(totals.items())), list(totals.items())[-1]
+    ties = sum(math.isclose(total, least, rel_tol=1e-9) for total in totals.values()) - 1
+    notes = [f"{ties} other{'s tie' if ties > 1 else ' ties'}"] if ties else []
+    notes += [f"{refused} more are refused: the experts' pipelines would differ"] if refused else []
+    beside = f" ({'; '.join(notes)})" if notes else ""
+    times = f", {most / least:,.{0 if most > 10 * least else 1}f} times as much" if least else ""
+    return (
+        f"{best} sends {_amount(least)} between nodes in a step, the least of {len(rows)} orders{beside}; "
+        f"{worst} sends {_amount(most)}{times}."
     )
 
 

@@ -67,3 +67,8 @@ def test_every_exercise_that_a_chapter_asks_for_exists() -> None:
     assert asked <= set(exercises()), f"unknown: {sorted(asked - set(exercises()))}"
     never = set(exercises()) - asked
     assert not never, f"no chapter asks for {sorted(never)}"
+
+
+def test_failed_groups_name_order_sizes_and_token() -> None:
+    score = check("01.groups", lambda order, sizes, token: None)
+    assert "Given order 'pp-dp-tp', sizes {'tp': 3, 'dp': 2, 'pp': 2} and token 'tp', expected" in repr(score)

@@ -84,9 +84,35 @@ def test_the_usual_order_is_as_good_as_any_for_the_papers_model() -> None:
     assert sentence.startswith("16 ranks on nodes of 8, tp 4 pp 2: tp-dp-pp sends 25.8 GB between nodes in a step")
 
 
+def test_ties_and_units_of_the_sentence() -> None:
+    # One node: nothing crosses, so all six orders tie and there is no factor.
+    silent = compare_orders(TransformerTraffic(), {"tp": 4, "pp": 2}, world_size=16, gpus_per_node=16).sentence
+    assert silent.endswith(
+        "tp-dp-pp sends 0.0 GB between nodes in a step, the least of 6 orders (5 others tie); pp-dp-tp sends 0.0 GB."
+    )
+    # pp-dp-tp: 4 rings such as 0-4-8-12 with 2 links between nodes, 4 all-reduces x 36 layers x 256 microbatches,
+    # each 2 x 3/4 x 6,291,456 bytes: 2.783e12; tp-dp-pp: 512 samples x 4 tp ranks x 2 x 6,291,456 = 25.77e9.
+    sentence = compare_orders(TransformerTraffic(), {"tp": 4, "pp": 2}, world_size=16).sentence
+    assert "the least of 6 orders (1 other ties); pp-dp-tp sends 2.78 TB, 108 times as much." in sentence
+
+
+def test_a_dense_model_refuses_no_order() -> None:
+    # The experts of a model that has none cannot disagree: tp-cp-pp-dp was left out once.
+    rows = order_traffic(SMALL, {"tp": 2, "cp": 2, "pp": 2}, world_size=16, gpus_per_node=4)
+    assert len(rows) == 24 and "tp-cp-pp-dp" in rows
+    # pp at stride 4 spans two nodes of 4: 8 chains of one link, 4 / 2 microbatches there and back, half a sequence.
+    assert rows["tp-cp-pp-dp"]["pp"] == 8 * 2 * 2 * ACTIVATION / 2
+    with pytest.raises(ValueError, match="ep 2 for a model without experts"):
+        order_traffic(SMALL, {"ep": 2}, world_size=4)
+
+
 def test_orders_that_the_experts_refuse_are_left_out_and_other_errors_are_not() -> None:
-    rows = order_traffic(SMALL, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}, world_size=8, gpus_per_node=4)
+    mixture = TransformerTraffic(layers=2, hidden=8, seq_length=4, global_batch_size=4, num_experts=4)
+    sizes = {"tp": 2, "pp": 2, "ep": 2, "etp": 1}
+    rows = order_traffic(mixture, sizes, world_size=8, gpus_per_node=4)
     assert "tp-pp-ep-dp" not in rows and "tp-ep-dp-pp" in rows
+    said = compare_orders(mixture, sizes, world_size=8, gpus_per_node=4).sentence
+    assert f"{24 - len(rows)} more are refused: the experts' pipelines would differ" in said
     with pytest.raises(ValueError, match="leaves out tp"):
         order_traffic(SMALL, {"tp": 2}, ["dp-pp"], world_size=4)
     with pytest.raises(ValueError, match="global_batch_size 4 is not a multiple of dp 8"):
