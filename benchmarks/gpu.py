@@ -137,7 +137,7 @@ def our_step(model: ModelConfig, micro_batch: int) -> Callable[[], Any]:
     optim = replace(presets.gpt2_124m().optim, lr_schedule="constant", warmup_steps=0)
     train = TrainConfig(micro_batch_size=micro_batch, global_batch_size=micro_batch, record_events=False)
     config = RunConfig(model=model, optim=optim, train=train)
-    groups = replace(single_process_groups(), device=DEVICE)
+    groups = single_process_groups(device=DEVICE)
     schedule = one_f_one_b(1, 1)
     chunks, optimizer, _ = setup_model_and_optimizer(Run(config, groups, schedule, Timers(0)))
     pipeline = Pipeline(config, groups, chunks, gpt_forward_step, schedule)

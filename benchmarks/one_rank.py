@@ -64,7 +64,7 @@ def gemms_alone(config: ModelConfig, tokens: int) -> tuple[Callable[[], None], i
 
 def measure(repetitions: int) -> Comparison:
     """All four in this process."""
-    groups = single_process_groups()
+    groups = single_process_groups(device="cpu")
     ours = GPTModel(MODEL, groups, layers=range(MODEL.layers), seed=1)
     theirs, plain = hugging_face(MODEL), PlainGPT(MODEL)
     ids = torch.randint(0, MODEL.vocab_size, (BATCH, MODEL.seq_length + 1))

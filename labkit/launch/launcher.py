@@ -199,6 +199,8 @@ def _check(
         problems.append(f"backend must be one of {', '.join(info.BACKENDS)}, got {backend!r}")
     if device not in info.DEVICES:
         problems.append(f"device must be one of {', '.join(info.DEVICES)}, got {device!r}")
+    if (backend, device) == ("nccl", "cpu"):
+        problems.append('backend="nccl" moves GPU tensors only and device="cpu" was asked for; use backend="gloo"')
     for name, value in (("timeout", timeout), ("distributed_timeout_minutes", distributed_timeout_minutes)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
             problems.append(f"{name} must be a positive number or None, got {value!r}")

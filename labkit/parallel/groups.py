@@ -184,13 +184,19 @@ class ParallelGroups:
 
 
 def initialize_model_parallel(
-    config: ParallelConfig, *, rank: int | None = None, world_size: int | None = None
+    config: ParallelConfig,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    device: torch.device | str | None = None,
 ) -> ParallelGroups:
     """Create this rank's groups; every rank of the layout calls it, with the same arguments and in the same order.
 
     `rank` and `world_size` (the ranks of the layout, default: all from `config.rank_offset` on) come from
     torch.distributed. In a process without it the groups hold their ranks and no process group: of one rank by default,
     of any rank of any world where both are given.
+    `device` is where models and batches made from these groups go. The default is the device that the launcher gave
+    this rank; in a process without torch.distributed it is the CPU, whether or not there is a GPU.
     A layout on part of the ranks (`rank_offset`) is called by its ranks alone; because of the count above, later
     groups may not mix its ranks with others. Raises ValueError as `rank_generators` does, where this rank is not in
     the layout, and where `config.distributed_backend` names another backend than the running one.
@@ -214,14 +220,20 @@ def initialize_model_parallel(
     groups: dict[str, Any] = {}
     for name, ranks in members.items():
         groups[name] = Group(name, ranks, ranks.index(rank) if ranks else -1, create(name, ranks))
-    return ParallelGroups(rank, world_size, config, **groups, device=rank_info().device, backend=backend)
+    where = torch.device(device) if device is not None else rank_info().device if live else torch.device("cpu")
+    return ParallelGroups(rank, world_size, config, **groups, device=where, backend=backend)
 
 
-def single_process_groups(config: ParallelConfig | None = None) -> ParallelGroups:
-    """Groups of size 1 for one process on its own; of `config` only what is not a size of the layout is kept."""
+def single_process_groups(
+    config: ParallelConfig | None = None, *, device: torch.device | str = "cpu"
+) -> ParallelGroups:
+    """Groups of size 1 for one process on its own; of `config` only what is not a size of the layout is kept.
+
+    They stand for the CPU unless a device is asked for (`device="cuda"`), inside a rank as well.
+    """
     sizes = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": None, "rank_offset": 0, "split_rank": None}
     alone = replace(config or ParallelConfig(), **sizes, distributed_backend="auto")  # pyright: ignore[reportArgumentType]
-    return replace(initialize_model_parallel(alone, rank=0, world_size=1), backend="none")
+    return replace(initialize_model_parallel(alone, rank=0, world_size=1, device=device), backend="none")
 
 
 def further_communicator(groups: ParallelGroups, group: Group, name: str) -> Group:

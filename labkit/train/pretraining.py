@@ -119,7 +119,9 @@ def initialize(config: RunConfig, *, schedule: Schedule | None = None) -> Run:
     if unready:
         raise ValueError("this configuration cannot be trained: " + "; ".join(unready))
     config.validate(_world_size())
-    groups = initialize_model_parallel(config.parallel, device=rank_info().device)  # a plain process: a GPU if it has one
+    groups = initialize_model_parallel(
+        config.parallel, device=rank_info().device
+    )  # a plain process: a GPU if it has one
     if schedule is None:
         microbatches = config.num_microbatches(groups.world_size)
         schedule = build_schedule(config.schedule, pp=groups.pp.size, microbatches=microbatches)

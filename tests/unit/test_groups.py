@@ -1,10 +1,12 @@
 """ParallelGroups in a process without torch.distributed: places in the pipeline, stages of chunks, refusals."""
 
 import pytest
+import torch
 
-from labkit.config import ParallelConfig
+from labkit.config import ParallelConfig, presets
 from labkit.parallel.group_plan import GROUP_KINDS
 from labkit.parallel.groups import ParallelGroups, initialize_model_parallel, single_process_groups
+from labkit.train.pretraining import initialize
 
 
 def groups_at(rank: int, world_size: int, **layout) -> ParallelGroups:
@@ -26,6 +28,15 @@ def test_single_process_groups_keep_the_chunks_and_drop_the_sizes() -> None:
     assert (groups.config.tp, groups.config.pp, groups.config.cp, groups.config.vpp) == (1, 1, 1, 2)
     assert groups.is_first_stage(0) and not groups.is_last_stage(0)
     assert groups.is_last_stage(1) and not groups.is_first_stage(1)
+
+
+def test_a_plain_process_uses_the_cpu_unless_a_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as on a machine with GPUs
+    for groups in (single_process_groups(), initialize_model_parallel(ParallelConfig()), groups_at(6, 16, tp=2)):
+        assert groups.device == torch.device("cpu")
+    assert single_process_groups(device="cuda").device == torch.device("cuda")
+    assert single_process_groups(device="cuda").backend == "none"
+    assert initialize(presets.tiny()).groups.device == torch.device("cuda", 0), "training takes the GPU"
 
 
 def test_groups_of_one_rank_of_the_16_gpu_example() -> None:

@@ -32,6 +32,7 @@ def test_world_size(no_process, world_size):
     [
         ({"backend": "mpi"}, "backend must be one of auto, gloo, nccl, got 'mpi'"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
+        ({"backend": "nccl", "device": "cpu"}, 'backend="nccl" moves GPU tensors only and device="cpu" was asked for'),
         ({"timeout": 0}, "timeout must be a positive number or None, got 0"),
         ({"timeout": float("nan")}, "timeout must be"),
         ({"distributed_timeout_minutes": "10"}, "distributed_timeout_minutes must be"),
