@@ -21,6 +21,7 @@ def loss_curves(
     *,
     levels: Mapping[str, float] | None = None,
     tolerance: float | None = None,
+    last: int = 1,
     title: str = "Training loss",
 ) -> Figure:
     """Losses by step, one line per run; below them each run's relative difference from the first.
@@ -29,9 +30,12 @@ def loss_curves(
     levels: horizontal lines to compare with, such as the unigram entropy.
     tolerance: largest relative difference that counts as the same; the lower panel shows it, the sentence says whether
         it holds. None draws no lower panel.
+    last: how many losses from the end are averaged for the sentence's comparison with the levels; one batch is noisy.
     Raises ValueError without curves, for an empty curve, and where a tolerance is given for curves that cannot be
     compared step by step.
     """
+    if last < 1:
+        raise ValueError(f"last is {last}: at least one loss is compared with a level")
     if not curves or not all(len(values) for values in curves.values()):
         raise ValueError("loss_curves needs at least one curve with at least one loss")
     compared = _relative_differences(curves) if tolerance is not None else {}
@@ -43,7 +47,7 @@ def loss_curves(
         if compared:
             _draw_differences(panels[1], compared, list(curves), tolerance or 0.0)
         panels[-1].set_xlabel("optimizer step")
-    return Figure(fig, _sentence(curves, levels or {}, compared, tolerance, title))
+    return Figure(fig, _sentence(curves, levels or {}, compared, tolerance, last, title))
 
 
 def _relative_differences(curves: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
@@ -92,6 +96,7 @@ def _sentence(
     levels: Mapping[str, float],
     differences: Mapping[str, np.ndarray],
     tolerance: float | None,
+    last: int,
     title: str,
 ) -> str:
     runs = "; ".join(f"{name} {values[0]:.2f} to {values[-1]:.2f}" for name, values in curves.items())
@@ -104,7 +109,8 @@ def _sentence(
         else:
             parts.append(f"{worst} differs from {next(iter(curves))} by up to {apart[worst]:.1e} of the loss")
     for name, value in levels.items():
-        last = [values[-1] for values in curves.values()]
-        where = "below" if max(last) < value else "not below" if min(last) >= value else "partly below"
-        parts.append(f"the last lies {where} the {name}, {value:.2f}")
+        ends = [float(np.mean(values[-last:])) for values in curves.values()]
+        where = "below" if max(ends) < value else "not below" if min(ends) >= value else "partly below"
+        subject = "the last lies" if last == 1 else f"the last {last} lie on average"
+        parts.append(f"{subject} {where} the {name}, {value:.2f}")
     return "; ".join(parts) + "."

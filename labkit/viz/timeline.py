@@ -1,4 +1,4 @@
-"""Timelines of a pipeline: predicted, measured, or both on one axis; a row per rank, time to the right.
+"""Timelines of a pipeline: predicted, measured, or both on one axis; a row per pipeline rank, time to the right.
 
 What a rank computes fills its row and is labelled by direction and microbatch (`F0`); waits and transfers are a strip
 under it; what is empty is the bubble. The activations in flight can be drawn below, on the same axis.
@@ -27,6 +27,9 @@ COMPUTE = ("forward", "backward", "input_grad", "weight_grad")
 _STRIP = ("wait", "collective", "optimizer", "data")
 _LETTER = {"forward": "F", "backward": "B", "input_grad": "I", "weight_grad": "W"}
 _WIDTH, _POINT = 9.0, 1 / 72
+_LETTER_WIDTH, _SMALLEST = 0.8, 7.0
+"""Room for a letter of a label in font sizes, its margin included; the smallest font size in points. No label is
+better than a squeezed one."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ def gantt(
     memory: bool = False,
     numbers: bool = False,
     strips: bool = True,
+    row: str = "rank",
 ) -> Figure:
     """Draw a simulated Timeline, or recorded Events.
 
@@ -55,6 +59,7 @@ def gantt(
     memory: draw the activations in flight under the timeline.
     numbers: for Events, put the measured bubble and milliseconds into the sentence (they change from run to run).
     strips: draw waits, collectives and the like under what the rank computes.
+    row: what a row is called; `stage` where ranks of one stage share it, so that its number is not a rank of the world.
 
     The sentence is, for a Timeline, "1F1B, 4 stages, 8 microbatches: bubble 27.3%, peak 4 in flight". Raises ValueError
     where there is nothing to draw.
@@ -67,43 +72,48 @@ def gantt(
         fig = new_figure(_WIDTH, height + 0.9 + (1.5 if memory else 0))
         panels = _panels(fig, height + 0.5, memory)
         _draw_rows(panels[0], rows, scale, strips=strips, width=rows.end * scale)
-        _finish(panels[0], rows, rows.end * scale)
+        _finish(panels[0], rows, rows.end * scale, row)
         if memory:
-            _draw_memory(panels[1], rows, scale)
+            _draw_memory(panels[1], rows, scale, row)
         panels[-1].set_xlabel(unit)
         _legend(fig, rows, strips)
-        sentence = _sentence_of(timeline, name) if predicted else _measured_sentence(rows, name, numbers)
+        sentence = _sentence_of(timeline, name) if predicted else _measured_sentence(rows, name, numbers, row)
     return Figure(fig, sentence)
 
 
 def gantt_overlay(
-    predicted: Timeline, measured: Iterable[Event], *, memory: bool = False, numbers: bool = False
+    predicted: Timeline,
+    measured: Iterable[Event],
+    *,
+    memory: bool = False,
+    numbers: bool = False,
+    row: str = "rank",
 ) -> Figure:
-    """Prediction and measurement on one axis, two bars per rank: predicted above, pale; measured below.
+    """Prediction and measurement on one axis, two bars per row: predicted above, pale; measured below.
 
     The costs of the prediction must be seconds. The sentence says whether every rank ran its row in the predicted
-    order; with `numbers` also the ratio of the two makespans and both bubbles. Raises ValueError where nothing was
-    measured or other ranks were.
+    order; with `numbers` also the ratio of the two makespans and both bubbles. `row` is what a row is called, as in
+    `gantt`. Raises ValueError where nothing was measured or other ranks were.
     """
     expected, found = _rows(predicted), _rows(measured)
     if len(found.ranks) != len(expected.ranks):
         raise ValueError(
-            f"{len(found.ranks)} ranks were measured, {len(expected.ranks)} predicted: use the same schedule"
+            f"{len(found.ranks)} {row}s were measured, {len(expected.ranks)} predicted: use the same schedule"
         )
     end = max(expected.end, found.end) * 1e3
     with styled():
-        rows = 0.62 * len(expected.ranks)
-        fig = new_figure(_WIDTH, rows + 1.0 + (1.5 if memory else 0))
-        panels = _panels(fig, rows + 0.5, memory)
+        tall = 0.62 * len(expected.ranks)
+        fig = new_figure(_WIDTH, tall + 1.0 + (1.5 if memory else 0))
+        panels = _panels(fig, tall + 0.5, memory)
         _draw_rows(panels[0], expected, 1e3, strips=False, width=end, top=0.08, height=0.42, pale=True)
         _draw_rows(panels[0], found, 1e3, strips=False, width=end, top=0.52, height=0.42)
-        _finish(panels[0], expected, end)
-        panels[0].set_title("each rank: predicted above (pale), measured below", loc="left")
+        _finish(panels[0], expected, end, row)
+        panels[0].set_title(f"each {row}: predicted above (pale), measured below", loc="left")
         if memory:
-            _draw_memory(panels[1], found, 1e3)
+            _draw_memory(panels[1], found, 1e3, row)
         panels[-1].set_xlabel("time (ms)")
         _legend(fig, expected, False)
-    return Figure(fig, _overlay_sentence(predicted, expected, found, numbers))
+    return Figure(fig, _overlay_sentence(predicted, expected, found, numbers, row))
 
 
 # ---- sentences ----
@@ -124,26 +134,29 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what if number == 1 else plural}"
 
 
-def _measured_sentence(rows: _Rows, name: str | None, numbers: bool) -> str:
+def _measured_sentence(rows: _Rows, name: str | None, numbers: bool, row: str) -> str:
     compute = [event for event in rows.events if event.kind in COMPUTE]
     parts = [(kind, sum(event.kind == kind for event in compute)) for kind in COMPUTE]
     ran = " and ".join(_count(count, f"{label(kind)} pass") for kind, count in parts if count) or "no computation"
-    text = f"{name or 'measured'}, {_count(len(rows.ranks), 'rank')}: {ran}, at most {max(_peaks(rows))} in flight"
+    text = f"{name or 'measured'}, {_count(len(rows.ranks), row)}: {ran}, at most {max(_peaks(rows))} in flight"
     return text + (f", bubble {measured_bubble(rows.events):.1%}, {rows.end * 1e3:.0f} ms" if numbers else "")
 
 
-def _overlay_sentence(timeline: Timeline, expected: _Rows, found: _Rows, numbers: bool) -> str:
-    differing = [rank for rank in range(len(expected.ranks)) if _names(expected, rank) != _names(found, rank)]
-    agree = (
-        f"all {len(expected.ranks)} ranks ran their rows in the predicted order"
-        if not differing
-        else f"rank {differing[0]} did not run its row in the predicted order"
-    )
+def _overlay_sentence(timeline: Timeline, expected: _Rows, found: _Rows, numbers: bool, row: str) -> str:
+    count = len(expected.ranks)
+    differing = [rank for rank in range(count) if _names(expected, rank) != _names(found, rank)]
+    if differing:
+        agree = f"{row} {differing[0]} did not run its row in the predicted order"
+    elif count == 1:
+        agree = f"the one {row} ran its row in the predicted order"
+    else:
+        agree = f"{'both' if count == 2 else f'all {count}'} {row}s ran their rows in the predicted order"
     text = f"{_heading(timeline, None)}: {agree}, peak {max(_peaks(found))} in flight"
     if not numbers:
         return text
     ratio, bubble = found.end / expected.end, measured_bubble(found.events)
-    return f"{text}, makespan {ratio:.2f} of the prediction, bubble {bubble:.1%} for {timeline.bubble_fraction:.1%}"
+    bubbles = f"measured bubble {bubble:.1%}, predicted {timeline.bubble_fraction:.1%}"
+    return f"{text}, makespan {ratio:.2f} of the prediction, {bubbles}"
 
 
 def _names(rows: _Rows, row: int) -> list[str]:
@@ -236,8 +249,8 @@ def _draw_rows(
 def _write(axes: Axes, event: Event, middle: float, letter: float, scale: float, tall: float, pale: bool) -> None:
     """The label, if it can be read; `letter` is the room for one letter, in inches per second of the bar."""
     text = f"{_LETTER[event.kind]}{'' if event.microbatch is None else event.microbatch}"
-    size = min(8.5, tall * 0.42 / _POINT * 0.6, event.duration * letter / 0.68 / _POINT)
-    if size < 5.5:
+    size = min(8.5, tall * 0.42 / _POINT * 0.6, event.duration * letter / _LETTER_WIDTH / _POINT)
+    if size < _SMALLEST:
         return
     shade = _shade(event.kind, event.chunk, pale)
     axes.text((event.start + event.end) / 2 * scale, middle, text, ha="center", va="center_baseline", fontsize=size,
@@ -252,10 +265,10 @@ def _shade(kind: str, chunk: int | None, pale: bool) -> str:
     return "#" + "".join(f"{value:02X}" for value in mixed)
 
 
-def _finish(axes: Axes, rows: _Rows, end: float) -> None:
+def _finish(axes: Axes, rows: _Rows, end: float, name: str) -> None:
     axes.set_xlim(0, end)
     axes.set_ylim(len(rows.ranks), 0)
-    axes.set_yticks([row + 0.5 for row in range(len(rows.ranks))], [f"rank {rank}" for rank in rows.ranks])
+    axes.set_yticks([row + 0.5 for row in range(len(rows.ranks))], [f"{name} {rank}" for rank in rows.ranks])
     axes.tick_params(axis="y", length=0)
     axes.set_facecolor(color("idle"))
     axes.spines["left"].set_visible(False)
@@ -282,11 +295,11 @@ def _peaks(rows: _Rows) -> list[int]:
     return [max(_in_flight(rows, rank)[1]) for rank in rows.ranks]
 
 
-def _draw_memory(axes: Axes, rows: _Rows, scale: float) -> None:
+def _draw_memory(axes: Axes, rows: _Rows, scale: float, name: str) -> None:
     for row, rank in enumerate(rows.ranks):
         times, counts = _in_flight(rows, rank)
         axes.step(np.array([*times, rows.end]) * scale, [*counts, counts[-1]], where="post",
-                  color=SEQUENCE[row % len(SEQUENCE)], linewidth=1.4, label=f"rank {rank}")  # fmt: skip
+                  color=SEQUENCE[row % len(SEQUENCE)], linewidth=1.4, label=f"{name} {rank}")  # fmt: skip
     axes.set_ylabel("in flight")
     axes.set_ylim(0, max(_peaks(rows)) + 0.5)
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))

@@ -32,6 +32,15 @@ def test_levels(level, where):
     assert len(figure.fig.axes) == 1
 
 
+def test_levels_are_compared_with_a_mean_of_the_last_losses():
+    """One batch is noisy: here the last loss is below the level and the mean of the last two, 2.5, is not."""
+    assert "the last lies below" in loss_curves({"alone": LOSSES}, levels={"entropy": 2.4}).sentence
+    assert "the last 2 lie on average not below" in loss_curves({"a": LOSSES}, levels={"entropy": 2.4}, last=2).sentence
+    assert "the last 2 lie on average below" in loss_curves({"a": LOSSES}, levels={"entropy": 2.6}, last=2).sentence
+    with pytest.raises(ValueError, match="last is 0"):
+        loss_curves({"alone": LOSSES}, last=0)
+
+
 def test_one_step_is_drawn():
     assert "over 1 steps" in loss_curves({"alone": [1.0]}).sentence
 

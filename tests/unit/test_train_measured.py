@@ -55,6 +55,13 @@ def test_following_a_schedule_is_about_order_not_time():
     assert not follows(late, SCHEDULE)
 
 
+def test_costs_of_several_steps_are_medians_so_one_disturbed_action_changes_nothing():
+    several = [event for step in (0, 1) for event in pipeline_events([run_events(0), run_events(1)], step)]
+    slow = [replace(e, end=e.end + 100.0) if n == 0 else e for n, e in enumerate(several)]
+    costs = stage_costs(slow, 2)
+    assert (costs.forward, costs.backward) == (pytest.approx([1.0, 2.0]), pytest.approx([2.0, 5.0]))
+
+
 def test_refusals():
     with pytest.raises(ValueError, match="step 3 is not among the 3 recorded steps"):
         step_events(run_events(0), 3)

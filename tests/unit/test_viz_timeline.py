@@ -73,15 +73,38 @@ def test_overlay_says_whether_the_rows_agree():
     timeline = simulate(one_f_one_b(2, 3), Costs(forward=0.01, backward=0.02))
     same = gantt_overlay(timeline, measured(timeline), memory=True)
     assert repr(same) == (
-        "1F1B, 2 stages, 3 microbatches: all 2 ranks ran their rows in the predicted order, peak 2 in flight"
+        "1F1B, 2 stages, 3 microbatches: both ranks ran their rows in the predicted order, peak 2 in flight"
     )
     slower = repr(gantt_overlay(timeline, measured(timeline, stretch=1.5), numbers=True))
     assert "makespan 1.50 of the prediction" in slower
-    assert "bubble 25.0% for 25.0%" in slower
+    assert slower.endswith("measured bubble 25.0%, predicted 25.0%")
     other = simulate(gpipe(2, 3), Costs(forward=0.01, backward=0.02))
     assert "rank 0 did not run its row in the predicted order" in repr(gantt_overlay(timeline, measured(other)))
     predicted, found = same.fig.axes[0].collections[0], same.fig.axes[0].collections[2]
     assert predicted.get_paths()[0].get_extents().y1 < found.get_paths()[0].get_extents().y0
+
+
+def test_rows_are_called_stages_where_ranks_share_one():
+    """Pipeline rank 1 of a run with tp 2 is not rank 1 of the world, so it must not be called so."""
+    timeline = simulate(one_f_one_b(4, 4), Costs(forward=0.01, backward=0.02))
+    overlay = gantt_overlay(timeline, measured(timeline), memory=True, row="stage")
+    assert ": all 4 stages ran their rows in the predicted order" in repr(overlay)
+    other = simulate(gpipe(4, 4), Costs(forward=0.01, backward=0.02))
+    assert "stage 1 did not run its row" in repr(gantt_overlay(timeline, measured(other), row="stage"))
+    one = simulate(one_f_one_b(1, 2))
+    assert "the one stage ran its row" in repr(gantt_overlay(one, one.events, row="stage"))
+    assert repr(gantt(measured(timeline), row="stage")).startswith("measured, 4 stages: 16 forward passes")
+    for figure in (overlay, gantt(timeline, memory=True, row="stage")):
+        rows, memory = figure.fig.axes
+        assert [label.get_text() for label in rows.get_yticklabels()] == [f"stage {stage}" for stage in range(4)]
+        assert [text.get_text() for text in memory.get_legend().get_texts()] == [f"stage {stage}" for stage in range(4)]
+        assert "rank" not in rows.get_title(loc="left")
+
+
+def test_labels_are_large_enough_to_read_or_left_out():
+    for microbatches in (1, 4, 8, 16, 24, 32):
+        labels = gantt(simulate(one_f_one_b(4, microbatches))).fig.axes[0].texts
+        assert all(text.get_fontsize() >= 7 for text in labels)
 
 
 def test_a_split_backward_and_two_chunks_are_told_apart():
