@@ -8,7 +8,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.markers import default_environment
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -28,31 +30,84 @@ def pins() -> dict[str, str]:
     return dict(zip(names, (line.split("==")[1] for line in lines)))
 
 
-def closure(name: str, extras: tuple[str, ...]) -> set[str]:
-    """Everything that an installation of `name[extras]` brings on this machine."""
+SYSTEMS = {
+    "linux-x86_64": {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"},
+    "linux-aarch64": {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "aarch64"},
+    "macos-arm64": {"sys_platform": "darwin", "platform_system": "Darwin", "platform_machine": "arm64"},
+}
+PYTHONS = ("3.11.0", "3.12.0", "3.13.0", "3.14.0")
+EXTRAS = ("dev", "oracles")
+
+
+def environment(python: str, system: str) -> dict[str, str]:
+    """What environment markers see there."""
+    version = {"python_version": python.rpartition(".")[0], "python_full_version": python}
+    cpython = {"implementation_name": "cpython", "implementation_version": python, "os_name": "posix"}
+    return version | cpython | {"platform_python_implementation": "CPython"} | SYSTEMS[system]
+
+
+def requirements(name: str, extras: tuple[str, ...], where: dict[str, str]) -> list[Requirement]:
+    """What an installation of `name[extras]` asks for, followed through the metadata of everything installed here.
+
+    A package that is not installed here, since only another interpreter or system needs it, is a leaf: its own
+    requirements are not seen.
+    """
     seen: set[tuple[str, tuple[str, ...]]] = set()
-    todo = [(name, extras)]
+    todo, found = [(name, extras)], []
     while todo:
         package, wanted = todo.pop()
         if (package, wanted) in seen:
             continue
         seen.add((package, wanted))
-        for line in metadata.requires(package) or []:
-            requirement = Requirement(line)
-            applies = (requirement.marker is None) or any(
-                requirement.marker.evaluate({"extra": extra}) for extra in ("", *wanted)
-            )
-            if applies:
+        try:
+            lines = metadata.requires(package) or []
+        except metadata.PackageNotFoundError:
+            assert package != name, f"{name} itself is not installed"
+            continue
+        for requirement in map(Requirement, lines):
+            marker = requirement.marker
+            if marker is None or any(marker.evaluate(where | {"extra": extra}) for extra in ("", *wanted)):
+                found.append(requirement)
                 todo.append((canonicalize_name(requirement.name), tuple(sorted(requirement.extras))))
-    return {package for package, _ in seen} - {name}
+    return found
+
+
+def names(found: list[Requirement]) -> set[str]:
+    return {canonicalize_name(requirement.name) for requirement in found} - {"labkit"}
 
 
 def test_every_direct_and_transitive_dependency_is_pinned_to_what_is_installed():
     pinned = pins()
-    needed = closure("labkit", ("dev", "oracles")) | {"megatron-core"}
+    here = {key: str(value) for key, value in default_environment().items()}
+    needed = names(requirements("labkit", EXTRAS, here)) | {"megatron-core"}
     assert sorted(needed - set(pinned)) == [], "not in constraints.txt"
     installed = {name: Version(Version(metadata.version(name)).public) for name in needed}  # torch may be 2.13.0+cpu
     assert {name: version for name, version in installed.items() if version != Version(pinned[name])} == {}
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("python", PYTHONS)
+def test_pins_are_complete_and_agree_with_each_other(python, system):
+    pinned = pins()
+    found = requirements("labkit", EXTRAS, environment(python, system))
+    assert sorted(names(found) - set(pinned)) == [], "not in constraints.txt"
+    others = [r for r in found if r.name != "labkit"]
+    refused = [str(r) for r in others if not r.specifier.contains(pinned[canonicalize_name(r.name)])]
+    assert refused == [], "a pin lies outside of what another package asks for"
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_every_pin_allows_the_first_release_of_each_python(python):
+    """`make run` takes any Python from 3.11 on, and systems keep early ones: Debian 12 has 3.11.2."""
+    refused = {}
+    for name in pins():
+        try:
+            wanted = metadata.metadata(name).get("Requires-Python")
+        except metadata.PackageNotFoundError:
+            continue
+        if wanted and not SpecifierSet(wanted).contains(python):
+            refused[name] = wanted
+    assert refused == {}
 
 
 def test_nothing_of_one_machine_is_written_into_the_set_up():
