@@ -72,9 +72,9 @@ def gantt(
         fig = new_figure(_WIDTH, height + 0.9 + (1.5 if memory else 0))
         panels = _panels(fig, height + 0.5, memory)
         _draw_rows(panels[0], rows, scale, strips=strips, width=rows.end * scale)
-        _finish(panels[0], rows, rows.end * scale, row)
+        _finish(panels[0], _labels(rows, row), rows.end * scale)
         if memory:
-            _draw_memory(panels[1], rows, scale, row)
+            _draw_memory(panels[1], rows, scale, _labels(rows, row))
         panels[-1].set_xlabel(unit)
         _legend(fig, rows, strips)
         sentence = _sentence_of(timeline, name) if predicted else _measured_sentence(rows, name, numbers, row)
@@ -107,10 +107,10 @@ def gantt_overlay(
         panels = _panels(fig, tall + 0.5, memory)
         _draw_rows(panels[0], expected, 1e3, strips=False, width=end, top=0.08, height=0.42, pale=True)
         _draw_rows(panels[0], found, 1e3, strips=False, width=end, top=0.52, height=0.42)
-        _finish(panels[0], expected, end, row)
+        _finish(panels[0], _labels(expected, row), end)
         panels[0].set_title(f"each {row}: predicted above (pale), measured below", loc="left")
         if memory:
-            _draw_memory(panels[1], found, 1e3, row)
+            _draw_memory(panels[1], found, 1e3, _labels(expected, row))
         panels[-1].set_xlabel("time (ms)")
         _legend(fig, expected, False)
     return Figure(fig, _overlay_sentence(predicted, expected, found, numbers, row))
@@ -265,14 +265,18 @@ def _shade(kind: str, chunk: int | None, pale: bool) -> str:
     return "#" + "".join(f"{value:02X}" for value in mixed)
 
 
-def _finish(axes: Axes, rows: _Rows, end: float, name: str) -> None:
+def _labels(rows: _Rows, row: str) -> list[str]:
+    return [f"{row} {rank}" for rank in rows.ranks]
+
+
+def _finish(axes: Axes, labels: list[str], end: float) -> None:
     axes.set_xlim(0, end)
-    axes.set_ylim(len(rows.ranks), 0)
-    axes.set_yticks([row + 0.5 for row in range(len(rows.ranks))], [f"{name} {rank}" for rank in rows.ranks])
+    axes.set_ylim(len(labels), 0)
+    axes.set_yticks([row + 0.5 for row in range(len(labels))], labels)
     axes.tick_params(axis="y", length=0)
     axes.set_facecolor(color("idle"))
     axes.spines["left"].set_visible(False)
-    for row in range(1, len(rows.ranks)):
+    for row in range(1, len(labels)):
         axes.axhline(row, color="#FFFFFF", linewidth=1.5)
 
 
@@ -295,11 +299,11 @@ def _peaks(rows: _Rows) -> list[int]:
     return [max(_in_flight(rows, rank)[1]) for rank in rows.ranks]
 
 
-def _draw_memory(axes: Axes, rows: _Rows, scale: float, name: str) -> None:
+def _draw_memory(axes: Axes, rows: _Rows, scale: float, labels: list[str]) -> None:
     for row, rank in enumerate(rows.ranks):
         times, counts = _in_flight(rows, rank)
         axes.step(np.array([*times, rows.end]) * scale, [*counts, counts[-1]], where="post",
-                  color=SEQUENCE[row % len(SEQUENCE)], linewidth=1.4, label=f"{name} {rank}")  # fmt: skip
+                  color=SEQUENCE[row % len(SEQUENCE)], linewidth=1.4, label=labels[row])  # fmt: skip
     axes.set_ylabel("in flight")
     axes.set_ylim(0, max(_peaks(rows)) + 0.5)
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
