@@ -33,7 +33,7 @@ CASES = {
             "1F1B, 2 stages, 4 microbatches: bubble 20.0%, peak 2 in flight": (
                 "1F1B, 4 stages, 4 microbatches: bubble 42.9%, peak 4 in flight"
             ),
-            "1F1B, 2 stages, 4 microbatches: all 2 ranks ran": "1F1B, 4 stages, 4 microbatches: all 4 ranks ran",
+            "1F1B, 2 stages, 4 microbatches: both stages ran": "1F1B, 4 stages, 4 microbatches: all 4 stages ran",
             "tp2 pp2 dp1 6.96 to": "tp1 pp4 dp1 6.96 to",
             "tp 2 groups of 2": "tp 4 groups of 1",
         },
