@@ -15,7 +15,7 @@ Sums of bfloat16 and float16 are taken in float32 and rounded once, whatever the
 round after every addition. (NCCL does as it does.) CUDA tensors on gloo pass through pinned host memory.
 
 Under `TORCH_DISTRIBUTED_DEBUG=DETAIL` the plain torch collectives are used, since torch checks those, and only those,
-for calls that do not fit each other.
+for calls that do not fit each other; messages are checked by `message_check.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
+from labkit.parallel import message_check
 from labkit.parallel.groups import Group
 
 Finish = Callable[[], Tensor]
@@ -258,6 +259,8 @@ def broadcast(x: Tensor, group: Group, src: int) -> Finish:
 def send(x: Tensor, group: Group, dst: int) -> Finish:
     """Start sending x to global rank `dst`."""
     source = (to_host(x) if x.is_cuda and on_gloo(x, group) else x).contiguous()
+    if _checked_by_torch():
+        message_check.check("send", source, group.process_group, dst)
     work: Any = dist.isend(source, dst, group=group.process_group)
     return lambda: (work.wait(), x, source)[1]  # the closure keeps the staged copy alive until it is sent
 
@@ -267,6 +270,8 @@ def recv(x: Tensor, group: Group, src: int) -> Finish:
     staged = x.is_cuda and on_gloo(x, group)
     direct = not staged and x.is_contiguous()
     buffer = x if direct else (host_buffer(x) if staged else torch.empty_like(x, memory_format=torch.contiguous_format))
+    if _checked_by_torch():
+        message_check.check("recv", buffer, group.process_group, src)
     work: Any = dist.irecv(buffer, src, group=group.process_group)
 
     def finish() -> Tensor:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from labkit.events import recording
-from labkit.launch import RankError, run
+from labkit.launch import RankError, Ranks, run
 from labkit.parallel import CommLedger, Group, comm_scope, delayed, dropped
 from labkit.parallel import collectives as c
 
@@ -264,12 +267,94 @@ def test_bad_arguments_are_refused_before_anything_is_sent(call, message: str) -
     assert message in str(refusal.value)
 
 
-def mismatched() -> None:
+def other_shape() -> None:
     group = whole_world()
     c.all_reduce(torch.zeros(4 + group.rank), group)
 
 
-def test_in_debug_mode_a_shape_mismatch_is_an_error_that_names_both_shapes() -> None:
+def other_dtype() -> None:
+    group = whole_world()
+    c.all_reduce(torch.zeros(4, dtype=torch.float64 if group.rank else torch.float32), group)
+
+
+def other_operation() -> None:
+    group = whole_world()
+    (c.all_reduce if group.rank else c.all_gather)(torch.zeros(4), group)
+
+
+def message_of(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Rank 0 sends four float32; rank 1 expects something else."""
+    group = whole_world()
+    if group.rank == 0:
+        c.isend(torch.zeros(4), group, 1).wait()
+    else:
+        c.irecv(torch.zeros(shape, dtype=dtype), group, 0).wait()
+
+
+MISMATCHES = {
+    "shape": (other_shape, (), "a collective: rank 0 called ALLREDUCE [4] Float, rank 1 called ALLREDUCE [5] Float"),
+    "dtype": (other_dtype, (), "a collective: rank 0 called ALLREDUCE [4] Float, rank 1 called ALLREDUCE [4] Double"),
+    "operation": (
+        other_operation,
+        (),
+        "a collective: rank 0 called _ALLGATHER_BASE [4] Float, rank 1 called ALLREDUCE [4] Float",
+    ),
+    "message too short": (message_of, ((5,), torch.float32), "(4,) float32, rank 1 expects (5,) float32"),
+    "message too long": (message_of, ((3,), torch.float32), "(4,) float32, rank 1 expects (3,) float32"),
+    "message shape": (message_of, ((2, 2), torch.float32), "(4,) float32, rank 1 expects (2, 2) float32"),
+    "message dtype": (message_of, ((4,), torch.float64), "(4,) float32, rank 1 expects (4,) float64"),
+}
+
+
+@pytest.fixture(scope="module")
+def debugged() -> Iterator[Ranks]:
+    with Ranks(2, debug=True, device="cpu", backend="gloo", timeout=30.0) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("fault", MISMATCHES)
+def test_in_debug_mode_a_mismatch_is_named_within_a_second(debugged: Ranks, fault: str) -> None:
+    fn, args, words = MISMATCHES[fault]
+    debugged.run(whole_world_size)  # the ranks have started
+    started = time.perf_counter()
     with pytest.raises(RankError) as failure:
-        run(mismatched, 2, debug=True, timeout=30.0)
-    assert "4" in str(failure.value) and "5" in str(failure.value) and "all_reduce" in str(failure.value).lower()
+        debugged.run(fn, *args)
+    assert time.perf_counter() - started < max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+    assert failure.value.kind == "raised"
+    assert "the ranks disagree on a" in failure.value.summary
+    assert failure.value.summary.endswith(words)
+    assert debugged.run(whole_world_size) == [2, 2], "the caller goes on"
+
+
+def whole_world_size() -> int:
+    return whole_world().size
+
+
+@pytest.mark.parametrize("fault", MISMATCHES)
+def test_without_debug_the_caller_survives_a_mismatch(fault: str) -> None:
+    """gloo hangs, aborts the rank or mixes up data; whatever it does, it does not do it to the caller."""
+    fn, args, _ = MISMATCHES[fault]
+    with contextlib.suppress(RankError):
+        run(fn, 2, *args, timeout=1.5)
+    assert run(whole_world_size, 2) == [2, 2]
+
+
+def messages_crossing() -> None:
+    group = whole_world()
+    peer = 1 - group.rank
+    x, y = torch.full((3, 2), float(group.rank)), torch.full((5,), 10 + group.rank)
+    sends = [c.isend(x, group, peer), c.isend(y, group, peer)]
+    first, second = torch.empty(3, 2), torch.empty(5, dtype=torch.int64)
+    arrivals = [c.irecv(first, group, peer), c.irecv(second, group, peer)]
+    for send in sends:  # both wait to send while no rank waits to receive
+        send.wait()
+    c.barrier(group)
+    for arrival in reversed(arrivals):
+        arrival.wait()
+    assert torch.equal(first, torch.full((3, 2), float(peer)))
+    assert torch.equal(second, torch.full((5,), 10 + peer))
+
+
+def test_checked_messages_arrive_like_others_in_whatever_order_they_are_waited_for(debugged: Ranks) -> None:
+    debugged.run(messages_crossing)
+    debugged.run(messages_crossing)
