@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from labkit.launch.report import RankError as RankError
     from labkit.launch.status import report_progress as report_progress
     from labkit.launch.status import waiting as waiting
+    from labkit.launch.torchrun import join as join
 
 _MODULE_OF = {
     "RankError": "report",
     "RankInfo": "info",
     "Ranks": "launcher",
+    "join": "torchrun",
     "preload": "forkserver",
     "rank_info": "info",
     "report_progress": "status",

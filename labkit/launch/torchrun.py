@@ -44,6 +44,28 @@ def run_here(
     return _gather(result, world_size)
 
 
+def join(
+    *, backend: str = "auto", device: str = "auto", debug: bool = False, distributed_timeout_minutes: float = 10.0
+) -> info.RankInfo:
+    """Join the other ranks that torchrun started, without a function to run: the script goes on on every rank.
+
+        join()
+        print(torch.distributed.get_rank())
+
+    At the end of the script the ranks leave together, which gloo needs. Where torch.distributed runs already this only
+    tells the place of this rank; in a process that torchrun did not start, ValueError. Arguments are those of `run`.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized() and not started_us():
+        raise ValueError(
+            "join() is for the ranks of torchrun (python -m torch.distributed.run --nproc-per-node N script.py); "
+            "anywhere else call labkit.launch.run(fn, N)"
+        )
+    _join(backend, device, debug, 60.0 * distributed_timeout_minutes)
+    return info.rank_info()
+
+
 def _join(backend: str, device: str, debug: bool, group_timeout: float) -> None:
     import torch
     import torch.distributed as dist

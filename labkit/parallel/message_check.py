@@ -18,7 +18,7 @@ _numbers: Counter[str] = Counter()
 
 
 def check(way: str, x: Tensor, process_group: Any, peer: int) -> None:
-    """Announce a `send` to or `recv` from global rank `peer`; RuntimeError if the other side announced another tensor."""
+    """Announce a `send` to or `recv` from global rank `peer`; RuntimeError if the other side announced otherwise."""
     here = dist.get_rank()
     source, target = (here, peer) if way == "send" else (peer, here)
     pair = f"labkit/message/{process_group.group_name}/{source}-{target}"

@@ -5,7 +5,8 @@
 3. `build_data_iterators`: training iterator, validation and test splits.
 4. `train`: steps, validations, the test at the end.
 
-It runs inside a rank: `labkit.launch.run(pretrain, 4, config)`, or on one process by a plain call.
+It runs inside a rank: `labkit.launch.run(pretrain, 4, config)`, a plain call in a script of torchrun, or on one
+process by a plain call.
 """
 
 from __future__ import annotations
@@ -118,23 +119,20 @@ def initialize(config: RunConfig, *, schedule: Schedule | None = None) -> Run:
     unready = config.not_yet_trainable()
     if unready:
         raise ValueError("this configuration cannot be trained: " + "; ".join(unready))
-    config.validate(_world_size())
-    groups = initialize_model_parallel(
-        config.parallel, device=rank_info().device
-    )  # a plain process: a GPU if it has one
+    config.validate(_world_size(config))
+    groups = initialize_model_parallel(config.parallel, device=rank_info().device)  # on its own: a GPU if there is one
     if schedule is None:
         microbatches = config.num_microbatches(groups.world_size)
         schedule = build_schedule(config.schedule, pp=groups.pp.size, microbatches=microbatches)
     return Run(config, groups, schedule, Timers(config.train.timing_log_level))
 
 
-def _world_size() -> int:
-    """Ranks of this world. Refuses a rank of torchrun that has not joined the others: it would train on its own."""
-    if torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
+def _world_size(config: RunConfig) -> int:
+    """Ranks of this world. A rank of torchrun joins the others first."""
     if torchrun.started_us():
-        raise ValueError("torchrun started this process: call labkit.launch.run(pretrain, WORLD_SIZE, config)")
-    return 1
+        backend, minutes = config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes
+        return torchrun.join(backend=backend, distributed_timeout_minutes=minutes).world_size
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def setup_model_and_optimizer(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from labkit.launch import Ranks, run, torchrun
+from labkit.launch import Ranks, join, run, torchrun
 
 VARIABLES = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -30,6 +30,12 @@ def test_another_world_size_is_refused_by_run_and_ranks(under_torchrun):
         run(len, 4, "x")
     with pytest.raises(ValueError, match=message):
         Ranks(4).run(len, "x")
+
+
+def test_join_is_refused_where_torchrun_started_nothing(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match=r"join\(\) is for the ranks of torchrun .* call labkit.launch.run"):
+        join()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from labkit.config import RunConfig, presets
 from labkit.data import build_gpt_datasets
 from labkit.data.gpt_data import GPTDataset
 from labkit.events import active_recorder, read_jsonl
+from labkit.launch import torchrun
 from labkit.models.gpt import build_model_chunks
 from labkit.parallel.groups import single_process_groups
 from labkit.train import pretrain
@@ -318,11 +319,13 @@ def test_what_cannot_be_trained_is_refused(changes, message):
         pretrain(small(**changes))
 
 
-def test_a_torchrun_rank_that_has_not_joined_is_refused(monkeypatch):
+def test_a_rank_of_torchrun_joins_the_others_with_the_configs_backend_and_timeout(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "1")
-    with pytest.raises(ValueError, match="torchrun started this process"):
-        pretrain(small())
+        monkeypatch.setenv(name, "0")
+    joined = []
+    monkeypatch.setattr(torchrun, "_join", lambda *settings: joined.append(settings))
+    pretrain(small(**{"distributed_backend": "gloo", "distributed_timeout_minutes": 3.0}))
+    assert joined == [("gloo", "auto", False, 180.0)]
 
 
 def test_nothing_records_where_nobody_wants_events():

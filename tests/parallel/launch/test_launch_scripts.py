@@ -180,6 +180,28 @@ say(info.rank, info.world_size, info.local_rank, info.device, info.backend, resu
     ]
 
 
+PRETRAIN = """
+import os
+from labkit.config import presets
+from labkit.train import pretrain
+result = pretrain(presets.tiny().override({"tp": 2, "pp": 2, "train.steps": 2, "train.eval_steps": 0}))
+import torch.distributed as dist
+line = f"{dist.get_rank()} of {dist.get_world_size()}: {[round(loss, 6) for loss in result.losses]}"
+os.write(1, (line + chr(10)).encode())
+"""
+
+
+def test_torchrun_with_a_bare_pretrain_trains_on_all_its_ranks_and_ends_cleanly(script):
+    process = script(PRETRAIN, "-m", "torch.distributed.run", "--nproc-per-node", "4")
+    code, out, err = finish(process, 180)
+    assert code == 0, err
+    lines = sorted(out.splitlines())
+    assert [line.partition(":")[0] for line in lines] == [f"{rank} of 4" for rank in range(4)]
+    assert len({line.partition(":")[2] for line in lines}) == 1, "all ranks saw the same losses"
+    for word in ("terminate", "SIGABRT", "Traceback", "destroy_process_group"):
+        assert word not in err
+
+
 def test_torchrun_with_another_number_of_ranks_is_one_clear_error(script):
     code, _, err = finish(script(COMMON + "run(task, 4, 1.0)\n", *TORCHRUN))
     assert code != 0
