@@ -45,7 +45,7 @@ def test_command_is_understood(command, tmp_path, monkeypatch, capsys):
     assert main(["train", "--preset", "tiny", "--print_config"]) == 0
     (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
     words = shlex.split(command.split(" > ")[0])[1:]
-    if words[0] in ("train", "parity") and "--print_config" not in words:
+    if words[0] in ("train", "parity") and "--print-config" not in words:
         words.append("--print_config")
     assert main(words) == 0, capsys.readouterr().err
     assert capsys.readouterr().out
