@@ -324,7 +324,7 @@ def test_a_rank_of_torchrun_joins_the_others_with_the_configs_backend_and_timeou
         monkeypatch.setenv(name, "0")
     joined = []
     monkeypatch.setattr(torchrun, "_join", lambda *settings: joined.append(settings))
-    pretrain(small(**{"distributed_backend": "gloo", "distributed_timeout_minutes": 3.0}))
+    pretrain(small(distributed_backend="gloo", distributed_timeout_minutes=3.0))
     assert joined == [("gloo", "auto", False, 180.0)]
 
 
