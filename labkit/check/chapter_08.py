@@ -23,16 +23,24 @@ def one_f_one_b_row(answer: Any) -> Iterator[Outcome]:
     for pp, count in ((4, 8), (5, 3)):
         yield holds(
             f"all {pp} rows for {count} microbatches",
-            f"a schedule that runs in {3 * (count + pp - 1)} steps with at most {min(pp, count)} in flight",
+            f"a schedule that takes {_units(3 * (count + pp - 1))} with at most {min(pp, count)} in flight",
             lambda p=pp, m=count: _whole(answer, p, m),
         )
 
 
 def _whole(answer: Any, pp: int, count: int) -> bool | str:
-    """True, or what the answer's rows do together; F takes 1 step, B takes 2."""
-    rows = [answer(pp, rank, count) for rank in range(pp)]
+    """True, or what the answer's rows do together."""
+    rows = [list(answer(pp, rank, count)) for rank in range(pp)]
+    for rank, row in enumerate(rows):
+        missing = [text for m in range(count) if (text := f"{rank}B{m}") not in map(str, row)]
+        if missing:
+            return f"no backward for {', '.join(text.replace('B', 'F') for text in missing)}"
     timeline = simulate(Schedule("the answer", pp, count, rows))
     peaks = [min(pp - rank, count) for rank in range(pp)]
     if timeline.makespan == 3 * (count + pp - 1) and timeline.peak_in_flight == peaks:
         return True
-    return f"one of {timeline.makespan:g} steps with {timeline.peak_in_flight} in flight by rank"
+    return f"one that takes {_units(timeline.makespan)} with {timeline.peak_in_flight} in flight by rank"
+
+
+def _units(time: float) -> str:
+    return f"{time:g} units of time (F = 1, B = 2)"

@@ -45,7 +45,7 @@ class Outcome:
 
     def __str__(self) -> str:
         if self.finished:
-            return f"finished in {len(self.order)} steps" + "".join(f"\ncrossed: {pair}" for pair in self.crossed)
+            return "\n".join(["finished", *(f"crossed: {pair}" for pair in self.crossed)])
         return "\n".join(["stuck, these wait for each other:", *self.circle])
 
 

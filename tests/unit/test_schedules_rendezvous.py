@@ -37,7 +37,7 @@ def test_a_neighbour_that_has_ended_is_named():
 
 
 def test_messages_pair_in_posting_order_and_may_cross():
-    """Two stages: both neighbours are the other rank (Megatron-LM issue 5271)."""
+    """Two stages: both neighbours are the other rank (Megatron-LM pull request 5271)."""
     beside = [
         [Op("send", o, f"gradient of {r}"), Op("recv", o, f"activation of {o}"),
          Op("send", o, f"activation of {r}"), Op("recv", o, f"gradient of {o}")]
@@ -51,6 +51,11 @@ def test_messages_pair_in_posting_order_and_may_cross():
     ]
     ours = [[ops[0], ops[3], ops[2], ops[1]] for ops in beside]
     assert interpret([[ops] for ops in ours]).crossed == []
+    assert str(interpret([[ops] for ops in ours])) == "finished"
+    assert str(interpret([[ops] for ops in beside])).splitlines()[:2] == [
+        "finished",
+        "crossed: gradient of 0 met the receive of activation of 0, rank 0 to rank 1",
+    ]
 
 
 @given(builder=st.sampled_from([gpipe, one_f_one_b]), **SIZES)
