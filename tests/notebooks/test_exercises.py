@@ -72,3 +72,9 @@ def test_every_exercise_that_a_chapter_asks_for_exists() -> None:
 def test_failed_groups_name_order_sizes_and_token() -> None:
     score = check("01.groups", lambda order, sizes, token: None)
     assert "Given order 'pp-dp-tp', sizes {'tp': 3, 'dp': 2, 'pp': 2} and token 'tp', expected" in repr(score)
+
+
+def test_all_reduces_are_not_counted_in_a_group_of_one() -> None:
+    solution = load(NOTEBOOKS / "solutions" / "03_f_and_g.py").solution
+    score = check("03.f_and_g", lambda *case: solution(*case[:-1], list))  # never talks, which is right for one rank
+    assert all(outcome.passed == outcome.given.startswith("tp 1,") for outcome in score.outcomes)
