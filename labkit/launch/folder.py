@@ -30,6 +30,8 @@ class LaunchFolder:
         self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         self._lock = os.open(self.path, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        for stale in self.path.iterdir():  # a new folder is empty; the store of another launch would be met for ever
+            stale.unlink()
 
     def remove(self) -> None:
         """Remove it with all it holds. May be called again."""

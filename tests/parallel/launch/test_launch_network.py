@@ -3,7 +3,6 @@
 import contextlib
 import os
 import socket
-import tempfile
 import threading
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.launch import Ranks, forkserver, run
+from labkit.launch import Ranks, folder, forkserver, pool, run
 
 pytestmark = pytest.mark.usefixtures("no_rank_left")
 
@@ -32,14 +31,30 @@ def test_a_taken_port_and_a_stale_address_do_not_matter(monkeypatch):
         assert run(ready, 2, timeout=20) == [True, True]
 
 
-def test_a_stale_rendezvous_is_never_met(tmp_path, monkeypatch):
-    """What a killed launch has left in the same temporary directory is not looked at."""
-    stale = tmp_path / "labkit-launch-1-abcd_123"
-    stale.mkdir()
-    (stale / "store").write_bytes(b"\xff" * 64)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert run(ready, 2, timeout=20) == [True, True]
-    assert [path.name for path in tmp_path.iterdir()] == [stale.name]
+def talk():
+    print(f"rank {dist.get_rank()} talks")
+    return total(1)
+
+
+def test_a_stale_rendezvous_at_the_very_place_of_the_launch_is_not_met(tmp_path, monkeypatch, capsys):
+    """A launch that was killed has left its store, status slots and outputs, and the next one gets the same folder."""
+    place = tmp_path / f"{folder.PREFIX}1-abcd_123"
+
+    def same_place_again(prefix):
+        place.mkdir(exist_ok=True)
+        return str(place)
+
+    monkeypatch.setattr(folder.tempfile, "mkdtemp", same_place_again)
+    with monkeypatch.context() as killed:
+        killed.setattr(pool.RankPool, "stop", pool.RankPool.kill)  # a clean end removes the store
+        killed.setattr(folder.LaunchFolder, "remove", lambda self: os.close(self._lock))
+        assert run(talk, 3, timeout=20) == [3.0] * 3
+    assert (place / "store").stat().st_size > 0, "there is something stale to meet"
+    assert (place / "out-0").read_text() == "rank 0 talks\n"
+    capsys.readouterr()
+    assert run(talk, 2, timeout=20) == [2.0] * 2
+    assert capsys.readouterr().out == "[rank 0] rank 0 talks\n[rank 1] rank 1 talks\n"
+    assert not place.exists()
 
 
 def total(number):
