@@ -1,7 +1,7 @@
 """The input-gradient all-reduce hides behind the weight-gradient GEMM.
 
 A collective that sleeps and a GEMM that sleeps need no processor, so the times say what overlaps and what does not,
-however busy the machine is. Ranks are not needed for it: a group of two with a transport of its own on one process.
+however busy the machine is. Most tests need no ranks: a group of two with a transport of its own on one process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from labkit.events import Event, recording
-from labkit.parallel import Group, delayed, layers, transport
+from labkit.parallel import Group, collectives, delayed, layers, transport
 from labkit.parallel.layers import ColumnParallelLinear
 
 COLLECTIVE, GEMM = 0.020, 0.030
@@ -88,3 +88,45 @@ def real_events() -> list[str]:
 def test_the_order_is_the_same_between_real_ranks(on_ranks) -> None:
     order = ["input_grad", "collective", "weight_grad", "wait"]
     assert on_ranks(real_events, 2) == [order, order]
+
+
+def seconds_on_a_rank() -> dict[str, float]:
+    """The fastest backward pass of each kind between real ranks, with a weight gradient that takes 30 ms."""
+    from unittest.mock import patch
+
+    group = Group("tp", (0, 1), torch.distributed.get_rank(), torch.distributed.group.WORLD)
+    layer = ColumnParallelLinear("fc1", 4, 4, group=group)
+    real_gemm, real_reduce = layers.weight_gradient, collectives.all_reduce_async
+
+    def slow(grad_NO: Tensor, x_NI: Tensor, main_grad: Tensor | None = None) -> Tensor | None:
+        time.sleep(GEMM)
+        return real_gemm(grad_NO, x_NI, main_grad)
+
+    def awaited_at_once(x: Tensor, *args, **settings) -> collectives.Pending:
+        pending = real_reduce(x, *args, **settings)
+        pending.wait()
+        return pending
+
+    def once(collective: float) -> float:
+        y, _ = layer(torch.ones(2, 1, 4, requires_grad=True))
+        collectives.barrier(group)
+        with delayed(collective, operation="all_reduce", phase="backward"):
+            started = time.perf_counter()
+            y.sum().backward()
+            return time.perf_counter() - started
+
+    best = dict.fromkeys(("alone", "hidden", "serial"), float("inf"))
+    with patch.object(layers, "weight_gradient", slow):
+        for _ in range(15):
+            best["alone"] = min(best["alone"], once(0.0))
+            best["hidden"] = min(best["hidden"], once(COLLECTIVE))
+            with patch.object(collectives, "all_reduce_async", awaited_at_once):
+                best["serial"] = min(best["serial"], once(COLLECTIVE))
+    return best
+
+
+def test_between_real_ranks_a_collective_of_20_ms_under_a_gemm_of_30_ms_costs_at_most_3_ms(on_ranks) -> None:
+    for best in on_ranks(seconds_on_a_rank, 2):
+        assert best["alone"] >= GEMM
+        assert best["hidden"] - best["alone"] <= 0.003
+        assert best["serial"] - best["alone"] >= 0.015, "the same measurement sees a collective that is not hidden"
