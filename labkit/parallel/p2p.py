@@ -17,7 +17,7 @@ Notable:
 - **Batched** issues the messages as one batch. Messages carry no name: between two ranks the first send meets the first
   receive. With two stages both neighbours are the same rank, so what is sent to the previous stage must meet a receive
   from the *next*, and the batch is posted as send-previous, receive-next, send-next, receive-previous. Posted in
-  Megatron's order (each send beside the receive from the same side) the two would cross (Megatron-LM pull request 5271).
+  Megatron's order (each send beside the receive from the same side) both would cross (Megatron-LM pull request 5271).
 - **Even/odd** issues them one by one: even ranks send first, odd ranks receive first, so no two neighbours ever both
   wait to send. With two stages what odd ranks send goes over a second communicator, so that the directions can overlap.
 - **Variable lengths**: three integers (the shape) go ahead of every tensor.
