@@ -175,7 +175,7 @@ def test_chapter_is_small(path):
     assert path.stat().st_size < 500_000
     lines = [len(source(cell).splitlines()) for cell in code_cells(path)]
     assert max(lines) <= 12, f"cell {lines.index(max(lines)) + 1} has {max(lines)} lines"
-    assert statistics.median(lines) <= 7
+    assert statistics.median(lines) <= 6
 
 
 @each_chapter
