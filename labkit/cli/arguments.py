@@ -1,8 +1,9 @@
 """Reading a command line: every problem at once, no abbreviations, nearest names; then jsonargparse.
 
 jsonargparse stops at the first error and expands abbreviations. So our own pass goes over the arguments (and over the
-YAML file that they name) first and collects all that is wrong; what it lets through is typed, and jsonargparse checks
-it once more, fills in the defaults, and writes the help.
+YAML file that they name) first and collects all that is wrong. What it lets through is typed; `train`, `parity` and
+--print_config then have jsonargparse build the configuration from it (`help_text.checked_config`) and run what that
+gives, held equal to our own reading. jsonargparse also writes the help.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 
 from labkit.cli.arguments import Command, read
@@ -23,6 +24,9 @@ COMMANDS = {
     "run": ("run_command", "run chapters as notebooks, with parameters"),
 }
 """Subcommand -> (module, what it is for)."""
+
+SILENCE = 2.0
+"""Seconds in which a rank of torchrun waits for the first one to say the same."""
 
 _HELP = """\
 labkit: a workbench for Megatron-style parallel training
@@ -50,19 +54,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except ValueError as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
-            time.sleep(2)  # every rank of torchrun finds the same; the first says it, and is not ended before it has
-            return 2
-        return _say(_message(error, words), 2)
+    except _errors_of_users() as error:
+        return _say(_message(error, words), 2, may_be_everybodys=True)
     except _failures() as error:
         return _say(_message(error, words), 1)
+    except ValueError:
+        return _say(f"labkit {words[0]}: an error inside the code\n{traceback.format_exc().rstrip()}", 1)
+
+
+def _errors_of_users() -> tuple[type[BaseException], ...]:
+    """Errors that a user mends, with a message that says how. A module that was never imported raised none."""
+    return (ConfigError, *_loaded(("labkit.parallel.vocab", "TokenIdError"), ("labkit.schedules.ir", "ScheduleError")))
 
 
 def _failures() -> tuple[type[BaseException], ...]:
-    """Errors whose message says everything. A launch that was never made has no RankError to raise."""
-    launch = sys.modules.get("labkit.launch.report")
-    return (OSError, CommandFailedError, *([launch.RankError] if launch is not None else []))
+    """Errors whose message says everything."""
+    return (OSError, CommandFailedError, *_loaded(("labkit.launch.report", "RankError")))
+
+
+def _loaded(*names: tuple[str, str]) -> list[type[BaseException]]:
+    return [getattr(sys.modules[module], name) for module, name in names if module in sys.modules]
 
 
 class CommandFailedError(RuntimeError):
@@ -76,9 +87,16 @@ def _message(error: BaseException, words: list[str]) -> str:
     return f"labkit {words[0]}: {text}"
 
 
-def _say(message: str, code: int) -> int:
+def _say(message: str, code: int, *, may_be_everybodys: bool = False) -> int:
+    """Print to stderr, under torchrun with the rank. Where every rank may have found the same, the first of a machine
+    says it; torchrun then ends the others, and who is still there after a while had an error of its own."""
     sys.stdout.flush()
-    print(message, file=sys.stderr)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        if may_be_everybodys and os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(SILENCE)
+        print(f"rank {os.environ.get('RANK', '?')}: {message}", file=sys.stderr, flush=True)
+        os._exit(code)  # an orderly end would wait for ranks that wait for this one
+    print(message, file=sys.stderr, flush=True)
     return code
 
 

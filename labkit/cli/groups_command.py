@@ -36,7 +36,11 @@ def execute(arguments: Arguments) -> int:
         problems.append(f"--rank {rank}: this layout's ranks are {first} to {last}")
     arguments.refuse(problems)
     assert world_size is not None
-    plan = _plan(parallel, world_size, rank)
+    try:
+        plan = _plan(parallel, world_size, rank)
+    except ValueError as error:  # a group of more ranks than are listed
+        arguments.refuse([str(error)])
+        raise
     if as_json:
         groups = {kind: array.tolist() for kind, array in plan.items()}
         print(json.dumps({"world_size": world_size, **_sizes(parallel, world_size), "rank": rank, "groups": groups}))

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from labkit.cli.arguments import Arguments, Command, Option
+from labkit.cli.preparation import input_problems, prepared
+from labkit.cli.train_command import device_problems, refusing_arguments
 from labkit.config import RunConfig
 from labkit.config.errors import shown
 from labkit.config.fields import SPECS, BadValueError, convert, resolve
+from labkit.config.rules import world_size_problem
 
 STANDARD_LAYOUTS = "tp=2;pp=2;dp=2;tp=2,pp=2"
 """Compared where neither --layouts nor the configuration names a layout."""
@@ -24,38 +27,60 @@ def execute(arguments: Arguments) -> int:
         problems.append(f"--timeout {options['timeout']:g}: must be above 0")
     if options["dtype"] not in ("float64", "float32"):
         problems.append(f"--dtype {shown(options['dtype'])}: must be float64 or float32")
+    problems += device_problems(options["device"]) + world_size_problems(options["world_size"])
     text = options["layouts"]
     if text is None:
-        text = "" if config.parallel.smallest_world_size > 1 else STANDARD_LAYOUTS
-    layouts, bad_layouts = read_layouts(text, config) if not problems else ([], [])
+        named = config.parallel.smallest_world_size > 1 or options["world_size"] is not None
+        text = "" if named else STANDARD_LAYOUTS
+    layouts, bad_layouts = read_layouts(text, config, options["world_size"]) if not problems else ([], [])
     fault, bad_fault = _read_fault(options["drop"])
     arguments.refuse(problems + bad_layouts + bad_fault)
+    config = prepared(COMMAND, arguments, [])
+    arguments.refuse(_input_problems(layouts, config))
     from labkit.train import compare
 
-    # The first steps of this very run: its learning rates stay those of the whole run, however few are compared.
-    decay_steps = config.optim.decay_steps or config.train.steps
-    report = compare(
-        config.override({"optim.decay_steps": decay_steps}),
-        layouts,
-        steps=options["steps"],
-        dtype=options["dtype"],
-        fault=fault,
-        timeout=options["timeout"],
-        on_row=lambda row: print(f"compared {row.name} ({row.world_size} ranks)", flush=True),
-    )
+    with refusing_arguments():
+        report = compare(
+            config,
+            layouts,
+            steps=options["steps"],
+            dtype=options["dtype"],
+            fault=fault,
+            timeout=options["timeout"],
+            device=options["device"],
+            on_row=lambda row: print(f"compared {row.name} ({row.world_size} ranks)", flush=True),
+        )
     print(report)
     return 0 if report.ok else 1
 
 
-def read_layouts(text: str, config: RunConfig) -> tuple[list[dict[str, Any]], list[str]]:
+def world_size_problems(world_size: int | None) -> list[str]:
+    """What is wrong with --world-size by itself."""
+    problem = world_size_problem(world_size)
+    return [f"--world-size {world_size}: {problem}"] if problem else []
+
+
+def _input_problems(layouts: list[dict[str, Any]], config: RunConfig) -> list[str]:
+    """What is wrong with the files that the configuration and its layouts name."""
+    problems = []
+    for layout in layouts:
+        fields = {name: value for name, value in layout.items() if name != "world_size"}
+        problems += input_problems(config.replaced(fields), layout["world_size"])
+    return list(dict.fromkeys(problems))
+
+
+def read_layouts(
+    text: str, config: RunConfig, default_world_size: int | None = None
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Layouts written as `tp=2,pp=2;dp=2`, and what is wrong with them.
 
-    Each is a dict of changes to `config`; `dp` becomes a world size, and what is not named stays as it is.
+    Each is a dict of changes to `config`; `dp` becomes a world size, and what is not named stays as it is. A layout
+    that names neither dp nor world_size runs on `default_world_size` ranks, or on as few as it can.
     """
     layouts: list[dict[str, Any]] = []
     problems: list[str] = []
     for part in text.split(";") if text else [""]:
-        layout, bad = _read_layout(part, config)
+        layout, bad = _read_layout(part, config, default_world_size)
         if not bad:
             layouts.append(layout)
         name = part.strip() or "of the configuration"
@@ -63,7 +88,7 @@ def read_layouts(text: str, config: RunConfig) -> tuple[list[dict[str, Any]], li
     return layouts, problems
 
 
-def _read_layout(text: str, config: RunConfig) -> tuple[dict[str, Any], list[str]]:
+def _read_layout(text: str, config: RunConfig, default_world_size: int | None) -> tuple[dict[str, Any], list[str]]:
     layout: dict[str, Any] = {}
     sizes: dict[str, int] = {}
     problems: list[str] = []
@@ -93,6 +118,8 @@ def _read_layout(text: str, config: RunConfig) -> tuple[dict[str, Any], list[str
     world_size = changed.parallel.smallest_world_size
     if "dp" in sizes:
         world_size = sizes.pop("dp") * changed.parallel.tp * changed.parallel.cp * changed.parallel.pp
+    elif not sizes and default_world_size is not None:
+        world_size = default_world_size
     layout["world_size"] = next(iter(sizes.values()), world_size)
     if sizes and layout["world_size"] != world_size and "dp" in text:
         return layout, [
@@ -105,12 +132,14 @@ def _read_fault(text: str | None) -> tuple[dict[str, str] | None, list[str]]:
     """`operation=all_reduce,group=tp` as the arguments of `labkit.parallel.collectives.dropped`."""
     if text is None:
         return None, []
+    from labkit.train.fault import fault_problems
+
     cut = [item.partition("=") for item in text.split(",")]
     pairs = {key.strip(): value.strip() for key, _, value in cut}
     unknown = [key for key in pairs if key not in _FAULT_KEYS]
     if unknown or not all(pairs.values()):
         return None, [f"--drop {shown(text)}: write operation=all_reduce,group=tp,phase=forward,layer=layers.1.mlp"]
-    return pairs, []
+    return pairs, [f"--drop {shown(text)}: {problem}" for problem in fault_problems(pairs)]
 
 
 COMMAND = Command(
@@ -121,6 +150,14 @@ COMMAND = Command(
         Option("steps", "int", "optimizer steps", 3),
         Option("dtype", "str", "float64 (agreement to 1e-10) or float32 (to 1e-5)", "float64"),
         Option("timeout", "float", "seconds after which one layout's run is ended", 600.0),
+        Option(
+            "world-size",
+            "int",
+            "ranks of each layout that names no dp; as few as it allows where not given",
+            None,
+            ("nproc",),
+        ),
+        Option("device", "str", "where tensors live: auto, cpu or cuda", "auto"),
         Option("drop", "str", "leave this communication out, to see it found: operation=all_reduce,group=tp,..."),
     ),
     execute=execute,

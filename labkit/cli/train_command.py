@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from labkit.cli.arguments import Arguments, Command, Option
+from labkit.cli.preparation import prepared
 from labkit.config import ConfigError, RunConfig
 from labkit.config.errors import nearest, shown
 
@@ -33,13 +35,11 @@ def execute(arguments: Arguments) -> int:
     config = arguments.config
     world_size = ranks_to_use(arguments)
     device, timeout = arguments.options["device"], arguments.options["timeout"]
-    if device not in DEVICES:
-        arguments.problems.append(
-            f"--device {shown(device)}: must be one of {', '.join(DEVICES)}{nearest(device, DEVICES)}"
-        )
+    arguments.problems += device_problems(device)
     if timeout is not None and timeout <= 0:
         arguments.problems.append(f"--timeout {timeout:g}: must be above 0; leave it out for no limit")
     arguments.refuse([*config.problems(world_size), *config.not_yet_trainable()])
+    config = prepared(COMMAND, arguments, [world_size])
     p = config.parallel
     dp, microbatches = config.data_parallel_size(world_size), config.num_microbatches(world_size)
     on_first_rank(
@@ -52,6 +52,13 @@ def execute(arguments: Arguments) -> int:
     for line in final_lines(results[0], config):
         on_first_rank(line)
     return 0
+
+
+def device_problems(device: str) -> list[str]:
+    """What is wrong with --device."""
+    if device in DEVICES:
+        return []
+    return [f"--device {shown(device)}: must be one of {', '.join(DEVICES)}{nearest(device, DEVICES)}"]
 
 
 def ranks_to_use(arguments: Arguments) -> int:
@@ -78,16 +85,31 @@ def launch(
     """`labkit.launch.run` with the configuration's backend and time limit."""
     from labkit.launch import run
 
-    return run(
-        fn,
-        world_size,
-        config,
-        device=device,
-        backend=config.parallel.distributed_backend,
-        timeout=timeout,
-        distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
-        progress=progress,
-    )
+    with refusing_arguments():
+        return run(
+            fn,
+            world_size,
+            config,
+            device=device,
+            backend=config.parallel.distributed_backend,
+            timeout=timeout,
+            distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
+            progress=progress,
+        )
+
+
+@contextmanager
+def refusing_arguments() -> Iterator[None]:
+    """A launcher's ValueError is about its arguments, so the user's; under torchrun it may come from the code as well
+    and keeps its traceback."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        if started_by_torchrun():
+            raise
+        raise ConfigError([str(error)], source="the launch") from error
 
 
 def train_on_rank(config: RunConfig) -> Trained | Refusal:

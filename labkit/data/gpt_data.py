@@ -28,6 +28,7 @@ from labkit.data.tokenizer import encode, load_tokenizer
 
 if TYPE_CHECKING:
     import torch
+    from tokenizers import Tokenizer
 
     from labkit.config import DataConfig, RunConfig
     from labkit.parallel.groups import ParallelGroups
@@ -99,6 +100,16 @@ def parse_split(split: str) -> tuple[float, float, float]:
     return train, valid, test
 
 
+def check_vocabulary(tokenizer: Tokenizer, data: DataConfig, vocab_size: int) -> None:
+    """ValueError where the tokenizer has more tokens than `vocab_size`."""
+    size = tokenizer.get_vocab_size()
+    if size > vocab_size:
+        raise ValueError(
+            f"tokenizer mismatch: {data.tokenizer or 'the bundled tokenizer'} has {size} tokens, model.vocab_size is "
+            f"{vocab_size}; set model.vocab_size to {size} or more, or name another data.tokenizer"
+        )
+
+
 def load_tokens(data: DataConfig, vocab_size: int) -> np.ndarray:
     """Token ids of the configured text, one dimension.
 
@@ -107,12 +118,7 @@ def load_tokens(data: DataConfig, vocab_size: int) -> np.ndarray:
         ValueError: text is not UTF-8, tokenizer is not one, or it has more tokens than `vocab_size`.
     """
     tokenizer = load_tokenizer(data.tokenizer)
-    size = tokenizer.get_vocab_size()
-    if size > vocab_size:
-        raise ValueError(
-            f"tokenizer mismatch: {data.tokenizer or 'the bundled tokenizer'} has {size} tokens, model.vocab_size is "
-            f"{vocab_size}; set model.vocab_size to {size} or more, or name another data.tokenizer"
-        )
+    check_vocabulary(tokenizer, data, vocab_size)
     if data.path is None and data.tokenizer is None:
         return bundled_tokens()
     text = bundled_text() if data.path is None else read_text(data.path)

@@ -170,34 +170,38 @@ def book(operation: str, group: str, group_size: int, size: int, dtype: str) -> 
 # ---- hooks: what tests and chapters do to matching calls ----
 
 
-@dataclass(frozen=True, slots=True)
-class _Hook:
+@dataclass(eq=False, slots=True)
+class Hook:
+    """What `dropped` and `delayed` give to their block."""
+
     selector: Selector
     delay: float | None
     """Seconds that the call takes at least; None drops the call."""
+    calls: int = 0
+    """How many calls it has dropped so far."""
 
 
-_hooks: list[_Hook] = []
+_hooks: list[Hook] = []
 
 
 @contextmanager
-def _hooked(hook: _Hook) -> Iterator[None]:
+def _hooked(hook: Hook) -> Iterator[Hook]:
     _hooks.append(hook)
     try:
-        yield
+        yield hook
     finally:
         _hooks.remove(hook)
 
 
 def dropped(
     *, operation: str | None = None, group: str | None = None, phase: str | None = None, layer: str | None = None
-) -> AbstractContextManager[None]:
+) -> AbstractContextManager[Hook]:
     """Matching calls communicate nothing and leave this rank's own data as the result.
 
     This plants the fault "somebody forgot the all-reduce" without touching the layer. All ranks of the group must
-    enter it alike, else the others wait for ever. Dropped calls are not booked in the ledger.
+    enter it alike, else the others wait for ever. Dropped calls are not booked in the ledger; the hook counts them.
     """
-    return _hooked(_Hook(Selector(operation, group, phase, layer), None))
+    return _hooked(Hook(Selector(operation, group, phase, layer), None))
 
 
 def delayed(
@@ -207,19 +211,22 @@ def delayed(
     group: str | None = None,
     phase: str | None = None,
     layer: str | None = None,
-) -> AbstractContextManager[None]:
+) -> AbstractContextManager[Hook]:
     """Matching calls finish no earlier than `seconds` after they were issued, as on a slow network.
 
     The delay sleeps, so it can be hidden behind computation exactly as a real transfer can, on any number of cores.
     """
-    return _hooked(_Hook(Selector(operation, group, phase, layer), seconds))
+    return _hooked(Hook(Selector(operation, group, phase, layer), seconds))
 
 
 def is_dropped(operation: str, group: str) -> bool:
     """Whether a call in the current scope is to be left out."""
-    return bool(_hooks) and any(
-        h.delay is None and h.selector.matches(operation, group, _current.scope) for h in _hooks
-    )
+    if not _hooks:
+        return False
+    found = [h for h in _hooks if h.delay is None and h.selector.matches(operation, group, _current.scope)]
+    for hook in found:
+        hook.calls += 1
+    return bool(found)
 
 
 def delay_of(operation: str, group: str) -> float:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from labkit.config import ParallelConfig, RunConfig
+from labkit.config import ConfigError, ParallelConfig, RunConfig
+from labkit.train.fault import fault_problems, fault_words
 from labkit.train.snapshots import Recorder, Snapshot, Whole, assemble
 
 PRECISIONS = {"float64": ("fp64", 1e-10), "float32": ("fp32", 1e-5)}
@@ -61,6 +62,8 @@ class ParityRow:
     """The first tensor that differs by more than rounding, such as `layers.1.mlp output`; None if none does."""
     disagreements: tuple[str, ...] = ()
     """Tensors whose replicas are not bit-equal."""
+    dropped_calls: int = 0
+    """Collectives that the planted fault left out, over all ranks."""
 
     @property
     def largest(self) -> float:
@@ -82,15 +85,27 @@ class ParityReport:
     """Largest difference that counts as rounding."""
     reference_losses: list[float]
     """Of the one process, by step."""
+    fault: dict[str, str] | None = None
+    """What was left out in the layouts on purpose."""
+
+    @property
+    def fault_missed(self) -> bool:
+        """Whether a fault was asked for and matched no call in any layout, so that nothing was tested."""
+        return self.fault is not None and not any(row.dropped_calls for row in self.rows)
 
     @property
     def ok(self) -> bool:
-        """Whether every layout agrees with one process."""
-        return all(row.first_difference is None for row in self.rows)
+        """Whether every layout agrees with one process, and a fault that was asked for was really planted."""
+        return not self.fault_missed and all(row.first_difference is None for row in self.rows)
 
     @property
     def sentence(self) -> str:
         """What came out, in one sentence per differing layout or one for all."""
+        if self.fault is not None and self.fault_missed:
+            return (
+                f"The fault {fault_words(self.fault)} matched no call in any layout, so nothing was left out: name a "
+                "group of more than one rank, and an operation that runs in it."
+            )
         wrong = [row for row in self.rows if row.first_difference is not None]
         if not wrong:
             return (
@@ -127,6 +142,7 @@ def compare(
     *,
     fault: Mapping[str, str] | None = None,
     timeout: float = 600.0,
+    device: str = "auto",
     on_row: Callable[[ParityRow], None] | None = None,
 ) -> ParityReport:
     """Train `config` for `steps` steps in every layout and in one process, and compare.
@@ -135,36 +151,42 @@ def compare(
         least common multiple of tp cp pp and etp ep pp.
     dtype: `float64` (agreement to 1e-10) or `float32` (to 1e-5).
     fault: arguments of `labkit.parallel.collectives.dropped`; the matching communication is left out in the layouts.
+        The report is not `ok` where it matches none.
+    device: where tensors live, as in `labkit.launch.run`; backend and time limit of a collective are the config's.
     on_row: called with each row as soon as it is known.
 
     AdamW runs with an eps of at least 1e-5 and a learning rate of at most 1e-3, so that its division by the root of
-    the second moment does not blow rounding up. Raises ValueError for dropout, an unknown dtype, or a layout that
-    cannot be.
+    the second moment does not blow rounding up. Learning rates are those of the whole run, however few steps are
+    compared. Raises ConfigError for dropout, an unknown dtype, a layout that cannot be, or a fault that means nothing.
     """
+    problems = fault_problems(fault) if fault is not None else []
+    if problems:
+        raise ConfigError(problems, source="the fault")
     base = _parity_config(config, steps, dtype)
     planned = [_plan(base, layout) for layout in layouts]
     _, tolerance = PRECISIONS[dtype]
     alone = base.override({"parallel": _one_process(base.parallel), "schedule.name": "auto", "schedule.path": None})
-    reference = _observe(alone.validate(1), 1, None, timeout)
+    reference, _ = _observe(alone.validate(1), 1, None, timeout, device)
     rows = []
     for layout, (changed, world_size) in zip(layouts, planned):
-        whole = _observe(changed, world_size, fault, timeout)
-        rows.append(_row(dict(layout), changed, world_size, whole, reference, tolerance))
+        whole, calls = _observe(changed, world_size, fault, timeout, device)
+        row = _row(dict(layout), changed, world_size, whole, reference, tolerance)
+        rows.append(replace(row, dropped_calls=calls))
         if on_row is not None:
             on_row(rows[-1])
-    return ParityReport(rows, steps, dtype, tolerance, reference.losses)
+    return ParityReport(rows, steps, dtype, tolerance, reference.losses, dict(fault) if fault is not None else None)
 
 
 def _parity_config(config: RunConfig, steps: int, dtype: str) -> RunConfig:
     """The configuration that every run of a comparison shares."""
     if dtype not in PRECISIONS:
-        raise ValueError(f"dtype is {dtype!r}; parity is defined for {' and '.join(PRECISIONS)}")
+        raise _refusal(f"dtype is {dtype!r}; parity is defined for {' and '.join(PRECISIONS)}")
     if steps < 1:
-        raise ValueError(f"steps is {steps}; at least one optimizer step is needed to compare parameters")
+        raise _refusal(f"steps is {steps}; at least one optimizer step is needed to compare parameters")
     model = config.model
     for name in ("embedding_dropout", "attention_dropout", "hidden_dropout"):
         if getattr(model, name) > 0:
-            raise ValueError(
+            raise _refusal(
                 f"model.{name} is {getattr(model, name)}; masks differ between layouts by design, so set it to 0"
             )
     return config.override(
@@ -173,12 +195,17 @@ def _parity_config(config: RunConfig, steps: int, dtype: str) -> RunConfig:
             "optim.eps": max(config.optim.eps, 1e-5),
             "optim.lr": min(config.optim.lr, 1e-3),
             "optim.min_lr": min(config.optim.min_lr, 1e-3),
+            "optim.decay_steps": config.optim.decay_steps or config.train.steps,
             "train.steps": steps,
             "train.eval_steps": 0,
             "train.record_events": False,
             "train.output_dir": None,
         }
     )
+
+
+def _refusal(problem: str) -> ConfigError:
+    return ConfigError([problem], source="the comparison")
 
 
 def _one_process(parallel: ParallelConfig) -> dict[str, Any]:
@@ -197,28 +224,35 @@ def _plan(base: RunConfig, layout: Mapping[str, Any]) -> tuple[RunConfig, int]:
     changed.validate(world_size)
     unready = changed.not_yet_trainable()
     if unready:
-        raise ValueError(f"layout {dict(layout)}: " + "; ".join(unready))
+        raise ConfigError(unready, source=f"layout {dict(layout)}")
     return changed, world_size
 
 
-def _observe(config: RunConfig, world_size: int, fault: Mapping[str, str] | None, timeout: float) -> Whole:
-    """Train in fresh processes and put what the ranks saw together."""
+def _observe(
+    config: RunConfig, world_size: int, fault: Mapping[str, str] | None, timeout: float, device: str
+) -> tuple[Whole, int]:
+    """Train in fresh processes and put what the ranks saw together; also how many calls the fault left out."""
     from labkit.launch import run
 
-    snapshots = run(_snapshot, world_size, config, dict(fault) if fault else None, timeout=timeout)
-    return assemble(snapshots, sequence_parallel=config.parallel.sequence_parallel)
+    seen = run(
+        _snapshot, world_size, config, dict(fault) if fault else None, timeout=timeout, device=device,
+        backend=config.parallel.distributed_backend,
+        distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
+    )  # fmt: skip
+    whole = assemble([snapshot for snapshot, _ in seen], sequence_parallel=config.parallel.sequence_parallel)
+    return whole, sum(calls for _, calls in seen)
 
 
-def _snapshot(config: RunConfig, fault: dict[str, str] | None) -> Snapshot:
-    """What one rank sees; runs inside it."""
+def _snapshot(config: RunConfig, fault: dict[str, str] | None) -> tuple[Snapshot, int]:
+    """What one rank sees, and how many of its calls the fault left out; runs inside it."""
     from labkit.parallel.collectives import dropped
     from labkit.train.pretraining import pretrain
 
     recorder = Recorder(steps=(0, config.train.steps - 1))
-    with dropped(**fault) if fault else nullcontext():
+    with dropped(**fault) if fault else nullcontext() as hook:
         result = pretrain(config, observer=recorder)
     recorder.snapshot.losses = result.losses
-    return recorder.snapshot
+    return recorder.snapshot, hook.calls if hook is not None else 0
 
 
 def _row(

@@ -13,6 +13,7 @@ from labkit.parallel.data_parallel import NaiveDataParallel
 from labkit.parallel.groups import ParallelGroups
 from labkit.schedules.ir import Schedule
 from labkit.schedules.runtime import PipelineRuntime
+from labkit.train.schedule_fit import check_schedule
 
 Batch = dict[str, Tensor]
 ForwardStep = Callable[[Iterator[Batch], nn.Module], tuple[Tensor, Any]]
@@ -36,7 +37,7 @@ class Pipeline:
         """
         self.config, self.groups, self.chunks = config, groups, list(chunks)
         self.num_microbatches, self.schedule = config.num_microbatches(groups.world_size), schedule
-        self._check(self.schedule)
+        check_schedule(schedule, config, groups.world_size)
         shape = (config.model.seq_length, config.train.micro_batch_size, config.model.hidden)
         self._runtime = PipelineRuntime(
             self.schedule,
@@ -62,18 +63,3 @@ class Pipeline:
             read = list(islice(batches, self.num_microbatches))
             iterators = [iter(read) for _ in self.chunks]
         return self._runtime.run(iterators, forward_only=forward_only, collect_non_loss_data=collect_non_loss_data)
-
-    def _check(self, schedule: Schedule) -> None:
-        """What the runtime cannot know: the batch, and which layers the chunks hold."""
-        if schedule.num_microbatches != self.num_microbatches:
-            raise ValueError(
-                f"{schedule.name} is for {schedule.num_microbatches} microbatches, but global_batch_size "
-                f"{self.config.train.global_batch_size} makes {self.num_microbatches} on each data-parallel rank"
-            )
-        pp = self.groups.pp.size
-        moved = [stage for stage in range(schedule.num_stages) if schedule.placement(stage) != stage % pp]
-        if schedule.pp == pp and moved:
-            raise ValueError(
-                f"{schedule.name} runs stage {moved[0]} on pipeline rank {schedule.placement(moved[0])}, but its "
-                f"layers are on rank {moved[0] % pp}: stage s belongs to rank s mod pp"
-            )

@@ -46,6 +46,8 @@ def test_parity_agrees_and_names_what_a_missing_all_reduce_changes(capfd: pytest
     assert "1 of 1 layouts agree with one process to 1e-10" in capfd.readouterr().out
     assert main([*words, "--drop", "operation=all_reduce,group=tp,phase=forward,layer=layers.1.mlp"]) == 1
     assert "differs from one process, first in layers.1.mlp output" in capfd.readouterr().out
+    assert main([*words, "--drop", "operation=all_to_all,group=tp"]) == 1
+    assert "matched no call in any layout" in capfd.readouterr().out
 
 
 def test_torchrun_uses_its_ranks_and_speaks_once() -> None:
@@ -53,3 +55,33 @@ def test_torchrun_uses_its_ranks_and_speaks_once() -> None:
     done = subprocess.run([*command, *SMALL, "--tp", "2", "--steps", "1"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 ranks: tp 2") == 1 and done.stdout.count("step 1 of 1: training loss") == 1
+
+
+SCRIPT = """
+import os, sys, time
+import labkit.cli.train_command as train
+from labkit.config import ConfigError
+from labkit.parallel.vocab import TokenIdError
+
+def on_rank(config):
+    if os.environ["RANK"] in sys.argv[1]:
+        raise {"a": ValueError, "b": TokenIdError}[sys.argv[2]](f"wrong on {os.environ['RANK']}")
+    time.sleep(60)
+
+train.train_on_rank = on_rank
+from labkit.cli import main
+sys.exit(main(["train", *sys.argv[3:]]))
+"""
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [("0", "a"), ("1", "a"), ("1", "b"), ("01", "b")])
+def test_under_torchrun_every_ranks_own_error_is_said(ranks: str, kind: str, tmp_path: Path) -> None:
+    """An unexpected ValueError with its traceback, a user's error as one message; the same on all ranks only once."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script), ranks, kind]
+    done = subprocess.run([*command, *SMALL, "--tp", "2"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert re.findall(r"rank \d: labkit train: ", done.stderr) == [f"rank {ranks[0]}: labkit train: "]
+    assert f"wrong on {ranks[0]}" in done.stderr
+    assert ("in on_rank" in done.stderr) == (kind == "a")

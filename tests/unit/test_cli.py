@@ -206,6 +206,8 @@ def test_layouts_of_parity() -> None:
         {"parallel.tp": 4, "parallel.pp": 1, "world_size": 8},
         {"world_size": 8},
     ]
+    layouts, problems = read_layouts("tp=2;dp=2;", config, 8)
+    assert problems == [] and [layout["world_size"] for layout in layouts] == [8, 4, 8]
     layouts, problems = read_layouts("tp=3;dp=x;pp=3", config)
     assert layouts == [] and len(problems) == 3
 

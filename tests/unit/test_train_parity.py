@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from labkit.config import presets
 from labkit.parallel.weights import tensor_part
+from labkit.train.lr_schedule import build_lr_schedule
 from labkit.train.parity import ParityReport, ParityRow, compare, differences, tensor_difference
 from labkit.train.snapshots import Shard, Snapshot, Whole, assemble, join_shards
 
@@ -153,9 +154,49 @@ def test_the_report_says_what_came_out():
         ({}, {"layouts": [{"tp": 3}]}, "tp"),
         ({}, {"layouts": [{"tp": 2, "world_size": 3}]}, "world"),
         ({}, {"layouts": [{"tpp": 2}]}, "tpp"),
+        ({}, {"fault": {"operation": "allreduce"}}, 'did you mean "all_reduce"'),
+        ({}, {"fault": {"groups": "tp"}}, 'did you mean "group"'),
+        ({}, {"fault": {}}, "must name an operation"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_is_launched(changes, arguments, message, monkeypatch):
     monkeypatch.setattr("labkit.launch.run", lambda *_, **__: pytest.fail("launched"))
     with pytest.raises(ValueError, match=message):
         compare(presets.tiny().override(changes), **{"layouts": [{"tp": 2}], **arguments})
+
+
+def test_a_fault_that_matched_nothing_is_no_agreement():
+    report = ParityReport([ROW], 3, "float64", 1e-10, [6.9], {"operation": "all_reduce", "group": "pp"})
+    assert report.fault_missed and not report.ok
+    assert "operation=all_reduce,group=pp matched no call in any layout" in report.sentence
+    harmless = replace(report, rows=[ROW, replace(ROW, dropped_calls=2)])
+    assert harmless.ok and "agree with one process" in harmless.sentence
+
+
+def test_backend_time_limit_and_device_reach_every_launch(monkeypatch):
+    seen = []
+
+    def launch(fn, world_size, *args, **options):
+        seen.append((world_size, options))
+        return [(Snapshot(losses=[1.0], gradients={0: {}}, parameters={0: {}}), 0)] * world_size
+
+    monkeypatch.setattr("labkit.launch.run", launch)
+    config = presets.tiny().override({"distributed_backend": "gloo", "distributed_timeout_minutes": 3.0})
+    compare(config, [{"tp": 2}], steps=1, timeout=50.0, device="cpu")
+    wanted = {"backend": "gloo", "distributed_timeout_minutes": 3.0, "timeout": 50.0, "device": "cpu"}
+    assert seen == [(1, wanted), (2, wanted)]
+
+
+def test_few_steps_of_a_run_with_a_long_warm_up_keep_its_learning_rates(monkeypatch):
+    configs = []
+
+    def launch(fn, world_size, config, *args, **options):
+        configs.append(config)
+        return [(Snapshot(losses=[1.0], gradients={0: {}}, parameters={0: {}}), 0)] * world_size
+
+    monkeypatch.setattr("labkit.launch.run", launch)
+    config = presets.tiny().override({"warmup_steps": 10})
+    compare(config, [{"tp": 2}], steps=2)
+    for launched in configs:
+        rates = [build_lr_schedule(c.optim, c.train.steps) for c in (launched, config)]
+        assert [rates[0](step) for step in (0, 1)] == [rates[1](step) for step in (0, 1)] == [0.0, 1e-4]
