@@ -153,7 +153,7 @@ def _scan(argv: Sequence[str], options: dict[str, Option], command: Command) -> 
 def _value(rest: list[str], kind: str, *, pairs: bool) -> str | None:
     """The words that belong to an option, taken off `rest`; None where they are missing."""
     if kind == "bool":
-        return rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
+        return rest.pop(0) if rest and rest[0].lower() in ("true", "false", "null") else "true"
     count = 2 if pairs else 1
     if len(rest) < count or any(word.startswith("--") for word in rest[:count]):
         return None

@@ -110,8 +110,9 @@ class ScheduleConfig:
     """Microbatches a rank runs on one chunk before the next (interleaving); None means pp."""
     overlap_p2p_comm: bool = False
     """Post receives ahead and let sends run behind the computation."""
-    batch_p2p_comm: bool = False
-    """Issue the sends and receives of a step as one batch."""
+    batch_p2p_comm: bool | None = None
+    """Transfers between stages: true issues those of a step as one batch, false one by one, even and odd ranks in
+    opposite order; null posts receives ahead and lets sends run behind the computation."""
     variable_seq_lengths: bool = False
     """Exchange shapes before each tensor."""
     use_ring_exchange_p2p: bool = False

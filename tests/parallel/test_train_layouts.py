@@ -64,6 +64,13 @@ def test_gpipe_by_name_and_batched_transfers():
     assert follows(pipeline_events([r.events for r in changed]), gpipe(2, 4))
 
 
+def test_even_odd_transfers_give_the_same_losses():
+    usual, changed = (
+        run(pretrain, 2, small(pp=2, precision="fp64", **{"schedule.batch_p2p_comm": value})) for value in (None, False)
+    )
+    assert changed[0].losses == usual[0].losses
+
+
 def try_schedule(config: RunConfig, schedule: Schedule) -> str:
     with pytest.raises(ValueError) as error:
         pretrain(config, schedule=schedule)
