@@ -260,6 +260,12 @@ def _experts_and_graphs(found: _Findings) -> None:
             found.add("parallel.ep", "splits experts, but moe.num_experts = 0; set the number of experts, or ep = 1")
     if (got := found.get("graph.cuda_graph_scope")) and (rule := _scope_rule(got[0])):
         found.add("graph.cuda_graph_scope", rule)
+    elif got and got[0] and found.values["graph.cuda_graph_impl"] == "none":
+        found.add(
+            "graph.cuda_graph_scope", "nothing is captured with graph.cuda_graph_impl = none; set it, or drop this"
+        )
+    if (got := found.get("moe.num_experts", "moe.top_k")) and not got[0] and got[1] != SPECS["moe.top_k"].default:
+        found.add("moe.top_k", "has no effect with moe.num_experts = 0; set the number of experts, or leave this out")
 
 
 def _scope_rule(scope: tuple[str, ...]) -> str:

@@ -125,6 +125,8 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"pp": 2, "vpp": 2, "microbatch_group_size": 5}, 2, "schedule.microbatch_group_size", "a last group of 1 of 16"),
     ({"pp": 4, "vpp": 2, "global_batch_size": 2}, 4, "schedule.microbatch_group_size", "raise train.global_batch_size"),
     # experts and graphs
+    ({"top_k": 4}, None, "moe.top_k", "no effect with moe.num_experts = 0"),
+    ({"cuda_graph_scope": ["attn"]}, None, "graph.cuda_graph_scope", "nothing is captured"),
     ({"num_experts": 4, "top_k": 5}, None, "moe.top_k", "at most moe.num_experts = 4"),
     ({"num_experts": 6, "ep": 4}, None, "moe.num_experts", "multiple of parallel.ep = 4; choose ep from 1, 2, 3 or 6"),
     ({"cuda_graph_scope": ["attention"]}, None, "graph.cuda_graph_scope", 'did you mean "attn"?'),
