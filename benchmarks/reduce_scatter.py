@@ -14,55 +14,37 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import Comparison, interleave, report
+from harness import Comparison, interleave, report, until_quiet
 
 MIB = 2**20
 
 
-def measure(mebibytes: int, repetitions: int, max_load: float) -> list[Comparison]:
-    """On each rank: three collectives, each by labkit and by torch on gloo."""
+def measure(operation: str, mebibytes: int, repetitions: int, max_load: float) -> Comparison:
+    """On each rank: one collective, by labkit and by torch on gloo."""
     import torch
     import torch.distributed as dist
 
     from labkit.parallel import Group, all_gather, all_reduce, reduce_scatter
 
-    group = Group("tp", (0, 1), dist.get_rank(), dist.group.WORLD)
-    x = torch.randn(mebibytes * MIB // 4, generator=torch.Generator().manual_seed(dist.get_rank()))
-    half, y, expected = x[: x.numel() // 2].clone(), torch.empty_like(x), torch.empty(x.numel() // 2)
-
     # Newer torch warns at the old names.
     gloo_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     gloo_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    group = Group("tp", (0, 1), dist.get_rank(), dist.group.WORLD)
+    x = torch.randn(mebibytes * MIB // 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    half, y, expected = x[: x.numel() // 2].clone(), torch.empty_like(x), torch.empty(x.numel() // 2)
     gloo_reduce_scatter(expected, x)
     assert torch.equal(reduce_scatter(x, group), expected), "both must compute the same bits"
-
-    def repeated(case: str, ours: object, peer: object, **facts: object) -> Comparison:
-        steps = {"labkit": ours, "torch on gloo": peer}
-        found = interleave(case, steps, repetitions=repetitions, across_ranks=True, max_load=max_load)  # type: ignore[arg-type]
-        found.facts.update(facts)
-        return found
-
-    size, sent = f"{mebibytes} MiB", mebibytes * MIB
-    return [
-        repeated(
-            f"reduce-scatter, {size}",
-            lambda: reduce_scatter(x, group),
-            lambda: gloo_reduce_scatter(expected, x),
-            least_bytes_sent_by_a_rank=sent // 2,
-        ),
-        repeated(
-            f"all-reduce, {size}",
-            lambda: all_reduce(x, group, "max"),  # a maximum does not grow when it is repeated
-            lambda: dist.all_reduce(x, op=dist.ReduceOp.MAX),
-            least_bytes_sent_by_a_rank=sent,
-        ),
-        repeated(
-            f"all-gather, {size}",
-            lambda: all_gather(half, group),
-            lambda: gloo_all_gather(y, half),
-            least_bytes_sent_by_a_rank=sent // 2,
-        ),
-    ]
+    cases = {
+        "reduce-scatter": (lambda: reduce_scatter(x, group), lambda: gloo_reduce_scatter(expected, x)),
+        # A maximum does not grow when it is repeated.
+        "all-reduce": (lambda: all_reduce(x, group, "max"), lambda: dist.all_reduce(x, op=dist.ReduceOp.MAX)),
+        "all-gather": (lambda: all_gather(half, group), lambda: gloo_all_gather(y, half)),
+    }
+    steps = dict(zip(("labkit", "torch on gloo"), cases[operation], strict=True))
+    words = f"{operation}, {mebibytes} MiB"
+    found = interleave(words, steps, repetitions=repetitions, across_ranks=True, max_load=max_load)
+    found.facts["least_bytes_sent_by_a_rank"] = mebibytes * MIB // (1 if operation == "all-reduce" else 2)
+    return found
 
 
 def main() -> None:
@@ -75,7 +57,11 @@ def main() -> None:
     parser.add_argument("--max-load", type=float, default=2.0, help="load average above which times are not quoted")
     parser.add_argument("--dry-run", action="store_true", help="print only, store nothing")
     args = parser.parse_args()
-    comparisons = run(measure, 2, args.mebibytes, args.repetitions, args.max_load, timeout=300.0)[0]
+    sizes = (args.mebibytes, args.repetitions, args.max_load)
+    comparisons = [
+        until_quiet(lambda operation=operation: run(measure, 2, operation, *sizes, timeout=300.0)[0])
+        for operation in ("reduce-scatter", "all-reduce", "all-gather")
+    ]
     report(
         "reduce_scatter",
         comparisons,

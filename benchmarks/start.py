@@ -46,6 +46,7 @@ def task(rank, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)
     first_step()
+    dist.barrier()  # else gloo may abort the rank that ends last
     dist.destroy_process_group()
 if __name__ == "__main__":
     with socket.socket() as free:

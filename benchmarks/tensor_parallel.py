@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Comparison, interleave, report
+from harness import Comparison, interleave, report, until_quiet
 from torch import Tensor, nn
 
 SIZES = {"h64": (64, 4), "h256": (256, 8), "h768": (768, 12)}
@@ -170,7 +170,10 @@ def main() -> None:
     parser.add_argument("--max-load", type=float, default=2.0, help="load average above which times are not quoted")
     parser.add_argument("--dry-run", action="store_true", help="print only, store nothing")
     args = parser.parse_args()
-    comparisons = [run(measure, 2, case, args.repetitions, args.max_load, timeout=600.0)[0] for case in args.cases]
+    comparisons = [
+        until_quiet(lambda case=case: run(measure, 2, case, args.repetitions, args.max_load, timeout=600.0)[0])
+        for case in args.cases
+    ]
     report(
         "tensor_parallel",
         comparisons,
