@@ -19,7 +19,8 @@ def test_score_of_a_right_answer_and_its_repr() -> None:
 def test_failed_cases_are_sentences() -> None:
     lines = repr(check("01.groups", lambda order, sizes, token: [[0]])).splitlines()
     assert lines[0] == "01.groups: 0/8"
-    assert lines[1] == "  - Given tp 2, dp 2 and token tp, expected [[0, 1], [2, 3]], got [[0]]."
+    given = "order 'tp-dp', sizes {'tp': 2, 'dp': 2} and token 'tp'"
+    assert lines[1] == f"  - Given {given}, expected [[0, 1], [2, 3]], got [[0]]."
 
 
 @pytest.mark.parametrize("answer", [None, 3, "tp", lambda: None, [], exit, lambda *a: 1 / 0, lambda *a: exit(3)])
