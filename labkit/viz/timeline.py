@@ -52,6 +52,8 @@ def gantt(
     numbers: bool = False,
     strips: bool = True,
     row: str = "rank",
+    time_limit: float | None = None,
+    memory_limit: float | None = None,
 ) -> Figure:
     """Draw a simulated Timeline, or recorded Events.
 
@@ -60,6 +62,8 @@ def gantt(
     numbers: for Events, put the measured bubble and milliseconds into the sentence (they change from run to run).
     strips: draw waits, collectives and the like under what the rank computes.
     row: what a row is called; `stage` where ranks of one stage share it, so that its number is not a rank of the world.
+    time_limit, memory_limit: where the axes end, in the Timeline's unit (seconds for Events) and in activations. Pictures
+        with the same limits can be compared by eye; what lies beyond a limit is not shown. None fits the picture.
 
     The sentence is, for a Timeline, "1F1B, 4 stages, 8 microbatches: bubble 27.3%, peak 4 in flight". Raises ValueError
     where there is nothing to draw.
@@ -71,10 +75,11 @@ def gantt(
         height = len(rows.ranks) * (0.42 if len(rows.ranks) <= 8 else 0.24)
         fig = new_figure(_WIDTH, height + 0.9 + (1.5 if memory else 0))
         panels = _panels(fig, height + 0.5, memory)
-        _draw_rows(panels[0], rows, scale, strips=strips, width=rows.end * scale)
-        _finish(panels[0], _labels(rows, row), rows.end * scale)
+        end = (rows.end if time_limit is None else time_limit) * scale
+        _draw_rows(panels[0], rows, scale, strips=strips, width=end)
+        _finish(panels[0], _labels(rows, row), end)
         if memory:
-            _draw_memory(panels[1], rows, scale, _labels(rows, row))
+            _draw_memory(panels[1], rows, scale, _labels(rows, row), memory_limit)
         panels[-1].set_xlabel(unit)
         _legend(fig, rows, strips)
         sentence = _sentence_of(timeline, name) if predicted else _measured_sentence(rows, name, numbers, row)
@@ -299,13 +304,13 @@ def _peaks(rows: _Rows) -> list[int]:
     return [max(_in_flight(rows, rank)[1]) for rank in rows.ranks]
 
 
-def _draw_memory(axes: Axes, rows: _Rows, scale: float, labels: list[str]) -> None:
+def _draw_memory(axes: Axes, rows: _Rows, scale: float, labels: list[str], limit: float | None = None) -> None:
     for row, rank in enumerate(rows.ranks):
         times, counts = _in_flight(rows, rank)
         axes.step(np.array([*times, rows.end]) * scale, [*counts, counts[-1]], where="post",
                   color=SEQUENCE[row % len(SEQUENCE)], linewidth=1.4, label=labels[row])  # fmt: skip
     axes.set_ylabel("in flight")
-    axes.set_ylim(0, max(_peaks(rows)) + 0.5)
+    axes.set_ylim(0, max(_peaks(rows)) + 0.5 if limit is None else limit)
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     if len(rows.ranks) <= 8:
         axes.legend(loc="upper right", ncols=2)

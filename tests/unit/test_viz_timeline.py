@@ -120,6 +120,14 @@ def test_narrow_bars_go_without_labels_rather_than_with_illegible_ones():
     assert texts(gantt(simulate(one_f_one_b(8, 64)))) == []
 
 
+def test_fixed_axes_make_pictures_comparable():
+    for schedule in (one_f_one_b(2, 4), gpipe(4, 8)):
+        figure = gantt(simulate(schedule), memory=True, time_limit=50, memory_limit=10)
+        rows, memory = figure.fig.axes
+        assert rows.get_xlim() == memory.get_xlim() == (0, 50)
+        assert memory.get_ylim() == (0, 10)
+
+
 def test_nothing_to_draw_is_refused():
     with pytest.raises(ValueError, match="nothing to draw"):
         gantt([])
