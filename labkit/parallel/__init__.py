@@ -77,6 +77,7 @@ _EXPORTS = {
     ),
     "deallocation": ("custom_backward", "deallocate_output_tensor"),
     "data_parallel": ("NaiveDataParallel",),
+    "weight_grad_store": ("WeightGradStore",),
 }
 """Module -> the names that this package offers from it."""
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -171,6 +172,7 @@ if TYPE_CHECKING:
     from labkit.parallel.vocab import padded_vocab_size as padded_vocab_size
     from labkit.parallel.vocab import parallel_lm_logits as parallel_lm_logits
     from labkit.parallel.vocab import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from labkit.parallel.weight_grad_store import WeightGradStore as WeightGradStore
     from labkit.parallel.weights import gather_parameter as gather_parameter
     from labkit.parallel.weights import make_parameter as make_parameter
 

@@ -27,6 +27,7 @@ from labkit.parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from labkit.parallel.weight_grad_store import deferred
 from labkit.parallel.weights import make_parameter
 
 
@@ -68,7 +69,7 @@ class _ColumnLinear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-        ctx.plan, ctx.weight_parameter, ctx.has_bias = plan, weight, bias is not None
+        ctx.plan, ctx.parameters = plan, (weight, bias)
         ctx.save_for_backward(x, weight)
         with forward_scope(ctx, plan.group):
             whole = collectives.all_gather(x, plan.group) if plan.sequence_parallel else x
@@ -76,19 +77,25 @@ class _ColumnLinear(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        plan: LinearPlan = ctx.plan
+        plan, trained = ctx.plan, _trained(ctx)
         x, weight = ctx.saved_tensors
         grad, pending = grads[0], None
+
+        def gathered() -> Tensor:
+            return collectives.all_gather(x, plan.group) if plan.sequence_parallel else x
+
         with backward_scope(ctx):
-            regathering = collectives.all_gather_async(x, plan.group) if plan.sequence_parallel else None
+            later = deferred(trained, lambda: _parameter_gradients(plan, trained, grad, grad, gathered()))
+            regathers = plan.sequence_parallel and not later
+            regathering = collectives.all_gather_async(x, plan.group) if regathers else None
             if ctx.needs_input_grad[0]:
                 with span(f"{plan.name} input_grad", "input_grad"):
                     grad_x = grad @ weight
                 start = collectives.reduce_scatter_async if plan.sequence_parallel else collectives.all_reduce_async
                 pending = start(grad_x, plan.group)
             whole = x if regathering is None else regathering.wait()
-            grad_weight, grad_bias = _parameter_gradients(ctx, grad, grad, whole)
-            return None if pending is None else pending.wait(), grad_weight, grad_bias, None
+            now = (None, None) if later else _parameter_gradients(plan, trained, grad, grad, whole)
+            return None if pending is None else pending.wait(), *now, None
 
 
 class _RowLinear(Function):
@@ -103,7 +110,7 @@ class _RowLinear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-        ctx.plan, ctx.weight_parameter, ctx.has_bias = plan, weight, bias is not None
+        ctx.plan, ctx.parameters = plan, (weight, bias)
         ctx.save_for_backward(x, weight)
         partial = F.linear(x, weight)
         reduce = collectives.reduce_scatter if plan.sequence_parallel else collectives.all_reduce
@@ -113,7 +120,7 @@ class _RowLinear(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        plan: LinearPlan = ctx.plan
+        plan, trained = ctx.plan, _trained(ctx)
         x, weight = ctx.saved_tensors
         own, grad_x = grads[0], None
         with backward_scope(ctx):
@@ -121,19 +128,30 @@ class _RowLinear(Function):
             if ctx.needs_input_grad[0]:
                 with span(f"{plan.name} input_grad", "input_grad"):
                     grad_x = grad @ weight
-            grad_weight, grad_bias = _parameter_gradients(ctx, grad, own, x)
-        return grad_x, grad_weight, grad_bias, None
+            later = deferred(trained, lambda: _parameter_gradients(plan, trained, grad, own, x))
+            now = (None, None) if later else _parameter_gradients(plan, trained, grad, own, x)
+        return grad_x, *now, None
 
 
-def _parameter_gradients(ctx: Any, grad: Tensor, bias_grad: Tensor, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of weight and bias where they are wanted; `bias_grad` is the gradient of what the bias was added to."""
+Trained = tuple[Tensor | None, Tensor | None]
+"""Weight and bias, each None where it wants no gradient; or their gradients."""
+
+
+def _trained(ctx: Any) -> Trained:
+    weight, bias = ctx.parameters
     _, wants_weight, wants_bias, _ = ctx.needs_input_grad
+    return weight if wants_weight else None, bias if wants_bias else None
+
+
+def _parameter_gradients(plan: LinearPlan, trained: Trained, grad: Tensor, bias_grad: Tensor, x: Tensor) -> Trained:
+    """Gradients of weight and bias where they are wanted; `bias_grad` is the gradient of what the bias was added to."""
+    weight, bias = trained
     grad_weight = grad_bias = None
-    with span(f"{ctx.plan.name} weight_grad", "weight_grad"):
-        if wants_weight:
-            main_grad = getattr(ctx.weight_parameter, "main_grad", None) if ctx.plan.accumulate else None
+    with span(f"{plan.name} weight_grad", "weight_grad"):
+        if weight is not None:
+            main_grad = getattr(weight, "main_grad", None) if plan.accumulate else None
             grad_weight = weight_gradient(grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]), main_grad)
-        if ctx.has_bias and wants_bias:
+        if bias is not None:
             grad_bias = bias_grad.reshape(-1, bias_grad.shape[-1]).sum(0)
     return grad_weight, grad_bias
 

@@ -1,0 +1,129 @@
+"""Weight gradients put off: the half of a backward for which no other stage waits.
+
+The backward of a linear layer y = x W^T is two GEMMs of the same size: dx = dy W, which the stage before is waiting
+for, and dW = dy^T x, which only the optimizer needs. Zero-bubble schedules (arXiv 2401.10241) run the first as action I
+and fill their idle time with the second, action W.
+
+While a store is collecting, a layer's backward hands its weight gradient over as a closure (`deferred`) instead of
+computing it, and autograd sees no gradient for that parameter. W runs the closures. What is put off: the weights and
+biases of the linear layers, the output layer inside the fused loss, and the embedding table. Everything else (norms,
+position embeddings, a reader's own nn.Linear) gets its gradient in I, as autograd gives it.
+
+A closure keeps x and dy alive, so activations die with W. Communication that only dW needs (the sequence-parallel
+gather of x) moves into W with it; none is added. The all-reduce of dx has nothing left in I to hide behind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from labkit.parallel.ledger import Scope, comm_scope, current_scope
+
+Compute = Callable[[], Sequence[Tensor | None]]
+"""Gradients in the order of the parameters; None for one that was added to `main_grad` already."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    """One layer's weight gradients, and on whose behalf they will communicate."""
+
+    parameters: tuple[Tensor | None, ...]
+    compute: Compute
+    scope: Scope
+
+
+_collecting: list[_Deferred] | None = None
+"""What the running I has put off. Of the process, not of a thread: on a GPU autograd runs backward on its own."""
+
+
+def deferred(parameters: Sequence[Tensor | None], compute: Compute) -> bool:
+    """Called by a layer's backward: True if a store took `compute`, which then must not be run now.
+
+    parameters: whose gradients `compute` returns; None stands for one that needs none. A parameter that is not a leaf
+        is refused, because its gradient has to travel on through the graph.
+    """
+    if _collecting is None or not all(p is None or p.is_leaf for p in parameters):
+        return False
+    _collecting.append(_Deferred(tuple(parameters), compute, current_scope()))
+    return True
+
+
+class WeightGradStore:
+    """The weight gradients between an I and its W. Keys are (stage, microbatch), or whatever else names a backward."""
+
+    def __init__(self) -> None:
+        self._pending: dict[Hashable, list[_Deferred]] = {}
+
+    def __len__(self) -> int:
+        """How many backward passes still lack their W."""
+        return len(self._pending)
+
+    @property
+    def pending(self) -> tuple[Hashable, ...]:
+        """Their keys, oldest first."""
+        return tuple(self._pending)
+
+    @contextmanager
+    def collecting(self, key: Hashable) -> Iterator[None]:
+        """Run a backward inside, and the weight gradients wait for `run(key)`. A backward that raises leaves nothing.
+
+        Raises:
+            ValueError: `key` already waits for its W, or another I is running.
+        """
+        global _collecting
+        if key in self._pending:
+            raise ValueError(f"the input gradient of {key} was computed already: run its weight gradient (W) first")
+        if _collecting is not None:
+            raise ValueError(f"the input gradient of {key} was started inside that of another backward")
+        _collecting = taken = []
+        try:
+            yield
+        finally:
+            _collecting = None
+        self._pending[key] = taken
+
+    def run(self, key: Hashable) -> None:
+        """W: compute the gradients of `key` in the order in which its backward met them, and let its activations go.
+
+        They arrive as in a whole backward: bit for bit, in `main_grad` or `.grad`, with the hooks of the parameters.
+
+        Raises:
+            ValueError: no I of `key` has run, or its W has run already.
+        """
+        if key not in self._pending:
+            waiting = ", ".join(str(other) for other in list(self._pending)[:8]) or "none"
+            raise ValueError(
+                f"the weight gradient (W) of {key} runs once, after its input gradient (I); waiting for W: {waiting}"
+            )
+        taken = self._pending.pop(key)
+        uses = Counter(id(p) for item in taken for p in item.parameters if p is not None)
+        sums: dict[int, Tensor] = {}
+        taken.reverse()
+        with torch.no_grad():
+            while taken:
+                _run_one(taken.pop(), uses, sums)
+
+
+def _run_one(item: _Deferred, uses: Counter[int], sums: dict[int, Tensor]) -> None:
+    """Compute one layer's gradients; a parameter's are accumulated with its last use, as autograd does."""
+    with comm_scope(*item.scope):
+        gradients = item.compute()
+    for parameter, gradient in zip(item.parameters, gradients, strict=True):
+        if parameter is None:
+            continue
+        uses[id(parameter)] -= 1
+        earlier = sums.pop(id(parameter), None)
+        if earlier is not None:
+            gradient = earlier if gradient is None else earlier + gradient
+        if gradient is None:
+            continue
+        if uses[id(parameter)]:
+            sums[id(parameter)] = gradient
+        else:
+            torch.autograd.backward(parameter, gradient)  # of a leaf: adds to .grad and calls its hooks
