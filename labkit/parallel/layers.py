@@ -166,6 +166,35 @@ def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Li
     return _RowLinear.apply(x, weight, bias, plan)  # type: ignore[no-any-return]
 
 
+class _Lookup(Function):
+    """Rows of a table: a linear layer whose inputs are one-hot rows that nobody makes. The ids have no gradient.
+
+    forward   y_n = W[id_n]                           [..] -> [.., I]
+    wgrad     dW_v = sum of the dy_n with id_n = v    [.., I] -> [O, I], dense
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, name: str) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.parameter, ctx.name = weight, name
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (ids,), parameter, name = ctx.saved_tensors, ctx.parameter, ctx.name
+
+        def wgrad() -> tuple[Tensor]:
+            with span(f"{name} weight_grad", "weight_grad"):
+                return (torch.ops.aten.embedding_dense_backward(grads[0], ids, parameter.shape[0], -1, False),)
+
+        return None, None if deferred((parameter,), wgrad) else wgrad()[0], None
+
+
+def table_lookup(ids: Tensor, weight: Tensor, name: str) -> Tensor:
+    """The rows of `weight` [O, I] that `ids` name, [.., I]: `F.embedding` whose gradient can be put off to W."""
+    return _Lookup.apply(ids, weight, name)  # type: ignore[no-any-return]
+
+
 def _check_divides(name: str, what: str, size: int, group: Group, stride: int = 1) -> None:
     if size % (group.size * stride):
         raise ValueError(

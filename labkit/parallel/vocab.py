@@ -23,9 +23,10 @@ from torch.autograd import Function
 from labkit.events import span
 from labkit.parallel import collectives
 from labkit.parallel.groups import Group
-from labkit.parallel.layers import LinearPlan, column_parallel_linear, weight_gradient
+from labkit.parallel.layers import LinearPlan, column_parallel_linear, table_lookup, weight_gradient
 from labkit.parallel.ledger import comm_scope
 from labkit.parallel.mappings import backward_scope, forward_scope, reduce_from_tensor_model_parallel_region
+from labkit.parallel.weight_grad_store import deferred
 from labkit.parallel.weights import make_parameter
 
 CACHE_ELEMENTS = 1 << 18
@@ -129,12 +130,13 @@ class VocabParallelEmbedding(nn.Module):
         """tokens [..] -> [.., H]. TokenIdError for an id outside the vocabulary."""
         check_token_ids(tokens, self.vocab_size)
         if self.group.size == 1:
-            return F.embedding(tokens, self.weight)
+            return table_lookup(tokens, self.weight, self.name)
         rows = self.weight.shape[0]
         local = tokens - self.group.rank * rows
         foreign = (local < 0) | (local >= rows)
         with comm_scope(layer=self.name):
-            own = F.embedding(local.masked_fill(foreign, 0), self.weight).masked_fill(foreign.unsqueeze(-1), 0.0)
+            own = table_lookup(local.masked_fill(foreign, 0), self.weight, self.name)
+            own = own.masked_fill(foreign.unsqueeze(-1), 0.0)
             return reduce_from_tensor_model_parallel_region(own, self.group)
 
 
@@ -323,27 +325,49 @@ class _LinearCrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         hidden_NH, weight_VH, exp_NV, scale_N = ctx.saved_tensors
-        shard: _Shard = ctx.shard
-        grad_N = grads[0].reshape(-1)
-        real_VH = weight_VH[: shard.columns]
+        shard, plan, grad_N = ctx.shard, ctx.plan, grads[0].reshape(-1)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden_NH) if wants_hidden else None
-        main_grad = getattr(ctx.weight_parameter, "main_grad", None) if ctx.plan.accumulate else None
-        target = main_grad if main_grad is not None else (torch.zeros_like(weight_VH) if wants_weight else None)
-        pending = []
+        parameter = ctx.weight_parameter
+        chunks = _chunks(hidden_NH.shape[0], shard.columns, GRADIENT_ELEMENTS, 256)
+
+        def dlogits(rows: slice) -> Tensor:
+            return _logit_gradient(exp_NV[rows], scale_N, grad_N, shard, rows).to(hidden_NH.dtype)
+
+        def wgrad(rows: slice, dlogits_NV: Tensor, into_VH: Tensor) -> None:
+            with span(f"{plan.name} weight_grad", "weight_grad"):
+                weight_gradient(dlogits_NV, hidden_NH[rows], into_VH[: shard.columns])
+
+        def all_wgrad() -> tuple[Tensor | None]:
+            """Makes the logit gradients again from the exponentials, which takes no GEMM."""
+            target, returned = _accumulator(parameter, plan)
+            for rows in chunks:
+                wgrad(rows, dlogits(rows), target)
+            return (returned,)
+
+        pending, grad_hidden = [], torch.empty_like(hidden_NH) if wants_hidden else None
         with backward_scope(ctx):
-            for rows in _chunks(hidden_NH.shape[0], shard.columns, GRADIENT_ELEMENTS, 256):
-                dlogits = _logit_gradient(exp_NV[rows], scale_N, grad_N, shard, rows).to(hidden_NH.dtype)
+            now = wants_weight and not deferred((parameter,), all_wgrad)
+            target, returned = _accumulator(parameter, plan) if now else (None, None)
+            for rows in chunks:
+                dlogits_NV = dlogits(rows)
                 if grad_hidden is not None:
-                    with span(f"{ctx.plan.name} input_grad", "input_grad"):
-                        torch.mm(dlogits, real_VH, out=grad_hidden[rows])
+                    with span(f"{plan.name} input_grad", "input_grad"):
+                        torch.mm(dlogits_NV, weight_VH[: shard.columns], out=grad_hidden[rows])
                     pending.append(collectives.all_reduce_async(grad_hidden[rows], shard.group))
                 if target is not None:
-                    with span(f"{ctx.plan.name} weight_grad", "weight_grad"):
-                        weight_gradient(dlogits, hidden_NH[rows], target[: shard.columns])
+                    wgrad(rows, dlogits_NV, target)
             for transfer in pending:
                 transfer.wait()
-        return grad_hidden, None if main_grad is not None else target, None, None
+        return grad_hidden, returned, None, None
+
+
+def _accumulator(parameter: Tensor, plan: LinearPlan) -> tuple[Tensor, Tensor | None]:
+    """Where a weight gradient is added up, and what autograd is given of it: nothing where that is `main_grad`."""
+    main_grad: Tensor | None = getattr(parameter, "main_grad", None) if plan.accumulate else None
+    if main_grad is not None:
+        return main_grad, None
+    zeros = torch.zeros_like(parameter)
+    return zeros, zeros
 
 
 def linear_cross_entropy(
