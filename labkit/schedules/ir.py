@@ -112,7 +112,7 @@ class Schedule:
         self.name = name
         self.num_stages = num_stages
         self.num_microbatches = num_microbatches
-        self.stages, self.kinds, self.microbatches, self.offsets = stages, kinds, microbatches, offsets
+        self.stages, self.kinds, self.microbatches, self.offsets = map(_read_only, (stages, kinds, microbatches, offsets))
         if num_stages < 1 or num_microbatches < 1 or len(offsets) < 2:
             raise ScheduleError(
                 f"a schedule needs at least one rank, stage and microbatch; given {len(offsets) - 1} ranks, "
@@ -121,17 +121,22 @@ class Schedule:
         empty = np.flatnonzero(np.diff(offsets) == 0)
         if len(empty):
             raise ScheduleError(f"rank {empty[0]} has no action: give every rank at least one stage to run")
-        outside = np.flatnonzero(
-            (stages < 0) | (stages >= num_stages) | (microbatches < 0) | (microbatches >= num_microbatches)
-        )
-        if len(outside):
-            rank, position = self.locate(int(outside[0]))
+        inside = [0 <= column.min() and column.max() < size for column, size in self._sized_columns()]
+        if not all(inside):
+            wrong = [(column < 0) | (column >= size) for column, size in self._sized_columns()]
+            index = int(np.flatnonzero(wrong[0] | wrong[1])[0])
+            rank, position = self.locate(index)
             raise ScheduleError(
-                f"rank {rank}, position {position}: {self.actions(rank)[position]} is outside {num_stages} stages and "
+                f"rank {rank}, position {position}: {self.action(index)} is outside {num_stages} stages and "
                 f"{num_microbatches} microbatches (both count from 0)"
             )
-        self.ranks = np.repeat(np.arange(self.pp, dtype=np.int32), np.diff(offsets))
-        self._placement = _majority_rank(stages, self.ranks, num_stages, self.pp)
+        self.ranks = _read_only(np.repeat(np.arange(self.pp, dtype=np.int32), np.diff(offsets)))
+        self.placement_of_stages = _read_only(_majority_rank(stages, self.ranks, num_stages, self.pp))
+        """Rank of each stage (S,)."""
+        self._placement = self.placement_of_stages
+
+    def _sized_columns(self) -> tuple[tuple[np.ndarray, int], tuple[np.ndarray, int]]:
+        return (self.stages, self.num_stages), (self.microbatches, self.num_microbatches)
 
     @property
     def pp(self) -> int:
@@ -152,7 +157,7 @@ class Schedule:
         pairs = ((self.offsets, other.offsets), (self.stages, other.stages), (self.kinds, other.kinds))
         return all(np.array_equal(a, b) for a, b in (*pairs, (self.microbatches, other.microbatches)))
 
-    __hash__ = None  # type: ignore[assignment]  # equal by content, and the columns are mutable arrays
+    __hash__ = None  # type: ignore[assignment]  # equal by content, which is too long to hash
 
     def __repr__(self) -> str:
         return (
@@ -169,6 +174,10 @@ class Schedule:
             raise ValueError(f"rank {rank} is not in this schedule: it has ranks 0 to {self.pp - 1}")
         return list(self._iterate(rank))
 
+    def action(self, index: int) -> Action:
+        """The action at `index` of the columns."""
+        return Action(int(self.stages[index]), KINDS[self.kinds[index]], int(self.microbatches[index]))
+
     def _iterate(self, rank: int) -> Iterator[Action]:
         part = slice(self.offsets[rank], self.offsets[rank + 1])
         columns = (self.stages[part].tolist(), self.kinds[part].tolist(), self.microbatches[part].tolist())
@@ -181,11 +190,11 @@ class Schedule:
 
     def placement(self, stage: int) -> int:
         """The rank that runs `stage` (where a broken schedule has it on several, the one with most of its actions)."""
-        return int(self._placement[stage])
+        return int(self.placement_of_stages[stage])
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages on `rank` in ascending order; a stage's position here is its model chunk."""
-        return np.flatnonzero(self._placement == rank).tolist()
+        return np.flatnonzero(self.placement_of_stages == rank).tolist()
 
     def chunk(self, stage: int) -> int:
         """Model chunk of `stage` on its rank."""
@@ -233,11 +242,16 @@ def _parse_cell(cell: str, row: int, column: int) -> Action:
 
 def _majority_rank(stages: np.ndarray, ranks: np.ndarray, num_stages: int, pp: int) -> np.ndarray:
     """Rank of each stage (S,): the one with most of its actions; a stage that nobody runs falls to stage mod pp."""
-    keys, counts = np.unique(stages.astype(np.int64) * pp + ranks, return_counts=True)
-    placement = np.arange(num_stages) % pp
-    by_count = np.argsort(counts, kind="stable")  # ascending, so the largest count is written last
-    placement[keys[by_count] // pp] = keys[by_count] % pp
-    return placement
+    counts = np.bincount(stages * np.int64(pp) + ranks, minlength=num_stages * pp).reshape(num_stages, pp)
+    nobody = counts.sum(axis=1) == 0
+    return np.where(nobody, np.arange(num_stages) % pp, pp - 1 - counts[:, ::-1].argmax(axis=1)).astype(np.int32)
+
+
+def _read_only(column: np.ndarray) -> np.ndarray:
+    """The same memory; what has been derived from a schedule's columns must stay true."""
+    column = column.view()
+    column.flags.writeable = False
+    return column
 
 
 def grid(schedule: Schedule, marks: dict[tuple[int, int], str] | None = None, *, limit: int = 24) -> str:
