@@ -39,6 +39,7 @@ def execute(arguments: Arguments) -> int:
     if timeout is not None and timeout <= 0:
         arguments.problems.append(f"--timeout {timeout:g}: must be above 0; leave it out for no limit")
     arguments.refuse([*config.problems(world_size), *config.not_yet_trainable()])
+    assert world_size is not None, "a sound layout has a smallest world"
     config = prepared(COMMAND, arguments, [world_size])
     p = config.parallel
     dp, microbatches = config.data_parallel_size(world_size), config.num_microbatches(world_size)
@@ -61,8 +62,8 @@ def device_problems(device: str) -> list[str]:
     return [f"--device {shown(device)}: must be one of {', '.join(DEVICES)}{nearest(device, DEVICES)}"]
 
 
-def ranks_to_use(arguments: Arguments) -> int:
-    """--nproc, or torchrun's number of ranks, or the fewest that the layout allows."""
+def ranks_to_use(arguments: Arguments) -> int | None:
+    """--nproc, or torchrun's number of ranks, or the fewest that the layout allows; None where that has no answer."""
     asked = arguments.options["nproc"]
     if started_by_torchrun():
         started = int(os.environ["WORLD_SIZE"])
@@ -71,7 +72,7 @@ def ranks_to_use(arguments: Arguments) -> int:
         return started
     if asked is not None:
         return asked
-    return 1 if arguments.config.problems() else arguments.config.parallel.smallest_world_size
+    return None if arguments.config.problems() else arguments.config.parallel.smallest_world_size
 
 
 def launch(

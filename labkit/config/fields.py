@@ -68,6 +68,7 @@ ALIASES: dict[str, str] = {
     "expert_model_parallel_size": "parallel.ep",
     "expert_tensor_parallel_size": "parallel.etp",
     "pipeline_model_parallel_split_rank": "parallel.split_rank",
+    "pipeline_model_parallel_layout": "parallel.pipeline_layout",
     "microbatch_group_size_per_vp_stage": "schedule.microbatch_group_size",
     "microbatch_group_size_per_virtual_pipeline_stage": "schedule.microbatch_group_size",
     "num_moe_experts": "moe.num_experts",

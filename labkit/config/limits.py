@@ -17,7 +17,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.activation": ("gelu", "gelu_tanh", "swiglu"),
     "model.transformer_impl": ("local", "transformer_engine"),
     "parallel.distributed_backend": ("auto", "gloo", "nccl"),
-    "schedule.name": ("auto", "gpipe", "1f1b"),
+    "schedule.name": ("auto", "gpipe", "1f1b", "interleaved", "zero_bubble_h1", "zbv", "dualpipe_v"),
     "moe.dispatcher": ("allgather", "alltoall"),
     "graph.cuda_graph_impl": ("none", "local", "transformer_engine", "emulated"),
     "optim.lr_schedule": ("constant", "cosine", "linear", "inverse-square-root", "wsd"),
@@ -25,6 +25,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "optim.precision": ("fp32", "bf16", "fp64"),
 }
 """Words that a field may hold."""
+
+CHUNKS: dict[str, int] = {"gpipe": 1, "1f1b": 1, "zero_bubble_h1": 1, "zbv": 2, "dualpipe_v": 2}
+"""Model chunks a rank of the schedules that fix their number; the others run `parallel.vpp`."""
 
 GRAPH_SCOPES = ("full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 """Parts of a layer that `graph.cuda_graph_scope` may name."""

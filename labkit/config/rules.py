@@ -13,43 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 from labkit.config.errors import nearest, shown
 from labkit.config.fields import SPECS, BadValueError, convert
+from labkit.config.findings import Findings, divisors, up
 from labkit.config.limits import AXES, CHOICES, COUNT, FILES, GRAPH_SCOPES, RANGES
+from labkit.config.pipeline_rules import microbatch_rules, pipeline_rules, split_rules
 from labkit.config.sections import ParallelConfig
 
 if TYPE_CHECKING:
     from labkit.config.run_config import RunConfig
 
 
-class _Findings:
-    """Problems so far, and which fields are known to be bad."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
-        self.problems: list[str] = []
-        self._bad: set[str] = set()
-
-    def add(self, name: str, rule: str, *, value: Any = ...) -> None:
-        """Note that `name` breaks `rule`; `value` where it is no field of the configuration."""
-        given = self.values[name] if value is ... else value
-        self.problems.append(f"{name} = {shown(given)}: {rule}")
-        self._bad.add(name)
-
-    def get(self, *names: str) -> list[Any] | None:
-        """The values of `names`, or None where one of them is bad."""
-        return [self.values[n] for n in names] if self._bad.isdisjoint(names) else None
-
-    def sound(self, name: str) -> bool:
-        """Whether nothing is known against `name`."""
-        return name not in self._bad
-
-
 def problems(config: RunConfig, world_size: int | None = None) -> list[str]:
     """Every broken rule of `config`, for `world_size` ranks where that is given."""
-    found = _Findings(_flat(config))
+    found = Findings(_flat(config))
     _single_fields(found)
     _model(found)
     _layout(found, world_size)
-    _pipeline(found)
+    pipeline_rules(found)
     _experts_and_graphs(found)
     _optimizer(found)
     _batches(found, world_size)
@@ -61,7 +40,7 @@ def layout_problems(parallel: ParallelConfig, world_size: int | None = None) -> 
     """Every broken rule of a layout by itself, without a model."""
     from labkit.config.run_config import RunConfig
 
-    found = _Findings(_flat(RunConfig(parallel=parallel)))
+    found = Findings(_flat(RunConfig(parallel=parallel)))
     _single_fields(found)
     _layout(found, world_size)
     return found.problems
@@ -71,7 +50,7 @@ def _flat(config: RunConfig) -> dict[str, Any]:
     return {dotted: getattr(getattr(config, spec.section), spec.name) for dotted, spec in SPECS.items()}
 
 
-def _single_fields(found: _Findings) -> None:
+def _single_fields(found: Findings) -> None:
     for dotted, spec in SPECS.items():
         value = found.values[dotted]
         try:
@@ -89,21 +68,15 @@ def _single_fields(found: _Findings) -> None:
             found.add(dotted, "no such file; give an existing file or leave it out")
 
 
-def _divisors(number: int) -> str:
-    """Divisors up to 64 as words, for advice: `1, 2 or 4`."""
-    found = [str(d) for d in range(1, min(number, 64) + 1) if number % d == 0]
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
-
-
-def _model(found: _Findings) -> None:
+def _model(found: Findings) -> None:
     """Heads divide the width, and everything that tensor parallelism splits is a multiple of tp."""
     if (got := found.get("model.hidden", "model.heads")) and got[0] % got[1]:
-        found.add("model.hidden", f"must be a multiple of model.heads = {got[1]}; try {_up(got[0], got[1])}")
+        found.add("model.hidden", f"must be a multiple of model.heads = {got[1]}; try {up(got[0], got[1])}")
     elif got and found.values["model.position"] == "rope" and (got[0] // got[1]) % 2:
         rule = f"rotary position encoding turns pairs, so hidden / heads = {got[0] // got[1]} must be even"
         found.add("model.position", f"{rule}; change model.heads or model.hidden")
     if (got := found.get("model.heads", "model.kv_heads")) and got[1] is not None and got[0] % got[1]:
-        found.add("model.kv_heads", f"must divide model.heads = {got[0]}; choose {_divisors(got[0])}")
+        found.add("model.kv_heads", f"must divide model.heads = {got[0]}; choose {divisors(got[0])}")
     tp = found.values["parallel.tp"]
     if not found.sound("parallel.tp"):
         return
@@ -111,28 +84,23 @@ def _model(found: _Findings) -> None:
         value = found.values[name]
         if found.sound(name) and value is not None and value % tp:
             rule = f"must be a multiple of parallel.tp = {tp}, which splits it over ranks"
-            found.add(name, f"{rule}; choose tp from {_divisors(value)}, or {name} = {_up(value, tp)}")
+            found.add(name, f"{rule}; choose tp from {divisors(value)}, or {name} = {up(value, tp)}")
     # The MLP's usual width, 4 x hidden, follows: heads divides hidden and tp divides heads.
     _sequence(found)
 
 
-def _sequence(found: _Findings) -> None:
+def _sequence(found: Findings) -> None:
     got = found.get("model.seq_length", "parallel.cp", "parallel.sequence_parallel", "parallel.tp")
     if got is None:
         return
     length, cp, sequence_parallel, tp = got
     if cp > 1 and length % (2 * cp):
         rule = f"must be a multiple of 2 x cp = {2 * cp}: context parallelism cuts a sequence into 2 x cp chunks"
-        found.add("model.seq_length", f"{rule}; try {_up(length, 2 * cp)}")
+        found.add("model.seq_length", f"{rule}; try {up(length, 2 * cp)}")
     elif sequence_parallel and (length // cp) % tp:
         part = f"seq_length / cp = {length // cp}" if cp > 1 else "it"
         rule = f"with parallel.sequence_parallel {part} must be a multiple of parallel.tp = {tp}"
-        found.add("model.seq_length", f"{rule}; try {_up(length, math.lcm(2 * cp, cp * tp) if cp > 1 else tp)}")
-
-
-def _up(value: int, multiple: int) -> int:
-    """The next multiple that is not below `value`."""
-    return -(-value // multiple) * multiple
+        found.add("model.seq_length", f"{rule}; try {up(length, math.lcm(2 * cp, cp * tp) if cp > 1 else tp)}")
 
 
 def order_problem(order: str, sizes: Mapping[str, int]) -> str:
@@ -151,7 +119,7 @@ def order_problem(order: str, sizes: Mapping[str, int]) -> str:
     return ""
 
 
-def _layout(found: _Findings, world_size: int | None) -> None:
+def _layout(found: Findings, world_size: int | None) -> None:
     """The world factors into both generators' sizes, and the order string names every axis in use."""
     sizes = found.get("parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep", "parallel.etp")
     world_problem = world_size_problem(world_size)
@@ -179,10 +147,10 @@ def _layout(found: _Findings, world_size: int | None) -> None:
             found.add("parallel.order", problem)
         elif world_size is not None and found.sound("world_size") and pp > 1:
             _same_pipelines(found, order.lower(), {"tp": tp, "cp": cp, "dp": dp}, {"tp": etp, "ep": ep, "dp": edp})
-    _split(found, pp)
+    split_rules(found, pp)
 
 
-def _same_pipelines(found: _Findings, order: str, dense: dict[str, int], expert: dict[str, int]) -> None:
+def _same_pipelines(found: Findings, order: str, dense: dict[str, int], expert: dict[str, int]) -> None:
     """Both generators must give the same pipeline groups. For pp > 1 they do exactly if pp has one stride in both:
     a rank's group is then fixed by (rank // (stride pp), rank % stride)."""
     faster = order.split("-")[: order.split("-").index("pp")]
@@ -194,13 +162,6 @@ def _same_pipelines(found: _Findings, order: str, dense: dict[str, int], expert:
         found.add("parallel.order", f"{rule} {stride} ranks apart in one and {expert_stride} in the other; {advice}")
 
 
-def _split(found: _Findings, pp: int) -> None:
-    if (got := found.get("parallel.split_rank")) and got[0] is not None and got[0] >= pp:
-        advice = f"choose 1 to {pp - 1}" if pp > 1 else "leave it out, or set parallel.pp"
-        name = "parallel.split_rank"
-        found.add(name, f"must be below parallel.pp = {pp}, so that both halves have stages; {advice}")
-
-
 def world_size_problem(world_size: object) -> str:
     """The rule that a world size breaks by itself, or an empty string; None is no world size at all."""
     if world_size is None:
@@ -210,52 +171,14 @@ def world_size_problem(world_size: object) -> str:
     return COUNT.broken(world_size)
 
 
-def _pipeline(found: _Findings) -> None:
-    got = found.get("model.layers", "parallel.pp", "parallel.vpp", "parallel.standalone_embedding_stage")
-    if got is not None:
-        _stages(found, *got)
-    if (got := found.get("schedule.overlap_p2p_comm", "schedule.batch_p2p_comm", "parallel.vpp")) and got[0]:
-        if got[1]:
-            rule = (
-                "a batch is waited for as a whole, so it cannot overlap; set this or schedule.batch_p2p_comm to false"
-            )
-            found.add("schedule.overlap_p2p_comm", rule)
-        elif got[2] == 1:
-            rule = "only the interleaved schedule overlaps sends with computation"
-            found.add("schedule.overlap_p2p_comm", f"{rule}; set parallel.vpp above 1, or this to false")
-    if found.values["schedule.use_ring_exchange_p2p"] is True:
-        rule = "torch has no ring exchange (it was a patched build of NVIDIA's); use batch_p2p_comm"
-        found.add("schedule.use_ring_exchange_p2p", rule)
-    got = found.get("schedule.name", "schedule.path", "parallel.vpp")
-    if got and got[0] != "auto" and got[1] is None and got[2] > 1:
-        rule = f"runs one model chunk a rank, but parallel.vpp = {got[2]}; use auto, or vpp = 1"
-        found.add("schedule.name", rule)
-
-
-def _stages(found: _Findings, layers: int, pp: int, vpp: int, standalone: bool) -> None:
-    if vpp > 1 and pp == 1:
-        rule = "model chunks are interleaved over pipeline stages, so it needs parallel.pp above 1"
-        found.add("parallel.vpp", f"{rule}; set pp, or vpp = 1")
-    elif standalone and pp == 1:
-        rule = "a first stage without layers needs a second one; set parallel.pp above 1, or this to false"
-        found.add("parallel.standalone_embedding_stage", rule)
-    elif standalone and layers % ((pp - 1) * vpp):
-        words = f"(pp - 1) x vpp = {pp - 1} x {vpp} = {(pp - 1) * vpp}" if vpp > 1 else f"pp - 1 = {pp - 1}"
-        rule = f"must be a multiple of {words}: the standalone embedding stage holds no layer"
-        found.add("model.layers", f"{rule}; try {_up(layers, (pp - 1) * vpp)}")
-    elif not standalone and layers % (pp * vpp):
-        words = f"pp x vpp = {pp} x {vpp} = {pp * vpp}" if vpp > 1 else f"parallel.pp = {pp}"
-        found.add("model.layers", f"must be a multiple of {words}; try {_up(layers, pp * vpp)}")
-
-
-def _experts_and_graphs(found: _Findings) -> None:
+def _experts_and_graphs(found: Findings) -> None:
     if got := found.get("moe.num_experts", "moe.top_k", "parallel.ep"):
         experts, top_k, ep = got
         if experts and top_k > experts:
             found.add("moe.top_k", f"must be at most moe.num_experts = {experts}; choose 1 to {experts}")
         if experts and experts % ep:
             rule = f"must be a multiple of parallel.ep = {ep}"
-            found.add("moe.num_experts", f"{rule}; choose ep from {_divisors(experts)}")
+            found.add("moe.num_experts", f"{rule}; choose ep from {divisors(experts)}")
         elif not experts and ep > 1:
             found.add("parallel.ep", "splits experts, but moe.num_experts = 0; set the number of experts, or ep = 1")
     if (got := found.get("graph.cuda_graph_scope")) and (rule := _scope_rule(got[0])):
@@ -284,7 +207,7 @@ def _scope_rule(scope: tuple[str, ...]) -> str:
     return ""
 
 
-def _optimizer(found: _Findings) -> None:
+def _optimizer(found: Findings) -> None:
     if (got := found.get("optim.min_lr", "optim.lr")) and got[0] > got[1]:
         found.add("optim.min_lr", f"must be at most optim.lr = {got[1]:g}, from which the rate decays")
     got = found.get("optim.warmup_steps", "optim.decay_steps", "train.steps")
@@ -305,42 +228,28 @@ def _optimizer(found: _Findings) -> None:
             found.add("optim.wsd_decay_steps", f"{rule}; shorten the tail")
 
 
-def _batches(found: _Findings, world_size: int | None) -> None:
+def _batches(found: Findings, world_size: int | None) -> None:
     got = found.get("train.global_batch_size", "train.micro_batch_size")
     if got is None:
         return
     batch, micro = got
     if batch % micro:
-        rule = f"must be a multiple of train.micro_batch_size = {micro}; try {_up(batch, micro)}"
+        rule = f"must be a multiple of train.micro_batch_size = {micro}; try {up(batch, micro)}"
         found.add("train.global_batch_size", rule)
         return
-    layout = found.get("parallel.tp", "parallel.cp", "parallel.pp", "parallel.vpp", "schedule.microbatch_group_size")
+    layout = found.get("parallel.tp", "parallel.cp", "parallel.pp")
     if world_size is None or layout is None or not found.sound("world_size"):
         return
-    tp, cp, pp, vpp, group = layout
+    tp, cp, pp = layout
     dp = world_size // (tp * cp * pp)
     if batch % (micro * dp):
         rule = f"must be a multiple of micro_batch_size x dp = {micro} x {dp} = {micro * dp}"
-        found.add("train.global_batch_size", f"{rule}; try {_up(batch, micro * dp)}")
-    elif vpp > 1 and found.sound("parallel.vpp"):
-        _interleaving(found, pp, batch // (micro * dp), group)
+        found.add("train.global_batch_size", f"{rule}; try {up(batch, micro * dp)}")
+    else:
+        microbatch_rules(found, batch // (micro * dp))
 
 
-def _interleaving(found: _Findings, pp: int, microbatches: int, group: int | None) -> None:
-    """Group size N of the interleaved schedule: pp <= N <= M, and M mod N is 0 or at least pp."""
-    size, rule = group or pp, ""
-    if size < pp:
-        rule = f"must be at least parallel.pp = {pp}, or a stage waits for a microbatch that is behind it"
-    elif size > microbatches:
-        rule = f"must be at most the {microbatches} microbatches of a step; raise train.global_batch_size"
-    elif 0 < microbatches % size < pp:
-        left = microbatches % size
-        rule = f"leaves a last group of {left} of {microbatches} microbatches, which must be none or at least pp = {pp}"
-    if rule:
-        found.add("schedule.microbatch_group_size", f"{rule} (None means pp = {pp})", value=group)
-
-
-def _data(found: _Findings) -> None:
+def _data(found: Findings) -> None:
     if got := found.get("data.split", "train.eval_steps"):
         try:
             shares = [float(part) for part in got[0].split(",")]

@@ -69,7 +69,8 @@ class ParallelConfig:
     pp: int = 1
     """Pipeline parallel size (stages on different ranks)."""
     vpp: int = 1
-    """Virtual pipeline size: model chunks on each rank."""
+    """Virtual pipeline size: model chunks on each rank. Schedules that fix this number (zbv, dualpipe_v, a file) take
+    1 for it as well."""
     cp: int = 1
     """Context parallel size."""
     ep: int = 1
@@ -85,7 +86,10 @@ class ParallelConfig:
     split_rank: int | None = None
     """First pipeline rank of the decoder in an encoder-decoder model."""
     standalone_embedding_stage: bool = False
-    """The first stage holds the embedding and no layer."""
+    """The first stage holds the embedding and no layer; the others share the layers."""
+    pipeline_layout: str | None = None
+    """What each stage holds, as in `Ettt|tttt|tttt|tttL`: E embedding, t a layer, L final norm and loss, | between
+    stages; `t*3` and `(tt|)*2` repeat. None shares the layers equally."""
     distributed_backend: str = "auto"
     """`auto` (nccl where each rank has a GPU of its own, gloo otherwise), `gloo` or `nccl`."""
     distributed_timeout_minutes: float = 10.0
@@ -103,13 +107,15 @@ class ScheduleConfig:
     """How microbatches move through the pipeline."""
 
     name: str = "auto"
-    """`auto`, `gpipe` or `1f1b`; auto is 1f1b."""
+    """`auto`, `gpipe`, `1f1b`, `interleaved`, `zero_bubble_h1`, `zbv` or `dualpipe_v`; auto is 1f1b, or interleaved
+    where parallel.vpp is above 1."""
     path: str | None = None
     """A CSV file with a schedule of one's own; takes the place of `name`."""
     microbatch_group_size: int | None = None
     """Microbatches a rank runs on one chunk before the next (interleaving); None means pp."""
     overlap_p2p_comm: bool = False
-    """Post receives ahead and let sends run behind the computation."""
+    """Post receives ahead and let sends run behind the computation, whatever batch_p2p_comm leaves open; only for the
+    interleaved schedule."""
     batch_p2p_comm: bool | None = None
     """Transfers between stages: true issues those of a step as one batch, false one by one, even and odd ranks in
     opposite order; null posts receives ahead and lets sends run behind the computation."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 _EXPORTS = {
     "convert": ("full_state_from_hugging_face", "load_full_state", "model_config_from_hugging_face"),
     "gpt": ("build_model_chunks", "GPTModel"),
-    "placement": ("stage_layers",),
+    "placement": ("stage_contents", "stage_layers"),
 }
 """Module -> the names that this package offers from it."""
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from labkit.models.convert import model_config_from_hugging_face as model_config_from_hugging_face
     from labkit.models.gpt import GPTModel as GPTModel
     from labkit.models.gpt import build_model_chunks as build_model_chunks
+    from labkit.models.placement import stage_contents as stage_contents
     from labkit.models.placement import stage_layers as stage_layers
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from labkit.config import ModelConfig, RunConfig
-from labkit.models.placement import stage_layers
+from labkit.models.placement import stage_contents
+from labkit.schedules import Schedule, build_schedule
 
 
 def kv_width(model: ModelConfig) -> int:
@@ -80,26 +81,27 @@ def model_parameters(model: ModelConfig) -> int:
     return unpadded + positions + model.layers * layer_parameters(model) + norm_parameters(model)
 
 
-def rank_parameters(config: RunConfig, *, pp_rank: int = 0) -> int:
-    """Of all chunks of a rank of pipeline stage `pp_rank`."""
-    parallel = config.parallel
-    total = 0
-    for chunk in range(parallel.vpp):
-        held = stage_layers(
-            config.model.layers,
-            pp=parallel.pp,
-            pp_rank=pp_rank,
-            vpp=parallel.vpp,
-            chunk=chunk,
-            standalone_embedding_stage=parallel.standalone_embedding_stage,
+def rank_parameters(config: RunConfig, *, pp_rank: int = 0, schedule: Schedule | None = None) -> int:
+    """Of all chunks of pipeline rank `pp_rank` under `schedule`; None means the one that the config names.
+
+    Where first and last stage are on one rank, the tied weight is there once.
+    """
+    parallel, model = config.parallel, config.model
+    if schedule is None:
+        microbatches = config.num_microbatches(parallel.smallest_world_size)
+        schedule = build_schedule(config.schedule, pp=parallel.pp, vpp=parallel.vpp, microbatches=microbatches)
+    contents = stage_contents(config, schedule.num_stages)
+    held = [contents[stage] for stage in schedule.stages_of(pp_rank)]
+    total = sum(
+        stage_parameters(
+            model, layers=len(stage.layers), pre_process=stage.embedding, post_process=stage.loss, tp=parallel.tp
         )
-        total += stage_parameters(
-            config.model,
-            layers=len(held),
-            pre_process=pp_rank == 0 and chunk == 0,
-            post_process=pp_rank == parallel.pp - 1 and chunk == parallel.vpp - 1,
-            tp=parallel.tp,
-        )
+        for stage in held
+    )
+    in_one_chunk = any(stage.embedding and stage.loss for stage in held)
+    both_ends = any(stage.embedding for stage in held) and any(stage.loss for stage in held)
+    if both_ends and not in_one_chunk and not model.untie_embeddings_and_output_weights:
+        total -= padded_vocab(model, parallel.tp) // parallel.tp * model.hidden
     return total
 
 

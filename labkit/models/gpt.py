@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from labkit.config import ModelConfig, RunConfig
 from labkit.models.blocks import Build, Norm, Rotary, TransformerLayer, dropout, rotary_table
-from labkit.models.placement import stage_layers
+from labkit.models.placement import stage_contents
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.random import RngTracker, model_parallel_seed
 from labkit.parallel.vocab import (
@@ -28,6 +28,7 @@ from labkit.parallel.vocab import (
     parallel_lm_logits,
 )
 from labkit.parallel.weights import make_parameter
+from labkit.schedules import Schedule, build_schedule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 """`optim.precision` -> type of parameters and activations."""
@@ -130,6 +131,8 @@ class GPTModel(nn.Module):
         gradient_accumulation_fusion: linear layers add weight gradients to `main_grad` where it exists.
         label_smoothing: of the loss.
         rng: random states for dropout, shared by the chunks of a rank; made here where dropout needs them.
+        tied_weight_VH: the word embedding of the first stage, where that is another chunk of this rank: the output
+            layer then uses it, and this chunk has no weight of its own to count, update or save.
 
     Raises:
         ValueError: sizes that tp does not divide, or an option this model does not have.
@@ -149,11 +152,11 @@ class GPTModel(nn.Module):
         gradient_accumulation_fusion: bool = False,
         label_smoothing: float = 0.0,
         rng: RngTracker | None = None,
+        tied_weight_VH: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         _check(config, groups)
-        drops = config.embedding_dropout or config.attention_dropout or config.hidden_dropout
-        self.rng = rng or (model_parallel_seed(seed, groups) if drops else None)
+        self.rng = rng or (model_parallel_seed(seed, groups) if _drops(config) else None)
         build = Build(
             config=config,
             group=groups.tp,
@@ -169,16 +172,22 @@ class GPTModel(nn.Module):
         self.embedding = Embedding(build) if pre_process else None
         self.layers = nn.ModuleDict({str(index): TransformerLayer(index, build) for index in layers})
         self.final_norm = Norm("final_norm", build) if post_process else None
-        tied_here = pre_process and not config.untie_embeddings_and_output_weights
+        self._tied_weight: tuple[nn.Parameter, ...] = ()  # in a tuple, so that it is no parameter of this module
+        if tied_weight_VH is not None:
+            self._tied_weight = (tied_weight_VH,)
+            tied_weight_VH.shared_embedding = False  # type: ignore[attr-defined]  # one weight: no copy to add
+        tied_here = tied_weight_VH is not None or (pre_process and not config.untie_embeddings_and_output_weights)
         self.output = OutputLayer(build) if post_process and not tied_here else None
         self._input_SBH: Tensor | None = None
         self._make_rotary(build)
 
     @property
     def output_weight_VH(self) -> Tensor:
-        """Rows of the output layer on this rank; the word embedding's own where first and last stage are one."""
+        """Rows of the output layer on this rank; the word embedding's own where first and last stage are on it."""
         if self.output is not None:
             return self.output.weight
+        if self._tied_weight:
+            return self._tied_weight[0]
         assert self.embedding is not None, "only a stage with post_process has an output layer"
         return self.embedding.word.weight
 
@@ -263,6 +272,10 @@ class GPTModel(nn.Module):
         return self.rotary_cos[positions].unsqueeze(2), self.rotary_sin[positions].unsqueeze(2)
 
 
+def _drops(config: ModelConfig) -> bool:
+    return bool(config.embedding_dropout or config.attention_dropout or config.hidden_dropout)
+
+
 def _check(config: ModelConfig, groups: ParallelGroups) -> None:
     allowed = {"family": ("gpt",), "position": ("learned", "rope"), "norm": ("layernorm", "rmsnorm")}
     allowed["transformer_impl"] = ("local",)
@@ -275,30 +288,57 @@ def _check(config: ModelConfig, groups: ParallelGroups) -> None:
         )
 
 
-def build_model_chunks(config: RunConfig, groups: ParallelGroups) -> list[GPTModel]:
-    """The model chunks of this rank, one for each of its virtual stages, in their order."""
-    parallel, model = groups.config, config.model
-    drops = model.embedding_dropout or model.attention_dropout or model.hidden_dropout
+def build_model_chunks(config: RunConfig, groups: ParallelGroups, schedule: Schedule | None = None) -> list[GPTModel]:
+    """The model chunks of this rank: the stages that `schedule` runs on it, in their order.
+
+    schedule: where stages are; None means the one that `config.schedule` names.
+
+    Where first and last stage are both on this rank (a V), they share one weight: it is the first chunk's parameter,
+    and the last only refers to it.
+
+    Raises:
+        ValueError: layers that the stages do not divide, a schedule of another pipeline, or tied weights on two ranks
+            that `groups.embd` does not join.
+    """
+    if schedule is None:
+        microbatches, vpp = config.num_microbatches(groups.world_size), groups.config.vpp
+        schedule = build_schedule(config.schedule, pp=groups.pp.size, vpp=vpp, microbatches=microbatches)
+    if schedule.pp != groups.pp.size:
+        raise ValueError(f"{schedule.name} is for {schedule.pp} ranks, the pipeline has {groups.pp.size}")
+    model, drops = config.model, _drops(config.model)
+    if not model.untie_embeddings_and_output_weights:
+        _check_embedding_group(schedule, groups)
     rng = model_parallel_seed(config.train.seed, groups) if drops else None
-    return [
-        GPTModel(
+    contents = stage_contents(config, schedule.num_stages)
+    chunks: list[GPTModel] = []
+    for stage in schedule.stages_of(groups.pp.rank):
+        held = contents[stage]
+        first = chunks[0].embedding if chunks else None
+        tied = held.loss and not model.untie_embeddings_and_output_weights
+        chunk = GPTModel(
             model,
             groups,
-            layers=stage_layers(
-                model.layers,
-                pp=groups.pp.size,
-                pp_rank=groups.pp.rank,
-                vpp=parallel.vpp,
-                chunk=chunk,
-                standalone_embedding_stage=parallel.standalone_embedding_stage,
-            ),
-            pre_process=groups.is_first_stage(chunk),
-            post_process=groups.is_last_stage(chunk),
+            layers=held.layers,
+            pre_process=held.embedding,
+            post_process=held.loss,
             seed=config.train.seed,
             dtype=DTYPES[config.optim.precision],
             gradient_accumulation_fusion=config.optim.gradient_accumulation_fusion,
             label_smoothing=config.train.label_smoothing,
             rng=rng,
+            tied_weight_VH=first.word.weight if tied and first is not None else None,
         )
-        for chunk in range(parallel.vpp)
-    ]
+        chunks.append(chunk)
+    return chunks
+
+
+def _check_embedding_group(schedule: Schedule, groups: ParallelGroups) -> None:
+    """The ranks of first and last stage must be able to sum their gradients of the tied weight."""
+    ends = sorted({schedule.placement(0), schedule.placement(schedule.num_stages - 1)})
+    ranks = tuple(groups.pp.ranks[end] for end in ends)
+    if len(ranks) > 1 and groups.rank in ranks and groups.embd.ranks != ranks:
+        raise ValueError(
+            f"{schedule.name} has the tied word embedding on pipeline ranks {ends[0]} and {ends[1]}, and groups.embd "
+            "joins others: make the groups by initialize_model_parallel(parallel, ends=(rank of the first stage, rank "
+            "of the last)), as pretrain does, or set model.untie_embeddings_and_output_weights"
+        )

@@ -34,13 +34,18 @@ def _main_grad(parameter: nn.Parameter) -> Tensor:
 
 
 def finalize_model_grads(
-    chunks: Sequence[nn.Module], groups: ParallelGroups, *, num_tokens: Tensor | None = None
+    chunks: Sequence[nn.Module],
+    groups: ParallelGroups,
+    *,
+    num_tokens: Tensor | None = None,
+    last_stage: int | None = None,
 ) -> None:
     """Make every `main_grad` the gradient of the whole global batch. Called by all ranks, in Megatron's order:
 
     1. data parallel: each chunk's `finish_grad_sync`;
     2. parameters that saw only a part of the sequence (`sequence_parallel`): SUM over tp;
-    3. the two copies of a tied word embedding (`shared_embedding`): SUM over embd;
+    3. the two copies of a tied word embedding (`shared_embedding`): SUM over embd. Where first and last stage are on
+       one rank (a V), there is one weight, which took both gradients already;
     4. with a loss summed over tokens: divide by their number in the global batch.
 
     Args:
@@ -48,6 +53,7 @@ def finalize_model_grads(
         groups: of this rank.
         num_tokens: None where the loss is a mean already. Else this rank's count of loss tokens over all its
             microbatches, one element; only the last stage's is read, the others give any tensor of that shape.
+        last_stage: pipeline rank of the last stage; None is the last rank (a V has it on rank 0).
     """
     for chunk in chunks:
         finish = getattr(chunk, "finish_grad_sync", None)
@@ -57,7 +63,7 @@ def finalize_model_grads(
         _sum_sequence_parallel(chunks, groups.tp)
         _sum_tied_embedding(chunks, groups.embd)
         if num_tokens is not None:
-            _divide_by_tokens(chunks, groups, num_tokens)
+            _divide_by_tokens(chunks, groups, num_tokens, groups.pp.size - 1 if last_stage is None else last_stage)
 
 
 def _sum_sequence_parallel(chunks: Sequence[nn.Module], tp: Group) -> None:
@@ -78,9 +84,9 @@ def _sum_tied_embedding(chunks: Sequence[nn.Module], embd: Group) -> None:
                 collectives.all_reduce(_main_grad(parameter), embd)
 
 
-def _divide_by_tokens(chunks: Sequence[nn.Module], groups: ParallelGroups, num_tokens: Tensor) -> None:
+def _divide_by_tokens(chunks: Sequence[nn.Module], groups: ParallelGroups, num_tokens: Tensor, last_stage: int) -> None:
     count = num_tokens.detach().clone()
-    collectives.broadcast(count, groups.pp, src=groups.pp.size - 1)
+    collectives.broadcast(count, groups.pp, src=last_stage)
     collectives.all_reduce(count, groups.dp_cp)
     scale = 1.0 / count.clamp(min=1)  # stays on its device: no synchronisation with the host
     for parameter in _parameters(chunks):

@@ -34,20 +34,27 @@ GROUP_KINDS = (*GROUP_TOKENS, "embd", "pos_embd")
 _SIZES = ("tp", "pp", "cp", "ep", "etp", "order", "rank_offset", "split_rank")
 
 
-def embedding_columns(pp: int, split_rank: int | None = None) -> tuple[list[int], list[int]]:
+def embedding_columns(
+    pp: int, split_rank: int | None = None, ends: tuple[int, int] | None = None
+) -> tuple[list[int], list[int]]:
     """Pipeline positions that hold the word embedding and the position embedding.
 
     Word embedding: first stage, and last stage, which reuses the table as output layer; position embedding: first
-    stage. `split_rank` is the first decoder stage of an encoder-decoder model and holds both as well. Raises
-    ValueError where it is not in 1 ... pp - 1.
+    stage. `ends` are the positions of these two stages: the first and the last where a schedule says nothing else;
+    under a V both are 0. `split_rank` is the first decoder stage of an encoder-decoder model and holds both as well.
+    Raises ValueError where one of them is no position.
     """
-    word, position = [0, pp - 1], [0]
+    first, last = ends or (0, pp - 1)
+    for end in (first, last):
+        if not 0 <= end < pp:
+            raise ValueError(f"ends (pipeline ranks of first and last stage) are {ends} and pp is {pp}")
+    word, position = [first, last], [first]
     if split_rank is not None:
         if not 1 <= as_size("split_rank", split_rank, least=0) < pp:
             allowed = f"it must be one of 1 to {pp - 1}" if pp > 1 else "a split needs pp of at least 2"
             raise ValueError(f"split_rank (the decoder's first stage) is {split_rank} and pp is {pp}; {allowed}")
-        word, position = [0, split_rank, pp - 1], [0, split_rank]
-    return sorted(set(word)), position
+        word, position = [first, split_rank, last], [first, split_rank]
+    return sorted(set(word)), sorted(set(position))
 
 
 def _generators(
@@ -79,13 +86,19 @@ def all_groups(sizes: ParallelConfig | Mapping[str, object], world_size: int) ->
     return {**plan, "embd": plan["pp"][:, word], "pos_embd": plan["pp"][:, position]}
 
 
-def groups_of_rank(rank: int, sizes: ParallelConfig | Mapping[str, object], world_size: int) -> dict[str, np.ndarray]:
+def groups_of_rank(
+    rank: int,
+    sizes: ParallelConfig | Mapping[str, object],
+    world_size: int,
+    ends: tuple[int, int] | None = None,
+) -> dict[str, np.ndarray]:
     """Kind -> the ranks of the group that `rank` is in (int64, in group order; empty where it is in none).
 
-    Costs the sum of the groups' sizes, whatever the world's size. Arguments and errors are those of `all_groups`.
+    Costs the sum of the groups' sizes, whatever the world's size. Arguments and errors are those of `all_groups` and
+    of `embedding_columns`.
     """
     generators, split_rank = _generators(sizes, world_size)
-    word, position = embedding_columns(generators["dense"].sizes["pp"], split_rank)
+    word, position = embedding_columns(generators["dense"].sizes["pp"], split_rank, ends)
     plan = {kind: generators[which].group_of(token, rank) for kind, (which, token) in GROUP_TOKENS.items()}
     for kind, columns in (("embd", word), ("pos_embd", position)):
         members = plan["pp"][columns]

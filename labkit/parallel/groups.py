@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.config import ParallelConfig
 from labkit.launch import rank_info
-from labkit.parallel.group_plan import GROUP_KINDS, GROUP_TOKENS, groups_of_rank
+from labkit.parallel.group_plan import GROUP_KINDS, GROUP_TOKENS, embedding_columns, groups_of_rank
 from labkit.parallel.rank_generator import as_size, check_listable
 
 _OWN_COMMUNICATOR = {
@@ -105,9 +105,9 @@ class ParallelGroups:
     mp: Group
     """Model parallel: one copy of the dense parameters (tp x pp)."""
     embd: Group
-    """Stages that hold the word embedding (first and last)."""
+    """Ranks that hold the word embedding (those of the first and the last stage)."""
     pos_embd: Group
-    """Stage that holds the position embedding (first; in an encoder-decoder model also the decoder's first)."""
+    """Rank that holds the position embedding (first stage; in an encoder-decoder model also the decoder's first)."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where this rank's tensors live."""
     backend: str = "none"
@@ -125,11 +125,13 @@ class ParallelGroups:
         return self.pp.ranks[(self.pp.rank + 1) % self.pp.size]
 
     def is_first_stage(self, chunk: int = 0) -> bool:
-        """Whether model chunk `chunk` of this rank is the first stage of the model (it embeds tokens)."""
+        """Whether model chunk `chunk` of this rank is the first stage of the model (it embeds tokens), where stage s is
+        on rank s mod pp. A schedule with another placement answers for itself: `schedule.placement(0)`."""
         return self._known_chunk(chunk) == 0 and self.pp.rank == 0
 
     def is_last_stage(self, chunk: int = 0) -> bool:
-        """Whether model chunk `chunk` of this rank is the last stage of the model (it computes the loss)."""
+        """Whether model chunk `chunk` of this rank is the last stage of the model (it computes the loss), where stage s
+        is on rank s mod pp."""
         return self._known_chunk(chunk) == self.config.vpp - 1 and self.pp.rank == self.pp.size - 1
 
     def _known_chunk(self, chunk: int) -> int:
@@ -189,6 +191,7 @@ def initialize_model_parallel(
     rank: int | None = None,
     world_size: int | None = None,
     device: torch.device | str | None = None,
+    ends: tuple[int, int] | None = None,
 ) -> ParallelGroups:
     """Create this rank's groups; every rank of the layout calls it, with the same arguments and in the same order.
 
@@ -197,6 +200,8 @@ def initialize_model_parallel(
     of any rank of any world where both are given.
     `device` is where models and batches made from these groups go. The default is the device that the launcher gave
     this rank; in a process without torch.distributed it is the CPU, whether or not there is a GPU.
+    `ends` are the pipeline ranks of the first and the last stage, which `embd` joins: ranks 0 and pp - 1, unless the
+    schedule puts these stages elsewhere (a V has both on rank 0).
     A layout on part of the ranks (`rank_offset`) is called by its ranks alone; because of the count above, later
     groups may not mix its ranks with others. Raises ValueError as `rank_generators` does, where this rank is not in
     the layout, and where `config.distributed_backend` names another backend than the running one.
@@ -212,11 +217,16 @@ def initialize_model_parallel(
     check_listable(as_size("world_size", world_size), "the group of all ranks")
     if config.distributed_timeout_minutes <= 0:
         raise ValueError(f"distributed_timeout_minutes is {config.distributed_timeout_minutes}; it must be above 0")
-    plan = groups_of_rank(rank, config, world_size)
+    plan = groups_of_rank(rank, config, world_size, ends)
     backend = _check_backend(config) if live else "none"
     members = {"world": tuple(range(config.rank_offset, config.rank_offset + world_size))}
     members |= {kind: tuple(plan[kind].tolist()) for kind in GROUP_KINDS}
-    create = _creator(config, rank) if live else (lambda *_: None)
+    joined = {
+        kind
+        for kind, columns in zip(("embd", "pos_embd"), embedding_columns(config.pp, config.split_rank, ends))
+        if len(columns) > 1
+    }
+    create = _creator(config, rank, joined) if live else (lambda *_: None)
     groups: dict[str, Any] = {}
     for name, ranks in members.items():
         groups[name] = Group(name, ranks, ranks.index(rank) if ranks else -1, create(name, ranks))
@@ -247,14 +257,16 @@ def _timeout(config: ParallelConfig) -> timedelta:
     return timedelta(minutes=config.distributed_timeout_minutes)
 
 
-def _creator(config: ParallelConfig, rank: int) -> Callable[[str, tuple[int, ...]], Any]:
-    """A function (kind, ranks) -> ProcessGroup or None that shares communicators by the rule of this module."""
+def _creator(config: ParallelConfig, rank: int, joined: set[str]) -> Callable[[str, tuple[int, ...]], Any]:
+    """A function (kind, ranks) -> ProcessGroup or None that shares communicators by the rule of this module.
+
+    joined: kinds that not every rank is a member of and whose groups are larger than one rank.
+    """
     timeout = _timeout(config)
     made: dict[tuple[str, tuple[int, ...]], Any] = {("in line", tuple(range(dist.get_world_size()))): dist.group.WORLD}
 
     def create(name: str, ranks: tuple[int, ...]) -> Any:
-        larger_than_one = name == "embd" or (name == "pos_embd" and config.split_rank is not None)
-        if not ranks and larger_than_one:
+        if not ranks and name in joined:
             _new_group([rank], "alone", timeout)  # members made one: keep the count in step
         if len(ranks) < 2:
             return None

@@ -85,7 +85,7 @@ def _require_positive(**sizes: int) -> None:
             raise ValueError(f"{name} is {size!r}: give a whole number of at least 1")
 
 
-def build_schedule(config: ScheduleConfig, *, pp: int, microbatches: int) -> Schedule:
+def build_schedule(config: ScheduleConfig, *, pp: int, vpp: int = 1, microbatches: int) -> Schedule:
     """The schedule that a config names, or the one in the CSV file at `config.path`.
 
     Raises ValueError for an unknown name, a missing file, and a file for another number of ranks or microbatches.

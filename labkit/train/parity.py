@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -165,7 +166,7 @@ def compare(
     base = _parity_config(config, steps, dtype)
     planned = [_plan(base, layout) for layout in layouts]
     _, tolerance = PRECISIONS[dtype]
-    alone = base.override({"parallel": _one_process(base.parallel), "schedule.name": "auto", "schedule.path": None})
+    alone = base.override({"parallel": _one_process(base.parallel), "schedule": _one_stage()})
     reference, _ = _observe(alone.validate(1), 1, None, timeout, device)
     rows = []
     for layout, (changed, world_size) in zip(layouts, planned):
@@ -212,8 +213,13 @@ def _one_process(parallel: ParallelConfig) -> dict[str, Any]:
     """The layout of the reference."""
     return {
         "tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "etp": None, "sequence_parallel": False, "split_rank": None,
-        "standalone_embedding_stage": False, "rank_offset": 0, "order": parallel.order,
+        "standalone_embedding_stage": False, "pipeline_layout": None, "rank_offset": 0, "order": parallel.order,
     }  # fmt: skip
+
+
+def _one_stage() -> dict[str, Any]:
+    """The schedule of the reference: every option that only a pipeline has is left out."""
+    return {"name": "auto", "path": None, "microbatch_group_size": None, "overlap_p2p_comm": False}
 
 
 def _plan(base: RunConfig, layout: Mapping[str, Any]) -> tuple[RunConfig, int]:
@@ -270,11 +276,20 @@ def _row(
     p = config.parallel
     sizes = {"tp": p.tp, "cp": p.cp, "pp": p.pp, "dp": world_size // (p.tp * p.cp * p.pp)}
     name = " ".join(f"{axis}{size}" for axis, size in sizes.items() if axis != "cp" or size > 1)
-    name += (f" vpp{p.vpp}" if p.vpp > 1 else "") + (" sp" if p.sequence_parallel else "")
+    name += (f" vpp{p.vpp}" if p.vpp > 1 else "") + (" sp" if p.sequence_parallel else "") + _schedule_words(config)
     return ParityRow(
         layout, world_size, name, largest["loss"], largest["gradient"], largest["parameter"], first,
         tuple(run.disagreements),
     )  # fmt: skip
+
+
+def _schedule_words(config: RunConfig) -> str:
+    """What a row's name says of its schedule and stages, where they are not the usual ones."""
+    own, parallel = config.schedule, config.parallel
+    words = [Path(own.path).name] if own.path is not None else [own.name] if own.name != "auto" else []
+    words += [parallel.pipeline_layout] if parallel.pipeline_layout is not None else []
+    words += ["standalone embedding"] if parallel.standalone_embedding_stage else []
+    return "".join(f" {word}" for word in words)
 
 
 def differences(run: Whole, reference: Whole, *, lr: float) -> Iterator[tuple[str, str, float]]:

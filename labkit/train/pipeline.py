@@ -12,16 +12,12 @@ from labkit.config import RunConfig
 from labkit.parallel.data_parallel import NaiveDataParallel
 from labkit.parallel.groups import ParallelGroups
 from labkit.schedules.ir import Schedule
-from labkit.schedules.runtime import PipelineRuntime, Transport
-from labkit.train.schedule_fit import check_schedule
+from labkit.schedules.runtime import PipelineRuntime
+from labkit.train.schedule_fit import check_schedule, transport_of
 
 Batch = dict[str, Tensor]
 ForwardStep = Callable[[Iterator[Batch], nn.Module], tuple[Tensor, Any]]
 """(data iterator, model chunk) -> (output tensor, loss function)."""
-
-
-TRANSPORTS: dict[bool | None, Transport] = {None: "posted", True: "batched", False: "even_odd"}
-"""`schedule.batch_p2p_comm` -> how the runtime moves tensors between stages, as the entry points read it."""
 
 
 class Pipeline:
@@ -49,7 +45,7 @@ class Pipeline:
             groups,
             forward_step_func=forward_step,
             tensor_shape=None if config.schedule.variable_seq_lengths else shape,
-            transport=TRANSPORTS[config.schedule.batch_p2p_comm],
+            transport=transport_of(config),
             deallocate_pipeline_outputs=config.schedule.deallocate_pipeline_outputs,
         )
 

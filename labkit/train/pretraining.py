@@ -1,6 +1,6 @@
 """`pretrain`: the training loop in the four steps of Megatron's (`megatron/training/training.py`).
 
-1. `initialize`: process groups, random states, schedule.
+1. `initialize`: schedule and process groups.
 2. `setup_model_and_optimizer`: model chunks wrapped for data parallelism, AdamW, learning rate.
 3. `build_data_iterators`: training iterator, validation and test splits.
 4. `train`: steps, validations, the test at the end.
@@ -27,13 +27,13 @@ from labkit.launch import rank_info, torchrun
 from labkit.models.gpt import build_model_chunks
 from labkit.parallel.data_parallel import NaiveDataParallel
 from labkit.parallel.groups import ParallelGroups, initialize_model_parallel
-from labkit.schedules.builders import build_schedule
 from labkit.schedules.ir import Schedule
 from labkit.train.lr_schedule import LearningRate, build_lr_schedule
 from labkit.train.metrics import Timers
 from labkit.train.optimizer import Condition, Optimizer, build_optimizer
 from labkit.train.pipeline import Batch, ForwardStep, Pipeline
 from labkit.train.reporting import Report
+from labkit.train.schedule_fit import check_schedule, schedule_of
 from labkit.train.stepping import Observer, collect_non_loss_data, evaluate, gpt_forward_step, train_step
 
 DatasetsProvider = Callable[[RunConfig], tuple[GPTDataset, GPTDataset, GPTDataset]]
@@ -88,11 +88,13 @@ def pretrain(
     """Train `config` on the ranks of this world, or on this process alone.
 
     datasets_provider: config -> (train, validation, test); default: the configured text.
-    model_provider: (config, groups) -> this rank's model chunks; default: GPT.
+    model_provider: (config, groups) -> this rank's model chunks, one for each stage that the schedule runs here;
+        default: GPT.
     forward_step: (data iterator, chunk) -> (output, loss function); default: next-token prediction.
-    process_non_loss_data: called on the last rank after each validation with what `forward_step`'s loss function
-        returns for each microbatch of one more global batch under `non_loss_data=True` (the default one: `loss_BS` and
-        `loss_mask_BS`), and the step. `process_non_loss_data_func`, Megatron's name, is the same.
+    process_non_loss_data: called after each validation on the last of the ranks that compute the loss, with what
+        `forward_step`'s loss function returns for each microbatch of one more global batch under `non_loss_data=True`
+        (the default one: `loss_BS` and `loss_mask_BS`), and the step. `process_non_loss_data_func`, Megatron's name, is
+        the same.
     schedule: a pipeline schedule of one's own; `schedule.path` in the config names a CSV file instead.
     no_wd_decay_cond, scale_lr_cond, lr_mult: see `labkit.train.optimizer.parameter_groups`.
     observer: sees model, gradients and parameters; the parity microscope is one.
@@ -115,15 +117,18 @@ def pretrain(
 
 
 def initialize(config: RunConfig, *, schedule: Schedule | None = None) -> Run:
-    """Step 1: check the configuration against the world, create groups and random states, read the schedule."""
+    """Step 1: check configuration and schedule against the world, create groups that fit both."""
     unready = config.not_yet_trainable()
     if unready:
         raise ValueError("this configuration cannot be trained: " + "; ".join(unready))
-    config.validate(_world_size(config))
-    groups = initialize_model_parallel(config.parallel, device=rank_info().device)  # on its own: a GPU if there is one
+    world_size = _world_size(config)
+    config.validate(world_size)
     if schedule is None:
-        microbatches = config.num_microbatches(groups.world_size)
-        schedule = build_schedule(config.schedule, pp=groups.pp.size, microbatches=microbatches)
+        schedule = schedule_of(config, world_size)
+    check_schedule(schedule, config, world_size)
+    ends = schedule.placement(0), schedule.placement(schedule.num_stages - 1)
+    device = rank_info().device  # on its own: a GPU if there is one
+    groups = initialize_model_parallel(config.parallel, device=device, ends=ends)
     return Run(config, groups, schedule, Timers(config.train.timing_log_level))
 
 
@@ -146,10 +151,11 @@ def setup_model_and_optimizer(
     """Step 2: this rank's model chunks with gradient buffers, AdamW over their parameters, the learning rate."""
     optim = run.config.optim
     grad_dtype = torch.float64 if optim.precision == "fp64" else torch.float32
-    chunks = [
-        NaiveDataParallel(chunk, run.groups.dp_cp, grad_dtype=grad_dtype)
-        for chunk in (model_provider or build_model_chunks)(run.config, run.groups)
-    ]
+    if model_provider is None:
+        built = build_model_chunks(run.config, run.groups, run.schedule)
+    else:
+        built = model_provider(run.config, run.groups)
+    chunks = [NaiveDataParallel(chunk, run.groups.dp_cp, grad_dtype=grad_dtype) for chunk in built]
     optimizer = build_optimizer(
         chunks, optim, no_wd_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult
     )
@@ -200,7 +206,7 @@ def train(
     config, timers = run.config, run.timers
     pipeline = Pipeline(config, run.groups, chunks, forward_step, run.schedule)
     if observer is not None:
-        observer.on_model(run.groups, chunks)
+        observer.on_model(run.groups, chunks, run.schedule)
     with (
         recording(run.groups.rank) if _records(config) else nullcontext() as recorder,
         Report(config, run.groups, timers, recorder) as report,
@@ -252,5 +258,7 @@ def _validate(
     if process_non_loss_data is None:
         return
     collected = collect_non_loss_data(pipeline, batches)
-    if pipeline.groups.rank == pipeline.groups.world.ranks[-1]:
+    groups = pipeline.groups
+    last_replica = groups.tp.rank == groups.tp.size - 1 and groups.dp_cp.rank == groups.dp_cp.size - 1
+    if last_replica and groups.pp.rank == pipeline.last_stage:
         process_non_loss_data(collected, step)

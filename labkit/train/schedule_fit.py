@@ -2,44 +2,67 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from labkit.config import RunConfig
+from labkit.models.placement import stage_contents
 from labkit.schedules.builders import build_schedule
 from labkit.schedules.ir import Schedule
 from labkit.schedules.simulator import simulate
 
+if TYPE_CHECKING:
+    from labkit.schedules.runtime import Transport
+
+TRANSPORTS: dict[bool | None, Transport] = {None: "posted", True: "batched", False: "even_odd"}
+"""`schedule.batch_p2p_comm` -> how the runtime moves tensors between stages, as the entry points read it."""
+
+
+def transport_of(config: RunConfig) -> Transport:
+    """How tensors move between stages; `overlap_p2p_comm` asks for what overlaps."""
+    return "posted" if config.schedule.overlap_p2p_comm else TRANSPORTS[config.schedule.batch_p2p_comm]
+
+
+def schedule_of(config: RunConfig, world_size: int) -> Schedule:
+    """The schedule that a configuration names, for `world_size` ranks.
+
+    Raises ValueError where it cannot be built, ScheduleError for a file that is none.
+    """
+    microbatches, parallel = config.num_microbatches(world_size), config.parallel
+    return build_schedule(config.schedule, pp=parallel.pp, vpp=parallel.vpp, microbatches=microbatches)
+
 
 def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> None:
     """ValueError where the schedule does not fit batch, stages or layers of the run."""
-    microbatches, pp = config.num_microbatches(world_size), config.parallel.pp
-    if schedule.pp != pp:
-        raise ValueError(f"{schedule.name} is for {schedule.pp} pipeline ranks, but parallel.pp is {pp}")
+    microbatches, parallel = config.num_microbatches(world_size), config.parallel
+    if schedule.pp != parallel.pp:
+        raise ValueError(f"{schedule.name} is for {schedule.pp} pipeline ranks, but parallel.pp is {parallel.pp}")
     if schedule.num_microbatches != microbatches:
         raise ValueError(
             f"{schedule.name} is for {schedule.num_microbatches} microbatches, but global_batch_size "
             f"{config.train.global_batch_size} makes {microbatches} on each data-parallel rank"
         )
-    moved = [stage for stage in range(schedule.num_stages) if schedule.placement(stage) != stage % pp]
-    if moved:
+    if schedule.forward_only:
+        raise ValueError(f"{schedule.name} has no backward, so there would be nothing to learn from")
+    held = {len(schedule.stages_of(rank)) for rank in range(schedule.pp)}
+    if 0 in held:
+        raise ValueError(f"{schedule.name} leaves a pipeline rank without a stage; give every rank at least one")
+    if parallel.vpp > 1 and held != {parallel.vpp}:
+        words = " or ".join(str(number) for number in sorted(held))
         raise ValueError(
-            f"{schedule.name} runs stage {moved[0]} on pipeline rank {schedule.placement(moved[0])}, but its "
-            f"layers are on rank {moved[0] % pp}: stage s belongs to rank s mod pp"
+            f"{schedule.name} has {words} stages a rank, but parallel.vpp is {parallel.vpp}; leave vpp at 1, and the "
+            "schedule alone says how many model chunks there are"
         )
-    if schedule.num_stages != pp * config.parallel.vpp:
-        raise ValueError(
-            f"{schedule.name} has {schedule.num_stages} stages, but the model has pp x vpp = {pp} x "
-            f"{config.parallel.vpp} = {pp * config.parallel.vpp}"
-        )
+    stage_contents(config, schedule.num_stages)
 
 
 def schedule_problem(config: RunConfig, world_size: int) -> str:
-    """Why the file at `schedule.path` cannot drive this run on `world_size` ranks, or an empty string."""
-    if config.schedule.path is None:
-        return ""
+    """Why the schedule of the configuration cannot drive it on `world_size` ranks, or an empty string."""
+    own = config.schedule
+    named = f"schedule.name = {own.name!r}" if own.path is None else f"schedule.path = {own.path!r}"
     try:
-        microbatches = config.num_microbatches(world_size)
-        schedule = build_schedule(config.schedule, pp=config.parallel.pp, microbatches=microbatches)
+        schedule = schedule_of(config, world_size)
         check_schedule(schedule, config, world_size)
         simulate(schedule)
     except (ValueError, OSError) as error:
-        return f"schedule.path = {config.schedule.path!r}: {error}"
+        return f"{named}: {error}"
     return ""

@@ -12,11 +12,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 from torch import Tensor, nn
 
 from labkit.parallel.groups import ParallelGroups
+from labkit.schedules.ir import Schedule
 from labkit.train.optimizer import named_parameters
 
 BOUNDARIES = re.compile(r"embedding|layers\.\d+(\.attention|\.mlp)?|final_norm")
@@ -36,7 +38,7 @@ class Shard:
     full_rows: int
     """Rows of the whole tensor without vocabulary padding."""
     shared: bool
-    """Whether this is the last stage's copy of the tied word embedding."""
+    """Whether this is the last stage's copy of the tied word embedding (a V has none)."""
 
 
 @dataclass
@@ -69,14 +71,16 @@ class Recorder:
         self.snapshot = Snapshot()
         self._steps = frozenset(steps)
 
-    def on_model(self, groups: ParallelGroups, chunks: Sequence[nn.Module]) -> None:
-        """Hook the outputs of all blocks and the use of all parameters, each for its first call only."""
+    def on_model(self, groups: ParallelGroups, chunks: Sequence[nn.Module], schedule: Schedule) -> None:
+        """Hook the outputs of all blocks for microbatch 0, and the first use of all parameters."""
         self.snapshot.tp, self.snapshot.dp, self.snapshot.pp = groups.tp.rank, groups.dp_cp.rank, groups.pp.rank
         names = {param: name for name, param in named_parameters(chunks).items()}
-        for chunk in chunks:
+        forwards = [action for action in schedule.actions(groups.pp.rank) if action.kind == "F"]
+        for chunk, stage in zip(chunks, schedule.stages_of(groups.pp.rank), strict=True):
+            before = [action.microbatch for action in forwards if action.stage == stage].index(0)
             for name, module in getattr(chunk, "module", chunk).named_modules():
                 if BOUNDARIES.fullmatch(name):
-                    self._keep_first_output(name, module)
+                    self._keep_output(name, module, before)
                 used = [names[param] for param in module.parameters(recurse=False)]
                 if used:
                     self._keep_first_use(used, module)
@@ -92,8 +96,13 @@ class Recorder:
         if step in self._steps:
             self.snapshot.parameters[step] = {name: _shard(p, p) for name, p in named_parameters(chunks).items()}
 
-    def _keep_first_output(self, name: str, module: nn.Module) -> None:
+    def _keep_output(self, name: str, module: nn.Module, skipped: int) -> None:
+        """Keep what the module returns after `skipped` calls."""
+        calls = count()
+
         def keep(_: nn.Module, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            if next(calls) < skipped:
+                return
             tensor = output[0] if isinstance(output, tuple) else output
             self.snapshot.activations[name] = tensor.detach().cpu().clone()
             handle.remove()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from labkit.parallel.collectives import all_reduce, broadcast, comm_scope
 from labkit.parallel.gradients import clip_grad_norm, finalize_model_grads
 from labkit.parallel.groups import ParallelGroups
+from labkit.schedules.ir import Schedule
 from labkit.train.metrics import Timers
 from labkit.train.optimizer import Optimizer
 from labkit.train.pipeline import Batch, Pipeline
@@ -30,7 +31,7 @@ from labkit.train.pipeline import Batch, Pipeline
 class Observer(Protocol):
     """Somebody who looks at a run without changing it, such as the parity microscope."""
 
-    def on_model(self, groups: ParallelGroups, chunks: Sequence[nn.Module]) -> None:
+    def on_model(self, groups: ParallelGroups, chunks: Sequence[nn.Module], schedule: Schedule) -> None:
         """After the model is built."""
 
     def on_gradients(self, step: int, chunks: Sequence[nn.Module]) -> None:

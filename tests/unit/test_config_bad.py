@@ -113,7 +113,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"vpp": 2}, None, "parallel.vpp", "needs parallel.pp above 1"),
     ({"standalone_embedding_stage": True}, None, "parallel.standalone_embedding_stage", "parallel.pp above 1"),
     ({"standalone_embedding_stage": True, "pp": 4}, None, "model.layers", "pp - 1 = 3"),
-    ({"standalone_embedding_stage": True, "pp": 4, "vpp": 2}, None, "model.layers", "(pp - 1) x vpp = 3 x 2 = 6"),
+    ({"standalone_embedding_stage": True, "pp": 4, "vpp": 2}, None, "model.layers", "pp x vpp = 4 x 2 - 1 = 7"),
     ({"overlap_p2p_comm": True}, None, "schedule.overlap_p2p_comm", "only the interleaved schedule"),
     ({"overlap_p2p_comm": True, "pp": 2}, None, "schedule.overlap_p2p_comm", "set parallel.vpp above 1"),
     ({"overlap_p2p_comm": True, "batch_p2p_comm": True, "pp": 2, "vpp": 2}, None, "schedule.overlap_p2p_comm",

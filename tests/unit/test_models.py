@@ -220,7 +220,7 @@ def test_placement_by_the_formula() -> None:
         ({"pp": 4, "pp_rank": 0}, "6 layers cannot be shared evenly by 4 stages"),
         ({"pp": 2, "pp_rank": 2}, "pipeline rank 2 of 2"),
         ({"pp": 2, "pp_rank": 0, "chunk": 1}, "chunk 1 of 1"),
-        ({"pp": 1, "pp_rank": 0, "standalone_embedding_stage": True}, "pp of at least 2"),
+        ({"pp": 1, "pp_rank": 0, "standalone_embedding_stage": True}, "needs a second stage"),
     ],
 )
 def test_placements_that_do_not_exist_are_refused(kwargs: dict, message: str) -> None:
