@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -62,6 +62,7 @@ class EventRecorder:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.events: list[Event] = []
+        self._later: list[tuple[int, Callable[[], Event]]] = []
 
     def add(
         self,
@@ -77,6 +78,26 @@ class EventRecorder:
         """Append one event that has already ended."""
         self.events.append(Event(self.rank, name, kind, start, end, microbatch, chunk, bytes))
 
+    def add_later(
+        self,
+        name: str,
+        kind: str,
+        times: Callable[[], tuple[float, float]],
+        *,
+        microbatch: int | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        """Keep the place of an event whose (start, end) only `settle` can ask for: work that a GPU has yet to do."""
+        self._later.append(
+            (len(self.events), lambda: Event(self.rank, name, kind, *times(), microbatch=microbatch, chunk=chunk))
+        )
+
+    def settle(self) -> None:
+        """Put the events of `add_later` into their places, which waits for their work. `recording` ends with it."""
+        waiting, self._later = self._later, []
+        for position, event in reversed(waiting):
+            self.events.insert(position, event())
+
 
 _active: EventRecorder | None = None
 
@@ -90,9 +111,11 @@ def active_recorder() -> EventRecorder | None:
 def recording(rank: int) -> Iterator[EventRecorder]:
     """Record everything that this process reports while the block runs."""
     global _active
-    outer, _active = _active, EventRecorder(rank)
+    outer, mine = _active, EventRecorder(rank)
+    _active = mine
     try:
-        yield _active
+        yield mine
+        mine.settle()
     finally:
         _active = outer
 
