@@ -24,11 +24,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from labkit.events import active_recorder, span
+from labkit.events import active_recorder
 from labkit.parallel.deallocation import custom_backward, deallocate_output_tensor
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.mailbox import Mailbox
 from labkit.parallel.p2p import exchange, p2p_communicator, second_communicator
+from labkit.parallel.stream_clock import StreamClock, span_on, stream_clock
 from labkit.schedules.builders import without_backward
 from labkit.schedules.ir import EVENT_KINDS, Schedule
 from labkit.schedules.lowering import Message, Program, Step, lower
@@ -144,6 +145,8 @@ class PipelineRuntime:
         state = _Step(self, program, iterators, forward_only, collect_non_loss_data)
         with _timed(self.timers, "forward-backward", 1), torch.set_grad_enabled(not forward_only):
             state.walk()
+        if (recorder := active_recorder()) is not None:
+            recorder.settle()
         self.num_tokens = state.num_tokens
         return [state.reports[microbatch] for microbatch in sorted(state.reports)]
 
@@ -161,6 +164,7 @@ class _Step:
         self.reports: dict[int, Any] = {}
         self.num_tokens = torch.zeros((), dtype=torch.int64, device=runtime.groups.device)
         self.sync = [ExitStack() for _ in runtime.chunks]
+        self.clock = stream_clock(runtime.groups.device)
 
     def walk(self) -> None:
         """Run the row."""
@@ -184,7 +188,7 @@ class _Step:
     def _forward(self, step: Step, received: Tensor | None) -> Tensor:
         action, runtime = step.action, self.runtime
         chunk = runtime.chunks[step.chunk]
-        with _measured(step, runtime), _timed(runtime.timers, "forward-compute", 2), _autocast(runtime):
+        with _measured(step, self.clock), _timed(runtime.timers, "forward-compute", 2), _autocast(runtime):
             if received is not None:
                 chunk.set_input_tensor(received)  # pyright: ignore[reportCallIssue]
             self.iterators[step.chunk].reads(action.microbatch)
@@ -224,7 +228,7 @@ class _Step:
         stage_input, output = self.saved.pop((action.stage, action.microbatch))
         if step.ends_chunk and (runtime.grad_sync_func is None or runtime.groups.pp.rank == 0):
             self.sync[step.chunk].close()
-        with _measured(step, runtime), _timed(runtime.timers, "backward-compute", 2):
+        with _measured(step, self.clock), _timed(runtime.timers, "backward-compute", 2):
             if received is None and runtime.grad_scaler is not None:
                 output = runtime.grad_scaler(output)
             if output.requires_grad:
@@ -329,22 +333,10 @@ def _dtype_of(chunks: Sequence[nn.Module]) -> torch.dtype:
     return next(floating, torch.get_default_dtype())
 
 
-class _measured(AbstractContextManager[None]):
-    """An Event for the step. On a GPU the work is waited for while recording, else the Event would time its launch."""
-
-    def __init__(self, step: Step, runtime: PipelineRuntime) -> None:
-        action = step.action
-        self._gpu = runtime.groups.device.type == "cuda" and active_recorder() is not None
-        kind = EVENT_KINDS[action.kind]
-        self._span = span(str(action), kind, microbatch=action.microbatch, chunk=step.chunk)
-
-    def __enter__(self) -> None:
-        self._span.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        if self._gpu:
-            torch.cuda.synchronize()
-        self._span.__exit__(*exception)
+def _measured(step: Step, clock: StreamClock | None) -> AbstractContextManager[None]:
+    """An Event for the step; on a GPU of when it ran there, which is known at the end of the run."""
+    action = step.action
+    return span_on(clock, str(action), EVENT_KINDS[action.kind], microbatch=action.microbatch, chunk=step.chunk)
 
 
 class _timed(AbstractContextManager[None]):
