@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         get_forward_backward_func,
     )
     from labkit.schedules.ir import Action, Schedule, ScheduleError
-    from labkit.schedules.lowering import Message, Program, Step, lower
+    from labkit.schedules.lowering import Message, Program, Step, Transfer, Transport, lower
     from labkit.schedules.rendezvous import Op, communication, interpret
     from labkit.schedules.runtime import PipelineRuntime
     from labkit.schedules.simulator import Costs, Timeline, simulate
@@ -32,6 +32,8 @@ _WHERE = {
     "Message": "lowering",
     "Program": "lowering",
     "Step": "lowering",
+    "Transfer": "lowering",
+    "Transport": "lowering",
     "lower": "lowering",
     "Op": "rendezvous",
     "communication": "rendezvous",
@@ -52,6 +54,8 @@ __all__ = [
     "ScheduleError",
     "Step",
     "Timeline",
+    "Transfer",
+    "Transport",
     "build_schedule",
     "communication",
     "forward_backward_no_pipelining",

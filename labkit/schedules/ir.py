@@ -14,10 +14,13 @@ Legend: A = actions of the whole schedule, P = ranks, S = stages, M = microbatch
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 KINDS = "FBIW"
 """Forward; full backward; gradient of the input alone; gradient of the weights alone."""
@@ -112,7 +115,9 @@ class Schedule:
         self.name = name
         self.num_stages = num_stages
         self.num_microbatches = num_microbatches
-        self.stages, self.kinds, self.microbatches, self.offsets = map(_read_only, (stages, kinds, microbatches, offsets))
+        self.stages, self.kinds, self.microbatches, self.offsets = map(
+            _read_only, (stages, kinds, microbatches, offsets)
+        )
         if num_stages < 1 or num_microbatches < 1 or len(offsets) < 2:
             raise ScheduleError(
                 f"a schedule needs at least one rank, stage and microbatch; given {len(offsets) - 1} ranks, "
@@ -121,7 +126,7 @@ class Schedule:
         empty = np.flatnonzero(np.diff(offsets) == 0)
         if len(empty):
             raise ScheduleError(f"rank {empty[0]} has no action: give every rank at least one stage to run")
-        inside = [0 <= column.min() and column.max() < size for column, size in self._sized_columns()]
+        inside = [column.min() >= 0 and column.max() < size for column, size in self._sized_columns()]
         if not all(inside):
             wrong = [(column < 0) | (column >= size) for column, size in self._sized_columns()]
             index = int(np.flatnonzero(wrong[0] | wrong[1])[0])
@@ -134,6 +139,7 @@ class Schedule:
         self.placement_of_stages = _read_only(_majority_rank(stages, self.ranks, num_stages, self.pp))
         """Rank of each stage (S,)."""
         self._placement = self.placement_of_stages
+        self._derived: dict[str, Any] = {}
 
     def _sized_columns(self) -> tuple[tuple[np.ndarray, int], tuple[np.ndarray, int]]:
         return (self.stages, self.num_stages), (self.microbatches, self.num_microbatches)
@@ -182,6 +188,15 @@ class Schedule:
         part = slice(self.offsets[rank], self.offsets[rank + 1])
         columns = (self.stages[part].tolist(), self.kinds[part].tolist(), self.microbatches[part].tolist())
         return (Action(stage, KINDS[kind], microbatch) for stage, kind, microbatch in zip(*columns, strict=True))
+
+    def derived(self, what: str, compute: Callable[[Schedule], T]) -> T:
+        """`compute(self)`, kept under the name `what` for as long as the schedule lives: its columns never change."""
+        if what not in self._derived:
+            self._derived[what] = compute(self)
+        return self._derived[what]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_derived": {}}  # a schedule travels to ranks without what they can compute
 
     def locate(self, index: int) -> tuple[int, int]:
         """(rank, position in its row) of the action at `index` of the columns."""

@@ -1,15 +1,50 @@
-"""From rows of actions to rows of steps: which message each action waits for, and which it sends.
+"""From rows of actions to programs: what each rank sends, receives and synchronises between its actions.
 
 Communication is never written down in a schedule, because it follows from it: F of stage s needs the message that F of
-stage s - 1 sends, B (or I) of stage s the one of stage s + 1. All ranks know all rows, so each knows in which order its
-neighbours send, which is what makes channels without names enough.
+stage s - 1 sends, B (or I) of stage s the one of stage s + 1. What remains to be decided is when a message travels.
+
+**Slots.** Before each action of a rank, and after its last, lies a slot. A send is in the slot right after the action
+that makes the message. With one exchange per slot (`batched`, `even_odd`) the receive cannot simply stand before the
+action that reads it: two ranks could then wait for each other's next slot. So every rank predicts all starts and ends
+at unit costs (`simulate`). A message's *moment* is the end of the action that makes it, and slot j of a rank covers
+the time from after the start of action j - 1 to the start of action j. Both ends of a message are put in the slot that
+its moment falls into; for the sender that is the slot right after the action.
+
+**Why that cannot deadlock**, for any rows whose data dependencies have no circle, with any placement. Suppose ranks are
+stuck, each in a slot, waiting for a message whose other end its peer has not posted yet. The peer is stuck, too, in a
+slot that ends before that moment, so the message it waits for has an earlier moment. Following who waits for whom,
+moments fall for ever, which finitely many messages cannot do. Nor can messages cross: all that one rank sends another
+has different moments, and both sides post in their order.
+
+| transport  | receives | sends | waits |
+|------------|----------|-------|-------|
+| `posted`   | ahead of their action, in the sender's order (`Program.incoming`) | behind the computation | for data |
+| `batched`  | in their slot, in one batch with its sends, ordered by moment | the same | for the whole slot |
+| `even_odd` | in their slot, one by one in Megatron's order (below) | the same | for the whole slot |
+| `blocking` | right before their action | right after theirs | for each on its own |
+
+Megatron's order without batches: even ranks send to the next stage, receive from the previous, send to the previous,
+receive from the next; odd ranks receive from the previous first, and so on. That settles which neighbour is served
+first. Between two ranks NCCL wants more: on one communicator the k-th operation of one side must be the counterpart
+of the k-th of the other. Hence what a slot exchanges with one peer goes by moment, an activation before a gradient of
+the same moment: slots of the two sides need not match for the two sequences to be each other's mirror image. With two
+ranks, what the odd one sends goes over a second communicator (channel 1), so that both directions can overlap.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
+import numpy as np
+
+from labkit.schedules.dependencies import dependencies
 from labkit.schedules.ir import Action, Schedule
+from labkit.schedules.simulator import Timeline, simulate
+
+Transport = Literal["posted", "batched", "even_odd", "blocking"]
+"""How messages travel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,79 +75,241 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class Transfer:
+    """One end of a message between two ranks; prints as `send 1F0>2 to rank 2`."""
+
+    operation: Literal["send", "recv"]
+    message: Message
+    channel: Literal[0, 1] = 0
+    """Which of two communicators carries it."""
+
+    @property
+    def peer(self) -> int:
+        """The rank at the other end."""
+        return self.message.target if self.operation == "send" else self.message.source
+
+    def __str__(self) -> str:
+        second = ", second channel" if self.channel else ""
+        return (
+            f"{self.operation} {self.message} {'to' if self.operation == 'send' else 'from'} rank {self.peer}{second}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """An action with the message it waits for and the message it sends."""
+    """An action with what surrounds it: first `param_gather`, then `transfers`, the action, last `grad_sync`."""
 
     action: Action
     chunk: int
     """Model chunk of the action's stage on this rank."""
     needs: Message | None
+    """What the action reads, from another rank or its own; None at the ends of the model and for weight gradients."""
     gives: Message | None
+    """What it makes for another stage."""
     ends_chunk: bool
     """Whether this is the last backward of its chunk: gradients are complete after it."""
+    transfers: tuple[Transfer, ...] = ()
+    """What the rank exchanges in the slot just before the action, in the order of posting; empty under `posted`."""
+    grad_sync: tuple[int, ...] = ()
+    """Chunks whose gradients start to be synchronised after the action."""
+    param_gather: tuple[int, ...] = ()
+    """Chunks whose parameters start to be gathered before the action."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one rank does."""
+    """What one rank does. `str` has one line per slot that exchanges something and one per action."""
 
     steps: list[Step]
+    last: tuple[Transfer, ...]
+    """The slot after the last action."""
     incoming: dict[int, list[Message]]
     """By sending rank, the messages that come from it, in the order it sends them."""
 
+    @property
+    def slots(self) -> list[tuple[Transfer, ...]]:
+        """All slots, the last one included."""
+        return [*(step.transfers for step in self.steps), self.last]
 
-def lower(schedule: Schedule, rank: int) -> Program:
-    """The program of `rank`. The schedule must be complete (`simulate` says so)."""
-    positions = _positions(schedule)
-    steps = []
-    left: dict[int, int] = {}
-    for action in schedule.actions(rank):
-        if action.kind in "BW":
-            left[action.stage] = left.get(action.stage, 0) + 1
-    chunks = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
-    for action in schedule.actions(rank):
-        if action.kind in "BW":
-            left[action.stage] -= 1
-        needs, gives = _message(schedule, positions, action, -1), _message(schedule, positions, action, 1)
-        ends = action.kind in "BW" and left[action.stage] == 0
-        steps.append(Step(action, chunks[action.stage], needs, gives, ends))
+    def __str__(self) -> str:
+        lines = []
+        for step in self.steps:
+            lines += [f"    gather parameters of chunk {chunk}" for chunk in step.param_gather]
+            lines += _slot_line(step.transfers)
+            lines.append(str(step.action))
+            lines += [f"    synchronise gradients of chunk {chunk}" for chunk in step.grad_sync]
+        return "\n".join(lines + _slot_line(self.last))
+
+
+def _slot_line(transfers: Sequence[Transfer]) -> list[str]:
+    return ["    " + " + ".join(map(str, transfers))] if transfers else []
+
+
+def lower(schedule: Schedule, rank: int, transport: Transport = "posted") -> Program:
+    """The program of `rank`.
+
+    The schedule must be complete (`verify` says so); under `batched` and `even_odd` it is simulated, which raises
+    ScheduleError where that is impossible. Raises ValueError for an unknown transport.
+    """
+    if transport not in get_args(Transport):
+        raise ValueError(f"transport is {transport!r}; choose {', '.join(get_args(Transport))}")
+    needs, gives = _messages(schedule, rank)
+    slots = _slots(schedule, rank, transport, needs, gives)
+    actions = schedule.actions(rank)
+    of_stage = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
+    chunks = [of_stage[action.stage] for action in actions]
+    ends = {chunk: i for i, (action, chunk) in enumerate(zip(actions, chunks)) if action.kind in "BW"}
+    grad_sync, param_gather = _synchronisation(schedule, rank, actions, chunks)
+    steps = [
+        Step(action, chunk, needs[i], gives[i], ends.get(chunk) == i, slots[i], grad_sync[i], param_gather[i])
+        for i, (action, chunk) in enumerate(zip(actions, chunks))
+    ]
     incoming: dict[int, list[Message]] = {}
-    for step in steps:
-        if step.needs is not None and not step.needs.is_local:
-            incoming.setdefault(step.needs.source, []).append(step.needs)
-    for messages in incoming.values():
-        messages.sort(key=lambda message: message.produced)
-    return Program(steps, incoming)
+    for message in sorted((m for m in needs if m and not m.is_local), key=lambda m: m.produced):
+        incoming.setdefault(message.source, []).append(message)
+    return Program(steps, slots[-1], incoming)
 
 
-def _positions(schedule: Schedule) -> dict[tuple[int, str, int], int]:
-    """Position in its row of each (stage, direction, microbatch); I counts as B, since it makes the gradient."""
-    found = {}
-    for rank in range(schedule.pp):
-        for position, action in enumerate(schedule.actions(rank)):
-            if action.kind != "W":
-                found[action.stage, "F" if action.kind == "F" else "B", action.microbatch] = position
-    return found
+def _messages(schedule: Schedule, rank: int) -> tuple[list[Message | None], list[Message | None]]:
+    """For each action of the row the message that it needs, and the one that it gives."""
+    producer = schedule.derived("what is needed from neighbours", _producers)
+    consumer = schedule.derived("who needs it", _consumers)
+    row = np.arange(schedule.offsets[rank], schedule.offsets[rank + 1])
+    return _between(schedule, producer[row], row), _between(schedule, row, consumer[row])
 
 
-def _message(
-    schedule: Schedule, positions: dict[tuple[int, str, int], int], action: Action, side: int
-) -> Message | None:
-    """What `action` receives (side -1) or sends (side 1); None at the ends of the model and for weight gradients."""
-    if action.kind == "W":
-        return None
-    kind, down = ("F", 1) if action.kind == "F" else ("B", -1)
-    other = action.stage + side * down
-    if not 0 <= other < schedule.num_stages:
-        return None
-    here, there = (action.stage, other) if side == 1 else (other, action.stage)
-    return Message(
-        kind,
-        action.microbatch,
-        here,
-        there,
-        schedule.placement(here),
-        schedule.placement(there),
-        positions[here, kind, action.microbatch],
-        positions[there, kind, action.microbatch],
+def _between(schedule: Schedule, produced: np.ndarray, consumed: np.ndarray) -> list[Message | None]:
+    """The messages from actions to actions, given by their indices; None where one of the two is -1."""
+    source, target = schedule.ranks[produced], schedule.ranks[consumed]
+    columns = (
+        schedule.kinds[produced],
+        schedule.microbatches[produced],
+        schedule.stages[produced],
+        schedule.stages[consumed],
+        source,
+        target,
+        produced - schedule.offsets[source],
+        consumed - schedule.offsets[target],
     )
+    there = ((produced >= 0) & (consumed >= 0)).tolist()
+    rows = zip(there, *(column.tolist() for column in columns))
+    return [Message("F" if kind == 0 else "B", *rest) if exists else None for exists, kind, *rest in rows]
+
+
+def _producers(schedule: Schedule) -> np.ndarray:
+    """Index of the action whose result each action reads from a neighbouring stage (A,); -1 for none."""
+    return dependencies(schedule)[0]
+
+
+def _consumers(schedule: Schedule) -> np.ndarray:
+    """The inverse of `_producers`."""
+    producer = schedule.derived("what is needed from neighbours", _producers)
+    reads = np.flatnonzero(producer >= 0)
+    consumer = np.full(len(schedule), -1, dtype=np.int32)
+    consumer[producer[reads]] = reads
+    return consumer
+
+
+# ---- slots ----
+def _slots(
+    schedule: Schedule,
+    rank: int,
+    transport: Transport,
+    needs: Sequence[Message | None],
+    gives: Sequence[Message | None],
+) -> list[tuple[Transfer, ...]]:
+    """What each slot of the rank exchanges, in the order of posting; one slot more than actions."""
+    if transport == "posted":
+        return [()] * (len(needs) + 1)
+    slots: list[list[Transfer]] = [[] for _ in range(len(needs) + 1)]
+    for i, message in enumerate(gives):
+        if message is not None and not message.is_local:
+            slots[i + 1].append(Transfer("send", message, _channel(schedule, transport, rank)))
+    moments = receive_slots = None
+    if transport != "blocking":
+        timeline = schedule.derived("unit costs", simulate)
+        moments, receive_slots = timeline.end, slots_of_receives(schedule, timeline, rank)
+    for i, message in enumerate(needs):
+        if message is not None and not message.is_local:
+            slot = i if receive_slots is None else int(receive_slots[i])
+            slots[slot].append(Transfer("recv", message, _channel(schedule, transport, message.source)))
+    if moments is None:
+        return [tuple(slot) for slot in slots]
+
+    def when(transfer: Transfer) -> tuple[float, bool]:
+        message = transfer.message
+        return float(moments[schedule.offsets[message.source] + message.produced]), message.kind == "B"
+
+    by_moment = [sorted(slot, key=when) for slot in slots]
+    return [tuple(slot if transport == "batched" else _even_odd(slot, rank)) for slot in by_moment]
+
+
+def slots_of_receives(schedule: Schedule, timeline: Timeline, rank: int) -> np.ndarray:
+    """The slot of `rank` into which the moment of what each of its actions reads falls; 0 where it reads nothing.
+
+    That is the first action that starts at or after the moment, so at the latest the one that reads.
+    """
+    row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
+    producer = schedule.derived("what is needed from neighbours", _producers)[row]
+    moments = np.where(producer < 0, -np.inf, timeline.end[producer])
+    return np.searchsorted(timeline.start[row], moments)
+
+
+def _channel(schedule: Schedule, transport: Transport, source: int) -> Literal[0, 1]:
+    return 1 if transport == "even_odd" and schedule.pp == 2 and source % 2 == 1 else 0
+
+
+_MEGATRON = {("send", "F"): 0, ("recv", "F"): 1, ("send", "B"): 2, ("recv", "B"): 3}
+"""Even ranks: send to the next stage, receive from the previous, send to the previous, receive from the next. Odd ranks
+swap the members of each pair."""
+
+
+def _even_odd(by_moment: Iterable[Transfer], rank: int) -> list[Transfer]:
+    """Megatron's order says which peer comes when; among the transfers with one peer the moment decides."""
+    by_moment = list(by_moment)
+    queues: dict[tuple[int, int], list[Transfer]] = {}
+    for transfer in by_moment:
+        queues.setdefault((transfer.peer, transfer.channel), []).append(transfer)
+    in_turn = sorted(by_moment, key=lambda t: _MEGATRON[t.operation, t.message.kind] ^ (rank % 2))
+    return [queues[transfer.peer, transfer.channel].pop(0) for transfer in in_turn]
+
+
+# ---- gradients and parameters ----
+def _synchronisation(
+    schedule: Schedule, rank: int, actions: Sequence[Action], chunks: Sequence[int]
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """For each action, the chunks whose gradient synchronisation follows it and whose parameter gathering precedes it.
+
+    Collectives slow computation down, so Megatron starts them at the same time on all ranks: the gradients of a chunk
+    after the backward number k + pp_rank of the rank, where k is the chunk's last, since backward reaches rank 0 last;
+    the parameters of the chunk that follows chunk c before the forward number k - pp_rank, where k is the first of c.
+    In general a stage is as far behind as its chunk's lowest stage is below it, which is pp_rank where placement is
+    looped. What is not reached goes after the last action; chunks 0 and 1 are gathered before the first.
+    """
+    after: list[list[int]] = [[] for _ in actions]
+    before: list[list[int]] = [[] for _ in actions]
+    if schedule.forward_only:
+        return [()] * len(actions), [()] * len(actions)
+    lags = schedule.derived("lags", _lags)
+    stages = schedule.stages_of(rank)
+    backwards = [i for i, action in enumerate(actions) if action.kind in "BW"]
+    last = {chunks[i]: k for k, i in enumerate(backwards)}
+    for chunk, k in sorted(last.items()):
+        due = k + lags[stages[chunk]]
+        after[backwards[due] if due < len(backwards) else -1].append(chunk)
+    forwards = [i for i, action in enumerate(actions) if action.kind == "F"]
+    first = {chunks[i]: k for k, i in reversed(list(enumerate(forwards)))}
+    before[0] = list(range(len(stages)))[:2]
+    for chunk, k in sorted(first.items()):
+        if 1 < chunk + 1 < len(stages):
+            before[forwards[max(0, k - lags[stages[chunk]])]].append(chunk + 1)
+    return [tuple(sorted(c)) for c in after], [tuple(sorted(c)) for c in before]
+
+
+def _lags(schedule: Schedule) -> list[int]:
+    """By stage, how many stages above the lowest one of its chunk number it is."""
+    chunks = {stage: chunk for rank in range(schedule.pp) for chunk, stage in enumerate(schedule.stages_of(rank))}
+    lowest: dict[int, int] = {}
+    for stage in range(schedule.num_stages):
+        lowest.setdefault(chunks[stage], stage)
+    return [stage - lowest[chunks[stage]] for stage in range(schedule.num_stages)]
