@@ -9,6 +9,7 @@ _EXPORTS = {
     "convert": ("full_state_from_hugging_face", "load_full_state", "model_config_from_hugging_face"),
     "gpt": ("build_model_chunks", "GPTModel"),
     "placement": ("stage_contents", "stage_layers"),
+    "sleeping": ("SleepingStage", "sleep_through"),
 }
 """Module -> the names that this package offers from it."""
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from labkit.models.gpt import build_model_chunks as build_model_chunks
     from labkit.models.placement import stage_contents as stage_contents
     from labkit.models.placement import stage_layers as stage_layers
+    from labkit.models.sleeping import SleepingStage as SleepingStage
+    from labkit.models.sleeping import sleep_through as sleep_through
 
 
 def __getattr__(name: str) -> Any:
