@@ -1,14 +1,11 @@
 """When would each action of a schedule run? A prediction as a `Timeline` of Events.
 
-A rank runs its row in order. An action starts when its rank is free and everything that it needs has arrived:
+A rank runs its row in order. An action starts when its rank is free and all that it needs (`dependencies.py`) has
+arrived. A result that crosses ranks arrives alpha + beta x bytes after it was ready; messages overlap with computation.
 
-    F(s, m)         needs F(s-1, m)
-    B(s, m), I(s, m) need F(s, m) and B or I(s+1, m)
-    W(s, m)         needs I(s, m)
-
-A result that crosses ranks arrives alpha + beta x bytes after it was ready; messages overlap with computation.
-All ranks advance together, one action each per wave, in numpy: the cost is a few array operations per wave, of which
-there are about as many as actions in a row.
+All ranks advance together, at most one action each per wave, in numpy. A wave costs nine array operations on P numbers,
+whatever waits in it, and there are about as many waves as actions in a row: 4 million actions on 64 ranks take half a
+second.
 
 Legend: A = actions of the schedule, P = ranks, S = stages, M = microbatches.
 """
@@ -18,21 +15,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from labkit.events import Event
-from labkit.schedules.ir import EVENT_KINDS, KINDS, Action, Schedule, ScheduleError, grid
+from labkit.schedules.dependencies import dependencies, explain_deadlock, require_complete
+from labkit.schedules.ir import EVENT_KINDS, Schedule, ScheduleError
+
+if TYPE_CHECKING:
+    from labkit.schedules.bubble import BubbleSplit
 
 _F, _B, _I, _W = range(4)
 PerStage = float | Sequence[float]
+PerLink = float | Sequence[Sequence[float]]
+_WAVES = 32
+"""Waves between two looks at whether any rank still moves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds (or any unit) of each kind of action, one number or one per stage, and of each message.
+    """Seconds (or any unit) of each kind of action, one number or one per stage, of each message, and what is kept.
 
-    The defaults are units: a full backward computes two gradients and takes twice a forward.
+    The defaults are units: a full backward computes two gradients and takes twice a forward; messages are free; a
+    microbatch leaves one activation on each stage.
     """
 
     forward: PerStage = 1.0
@@ -43,12 +49,18 @@ class Costs:
     """W."""
     backward: PerStage | None = None
     """B; None means I + W."""
-    latency: float = 0.0
-    """alpha: what every message between two ranks costs."""
-    seconds_per_byte: float = 0.0
-    """beta: the reciprocal of the bandwidth."""
-    message_bytes: int = 0
-    """Size of one activation, and of its gradient."""
+    latency: PerLink = 0.0
+    """alpha: what every message between two ranks costs; one number, or a row of P numbers for each sending rank."""
+    seconds_per_byte: PerLink = 0.0
+    """beta: the reciprocal of the bandwidth; one number, or P x P as `latency`."""
+    message_bytes: float = 0
+    """Size of one activation on its way to the next stage."""
+    gradient_bytes: float | None = None
+    """Size of its gradient on the way back; None means that of the activation."""
+    activation: PerStage = 1.0
+    """What one microbatch keeps on a stage from its forward to its backward, in units of the reader's choice."""
+    freed_by_input_grad: PerStage = 0.0
+    """Share of it (0 to 1) that a split backward frees with I; W frees the rest."""
 
     def table(self, num_stages: int) -> np.ndarray:
         """Durations by kind and stage (4, S). Raises ValueError for a wrong number of stages or a negative cost."""
@@ -58,26 +70,56 @@ class Costs:
         backward = both if self.backward is None else _per_stage("backward", self.backward, num_stages)
         return np.stack([rows["forward"], backward, rows["input_grad"], rows["weight_grad"]])
 
-    @property
-    def message(self) -> float:
-        """alpha + beta x bytes."""
-        return self.latency + self.seconds_per_byte * self.message_bytes
+    def messages(self, pp: int) -> np.ndarray:
+        """alpha + beta x bytes of an activation and of a gradient, by sending and receiving rank (2, P, P); nothing
+        within a rank. Raises ValueError for a wrong number of ranks or a negative cost."""
+        latency, beta = _per_link("latency", self.latency, pp), _per_link("seconds_per_byte", self.seconds_per_byte, pp)
+        back = self.message_bytes if self.gradient_bytes is None else self.gradient_bytes
+        for name, size in (("message_bytes", self.message_bytes), ("gradient_bytes", back)):
+            if not 0 <= size < np.inf:
+                raise ValueError(f"{name} is {size}: sizes are finite and not negative")
+        return np.stack([latency + beta * self.message_bytes, latency + beta * back]) * (1 - np.eye(pp))
+
+    def kept(self, num_stages: int) -> np.ndarray:
+        """How each kind of action changes what its rank keeps, by kind and stage (4, S); F's counts from its start, the
+        others from their end. Raises ValueError for a wrong number of stages and a share outside 0 to 1."""
+        whole = _per_stage("activation", self.activation, num_stages)
+        early = _per_stage("freed_by_input_grad", self.freed_by_input_grad, num_stages)
+        if (early > 1).any():
+            raise ValueError(f"freed_by_input_grad is {self.freed_by_input_grad}: it is a share, 0 to 1")
+        return np.stack([whole, -whole, -whole * early, whole * early - whole])
 
 
 def _per_stage(name: str, value: PerStage, num_stages: int) -> np.ndarray:
     array = np.asarray(value, dtype=float)
     if array.ndim > 1 or (array.ndim == 1 and len(array) != num_stages):
         raise ValueError(f"{name} has shape {array.shape}: give one number, or one for each of the {num_stages} stages")
+    return np.broadcast_to(_require_cost(name, value, array), (num_stages,))
+
+
+def _per_link(name: str, value: PerLink, pp: int) -> np.ndarray:
+    array = np.asarray(value, dtype=float)
+    if array.shape not in ((), (pp, pp)):
+        raise ValueError(
+            f"{name} has shape {array.shape}: give one number, or {pp} x {pp} by sending and receiving rank"
+        )
+    return np.broadcast_to(_require_cost(name, value, array), (pp, pp))
+
+
+def _require_cost(name: str, value: object, array: np.ndarray) -> np.ndarray:
     if not np.isfinite(array).all() or (array < 0).any():
-        raise ValueError(f"{name} is {value}: durations are finite and not negative")
-    return np.broadcast_to(array, (num_stages,))
+        raise ValueError(f"{name} is {value}: costs are finite and not negative")
+    return array
 
 
 class Timeline:
-    """A schedule with the start and end of every action, as columns in the schedule's order; starts at 0."""
+    """A schedule with the start and end of every action, as columns in the schedule's order; starts at 0.
 
-    def __init__(self, schedule: Schedule, start: np.ndarray, end: np.ndarray) -> None:
-        self.schedule, self.start, self.end = schedule, start, end
+    `costs` are what it was simulated with; they say what an activation weighs.
+    """
+
+    def __init__(self, schedule: Schedule, start: np.ndarray, end: np.ndarray, costs: Costs | None = None) -> None:
+        self.schedule, self.start, self.end, self.costs = schedule, start, end, costs or Costs()
 
     def __repr__(self) -> str:
         peak = max(self.peak_in_flight)
@@ -102,10 +144,10 @@ class Timeline:
         """From 0 to the end of the last action."""
         return float(self.end.max())
 
-    @property
+    @cached_property
     def busy(self) -> np.ndarray:
         """Time that each rank computes (P,)."""
-        return np.bincount(self.schedule.ranks, weights=self.end - self.start, minlength=self.schedule.pp)
+        return np.add.reduceat(self.end - self.start, self.schedule.offsets[:-1])
 
     @property
     def bubble_fraction(self) -> float:
@@ -118,27 +160,46 @@ class Timeline:
         busy = float(self.busy.sum())
         return self.schedule.pp * self.makespan / busy - 1 if busy else 0.0
 
-    @property
+    @cached_property
+    def bubble(self) -> BubbleSplit:
+        """Where the idle time of each rank comes from: see `bubble.py`."""
+        from labkit.schedules.bubble import split_timeline  # it simulates, so it imports this module
+
+        return split_timeline(self)
+
+    @cached_property
     def peak_in_flight(self) -> list[int]:
         """Per rank, the most microbatches (of any of its stages) whose activations are alive at once."""
-        return [int(counts.max()) for counts in self._in_flight]
+        return [max(0, int(self.in_flight(rank)[1].max())) for rank in range(self.schedule.pp)]
 
     def in_flight(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """(times, counts): from each time on, so many activations are alive on `rank`.
 
         One is born when its forward starts and dies when its backward, or its weight gradient where split, ends.
         """
-        part = slice(self.schedule.offsets[rank], self.schedule.offsets[rank + 1])
-        born = self.schedule.kinds[part] == _F
-        times = np.where(born, self.start[part], self.end[part])
-        return np.concatenate([[0.0], times]), np.concatenate([[0], self._in_flight[rank]])
+        return self._curve(rank, np.repeat([[1], [-1], [0], [-1]], self.schedule.num_stages, axis=1))
 
     @cached_property
-    def _in_flight(self) -> list[np.ndarray]:
-        step = np.array([1, -1, 0, -1])[self.schedule.kinds]
+    def peak_memory(self) -> list[float]:
+        """Per rank, the most that `memory` reaches, in the units of `Costs.activation`."""
+        return [float(self.memory(rank)[1].max()) for rank in range(self.schedule.pp)]
+
+    def memory(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """(times, amounts): what the activations alive on `rank` weigh from each time on (`Costs.activation`).
+
+        Unlike `in_flight`, a split backward may free a share with its input gradient.
+        """
+        return self._curve(rank, self.costs.kept(self.schedule.num_stages))
+
+    def _curve(self, rank: int, changes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Running sum over the row of `rank` of what each action changes, by kind and stage."""
+        row = slice(self.schedule.offsets[rank], self.schedule.offsets[rank + 1])
+        kinds = self.schedule.kinds[row]
+        times = np.where(kinds == _F, self.start[row], self.end[row])
+        steps = changes[kinds, self.schedule.stages[row]]
         if self.schedule.forward_only:
-            step = np.zeros_like(step)  # nothing waits for a backward
-        return [np.cumsum(part) for part in np.split(step, self.schedule.offsets[1:-1])]
+            steps = np.zeros_like(steps)  # nothing waits for a backward
+        return np.concatenate([[0.0], times]), np.concatenate([[0], np.cumsum(steps)])
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -148,102 +209,83 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     that does not hold its stage, and where the rows wait for each other in a circle.
     """
     costs = costs or Costs()
-    require_complete(schedule)
-    by_ring, by_rank = dependencies(schedule)
-    duration = costs.table(schedule.num_stages)[schedule.kinds, schedule.stages]
-    crosses = (by_ring >= 0) & (schedule.ranks != schedule.ranks[by_ring])
-    delay = np.where(crosses, costs.message, 0.0)
-
-    total = len(schedule)
-    start, end = np.zeros(total), np.full(total + 1, np.nan)
-    end[-1] = 0.0  # what index -1, "nothing needed", reads
-    head, last = schedule.offsets[:-1].copy(), schedule.offsets[1:]
-    clock, waiting = np.zeros(schedule.pp), np.arange(schedule.pp)
-    while len(waiting):
-        actions = head[waiting]
-        arrived = np.maximum(end[by_ring[actions]] + delay[actions], end[by_rank[actions]])  # NaN: not there yet
-        ready = ~np.isnan(arrived)
-        if not ready.any():
-            raise ScheduleError(_explain_deadlock(schedule, head, np.isnan(end), (by_ring, by_rank)))
-        ranks, actions = waiting[ready], actions[ready]
-        start[actions] = np.maximum(clock[ranks], arrived[ready])
-        clock[ranks] = end[actions] = start[actions] + duration[actions]
-        head[ranks] += 1
-        waiting = waiting[head[waiting] < last[waiting]]
-    return Timeline(schedule, start, end[:-1])
+    durations = costs.table(schedule.num_stages)[schedule.kinds, schedule.stages]
+    start, end = earliest(schedule, durations, costs.messages(schedule.pp))
+    return Timeline(schedule, start, end, costs)
 
 
-def dependencies(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Two columns (A,) of indices into the schedule, -1 for none: what an action needs from the neighbouring stage, and
-    what it needs from its own stage. The schedule must be complete."""
-    stages, microbatches, kinds = schedule.stages, schedule.microbatches, schedule.kinds
-    at = np.full((4, schedule.num_stages + 1, schedule.num_microbatches), -1, dtype=np.int64)  # row S stays empty
-    at[kinds, stages, microbatches] = np.arange(len(schedule))
-    gradient = np.where(at[_B] >= 0, at[_B], at[_I])
-    forward, weight = kinds == _F, kinds == _W
-    from_neighbour = np.where(forward, at[_F, stages - 1, microbatches], gradient[stages + 1, microbatches])
-    from_neighbour = np.where(weight, -1, from_neighbour)
-    own = np.where(weight, at[_I, stages, microbatches], at[_F, stages, microbatches])
-    return from_neighbour, np.where(forward, -1, own)
+def earliest(
+    schedule: Schedule, durations: np.ndarray, messages: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Earliest start and end of every action (A,), given the duration of each (A,).
+
+    messages: what an activation and a gradient take by sending and receiving rank (2, P, P); None: no time.
+    Raises ScheduleError as `simulate`.
+    """
+    waits = _waits(schedule, require_complete(schedule))
+    delays = _delays(schedule, waits, messages) if messages is not None and messages.any() else None
+    # Every row gets a place after its end where its rank stops; one more place at the very end is "nothing needed".
+    stops = schedule.offsets[1:] + np.arange(schedule.pp)
+    places = [*schedule.offsets[1:].tolist(), len(schedule)]
+    nothing = len(schedule) + schedule.pp
+    moved = np.where(waits < 0, nothing, waits + schedule.ranks[waits])
+    waits = np.insert(moved.astype(np.int32), places, [*stops.tolist(), nothing])  # a stopped rank waits for itself
+    durations = np.insert(durations, places, 0.0)
+    delays = None if delays is None else np.insert(delays, places, 0.0)
+
+    end, heads = _advance(waits, durations, delays, np.concatenate([[0], stops[:-1] + 1]))
+    if (heads < stops).any():
+        done = np.isfinite(np.delete(end, [*stops, nothing]))
+        raise ScheduleError(explain_deadlock(schedule, heads - np.arange(schedule.pp), done))
+    end[stops] = end[nothing] = 0.0
+    arrived = end[waits] if delays is None else end[waits] + delays
+    np.maximum(arrived[1:], end[:-1], out=arrived[1:])
+    return np.delete(arrived, [*stops, nothing]), np.delete(end, [*stops, nothing])
 
 
-def require_complete(schedule: Schedule) -> None:
-    """Every stage runs every microbatch once forward and, unless all is forward, once backward (B, or I and W), on one
-    rank. Raises ScheduleError with the first ten cells that break this."""
-    counts = np.zeros((4, schedule.num_stages, schedule.num_microbatches), dtype=np.int64)
-    np.add.at(counts, (schedule.kinds, schedule.stages, schedule.microbatches), 1)
-    missing = []
-    for stage, microbatch in np.argwhere(counts[_F] == 0)[:10]:
-        missing.append(f"{Action(stage, 'F', microbatch)} is missing")
-    if not schedule.forward_only:
-        none = (counts[_B] + counts[_I] + counts[_W]) == 0
-        missing += [f"{Action(s, 'B', m)} is missing" for s, m in np.argwhere(none)[:10]]
-        for have, lack in ((_I, _W), (_W, _I)):
-            half = (counts[have] > 0) & (counts[lack] == 0)
-            missing += [f"{Action(s, KINDS[lack], m)} is missing" for s, m in np.argwhere(half)[:10]]
-    marks = _misplaced(schedule, counts)
-    if missing or marks:
-        lines = [f"{schedule.name} cannot run:", grid(schedule, marks), *missing[:10]]
-        raise ScheduleError("\n".join(lines))
+def _waits(schedule: Schedule, at: np.ndarray) -> np.ndarray:
+    """The one action (A,) that each waits for, -1 for none: what it needs from another rank. What it needs from its own
+    rank is done when its turn comes, unless the row has it later; then that one, for which it waits forever."""
+    from_neighbour, own = dependencies(schedule, at)
+    crosses = (from_neighbour >= 0) & (schedule.ranks[from_neighbour] != schedule.ranks)
+    waits = np.where(crosses, from_neighbour, -1)
+    on_rank = np.maximum(np.where(crosses, -1, from_neighbour), own)
+    return np.where(on_rank > np.arange(len(schedule), dtype=np.int32), on_rank, waits)
 
 
-def _misplaced(schedule: Schedule, counts: np.ndarray) -> dict[tuple[int, int], str]:
-    """Marks for actions that are doubled, both whole and split, or on another rank than their stage (at most ten)."""
-    cell = (schedule.kinds, schedule.stages, schedule.microbatches)
-    split = (counts[_I] + counts[_W])[cell[1:]] > 0
-    away = schedule.ranks != schedule._placement[schedule.stages]
-    sentences = (
-        (counts[cell] > 1, "appears more than once"),
-        ((schedule.kinds == _B) & split, "is a full backward beside a split one"),
-        (away, "is on a rank that does not hold its stage"),
-    )
-    marks: dict[tuple[int, int], str] = {}
-    for bad, sentence in sentences:
-        for index in np.flatnonzero(bad)[:10].tolist():
-            action = Action(int(cell[1][index]), KINDS[cell[0][index]], int(cell[2][index]))
-            marks.setdefault(schedule.locate(index), f"{action} {sentence}")
-    return marks
+def _delays(schedule: Schedule, waits: np.ndarray, messages: np.ndarray) -> np.ndarray:
+    """How long what each action waits for is under way (A,)."""
+    delays = np.zeros(len(schedule))
+    received = np.flatnonzero(waits >= 0)
+    backwards = (schedule.kinds[received] != _F).astype(np.int8)
+    delays[received] = messages[backwards, schedule.ranks[waits[received]], schedule.ranks[received]]
+    return delays
 
 
-def _explain_deadlock(
-    schedule: Schedule, head: np.ndarray, undone: np.ndarray, needs: tuple[np.ndarray, np.ndarray]
-) -> str:
-    """Follow who waits for whom from the first stuck rank until a rank repeats; that circle is the message."""
-    stuck = [rank for rank in range(schedule.pp) if head[rank] < schedule.offsets[rank + 1]]
-    wanted = {}
-    for rank in stuck:
-        open_needs = [need[head[rank]] for need in needs if need[head[rank]] >= 0 and undone[need[head[rank]]]]
-        wanted[rank] = int(open_needs[0])
-    path = [stuck[0]]
-    while (following := int(schedule.ranks[wanted[path[-1]]])) not in path:
-        path.append(following)
-    circle = path[path.index(following) :]
-    marks = {}
-    for rank in circle:
-        other, position = schedule.locate(wanted[rank])
-        mine, needed = schedule.locate(int(head[rank]))[1], schedule.actions(other)[position]
-        blocker = schedule.actions(other)[schedule.locate(int(head[other]))[1]]
-        sentence = f"{schedule.actions(rank)[mine]} waits for {needed}, which rank {other} runs after {blocker}"
-        marks[(rank, mine)] = sentence
-    ranks = " -> ".join(f"rank {rank}" for rank in [*circle, circle[0]])
-    return "\n".join([f"{schedule.name} cannot run, these wait for each other: {ranks}", grid(schedule, marks)])
+def _advance(
+    waits: np.ndarray, durations: np.ndarray, delays: np.ndarray | None, heads: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Run all ranks from their `heads` until none moves; returns the end of every place and where each rank stands.
+
+    An action that cannot run yet gets the end inf, which nobody can start after, and its rank stays where it is; so a
+    wave needs no case distinction.
+    """
+    end = np.full(len(waits), np.inf)
+    end[-1] = -np.inf
+    clock, ended, spent = np.zeros((3, len(heads)))
+    need, ready = np.empty(len(heads), waits.dtype), np.ones(len(heads), bool)
+    while ready.any():
+        for _ in range(_WAVES):  # names of arrays are filled in place: allocating would cost more than computing
+            waits.take(heads, None, need, "clip")  # "clip", because "raise" copies
+            end.take(need, None, ended, "clip")
+            if delays is not None:
+                delays.take(heads, None, spent, "clip")
+                np.add(ended, spent, ended)
+            np.maximum(ended, clock, out=ended)
+            durations.take(heads, None, spent, "clip")
+            np.add(ended, spent, ended)
+            end[heads] = ended
+            np.less(ended, np.inf, ready)
+            np.copyto(clock, ended, where=ready)
+            np.add(heads, ready, heads)
+    return end, heads

@@ -1,0 +1,128 @@
+"""What each action of a schedule needs, whether all of it is there, and who waits for whom where rows are stuck.
+
+    F(s, m)          needs F(s-1, m)
+    B(s, m), I(s, m) need F(s, m), and B or I(s+1, m)
+    W(s, m)          needs I(s, m)
+
+Columns are filled rank by rank, so that beside the result only one row's worth of scratch exists at a time.
+
+Legend: A = actions of the schedule, P = ranks, S = stages, M = microbatches.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from labkit.schedules.ir import KINDS, Action, Schedule, ScheduleError, grid
+
+_F, _B, _I, _W = range(4)
+_MOST_NAMED = 10
+"""Cells that a refusal names; the rest is more of the same."""
+
+
+def positions(schedule: Schedule) -> np.ndarray:
+    """Index of each action in the schedule's columns, by kind, stage and microbatch (4, S, M); -1 where it is missing,
+    the last one where it is doubled."""
+    at = np.full((4, schedule.num_stages, schedule.num_microbatches), -1, dtype=np.int32)
+    flat = at.reshape(-1)
+    for row in _rows(schedule):
+        cell = schedule.kinds[row].astype(np.int64) * schedule.num_stages + schedule.stages[row]
+        flat[cell * schedule.num_microbatches + schedule.microbatches[row]] = np.arange(row.start, row.stop)
+    return at
+
+
+def dependencies(schedule: Schedule, at: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Two columns (A,) of indices into the schedule, -1 for none: what an action needs from the neighbouring stage, and
+    what it needs from its own stage. The schedule must be complete; `at` are its `positions`, if already known."""
+    at = positions(schedule) if at is None else at
+    gradient = np.where(at[_B] >= 0, at[_B], at[_I])
+    edge = np.full((1, schedule.num_microbatches), -1, dtype=np.int32)
+    before, after = (np.concatenate(pair).reshape(-1) for pair in ((edge, at[_F, :-1]), (gradient[1:], edge)))
+    forward, inputs = at[_F].reshape(-1), at[_I].reshape(-1)
+    from_neighbour, own = np.empty((2, len(schedule)), dtype=np.int32)
+    for row in _rows(schedule):
+        kinds = schedule.kinds[row]
+        cell = schedule.stages[row].astype(np.int64) * schedule.num_microbatches + schedule.microbatches[row]
+        from_neighbour[row] = np.where(kinds == _F, before[cell], after[cell])
+        own[row] = forward[cell]
+        own[row][kinds == _F] = -1
+        weight = np.flatnonzero(kinds == _W)
+        from_neighbour[row][weight] = -1
+        own[row][weight] = inputs[cell[weight]]
+    return from_neighbour, own
+
+
+def _rows(schedule: Schedule) -> list[slice]:
+    offsets = schedule.offsets.tolist()
+    return [slice(start, stop) for start, stop in pairwise(offsets)]
+
+
+def require_complete(schedule: Schedule) -> np.ndarray:
+    """Every stage runs every microbatch once forward and, unless all is forward, once backward (B, or I and W), on one
+    rank. Returns `positions`; raises ScheduleError with the first ten cells that break this."""
+    at = positions(schedule)
+    there = at >= 0
+    missing = [f"{Action(s, 'F', m)} is missing" for s, m in np.argwhere(~there[_F])[:_MOST_NAMED].tolist()]
+    if not schedule.forward_only:
+        none = ~(there[_B] | there[_I] | there[_W])
+        missing += [f"{Action(s, 'B', m)} is missing" for s, m in np.argwhere(none)[:_MOST_NAMED].tolist()]
+        for have, lack in ((_I, _W), (_W, _I)):
+            half = there[have] & ~there[lack]
+            missing += [f"{Action(s, KINDS[lack], m)} is missing" for s, m in np.argwhere(half)[:_MOST_NAMED].tolist()]
+    doubled = np.count_nonzero(there) < len(schedule)
+    mixed = bool((there[_B] & (there[_I] | there[_W])).any())
+    away = any(
+        (schedule.placement_of_stages[schedule.stages[row]] != rank).any() for rank, row in enumerate(_rows(schedule))
+    )
+    marks = _misplaced(schedule) if doubled or mixed or away else {}
+    if missing or marks:
+        lines = [f"{schedule.name} cannot run:", grid(schedule, marks), *missing[:_MOST_NAMED]]
+        raise ScheduleError("\n".join(lines))
+    return at
+
+
+def _misplaced(schedule: Schedule) -> dict[tuple[int, int], str]:
+    """Marks for actions that are doubled, both whole and split, or on another rank than their stage (at most ten)."""
+    counts = np.zeros((4, schedule.num_stages, schedule.num_microbatches), dtype=np.int64)
+    cell = (schedule.kinds, schedule.stages, schedule.microbatches)
+    np.add.at(counts, cell, 1)
+    split = (counts[_I] + counts[_W])[cell[1:]] > 0
+    away = schedule.ranks != schedule.placement_of_stages[schedule.stages]
+    sentences = (
+        (counts[cell] > 1, "appears more than once"),
+        ((schedule.kinds == _B) & split, "is a full backward beside a split one"),
+        (away, "is on a rank that does not hold its stage"),
+    )
+    marks: dict[tuple[int, int], str] = {}
+    for bad, sentence in sentences:
+        for index in np.flatnonzero(bad)[:_MOST_NAMED].tolist():
+            marks.setdefault(schedule.locate(index), f"{_action(schedule, index)} {sentence}")
+    return marks
+
+
+def explain_deadlock(schedule: Schedule, heads: np.ndarray, done: np.ndarray) -> str:
+    """The grid with the circle of who waits for whom marked, found by following from the first stuck rank until a rank
+    repeats. heads: index of each rank's next action (P,); done: whether an action has run (A,)."""
+    needs = dependencies(schedule)
+    wanted = {}
+    for rank, index in enumerate(heads.tolist()):
+        if index < schedule.offsets[rank + 1]:
+            wanted[rank] = next(int(need[index]) for need in needs if need[index] >= 0 and not done[need[index]])
+    path = [min(wanted)]
+    while (following := int(schedule.ranks[wanted[path[-1]]])) not in path:
+        path.append(following)
+    circle = path[path.index(following) :]
+    marks = {}
+    for rank in circle:
+        other, mine = int(schedule.ranks[wanted[rank]]), int(heads[rank])
+        sentence = f"{_action(schedule, mine)} waits for {_action(schedule, wanted[rank])}"
+        blocker = _action(schedule, int(heads[other]))
+        marks[schedule.locate(mine)] = f"{sentence}, which rank {other} runs after {blocker}"
+    ranks = " -> ".join(f"rank {rank}" for rank in [*circle, circle[0]])
+    return "\n".join([f"{schedule.name} cannot run, these wait for each other: {ranks}", grid(schedule, marks)])
+
+
+def _action(schedule: Schedule, index: int) -> Action:
+    return Action(int(schedule.stages[index]), KINDS[schedule.kinds[index]], int(schedule.microbatches[index]))
