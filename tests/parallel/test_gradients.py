@@ -69,13 +69,13 @@ def filled(groups: ParallelGroups) -> tuple[NaiveDataParallel, dict[str, Tensor]
     return wrapped, expected
 
 
-def finalized(with_tokens: bool) -> tuple[dict[str, list[float]], float, int]:
+def finalized(with_tokens: bool, last_stage: int | None = None) -> tuple[dict[str, list[float]], float, int]:
     groups = initialize_model_parallel(ParallelConfig(tp=2, pp=2))
     wrapped, expected = filled(groups)
     # Counts are known on the last stage alone; what other stages pass must not matter.
-    last = groups.pp.rank == groups.pp.size - 1
+    last = groups.pp.rank == (groups.pp.size - 1 if last_stage is None else last_stage)
     tokens = torch.tensor(3.0 + groups.dp.rank if last else 777.0, dtype=torch.float64) if with_tokens else None
-    finalize_model_grads([wrapped], groups, num_tokens=tokens)
+    finalize_model_grads([wrapped], groups, num_tokens=tokens, last_stage=last_stage)
     scale = sum(3.0 + r for r in range(groups.dp.size)) if with_tokens else 1.0
     for name, parameter in wrapped.module.named_parameters():
         whole = expected[name] / scale
@@ -87,11 +87,11 @@ def finalized(with_tokens: bool) -> tuple[dict[str, list[float]], float, int]:
     return {f"{groups.pp.rank}.{k}" if k != "table" else k: v for k, v in values.items()}, norm, ledger.count()
 
 
-@pytest.mark.parametrize(("world_size", "with_tokens"), [(4, False), (8, False), (8, True)])
+@pytest.mark.parametrize(("world_size", "with_tokens", "last"), [(4, 0, None), (8, 0, None), (8, 1, None), (8, 1, 0)])
 def test_every_gradient_becomes_that_of_the_global_batch_and_the_norm_counts_it_once(
-    on_ranks, world_size: int, with_tokens: bool
+    on_ranks, world_size: int, with_tokens: int, last: int | None
 ) -> None:
-    results = on_ranks(finalized, world_size, with_tokens)
+    results = on_ranks(finalized, world_size, bool(with_tokens), last)
     whole: dict[str, list[float]] = {}
     for gradients, _, _ in results:
         whole |= gradients

@@ -62,6 +62,26 @@ def test_groups_made_again_after_uneven_layouts_still_meet(ranks: Ranks) -> None
     assert ranks.run(gathered, uneven) == ranks.run(gathered, uneven)
 
 
+def embedding_group(config: ParallelConfig, ends: tuple[int, int]) -> tuple[int, ...]:
+    import torch.distributed as dist
+
+    from labkit.parallel import initialize_model_parallel
+
+    groups = initialize_model_parallel(config, ends=ends)
+    met: list[int | None] = [None] * groups.embd.size
+    if groups.embd.size > 1:
+        dist.all_gather_object(met, groups.rank, group=groups.embd.process_group)
+        assert met == list(groups.embd.ranks)
+    return groups.embd.ranks
+
+
+def test_the_embedding_group_follows_the_first_and_last_stage(ranks: Ranks) -> None:
+    config = ParallelConfig(pp=4, tp=2)  # ranks 0 and 1 are pipeline rank 0, 2 and 3 are 1, ...
+    assert ranks.run(embedding_group, config, (2, 1)) == [(), (), (2, 4), (3, 5), (2, 4), (3, 5), (), ()]
+    assert ranks.run(embedding_group, config, (0, 0)) == [(0,), (1,), (), (), (), (), (), ()]
+    assert ranks.run(embedding_group, config, (0, 3))[-1] == (1, 7), "and the groups that follow still meet"
+
+
 def communicators(config: ParallelConfig) -> dict[str, int]:
     from labkit.parallel import initialize_model_parallel
 

@@ -63,6 +63,14 @@ def test_embedding_columns(pp: int, split_rank: int | None, word: list[int], pos
     assert embedding_columns(pp, split_rank) == (word, position)
 
 
+def test_embedding_columns_follow_the_first_and_last_stage() -> None:
+    assert embedding_columns(4, ends=(0, 0)) == ([0], [0]), "a V has both on one rank"
+    assert embedding_columns(4, ends=(2, 1)) == ([1, 2], [2])
+    for ends in ((0, 4), (-1, 0)):
+        with pytest.raises(ValueError, match="pp is 4"):
+            embedding_columns(4, ends=ends)
+
+
 @pytest.mark.parametrize(("pp", "split_rank"), [(4, 0), (4, 4), (1, 1)])
 def test_split_outside_the_pipeline_names_both_values(pp: int, split_rank: int) -> None:
     with pytest.raises(ValueError, match=f"is {split_rank} and pp is {pp}"):

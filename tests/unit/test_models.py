@@ -15,6 +15,7 @@ from labkit.config import ModelConfig, ParallelConfig, presets
 from labkit.models import GPTModel, build_model_chunks, stage_layers
 from labkit.models.blocks import Build, ParallelAttention, rotary_table, rotate
 from labkit.parallel import initialize_model_parallel, single_process_groups
+from labkit.schedules import Schedule
 
 GROUPS = single_process_groups()
 SMALL = ModelConfig(layers=2, hidden=32, heads=4, vocab_size=61, seq_length=16)
@@ -240,6 +241,60 @@ def test_chunks_of_all_ranks_are_the_whole_model(pp: int, vpp: int) -> None:
         found |= {n: p for chunk in chunks for n, p in chunk.named_parameters() if not p.shared}  # type: ignore[attr-defined]
     assert found.keys() == whole.keys()
     assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+V = Schedule("V", 4, 1, [["0F0", "3F0", "3B0", "0B0"], ["1F0", "2F0", "2B0", "1B0"]])
+"""Stages 0 and 3 on rank 0, 1 and 2 on rank 1."""
+CROSSED = Schedule("crossed", 2, 1, [["1F0", "1B0"], ["0F0", "0B0"]])
+"""Stage 0 on rank 1."""
+
+
+def chunks_at(rank: int, schedule: Schedule, ends: tuple[int, int] | None = None, **changes) -> list[GPTModel]:
+    config = presets.tiny().override({"parallel.pp": 2, "model.hidden": 16, **changes})
+    groups = initialize_model_parallel(config.parallel, rank=rank, world_size=2, ends=ends)
+    return build_model_chunks(config, groups, schedule)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layout"), [(V, None), (CROSSED, None), (V, "Et|ttt|tttt|L"), (V, "E|ttt|ttttt|L")]
+)
+def test_chunks_of_any_placement_are_the_whole_model(schedule: Schedule, layout: str | None) -> None:
+    whole = dict(build_model_chunks(presets.tiny().override({"model.hidden": 16}), GROUPS)[0].named_parameters())
+    chunks = [chunk for rank in (0, 1) for chunk in chunks_at(rank, schedule, **{"parallel.pipeline_layout": layout})]
+    held = {name: p for chunk in chunks for name, p in chunk.named_parameters() if not p.shared}  # type: ignore[attr-defined]
+    assert held.keys() == whole.keys()
+    assert all(torch.equal(held[name], whole[name]) for name in whole)
+
+
+def test_chunks_hold_what_the_layout_says_of_their_stage() -> None:
+    layout = {"parallel.pipeline_layout": "Et|ttt|tttt|L"}
+    first, last = chunks_at(0, V, **layout)
+    assert [list(chunk.layers) for chunk in (first, last)] == [["0"], []]
+    assert (first.pre_process, first.post_process, last.pre_process, last.post_process) == (True, False, False, True)
+    assert [list(chunk.layers) for chunk in chunks_at(1, V, **layout)] == [["1", "2", "3"], ["4", "5", "6", "7"]]
+
+
+def test_a_v_shares_one_weight_between_its_first_and_last_stage() -> None:
+    first, last = chunks_at(0, V)
+    assert first.embedding is not None
+    assert last.output_weight_VH is first.embedding.word.weight
+    assert not any("word" in name or "output" in name for name, _ in last.named_parameters())
+    assert not first.embedding.word.weight.shared_embedding, "nothing is summed over other ranks"  # type: ignore[attr-defined]
+    first, last = chunks_at(0, V, **{"model.untie_embeddings_and_output_weights": True})
+    assert last.output is not None and last.output_weight_VH is last.output.weight
+
+
+def test_tied_weights_on_ranks_that_no_group_joins_are_refused() -> None:
+    rows = [["1F0", "1B0"], ["0F0", "0B0"], ["3F0", "3B0"], ["2F0", "2B0"]]
+    turned = Schedule("turned", 4, 1, rows)
+    config = presets.tiny().override({"parallel.pp": 4, "model.hidden": 16})
+    groups = initialize_model_parallel(config.parallel, rank=1, world_size=4)
+    with pytest.raises(ValueError, match="on pipeline ranks 1 and 2, and groups"):
+        build_model_chunks(config, groups, turned)
+    groups = initialize_model_parallel(config.parallel, rank=1, world_size=4, ends=(1, 2))
+    assert build_model_chunks(config, groups, turned)[0].pre_process
+    with pytest.raises(ValueError, match="V is for 2 ranks, the pipeline has 4"):
+        build_model_chunks(config, groups, V)
 
 
 # ---- refusals ----

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from labkit.config import ModelConfig, ParallelConfig, RunConfig, presets
 from labkit.models import GPTModel, build_model_chunks, counts
 from labkit.parallel import initialize_model_parallel, single_process_groups
+from labkit.schedules import Schedule
 
 GROUPS = single_process_groups()
 GPT2 = ModelConfig(layers=2, hidden=64, heads=4, vocab_size=301, make_vocab_size_divisible_by=32, seq_length=32)
@@ -36,6 +37,16 @@ def test_parameters_of_every_rank(config: ModelConfig, tp: int, pp: int) -> None
         groups = initialize_model_parallel(run.parallel, rank=rank, world_size=tp * pp)
         held = sum(p.numel() for chunk in build_model_chunks(run, groups) for p in chunk.parameters())
         assert held == counts.rank_parameters(run, pp_rank=groups.pp.rank)
+
+
+@pytest.mark.parametrize("config", [GPT2, RMS], ids=["tied", "untied"])
+def test_parameters_where_first_and_last_stage_are_on_one_rank(config: ModelConfig) -> None:
+    run = RunConfig(model=replace(config, layers=4), parallel=ParallelConfig(tp=2, pp=2))
+    v = Schedule("V", 4, 1, [["0F0", "3F0", "3B0", "0B0"], ["1F0", "2F0", "2B0", "1B0"]])
+    for rank in range(4):
+        groups = initialize_model_parallel(run.parallel, rank=rank, world_size=4)
+        held = sum(p.numel() for chunk in build_model_chunks(run, groups, v) for p in chunk.parameters())
+        assert held == counts.rank_parameters(run, pp_rank=groups.pp.rank, schedule=v)
 
 
 @given(
