@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from torch import Tensor
 from labkit.config import ConfigError, ParallelConfig, RunConfig
 from labkit.train.fault import fault_problems, fault_words
 from labkit.train.snapshots import Recorder, Snapshot, Whole, assemble
+
+if TYPE_CHECKING:
+    from labkit.train.pretraining import TrainResult
 
 PRECISIONS = {"float64": ("fp64", 1e-10), "float32": ("fp32", 1e-5)}
 """dtype -> (optim.precision, largest difference that is rounding)."""
@@ -142,6 +145,7 @@ def compare(
     dtype: str = "float64",
     *,
     fault: Mapping[str, str] | None = None,
+    pretrain: Callable[..., TrainResult] | None = None,
     timeout: float = 600.0,
     device: str = "auto",
     on_row: Callable[[ParityRow], None] | None = None,
@@ -153,6 +157,8 @@ def compare(
     dtype: `float64` (agreement to 1e-10) or `float32` (to 1e-5).
     fault: arguments of `labkit.parallel.collectives.dropped`; the matching communication is left out in the layouts.
         The report is not `ok` where it matches none.
+    pretrain: what the ranks of a layout run, called as `pretrain(config, observer=...)`: a training of one's own (with
+        another schedule, forward step or model provider), held against labkit's in one process. Default: labkit's.
     device: where tensors live, as in `labkit.launch.run`; backend and time limit of a collective are the config's.
     on_row: called with each row as soon as it is known.
 
@@ -167,10 +173,10 @@ def compare(
     planned = [_plan(base, layout) for layout in layouts]
     _, tolerance = PRECISIONS[dtype]
     alone = base.override({"parallel": _one_process(base.parallel), "schedule": _one_stage()})
-    reference, _ = _observe(alone.validate(1), 1, None, timeout, device)
+    reference, _ = _observe(alone.validate(1), 1, None, None, timeout, device)
     rows = []
     for layout, (changed, world_size) in zip(layouts, planned):
-        whole, calls = _observe(changed, world_size, fault, timeout, device)
+        whole, calls = _observe(changed, world_size, fault, pretrain, timeout, device)
         row = _row(dict(layout), changed, world_size, whole, reference, tolerance)
         rows.append(replace(row, dropped_calls=calls))
         if on_row is not None:
@@ -235,13 +241,18 @@ def _plan(base: RunConfig, layout: Mapping[str, Any]) -> tuple[RunConfig, int]:
 
 
 def _observe(
-    config: RunConfig, world_size: int, fault: Mapping[str, str] | None, timeout: float, device: str
+    config: RunConfig,
+    world_size: int,
+    fault: Mapping[str, str] | None,
+    own: Callable[..., TrainResult] | None,
+    timeout: float,
+    device: str,
 ) -> tuple[Whole, int]:
     """Train in fresh processes and put what the ranks saw together; also how many calls the fault left out."""
     from labkit.launch import run
 
     seen = run(
-        _snapshot, world_size, config, dict(fault) if fault else None, timeout=timeout, device=device,
+        _snapshot, world_size, config, dict(fault) if fault else None, own, timeout=timeout, device=device,
         backend=config.parallel.distributed_backend,
         distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
     )  # fmt: skip
@@ -249,14 +260,16 @@ def _observe(
     return whole, sum(calls for _, calls in seen)
 
 
-def _snapshot(config: RunConfig, fault: dict[str, str] | None) -> tuple[Snapshot, int]:
+def _snapshot(
+    config: RunConfig, fault: dict[str, str] | None, own: Callable[..., TrainResult] | None
+) -> tuple[Snapshot, int]:
     """What one rank sees, and how many of its calls the fault left out; runs inside it."""
     from labkit.parallel.collectives import dropped
     from labkit.train.pretraining import pretrain
 
     recorder = Recorder(steps=(0, config.train.steps - 1))
     with dropped(**fault) if fault else nullcontext() as hook:
-        result = pretrain(config, observer=recorder)
+        result = (own or pretrain)(config, observer=recorder)
     recorder.snapshot.losses = result.losses
     return recorder.snapshot, hook.calls if hook is not None else 0
 
