@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from labkit.schedules.rendezvous import Op, communication, interpret
     from labkit.schedules.runtime import PipelineRuntime
     from labkit.schedules.simulator import Costs, Timeline, simulate
+    from labkit.schedules.verifier import verify
 
 _WHERE = {
     "build_schedule": "builders",
@@ -42,6 +43,7 @@ _WHERE = {
     "Costs": "simulator",
     "Timeline": "simulator",
     "simulate": "simulator",
+    "verify": "verifier",
 }
 __all__ = [
     "Action",
@@ -66,6 +68,7 @@ __all__ = [
     "lower",
     "one_f_one_b",
     "simulate",
+    "verify",
     "without_backward",
 ]
 

@@ -151,8 +151,7 @@ def lower(schedule: Schedule, rank: int, transport: Transport = "posted") -> Pro
     The schedule must be complete (`verify` says so); under `batched` and `even_odd` it is simulated, which raises
     ScheduleError where that is impossible. Raises ValueError for an unknown transport.
     """
-    if transport not in get_args(Transport):
-        raise ValueError(f"transport is {transport!r}; choose {', '.join(get_args(Transport))}")
+    check_transport(transport)
     needs, gives = _messages(schedule, rank)
     slots = _slots(schedule, rank, transport, needs, gives)
     actions = schedule.actions(rank)
@@ -170,10 +169,15 @@ def lower(schedule: Schedule, rank: int, transport: Transport = "posted") -> Pro
     return Program(steps, slots[-1], incoming)
 
 
+def check_transport(transport: str) -> None:
+    """Raises ValueError for an unknown transport."""
+    if transport not in get_args(Transport):
+        raise ValueError(f"transport is {transport!r}; choose one of {', '.join(get_args(Transport))}")
+
+
 def _messages(schedule: Schedule, rank: int) -> tuple[list[Message | None], list[Message | None]]:
     """For each action of the row the message that it needs, and the one that it gives."""
-    producer = schedule.derived("what is needed from neighbours", _producers)
-    consumer = schedule.derived("who needs it", _consumers)
+    producer, consumer = schedule.derived(*_PRODUCERS), schedule.derived(*_CONSUMERS)
     row = np.arange(schedule.offsets[rank], schedule.offsets[rank + 1])
     return _between(schedule, producer[row], row), _between(schedule, row, consumer[row])
 
@@ -203,11 +207,15 @@ def _producers(schedule: Schedule) -> np.ndarray:
 
 def _consumers(schedule: Schedule) -> np.ndarray:
     """The inverse of `_producers`."""
-    producer = schedule.derived("what is needed from neighbours", _producers)
+    producer = schedule.derived(*_PRODUCERS)
     reads = np.flatnonzero(producer >= 0)
     consumer = np.full(len(schedule), -1, dtype=np.int32)
     consumer[producer[reads]] = reads
     return consumer
+
+
+_PRODUCERS = ("action whose result each reads", _producers)
+_CONSUMERS = ("action that reads each one's result", _consumers)
 
 
 # ---- slots ----
@@ -225,34 +233,43 @@ def _slots(
     for i, message in enumerate(gives):
         if message is not None and not message.is_local:
             slots[i + 1].append(Transfer("send", message, _channel(schedule, transport, rank)))
-    moments = receive_slots = None
-    if transport != "blocking":
-        timeline = schedule.derived("unit costs", simulate)
-        moments, receive_slots = timeline.end, slots_of_receives(schedule, timeline, rank)
-    for i, message in enumerate(needs):
-        if message is not None and not message.is_local:
-            slot = i if receive_slots is None else int(receive_slots[i])
-            slots[slot].append(Transfer("recv", message, _channel(schedule, transport, message.source)))
-    if moments is None:
+    arriving = [(i, message) for i, message in enumerate(needs) if message is not None and not message.is_local]
+    timeline = None if transport == "blocking" else schedule.derived("unit costs", simulate)
+    in_slot = {} if timeline is None else _receive_slots(schedule, timeline, rank)
+    for i, message in arriving:
+        slots[in_slot.get(i, i)].append(Transfer("recv", message, _channel(schedule, transport, message.source)))
+    if timeline is None:
         return [tuple(slot) for slot in slots]
 
     def when(transfer: Transfer) -> tuple[float, bool]:
         message = transfer.message
-        return float(moments[schedule.offsets[message.source] + message.produced]), message.kind == "B"
+        return float(timeline.end[schedule.offsets[message.source] + message.produced]), message.kind == "B"
 
     by_moment = [sorted(slot, key=when) for slot in slots]
     return [tuple(slot if transport == "batched" else _even_odd(slot, rank)) for slot in by_moment]
 
 
-def slots_of_receives(schedule: Schedule, timeline: Timeline, rank: int) -> np.ndarray:
-    """The slot of `rank` into which the moment of what each of its actions reads falls; 0 where it reads nothing.
+def _receive_slots(schedule: Schedule, timeline: Timeline, rank: int) -> dict[int, int]:
+    """By position of the action that reads, the slot in which the rank receives."""
+    positions, slots, _ = moments_of_messages(schedule, timeline, rank, received=True)
+    return dict(zip(positions.tolist(), slots.tolist()))
 
-    That is the first action that starts at or after the moment, so at the latest the one that reads.
+
+def moments_of_messages(
+    schedule: Schedule, timeline: Timeline, rank: int, *, received: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of every message that `rank` receives (else sends): position of the action at its end, slot and moment.
+
+    A receive is in the slot before the first action that starts at or after the moment, a send in the slot after the
+    action that makes the message.
     """
     row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
-    producer = schedule.derived("what is needed from neighbours", _producers)[row]
-    moments = np.where(producer < 0, -np.inf, timeline.end[producer])
-    return np.searchsorted(timeline.start[row], moments)
+    other = schedule.derived(*(_PRODUCERS if received else _CONSUMERS))[row]
+    positions = np.flatnonzero((other >= 0) & (schedule.ranks[other] != rank))
+    if not received:
+        return positions, positions + 1, timeline.end[row][positions]
+    moments = timeline.end[other[positions]]
+    return positions, np.searchsorted(timeline.start[row], moments), moments
 
 
 def _channel(schedule: Schedule, transport: Transport, source: int) -> Literal[0, 1]:

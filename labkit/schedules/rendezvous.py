@@ -1,19 +1,25 @@
 """Does a set of sends and receives come to an end? An interpreter, so that deadlocks can be looked at without hanging.
 
 Each rank runs its list of steps. A step is a batch: all its operations are posted together, and the rank goes on when
-all of them are complete. Messages carry no name: the k-th send from a to b meets the k-th receive of b from a. A send
-is complete when the other side has posted its receive (rendezvous, as NCCL and large MPI messages do), or at once
-where sends are buffered.
+all of them are complete. Messages carry no name, so what meets what is decided by order alone:
+
+- By direction (MPI, gloo, one NCCL group call): the k-th send from a to b meets the k-th receive of b from a.
+- `mirrored` (NCCL, operations one by one on the communicator of a pair): the k-th operation of a on it meets the k-th
+  of b, whatever they are. Two sends, or two receives, that meet never complete, nor does anything posted after them.
+
+A send is complete when the other side has posted its receive (rendezvous, as NCCL and large MPI messages do), or at
+once where sends are buffered.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from labkit.schedules.ir import Schedule
-from labkit.schedules.lowering import Message, lower
+from labkit.schedules.lowering import Message, Program, Transport, lower
 
 
 class Op(NamedTuple):
@@ -22,6 +28,8 @@ class Op(NamedTuple):
     operation: Literal["send", "recv"]
     peer: int
     name: str
+    channel: int = 0
+    """Which communicator between the two ranks carries it."""
 
     def __str__(self) -> str:
         return f"{self.operation} {self.name} {'to' if self.operation == 'send' else 'from'} rank {self.peer}"
@@ -36,12 +44,12 @@ class Outcome:
 
     finished: bool
     """Whether every rank reached its end."""
-    order: list[str]
-    """Each completed step, as `rank 0: send 0F0>1 to rank 1`, in an order in which it can happen."""
     circle: list[str]
     """For ranks that wait for each other: who waits for what, in the order of the circle. Empty where finished."""
     crossed: list[str]
     """Messages that met the receive of another."""
+    stuck: dict[int, int]
+    """By rank of the circle, the number of the step that it cannot leave."""
 
     def __str__(self) -> str:
         if self.finished:
@@ -49,85 +57,120 @@ class Outcome:
         return "\n".join(["stuck, these wait for each other:", *self.circle])
 
 
-def interpret(programs: Sequence[Sequence[BatchOfOps]], *, buffered: bool = False) -> Outcome:
+@dataclass
+class _Channel:
+    """What the two sides have posted, and how many of them have met, in order."""
+
+    sides: tuple[list[Op], list[Op]] = field(default_factory=lambda: ([], []))
+    met: int = 0
+
+    def post(self, side: int, op: Op) -> int:
+        """The number of `op` on its side."""
+        self.sides[side].append(op)
+        both = min(map(len, self.sides))
+        while self.met < both and self.sides[0][self.met].operation != self.sides[1][self.met].operation:
+            self.met += 1
+        return len(self.sides[side]) - 1
+
+
+def interpret(programs: Sequence[Sequence[BatchOfOps]], *, buffered: bool = False, mirrored: bool = False) -> Outcome:
     """Run the ranks' programs until all are done or none can go on."""
-    heads = [0] * len(programs)
-    posted: dict[tuple[int, int], tuple[list[str], list[str]]] = {}
-    for_step: list[list[tuple[Op, int]]] = [[] for _ in programs]
-    order: list[str] = []
+    heads = [-1] * len(programs)
+    channels: dict[tuple[int, int, int, str], _Channel] = {}
+    waiting: list[list[tuple[Op, _Channel, int]]] = [[] for _ in programs]
+    awake = deque(range(len(programs)))
 
     def post(rank: int) -> None:
-        for_step[rank] = []
+        heads[rank] += 1
+        waiting[rank] = []
         for op in programs[rank][heads[rank]] if heads[rank] < len(programs[rank]) else ():
-            pair = (rank, op.peer) if op.operation == "send" else (op.peer, rank)
-            queue = posted.setdefault(pair, ([], []))[op.operation == "recv"]
-            queue.append(op.name)
-            for_step[rank].append((op, len(queue)))
+            low, high = sorted((rank, op.peer))
+            upward = (op.operation == "send") == (rank == low)
+            key = (low, high, op.channel, "" if mirrored else "up" if upward else "down")
+            channel = channels.setdefault(key, _Channel())
+            waiting[rank].append((op, channel, channel.post(int(rank == high), op)))
+            awake.append(op.peer)
 
-    def is_complete(rank: int, op: Op, number: int) -> bool:
-        if op.operation == "send":
-            return buffered or len(posted[rank, op.peer][1]) >= number
-        return len(posted.get((op.peer, rank), ([], []))[0]) >= number
+    def open_op(rank: int) -> Op | None:
+        """The first operation of the rank's step that is not complete."""
+        done = (channel.met > number or (buffered and op.operation == "send") for op, channel, number in waiting[rank])
+        return next((op for (op, _, _), complete in zip(waiting[rank], done) if not complete), None)
 
     for rank in range(len(programs)):
         post(rank)
-    moved = True
-    while moved:
-        moved = False
-        for rank, program in enumerate(programs):
-            if heads[rank] < len(program) and all(is_complete(rank, op, n) for op, n in for_step[rank]):
-                order.append(f"rank {rank}: " + " + ".join(str(op) for op, _ in for_step[rank]))
-                heads[rank] += 1
-                post(rank)
-                moved = True
-    crossed = [
-        f"{sent} met the receive of {wanted}, rank {pair[0]} to rank {pair[1]}"
-        for pair, (sends, receives) in posted.items()
-        for sent, wanted in zip(sends, receives)
-        if sent != wanted
-    ]
-    open_ops = {
-        rank: next(op for op, number in for_step[rank] if not is_complete(rank, op, number))
-        for rank in range(len(programs))
-        if heads[rank] < len(programs[rank])
-    }
-    return Outcome(not open_ops, order, _circle(open_ops), crossed)
+    while awake:
+        rank = awake.popleft()
+        while heads[rank] < len(programs[rank]) and open_op(rank) is None:
+            post(rank)
+    open_ops = {r: op for r in range(len(programs)) if (op := open_op(r)) is not None and heads[r] < len(programs[r])}
+    circle = _circle(open_ops)
+    lines = [f"rank {rank} waits: {open_ops[rank]}" for rank in circle]
+    if circle and open_ops[circle[-1]].peer not in open_ops:
+        lines = [f"{lines[-1]}, which has reached its end"]
+    crossed = [pair for key, channel in channels.items() for pair in _crossed(key, channel)]
+    return Outcome(not open_ops, lines, crossed, {rank: heads[rank] for rank in circle})
 
 
-def _circle(open_ops: dict[int, Op]) -> list[str]:
+def _circle(open_ops: dict[int, Op]) -> list[int]:
     """Follow who waits for whom until a rank repeats, or until one that has ended and will never answer."""
     if not open_ops:
         return []
     path = [min(open_ops)]
     while (following := open_ops[path[-1]].peer) in open_ops and following not in path:
         path.append(following)
-    if following not in open_ops:
-        return [f"rank {path[-1]} waits: {open_ops[path[-1]]}, which has reached its end"]
-    return [f"rank {rank} waits: {open_ops[rank]}" for rank in path[path.index(following) :]]
+    return path[path.index(following) :] if following in open_ops else path[-1:]
 
 
-Transport = Literal["blocking", "batched", "posted"]
+def _crossed(key: tuple[int, int, int, str], channel: _Channel) -> list[str]:
+    low, high = key[:2]
+    found = []
+    for mine, other in zip(channel.sides[0][: channel.met], channel.sides[1][: channel.met]):
+        sent, wanted, source, target = (
+            (mine, other, low, high) if mine.operation == "send" else (other, mine, high, low)
+        )
+        if sent.name != wanted.name:
+            found.append(f"{sent.name} met the receive of {wanted.name}, rank {source} to rank {target}")
+    return found
 
 
+# ---- the programs of a schedule ----
 def communication(schedule: Schedule, transport: Transport) -> list[list[list[Op]]]:
-    """The sends and receives of a schedule, for `interpret`.
+    """The sends and receives of a schedule by rank and step, for `interpret`; see `lowering` for the transports.
 
-    `blocking`: one after the other, each receive before its action and each send after. `batched`: what lies between
-    two actions in one batch. `posted`: the receives alone wait, sends run behind the computation (use `buffered=True`).
+    Run those of `posted` with `buffered=True`, those of `even_odd` with `mirrored=True`.
     """
+    return [[ops for _, ops in steps] for steps in placed_communication(schedule, transport)]
+
+
+def placed_communication(schedule: Schedule, transport: Transport) -> list[list[tuple[int, list[Op]]]]:
+    """As `communication`, with the slot of each step in front: the position of the action that follows it."""
     programs = []
     for rank in range(schedule.pp):
-        before: list[Op] = []
-        program: list[list[Op]] = []
-        for step in lower(schedule, rank).steps:
-            receive = _ops("recv", step.needs)
-            program += [before + receive] if transport == "batched" else [[op] for op in (*before, *receive)]
-            before = _ops("send", step.gives)
-        programs.append([ops for ops in [*program, before] if ops])
+        program = lower(schedule, rank, transport)
+        steps = _posted(program) if transport == "posted" else _in_slots(program, transport)
+        programs.append([(slot, ops) for slot, ops in steps if ops])
     return programs
 
 
-def _ops(operation: Literal["send", "recv"], message: Message | None) -> list[Op]:
-    if message is None or message.is_local:
-        return []
-    return [Op(operation, message.target if operation == "send" else message.source, str(message))]
+def _in_slots(program: Program, transport: Transport) -> list[tuple[int, list[Op]]]:
+    slots = [[Op(t.operation, t.peer, str(t.message), t.channel) for t in slot] for slot in program.slots]
+    if transport == "blocking":
+        return [(number, [op]) for number, ops in enumerate(slots) for op in ops]
+    return list(enumerate(slots))
+
+
+def _posted(program: Program) -> list[tuple[int, list[Op]]]:
+    """To read a message a rank receives what its source has sent before, too; what it sends runs behind."""
+    due = {source: deque(messages) for source, messages in program.incoming.items()}
+    received: set[Message] = set()
+    steps: list[tuple[int, list[Op]]] = []
+    for position, step in enumerate(program.steps):
+        ops = []
+        while step.needs is not None and not step.needs.is_local and step.needs not in received:
+            message = due[step.needs.source].popleft()
+            received.add(message)
+            ops.append(Op("recv", message.source, str(message)))
+        steps.append((position, ops))
+        if step.gives is not None and not step.gives.is_local:
+            steps.append((position + 1, [Op("send", step.gives.target, str(step.gives))]))
+    return steps

@@ -1,0 +1,191 @@
+"""Can this schedule run? A proof before any process is started, or a refusal that draws the place.
+
+`verify` asks in this order, and stops at the first no:
+
+1. **Complete**: each stage runs each microbatch once forward and once backward (B, or I and W), on one rank.
+2. **Order**: no stage has run more backwards than forwards at any point of its row. With (1) these are the invariants
+   of Transformer Engine's `_order` (signed chunk numbers, no split backward): length 2MV, sum 0, each chunk M times
+   each way, count(-c) <= count(c) in every prefix.
+3. **Dependencies**: the rows do not wait for each other in a circle. The answer is a time line at unit costs.
+4. **Memory**, where a limit is given: activations in flight, counted along the row.
+5. **Transport**: the sends and receives that follow from the rows (`lowering.py`) come to an end, and no message meets
+   the receive of another. NCCL matches in posting order, and that is what is asked for, even where gloo would forgive.
+   `posted` follows from (3); `batched` has a certificate, checked for every message in array operations: its moment
+   falls into the slot of either end. Programs of `even_odd` and `blocking` are interpreted.
+
+Legend: A = actions of the schedule, P = ranks, S = stages, M = microbatches, V = model chunks of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from labkit.schedules.dependencies import require_complete
+from labkit.schedules.ir import KINDS, Schedule, ScheduleError, grid
+from labkit.schedules.lowering import Transport, check_transport, moments_of_messages
+from labkit.schedules.rendezvous import interpret, placed_communication
+from labkit.schedules.simulator import Timeline, simulate
+
+_CHANGE = np.array([1, -1, 0, -1], dtype=np.int8)
+"""What an action of each kind adds to the activations in flight."""
+
+
+def verify(
+    schedule: Schedule,
+    transport: Transport = "batched",
+    *,
+    memory_limit: int | Sequence[int] | None = None,
+    megatron_rules: bool = False,
+) -> Timeline:
+    """Prove that `schedule` can run over `transport`; returns its time line at unit costs (F, I and W take 1, B 2).
+
+    memory_limit: the most microbatches in flight on a rank (over all its stages), one number or one per rank.
+    megatron_rules: also hold an interleaved order table to what Megatron asks of M, N and PP (`interleaving_rules`);
+        labkit's runtime can do without.
+
+    Raises ScheduleError with the grid, the bad cells marked; for a deadlock with the circle of who waits for whom.
+    """
+    check_transport(transport)
+    limits = None if memory_limit is None else _limits(schedule, memory_limit)
+    require_complete(schedule)
+    _require_order(schedule)
+    if megatron_rules:
+        interleaving_rules(schedule)
+    timeline = simulate(schedule)
+    if limits is not None:
+        _require_memory(schedule, limits)
+    if transport == "batched":
+        assert certificate(schedule, timeline), "the slots of lowering.py do not hold what they are defined by"
+    elif transport != "posted":
+        _require_end(schedule, transport)
+    return timeline
+
+
+def _require_order(schedule: Schedule) -> None:
+    """No prefix of a row has more backwards than forwards of a stage."""
+    if schedule.forward_only:
+        return
+    for rank in range(schedule.pp):
+        row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
+        stages, changes = schedule.stages[row], _CHANGE[schedule.kinds[row]]
+        for chunk, stage in enumerate(schedule.stages_of(rank), start=1):
+            own = np.flatnonzero(stages == stage)
+            early = np.flatnonzero(np.cumsum(changes[own], dtype=np.int32) < 0)
+            if len(early):
+                position = int(own[early[0]])
+                action = schedule.action(int(row.start) + position)
+                passes = np.count_nonzero(changes[own[: early[0] + 1]] < 0)
+                sentence = (
+                    f"{action} is backward number {passes} of chunk {chunk} after {passes - 1} forwards of it: "
+                    "every prefix of a row needs at least as many forwards as backwards"
+                )
+                _refuse(schedule, "cannot run:", {(rank, position): sentence})
+
+
+def interleaving_rules(schedule: Schedule) -> None:
+    """Megatron's rules for M microbatches, groups of N, PP ranks: PP <= N <= M, and M mod N is 0 or at least PP.
+
+    They are asked of a schedule with several chunks a rank, looped placement and the forwards of every rank in the
+    order of one table (`get_schedule_table`): runs of N microbatches, in each all chunks one after the other.
+    """
+    pp, m = schedule.pp, schedule.num_microbatches
+    chunks = schedule.num_stages // pp
+    looped = np.arange(schedule.num_stages) % pp
+    if pp == 1 or chunks < 2 or not np.array_equal(schedule.placement_of_stages, looped):
+        return
+    first = schedule.stages[: schedule.offsets[1]][schedule.kinds[: schedule.offsets[1]] == KINDS.index("F")]
+    n = int(np.argmax(first != 0))  # the first rank runs N microbatches of chunk 0 before it goes on
+    if n == 0 or not _follows_table(schedule, n, chunks):
+        return
+    rest, names = m % n, f"with M = {m} microbatches in groups of N = {n} on PP = {pp} ranks"
+    if n < pp:
+        fewer = f"M = {m} microbatches are fewer than the ranks" if m < pp else "a group is smaller than the pipeline"
+        sentence = f"N is at least PP, but {fewer}: rank 0 comes to chunk 2 before the last rank has finished chunk 1"
+    elif 0 < rest < pp:
+        sentence = f"M is a multiple of N, or the last group has at least PP microbatches; it has M mod N = {rest}"
+    else:
+        return
+    _refuse(schedule, f"is interleaved {names}, which Megatron refuses:", {(0, n): sentence})
+
+
+def _follows_table(schedule: Schedule, n: int, chunks: int) -> bool:
+    groups = [
+        np.arange(start, min(start + n, schedule.num_microbatches)) for start in range(0, schedule.num_microbatches, n)
+    ]
+    microbatches = np.concatenate([np.tile(group, chunks) for group in groups])
+    chunk_ids = np.concatenate([np.repeat(np.arange(chunks), len(group)) for group in groups])
+    for rank in range(schedule.pp):
+        row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
+        forward = schedule.kinds[row] == KINDS.index("F")
+        if not (
+            np.array_equal(schedule.stages[row][forward], chunk_ids * schedule.pp + rank)
+            and np.array_equal(schedule.microbatches[row][forward], microbatches)
+        ):
+            return False
+    return True
+
+
+def _limits(schedule: Schedule, memory_limit: int | Sequence[int]) -> list[int]:
+    limits = np.broadcast_to(memory_limit, schedule.pp) if np.ndim(memory_limit) == 0 else np.asarray(memory_limit)
+    if limits.shape != (schedule.pp,) or (limits < 1).any():
+        raise ValueError(
+            f"memory_limit is {memory_limit}: give one number, or one for each of the {schedule.pp} ranks, at least 1"
+        )
+    return limits.tolist()
+
+
+def _require_memory(schedule: Schedule, limits: Sequence[int]) -> None:
+    if schedule.forward_only:
+        return  # nothing waits for a backward
+    marks = {}
+    for rank, limit in enumerate(limits):
+        row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
+        over = np.flatnonzero(np.cumsum(_CHANGE[schedule.kinds[row]], dtype=np.int32) > limit)
+        if len(over):
+            action = schedule.action(int(row.start + over[0]))
+            marks[rank, int(over[0])] = f"{action} puts {limit + 1} activations in flight, the limit is {limit}"
+    if marks:
+        _refuse(schedule, "needs more memory than it may:", marks)
+
+
+# ---- transports ----
+def certificate(schedule: Schedule, timeline: Timeline) -> bool:
+    """Whether each message's moment lies in the slot that either end is lowered to.
+
+    That is: after the start of the action before the slot, and not after the start of the one that follows it; and the
+    receiver's slot comes no later than the action that reads. `lowering.py` says why batches then come to an end.
+    """
+    for rank in range(schedule.pp):
+        row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
+        starts = np.concatenate([[-np.inf], timeline.start[row], [np.inf]])  # slot j lies between j and j + 1 of these
+        for received in (True, False):
+            positions, slots, moments = moments_of_messages(schedule, timeline, rank, received=received)
+            held = (starts[slots] < moments) & (moments <= starts[slots + 1])
+            if not held.all() or (received and (slots > positions).any()):
+                return False
+    return True
+
+
+def _require_end(schedule: Schedule, transport: Transport) -> None:
+    placed = placed_communication(schedule, transport)
+    programs = [[ops for _, ops in steps] for steps in placed]
+    outcome = interpret(programs, mirrored=transport == "even_odd")
+    if outcome.finished and not outcome.crossed:
+        return
+    if outcome.finished:
+        lines = [f"{schedule.name} cannot run over {transport} transfers, messages cross:", *outcome.crossed[:10]]
+        raise ScheduleError("\n".join(lines))
+    marks = {}
+    for line, (rank, step) in zip(outcome.circle, outcome.stuck.items(), strict=True):
+        slot = placed[rank][step][0]
+        length = int(schedule.offsets[rank + 1] - schedule.offsets[rank])
+        side = "before" if slot < length else "after"
+        marks[rank, min(slot, length - 1)] = f"{side} this action {line}"
+    ranks = " -> ".join(f"rank {rank}" for rank in [*outcome.stuck, next(iter(outcome.stuck))])
+    _refuse(schedule, f"stops over {transport} transfers, these wait for each other: {ranks}", marks)
+
+
+def _refuse(schedule: Schedule, problem: str, marks: dict[tuple[int, int], str]) -> None:
+    raise ScheduleError("\n".join([f"{schedule.name} {problem}", grid(schedule, marks)]))
