@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 _EXPORTS = {
     "figure": ("Figure",),
     "block": ("tensor_parallel_block",),
+    "placement": ("layer_placement",),
     "ranks": ("rank_grid", "rank_neighbours"),
     "comms": ("TransformerTraffic", "bytes_between_nodes", "compare_orders", "order_traffic"),
-    "widgets": ("explore_layout", "is_live"),
+    "widgets": ("explore_layout", "explore_schedule", "is_live"),
     "timeline": ("gantt", "gantt_overlay"),
     "trace": ("write_trace",),
     "curves": ("loss_curves",),
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
     from labkit.viz.comms import order_traffic as order_traffic
     from labkit.viz.curves import loss_curves as loss_curves
     from labkit.viz.figure import Figure as Figure
+    from labkit.viz.placement import layer_placement as layer_placement
     from labkit.viz.ranks import rank_grid as rank_grid
     from labkit.viz.ranks import rank_neighbours as rank_neighbours
     from labkit.viz.timeline import gantt as gantt
     from labkit.viz.timeline import gantt_overlay as gantt_overlay
     from labkit.viz.trace import write_trace as write_trace
     from labkit.viz.widgets import explore_layout as explore_layout
+    from labkit.viz.widgets import explore_schedule as explore_schedule
     from labkit.viz.widgets import is_live as is_live
 
 
