@@ -1,0 +1,65 @@
+"""Which rank holds which layers: a row per pipeline rank, a column per layer, a box per stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.patches import Patch, Rectangle
+
+from labkit.models.placement import StageContents
+from labkit.schedules.ir import Schedule
+from labkit.viz.figure import Figure
+from labkit.viz.style import SEQUENCE, new_figure, styled, text_color
+
+_WIDTH = 9.0
+_HATCHES = ("", "//", "..", "xx")
+
+
+def layer_placement(schedule: Schedule, stages: Sequence[StageContents]) -> Figure:
+    """Draw what each rank of `schedule` holds; `stages` are the contents of its stages (`models.stage_contents`).
+
+    E and L are the embedding and the output with the loss; a colour is a model chunk. The sentence names what rank 0
+    holds. Raises ValueError where the numbers of stages differ.
+    """
+    if len(stages) != schedule.num_stages:
+        raise ValueError(f"{len(stages)} stages are described, {schedule.name} has {schedule.num_stages}")
+    layers = sum(len(stage.layers) for stage in stages)
+    chunks = max(len(schedule.stages_of(rank)) for rank in range(schedule.pp))
+    with styled():
+        fig = new_figure(_WIDTH, 0.42 * schedule.pp + 1.0)
+        axes = fig.add_subplot()
+        first = -1
+        for number, stage in enumerate(stages):
+            width = len(stage.layers) + stage.embedding + stage.loss
+            rank, chunk = schedule.placement(number), schedule.chunk(number)
+            fill, pattern = SEQUENCE[chunk % len(SEQUENCE)], _HATCHES[chunk // len(SEQUENCE) % len(_HATCHES)]
+            axes.add_patch(Rectangle((first, rank + 0.08), width, 0.84, facecolor=fill, edgecolor="#FFFFFF",
+                                     linewidth=1.2, hatch=pattern))  # fmt: skip
+            axes.text(first + width / 2, rank + 0.5, f"stage {number}" if width * 14 > layers else str(number),
+                      ha="center", va="center", fontsize=8, color=text_color(fill))  # fmt: skip
+            first += width
+        step = max(1, layers // 16)
+        ticks = range(0, layers, step)
+        axes.set_xticks([-0.5, *(tick + 0.5 for tick in ticks), layers + 0.5], ["E", *map(str, ticks), "L"])
+        axes.set_yticks([rank + 0.5 for rank in range(schedule.pp)], [f"rank {rank}" for rank in range(schedule.pp)])
+        axes.set(xlim=(-1, layers + 1), ylim=(schedule.pp, 0), xlabel="layer")
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        fig.legend(
+            handles=[Patch(facecolor=SEQUENCE[c % len(SEQUENCE)], label=f"chunk {c}") for c in range(min(chunks, 8))],
+            loc="outside upper right",
+            ncols=min(chunks, 8),
+        )
+    held = " and ".join(_text(stages[number]) for number in schedule.stages_of(0))
+    plural = "" if chunks == 1 else "s"
+    return Figure(fig, f"{layers} layers on {schedule.pp} ranks, {chunks} chunk{plural} a rank: rank 0 holds {held}")
+
+
+def _text(stage: StageContents) -> str:
+    """`the embedding with layers 0-3`."""
+    parts = ["the embedding"] if stage.embedding else []
+    if len(stage.layers) == 1:
+        parts.append(f"layer {stage.layers[0]}")
+    elif stage.layers:
+        parts.append(f"layers {stage.layers[0]}-{stage.layers[-1]}")
+    return " with ".join([*parts, "the loss"] if stage.loss else parts)
