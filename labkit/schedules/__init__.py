@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from labkit.schedules.bubble import BubbleSplit, Gap, bubble_split, explain_gap
     from labkit.schedules.builders import build_schedule, gpipe, one_f_one_b, without_backward
     from labkit.schedules.entry_points import (
         forward_backward_no_pipelining,
@@ -14,12 +15,17 @@ if TYPE_CHECKING:
     )
     from labkit.schedules.ir import Action, Schedule, ScheduleError
     from labkit.schedules.lowering import Message, Program, Step, Transfer, Transport, lower
+    from labkit.schedules.passes import merge_backward, split_backward
     from labkit.schedules.rendezvous import Op, communication, interpret
     from labkit.schedules.runtime import PipelineRuntime
     from labkit.schedules.simulator import Costs, Timeline, simulate
     from labkit.schedules.verifier import verify
 
 _WHERE = {
+    "BubbleSplit": "bubble",
+    "Gap": "bubble",
+    "bubble_split": "bubble",
+    "explain_gap": "bubble",
     "build_schedule": "builders",
     "gpipe": "builders",
     "one_f_one_b": "builders",
@@ -36,6 +42,8 @@ _WHERE = {
     "Transfer": "lowering",
     "Transport": "lowering",
     "lower": "lowering",
+    "merge_backward": "passes",
+    "split_backward": "passes",
     "Op": "rendezvous",
     "communication": "rendezvous",
     "interpret": "rendezvous",
@@ -47,7 +55,9 @@ _WHERE = {
 }
 __all__ = [
     "Action",
+    "BubbleSplit",
     "Costs",
+    "Gap",
     "Message",
     "Op",
     "PipelineRuntime",
@@ -58,16 +68,20 @@ __all__ = [
     "Timeline",
     "Transfer",
     "Transport",
+    "bubble_split",
     "build_schedule",
     "communication",
+    "explain_gap",
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_without_interleaving",
     "get_forward_backward_func",
     "gpipe",
     "interpret",
     "lower",
+    "merge_backward",
     "one_f_one_b",
     "simulate",
+    "split_backward",
     "verify",
     "without_backward",
 ]

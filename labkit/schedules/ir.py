@@ -32,6 +32,10 @@ ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 """How an action is written."""
 
 
+RANK_LINE = re.compile(r"rank +(\d+) *[:|]")
+"""How the line of a rank begins."""
+
+
 class ScheduleError(ValueError):
     """A schedule that cannot be read or cannot run. The message draws the grid where there is one."""
 
@@ -172,7 +176,7 @@ class Schedule:
         )
 
     def __str__(self) -> str:
-        return "\n".join([self.name, *(f"rank {r}: " + " ".join(map(str, self.actions(r))) for r in range(self.pp))])
+        return self.to_text()
 
     def actions(self, rank: int) -> list[Action]:
         """The row of `rank`, in the order it runs."""
@@ -224,6 +228,30 @@ class Schedule:
         signed = {"F": lambda c: c, "B": lambda c: -c, "I": lambda c: -c, "W": lambda c: -c - 0.5}
         return [signed[action.kind](chunks[action.stage]) for action in self.actions(rank)]
 
+    def to_text(self) -> str:
+        """The name, then one line per rank: `rank 0: 0F0 0F1 0B0 0B1`."""
+        return "\n".join([self.name, *(f"rank {r}: " + " ".join(map(str, self._iterate(r))) for r in range(self.pp))])
+
+    @classmethod
+    def from_text(cls, text: str) -> Schedule:
+        """Read `to_text`'s form; the line with the name may be left out, ranks may be aligned with blanks.
+
+        Stages and microbatches are counted from the cells. Raises ScheduleError naming the rank, the position and the
+        text of the first cell that is no action, and a line that is no rank's or not in its place.
+        """
+        lines = [line.strip() for line in text.strip().splitlines()]
+        name = "text" if not lines or RANK_LINE.match(lines[0]) else lines.pop(0)
+        rows = []
+        for rank, line in enumerate(lines):
+            match = RANK_LINE.match(line)
+            if match is None or int(match[1]) != rank:
+                raise ScheduleError(
+                    f"{line[:40]!r} stands where the line of rank {rank} should: rank {rank}: 0F0 0F1 ..."
+                )
+            cells = enumerate(line[match.end() :].split())
+            rows.append([_parse_cell(cell, f"rank {rank}, position {position}") for position, cell in cells])
+        return cls(name, *_counted(rows), rows)
+
     def to_csv(self) -> str:
         """One row per rank, cells are actions: no header, no rank column, no blank cells."""
         return "".join(",".join(map(str, self._iterate(rank))) + "\n" for rank in range(self.pp))
@@ -241,18 +269,24 @@ class Schedule:
         for row, line in enumerate(lines, start=1):
             if not line.strip():
                 raise ScheduleError(f"row {row} is empty: every rank needs its line of actions")
-            rows.append([_parse_cell(cell, row, column) for column, cell in enumerate(line.split(","), start=1)])
-        flat = [action for cells in rows for action in cells]
-        return cls(name, 1 + max(a.stage for a in flat), 1 + max(a.microbatch for a in flat), rows)
+            cells = enumerate(line.split(","), start=1)
+            rows.append([_parse_cell(cell, f"row {row}, column {column}") for column, cell in cells])
+        return cls(name, *_counted(rows), rows)
 
 
-def _parse_cell(cell: str, row: int, column: int) -> Action:
+def _parse_cell(cell: str, where: str) -> Action:
     if not cell.strip():
-        raise ScheduleError(f"row {row}, column {column} is blank: remove the cell, idle time is not written down")
+        raise ScheduleError(f"{where} is blank: remove the cell, idle time is not written down")
     try:
         return Action.parse(cell)
     except ScheduleError as error:
-        raise ScheduleError(f"row {row}, column {column}: {error}") from None
+        raise ScheduleError(f"{where}: {error}") from None
+
+
+def _counted(rows: Sequence[Sequence[Action]]) -> tuple[int, int]:
+    """How many stages and microbatches there are, from the highest of each."""
+    flat = [action for row in rows for action in row]
+    return 1 + max((a.stage for a in flat), default=-1), 1 + max((a.microbatch for a in flat), default=-1)
 
 
 def _majority_rank(stages: np.ndarray, ranks: np.ndarray, num_stages: int, pp: int) -> np.ndarray:

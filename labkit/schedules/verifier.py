@@ -182,7 +182,7 @@ def _require_end(schedule: Schedule, transport: Transport) -> None:
         slot = placed[rank][step][0]
         length = int(schedule.offsets[rank + 1] - schedule.offsets[rank])
         side = "before" if slot < length else "after"
-        marks[rank, min(slot, length - 1)] = f"{side} this action {line}"
+        marks[rank, min(slot, length - 1)] = f"{side} this action it waits: {line.partition(' waits: ')[2]}"
     ranks = " -> ".join(f"rank {rank}" for rank in [*outcome.stuck, next(iter(outcome.stuck))])
     _refuse(schedule, f"stops over {transport} transfers, these wait for each other: {ranks}", marks)
 
