@@ -54,6 +54,16 @@ def dependencies(schedule: Schedule, at: np.ndarray | None = None) -> tuple[np.n
     return from_neighbour, own
 
 
+def awaited(schedule: Schedule, at: np.ndarray | None = None) -> np.ndarray:
+    """The one action (A,) that each has to wait for, -1 for none: what it needs from another rank. What it needs from
+    its own rank is done when its turn comes, unless the row has it later; then that one, for which it waits forever."""
+    from_neighbour, own = dependencies(schedule, at)
+    crosses = (from_neighbour >= 0) & (schedule.ranks[from_neighbour] != schedule.ranks)
+    waits = np.where(crosses, from_neighbour, -1)
+    on_rank = np.maximum(np.where(crosses, -1, from_neighbour), own)
+    return np.where(on_rank > np.arange(len(schedule), dtype=np.int32), on_rank, waits)
+
+
 def _rows(schedule: Schedule) -> list[slice]:
     offsets = schedule.offsets.tolist()
     return [slice(start, stop) for start, stop in pairwise(offsets)]

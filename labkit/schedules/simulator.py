@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from labkit.events import Event
-from labkit.schedules.dependencies import dependencies, explain_deadlock, require_complete
+from labkit.schedules.dependencies import awaited, explain_deadlock, require_complete
 from labkit.schedules.ir import EVENT_KINDS, Schedule, ScheduleError
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def earliest(
     messages: what an activation and a gradient take by sending and receiving rank (2, P, P); None: no time.
     Raises ScheduleError as `simulate`.
     """
-    waits = _waits(schedule, require_complete(schedule))
+    waits = awaited(schedule, require_complete(schedule))
     delays = _delays(schedule, waits, messages) if messages is not None and messages.any() else None
     # Every row gets a place after its end where its rank stops; one more place at the very end is "nothing needed".
     stops = schedule.offsets[1:] + np.arange(schedule.pp)
@@ -241,16 +241,6 @@ def earliest(
     arrived = end[waits] if delays is None else end[waits] + delays
     np.maximum(arrived[1:], end[:-1], out=arrived[1:])
     return np.delete(arrived, [*stops, nothing]), np.delete(end, [*stops, nothing])
-
-
-def _waits(schedule: Schedule, at: np.ndarray) -> np.ndarray:
-    """The one action (A,) that each waits for, -1 for none: what it needs from another rank. What it needs from its own
-    rank is done when its turn comes, unless the row has it later; then that one, for which it waits forever."""
-    from_neighbour, own = dependencies(schedule, at)
-    crosses = (from_neighbour >= 0) & (schedule.ranks[from_neighbour] != schedule.ranks)
-    waits = np.where(crosses, from_neighbour, -1)
-    on_rank = np.maximum(np.where(crosses, -1, from_neighbour), own)
-    return np.where(on_rank > np.arange(len(schedule), dtype=np.int32), on_rank, waits)
 
 
 def _delays(schedule: Schedule, waits: np.ndarray, messages: np.ndarray) -> np.ndarray:

@@ -61,6 +61,57 @@ def test_costs_per_stage_and_message():
     assert simulate(one_f_one_b(2, 1), by_size).makespan == (1 + 3 + 1) + (2 + 3 + 2)
 
 
+def test_messages_by_link_and_direction():
+    """0F0 ends at 1, 4 + 8/2 later at rank 1; its backward takes 3 + 2, and its message 6 + 2/4."""
+    links = Costs(
+        latency=[[9, 4], [6, 9]],
+        seconds_per_byte=[[9, 1 / 2], [1 / 4, 9]],
+        message_bytes=8,
+        gradient_bytes=2,
+        backward=3,
+    )
+    events = {e.name: (e.start, e.end) for e in simulate(one_f_one_b(2, 1), links).events}
+    assert events == {"0F0": (0, 1), "1F0": (9, 10), "1B0": (10, 13), "0B0": (19.5, 22.5)}
+
+
+V = "0F0,0F1,3F0,3I0,0I0,3W0,0W0,3F1,3I1,0I1,3W1,0W1\n1F0,2F0,1F1,2F1,2I0,1I0,2W0,1W0,2I1,1I1,2W1,1W1"
+MIXED = "0F0,2F0,0F1,2I0,2F1,0B0,2B1,0B1,2W0\n1F0,1F1,1I0,1W0,1B1"
+
+
+@given(
+    st.sampled_from([one_f_one_b(3, 4), gpipe(4, 3), Schedule.from_csv(V), Schedule.from_csv(MIXED)]),
+    st.lists(st.floats(0.01, 9), min_size=12, max_size=12),
+    st.sampled_from([0.0, 0.3, 5.0]),
+)
+def test_times_are_those_of_a_plain_relaxation(schedule, durations, latency):
+    """Judge: dictionaries, one action after another, over and over until no start moves."""
+    stages = schedule.num_stages
+    costs = Costs(forward=durations[:stages], input_grad=durations[-stages:], weight_grad=0.7, latency=latency)
+    table = dict(zip("FBIW", costs.table(stages).tolist(), strict=True))
+    rows = [schedule.actions(rank) for rank in range(schedule.pp)]
+    start = {str(action): 0.0 for row in rows for action in row}
+    end = dict.fromkeys(start, 0.0)
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            for previous, a in zip([None, *row], row, strict=False):
+                needs = [f"{a.stage}I{a.microbatch}"] if a.kind == "W" else []
+                needs += [f"{a.stage}F{a.microbatch}"] if a.kind in "BI" else []
+                ready = [end[need] for need in needs] + ([end[str(previous)]] if previous else [])
+                other = a.stage + {"F": -1, "W": stages}.get(a.kind, 1)
+                if 0 <= other < stages:
+                    kinds = "F" if a.kind == "F" else "BI"
+                    made = next(f"{other}{k}{a.microbatch}" for k in kinds if f"{other}{k}{a.microbatch}" in end)
+                    ready.append(end[made] + (latency if schedule.placement(other) != rank else 0.0))
+                begin = max(ready, default=0.0)
+                moved |= begin != start[str(a)] or end[str(a)] != begin + table[a.kind][a.stage]
+                start[str(a)], end[str(a)] = begin, begin + table[a.kind][a.stage]
+    assert {e.name: (e.start, e.end) for e in simulate(schedule, costs).events} == {
+        name: (start[name], end[name]) for name in start
+    }
+
+
 def test_a_message_within_a_rank_is_free():
     v = Schedule.from_csv("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0")
     assert simulate(v, Costs(latency=10)).makespan == 4 * 1 + 4 * 2 + 4 * 10  # 0>1, 2>3 and back
@@ -72,6 +123,25 @@ def test_split_backward_keeps_activations_until_the_weight_gradient():
     assert simulate(late).peak_in_flight == [2]
     assert simulate(soon).peak_in_flight == [1]
     assert [e.kind for e in simulate(soon).events[:3]] == ["forward", "input_grad", "weight_grad"]
+
+
+def test_memory_is_weighed_by_stage_and_freed_by_halves():
+    """Stage 0 weighs 2, of which I frees a quarter; stage 1 weighs 5."""
+    schedule = Schedule.from_csv("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1")
+    timeline = simulate(schedule, Costs(activation=[2, 5], freed_by_input_grad=[0.25, 0]))
+    assert timeline.memory(0)[1].tolist() == [0, 2, 4, 3.5, 2, 1.5, 0]
+    assert timeline.memory(1)[1].tolist() == [0, 5, 5, 10, 10, 5, 0]
+    assert timeline.peak_memory == [4, 10]
+    assert timeline.peak_in_flight == [2, 2]
+    events = {event.name: event for event in timeline.events}
+    assert timeline.memory(0)[0].tolist() == [0, 0, 1, *(events[name].end for name in ("0I0", "0W0", "0I1", "0W1"))]
+
+
+@given(**SIZES)
+def test_memory_of_equal_stages_counts_what_is_in_flight(pp, microbatches):
+    timeline = simulate(one_f_one_b(pp, microbatches))
+    assert timeline.peak_memory == timeline.peak_in_flight
+    assert simulate(without_backward(one_f_one_b(pp, microbatches))).peak_memory == [0] * pp
 
 
 def test_forward_only_keeps_nothing():
@@ -134,10 +204,23 @@ def test_a_shuffled_schedule_runs_or_is_refused(first, second):
             simulate(schedule)
 
 
-@pytest.mark.parametrize("costs", [Costs(forward=[1, 2, 3]), Costs(backward=-1), Costs(forward=float("nan"))])
-def test_bad_costs_are_refused(costs):
-    with pytest.raises(ValueError, match=r"forward|backward"):
-        simulate(gpipe(2, 2), costs)
+@pytest.mark.parametrize(
+    ("costs", "problem"),
+    [
+        (Costs(forward=[1, 2, 3]), "forward has shape .3,.: give one number, or one for each of the 2 stages"),
+        (Costs(backward=-1), "backward is -1: costs are finite and not negative"),
+        (Costs(forward=float("nan")), "forward is nan"),
+        (Costs(latency=[[0, 1]]), "latency has shape .1, 2.: give one number, or 2 x 2"),
+        (Costs(seconds_per_byte=-1), "seconds_per_byte is -1"),
+        (Costs(gradient_bytes=-5), "gradient_bytes is -5"),
+        (Costs(message_bytes=float("inf")), "message_bytes is inf"),
+        (Costs(activation=[1]), "activation has shape"),
+        (Costs(freed_by_input_grad=1.5), "freed_by_input_grad is 1.5: it is a share"),
+    ],
+)
+def test_bad_costs_are_refused(costs, problem):
+    with pytest.raises(ValueError, match=problem):
+        simulate(gpipe(2, 2), costs).memory(0)
 
 
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (2, -1), (1.5, 2), ("4", 2)])

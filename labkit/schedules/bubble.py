@@ -1,0 +1,218 @@
+"""Where the idle time of a pipeline comes from, predicted or measured.
+
+A rank idles from 0 to the end of the step whenever it does not compute. Its idle time is the sum of four parts:
+
+    communication   what would vanish were messages free: the makespan less that of the same rows with the same
+                    durations, in which every action starts as soon as its rank is free and what it needs is computed.
+                    Measured, it holds all else that keeps such an action from starting, as the launch of kernels does.
+                    It is the same on every rank, since all wait for the end of the step.
+    warm_up         of what is left, the idle time before the rank's first backward
+    cool_down       the idle time after its last forward (and its first backward), up to the end of the step
+    steady          the idle time between: imbalance of stages, or of the durations of single actions
+
+1F1B with equal stages: warm_up is r F + (p - r - 1) B on rank r, cool_down (p - r - 1) F + r B, steady 0.
+
+Every rank's time is computation plus these parts, so two makespans differ by the sum of the differences of one rank's
+parts. `explain_gap` names the largest.
+
+Legend: A = actions of the schedule, P = ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from labkit.events import Event
+from labkit.schedules.dependencies import awaited, positions
+from labkit.schedules.ir import ACTION, EVENT_KINDS, KINDS, Schedule
+from labkit.schedules.simulator import Timeline, earliest
+
+PARTS = {
+    "warm_up": "warm-up",
+    "steady": "steady imbalance",
+    "communication": "communication wait",
+    "cool_down": "cool-down",
+}
+"""Part of the idle time -> what sentences call it."""
+
+
+@dataclass(frozen=True, eq=False)
+class BubbleSplit:
+    """Idle time of each rank (P,) by where it comes from, in the unit of the timeline (measured: seconds)."""
+
+    warm_up: np.ndarray
+    steady: np.ndarray
+    communication: np.ndarray
+    cool_down: np.ndarray
+
+    @property
+    def idle(self) -> np.ndarray:
+        """Their sum (P,): the makespan less the time that a rank computes."""
+        return self.warm_up + self.steady + self.communication + self.cool_down
+
+    @property
+    def total(self) -> dict[str, float]:
+        """Each part summed over ranks."""
+        return {part: float(getattr(self, part).sum()) for part in PARTS}
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{PARTS[part]} {time:g}" for part, time in self.total.items())
+        return f"idle {float(self.idle.sum()):g} over {len(self.idle)} ranks: {parts}"
+
+
+def split_timeline(timeline: Timeline) -> BubbleSplit:
+    """The split of a simulated Timeline; what `Timeline.bubble` gives."""
+    return _split(timeline.schedule, timeline.start, timeline.end)
+
+
+def bubble_split(events: Iterable[Event], schedule: Schedule) -> BubbleSplit:
+    """The split of a measured step, in seconds; time 0 is the start of the first action.
+
+    events: every action of `schedule` once, by its name, as `labkit.train.pipeline_events` gives them; others are
+        passed over. Raises ValueError where one is missing or doubled, or where a rank ran another order.
+    """
+    return _split(schedule, *measured_columns(events, schedule))
+
+
+def measured_columns(events: Iterable[Event], schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """Measured start and end of every action of `schedule` (A,), the first start at 0. Errors as in `bubble_split`."""
+    at = positions(schedule)
+    start, end = np.full((2, len(schedule)), np.nan)
+    for event in events:
+        found = ACTION.fullmatch(event.name)
+        if found is None or event.kind != EVENT_KINDS[found[2]]:
+            continue
+        stage, microbatch = int(found[1]), int(found[3])
+        inside = stage < schedule.num_stages and microbatch < schedule.num_microbatches
+        index = at[KINDS.index(found[2]), stage, microbatch] if inside else -1
+        if index < 0:
+            raise ValueError(f"{event.name} was measured and is no action of {schedule.name}: give its own schedule")
+        if not np.isnan(start[index]):
+            raise ValueError(f"{event.name} was measured twice: give one step of one rank for each pipeline rank")
+        start[index], end[index] = event.start, event.end
+    _require_rows(schedule, start)
+    return start - start.min(), end - start.min()
+
+
+def _require_rows(schedule: Schedule, start: np.ndarray) -> None:
+    absent = np.flatnonzero(np.isnan(start))
+    if len(absent):
+        rank, position = schedule.locate(int(absent[0]))
+        raise ValueError(f"{schedule.actions(rank)[position]} was not measured: give the Events of every rank")
+    early = np.flatnonzero((np.diff(start) < 0) & (np.diff(schedule.ranks) == 0))
+    if len(early):
+        rank, position = schedule.locate(int(early[0]))
+        first, second = schedule.actions(rank)[position : position + 2]
+        raise ValueError(f"rank {rank} ran {second} before {first}, which is not the order of {schedule.name}")
+
+
+def _split(schedule: Schedule, start: np.ndarray, end: np.ndarray) -> BubbleSplit:
+    free_start, free_end = earliest(schedule, end - start)
+    finish = free_end.max()
+    if np.allclose(free_end, end, rtol=1e-12, atol=0.0):  # messages are free already: no rounding where 0 is meant
+        free_start, free_end, finish = start, end, end.max()
+    parts = np.zeros((3, schedule.pp))
+    for rank in range(schedule.pp):
+        row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
+        gaps = np.append(free_start[row], finish) - np.concatenate([[0.0], free_end[row]])
+        warm, cool = _phases(schedule.kinds[row])
+        parts[:, rank] = gaps[:warm].sum(), gaps[warm:cool].sum(), gaps[cool:].sum()
+    communication = np.full(schedule.pp, end.max() - finish)
+    return BubbleSplit(parts[0], parts[1], communication, parts[2])
+
+
+def _phases(kinds: np.ndarray) -> tuple[int, int]:
+    """Of a row's gaps, one before each action and one after the last: how many belong to the warm-up, and where the
+    cool-down begins."""
+    forward = kinds == KINDS.index("F")
+    first_backward = 0 if forward.all() else int(np.argmin(forward))
+    last_forward = int(np.flatnonzero(forward)[-1])
+    return first_backward + 1, max(first_backward, last_forward) + 1
+
+
+# ---- prediction against measurement ----
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The part of one rank's time in which measurement and prediction differ most; `str` gives a sentence."""
+
+    predicted: float
+    """Makespan of the prediction, in seconds."""
+    measured: float
+    """Makespan that was measured, in seconds."""
+    part: str
+    """`computation`, or one of PARTS."""
+    rank: int
+    """Pipeline rank. For the communication wait, which all share: where most of what was added stands."""
+    difference: float
+    """Seconds that the part takes more than predicted; negative for less."""
+    stage: int | None = None
+    """For computation, the stage that differs most."""
+    kind: str | None = None
+    """For computation, the kind of action that differs most on that stage."""
+    detail: float = 0.0
+    """Seconds that this kind takes more on this stage."""
+
+    def __str__(self) -> str:
+        total = f"the step took {self.measured / self.predicted:.2f} of the predicted time ({_ms(self.measured)}"
+        total += f" for {_ms(self.predicted)})"
+        if self.part != "computation":
+            return f"{total}, and what differs most is the {PARTS[self.part]} on rank {self.rank}: {self._change}"
+        kind = EVENT_KINDS[self.kind or "F"].replace("_", " ").replace("grad", "gradient")
+        most = f"of it {_ms(self.detail, '+')} in the {kind} of stage {self.stage}"
+        return f"{total}, and what differs most is computation on rank {self.rank}: {self._change}, {most}"
+
+    @property
+    def _change(self) -> str:
+        return _ms(self.difference, "+")
+
+
+def _ms(seconds: float, sign: str = "") -> str:
+    return f"{seconds * 1e3:{sign}.1f} ms"
+
+
+_CONSEQUENCE = 0.1
+"""A slower rank makes others idle just as long, and measurements scatter; where idle time and a cause differ by less
+than this share, the cause is named."""
+
+
+def explain_gap(predicted: Timeline, measured: Iterable[Event]) -> Gap:
+    """Where the largest difference between prediction (costs in seconds) and measurement lies.
+
+    Each rank's makespan is its computation plus the four parts of its idle time. Of all ranks and parts the one that
+    differs most is named; computation, and then messages, before the idle time that they cause elsewhere. Errors as in
+    `bubble_split`.
+    """
+    schedule = predicted.schedule
+    start, end = measured_columns(measured, schedule)
+    expected, found = predicted.bubble, _split(schedule, start, end)
+    longer = (end - start) - (predicted.end - predicted.start)
+    waits = _message_waits(schedule, start, end) - _message_waits(schedule, predicted.start, predicted.end)
+    computation = np.add.reduceat(longer, schedule.offsets[:-1])
+    differences = {"computation": computation, "communication": found.communication - expected.communication}
+    differences |= {part: getattr(found, part) - getattr(expected, part) for part in PARTS if part not in differences}
+    largest = {part: np.abs(values).max() for part, values in differences.items()}
+    part = next(part for part, value in largest.items() if value >= (1 - _CONSEQUENCE) * max(largest.values()))
+    rank = int(np.argmax(np.abs(waits if part == "communication" else differences[part])))
+    makespans, difference = (predicted.makespan, float(end.max())), float(differences[part][rank])
+    if part != "computation":
+        return Gap(*makespans, part, rank, difference)
+    row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
+    by_stage = np.zeros((len(KINDS), schedule.num_stages))
+    np.add.at(by_stage, (schedule.kinds[row], schedule.stages[row]), longer[row])
+    kind, stage = np.unravel_index(np.argmax(by_stage * np.sign(difference)), by_stage.shape)
+    return Gap(*makespans, part, rank, difference, int(stage), KINDS[kind], float(by_stage[kind, stage]))
+
+
+def _message_waits(schedule: Schedule, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Per rank (P,), idle time in which all that the next action needs was already computed: its message was under way,
+    or nothing but the rank itself held it up."""
+    needed = awaited(schedule)
+    computed = np.where(needed >= 0, end[needed], 0.0)
+    before = np.concatenate([[0.0], end[:-1]])
+    before[schedule.offsets[:-1]] = 0.0
+    return np.add.reduceat(np.maximum(start - np.maximum(before, computed), 0.0), schedule.offsets[:-1])

@@ -1,0 +1,181 @@
+"""The split of idle time: exact for any schedule, equal to the closed forms, and naming the cause of a gap."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labkit.schedules import Costs, Schedule, bubble_split, explain_gap, gpipe, one_f_one_b, simulate, without_backward
+
+SIZES = {"pp": st.integers(1, 7), "microbatches": st.integers(1, 12)}
+TIMES = {"f": st.integers(1, 9), "b": st.integers(1, 9)}
+INTERLEAVED = """
+0F0,0F1,2F0,2F1,0F2,2B0,0F3,2B1,2F2,0B0,2F3,0B1,2B2,2B3,0B2,0B3
+1F0,1F1,3F0,3B0,3F1,3B1,1F2,1B0,1F3,1B1,3F2,3B2,3F3,3B3,1B2,1B3
+"""
+"""pp 2, two stages a rank, 4 microbatches, as the sources interleave them."""
+V_SPLIT = "0F0,0F1,3F0,3I0,0I0,3W0,0W0,3F1,3I1,0I1,3W1,0W1\n1F0,2F0,1F1,2F1,2I0,1I0,2W0,1W0,2I1,1I1,2W1,1W1"
+"""pp 2, stages down and up again, backward split."""
+
+
+@st.composite
+def timelines(draw):
+    """A timeline of a known schedule under random costs, with messages or without."""
+    pp, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 9))
+    schedule = draw(
+        st.sampled_from(
+            [
+                gpipe(pp, microbatches),
+                one_f_one_b(pp, microbatches),
+                without_backward(one_f_one_b(pp, microbatches)),
+                Schedule.from_csv(INTERLEAVED),
+                Schedule.from_csv(V_SPLIT),
+            ]
+        )
+    )
+    per_stage = st.lists(st.integers(0, 20), min_size=schedule.num_stages, max_size=schedule.num_stages)
+    forward, inputs, weights = draw(per_stage), draw(per_stage), draw(per_stage)
+    latency = draw(st.sampled_from([0, 0, 1, 7]))
+    return simulate(schedule, Costs(forward=forward, input_grad=inputs, weight_grad=weights, latency=latency))
+
+
+@given(timelines())
+@settings(max_examples=150)
+def test_the_parts_are_the_idle_time_and_none_is_negative(timeline):
+    split = timeline.bubble
+    assert split.idle.tolist() == (timeline.makespan - timeline.busy).tolist()  # whole numbers, so exactly
+    assert min(split.total.values()) >= 0
+    assert sum(split.total.values()) == timeline.makespan * timeline.schedule.pp - timeline.busy.sum()
+    if timeline.costs.latency == 0 or timeline.schedule.pp == 1:
+        assert split.communication.tolist() == [0] * timeline.schedule.pp
+
+
+@given(timelines())
+@settings(max_examples=50)
+def test_communication_is_what_vanishes_with_free_messages(timeline):
+    free = simulate(timeline.schedule, replace(timeline.costs, latency=0))
+    assert timeline.bubble.communication.tolist() == [timeline.makespan - free.makespan] * timeline.schedule.pp
+    for part in ("warm_up", "steady", "cool_down"):
+        assert getattr(timeline.bubble, part).tolist() == getattr(free.bubble, part).tolist()
+
+
+@given(**SIZES, **TIMES)
+def test_1f1b_by_its_closed_form(pp, microbatches, f, b):
+    microbatches += pp - 1  # enough for a steady phase
+    split = simulate(one_f_one_b(pp, microbatches), Costs(forward=f, backward=b)).bubble
+    ranks = np.arange(pp)
+    assert split.warm_up.tolist() == (ranks * f + (pp - ranks - 1) * b).tolist()
+    assert split.cool_down.tolist() == ((pp - ranks - 1) * f + ranks * b).tolist()
+    assert split.steady.tolist() == [0] * pp
+
+
+@given(**SIZES, **TIMES)
+def test_gpipe_by_its_closed_form(pp, microbatches, f, b):
+    split = simulate(gpipe(pp, microbatches), Costs(forward=f, backward=b)).bubble
+    ranks = np.arange(pp)
+    assert split.warm_up.tolist() == (ranks * f + (pp - ranks - 1) * (f + b)).tolist()
+    assert split.cool_down.tolist() == (ranks * b).tolist()
+
+
+@pytest.mark.parametrize("latency", [0, 2, 5])
+def test_one_microbatch_pays_for_each_message_on_its_way_down_and_up(latency):
+    timeline = simulate(one_f_one_b(4, 1), Costs(forward=3, backward=4, latency=latency))
+    assert timeline.bubble.communication.tolist() == [2 * 3 * latency] * 4
+    assert (timeline.bubble.idle - timeline.bubble.communication).tolist() == [3 * (3 + 4)] * 4
+
+
+def test_interleaving_divides_the_bubble_by_the_chunks():
+    """p - 1 = 1 chunk's F + B per rank, against whole stages of twice the time: 1F1B idles twice as long."""
+    split = simulate(Schedule.from_csv(INTERLEAVED), Costs(forward=3, backward=5)).bubble
+    whole = simulate(one_f_one_b(2, 4), Costs(forward=6, backward=10)).bubble
+    assert split.idle.tolist() == [3 + 5] * 2
+    assert whole.idle.tolist() == [6 + 10] * 2
+
+
+def test_a_slow_stage_is_imbalance_elsewhere():
+    even, slow = (simulate(one_f_one_b(4, 16), Costs(forward=[1, 1, f, 1], backward=2)) for f in (1, 3))
+    assert even.bubble.steady.sum() == 0
+    assert slow.bubble.steady[[0, 3]].min() > 15  # 2 more for each of the microbatches in the steady phase
+    assert slow.bubble.steady[2] <= 4
+
+
+@given(timelines(), st.integers(-5, 5))
+@settings(max_examples=30)
+def test_measured_events_of_a_prediction_split_alike(timeline, origin):
+    events = [replace(e, start=e.start + origin, end=e.end + origin) for e in reversed(timeline.events)]
+    split = bubble_split(events, timeline.schedule)
+    assert {part: pytest.approx(time) for part, time in split.total.items()} == timeline.bubble.total
+
+
+def stretched(timeline, factor_of):
+    """What would be measured if actions took longer: the same schedule simulated with other durations."""
+    table = timeline.costs.table(timeline.schedule.num_stages)
+    for (kind, stage), factor in factor_of.items():
+        table["FBIW".index(kind), stage] *= factor
+    forward, backward, inputs, weights = table.tolist()
+    costs = replace(timeline.costs, forward=forward, backward=backward, input_grad=inputs, weight_grad=weights)
+    return simulate(timeline.schedule, costs)
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b(4, 8), gpipe(4, 8), Schedule.from_csv(INTERLEAVED)])
+@pytest.mark.parametrize(("kind", "stage"), [("F", 0), ("B", 1), ("F", 3), ("B", 3)])
+def test_a_slower_kind_on_a_stage_is_named(schedule, kind, stage):
+    predicted = simulate(schedule, Costs(forward=0.01, backward=0.02))
+    measured = stretched(predicted, {(kind, stage): 1.5})
+    gap = explain_gap(predicted, measured.events)
+    assert (gap.part, gap.rank, gap.stage, gap.kind) == ("computation", schedule.placement(stage), stage, kind)
+    extra = schedule.num_microbatches * (0.005 if kind == "F" else 0.01)
+    assert gap.difference == pytest.approx(extra)
+    assert gap.detail == pytest.approx(extra)
+    word = "forward" if kind == "F" else "backward"
+    assert f"computation on rank {gap.rank}: +{extra * 1e3:.1f} ms, of it +{extra * 1e3:.1f} ms in the {word}" in str(
+        gap
+    )
+
+
+def test_split_backwards_are_named_by_half():
+    predicted = simulate(Schedule.from_csv(V_SPLIT), Costs(forward=0.01, input_grad=0.01, weight_grad=0.01))
+    gap = explain_gap(predicted, stretched(predicted, {("W", 2): 3.0}).events)
+    assert (gap.rank, gap.stage, gap.kind) == (1, 2, "W")
+    assert "in the weight gradient of stage 2" in str(gap)
+
+
+def test_a_slow_link_is_named_by_the_rank_that_waits():
+    schedule = one_f_one_b(4, 8)
+    costs = Costs(forward=0.01, backward=0.02)
+    slow = [[0.0] * 4 for _ in range(4)]
+    slow[1][2] = 0.03
+    measured = simulate(schedule, replace(costs, latency=slow))
+    gap = explain_gap(simulate(schedule, costs), measured.events)
+    assert (gap.part, gap.rank) == ("communication", 2)
+    assert gap.difference == pytest.approx(measured.makespan - 11 * 0.03)
+    assert "what differs most is the communication wait on rank 2: +" in str(gap)
+    assert str(gap).startswith(f"the step took {measured.makespan / 0.33:.2f} of the predicted time")
+
+
+def test_faster_than_predicted_is_said_with_a_minus():
+    predicted = simulate(one_f_one_b(2, 4), Costs(forward=0.01, backward=0.02))
+    gap = explain_gap(predicted, stretched(predicted, {("B", 1): 0.5}).events)
+    assert (gap.stage, gap.kind) == (1, "B")
+    assert "-40.0 ms, of it -40.0 ms in the backward of stage 1" in str(gap)
+
+
+def test_refusals_name_the_action():
+    schedule = one_f_one_b(2, 2)
+    events = simulate(schedule).events
+    with pytest.raises(ValueError, match="1B1 was not measured"):
+        bubble_split([e for e in events if e.name != "1B1"], schedule)
+    with pytest.raises(ValueError, match="0F0 was measured twice"):
+        bubble_split([*events, events[0]], schedule)
+    with pytest.raises(ValueError, match="2F0 was measured and is no action of 1F1B"):
+        bubble_split([*events, replace(events[0], name="2F0")], schedule)
+    other = simulate(gpipe(2, 2)).events
+    with pytest.raises(ValueError, match="rank 1 ran 1F1 before 1B0, which is not the order of 1F1B"):
+        explain_gap(simulate(schedule), other)
+
+
+def test_the_split_prints_its_parts():
+    split = simulate(one_f_one_b(2, 2)).bubble
+    assert str(split) == ("idle 6 over 2 ranks: warm-up 3, steady imbalance 0, communication wait 0, cool-down 3")
