@@ -302,6 +302,9 @@ def _schedule_words(config: RunConfig) -> str:
     words = [Path(own.path).name] if own.path is not None else [own.name] if own.name != "auto" else []
     words += [parallel.pipeline_layout] if parallel.pipeline_layout is not None else []
     words += ["standalone embedding"] if parallel.standalone_embedding_stage else []
+    words += [] if own.batch_p2p_comm is None else ["batched" if own.batch_p2p_comm else "even/odd"]
+    words += ["variable lengths"] if own.variable_seq_lengths else []
+    words += [f"group {own.microbatch_group_size}"] if own.microbatch_group_size is not None else []
     return "".join(f" {word}" for word in words)
 
 

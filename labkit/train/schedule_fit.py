@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from labkit.config import RunConfig
 from labkit.models.placement import stage_contents
-from labkit.schedules.builders import build_schedule
+from labkit.schedules.builders import build_schedule, without_backward
 from labkit.schedules.ir import Schedule
-from labkit.schedules.simulator import simulate
-
-if TYPE_CHECKING:
-    from labkit.schedules.runtime import Transport
+from labkit.schedules.lowering import Transport
+from labkit.schedules.verifier import verify
 
 TRANSPORTS: dict[bool | None, Transport] = {None: "posted", True: "batched", False: "even_odd"}
 """`schedule.batch_p2p_comm` -> how the runtime moves tensors between stages, as the entry points read it."""
@@ -56,13 +52,19 @@ def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> No
 
 
 def schedule_problem(config: RunConfig, world_size: int) -> str:
-    """Why the schedule of the configuration cannot drive it on `world_size` ranks, or an empty string."""
+    """Why the schedule of the configuration cannot drive it on `world_size` ranks, or an empty string.
+
+    A file is verified over the transport of the run, and so is a named schedule where a transport could hang it.
+    """
     own = config.schedule
     named = f"schedule.name = {own.name!r}" if own.path is None else f"schedule.path = {own.path!r}"
     try:
         schedule = schedule_of(config, world_size)
         check_schedule(schedule, config, world_size)
-        simulate(schedule)
+        transport = transport_of(config)
+        if own.path is not None or transport == "even_odd":
+            verify(schedule, transport)
+            verify(without_backward(schedule), transport)  # what a validation runs
     except (ValueError, OSError) as error:
         return f"{named}: {error}"
     return ""
