@@ -1,4 +1,8 @@
-"""From a training run's Events to a pipeline's timeline: one step cut out, and what each stage's actions cost in it."""
+"""From a training run's Events to a pipeline's timeline: one step cut out, and what each stage's actions cost in it.
+
+A pipeline rank may run several stages (interleaved, or down and up a V) and split backwards: the actions' names say
+which stage an Event belongs to.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from dataclasses import replace
 from statistics import median
 
 from labkit.events import Event, shift_to_zero
-from labkit.schedules.ir import Action, Schedule, ScheduleError
+from labkit.schedules.ir import ACTION, EVENT_KINDS, KINDS, Action, Schedule
 from labkit.schedules.simulator import Costs
 
 
@@ -25,15 +29,15 @@ def step_events(events: Iterable[Event], step: int) -> list[Event]:
     return [e for e in recorded if e.kind != "timer" and whole.start <= e.start and e.end <= whole.end]
 
 
-def pipeline_events(events_by_stage: Sequence[Iterable[Event]], step: int = -1) -> list[Event]:
+def pipeline_events(events_by_rank: Sequence[Iterable[Event]], step: int = -1) -> list[Event]:
     """The actions of one step on each pipeline rank, numbered by pipeline rank, the first at time 0.
 
-    events_by_stage: the Events of one rank of each stage, in the order of the pipeline.
+    events_by_rank: for each pipeline rank, the Events of one of the ranks that share it, in the pipeline's order.
     step: which optimizer step; -1 is the last.
     """
     actions = [
         replace(event, rank=rank)
-        for rank, events in enumerate(events_by_stage)
+        for rank, events in enumerate(events_by_rank)
         for event in step_events(events, step)
         if _is_action(event)
     ]
@@ -41,7 +45,10 @@ def pipeline_events(events_by_stage: Sequence[Iterable[Event]], step: int = -1) 
 
 
 def stage_costs(events: Iterable[Event], num_stages: int) -> Costs:
-    """Median seconds of each stage's forward and backward, as costs to simulate with; messages cost nothing.
+    """Median seconds of each kind of action on each stage, as costs to simulate with; messages cost nothing.
+
+    A stage that ran full backwards alone is given half of their time for I and for W, one that ran split ones alone
+    their sum for B, so that the costs serve for any schedule of the same stages.
 
     events: of one step or of several, as `pipeline_events` gives them; a median, since one disturbed action of many
         says nothing about the next.
@@ -50,15 +57,20 @@ def stage_costs(events: Iterable[Event], num_stages: int) -> Costs:
     seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for event in events:
         if _is_action(event):
-            seconds[event.kind, Action.parse(event.name).stage].append(event.duration)
-    missing = [stage for stage in range(num_stages) if not seconds["forward", stage]]
+            action = Action.parse(event.name)
+            seconds[action.kind, action.stage].append(event.duration)
+    missing = [stage for stage in range(num_stages) if not seconds["F", stage]]
     if missing:
         raise ValueError(f"no forward of stage {missing[0]} among the events: give those of all {num_stages} stages")
 
-    def middle(kind: str) -> list[float]:
-        return [median(seconds[kind, stage] or [0.0]) for stage in range(num_stages)]
-
-    return Costs(forward=middle("forward"), backward=middle("backward"))
+    middle = {kind: [median(seconds[kind, stage] or [0.0]) for stage in range(num_stages)] for kind in KINDS}
+    for stage in range(num_stages):
+        whole, split = seconds["B", stage], seconds["I", stage]
+        if whole and not split:
+            middle["I"][stage] = middle["W"][stage] = middle["B"][stage] / 2
+        elif split and not whole:
+            middle["B"][stage] = middle["I"][stage] + middle["W"][stage]
+    return Costs(forward=middle["F"], backward=middle["B"], input_grad=middle["I"], weight_grad=middle["W"])
 
 
 def follows(events: Iterable[Event], schedule: Schedule) -> bool:
@@ -71,11 +83,6 @@ def follows(events: Iterable[Event], schedule: Schedule) -> bool:
 
 
 def _is_action(event: Event) -> bool:
-    """Whether the Event is a forward or backward of the pipeline, not something inside one."""
-    if event.kind not in ("forward", "backward"):
-        return False
-    try:
-        Action.parse(event.name)
-    except ScheduleError:
-        return False
-    return True
+    """Whether the Event is an action of the schedule, not something inside one (a layer reports its gradients too)."""
+    found = ACTION.fullmatch(event.name)
+    return found is not None and event.kind == EVENT_KINDS[found[2]]

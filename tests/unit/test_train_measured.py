@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from labkit.events import Event
-from labkit.schedules import one_f_one_b, simulate
+from labkit.schedules import Schedule, one_f_one_b, simulate
 from labkit.schedules.simulator import Costs
 from labkit.train.measured import follows, pipeline_events, stage_costs, step_events
 
@@ -60,6 +60,28 @@ def test_costs_of_several_steps_are_medians_so_one_disturbed_action_changes_noth
     slow = [replace(e, end=e.end + 100.0) if n == 0 else e for n, e in enumerate(several)]
     costs = stage_costs(slow, 2)
     assert (costs.forward, costs.backward) == (pytest.approx([1.0, 2.0]), pytest.approx([2.0, 5.0]))
+
+
+V = Schedule.from_csv("0F0,0F1,3F0,3I0,0B0,3W0,3F1,3I1,0B1,3W1\n1F0,2F0,1F1,2F1,2I0,1B0,2W0,2I1,1B1,2W1", "V")
+
+
+def test_several_stages_a_rank_and_split_backwards():
+    """A rank's Events hold two stages; layers inside an I or W report theirs under other names."""
+    told = Costs(forward=[1, 2, 3, 4], backward=[3, 5, 9, 9], input_grad=[9, 9, 2, 3], weight_grad=[9, 9, 1, 2])
+    timeline = simulate(V, told)
+    by_rank: list[list[Event]] = [[], []]
+    for event in timeline.events:
+        by_rank[event.rank].append(event)
+        if event.kind in ("input_grad", "weight_grad"):
+            by_rank[event.rank].append(replace(event, name="layers.0.mlp", end=(event.start + event.end) / 2))
+    for rank, events in enumerate(by_rank):
+        events.append(Event(rank, "step", "timer", 0.0, timeline.makespan))
+    measured = pipeline_events(by_rank)
+    assert follows(measured, V)
+    costs = stage_costs(measured, 4)
+    assert (costs.forward, costs.backward) == ([1, 2, 3, 4], [3, 5, 3, 5])
+    assert (costs.input_grad, costs.weight_grad) == ([1.5, 2.5, 2, 3], [1.5, 2.5, 1, 2])
+    assert [(e.start, e.end) for e in simulate(V, costs).events] == [(e.start, e.end) for e in timeline.events]
 
 
 def test_refusals():
