@@ -269,13 +269,12 @@ def _data(found: Findings) -> None:
 _LATER: tuple[tuple[str, Any, str], ...] = (
     ("parallel.cp", 1, "context parallelism"),
     ("parallel.ep", 1, "expert parallelism"),
-    ("parallel.vpp", 1, "the interleaved schedule"),
     ("parallel.sequence_parallel", False, "sequence parallelism"),
-    ("parallel.rank_offset", 0, "a layout that does not start at rank 0"),
-    ("parallel.split_rank", None, "an encoder-decoder pipeline"),
+    ("parallel.rank_offset", 0, "layout that does not start at rank 0"),
+    ("parallel.split_rank", None, "encoder to split off from a GPT"),
     ("moe.num_experts", 0, "mixture of experts"),
     ("graph.cuda_graph_impl", "none", "graph capture"),
-    ("optim.distributed_optimizer", False, "the distributed optimizer"),
+    ("optim.distributed_optimizer", False, "distributed optimizer"),
     ("model.family", "gpt", "this model family"),
     ("model.transformer_impl", "local", "this implementation of the layers"),
 )

@@ -296,12 +296,13 @@ def test_smallest_world_size_and_derived_numbers() -> None:
 
 def test_not_yet_trainable_options_are_sound_but_named() -> None:
     config = presets.tiny().override(
-        {"cp": 2, "sequence_parallel": True, "vpp": 2, "pp": 2, "distributed_optimizer": True}
+        {"cp": 2, "sequence_parallel": True, "split_rank": 1, "pp": 2, "distributed_optimizer": True}
     )
     assert config.problems(4) == []
     sentences = config.not_yet_trainable()
+    assert "has no encoder to split off from a GPT" in sentences[2]
     assert [s.split(" = ")[0] for s in sentences] == [
-        "parallel.cp", "parallel.vpp", "parallel.sequence_parallel", "optim.distributed_optimizer",
+        "parallel.cp", "parallel.sequence_parallel", "parallel.split_rank", "optim.distributed_optimizer",
     ]  # fmt: skip
 
 
