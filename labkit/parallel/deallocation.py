@@ -6,6 +6,8 @@ with w warm-up forwards that is w + 1 activations saved on every rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd import Variable
@@ -21,17 +23,24 @@ def deallocate_output_tensor(output: Tensor | None, deallocate_pipeline_outputs:
     output.data = torch.empty(1, dtype=output.dtype, device=output.device)
 
 
-def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
+def custom_backward(output: Tensor | Sequence[Tensor], grad_output: Tensor | Sequence[Tensor] | None) -> None:
     """Run the backward of `output`, which may have been shrunk, with the gradient of its full shape.
 
-    `torch.autograd.backward` would compare the two shapes; the engine below it knows the shape from the graph.
+    Of several outputs, each with its gradient, in one pass: their graphs may share nodes. One that needs no gradient is
+    left out. `torch.autograd.backward` would compare the shapes; the engine below it knows them from the graph.
     """
+    outputs = [output] if isinstance(output, Tensor) else list(output)
     if grad_output is None:
-        assert output.numel() == 1, "only a scalar loss has an implicit gradient"
-        grad_output = torch.ones_like(output)
+        assert len(outputs) == 1 and outputs[0].numel() == 1, "only a scalar loss has an implicit gradient"
+        grad_output = torch.ones_like(outputs[0])
+    gradients = [grad_output] if isinstance(grad_output, Tensor) else list(grad_output)
+    pairs = [(x, gradient) for x, gradient in zip(outputs, gradients, strict=True) if x.requires_grad]
+    if not pairs:
+        return
+    roots, gradients = zip(*pairs, strict=True)
     Variable._execution_engine.run_backward(  # pyright: ignore[reportAttributeAccessIssue]
-        tensors=(output,),
-        grad_tensors=(grad_output,),
+        tensors=roots,
+        grad_tensors=gradients,
         keep_graph=False,
         create_graph=False,
         inputs=(),

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Generic
 
-import torch
-from torch import Tensor
-
-from labkit.parallel.collectives import Pending, comm_scope, irecv, isend
+from labkit.parallel.collectives import Pending
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.p2p import second_communicator
+from labkit.parallel.payload import Format, Name, Payload, arrived, start_receive, start_send
 
-Name = TypeVar("Name")
-"""Names are hashable and print as what the ledger should call the message."""
+AHEAD = {"gloo": 4, "nccl": 1}
+"""Receives open per sender. A channel is in order of sending, so behind what is read late something may wait that is
+needed soon. On a GPU every open receive is a kernel, and a second one would wait behind the first."""
 
 
 class Mailbox(Generic[Name]):
@@ -34,83 +33,77 @@ class Mailbox(Generic[Name]):
         self,
         groups: ParallelGroups,
         incoming: Mapping[int, Sequence[Name]],
+        form: Format[Name],
         *,
-        shape: Sequence[int] | None,
-        dtype: torch.dtype,
+        greet: Callable[[int], None] | None = None,
+        post_ahead: bool = True,
     ) -> None:
-        """incoming: by rank, the names of what it will send here, in its order. shape: of every message, or None where
-        lengths vary and three integers go ahead of each."""
-        self._groups, self._shape, self._dtype = groups, shape, dtype
+        """Post the first receives.
+
+        incoming: by rank, the names of what it will send here, in its order.
+        greet: called with a rank before the first message to or from it; may raise.
+        post_ahead: False posts no receive before its message is asked for. Varying lengths never do: the size of a
+            buffer is known only when the message is on its way.
+        """
+        self._groups, self._form, self._greet = groups, form, greet
         self._second = second_communicator(groups)
         self._due = {source: deque(names) for source, names in incoming.items()}
-        self._arriving: dict[Name, Pending] = {}
-        self._outgoing: dict[int, list[tuple[Name, list[Pending]]]] = {}
+        self._arriving: dict[Name, list[Pending]] = {}
+        self._open = dict.fromkeys(self._due, 0)
+        self._greeted: set[int] = set()
+        self._outgoing: dict[int, deque[tuple[Name, list[Pending]]]] = {}
+        self._ahead = AHEAD.get(groups.backend, 1) if post_ahead and not form.variable_lengths else 0
+        if greet is None:
+            for source in self._due:
+                self._post_ahead(source)
+
+    def _meet(self, rank: int) -> None:
+        if self._greet is not None and rank not in self._greeted:
+            self._greeted.add(rank)
+            self._greet(rank)
 
     def _channel(self, source: int, target: int) -> Group:
         return self._groups.pp if source < target else self._second
 
-    def send(self, name: Name, tensor: Tensor, target: int, *, phase: str) -> None:
-        """Start sending. The storage must not be written to until the end of the run; the tensor may be shrunk."""
-        if self._shape is not None and tuple(tensor.shape) != tuple(self._shape):
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, rank {target} of the pipeline expects {tuple(self._shape)}: "
-                "set tensor_shape to what the stages return, or None where lengths vary"
-            )
-        if tensor.dtype != self._dtype:
-            raise ValueError(f"{name} is {tensor.dtype}, but the pipeline's dtype is {self._dtype}: set dtype")
-        group = self._channel(self._groups.pp.rank, target)
-        pending = []
-        with comm_scope(layer=str(name), phase=phase):
-            if self._shape is None:
-                if tensor.dim() != 3:
-                    raise ValueError(f"{name} has shape {tuple(tensor.shape)}; varying lengths need three sizes")
-                sizes = torch.tensor(tensor.shape, dtype=torch.int64, device=self._groups.device)
-                pending.append(isend(sizes, group, group.ranks[target]))
-            pending.append(isend(tensor.detach(), group, group.ranks[target]))
-        self._outgoing.setdefault(target, []).append((name, pending))
+    def send(self, name: Name, payload: Payload, target: int) -> None:
+        """Start sending. The storages must not be written to until the end of the run; the tensors may be shrunk."""
+        self._meet(target)
+        pending = start_send(name, payload, self._form, self._channel(self._groups.pp.rank, target), target)
+        self._outgoing.setdefault(target, deque()).append((name, pending))
 
-    def post(self, name: Name, source: int, *, phase: str) -> None:
-        """Post the receive of `name` and of what the source sends before it. Varying lengths cannot be posted ahead."""
-        if self._shape is not None:
-            self._receive_up_to(name, source, phase)
+    def _post_ahead(self, source: int) -> None:
+        while self._open[source] < self._ahead and self._due[source]:
+            self._post(source)
 
-    def _receive_up_to(self, name: Name, source: int, phase: str) -> None:
+    def _post(self, source: int) -> None:
+        name = self._due[source].popleft()
         group = self._channel(source, self._groups.pp.rank)
-        due = self._due[source]
-        while name not in self._arriving:
-            following = due.popleft()
-            with comm_scope(layer=str(following), phase=phase):
-                shape = self._shape
-                if shape is None:
-                    sizes = torch.empty(3, dtype=torch.int64, device=self._groups.device)
-                    shape = irecv(sizes, group, group.ranks[source]).wait().tolist()
-                buffer = torch.empty(tuple(shape), dtype=self._dtype, device=self._groups.device)
-                self._arriving[following] = irecv(buffer, group, group.ranks[source])
+        self._arriving[name] = start_receive(name, self._form, group, source)
+        self._open[source] += 1
 
-    def fetch(self, name: Name, source: int, *, phase: str) -> Tensor:
-        """Wait for `name`; returns a leaf that collects a gradient."""
-        self._receive_up_to(name, source, phase)
-        tensor = self._arriving.pop(name).wait()
-        return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+    def fetch(self, name: Name, source: int) -> Payload:
+        """Wait for `name`; returns leaves that collect a gradient."""
+        self._meet(source)
+        while name not in self._arriving:
+            self._post(source)
+        self._post_ahead(source)
+        payload = arrived(self._arriving.pop(name))
+        self._open[source] -= 1
+        self._post_ahead(source)
+        return payload
 
     def release(self, target: int, is_read: Callable[[Name], bool]) -> None:
-        """Let go of the sends to `target` of which it is known that they were received."""
-        kept = []
-        for name, pending in self._outgoing.get(target, ()):
-            if is_read(name):
-                _wait_all(pending)
-            else:
-                kept.append((name, pending))
-        self._outgoing[target] = kept
+        """Let go of the sends to `target` of which it is known that they were received: they are the oldest ones up to
+        the first that `is_read` denies."""
+        outgoing = self._outgoing.get(target)
+        while outgoing and is_read(outgoing[0][0]):
+            for pending in outgoing.popleft()[1]:
+                pending.wait()
 
     def close(self) -> None:
         """Complete every send."""
         for messages in self._outgoing.values():
             for _, pending in messages:
-                _wait_all(pending)
+                for transfer in pending:
+                    transfer.wait()
         self._outgoing.clear()
-
-
-def _wait_all(pending: list[Pending]) -> None:
-    for work in pending:
-        work.wait()

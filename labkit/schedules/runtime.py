@@ -1,46 +1,49 @@
 """Run a schedule for real: one rank's part of a training step, whatever the rows say.
 
 The runtime walks its row. Before an action it takes the message that the action needs, after it it sends what the
-action made; which messages these are comes from `lowering.py`. Three transports:
+action made; which messages these are, and when they travel, comes from `lowering.py`, how they travel from
+`transports.py`. Under `posted` (the default) receives are posted ahead and sends run behind the computation, so only
+data can be waited for. `batched`, `even_odd` and `blocking` exchange between two actions, as Megatron does without
+overlap. `verify` has shown before that no transport hangs.
 
-- `posted` (default): receives are posted one action ahead, sends run behind the computation and are never waited for
-  before the end. Only data dependencies can block, and `simulate` has checked that those have no circle, so no
-  schedule that it accepts can hang, on gloo or NCCL (`parallel/mailbox.py` says why the order of messages cannot).
-- `batched`, `even_odd`: what lies between two actions is one exchange of `parallel/p2p.py`, waited for as a whole, as
-  in Megatron. One stage per rank.
-
-Gradients add up over microbatches. Activations die with their backward; a sent one is shrunk at once. Every action
-leaves an Event of its name, such as `2F0`, while recording.
+Gradients add up over microbatches. A split backward is two actions: I computes the gradient of the stage's input and
+leaves weight gradients to the `WeightGradStore`, W computes those. Activations die with B, or with W; a sent output is
+shrunk at once. Every action leaves an Event of its name, such as `2F0`, while recording.
 
 Legend: S = sequence, B = microbatch, H = hidden; tensors between stages are (S, B, H).
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from labkit.events import active_recorder
+from labkit.parallel.agreement import Agreement
 from labkit.parallel.deallocation import custom_backward, deallocate_output_tensor
 from labkit.parallel.groups import ParallelGroups
-from labkit.parallel.mailbox import Mailbox
-from labkit.parallel.p2p import exchange, p2p_communicator, second_communicator
+from labkit.parallel.p2p import second_communicator
+from labkit.parallel.payload import Format, Payload
 from labkit.parallel.stream_clock import StreamClock, span_on, stream_clock
+from labkit.parallel.weight_grad_store import WeightGradStore
 from labkit.schedules.builders import without_backward
+from labkit.schedules.gradient_sync import GradientSync, NoSync, SyncFunc
 from labkit.schedules.ir import EVENT_KINDS, Schedule
-from labkit.schedules.lowering import Message, Program, Step, lower
+from labkit.schedules.lowering import Message, Program, Step, Transport, lower
 from labkit.schedules.reading import reader
-from labkit.schedules.simulator import simulate
+from labkit.schedules.shapes import TensorShape, shapes_of_messages
+from labkit.schedules.transports import transfers
+from labkit.schedules.verifier import verify
 
-Transport = Literal["posted", "batched", "even_odd"]
-ForwardStep = Callable[[Any, nn.Module], tuple[Tensor, Callable[..., Any] | None]]
-"""(data iterator, model chunk) -> (output, loss function). The loss function is called on the last stage alone and
-returns `(loss, metrics)` or `(sum of losses, number of tokens, metrics)`."""
-_PHASE = {"F": "forward", "B": "backward"}
+ForwardStep = Callable[[Any, nn.Module], tuple[Any, Callable[..., Any] | None]]
+"""(data iterator, model chunk) -> (output, loss function). The output is a tensor, or a tuple of tensors where the next
+stage needs several. The loss function is called on the last stage alone and returns `(loss, metrics)` or `(sum of
+losses, number of tokens, metrics)`."""
 
 
 class PipelineRuntime:
@@ -53,47 +56,64 @@ class PipelineRuntime:
         groups: ParallelGroups,
         *,
         forward_step_func: ForwardStep,
-        tensor_shape: Sequence[int] | None = None,
+        tensor_shape: TensorShape = None,
+        variable_seq_lengths: bool = False,
         dtype: torch.dtype | None = None,
         transport: Transport = "posted",
         grad_scaler: Callable[[Tensor], Tensor] | None = None,
         calculate_per_token_loss: bool = False,
-        no_sync_func: Callable[[], AbstractContextManager[Any]] | None = None,
-        grad_sync_func: Callable[[list[nn.Parameter]], None] | None = None,
+        no_sync_func: NoSync | Sequence[NoSync] | None = None,
+        grad_sync_func: SyncFunc | Sequence[SyncFunc] | None = None,
+        param_sync_func: SyncFunc | Sequence[SyncFunc] | None = None,
         deallocate_pipeline_outputs: bool = True,
         timers: Any = None,
         autocast_dtype: torch.dtype | None = None,
     ) -> None:
         """Check that the schedule can run and fits this rank. The first of a layout makes its second communicator.
 
-        tensor_shape: of every tensor between stages, (S, B, H); None lets them vary and sends their sizes ahead.
+        tensor_shape: of what stages send on: one shape (S, B, H), a list of shapes where they send several tensors, or
+            a function from the sending stage to its list. None is one tensor whose sizes vary.
+        variable_seq_lengths: send three sizes ahead of every tensor; of tensor_shape only the number of tensors counts.
         dtype: of these tensors; None is autocast's, else that of the first floating-point parameter.
         grad_scaler: applied to the loss before its backward.
         calculate_per_token_loss: leave a three-item loss unscaled; `num_tokens` divides once at the end of the step.
-        no_sync_func: a context in which backwards only accumulate, left before each chunk's last one; None takes the
-            chunk's own `no_sync`, where it has one.
-        grad_sync_func: called with a chunk's parameters after its last backward, on all ranks but the first, which
-            synchronises in that backward (Megatron's arrangement).
+        no_sync_func: a context in which backwards only accumulate, left for each chunk's last one (its last W where the
+            backward is split), or one per chunk; None takes the chunks' own `no_sync`, where they have one.
+        grad_sync_func: called with a chunk's parameters where all ranks synchronise it at about the same time
+            (`Step.grad_sync`), or one per chunk. With one stage per rank the first rank leaves it to the hooks of its
+            last backward, as Megatron does.
+        param_sync_func: called with a chunk's parameters ahead of its first forward (`Step.param_gather`), or one each.
         timers: `timers(name, log_level=n)` gives an object with `start` and `stop`; or None.
         autocast_dtype: run forwards under torch.autocast with this type; None does not.
 
         Raises ScheduleError for a schedule that cannot run, ValueError where it does not fit the groups or the chunks.
         """
         self.schedule, self.groups = schedule, groups
+        self.transport: Transport = transport
         self.chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
         self.forward_step_func, self.grad_scaler, self.timers = forward_step_func, grad_scaler, timers
         self.calculate_per_token_loss, self.deallocate = calculate_per_token_loss, deallocate_pipeline_outputs
-        self.no_sync_func, self.grad_sync_func, self.autocast_dtype = no_sync_func, grad_sync_func, autocast_dtype
-        self.transport, self.tensor_shape = transport, None if tensor_shape is None else tuple(tensor_shape)
+        self.autocast_dtype = autocast_dtype
+        first_of_plain = groups.pp.rank == 0 and schedule.num_stages == schedule.pp
+        self.sync_functions = {
+            "no_sync_func": no_sync_func,
+            "grad_sync_func": None if first_of_plain else grad_sync_func,
+            "param_sync_func": param_sync_func,
+        }
         self.num_tokens = torch.zeros((), dtype=torch.int64)
         """Tokens of the last run on the last stage, summed over microbatches; 0 where the loss gives two items."""
         self._check()
-        self.dtype = dtype or autocast_dtype or _dtype_of(self.chunks)
-        simulate(schedule)
+        schedule.derived(f"verified, {transport}", lambda rows: verify(rows, transport))
+        self.shapes = shapes_of_messages(tensor_shape, schedule.num_stages)
+        self.form = Format[Message](
+            lambda message: self.shapes[min(message.from_stage, message.to_stage)],
+            lambda message: "forward" if message.kind == "F" else "backward",
+            dtype or autocast_dtype or _dtype_of(self.chunks),
+            groups.device,
+            variable_seq_lengths or tensor_shape is None,
+        )
         second_communicator(groups)
-        rank = groups.pp.rank
-        self._full = None if schedule.forward_only else lower(schedule, rank)
-        self._forwards = lower(schedule if schedule.forward_only else without_backward(schedule), rank)
+        self._agreed: set[bool] = set()
 
     def _check(self) -> None:
         schedule, pp = self.schedule, self.groups.pp
@@ -104,15 +124,43 @@ class PipelineRuntime:
             raise ValueError(
                 f"{schedule.name} has {len(stages)} stages on rank {pp.rank}: {len(self.chunks)} chunks given"
             )
-        if "W" in (action.kind for action in schedule.actions(pp.rank)):
-            raise ValueError(f"{schedule.name} splits its backward (I and W), which the runtime does not execute yet")
-        if self.transport not in ("posted", "batched", "even_odd"):
-            raise ValueError(f"transport is {self.transport!r}; choose posted, batched or even_odd")
-        if self.transport != "posted" and schedule.num_stages != schedule.pp:
-            raise ValueError(f"{self.transport} transfers take one stage per rank; {schedule.name} needs posted")
+        if self.groups.config.split_rank is not None and schedule.num_stages != pp.size:
+            raise ValueError(
+                f"split_rank puts encoder and decoder on different ranks, and {schedule.name} has several stages on a "
+                "rank: run an encoder-decoder with one stage per rank"
+            )
         for stage, chunk in zip(stages, self.chunks, strict=True):
             if stage > 0 and not hasattr(chunk, "set_input_tensor"):
                 raise ValueError(f"stage {stage} needs set_input_tensor(x) to be given the previous stage's output")
+
+    def _program(self, forward_only: bool) -> Program:
+        rank, schedule = self.groups.pp.rank, self.schedule
+        if forward_only and not schedule.forward_only:
+            schedule = schedule.derived("forward only", without_backward)
+        return schedule.derived(
+            f"program of rank {rank}, {self.transport}", lambda rows: lower(rows, rank, self.transport)
+        )
+
+    def _agreement(self, program: Program, forward_only: bool) -> Agreement | None:
+        """What the ranks it exchanges messages with must have been given too: asked before the first run of a kind."""
+        if forward_only in self._agreed:
+            return None
+        self._agreed.add(forward_only)
+        schedule, form = self.schedule, self.form
+        messages = [message for step in program.steps for message in (step.needs, step.gives) if message is not None]
+        peers = {rank for message in messages for rank in (message.source, message.target)} - {self.groups.pp.rank}
+        given = {
+            "the schedule": f"{schedule.name} of {schedule.num_stages} stages and {schedule.num_microbatches} "
+            f"microbatches (checksum {schedule.derived('checksum', _checksum):08x})",
+            "transport": self.transport,
+            "dtype": str(form.dtype),
+            "forward_only": str(forward_only),
+            "variable_seq_lengths": str(form.variable_lengths),
+        }
+        for stage, shapes in enumerate(self.shapes):
+            text = f"{len(shapes)} tensors" if form.variable_lengths else ", ".join(map(str, shapes))
+            given[f"tensor_shape of what stage {stage} sends"] = text
+        return Agreement(self.groups, given, peers)
 
     def run(
         self,
@@ -136,13 +184,12 @@ class PipelineRuntime:
             )
         if collect_non_loss_data and not forward_only:
             raise ValueError("collect_non_loss_data gives no loss to go backward from: set forward_only as well")
-        program = self._forwards if forward_only else self._full
-        if program is None:
+        if self.schedule.forward_only and not forward_only:
             raise ValueError(f"{self.schedule.name} has no backward: run it with forward_only=True")
         iterators = list(data_iterators) if isinstance(data_iterators, list | tuple) else [data_iterators]
         if len(iterators) != len(self.chunks):
             raise ValueError(f"{len(iterators)} data iterators for {len(self.chunks)} model chunks: give one each")
-        state = _Step(self, program, iterators, forward_only, collect_non_loss_data)
+        state = _Step(self, self._program(forward_only), iterators, forward_only, collect_non_loss_data)
         with _timed(self.timers, "forward-backward", 1), torch.set_grad_enabled(not forward_only):
             state.walk()
         if (recorder := active_recorder()) is not None:
@@ -159,47 +206,52 @@ class _Step:
     ) -> None:
         self.runtime, self.program, self.forward_only, self.non_loss = runtime, program, forward_only, non_loss
         self.iterators = [reader(iterator, program, chunk) for chunk, iterator in enumerate(iterators)]
-        self.transport = _Posted(runtime, program) if runtime.transport == "posted" else _Exchanged(runtime)
-        self.saved: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        agreement = runtime._agreement(program, forward_only)
+        greet = None if agreement is None else agreement.confirm
+        self.transfers = transfers(runtime.groups, program, runtime.form, runtime.transport, greet)
+        self.saved: dict[tuple[int, int], tuple[Payload | None, Payload]] = {}
+        self.weight_gradients = WeightGradStore()
         self.reports: dict[int, Any] = {}
         self.num_tokens = torch.zeros((), dtype=torch.int64, device=runtime.groups.device)
-        self.sync = [ExitStack() for _ in runtime.chunks]
         self.clock = stream_clock(runtime.groups.device)
 
     def walk(self) -> None:
         """Run the row."""
-        steps, runtime = self.program.steps, self.runtime
-        if not self.forward_only:
-            for stack, chunk in zip(self.sync, runtime.chunks, strict=True):
-                stack.enter_context((runtime.no_sync_func or getattr(chunk, "no_sync", nullcontext))())
-        try:
-            for step, following in zip(steps, [*steps[1:], None], strict=True):
-                received = self.transport.take(step)
-                self.transport.announce(following)
-                made = self._forward(step, received) if step.action.kind == "F" else self._backward(step, received)
-                self.transport.give(step, made)
+        runtime = self.runtime
+        with GradientSync(() if self.forward_only else runtime.chunks, **runtime.sync_functions) as sync:
+            for step in self.program.steps:
+                received = self.transfers.take(step)
+                sync.before(step)
+                made = self._run(step, received)
+                self.transfers.give(step, made)
                 if step.action.kind == "F":
                     self._after_send(step, made)
-            self.transport.close()
-        finally:
-            for stack in self.sync:
-                stack.close()
+                sync.after(step)
+            self.transfers.close()
 
-    def _forward(self, step: Step, received: Tensor | None) -> Tensor:
+    def _run(self, step: Step, received: Payload | None) -> Payload | None:
+        if step.action.kind == "F":
+            return self._forward(step, received)
+        with _measured(step, self.clock), _timed(self.runtime.timers, "backward-compute", 2):
+            return self._weight(step) if step.action.kind == "W" else self._backward(step, received)
+
+    def _forward(self, step: Step, received: Payload | None) -> Payload:
         action, runtime = step.action, self.runtime
         chunk = runtime.chunks[step.chunk]
         with _measured(step, self.clock), _timed(runtime.timers, "forward-compute", 2), _autocast(runtime):
             if received is not None:
-                chunk.set_input_tensor(received)  # pyright: ignore[reportCallIssue]
+                given = received[0] if len(received) == 1 else list(received)
+                chunk.set_input_tensor(given)  # pyright: ignore[reportCallIssue]
             self.iterators[step.chunk].reads(action.microbatch)
             output, loss_func = runtime.forward_step_func(self.iterators[step.chunk].iterator, chunk)
             if action.stage == runtime.schedule.num_stages - 1:
                 output = self._loss(action.microbatch, output, loss_func)
+        made = (output,) if isinstance(output, Tensor) else tuple(output)
         if not self.forward_only:
-            self.saved[action.stage, action.microbatch] = (received, output)
-        return output
+            self.saved[action.stage, action.microbatch] = (received, made)
+        return made
 
-    def _loss(self, microbatch: int, output: Tensor, loss_func: Callable[..., Any] | None) -> Tensor:
+    def _loss(self, microbatch: int, output: Any, loss_func: Callable[..., Any] | None) -> Any:
         """Scale the loss so that the gradients of all microbatches add up to those of their mean."""
         runtime = self.runtime
         if loss_func is None:
@@ -222,115 +274,41 @@ class _Step:
         loss, self.reports[microbatch] = returned
         return loss * (runtime.groups.cp.size / count)
 
-    def _backward(self, step: Step, received: Tensor | None) -> Tensor | None:
-        """The gradient of the stage's input, or None on the first stage."""
-        action, runtime = step.action, self.runtime
-        stage_input, output = self.saved.pop((action.stage, action.microbatch))
-        if step.ends_chunk and (runtime.grad_sync_func is None or runtime.groups.pp.rank == 0):
-            self.sync[step.chunk].close()
-        with _measured(step, self.clock), _timed(runtime.timers, "backward-compute", 2):
-            if received is None and runtime.grad_scaler is not None:
-                output = runtime.grad_scaler(output)
-            if output.requires_grad:
-                custom_backward(output, received)
-        if step.ends_chunk and runtime.grad_sync_func is not None and runtime.groups.pp.rank > 0:
-            self.sync[step.chunk].close()
-            runtime.grad_sync_func(list(runtime.chunks[step.chunk].parameters()))
-        if stage_input is None:
+    def _backward(self, step: Step, received: Payload | None) -> Payload | None:
+        """B or I: the gradients of the stage's inputs, or None on the first stage."""
+        key = (step.action.stage, step.action.microbatch)
+        inputs, outputs = self.saved.pop(key)
+        if received is None and self.runtime.grad_scaler is not None:
+            outputs = (self.runtime.grad_scaler(outputs[0]),)
+        put_off = step.action.kind == "I"
+        with self.weight_gradients.collecting(key) if put_off else nullcontext():
+            custom_backward(outputs, received)
+        if inputs is None:
             return None
         # A stage that does not use its input still owes its neighbour a gradient.
-        return torch.zeros_like(stage_input) if stage_input.grad is None else stage_input.grad
+        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
 
-    def _after_send(self, step: Step, output: Tensor | None) -> None:
+    def _weight(self, step: Step) -> None:
+        """W: the weight gradients that I put off; the activations they were kept for go with them."""
+        self.weight_gradients.run((step.action.stage, step.action.microbatch))
+
+    def _after_send(self, step: Step, made: Payload | None) -> None:
         if step.gives is not None and not step.gives.is_local and not self.forward_only:
-            deallocate_output_tensor(output, self.runtime.deallocate)
-
-
-class _Posted:
-    """Receives posted one action ahead, sends left to run."""
-
-    def __init__(self, runtime: PipelineRuntime, program: Program) -> None:
-        self.local: dict[Message, Tensor] = {}
-        self.mailbox = Mailbox(runtime.groups, program.incoming, shape=runtime.tensor_shape, dtype=runtime.dtype)
-        self._post(program.steps[0].needs)
-
-    def _post(self, message: Message | None) -> None:
-        if message is not None and not message.is_local:
-            self.mailbox.post(message, message.source, phase=_PHASE[message.kind])
-
-    def announce(self, following: Step | None) -> None:
-        self._post(following.needs if following else None)
-
-    def take(self, step: Step) -> Tensor | None:
-        message = step.needs
-        if message is None:
-            return None
-        if message.is_local:
-            return self.local.pop(message)
-        tensor = self.mailbox.fetch(message, message.source, phase=_PHASE[message.kind])
-        # The source made this message after reading everything that it consumed up to there.
-        self.mailbox.release(message.source, lambda sent: sent.consumed <= message.produced)
-        return tensor
-
-    def give(self, step: Step, made: Tensor | None) -> None:
-        message = step.gives
-        if message is None:
-            return
-        assert made is not None
-        if message.is_local:
-            self.local[message] = made.detach().requires_grad_(made.is_floating_point())
-        else:
-            self.mailbox.send(message, made, message.target, phase=_PHASE[message.kind])
-
-    def close(self) -> None:
-        self.mailbox.close()
-
-
-class _Exchanged:
-    """What the last action made and what the next one needs, in one exchange with the neighbours."""
-
-    def __init__(self, runtime: PipelineRuntime) -> None:
-        self.runtime = runtime
-        self.p2p = p2p_communicator(
-            runtime.groups,
-            batch_p2p_comm=runtime.transport == "batched",
-            variable_seq_lengths=runtime.tensor_shape is None,
-        )
-        self.made: tuple[Message, Tensor] | None = None
-
-    def announce(self, following: Step | None) -> None:
-        """Nothing goes ahead."""
-
-    def take(self, step: Step) -> Tensor | None:
-        message, outgoing, self.made = step.needs, self.made, None
-        if message is None and outgoing is None:
-            return None
-        wanted: dict[str, Any] = {}
-        if message is not None:
-            wanted["recv_prev" if message.kind == "F" else "recv_next"] = self.runtime.tensor_shape or ()
-        if outgoing is not None:
-            wanted["send_next" if outgoing[0].kind == "F" else "send_prev"] = outgoing[1]
-        from_prev, from_next = exchange(self.p2p, dtype=self.runtime.dtype, **wanted).wait()
-        return from_prev if from_next is None else from_next
-
-    def give(self, step: Step, made: Tensor | None) -> None:
-        if step.gives is not None:
-            assert made is not None
-            self.made = (
-                step.gives,
-                made.detach(),
-            )  # its own view of the storage: `made` may be shrunk before it leaves
-
-    def close(self) -> None:
-        if self.made is not None:
-            side = "send_next" if self.made[0].kind == "F" else "send_prev"
-            leaving: dict[str, Any] = {side: self.made[1]}
-            exchange(self.p2p, dtype=self.runtime.dtype, **leaving).wait()
+            for output in made or ():
+                deallocate_output_tensor(output, self.runtime.deallocate)
 
 
 def _dtype_of(chunks: Sequence[nn.Module]) -> torch.dtype:
     floating = (p.dtype for chunk in chunks for p in chunk.parameters() if p.is_floating_point())
     return next(floating, torch.get_default_dtype())
+
+
+def _checksum(schedule: Schedule) -> int:
+    columns = (schedule.stages, schedule.kinds, schedule.microbatches, schedule.offsets)
+    total = 0
+    for column in columns:
+        total = zlib.crc32(column.tobytes(), total)
+    return total
 
 
 def _measured(step: Step, clock: StreamClock | None) -> AbstractContextManager[None]:

@@ -79,14 +79,18 @@ def reference(stages, count, step=forward_step, lengths=None, scale=None):
     return losses, [[p.grad for p in stage.parameters()] for stage in model]
 
 
-def run_stages(schedule, step=forward_step, lengths=None, runs=1, forward_only=False, record=False, **options):
+def run_stages(
+    schedule, step=forward_step, lengths=None, runs=1, forward_only=False, record=False, transport="posted", **options
+):
     """Inside a rank: run a schedule on this rank's stages; returns (reports, gradients by stage, events)."""
     from labkit.events import recording
 
     groups = initialize_model_parallel(ParallelConfig(pp=schedule.pp))
     chunks = {stage: Stage(stage) for stage in schedule.stages_of(groups.pp.rank)}
     options.setdefault("tensor_shape", SHAPE)
-    runtime = PipelineRuntime(schedule, list(chunks.values()), groups, forward_step_func=step, **options)
+    runtime = PipelineRuntime(
+        schedule, list(chunks.values()), groups, forward_step_func=step, transport=transport, **options
+    )
     reports, events = [], []
     for _ in range(runs):
         for chunk in chunks.values():

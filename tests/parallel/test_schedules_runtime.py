@@ -13,6 +13,7 @@ from pipeline_stages import SHAPE, Stage, forward_step, forward_step_tokens, mic
 
 from labkit.config import ParallelConfig
 from labkit.events import recording
+from labkit.launch import RankError, run
 from labkit.parallel import CommLedger, initialize_model_parallel
 from labkit.schedules import (
     Action,
@@ -30,7 +31,7 @@ from labkit.schedules import (
 LOOPED = Schedule.from_csv("0F0,0F1,2F0,2F1,2B0,0B0,2B1,0B1\n1F0,1F1,3F0,3B0,3F1,1B0,3B1,1B1", "looped by hand")
 V_SHAPED = Schedule.from_csv("0F0,0F1,3F0,3B0,0B0,3F1,3B1,0B1\n1F0,2F0,1F1,2B0,1B0,2F1,2B1,1B1", "V by hand")
 OUT_OF_ORDER = Schedule.from_csv("0F2,0F0,0F1,0B0,0B2,0B1\n1F2,1F0,1B0,1F1,1B2,1B1", "out of order")
-TRANSPORTS = ("posted", "batched", "even_odd")
+TRANSPORTS = ("posted", "batched", "even_odd", "blocking")
 
 
 def _same(results, expected, count):
@@ -51,7 +52,10 @@ def _many(cases):
     return [run_stages(builder(pp, m), transport=transport) for builder, pp, m, transport in cases]
 
 
-CASES = [(b, m, t) for b in (gpipe, one_f_one_b) for m in (1, 2, 3, 4, 5, 8) for t in TRANSPORTS]
+COUNTS = (1, 2, 3, 4, 5, 8)
+CASES = [
+    (b, m, t) for b in (gpipe, one_f_one_b) for m in COUNTS for t in TRANSPORTS if (b, t) != (one_f_one_b, "blocking")
+]
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
@@ -65,9 +69,10 @@ def test_parity_over_stages_microbatches_and_transports(pp, on_ranks):
 
 @pytest.mark.parametrize("schedule", [LOOPED, V_SHAPED, OUT_OF_ORDER], ids=lambda s: s.name)
 def test_schedules_of_ones_own_run_as_they_are(schedule, on_ranks):
-    results = on_ranks(run_stages, 2, schedule)
     by_microbatch = reference(schedule.num_stages, schedule.num_microbatches)
-    _same(results, by_microbatch, schedule.num_microbatches)
+    for transport in ("posted", "batched", "even_odd"):
+        results = on_ranks(run_stages, 2, schedule, forward_step, None, 1, False, False, transport)
+        _same(results, by_microbatch, schedule.num_microbatches)
 
 
 def _random_schedule(seed, pp, chunks, count, placement):
@@ -109,7 +114,7 @@ def _recorded(schedule, transport):
     return run_stages(schedule, transport=transport, record=True)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS[:3])
 def test_events_are_the_row_in_order(transport, on_ranks):
     schedule = one_f_one_b(4, 6)
     for rank, (_, _, events) in enumerate(on_ranks(_recorded, 4, schedule, transport)):
@@ -329,14 +334,13 @@ def test_what_the_entry_points_do_not_do_is_said(arguments, error, needle):
 def _refusals():
     groups = initialize_model_parallel(ParallelConfig(pp=2))
     stage, messages = Stage(groups.pp.rank), []
-    split = Schedule.from_csv("0F0,0I0,0W0\n1F0,1I0,1W0")
     stuck = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")
     attempts = [
         lambda: PipelineRuntime(gpipe(4, 2), stage, groups, forward_step_func=forward_step),
         lambda: PipelineRuntime(LOOPED, stage, groups, forward_step_func=forward_step),
-        lambda: PipelineRuntime(split, stage, groups, forward_step_func=forward_step),
         lambda: PipelineRuntime(stuck, stage, groups, forward_step_func=forward_step),
-        lambda: PipelineRuntime(LOOPED, [stage, stage], groups, forward_step_func=forward_step, transport="batched"),
+        lambda: PipelineRuntime(gpipe(2, 2), stage, groups, forward_step_func=forward_step, transport="ring"),
+        lambda: PipelineRuntime(one_f_one_b(2, 2), stage, groups, forward_step_func=forward_step, transport="blocking"),
         lambda: PipelineRuntime(gpipe(2, 2), stage, groups, forward_step_func=forward_step).run(None, 3),
         lambda: get_forward_backward_func(),
         lambda: get_forward_backward_func(2, 2),
@@ -355,28 +359,47 @@ def _refusals():
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_sent(on_ranks):
-    needles = ["for 4 ranks, the pipeline has 2", "2 stages on rank", "splits its backward", "wait for each other",
-               "one stage per rank", "num_microbatches is 3", "give pp_size", "vp_size is 2", "has 2 stages",
+    needles = ["for 4 ranks, the pipeline has 2", "2 stages on rank", "wait for each other",
+               "transport is 'ring'", "over blocking transfers", "num_microbatches is 3", "give pp_size",
+               "vp_size is 2", "has 2 stages",
                "give tensor_shape"]  # fmt: skip
     for messages in on_ranks(_refusals, 2):
         assert [needle in message for needle, message in zip(needles, messages, strict=True)] == [True] * 10, messages
 
 
-def _wrong_shape():
+def _wrong_shape(shapes, transport, variable):
     groups = initialize_model_parallel(ParallelConfig(pp=2))
-    runtime = PipelineRuntime(
-        gpipe(2, 1), Stage(groups.pp.rank), groups, forward_step_func=forward_step, tensor_shape=(9, 9, 9)
-    )
-    if groups.pp.rank == 1:
-        return None  # rank 0 must notice by itself
+    how = {"forward_step_func": forward_step, "transport": transport, "variable_seq_lengths": variable}
+    runtime = PipelineRuntime(gpipe(2, 1), Stage(groups.pp.rank), groups, tensor_shape=shapes[groups.pp.rank], **how)
     try:
         runtime.run(iter(microbatches(1)))
     except ValueError as error:
         return str(error)
+    return "ran"
 
 
-def test_a_wrong_tensor_shape_is_named(on_ranks):
-    assert "0F0>1 has shape (3, 2, 5), rank 1 of the pipeline expects (9, 9, 9)" in on_ranks(_wrong_shape, 2)[0]
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_were_given_other_shapes_both_say_so(transport, on_ranks):
+    by_rank = on_ranks(_wrong_shape, 2, [SHAPE, (9, 9, 9)], transport, False)
+    for message, (mine, other) in zip(by_rank, ("01", "10"), strict=True):
+        assert "disagree on tensor_shape of what stage 0 sends" in message
+        given = {"0": "(3, 2, 5)", "1": "(9, 9, 9)"}
+        assert f"rank {mine} has {given[mine]}, rank {other} has {given[other]}" in message
+    by_rank = on_ranks(_wrong_shape, 2, [SHAPE, [SHAPE, SHAPE]], transport, True)
+    assert all("1 tensors" in message and "2 tensors" in message for message in by_rank)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_stage_that_returns_another_shape_ends_the_run(transport):
+    """Rank 1 waits for the message that rank 0 refuses to send: rank 0's error ends both."""
+    with pytest.raises(RankError) as caught:
+        run(_reraising, 2, transport, timeout=30)
+    assert "0F0>1 has shape (3, 2, 5) on rank 0 of the pipeline, rank 1 expects (9, 9, 9)" in str(caught.value)
+
+
+def _reraising(transport):
+    message = _wrong_shape([(9, 9, 9)] * 2, transport, False)
+    raise ValueError(message)
 
 
 def _ledger(schedule):

@@ -1,0 +1,100 @@
+"""What one message between two pipeline stages carries: a few tensors, nearly always one.
+
+An encoder-decoder's decoder stages send two, the decoder's hidden states and the encoder's output, which every later
+stage attends to. All tensors of a message go one after the other over the same channel.
+
+With variable lengths three integers per tensor go ahead, as one message, and the receiver makes its buffers from them.
+
+Legend: S = sequence, B = microbatch, H = hidden; a tensor between stages is (S, B, H).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from labkit.parallel.collectives import Pending, comm_scope, irecv, isend
+from labkit.parallel.groups import Group
+
+Name = TypeVar("Name", bound=Hashable)
+"""What a message is called; prints as what the ledger should call it."""
+Payload = tuple[Tensor, ...]
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Format(Generic[Name]):
+    """What messages look like; both sides must mean the same."""
+
+    shapes: Callable[[Name], Shapes]
+    """Shape of each tensor of a message. With variable lengths only how many there are counts."""
+    phase: Callable[[Name], str]
+    """`forward` or `backward`, for the ledger."""
+    dtype: torch.dtype
+    """Of every tensor."""
+    device: torch.device
+    """Where received tensors go."""
+    variable_lengths: bool = False
+    """Sizes go ahead of each message."""
+
+    def check(self, name: Name, payload: Payload, source: int, target: int) -> None:
+        """Raise ValueError, naming both ranks and both shapes, if `payload` is not what `target` will expect."""
+        expected, given = self.shapes(name), tuple(tuple(tensor.shape) for tensor in payload)
+        if len(given) != len(expected):
+            raise ValueError(
+                f"rank {source} of the pipeline sends {name} as {len(given)} tensors {_listed(given)}, rank {target} "
+                f"expects {len(expected)}: set tensor_shape to the shapes that this stage returns"
+            )
+        if not self.variable_lengths and given != expected:
+            raise ValueError(
+                f"{name} has shape {_listed(given)} on rank {source} of the pipeline, rank {target} expects "
+                f"{_listed(expected)}: set tensor_shape to what the stages return, or let lengths vary"
+            )
+        if self.variable_lengths and any(len(shape) != 3 for shape in given):
+            raise ValueError(f"{name} has shape {_listed(given)}; varying lengths send three sizes (S, B, H) a tensor")
+        for tensor in payload:
+            if tensor.dtype != self.dtype:
+                raise ValueError(f"{name} is {tensor.dtype}, but the pipeline's dtype is {self.dtype}: set dtype")
+
+    def buffers(self, shapes: Shapes) -> list[Tensor]:
+        """Empty tensors to receive into."""
+        return [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
+
+
+def _listed(shapes: Shapes) -> str:
+    return str(shapes[0]) if len(shapes) == 1 else ", ".join(map(str, shapes))
+
+
+def start_send(name: Name, payload: Payload, form: Format[Name], group: Group, target: int) -> list[Pending]:
+    """Start sending to rank `target` of the group, sizes first where lengths vary. The storages must stay as they are
+    until all is complete; the tensors themselves may be shrunk."""
+    form.check(name, payload, group.rank, target)
+    peer = group.ranks[target]
+    pending = []
+    with comm_scope(layer=str(name), phase=form.phase(name)):
+        if form.variable_lengths:
+            sizes = torch.tensor([tensor.shape for tensor in payload], dtype=torch.int64, device=form.device)
+            pending.append(isend(sizes, group, peer))
+        pending += [isend(tensor.detach(), group, peer) for tensor in payload]
+    return pending
+
+
+def start_receive(name: Name, form: Format[Name], group: Group, source: int) -> list[Pending]:
+    """Start receiving from rank `source` of the group. Where lengths vary this waits for the sizes."""
+    peer = group.ranks[source]
+    with comm_scope(layer=str(name), phase=form.phase(name)):
+        shapes = form.shapes(name)
+        if form.variable_lengths:
+            sizes = torch.empty(len(shapes), 3, dtype=torch.int64, device=form.device)
+            shapes = tuple(tuple(row) for row in irecv(sizes, group, peer).wait().tolist())
+        return [irecv(buffer, group, peer) for buffer in form.buffers(shapes)]
+
+
+def arrived(pending: list[Pending]) -> Payload:
+    """Wait for a message; its tensors are leaves that collect a gradient where their type has one."""
+    tensors = [transfer.wait() for transfer in pending]
+    return tuple(x.requires_grad_() if x.is_floating_point() else x for x in tensors)

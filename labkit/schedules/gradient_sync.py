@@ -1,0 +1,105 @@
+"""When gradients are synchronised and parameters gathered, chunk by chunk, while a schedule runs.
+
+Backwards only accumulate inside a `no_sync` context. It is left for the backward that completes a chunk's gradients,
+where the hooks of the data-parallel wrapper may then communicate. A `grad_sync_func` replaces these hooks: it is
+launched at points that all ranks of the pipeline reach at about the same time (`lowering.py`), because communication
+slows down the computation beside it, and one slow rank would hold up all others.
+
+Without interleaving Megatron's first rank leaves it to the hooks of its last backward even so, since it ends last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+from labkit.schedules.lowering import Step
+
+NoSync = Callable[[], AbstractContextManager[Any]]
+SyncFunc = Callable[[list[Any]], None]
+
+
+class GradientSync:
+    """The contexts and functions of one rank during one run. Chunks are numbered as in the schedule."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        *,
+        no_sync_func: NoSync | Sequence[NoSync] | None,
+        grad_sync_func: SyncFunc | Sequence[SyncFunc] | None,
+        param_sync_func: SyncFunc | Sequence[SyncFunc] | None,
+    ) -> None:
+        """chunks: of the rank; none of them where nothing goes backward, and then nothing is done.
+
+        no_sync_func: one for all chunks, or one each; None takes each chunk's own `no_sync`, where it has one.
+        grad_sync_func, param_sync_func: one for all chunks, or one each. Without the first, gradients are left to the
+            hooks of each chunk's last backward.
+        """
+        self._chunks = chunks
+        self._gather = _one_each(param_sync_func, chunks)
+        self._launch = _one_each(grad_sync_func, chunks)
+        if no_sync_func is None:
+            contexts = [getattr(chunk, "no_sync", nullcontext) for chunk in chunks]
+        else:
+            contexts = [no_sync_func] if callable(no_sync_func) else list(no_sync_func)
+            if chunks and len(contexts) not in (1, len(chunks)):
+                raise ValueError(f"{len(contexts)} no_sync functions for {len(chunks)} model chunks: one, or one each")
+        if not chunks:
+            contexts = []
+        self._no_sync, self._open = contexts, [ExitStack() for _ in contexts]
+        self._unfinished = set(range(len(chunks)))
+
+    def __enter__(self) -> GradientSync:
+        for context in range(len(self._no_sync)):
+            self._hold(context)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for stack in self._open:
+            stack.close()
+
+    def _hold(self, context: int) -> None:
+        self._open[context].enter_context(self._no_sync[context]())
+
+    def _context(self, chunk: int) -> int:
+        return chunk if len(self._no_sync) > 1 else 0
+
+    def _let_go(self, chunk: int) -> None:
+        self._open[self._context(chunk)].close()
+        self._unfinished.discard(chunk)
+
+    def _hold_again(self, chunk: int) -> None:
+        """A context that other chunks share holds for their backwards again."""
+        if len(self._no_sync) < len(self._chunks) and self._unfinished:
+            self._hold(self._context(chunk))
+
+    def before(self, step: Step) -> None:
+        """Launch the parameter gathers that are due, and let go before a backward that completes a chunk."""
+        if not self._chunks:
+            return
+        for chunk in step.param_gather if self._gather else ():
+            self._gather[chunk](list(self._chunks[chunk].parameters()))
+        if step.ends_chunk and not self._launch:
+            self._let_go(step.chunk)
+
+    def after(self, step: Step) -> None:
+        """Launch the gradient synchronisations that are due, and hold the other chunks again."""
+        if not self._chunks:
+            return
+        if step.ends_chunk and not self._launch:
+            self._hold_again(step.chunk)
+        for chunk in step.grad_sync if self._launch else ():
+            self._let_go(chunk)
+            self._launch[chunk](list(self._chunks[chunk].parameters()))
+            self._hold_again(chunk)
+
+
+def _one_each(function: SyncFunc | Sequence[SyncFunc] | None, chunks: Sequence[Any]) -> list[SyncFunc]:
+    if function is None:
+        return []
+    functions = [function] * len(chunks) if callable(function) else list(function)
+    if chunks and len(functions) != len(chunks):
+        raise ValueError(f"{len(functions)} functions were given for {len(chunks)} model chunks: give one, or one each")
+    return functions
