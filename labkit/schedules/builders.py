@@ -7,13 +7,16 @@ hold the simulator to them. p = pp, m = microbatches, r = rank; F and B are the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from labkit.config import ScheduleConfig
 from labkit.schedules.ir import KINDS, Schedule
+from labkit.schedules.programs import from_programs
+from labkit.schedules.tables import get_pp_rank_microbatches, legal_group_size, require_positive, table_columns
+from labkit.schedules.v_shaped import dualpipe_v, zbv
+from labkit.schedules.zero_bubble import zero_bubble_h1
 
 _F, _B = KINDS.index("F"), KINDS.index("B")
 
@@ -25,10 +28,9 @@ def gpipe(pp: int, microbatches: int) -> Schedule:
     Bubble: makespan (m + p - 1)(F + B), fraction (p - 1)/(m + p - 1), ratio to the ideal time (p - 1)/m.
     Peak in flight: m on every rank, so memory grows with the batch.
     """
-    _require_positive(pp=pp, microbatches=microbatches)
-    order = np.arange(microbatches)
-    kinds = np.repeat([_F, _B], microbatches)
-    return _one_stage_per_rank("GPipe", pp, microbatches, [kinds] * pp, [np.tile(order, 2)] * pp)
+    require_positive(pp=pp, microbatches=microbatches)
+    program = [(microbatches, "F"), (microbatches, "B")]
+    return from_programs("GPipe", microbatches, [program] * pp, lambda rank, _: rank)
 
 
 def one_f_one_b(pp: int, microbatches: int) -> Schedule:
@@ -38,15 +40,57 @@ def one_f_one_b(pp: int, microbatches: int) -> Schedule:
     Bubble: the same as GPipe's, (p - 1)/(m + p - 1) of the makespan, (p - 1)/m of the ideal time.
     Peak in flight: min(p - r, m) on rank r, whatever the batch. This is what 1F1B buys.
     """
-    _require_positive(pp=pp, microbatches=microbatches)
-    kinds, numbers = [], []
+    require_positive(pp=pp, microbatches=microbatches)
+    programs = []
     for rank in range(pp):
         warmup = min(pp - rank - 1, microbatches)
-        steady = microbatches - warmup
-        kinds.append(np.concatenate([np.full(warmup, _F), np.tile([_F, _B], steady), np.full(warmup, _B)]))
-        pairs = np.stack([np.arange(warmup, microbatches), np.arange(steady)], axis=1).ravel()
-        numbers.append(np.concatenate([np.arange(warmup), pairs, np.arange(steady, microbatches)]))
-    return _one_stage_per_rank("1F1B", pp, microbatches, kinds, numbers)
+        programs.append([(warmup, "F"), (microbatches - warmup, "F B"), (warmup, "B")])
+    return from_programs("1F1B", microbatches, programs, lambda rank, _: rank)
+
+
+def interleaved(pp: int, vpp: int, microbatches: int, group_size: int | None = None) -> Schedule:
+    """Interleaved 1F1B: v stages a rank, stage c p + r is chunk c of rank r (Megatron, arXiv 2104.04473 section 2.2).
+
+    The schedule table (`tables.py`) says which microbatch and chunk the k-th forward and backward run, in groups of N
+    microbatches; `group_size` None means N = p. With vpp 1 this is `one_f_one_b`.
+
+    Program of rank r, with warm-up w = min(2(p - r - 1) + (v - 1)N, m v): `wF (mv-w)(FB) wB`.
+
+    Raises:
+        ValueError: one pipeline rank with several chunks, and the sizes that `legal_group_size` refuses.
+    """
+    require_positive(pp=pp, vpp=vpp, microbatches=microbatches)
+    if vpp == 1:
+        return one_f_one_b(pp, microbatches)
+    if pp == 1:
+        raise ValueError(f"pp is 1 and vpp is {vpp}: one rank has nothing to interleave; set vpp to 1, or raise pp")
+    size = legal_group_size(group_size, pp, microbatches)
+    numbers, chunks = table_columns(microbatches, vpp, size)
+    total = len(numbers)
+    rows = np.empty((3, pp, 2 * total), dtype=np.int32)
+    for rank, (stages_row, kinds_row, numbers_row) in enumerate(rows.swapaxes(0, 1)):
+        warmup = get_pp_rank_microbatches(microbatches, vpp, size, pp_size=pp, pp_rank=rank)[2]
+        _forwards_then_by_turns(stages_row, warmup, chunks * pp + rank, (vpp - 1 - chunks) * pp + rank)
+        _forwards_then_by_turns(kinds_row, warmup, np.full(total, _F), np.full(total, _B))
+        _forwards_then_by_turns(numbers_row, warmup, numbers, numbers)
+    return Schedule.from_columns(
+        "interleaved 1F1B",
+        pp * vpp,
+        microbatches,
+        stages=rows[0].ravel(),
+        kinds=rows[1].ravel(),
+        microbatches=rows[2].ravel(),
+        offsets=np.arange(pp + 1) * 2 * total,
+    )
+
+
+def _forwards_then_by_turns(row: np.ndarray, warmup: int, forwards: np.ndarray, backwards: np.ndarray) -> None:
+    """Fill `row` (2 K,) with w forwards, then a forward and a backward by turns, then the last w backwards."""
+    steady = len(forwards) - warmup
+    row[:warmup] = forwards[:warmup]
+    row[warmup : warmup + 2 * steady : 2] = forwards[warmup:]
+    row[warmup + 1 : warmup + 2 * steady : 2] = backwards[:steady]
+    row[warmup + 2 * steady :] = backwards[steady:]
 
 
 def without_backward(schedule: Schedule) -> Schedule:
@@ -64,40 +108,47 @@ def without_backward(schedule: Schedule) -> Schedule:
     )
 
 
-def _one_stage_per_rank(
-    name: str, pp: int, microbatches: int, kinds: Sequence[np.ndarray], numbers: Sequence[np.ndarray]
-) -> Schedule:
-    lengths = [len(row) for row in kinds]
-    return Schedule.from_columns(
-        name,
-        pp,
-        microbatches,
-        stages=np.repeat(np.arange(pp), lengths),
-        kinds=np.concatenate(kinds),
-        microbatches=np.concatenate(numbers),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]),
-    )
-
-
-def _require_positive(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name} is {size!r}: give a whole number of at least 1")
-
-
 def build_schedule(config: ScheduleConfig, *, pp: int, vpp: int = 1, microbatches: int) -> Schedule:
     """The schedule that a config names, or the one in the CSV file at `config.path`.
 
-    Raises ValueError for an unknown name, a missing file, and a file for another number of ranks or microbatches.
+    `auto` is 1f1b for one model chunk a rank and interleaved for more. zbv, dualpipe_v and a file say themselves how many
+    stages a rank has, for them `vpp` may stay at 1.
+
+    Raises:
+        ValueError: an unknown name, a vpp that the named schedule does not have, sizes that its builder refuses, a
+            missing file, and a file for another number of ranks or microbatches.
     """
     if config.path is not None:
         return _from_file(Path(config.path), pp, microbatches)
-    builders = {"auto": one_f_one_b, "1f1b": one_f_one_b, "gpipe": gpipe}
-    if config.name not in builders:
+    name = config.name
+    if name == "auto":
+        name = "1f1b" if vpp == 1 else "interleaved"
+    if name == "interleaved":
+        if vpp == 1 and pp > 1:
+            raise ValueError(
+                "schedule.name is 'interleaved' and vpp is 1: give parallel.vpp at least 2, or choose 1f1b"
+            )
+        return interleaved(pp, vpp, microbatches, config.microbatch_group_size)
+    if name not in _BUILDERS:
+        names = ", ".join(["auto", "interleaved", *_BUILDERS])
+        raise ValueError(f"schedule.name is {name!r}; choose one of {names}, or give schedule.path")
+    builder, chunks = _BUILDERS[name]
+    if vpp not in (1, chunks):
         raise ValueError(
-            f"schedule.name is {config.name!r}; choose one of {', '.join(builders)}, or give schedule.path"
+            f"schedule.name is {name!r}, which has {chunks} stage{'s'[: chunks > 1]} a rank, and vpp is {vpp}: leave "
+            "parallel.vpp at 1, or choose interleaved"
         )
-    return builders[config.name](pp, microbatches)
+    return builder(pp, microbatches)
+
+
+_BUILDERS = {
+    "gpipe": (gpipe, 1),
+    "1f1b": (one_f_one_b, 1),
+    "zero_bubble_h1": (zero_bubble_h1, 1),
+    "zbv": (zbv, 2),
+    "dualpipe_v": (dualpipe_v, 2),
+}
+"""Builders with a fixed number of stages a rank, and that number."""
 
 
 def _from_file(path: Path, pp: int, microbatches: int) -> Schedule:

@@ -1,0 +1,235 @@
+"""Schedule tables of interleaved 1F1B, and the orders made from them, under the names that Megatron-LM gives them.
+
+A rank with V model chunks runs M x V virtual microbatches: virtual microbatch k is one microbatch through one chunk. The
+schedule table says which; it is the same on every rank. PP2, M 5, V 2, group size N 3:
+
+    virtual microbatch   0 1 2 3 4 5 6 7 8 9
+    microbatch           0 1 2 0 1 2 3 4 3 4
+    model chunk          0 0 0 1 1 1 0 0 1 1
+
+The backward of virtual microbatch k reads the same column with the chunks counted from the end, V - 1 - c. What differs
+between ranks is only how many forwards come before the first backward: the warm-up.
+
+An order is the row of one rank as signed chunk numbers, the form Transformer Engine takes as `_order`: c + 1 is a forward
+of chunk c, -(c + 1) its backward. The microbatch is not written, every chunk runs them in ascending order.
+
+Sources: arXiv 2104.04473 section 2.2; megatron-core 0.16.1, which tests hold these functions to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import numpy as np
+
+ScheduleTable = Sequence[tuple[int, int]]
+"""(microbatch, model chunk) of every virtual microbatch."""
+
+
+def get_pp_rank_microbatches(
+    num_microbatches: int,
+    num_model_chunks: int,
+    microbatch_group_size_per_vp_stage: int | None = None,
+    forward_only: bool = False,
+    *,
+    pp_size: int,
+    pp_rank: int,
+    overlap_moe_expert_parallel_comm: bool = False,
+) -> tuple[int, bool, int, int]:
+    """How many virtual microbatches a rank runs, and how many of their forwards come before its first backward.
+
+    Warm-up: p - r - 1 for one model chunk (1F1B), 2 (p - r - 1) + (V - 1) N for more, with one more where the
+    communication of experts overlaps with the other direction's computation; never more than M V. One pipeline rank has
+    none. Forward-only, everything is warm-up. The group size N is read only where V > 1; None means pp_size.
+
+    Returns (total, whether all is warm-up, warm-up, remaining).
+
+    Raises:
+        ValueError: sizes below 1, a rank outside pp_size, and the group sizes that `legal_group_size` refuses.
+    """
+    require_positive(num_microbatches=num_microbatches, num_model_chunks=num_model_chunks, pp_size=pp_size)
+    if not 0 <= pp_rank < pp_size:
+        raise ValueError(f"pp_rank is {pp_rank}: with pp_size {pp_size} it is 0 to {pp_size - 1}")
+    total = num_microbatches * num_model_chunks
+    if forward_only:
+        warmup = total
+    elif pp_size == 1:
+        warmup = 0
+    elif num_model_chunks == 1:
+        warmup = pp_size - pp_rank - 1
+    else:
+        group_size = legal_group_size(microbatch_group_size_per_vp_stage, pp_size, num_microbatches)
+        warmup = 2 * (pp_size - pp_rank - 1) + (num_model_chunks - 1) * group_size + overlap_moe_expert_parallel_comm
+    warmup = min(warmup, total)
+    return total, warmup == total, warmup, total - warmup
+
+
+def legal_group_size(group_size: int | None, pp: int, microbatches: int) -> int:
+    """The group size of an interleaved schedule, pp where none is given.
+
+    A rank runs N microbatches on one chunk before the next. With N < p the first of them is not back from the last rank
+    when the second chunk needs it, and a short last group has the same trouble.
+
+    Raises:
+        ValueError: unless p <= N <= M and the last group, of M mod N microbatches, is full or at least p long.
+    """
+    size = pp if group_size is None else group_size
+    require_positive(microbatch_group_size=size, pp=pp, microbatches=microbatches)
+    if microbatches < pp:
+        raise ValueError(
+            f"{microbatches} microbatches on {pp} pipeline ranks: an interleaved schedule needs at least {pp}; raise the "
+            "global batch size, or use 1f1b"
+        )
+    left = microbatches % size
+    if not pp <= size <= microbatches or 0 < left < pp:
+        trouble = f", which leaves a last group of {left}, shorter than {pp}" if pp <= size <= microbatches else ""
+        allowed = [n for n in range(pp, microbatches + 1) if microbatches % n == 0 or microbatches % n >= pp]
+        shown = ", ".join(map(str, allowed[:8])) + (", .." if len(allowed) > 8 else "")
+        raise ValueError(
+            f"the microbatch group size is {size}{trouble}: with {pp} pipeline ranks and {microbatches} microbatches "
+            f"choose one of {shown}"
+        )
+    return size
+
+
+def get_schedule_table(
+    num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int
+) -> list[tuple[int, int]]:
+    """(microbatch, model chunk) of every virtual microbatch, M V of them.
+
+    Microbatches go in groups of N, the last may be short; a group passes all chunks before the next one starts.
+    """
+    columns = table_columns(num_microbatches, num_model_chunks, microbatch_group_size_per_vp_stage)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def table_columns(num_microbatches: int, num_model_chunks: int, group_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """`get_schedule_table` as two columns (M V,): microbatches and model chunks."""
+    require_positive(num_microbatches=num_microbatches, num_model_chunks=num_model_chunks, group_size=group_size)
+    groups, left = divmod(num_microbatches, group_size)
+    grid = (groups, num_model_chunks, group_size)  # of the full groups
+    numbers = np.arange(groups * group_size).reshape(groups, 1, group_size)
+    chunks = np.arange(num_model_chunks)
+    last = np.arange(groups * group_size, num_microbatches)
+    return (
+        np.concatenate([np.broadcast_to(numbers, grid).ravel(), np.tile(last, num_model_chunks)]),
+        np.concatenate([np.broadcast_to(chunks[:, None], grid).ravel(), np.repeat(chunks, left)]),
+    )
+
+
+def get_model_chunk_id(virtual_microbatch_id: int, forward: bool, schedule_table: ScheduleTable) -> int:
+    """Model chunk that the virtual microbatch passes, forward or backward; numbers from M V on start again."""
+    chunk = schedule_table[virtual_microbatch_id % len(schedule_table)][1]
+    last_chunk = schedule_table[-1][1]
+    return chunk if forward else last_chunk - chunk
+
+
+def is_first_microbatch_for_model_chunk(virtual_microbatch_id: int, schedule_table: ScheduleTable) -> bool:
+    """Whether it is microbatch 0 of its chunk; False from M V on."""
+    return virtual_microbatch_id < len(schedule_table) and schedule_table[virtual_microbatch_id][0] == 0
+
+
+def is_last_microbatch_for_model_chunk(virtual_microbatch_id: int, schedule_table: ScheduleTable) -> bool:
+    """Whether it is microbatch M - 1 of its chunk; False from M V on."""
+    last_microbatch = schedule_table[-1][0]
+    return virtual_microbatch_id < len(schedule_table) and schedule_table[virtual_microbatch_id][0] == last_microbatch
+
+
+def convert_schedule_table_to_order(
+    num_warmup_microbatches: int, num_model_chunks: int, schedule_table: ScheduleTable
+) -> list[int]:
+    """The order of one rank: warm-up forwards, then a forward and a backward by turns, then the last backwards.
+
+    The table of the module's docstring with a warm-up of 5: `1 1 1 2 2 2 -2 1 -2 1 -2 2 -1 2 -1 -1 -2 -2 -1 -1`.
+
+    Raises:
+        ValueError: a warm-up that the table does not have, or a table with another number of chunks.
+    """
+    chunks = [chunk for _, chunk in schedule_table]
+    if not 0 <= num_warmup_microbatches <= len(chunks):
+        raise ValueError(
+            f"num_warmup_microbatches is {num_warmup_microbatches}: the table has {len(chunks)} virtual microbatches; "
+            "take the warm-up from get_pp_rank_microbatches"
+        )
+    if set(chunks) != set(range(num_model_chunks)):
+        raise ValueError(
+            f"num_model_chunks is {num_model_chunks}, but the table has chunks {sorted(set(chunks))}; give both the same"
+        )
+    forward = [chunk + 1 for chunk in chunks]
+    backward = [chunk - num_model_chunks for chunk in chunks]
+    steady = len(chunks) - num_warmup_microbatches
+    order = forward[:num_warmup_microbatches]
+    for pair in zip(forward[num_warmup_microbatches:], backward[:steady], strict=True):
+        order += pair
+    return order + backward[steady:]
+
+
+def get_overlap_moe_expert_parallel_comm_order(
+    order: Sequence[int], num_layers_per_chunk: Sequence[int], capture_wgrad_graph: bool
+) -> list[float]:
+    """The order with every layer as a chunk of its own, so that the layers of two chunks can overlap.
+
+    Warm-up and cool-down are spelt out layer by layer. In between, a backward and the forward after it run together: the
+    layers of the one from first to last, those of the other from last to first, in each step forward before backward.
+
+    With `capture_wgrad_graph` the weight gradient of a layer is the number of its backward minus one half and follows
+    it; the last one of a pair waits for the end of the pair. `1 2 -2 1 -1 -1` with layers [1, 2] becomes
+    `1 2 3 1 -3 -3.5 -2 -2.5 -1 -1.5 -1 -1.5`.
+
+    Raises:
+        ValueError: a chunk without its number of layers, and an order whose steady part does not alternate.
+    """
+    if len(num_layers_per_chunk) < max(map(abs, order), default=0) or min(num_layers_per_chunk, default=0) < 0:
+        raise ValueError(
+            f"num_layers_per_chunk is {list(num_layers_per_chunk)}: give the layers of each chunk of the order, which "
+            f"has chunks 1 to {max(map(abs, order), default=0)}"
+        )
+    first_backward = next((i for i, chunk in enumerate(order) if chunk < 0), len(order))
+    last_forward = max((i for i, chunk in enumerate(order) if chunk > 0), default=-1)
+    steady = order[first_backward : last_forward + 1]
+    backwards, forwards = steady[::2], steady[1::2]
+    if len(steady) % 2 or any(chunk > 0 for chunk in backwards) or any(chunk < 0 for chunk in forwards):
+        raise ValueError(
+            f"the order is {list(order)}: after the first backward, forwards and backwards must take turns until the "
+            "last forward, as convert_schedule_table_to_order makes them"
+        )
+    expanded: list[float] = []
+    for chunk in order[:first_backward]:
+        expanded += _layer_by_layer(chunk, num_layers_per_chunk, capture_wgrad_graph)
+    for backward, forward in zip(backwards, forwards, strict=True):
+        expanded += _side_by_side(backward, forward, num_layers_per_chunk, capture_wgrad_graph)
+    for chunk in order[last_forward + 1 :]:
+        expanded += _layer_by_layer(chunk, num_layers_per_chunk, capture_wgrad_graph)
+    return expanded
+
+
+def _layers(chunk: int, num_layers_per_chunk: Sequence[int]) -> list[int]:
+    """Signed layer numbers of a chunk in the order they run: 3 4 5 forward, -5 -4 -3 backward."""
+    before = sum(num_layers_per_chunk[: abs(chunk) - 1])
+    numbers = range(before + 1, before + num_layers_per_chunk[abs(chunk) - 1] + 1)
+    return list(numbers) if chunk > 0 else [-number for number in reversed(numbers)]
+
+
+def _layer_by_layer(chunk: int, num_layers_per_chunk: Sequence[int], weights: bool) -> list[float]:
+    layers = _layers(chunk, num_layers_per_chunk)
+    if chunk > 0 or not weights:
+        return list(layers)
+    return [number for layer in layers for number in (layer, layer - 0.5)]
+
+
+def _side_by_side(backward: int, forward: int, num_layers_per_chunk: Sequence[int], weights: bool) -> list[float]:
+    down, up = _layers(backward, num_layers_per_chunk), _layers(forward, num_layers_per_chunk)
+    mixed: list[float] = []
+    for step, (back, ahead) in enumerate(zip_longest(down, up)):
+        mixed += [] if ahead is None else [ahead]
+        mixed += [] if back is None else [back]
+        mixed += [back - 0.5] if weights and step < len(down) - 1 else []
+    return mixed + ([down[-1] - 0.5] if weights and down else [])
+
+
+def require_positive(**sizes: int) -> None:
+    """ValueError unless every size is a whole number of at least 1; the message uses the keyword."""
+    for name, size in sizes.items():
+        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name} is {size!r}: give a whole number of at least 1")
