@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from labkit.schedules.bubble import BubbleSplit, Gap, bubble_split, explain_gap
-    from labkit.schedules.builders import build_schedule, gpipe, one_f_one_b, without_backward
+    from labkit.schedules.builders import build_schedule, gpipe, interleaved, one_f_one_b, without_backward
     from labkit.schedules.entry_points import (
         forward_backward_no_pipelining,
         forward_backward_pipelining_without_interleaving,
@@ -19,7 +19,18 @@ if TYPE_CHECKING:
     from labkit.schedules.rendezvous import Op, communication, interpret
     from labkit.schedules.runtime import PipelineRuntime
     from labkit.schedules.simulator import Costs, Timeline, simulate
+    from labkit.schedules.tables import (
+        convert_schedule_table_to_order,
+        get_model_chunk_id,
+        get_overlap_moe_expert_parallel_comm_order,
+        get_pp_rank_microbatches,
+        get_schedule_table,
+        is_first_microbatch_for_model_chunk,
+        is_last_microbatch_for_model_chunk,
+    )
+    from labkit.schedules.v_shaped import dualpipe_v, zbv
     from labkit.schedules.verifier import verify
+    from labkit.schedules.zero_bubble import zero_bubble_h1
 
 _WHERE = {
     "BubbleSplit": "bubble",
@@ -28,6 +39,7 @@ _WHERE = {
     "explain_gap": "bubble",
     "build_schedule": "builders",
     "gpipe": "builders",
+    "interleaved": "builders",
     "one_f_one_b": "builders",
     "without_backward": "builders",
     "forward_backward_no_pipelining": "entry_points",
@@ -52,6 +64,16 @@ _WHERE = {
     "Timeline": "simulator",
     "simulate": "simulator",
     "verify": "verifier",
+    "convert_schedule_table_to_order": "tables",
+    "get_model_chunk_id": "tables",
+    "get_overlap_moe_expert_parallel_comm_order": "tables",
+    "get_pp_rank_microbatches": "tables",
+    "get_schedule_table": "tables",
+    "is_first_microbatch_for_model_chunk": "tables",
+    "is_last_microbatch_for_model_chunk": "tables",
+    "dualpipe_v": "v_shaped",
+    "zbv": "v_shaped",
+    "zero_bubble_h1": "zero_bubble",
 }
 __all__ = [
     "Action",
@@ -71,12 +93,21 @@ __all__ = [
     "bubble_split",
     "build_schedule",
     "communication",
+    "convert_schedule_table_to_order",
+    "dualpipe_v",
     "explain_gap",
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_without_interleaving",
     "get_forward_backward_func",
+    "get_model_chunk_id",
+    "get_overlap_moe_expert_parallel_comm_order",
+    "get_pp_rank_microbatches",
+    "get_schedule_table",
     "gpipe",
+    "interleaved",
     "interpret",
+    "is_first_microbatch_for_model_chunk",
+    "is_last_microbatch_for_model_chunk",
     "lower",
     "merge_backward",
     "one_f_one_b",
@@ -84,6 +115,8 @@ __all__ = [
     "split_backward",
     "verify",
     "without_backward",
+    "zbv",
+    "zero_bubble_h1",
 ]
 
 
