@@ -26,9 +26,11 @@ has different moments, and both sides post in their order.
 Megatron's order without batches: even ranks send to the next stage, receive from the previous, send to the previous,
 receive from the next; odd ranks receive from the previous first, and so on. That settles which neighbour is served
 first. Between two ranks NCCL wants more: on one communicator the k-th operation of one side must be the counterpart
-of the k-th of the other. Hence what a slot exchanges with one peer goes by moment, an activation before a gradient of
-the same moment: slots of the two sides need not match for the two sequences to be each other's mirror image. With two
-ranks, what the odd one sends goes over a second communicator (channel 1), so that both directions can overlap.
+of the k-th of the other. Megatron's order gives that where both sides exchange the same messages in the same slot, as
+in 1F1B; a V with a single microbatch would already hang. So what a slot exchanges with one peer goes by moment (of the
+same moment: activations before gradients, then the lower rank's first), and the two sequences mirror each other however
+the slots of the two sides lie. With two ranks, what the odd one sends goes over a second communicator (channel 1), so
+that both directions can overlap.
 """
 
 from __future__ import annotations
@@ -241,9 +243,10 @@ def _slots(
     if timeline is None:
         return [tuple(slot) for slot in slots]
 
-    def when(transfer: Transfer) -> tuple[float, bool]:
+    def when(transfer: Transfer) -> tuple[float, bool, int]:
         message = transfer.message
-        return float(timeline.end[schedule.offsets[message.source] + message.produced]), message.kind == "B"
+        moment = timeline.end[schedule.offsets[message.source] + message.produced]
+        return float(moment), message.kind == "B", message.source
 
     by_moment = [sorted(slot, key=when) for slot in slots]
     return [tuple(slot if transport == "batched" else _even_odd(slot, rank)) for slot in by_moment]

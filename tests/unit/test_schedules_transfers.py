@@ -1,0 +1,193 @@
+"""Lowered programs, interpreted: on random schedules that can run, over each transport."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from random_schedules import PLACEMENTS, random_legal_schedule
+
+from labkit.schedules import (
+    Op,
+    Schedule,
+    ScheduleError,
+    Timeline,
+    communication,
+    gpipe,
+    interpret,
+    lower,
+    one_f_one_b,
+    simulate,
+    verify,
+)
+from labkit.schedules.verifier import certificate
+
+SEEDS = {"seed": st.integers(0, 10**9), "placement": st.sampled_from(PLACEMENTS)}
+INTERPRETED = {
+    "posted": {"buffered": True},
+    "batched": {},
+    "even_odd": {"mirrored": True},
+    "blocking": {"mirrored": True},
+}
+
+
+@given(**SEEDS, forward_only=st.booleans())
+def test_what_can_run_is_accepted_and_its_programs_end(seed, placement, forward_only):
+    schedule = random_legal_schedule(seed, placement=placement, forward_only=forward_only)
+    for transport in ("posted", "batched", "even_odd"):
+        assert verify(schedule, transport).makespan > 0
+        outcome = interpret(communication(schedule, transport), **INTERPRETED[transport])
+        assert str(outcome) == "finished", f"{transport}: {outcome}\n{schedule}"
+
+
+@given(**SEEDS)
+def test_blocking_is_accepted_where_the_interpreter_ends(seed, placement):
+    schedule = random_legal_schedule(seed, placement=placement)
+    outcome = interpret(communication(schedule, "blocking"), mirrored=True)
+    if str(outcome) == "finished":
+        verify(schedule, "blocking")
+    else:
+        with pytest.raises(ScheduleError, match="wait for each other" if outcome.circle else "cross"):
+            verify(schedule, "blocking")
+
+
+@given(**SEEDS)
+def test_every_message_has_its_two_ends(seed, placement):
+    schedule = random_legal_schedule(seed, placement=placement)
+    wanted = Counter()
+    for stage in range(schedule.num_stages - 1):
+        here, there = schedule.placement(stage), schedule.placement(stage + 1)
+        if here != there:
+            for m in range(schedule.num_microbatches):
+                wanted[f"{stage}F{m}>{stage + 1}", here, there] += 1
+                wanted[f"{stage + 1}B{m}>{stage}", there, here] += 1
+    for transport in ("batched", "even_odd", "blocking"):
+        sent, received = Counter(), Counter()
+        for rank in range(schedule.pp):
+            for transfer in (t for slot in lower(schedule, rank, transport).slots for t in slot):
+                message = transfer.message
+                assert rank == (message.source if transfer.operation == "send" else message.target)
+                assert transfer.peer == (message.target if transfer.operation == "send" else message.source)
+                assert transfer.channel == (transport == "even_odd" and schedule.pp == 2 and message.source == 1)
+                ends = sent if transfer.operation == "send" else received
+                ends[str(message), message.source, message.target] += 1
+        assert sent == received == wanted
+
+
+@given(**SEEDS)
+def test_posted_receives_come_in_the_order_of_the_sends(seed, placement):
+    schedule = random_legal_schedule(seed, placement=placement)
+    programs = [lower(schedule, rank) for rank in range(schedule.pp)]
+    assert all(slot == () for program in programs for slot in program.slots)
+    for target, program in enumerate(programs):
+        for source, messages in program.incoming.items():
+            steps = programs[source].steps
+            assert messages == [step.gives for step in steps if step.gives and step.gives.target == target]
+
+
+@given(**SEEDS)
+def test_sends_follow_their_action_and_receives_come_before_theirs(seed, placement):
+    schedule = random_legal_schedule(seed, placement=placement)
+    for rank in range(schedule.pp):
+        for transport in ("batched", "even_odd", "blocking"):
+            for number, slot in enumerate(lower(schedule, rank, transport).slots):
+                for transfer in slot:
+                    if transfer.operation == "send":
+                        assert number == transfer.message.produced + 1
+                    else:
+                        assert number <= transfer.message.consumed
+                        assert transport != "blocking" or number == transfer.message.consumed
+
+
+@given(**SEEDS, delay=st.integers(1, 3))
+@settings(max_examples=50)
+def test_a_time_line_that_is_not_the_schedules_own_has_no_certificate(seed, placement, delay):
+    """The certificate is asked of numbers, not of the way they were made: put one producer's end off."""
+    schedule = random_legal_schedule(seed, pp=3, placement=placement)
+    timeline = simulate(schedule)
+    assert certificate(schedule, timeline)
+    sends = [m for rank in range(3) for step in lower(schedule, rank).steps if (m := step.gives) and not m.is_local]
+    message = sends[seed % len(sends)]
+    end = timeline.end.copy()
+    reader = schedule.offsets[message.target] + message.consumed
+    end[schedule.offsets[message.source] + message.produced] = timeline.start[reader] + delay
+    assert not certificate(schedule, Timeline(schedule, timeline.start, end))
+
+
+def test_what_a_slot_holds_in_1f1b():
+    """Rank 2 of 4 runs 2F0 from 2 to 3, 2F1 from 3 to 4 and 2B0 from 6, when the last rank has ended 3B0.
+
+    1F0, 1F1, 1F2 end at 2, 3, 4: each falls into the slot that the rank reaches then, with what it sends itself.
+    """
+    program = lower(one_f_one_b(4, 4), 2, "batched")
+    assert str(program).splitlines()[:7] == [
+        "    gather parameters of chunk 0",
+        "    recv 1F0>2 from rank 1",
+        "2F0",
+        "    recv 1F1>2 from rank 1 + send 2F0>3 to rank 3",
+        "2F1",
+        "    recv 1F2>2 from rank 1 + send 2F1>3 to rank 3 + recv 3B0>2 from rank 3",
+        "2B0",
+    ]
+    assert [str(t) for t in program.last] == ["send 2B3>1 to rank 1"]
+
+
+def test_even_ranks_send_first_and_two_ranks_use_two_channels():
+    four = [lower(one_f_one_b(4, 4), rank, "even_odd").slots for rank in (1, 2)]
+    both_ways = [
+        [t for t in slot if {t.message.source, t.message.target} == {1, 2}] for slots in four for slot in slots
+    ]
+    assert {len(slot) for slot in both_ways} == {0, 1, 2}
+    odd, even = ([str(t) for slot in slots for t in slot] for slots in four)
+    assert even[:3] == ["recv 1F0>2 from rank 1", "send 2F0>3 to rank 3", "recv 1F1>2 from rank 1"]
+    assert odd[:3] == ["recv 0F0>1 from rank 0", "recv 0F1>1 from rank 0", "send 1F0>2 to rank 2"]
+    two = [t for rank in (0, 1) for slot in lower(one_f_one_b(2, 3), rank, "even_odd").slots for t in slot]
+    assert {(t.message.source, t.channel) for t in two} == {(0, 0), (1, 1)}
+    assert next(str(t) for t in two if t.channel) == "recv 1B0>0 from rank 1, second channel"
+
+
+def _in_megatrons_order(schedule):
+    """The slots of even/odd with Megatron's order alone, whatever the moments."""
+    even = [("send", "F"), ("recv", "F"), ("send", "B"), ("recv", "B")]
+    odd = [("recv", "F"), ("send", "F"), ("recv", "B"), ("send", "B")]
+    return [
+        [
+            [Op(t.operation, t.peer, str(t.message), t.channel) for t in sorted(slot, key=lambda t: place(rank, t))]
+            for slot in lower(schedule, rank, "even_odd").slots
+        ]
+        for rank in range(schedule.pp)
+        for place in [lambda rank, t: (odd if rank % 2 else even).index((t.operation, t.message.kind))]
+    ]
+
+
+@given(builder=st.sampled_from([gpipe, one_f_one_b]), pp=st.integers(1, 6), microbatches=st.integers(1, 8))
+def test_megatrons_order_is_enough_for_gpipe_and_1f1b(builder, pp, microbatches):
+    assert interpret(_in_megatrons_order(builder(pp, microbatches)), mirrored=True).finished
+
+
+def test_megatrons_order_would_hang_nccl_in_a_v_where_the_moments_do_not():
+    v = Schedule.from_csv("0F0,5F0,5B0,0B0\n1F0,4F0,4B0,1B0\n2F0,3F0,3B0,2B0")
+    assert interpret(_in_megatrons_order(v), mirrored=True).circle == [
+        "rank 1 waits: recv 3F0>4 from rank 2",
+        "rank 2 waits: recv 1F0>2 from rank 1",
+    ]
+    assert interpret(_in_megatrons_order(v)).finished, "gloo, which matches by direction, forgives it"
+    assert verify(v, "even_odd").makespan == 6 * 1 + 6 * 2
+
+
+def test_an_unknown_transport_is_refused():
+    for call in (lambda: lower(one_f_one_b(2, 2), 0, "pigeon"), lambda: verify(one_f_one_b(2, 2), "pigeon")):
+        with pytest.raises(ValueError, match="'pigeon'; choose one of posted, batched, even_odd, blocking"):
+            call()
+
+
+def test_a_schedule_with_a_circle_has_no_slots():
+    stuck = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")
+    with pytest.raises(ScheduleError, match="wait for each other"):
+        lower(stuck, 0, "batched")
+    assert np.array_equal([len(slot) for slot in lower(stuck, 0, "blocking").slots], [0, 2, 0, 2, 0])
