@@ -393,3 +393,9 @@ def test_a_bad_file_and_bad_options_are_one_error(tmp_path: Path, capsys: pytest
     for part in ("--seeed", "line 1: 'parallel.tpp'", "train.steps = 'x'", "model.hidden = 60", "optim.lr = -1",
                  "model.layers = 7"):  # fmt: skip
         assert part in err
+
+
+def test_without_a_number_of_ranks_a_bad_layout_is_one_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--preset", "tiny", "--parallel.tp", "3"]) == 2
+    err = capsys.readouterr().err
+    assert "model.heads = 8: must be a multiple of parallel.tp = 3" in err and "world_size" not in err

@@ -1,0 +1,75 @@
+"""GPT under every schedule against one process: loss, gradients, parameters over several optimizer steps.
+
+All schedules x {pp2, pp4} x {tp1, tp2} x {dp1, dp2}, tied and untied, both dtypes, uneven stages and all transfers are
+a sweep (`make sweep`; its tables are in docs/parity.md, written by scripts/parity_matrix.py). The subset here has every
+schedule, every size of every axis, every kind of stage, and a weight tied across ranks and within one.
+"""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from labkit.config import RunConfig
+from labkit.launch import run
+from labkit.train import compare, pretrain
+from labkit.train.measured import follows, pipeline_events
+from labkit.train.schedule_fit import schedule_of
+
+MATRIX = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "parity_matrix.py"))
+GPIPE, ONE_F_ONE_B, INTERLEAVED_2, INTERLEAVED_4, ZERO_BUBBLE_H1, ZBV, DUALPIPE_V = MATRIX["SCHEDULES"]
+SUBSET = [
+    {"pp": 2, **INTERLEAVED_2, "overlap_p2p_comm": True, "microbatch_group_size": 4},
+    {"pp": 2, "tp": 2, **ZBV, "variable_seq_lengths": True},
+    {"pp": 4, **INTERLEAVED_4},
+    {"pp": 4, **ZERO_BUBBLE_H1, "pipeline_layout": "E t*4 | ttt | t*5 | t*4 L"},
+    {"pp": 4, **DUALPIPE_V, "pipeline_layout": "E | (tt|)*2 (ttt|)*4 L"},
+]
+REPLICAS = [{"pp": 2, "world_size": 4, **schedule} for schedule in (GPIPE, ZBV)]
+
+
+def deep(preset: str, dp: int = 1, **changes: Any) -> RunConfig:
+    return MATRIX["deep"](preset, dp=dp).override(changes)
+
+
+def test_every_schedule_gives_the_losses_gradients_and_parameters_of_one_process():
+    report = compare(deep("tiny"), SUBSET, steps=3)
+    assert report.ok, f"\n{report}"
+    assert max(row.largest for row in report.rows) <= 1e-10
+
+
+def test_replicas_and_an_output_layer_of_its_own():
+    report = compare(deep("llama_tiny", dp=2, layers=4), REPLICAS, steps=2)
+    assert report.ok, f"\n{report}"
+
+
+def test_float32():
+    report = compare(deep("tiny"), [{"pp": 2, **DUALPIPE_V}], steps=3, dtype="float32")
+    assert report.ok, f"\n{report}"
+    assert report.rows[0].largest <= 1e-5
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("title", MATRIX["SWEEPS"])
+def test_every_row(title):
+    config, layouts, dtype = MATRIX["SWEEPS"][title]
+    report = compare(config, layouts, steps=MATRIX["SCHEDULE_STEPS"], dtype=dtype)
+    assert report.ok, f"\n{report}"
+    assert len(report.rows) == len(layouts)
+
+
+@pytest.mark.parametrize("schedule", [INTERLEAVED_2, ZBV], ids=["interleaved", "zbv"])
+def test_forward_only_losses_and_the_order_of_actions(schedule):
+    """Validation and test run the schedule's forwards alone; on a V the loss is known on the first pipeline rank."""
+    config = deep("tiny", layers=4, steps=2, eval_steps=1, eval_interval=1, precision="fp64")
+    alone = pretrain(config)
+    layout = config.override({"pp": 2, **schedule})
+    results = run(pretrain, 2, layout)
+    for result in results:
+        for name in ("validation_loss", "test_loss"):
+            expected = alone.series(name)
+            assert [step for step, _ in result.series(name)] == [step for step, _ in expected]
+            assert [loss for _, loss in result.series(name)] == pytest.approx([v for _, v in expected], rel=1e-12)
+    assert follows(pipeline_events([result.events for result in results]), schedule_of(layout, 2))
