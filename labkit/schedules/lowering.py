@@ -202,13 +202,13 @@ def _between(schedule: Schedule, produced: np.ndarray, consumed: np.ndarray) -> 
     return [Message("F" if kind == 0 else "B", *rest) if exists else None for exists, kind, *rest in rows]
 
 
-def _producers(schedule: Schedule) -> np.ndarray:
+def producers(schedule: Schedule) -> np.ndarray:
     """Index of the action whose result each action reads from a neighbouring stage (A,); -1 for none."""
-    return dependencies(schedule)[0]
+    return dependencies(schedule)[0].copy()  # not a view, which would keep the other column
 
 
 def _consumers(schedule: Schedule) -> np.ndarray:
-    """The inverse of `_producers`."""
+    """The inverse of `producers`."""
     producer = schedule.derived(*_PRODUCERS)
     reads = np.flatnonzero(producer >= 0)
     consumer = np.full(len(schedule), -1, dtype=np.int32)
@@ -216,7 +216,7 @@ def _consumers(schedule: Schedule) -> np.ndarray:
     return consumer
 
 
-_PRODUCERS = ("action whose result each reads", _producers)
+_PRODUCERS = ("action whose result each reads", producers)
 _CONSUMERS = ("action that reads each one's result", _consumers)
 
 
@@ -237,7 +237,10 @@ def _slots(
             slots[i + 1].append(Transfer("send", message, _channel(schedule, transport, rank)))
     arriving = [(i, message) for i, message in enumerate(needs) if message is not None and not message.is_local]
     timeline = None if transport == "blocking" else schedule.derived("unit costs", simulate)
-    in_slot = {} if timeline is None else _receive_slots(schedule, timeline, rank)
+    in_slot: dict[int, int] = {}
+    if timeline is not None:
+        positions, numbers, _ = receive_slots(schedule, timeline, schedule.derived(*_PRODUCERS), rank)
+        in_slot = dict(zip(positions.tolist(), numbers.tolist()))
     for i, message in arriving:
         slots[in_slot.get(i, i)].append(Transfer("recv", message, _channel(schedule, transport, message.source)))
     if timeline is None:
@@ -252,26 +255,17 @@ def _slots(
     return [tuple(slot if transport == "batched" else _even_odd(slot, rank)) for slot in by_moment]
 
 
-def _receive_slots(schedule: Schedule, timeline: Timeline, rank: int) -> dict[int, int]:
-    """By position of the action that reads, the slot in which the rank receives."""
-    positions, slots, _ = moments_of_messages(schedule, timeline, rank, received=True)
-    return dict(zip(positions.tolist(), slots.tolist()))
-
-
-def moments_of_messages(
-    schedule: Schedule, timeline: Timeline, rank: int, *, received: bool
+def receive_slots(
+    schedule: Schedule, timeline: Timeline, producer: np.ndarray, rank: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of every message that `rank` receives (else sends): position of the action at its end, slot and moment.
+    """Of every message that `rank` receives: the position of the action that reads it, its slot and its moment.
 
-    A receive is in the slot before the first action that starts at or after the moment, a send in the slot after the
-    action that makes the message.
+    The slot is the one before the first action that starts at or after the moment. producer: as from `producers`.
     """
     row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
-    other = schedule.derived(*(_PRODUCERS if received else _CONSUMERS))[row]
-    positions = np.flatnonzero((other >= 0) & (schedule.ranks[other] != rank))
-    if not received:
-        return positions, positions + 1, timeline.end[row][positions]
-    moments = timeline.end[other[positions]]
+    made = producer[row]
+    positions = np.flatnonzero((made >= 0) & (schedule.ranks[made] != rank))
+    moments = timeline.end[made[positions]]
     return positions, np.searchsorted(timeline.start[row], moments), moments
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from labkit.schedules.dependencies import require_complete
 from labkit.schedules.ir import KINDS, Schedule, ScheduleError, grid
-from labkit.schedules.lowering import Transport, check_transport, moments_of_messages
+from labkit.schedules.lowering import Transport, check_transport, producers, receive_slots
 from labkit.schedules.rendezvous import interpret, placed_communication
 from labkit.schedules.simulator import Timeline, simulate
 
@@ -157,14 +157,16 @@ def certificate(schedule: Schedule, timeline: Timeline) -> bool:
     That is: after the start of the action before the slot, and not after the start of the one that follows it; and the
     receiver's slot comes no later than the action that reads. `lowering.py` says why batches then come to an end.
     """
+    producer = producers(schedule)
     for rank in range(schedule.pp):
         row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
         starts = np.concatenate([[-np.inf], timeline.start[row], [np.inf]])  # slot j lies between j and j + 1 of these
-        for received in (True, False):
-            positions, slots, moments = moments_of_messages(schedule, timeline, rank, received=received)
-            held = (starts[slots] < moments) & (moments <= starts[slots + 1])
-            if not held.all() or (received and (slots > positions).any()):
-                return False
+        positions, slots, moments = receive_slots(schedule, timeline, producer, rank)
+        received = (starts[slots] < moments) & (moments <= starts[slots + 1]) & (slots <= positions)
+        made = timeline.end[row]  # a send is in the slot after its action, so all actions may be asked
+        sent = (starts[1:-1] < made) & (made <= starts[2:])
+        if not (received.all() and sent.all()):
+            return False
     return True
 
 
