@@ -259,7 +259,7 @@ def _write(axes: Axes, event: Event, middle: float, letter: float, scale: float,
         return
     shade = _shade(event.kind, event.chunk, pale)
     axes.text((event.start + event.end) / 2 * scale, middle, text, ha="center", va="center_baseline", fontsize=size,
-              color=text_color(shade))  # fmt: skip
+              color=text_color(shade), clip_on=True)  # fmt: skip
 
 
 def _shade(kind: str, chunk: int | None, pale: bool) -> str:
