@@ -19,8 +19,10 @@ def small(**changes) -> RunConfig:
     return presets.tiny().override(shape | changes)
 
 
-def test_the_same_layout_twice_is_bit_equal_with_dropout_and_all_ranks_report_the_same():
-    config = small(tp=2, pp=2, hidden_dropout=0.1, attention_dropout=0.1, embedding_dropout=0.1)
+@pytest.mark.parametrize("schedule", ["auto", "zbv"])
+def test_the_same_layout_twice_is_bit_equal_with_dropout_and_all_ranks_report_the_same(schedule):
+    dropout = dict.fromkeys(("hidden_dropout", "attention_dropout", "embedding_dropout"), 0.1)
+    config = small(tp=2, pp=2, layers=4, **dropout, **{"schedule.name": schedule})
     first, second = run(pretrain, 4, config), run(pretrain, 4, config)
     assert [r.losses for r in first] == [r.losses for r in second]
     assert all(r.losses == first[0].losses for r in first)
@@ -49,7 +51,8 @@ def test_a_schedule_of_ones_own_runs_in_its_order_and_gives_the_same_losses(tmp_
     path = tmp_path / "own.csv"
     path.write_text(own.to_csv())
     usual = run(pretrain, 2, small(pp=2, precision="fp64"))
-    changed = run(pretrain, 2, small(pp=2, precision="fp64", **{"schedule.path": str(path)}))
+    config = small(pp=2, precision="fp64", **{"schedule.path": str(path)})
+    changed = run(pretrain, 2, config)
     assert changed[0].losses == pytest.approx(usual[0].losses, rel=1e-13)
     assert follows(pipeline_events([r.events for r in changed]), own)
     assert follows(pipeline_events([r.events for r in usual]), one_f_one_b(2, 4))
@@ -115,15 +118,50 @@ def collect(config: RunConfig) -> list:
     return seen
 
 
-def test_what_is_not_a_loss_reaches_the_last_rank_alone():
+def test_what_is_not_a_loss_reaches_one_of_the_ranks_that_compute_it():
     nothing, seen = run(collect, 2, small(pp=2, eval_steps=1))
     assert nothing == []
     assert seen == [(1, [(1, 16)] * 4)]
+    on_a_v = run(collect, 4, small(pp=2, layers=4, global_batch_size=8, eval_steps=1, **{"schedule.name": "zbv"}))
+    assert on_a_v == [[], seen, [], []], "the last replica of the first pipeline rank"
 
 
-def test_bf16_over_two_stages_follows_one_process():
-    config = small(precision="bf16", steps=4, lr=3e-3)
-    assert run(pretrain, 2, config.override({"pp": 2}))[0].losses == pytest.approx(pretrain(config).losses, rel=2e-3)
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_bf16_over_two_stages_follows_one_process(schedule):
+    config = small(precision="bf16", steps=4, lr=3e-3, layers=4)
+    staged = run(pretrain, 2, config.override({"pp": 2, "schedule.name": schedule}))
+    assert staged[0].losses == pytest.approx(pretrain(config).losses, rel=2e-3)
+
+
+class WhenGradientsMaySync:
+    """Notes for each chunk, at each gradient of its last norm, whether the chunk would let a synchronisation start."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[bool]] = []
+
+    def on_model(self, groups, chunks, schedule) -> None:
+        for chunk in chunks:
+            norms = [module for name, module in chunk.named_modules() if name.endswith("norm")]
+            notes: list[bool] = []
+            norms[-1].weight.register_post_accumulate_grad_hook(
+                lambda _, chunk=chunk, notes=notes: notes.append(chunk._may_sync)
+            )
+            self.seen.append(notes)
+
+    def on_gradients(self, step, chunks) -> None: ...
+
+    def on_update(self, step, chunks) -> None: ...
+
+
+def watch(config: RunConfig) -> list[list[bool]]:
+    observer = WhenGradientsMaySync()
+    pretrain(config, observer=observer)
+    return observer.seen
+
+
+def test_every_chunk_may_synchronise_with_its_own_last_backward():
+    config = small(pp=2, vpp=2, layers=4, steps=1)
+    assert run(watch, 2, config) == [[[False] * 3 + [True]] * 2] * 2
 
 
 def pretrain_with_a_bad_test(config: RunConfig) -> None:
