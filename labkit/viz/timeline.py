@@ -58,12 +58,12 @@ def gantt(
     """Draw a simulated Timeline, or recorded Events.
 
     name: what the sentence calls it; None takes the schedule's name, or `measured`.
-    memory: draw the activations in flight under the timeline.
+    memory: draw the activations in flight under the timeline; those of a Timeline weigh what its costs say.
     numbers: for Events, put the measured bubble and milliseconds into the sentence (they change from run to run).
     strips: draw waits, collectives and the like under what the rank computes.
     row: what a row is called; `stage` where ranks of one stage share it, so that its number is not a rank of the world.
-    time_limit, memory_limit: where the axes end, in the Timeline's unit (seconds for Events) and in activations. Pictures
-        with the same limits can be compared by eye; what lies beyond a limit is not shown. None fits the picture.
+    time_limit, memory_limit: where the axes end, in the Timeline's unit (seconds for Events) and in activations.
+        Pictures with the same limits can be compared by eye; what lies beyond is not shown. None fits the picture.
 
     The sentence is, for a Timeline, "1F1B, 4 stages, 8 microbatches: bubble 27.3%, peak 4 in flight". Raises ValueError
     where there is nothing to draw.
@@ -79,7 +79,7 @@ def gantt(
         _draw_rows(panels[0], rows, scale, strips=strips, width=end)
         _finish(panels[0], _labels(rows, row), end)
         if memory:
-            _draw_memory(panels[1], rows, scale, _labels(rows, row), memory_limit)
+            _draw_memory(panels[1], rows, scale, _labels(rows, row), memory_limit, timeline if predicted else None)
         panels[-1].set_xlabel(unit)
         _legend(fig, rows, strips)
         sentence = _sentence_of(timeline, name) if predicted else _measured_sentence(rows, name, numbers, row)
@@ -125,8 +125,8 @@ def gantt_overlay(
 
 
 def _sentence_of(timeline: Timeline, name: str | None) -> str:
-    peak = max(timeline.peak_in_flight)
-    return f"{_heading(timeline, name)}: bubble {timeline.bubble_fraction:.1%}, peak {peak} in flight"
+    peak = max(timeline.peak_memory)
+    return f"{_heading(timeline, name)}: bubble {timeline.bubble_fraction:.1%}, peak {peak:.4g} in flight"
 
 
 def _heading(timeline: Timeline, name: str | None) -> str:
@@ -304,16 +304,31 @@ def _peaks(rows: _Rows) -> list[int]:
     return [max(_in_flight(rows, rank)[1]) for rank in rows.ranks]
 
 
-def _draw_memory(axes: Axes, rows: _Rows, scale: float, labels: list[str], limit: float | None = None) -> None:
-    for row, rank in enumerate(rows.ranks):
-        times, counts = _in_flight(rows, rank)
+def _weighed(timeline: Timeline, rank: int) -> tuple[list[float], list[float]]:
+    """`Timeline.memory` with one amount at each time, or what is freed as something starts would show as a spike."""
+    times, amounts = timeline.memory(rank)
+    last = np.append(times[1:] != times[:-1], True)
+    return times[last].tolist(), amounts[last].tolist()
+
+
+def _draw_memory(
+    axes: Axes,
+    rows: _Rows,
+    scale: float,
+    labels: list[str],
+    limit: float | None = None,
+    timeline: Timeline | None = None,
+) -> None:
+    """A step line per rank: activations in flight, weighed by the costs where a Timeline knows them."""
+    curves = [_in_flight(rows, rank) if timeline is None else _weighed(timeline, rank) for rank in rows.ranks]
+    for row, (times, counts) in enumerate(curves):
         axes.step(np.array([*times, rows.end]) * scale, [*counts, counts[-1]], where="post",
                   color=SEQUENCE[row % len(SEQUENCE)], linewidth=1.4, label=labels[row])  # fmt: skip
     axes.set_ylabel("in flight")
-    axes.set_ylim(0, max(_peaks(rows)) + 0.5 if limit is None else limit)
+    axes.set_ylim(0, max(max(counts) for _, counts in curves) + 0.5 if limit is None else limit)
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-    if len(rows.ranks) <= 8:
-        axes.legend(loc="upper right", ncols=2)
+    if len(rows.ranks) <= 8:  # white behind the words, since lines may pass there
+        axes.legend(loc="upper right", ncols=2, frameon=True, framealpha=0.85, edgecolor="none")
 
 
 def _legend(fig: Any, rows: _Rows, strips: bool) -> None:

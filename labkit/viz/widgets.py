@@ -164,10 +164,8 @@ def _simulated(setting: dict[str, Any]) -> Timeline:
 
 
 def _schedule_picture(timeline: Timeline, axes: _Axes) -> Figure:
-    most = (axes.memory + 0.5) * _pieces(timeline.schedule)  # in flight are pieces of a rank's share
-    drawn = gantt(timeline, memory=True, time_limit=axes.time, memory_limit=most)
-    takes, keeps = f"{timeline.makespan:.4g} units of time", f"{max(timeline.peak_memory):.4g} microbatches"
-    return Figure(drawn.fig, f"{drawn.sentence}; {takes}, memory of {keeps}")
+    drawn = gantt(timeline, memory=True, time_limit=axes.time, memory_limit=axes.memory + 0.5)
+    return Figure(drawn.fig, f"{drawn.sentence}, {timeline.makespan:.4g} units of time")
 
 
 def _schedule_controls(figure: Figure, setting: dict[str, Any], axes: _Axes) -> Any:
