@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from labkit.schedules.builders import build_schedule, gpipe, interleaved, one_f_one_b, without_backward
     from labkit.schedules.entry_points import (
         forward_backward_no_pipelining,
+        forward_backward_pipelining_with_interleaving,
         forward_backward_pipelining_without_interleaving,
         get_forward_backward_func,
     )
@@ -43,6 +44,7 @@ _WHERE = {
     "one_f_one_b": "builders",
     "without_backward": "builders",
     "forward_backward_no_pipelining": "entry_points",
+    "forward_backward_pipelining_with_interleaving": "entry_points",
     "forward_backward_pipelining_without_interleaving": "entry_points",
     "get_forward_backward_func": "entry_points",
     "Action": "ir",
@@ -97,6 +99,7 @@ __all__ = [
     "dualpipe_v",
     "explain_gap",
     "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
     "get_forward_backward_func",
     "get_model_chunk_id",

@@ -7,41 +7,105 @@ in a sentence, never ignored. Code that trains for many steps makes one `Pipelin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypedDict, Unpack
 
 from labkit.parallel.groups import ParallelGroups
-from labkit.schedules.builders import one_f_one_b
-from labkit.schedules.runtime import ForwardStep, PipelineRuntime, Transport
+from labkit.schedules.builders import interleaved, one_f_one_b
+from labkit.schedules.ir import Schedule
+from labkit.schedules.lowering import Transport
+from labkit.schedules.runtime import ForwardStep, PipelineRuntime
+from labkit.schedules.shapes import TensorShape, sequence_shapes, split_over_tensor_parallel
 
 _REFUSED = {
-    "decoder_seq_length": "an encoder-decoder's stages need shapes of their own; set variable_seq_lengths instead",
-    "param_sync_func": "parameters are gathered ahead only by the interleaved schedule",
     "adjust_tensor_shapes_fn": "give tensor_shape, or set variable_seq_lengths",
     "first_val_step": "it steers fp8 weight caching, which labkit does not have",
     "force_all_reduce": "gradients are reduced by finalize_model_grads, outside the schedule",
+    "finalize_model_grads_func": "call it after the step: the schedule ends with the last backward",
+    "overlap_moe_expert_parallel_comm": "a forward and a backward are not merged into one action",
     "p2p_communicator": "the transfers follow from groups, batch_p2p_comm and variable_seq_lengths",
     "pg_collection": "labkit's name for it is groups",
 }
 
 
+class StepArguments(TypedDict, total=False):
+    """What the three entry points take besides model, data and groups, each by its name in the sources."""
+
+    grad_scaler: Callable[..., Any] | None
+    """Applied to the loss before its backward."""
+    timers: Any
+    """`timers(name, log_level=n)` gives an object with `start` and `stop`."""
+    collect_non_loss_data: bool
+    """Call the loss function with `non_loss_data=True` and return what it gives; needs forward_only."""
+    forward_only: bool
+    """Losses without gradients."""
+    enable_autocast: bool
+    """Run forwards under torch.autocast with `dtype`."""
+    dtype: Any
+    """Of the tensors between stages; None is that of the first floating-point parameter."""
+    calculate_per_token_loss: bool
+    """Leave a loss of three items unscaled: gradients are divided by the number of tokens at the end of the step."""
+    no_sync_func: Any
+    """A context in which backwards only accumulate, or a list with one per chunk; None takes the chunks' `no_sync`."""
+    grad_sync_func: Any
+    """Called with a chunk's parameters when they are to be synchronised, or a list with one per chunk."""
+    param_sync_func: Any
+    """Called with a chunk's parameters ahead of its first forward, or a list with one per chunk; interleaving only."""
+    deallocate_pipeline_outputs: bool
+    """Free an output's values once it is sent."""
+    tensor_shape: TensorShape
+    """(S, B, H) of what a rank sends, or what else `PipelineRuntime` takes; or the next three."""
+    seq_length: int | None
+    """Of a whole sample: divided by the context-parallel size here."""
+    micro_batch_size: int | None
+    """Samples in a microbatch."""
+    hidden_size: int | None
+    """H."""
+    decoder_seq_length: int | None
+    """Length of the decoder's sequence, where `groups.config.split_rank` is set."""
+    sequence_parallel: bool
+    """Divide S by the tensor-parallel size."""
+    variable_seq_lengths: bool
+    """Send three sizes ahead of each tensor; no shape is needed."""
+    batch_p2p_comm: bool | None
+    """True batches the transfers between two actions, False orders them even/odd, None posts receives ahead and lets
+    sends run behind the computation."""
+    overlap_p2p_comm: bool
+    """The latter, too; interleaving only, and not together with batch_p2p_comm=True."""
+    use_ring_exchange_p2p: bool
+    """Refused."""
+    microbatch_group_size_per_vp_stage: int | None
+    """Microbatches that a chunk runs before the next one's turn; None is pp. Interleaving only."""
+
+
 def get_forward_backward_func(
     pp_size: int | None = None, vp_size: int | None = None, *, groups: ParallelGroups | None = None
 ) -> Callable[..., list[Any]]:
-    """The entry point for a layout: no pipelining at pp 1, else 1F1B. Sizes not given come from `groups`.
+    """The entry point for a layout: no pipelining at pp 1, 1F1B with one model chunk a rank, else interleaving.
 
-    Raises ValueError where neither is given and for several chunks on a rank.
+    Sizes not given come from `groups`. Raises ValueError where neither is given.
     """
     if groups is not None:
         pp_size = groups.pp.size if pp_size is None else pp_size
         vp_size = groups.config.vpp if vp_size is None else vp_size
     if pp_size is None:
         raise ValueError("give pp_size, or groups: labkit keeps no global layout")
+    if pp_size == 1:
+        return forward_backward_no_pipelining
     if (vp_size or 1) > 1:
-        raise ValueError(f"vp_size is {vp_size}: run interleaved chunks with a Schedule of yours and PipelineRuntime")
-    return forward_backward_pipelining_without_interleaving if pp_size > 1 else forward_backward_no_pipelining
+        return forward_backward_pipelining_with_interleaving
+    return forward_backward_pipelining_without_interleaving
 
 
-def forward_backward_no_pipelining(*, groups: ParallelGroups, **arguments: Any) -> list[Any]:
+def forward_backward_no_pipelining(
+    *,
+    forward_step_func: ForwardStep,
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    groups: ParallelGroups,
+    **arguments: Unpack[StepArguments],
+) -> list[Any]:
     """Forward and backward of each microbatch in turn, gradients synchronised with the last.
 
     Arguments and errors as in `forward_backward_pipelining_without_interleaving`; `groups` must have one stage.
@@ -50,7 +114,14 @@ def forward_backward_no_pipelining(*, groups: ParallelGroups, **arguments: Any) 
         raise ValueError(
             f"the pipeline has {groups.pp.size} stages: get_forward_backward_func gives the right function"
         )
-    return forward_backward_pipelining_without_interleaving(groups=groups, **arguments)
+    return forward_backward_pipelining_without_interleaving(
+        forward_step_func=forward_step_func,
+        data_iterator=data_iterator,
+        model=model,
+        num_microbatches=num_microbatches,
+        groups=groups,
+        **arguments,
+    )
 
 
 def forward_backward_pipelining_without_interleaving(
@@ -60,89 +131,165 @@ def forward_backward_pipelining_without_interleaving(
     model: Any,
     num_microbatches: int,
     groups: ParallelGroups,
-    dtype: Any = None,
-    tensor_shape: Sequence[int] | None = None,
-    seq_length: int | None = None,
-    micro_batch_size: int | None = None,
-    hidden_size: int | None = None,
-    sequence_parallel: bool = False,
-    variable_seq_lengths: bool = False,
-    grad_scaler: Callable[..., Any] | None = None,
-    timers: Any = None,
-    collect_non_loss_data: bool = False,
-    enable_autocast: bool = False,
-    no_sync_func: Callable[..., Any] | None = None,
-    grad_sync_func: Callable[..., Any] | None = None,
-    calculate_per_token_loss: bool = False,
-    deallocate_pipeline_outputs: bool = False,
-    forward_only: bool = False,
-    overlap_p2p_comm: bool = False,
-    batch_p2p_comm: bool | None = None,
-    use_ring_exchange_p2p: bool = False,
-    **refused: Any,
+    **arguments: Unpack[StepArguments],
 ) -> list[Any]:
     """One step under 1F1B; returns the metrics of every microbatch on the last stage, [] elsewhere.
 
+    forward_step_func: (data iterator, chunk) -> (output, loss function).
     model, data_iterator: one chunk and its iterator, or lists of one.
-    tensor_shape: (S, B, H) of a whole sample's activation; or seq_length, micro_batch_size and hidden_size. S is
-        divided by the context-parallel size where seq_length is given (tensor_shape is taken as it is), and by the
-        tensor-parallel size under sequence_parallel. Neither is needed at pp 1 or with variable_seq_lengths.
-    dtype: of the tensors between stages, and of autocast where enable_autocast is set.
-    batch_p2p_comm: True batches the transfers between two actions, False orders them even/odd, None posts receives
-        ahead and lets sends run behind the computation.
-    The rest as in `PipelineRuntime`. Raises ValueError for what the sources offer and labkit does not.
+    arguments: those of `StepArguments`. With `groups.config.split_rank` the first ranks are the encoder, which send its
+        hidden states; the others send the decoder's and the encoder's output.
+
+    Raises ValueError for what the sources offer and labkit does not.
     """
-    _refuse(refused)
-    if overlap_p2p_comm:
-        raise ValueError("overlap_p2p_comm: it needs interleaving (though batch_p2p_comm=None overlaps)")
-    if use_ring_exchange_p2p:
-        raise ValueError("use_ring_exchange_p2p: torch.distributed has no ring_exchange; use batch_p2p_comm=True")
-    if enable_autocast and dtype is None:
-        raise ValueError("enable_autocast needs the dtype to cast to")
-    chunks = model if isinstance(model, list | tuple) else [model]
+    chunks = list(model) if isinstance(model, list | tuple) else [model]
     if len(chunks) != 1:
         raise ValueError(f"{len(chunks)} model chunks given: the schedule without interleaving takes one")
-    sizes = (seq_length, micro_batch_size, hidden_size)
-    shape = _tensor_shape(groups, tensor_shape, sizes, sequence_parallel)
-    if shape is None and not variable_seq_lengths and groups.pp.size > 1:
-        raise ValueError("give tensor_shape, or seq_length, micro_batch_size and hidden_size, or variable_seq_lengths")
-    transports: dict[bool | None, Transport] = {None: "posted", True: "batched", False: "even_odd"}
+    if arguments.get("overlap_p2p_comm"):
+        raise ValueError("overlap_p2p_comm: it needs interleaving (though batch_p2p_comm=None overlaps)")
+    if arguments.get("param_sync_func") is not None:
+        raise ValueError("param_sync_func: parameters are gathered ahead only by the interleaved schedule")
+    if arguments.pop("microbatch_group_size_per_vp_stage", None) is not None:
+        raise ValueError("microbatch_group_size_per_vp_stage: there are no virtual stages without interleaving")
+    return _run(_plain(groups.pp.size, num_microbatches), chunks, groups, forward_step_func, data_iterator, **arguments)
+
+
+def forward_backward_pipelining_with_interleaving(
+    *,
+    forward_step_func: ForwardStep,
+    data_iterator: Sequence[Any],
+    model: Sequence[Any],
+    num_microbatches: int,
+    groups: ParallelGroups,
+    **arguments: Unpack[StepArguments],
+) -> list[Any]:
+    """One step under interleaved 1F1B; returns the metrics of every microbatch on the last rank, [] elsewhere.
+
+    forward_step_func: (data iterator, chunk) -> (output, loss function).
+    model, data_iterator: one chunk and its iterator for each virtual stage of the rank, the earliest stage first.
+    arguments: those of `StepArguments`.
+
+    Raises ValueError for what the sources offer and labkit does not, for an encoder-decoder, and for numbers of
+    microbatches that interleaving cannot run.
+    """
+    if groups.config.split_rank is not None or arguments.get("decoder_seq_length") is not None:
+        raise ValueError(
+            "an encoder-decoder cannot be interleaved: split_rank gives the first ranks to the encoder and the others "
+            "to the decoder, and interleaving would put chunks of both on every rank"
+        )
+    if not isinstance(model, list | tuple) or len(model) < 2:
+        raise ValueError("interleaving needs a list of two or more model chunks a rank; with one use the 1F1B function")
+    if not isinstance(data_iterator, list | tuple) or len(data_iterator) != len(model):
+        raise ValueError(f"interleaving needs a list of data iterators, one for each of the {len(model)} model chunks")
+    group_size = arguments.pop("microbatch_group_size_per_vp_stage", None)
+    schedule = _interleaved(groups.pp.size, len(model), num_microbatches, group_size)
+    return _run(schedule, list(model), groups, forward_step_func, data_iterator, **arguments)
+
+
+@lru_cache(maxsize=16)
+def _plain(pp: int, microbatches: int) -> Schedule:
+    """Kept, with all that was derived from it, because every step makes a runtime of its own."""
+    return one_f_one_b(pp, microbatches)
+
+
+@lru_cache(maxsize=16)
+def _interleaved(pp: int, vpp: int, microbatches: int, group_size: int | None) -> Schedule:
+    return interleaved(pp, vpp, microbatches, group_size)
+
+
+def _run(
+    schedule: Schedule,
+    chunks: list[Any],
+    groups: ParallelGroups,
+    forward_step_func: ForwardStep,
+    data_iterator: Any,
+    *,
+    dtype: Any = None,
+    tensor_shape: TensorShape = None,
+    seq_length: int | None = None,
+    micro_batch_size: int | None = None,
+    hidden_size: int | None = None,
+    decoder_seq_length: int | None = None,
+    sequence_parallel: bool = False,
+    variable_seq_lengths: bool = False,
+    enable_autocast: bool = False,
+    overlap_p2p_comm: bool = False,
+    batch_p2p_comm: bool | None = None,
+    use_ring_exchange_p2p: bool = False,
+    collect_non_loss_data: bool = False,
+    forward_only: bool = False,
+    deallocate_pipeline_outputs: bool = False,
+    **others: Any,
+) -> list[Any]:
+    """What the entry points share, once each has its schedule."""
+    _refuse(others)
+    if enable_autocast and dtype is None:
+        raise ValueError("enable_autocast needs the dtype to cast to")
+    if decoder_seq_length is not None and groups.config.split_rank is None and groups.pp.size > 1:
+        raise ValueError("decoder_seq_length is that of an encoder-decoder: set split_rank in the parallel config")
+    lengths = (seq_length, micro_batch_size, hidden_size)
     runtime = PipelineRuntime(
-        one_f_one_b(groups.pp.size, num_microbatches),
+        schedule,
         chunks,
         groups,
         forward_step_func=forward_step_func,
-        tensor_shape=None if variable_seq_lengths else shape,
+        tensor_shape=_shape(groups, tensor_shape, lengths, decoder_seq_length, sequence_parallel, variable_seq_lengths),
+        variable_seq_lengths=variable_seq_lengths,
         dtype=dtype,
-        transport=transports[batch_p2p_comm],
-        grad_scaler=grad_scaler,
-        calculate_per_token_loss=calculate_per_token_loss,
-        no_sync_func=no_sync_func,
-        grad_sync_func=grad_sync_func,
+        transport=_transport(overlap_p2p_comm, batch_p2p_comm, use_ring_exchange_p2p),
         deallocate_pipeline_outputs=deallocate_pipeline_outputs,
-        timers=timers,
         autocast_dtype=dtype if enable_autocast else None,
+        **others,
     )
-    return runtime.run(data_iterator, num_microbatches, forward_only, collect_non_loss_data=collect_non_loss_data)
+    return runtime.run(data_iterator, None, forward_only, collect_non_loss_data=collect_non_loss_data)
 
 
-def _refuse(given: dict[str, Any]) -> None:
-    for name, value in given.items():
+def _refuse(others: dict[str, Any]) -> None:
+    """Take out of `others` what is refused and off; raise for what is on, and for unknown names."""
+    taken = {"grad_scaler", "timers", "calculate_per_token_loss", "no_sync_func", "grad_sync_func", "param_sync_func"}
+    for name in sorted(others.keys() - taken):
         if name not in _REFUSED:
             raise TypeError(f"unexpected argument {name!r}")
+        value = others.pop(name)
         if value is not None and value is not False:
             raise ValueError(f"{name} is not supported: {_REFUSED[name]}")
 
 
-def _tensor_shape(
-    groups: ParallelGroups, shape: Sequence[int] | None, sizes: tuple[int | None, ...], sequence_parallel: bool
-) -> tuple[int, ...] | None:
-    if shape is None:
-        length, batch, hidden = sizes
-        if length is None or batch is None or hidden is None:
-            return None
-        shape = (length // groups.cp.size, batch, hidden)
-    split = groups.tp.size if sequence_parallel else 1
-    if shape[0] % split:
-        raise ValueError(f"sequence_parallel cuts {shape[0]} positions into {split} equal parts")
-    return (shape[0] // split, *shape[1:])
+def _transport(overlap: bool, batched: bool | None, ring: bool) -> Transport:
+    if ring:
+        raise ValueError("use_ring_exchange_p2p: torch.distributed has no ring_exchange; use batch_p2p_comm=True")
+    if overlap and batched:
+        raise ValueError(
+            "overlap_p2p_comm waits for each transfer on its own, batch_p2p_comm for all of a batch: set one of them"
+        )
+    if overlap or batched is None:
+        return "posted"
+    return "batched" if batched else "even_odd"
+
+
+def _shape(
+    groups: ParallelGroups,
+    shape: TensorShape,
+    sizes: tuple[int | None, int | None, int | None],
+    decoder_seq_length: int | None,
+    sequence_parallel: bool,
+    variable: bool,
+) -> TensorShape:
+    length, batch, hidden = sizes
+    if groups.pp.size == 1:
+        return None
+    if shape is not None:
+        return split_over_tensor_parallel(groups, shape) if sequence_parallel else shape
+    if length is not None and batch is not None and hidden is not None:
+        return sequence_shapes(
+            groups,
+            seq_length=length,
+            micro_batch_size=batch,
+            hidden_size=hidden,
+            decoder_seq_length=decoder_seq_length,
+            sequence_parallel=sequence_parallel,
+        )
+    if not variable:
+        raise ValueError("give tensor_shape, or seq_length, micro_batch_size and hidden_size, or variable_seq_lengths")
+    split = groups.config.split_rank
+    return None if split is None else lambda stage: [()] * (1 if stage < split else 2)

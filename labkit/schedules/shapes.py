@@ -52,15 +52,25 @@ def sequence_shapes(
     """
 
     def shape(length: int) -> Shape:
-        cut = groups.cp.size * (groups.tp.size if sequence_parallel else 1)
-        if length % cut:
-            raise ValueError(
-                f"{length} positions cannot be cut into {cut} equal parts (cp, and tp if sequence_parallel)"
-            )
-        return (length // cut, micro_batch_size, hidden_size)
+        whole = (_part(length, groups.cp.size, "cp"), micro_batch_size, hidden_size)
+        return split_over_tensor_parallel(groups, whole) if sequence_parallel else whole
 
     split = groups.config.split_rank
     if split is None:
         return shape(seq_length)
     encoder, decoder = shape(seq_length), shape(seq_length if decoder_seq_length is None else decoder_seq_length)
     return lambda stage: [encoder] if stage < split else [decoder, encoder]
+
+
+def split_over_tensor_parallel(groups: ParallelGroups, shape: TensorShape) -> Shape:
+    """One shape with its S divided by the tensor-parallel size. Raises ValueError where that cannot be."""
+    if callable(shape) or not shape or not all(isinstance(size, int) for size in shape):
+        raise ValueError("sequence_parallel divides one tensor_shape: give several shapes as they are when divided")
+    length, *rest = (int(size) for size in shape)  # pyright: ignore[reportArgumentType]
+    return (_part(length, groups.tp.size, "tp, sequence_parallel"), *rest)
+
+
+def _part(length: int, parts: int, axis: str) -> int:
+    if length % parts:
+        raise ValueError(f"{length} positions cannot be cut into {parts} equal parts ({axis})")
+    return length // parts
