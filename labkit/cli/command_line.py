@@ -19,6 +19,7 @@ from labkit.config.errors import nearest, shown
 COMMANDS = {
     "doctor": ("doctor_command", "what this machine offers, and what is missing"),
     "groups": ("groups_command", "rank groups of a layout, of any size"),
+    "order": ("order_command", "pipeline schedules: orders, bubble, memory; checks one of your own"),
     "train": ("train_command", "train a model under a layout"),
     "parity": ("parity_command", "hold layouts against one process, tensor by tensor"),
     "run": ("run_command", "run chapters as notebooks, with parameters"),
@@ -37,6 +38,7 @@ labkit: a workbench for Megatron-style parallel training
 
 start here
   labkit groups --world-size 16 --tp 4 --pp 2
+  labkit order --pp 4 --vpp 2 --microbatches 8
   labkit train --preset tiny --nproc 4 --parallel.tp 2 --parallel.pp 2
   labkit run 00 --out build --html
 """

@@ -11,7 +11,7 @@ Legend: A = actions of the schedule, P = ranks, S = stages, M = microbatches.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -72,6 +72,8 @@ def _rows(schedule: Schedule) -> list[slice]:
 def require_complete(schedule: Schedule) -> np.ndarray:
     """Every stage runs every microbatch once forward and, unless all is forward, once backward (B, or I and W), on one
     rank. Returns `positions`; raises ScheduleError with the first ten cells that break this."""
+    if len(schedule) < schedule.num_stages * schedule.num_microbatches:
+        raise _incomplete(schedule, _first_missing(schedule), {})  # a table of all cells might be huge
     at = positions(schedule)
     there = at >= 0
     missing = [f"{Action(s, 'F', m)} is missing" for s, m in np.argwhere(~there[_F])[:_MOST_NAMED].tolist()]
@@ -88,9 +90,21 @@ def require_complete(schedule: Schedule) -> np.ndarray:
     )
     marks = _misplaced(schedule) if doubled or mixed or away else {}
     if missing or marks:
-        lines = [f"{schedule.name} cannot run:", grid(schedule, marks), *missing[:_MOST_NAMED]]
-        raise ScheduleError("\n".join(lines))
+        raise _incomplete(schedule, missing, marks)
     return at
+
+
+def _incomplete(schedule: Schedule, missing: list[str], marks: dict[tuple[int, int], str]) -> ScheduleError:
+    return ScheduleError("\n".join([f"{schedule.name} cannot run:", grid(schedule, marks), *missing[:_MOST_NAMED]]))
+
+
+def _first_missing(schedule: Schedule) -> list[str]:
+    """The first forwards that are missing from a schedule with fewer actions than cells; all, if there are but few."""
+    forward = schedule.kinds == _F
+    there = set(zip(schedule.stages[forward].tolist(), schedule.microbatches[forward].tolist(), strict=True))
+    sizes = (schedule.num_stages, schedule.num_microbatches)
+    lacking = (Action(s, "F", m) for s in range(sizes[0]) for m in range(sizes[1]) if (s, m) not in there)
+    return [f"{action} is missing" for action in islice(lacking, _MOST_NAMED)]
 
 
 def _misplaced(schedule: Schedule) -> dict[tuple[int, int], str]:

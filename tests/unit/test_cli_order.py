@@ -1,0 +1,214 @@
+"""`labkit order`: the documents' order table, what is written to files, verdicts, refusals without a traceback."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from labkit.cli import main
+from labkit.schedules import Schedule, interleaved, one_f_one_b, simulate, zero_bubble_h1
+
+RANK_0 = "1 1 1 1 2 2 2 2 1 1 | 1 -2 1 -2 2 -2 2 -2 2 -1 2 -1 | -1 -1 -2 -2 -2 -2 -1 -1 -1 -1"
+"""Rank 0 of pp 4, vpp 2, 8 microbatches in groups of 4: the golden row of the sources."""
+SIZES = ("--pp", "4", "--vpp", "2", "--microbatches", "8")
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What the command prints; it must succeed in silence on stderr."""
+    code = main(["order", *words])
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "")
+    return out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """Exit code and message; nothing may be printed as an answer."""
+    code = main(["order", *words])
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err
+    return code, err
+
+
+def test_the_order_table_of_the_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys, *SIZES)
+    orders = text.partition("order: ")[2].partition("actions: ")[0].splitlines()[1:5]
+    assert " ".join(orders[0].split()[2:]) == RANK_0
+    assert "bubble 15.8% of the makespan, 18.8% of the ideal time" in text  # 3 / (8 x 2) of the ideal
+    rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines() if re.match(r"  rank \d   \d \d ", line)]
+    assert rows == [
+        ["rank 0", "0 4", "10", "11", "11", "9"],
+        ["rank 1", "1 5", "8", "9", "9", "9"],
+        ["rank 2", "2 6", "6", "7", "7", "9"],
+        ["rank 3", "3 7", "4", "5", "5", "9"],
+    ]
+    actions = text.partition("actions: ")[2].splitlines()[1:5]
+    schedule = interleaved(4, 2, 8)
+    assert [line.split()[2:] for line in actions] == [list(map(str, schedule.actions(rank))) for rank in range(4)]
+
+
+def test_one_rank_is_one_list_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
+    line = told(capsys, *SIZES, "--rank", "0")
+    assert line.count("\n") == 1
+    assert json.loads(line) == [int(word) for word in RANK_0.split() if word != "|"]
+    split = told(capsys, "--pp", "4", "--microbatches", "8", "--name", "zero_bubble_h1", "--rank", "1")
+    assert json.loads(split) == zero_bubble_h1(4, 8).order(1)
+    assert -1.5 in json.loads(split)
+
+
+def test_group_size_changes_the_order(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--pp", "2", "--vpp", "2", "--microbatches", "8", "--rank", "0")
+    by_default = json.loads(told(capsys, *words))
+    wider = json.loads(told(capsys, *words, "--microbatch_group_size_per_vp_stage", "4"))
+    assert (by_default[:3], wider[:5]) == ([1, 1, 2], [1, 1, 1, 1, 2])
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble_h1", "zbv", "dualpipe_v"])
+def test_every_name_is_printed_and_reads_back(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
+    text = told(capsys, "--pp", "2", "--microbatches", "4", "--name", name, "--csv", str(tmp_path / "new" / "s.csv"))
+    schedule = Schedule.from_csv((tmp_path / "new" / "s.csv").read_text())
+    timeline = simulate(schedule)
+    assert f"bubble {timeline.bubble_fraction:.1%} of the makespan" in text
+    assert ("its weight gradient" in text) == (name in ("zero_bubble_h1", "zbv", "dualpipe_v"))
+    assert ("warm-up   " in text) == (name == "1f1b")  # Megatron's number exists for its own schedules alone
+    again = told(capsys, "--verify", str(tmp_path / "new" / "s.csv"), "--transport", "posted, batched,even_odd")
+    assert again.splitlines()[:3] == [f"{t}: yes, it runs" for t in ("posted", "batched", "even_odd")]
+    assert again.partition("actions: ")[2] == text.partition("actions: ")[2].partition("\nwritten")[0]
+
+
+def test_files_are_written_and_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plot, trace = tmp_path / "a" / "f.png", tmp_path / "b" / "f.json"
+    text = told(capsys, *SIZES, "--plot", str(plot), "--trace", str(trace))
+    assert text.endswith(f"written: {plot}\nwritten: {trace}\n")
+    assert plot.read_bytes()[1:4] == b"PNG"
+    slices = [row for row in json.loads(trace.read_text())["traceEvents"] if row["ph"] == "X"]
+    assert len(slices) == 2 * 2 * 4 * 8
+
+
+def test_a_schedule_as_text_is_verified_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text(str(one_f_one_b(2, 3)))
+    assert told(capsys, "--verify", str(file)).startswith("batched: yes, it runs\n\n1F1B: 2 ranks, 2 stages")
+
+
+def test_a_deadlock_is_refused_with_its_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    code, message = refused(capsys, "--verify", str(file), "--transport", "all")
+    assert code == 1
+    assert message.startswith("labkit order: mine cannot run, these wait for each other: rank 0 -> rank 1 -> rank 0")
+    assert "[0B0]" in message and message.count("1F1 waits for 0F1") == 1  # said once, not for every transport
+
+
+def test_one_transport_may_refuse_what_others_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text(one_f_one_b(2, 2).to_csv())
+    code, message = refused(capsys, "--verify", str(file), "--transport", "all")
+    assert code == 1
+    assert "batched: yes, it runs" in message
+    assert "blocking: no, mine stops over blocking transfers" in message
+
+
+def test_large_schedules_are_told_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys, "--pp", "16", "--microbatches", "512")
+    assert "16 ranks, 16 stages, 512 microbatches, 16,384 actions" in text
+    assert "--rank R prints one rank's order" in text
+    assert len(text) < 2500
+
+
+@pytest.mark.parametrize(
+    ("words", "sentences"),
+    [
+        ([], ["--pp: is missing", "--microbatches: is missing"]),
+        (["--pp", "4", "--microbatch", "8"], ["--microbatch: unknown option; did you mean", "--microbatches"]),
+        (["--pp", "four", "--microbatches", "8"], ["--pp 'four'"]),
+        (["--pp", "0", "--microbatches", "8"], ["pp is 0: give a whole number of at least 1"]),
+        ([*SIZES, "--name", "interleave"], ["--name 'interleave': choose one of", "did you mean", "interleaved"]),
+        ([*SIZES, "--rank", "4"], ["--rank 4: the schedule's ranks are 0 to 3"]),
+        ([*SIZES, "--transport", "batched"], ["--transport: says over which transport"]),
+        ([*SIZES, "--plot", "f.jpeg"], ["--plot 'f.jpeg': its name ends with one of .png"]),
+        (["--pp", "4", "--vpp", "2", "--microbatches", "6"], ["6 microbatches"]),
+        (["--pp", "4", "--vpp", "2", "--microbatches", "8", "--name", "1f1b"], ["1f1b"]),
+        (["--pp", "4", "--microbatches", "3", "--name", "dualpipe_v"], ["3"]),
+        (["--pp", "64", "--vpp", "8", "--microbatches", "409600"], ["more than the 16,777,216 that are built"]),
+        (["--verify", "no.csv"], ["--verify 'no.csv': No such file"]),
+        (["--verify", "."], ["--verify '.': Is a directory"]),
+        (["--verify", "f.csv", "--name", "zbv", "--vpp", "2"], ["--name: the schedule comes", "--vpp: the schedule"]),
+        (["--verify", "f.csv", "--transport", "batch"], ["--transport 'batch': choose from posted", "did you mean"]),
+        (["something"], ["'something': labkit order takes no such word"]),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named_with_what_to_do(
+    capsys: pytest.CaptureFixture[str], words: list[str], sentences: list[str]
+) -> None:
+    code, message = refused(capsys, *words)
+    assert code == 2
+    assert message.startswith("labkit order: ")
+    for sentence in sentences:
+        assert sentence in message
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("0F0,zero,0B0", "row 1, column 2: 'zero' is no action"),
+        ("", "the text has no rows"),
+        ("0F0,0B0\n\n1F0,1B0", "row 2 is empty"),
+        ("0F0\n1F0,1B0", "0B0 is missing"),
+        ("\x00\xff\n", "is no action"),
+        ("0F0,0B99999999999", "'0B99999999999' is no action"),
+        ("0F0,0B0,0F999999999", "0F1 is missing\n0F2 is missing"),  # a slip of the finger, not a table of gigabytes
+    ],
+)
+def test_bad_files_are_named_by_place(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, sentence: str
+) -> None:
+    file = tmp_path / "bad.csv"
+    file.write_bytes(content.encode("latin-1"))
+    code, message = refused(capsys, "--verify", str(file))
+    assert code in (1, 2)
+    assert sentence in message
+
+
+def test_a_file_for_other_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text(one_f_one_b(2, 3).to_csv())
+    for words, sentence in (
+        (["--pp", "4"], "--pp 4: "),
+        (["--microbatches", "8"], "--microbatches 8: "),
+    ):
+        code, message = refused(capsys, "--verify", str(file), *words)
+        assert code == 2
+        assert sentence in message and "is a schedule of" in message
+
+
+def test_order_and_its_errors_import_neither_torch_nor_jsonargparse() -> None:
+    code = (
+        "import sys; from labkit.cli import main; main(['order', '--pp', '4', '--vpp', '2', '--microbatches', '8']);"
+        "main(['order', '--pp', '4', '--vp', '2']);"
+        "print(sorted({'torch', 'jsonargparse', 'matplotlib', 'labkit.schedules.runtime'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_pictures_and_traces_need_no_torch_either(tmp_path: Path) -> None:
+    words = ["order", "--pp", "2", "--microbatches", "2", "--plot", str(tmp_path / "f.svg")]
+    words += ["--trace", str(tmp_path / "f.json")]
+    code = f"import sys; from labkit.cli import main; main({words!r}); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["order", "--help"]) == 0
+    out = capsys.readouterr().out
+    for option in ("--pp", "--vpp", "--microbatches", "--name", "--group-size", "--rank", "--plot", "--trace", "--csv",
+                   "--verify", "--transport"):  # fmt: skip
+        assert option in out
+    assert main([]) == 0
+    assert "order" in capsys.readouterr().out
