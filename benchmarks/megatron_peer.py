@@ -14,7 +14,8 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,9 +57,14 @@ def load() -> SimpleNamespace:
     return found
 
 
-def transformer_config(mcore: SimpleNamespace, config: RunConfig) -> Any:
-    """Megatron's config of the same model and layout: everything that needs CUDA kernels off, all else as it is."""
+def transformer_config(mcore: SimpleNamespace, config: RunConfig, vpp: int = 1) -> Any:
+    """Megatron's config of the same model and layout: everything that needs CUDA kernels off, all else as it is.
+
+    With interleaving its transfers overlap with computation (`overlap_p2p_comm`), which is its faster way; outputs are
+    then not deallocated, because gloo still reads their memory while it sends (losses were wrong otherwise).
+    """
     model, parallel = config.model, config.parallel
+    chunked = {"virtual_pipeline_model_parallel_size": vpp, "overlap_p2p_comm": True, "batch_p2p_comm": False}
     return mcore.TransformerConfig(
         num_layers=model.layers,
         hidden_size=model.hidden,
@@ -76,30 +82,42 @@ def transformer_config(mcore: SimpleNamespace, config: RunConfig) -> Any:
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
-        deallocate_pipeline_outputs=True,
+        deallocate_pipeline_outputs=vpp == 1,
         finalize_model_grads_func=mcore.finalize_model_grads,
+        **(chunked if vpp > 1 else {}),
     )
 
 
-def build_model(mcore: SimpleNamespace, config: RunConfig, groups: ParallelGroups) -> nn.Module:
-    """Megatron's GPT for this rank, wrapped in its DistributedDataParallel."""
+def set_interleaving(mcore: SimpleNamespace, vpp: int) -> None:
+    """Megatron keeps the number of chunks in a global: set it before building or running a model."""
+    mcore.parallel_state.set_virtual_pipeline_model_parallel_world_size(vpp if vpp > 1 else None)
+
+
+def build_chunks(mcore: SimpleNamespace, config: RunConfig, groups: ParallelGroups, vpp: int = 1) -> list[nn.Module]:
+    """Megatron's GPT for this rank, each chunk wrapped in its DistributedDataParallel."""
     state = mcore.parallel_state
     if not state.model_parallel_is_initialized():
         parallel = config.parallel
         state.initialize_model_parallel(parallel.tp, parallel.pp)
-    transformer = transformer_config(mcore, config)
-    model = mcore.GPTModel(
-        transformer,
-        mcore.specs.get_gpt_layer_local_spec(),
-        vocab_size=config.model.vocab_size,
-        max_sequence_length=config.model.seq_length,
-        pre_process=groups.is_first_stage(),
-        post_process=groups.is_last_stage(),
-        share_embeddings_and_output_weights=True,
-        position_embedding_type="learned_absolute",
-    )
+    set_interleaving(mcore, vpp)
+    transformer = transformer_config(mcore, config, vpp)
     ddp = mcore.DistributedDataParallelConfig(overlap_grad_reduce=False, use_distributed_optimizer=False)
-    return mcore.DistributedDataParallel(transformer, ddp, model)
+    first, last = groups.pp.rank == 0, groups.pp.rank == groups.pp.size - 1
+    chunks = []
+    for chunk in range(vpp):
+        model = mcore.GPTModel(
+            transformer,
+            mcore.specs.get_gpt_layer_local_spec(),
+            vocab_size=config.model.vocab_size,
+            max_sequence_length=config.model.seq_length,
+            pre_process=first and chunk == 0,
+            post_process=last and chunk == vpp - 1,
+            share_embeddings_and_output_weights=True,
+            position_embedding_type="learned_absolute",
+            vp_stage=chunk if vpp > 1 else None,
+        )
+        chunks.append(mcore.DistributedDataParallel(transformer, ddp, model))
+    return chunks
 
 
 NAMES = (
@@ -138,19 +156,19 @@ def causal_mask(length: int) -> Tensor:
     return torch.ones(length, length).triu(1).bool()[None, None]
 
 
-def make_step(
-    config: RunConfig, groups: ParallelGroups, batches: Iterator[Batch], ours: GPTModel
-) -> tuple[Callable[[], float | None], nn.Module]:
-    """(a function that does one training step and returns the loss on the last stage, the wrapped model).
+def make_schedule(
+    config: RunConfig, groups: ParallelGroups, ours: Sequence[GPTModel], num_microbatches: int
+) -> tuple[Callable[[list[Batch]], list[float]], list[nn.Module]]:
+    """(a function that zeroes gradients, runs the microbatches and finalises gradients, the wrapped chunks).
 
-    The model starts from the weights of `ours`, this rank's chunk of the same layout.
+    The function returns the losses of the microbatches on the last stage, [] elsewhere. The chunks start from the
+    weights of `ours`, this rank's chunks of the same layout; several of them are interleaved.
     """
-    mcore = load()
-    model = build_model(mcore, config, groups)
-    copy_weights(ours, model.module)  # type: ignore[arg-type]
-    optimizer = Optimizer(parameter_groups([model]), config.optim)
+    mcore, vpp = load(), len(ours)
+    chunks = build_chunks(mcore, config, groups, vpp)
+    for own, chunk in zip(ours, chunks, strict=True):
+        copy_weights(own, chunk.module)  # type: ignore[arg-type]
     run_schedule = mcore.get_forward_backward_func()
-    microbatches = config.train.global_batch_size // config.train.micro_batch_size
     positions = torch.arange(config.model.seq_length).expand(config.train.micro_batch_size, -1)
     mask = causal_mask(config.model.seq_length)
 
@@ -159,19 +177,39 @@ def make_step(
         output = chunk(batch["tokens_BS"], positions, mask, labels=batch["labels_BS"])
         return output, lambda loss_BS: (loss_BS.mean(), {"loss": loss_BS.detach().mean()})
 
-    def step() -> float | None:
-        model.zero_grad_buffer()  # type: ignore[operator]
+    def run(batches: list[Batch]) -> list[float]:
+        set_interleaving(mcore, vpp)
+        for chunk in chunks:
+            chunk.zero_grad_buffer()  # type: ignore[operator]
         reports = run_schedule(
             forward_step_func=forward_step,
-            data_iterator=batches,
-            model=model,
-            num_microbatches=microbatches,
+            data_iterator=[iter(batches) for _ in chunks] if vpp > 1 else iter(batches),
+            model=chunks if vpp > 1 else chunks[0],
+            num_microbatches=num_microbatches,
             seq_length=config.model.seq_length,
             micro_batch_size=config.train.micro_batch_size,
             forward_only=False,
         )
+        return [float(report["loss"]) for report in reports]
+
+    return run, chunks
+
+
+def make_step(
+    config: RunConfig, groups: ParallelGroups, batches: Iterator[Batch], ours: GPTModel
+) -> tuple[Callable[[], float | None], nn.Module]:
+    """(a function that does one training step and returns the loss on the last stage, the wrapped model).
+
+    The model starts from the weights of `ours`, this rank's chunk of the same layout.
+    """
+    microbatches = config.train.global_batch_size // config.train.micro_batch_size
+    run, [model] = make_schedule(config, groups, [ours], microbatches)
+    optimizer = Optimizer(parameter_groups([model]), config.optim)
+
+    def step() -> float | None:
+        losses = run(list(islice(batches, microbatches)))
         clip_grad_norm([model], groups, config.optim.clip_grad)
         optimizer.step(config.optim.lr)
-        return sum(float(report["loss"]) for report in reports) / len(reports) if reports else None
+        return sum(losses) / len(losses) if losses else None
 
     return step, model

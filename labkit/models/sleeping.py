@@ -47,8 +47,11 @@ class _Sleep(torch.autograd.Function):
             time.sleep(weight_grad)
             return [dy.sum(dim=(0, 1))]
 
-        time.sleep(input_grad)
-        return dy, None if deferred([shift], compute) else compute()[0], None
+        if deferred([shift], compute):
+            time.sleep(input_grad)
+            return dy, None, None
+        time.sleep(input_grad + weight_grad)  # once: every sleep ends a little late
+        return dy, dy.sum(dim=(0, 1)), None
 
 
 class SleepingStage(nn.Module):

@@ -1,0 +1,354 @@
+"""One GPT over two pipeline ranks: our schedules, megatron-core's and torch.distributed.pipelining's, side by side.
+
+    python benchmarks/pipeline.py            # writes results/pipeline.json
+
+The same GPT (8 layers, hidden 256, 8 heads, sequence 128, vocabulary 1024, micro batch 2), the same weights, the same
+8 or 32 microbatches, one thread a rank, all in the same ranks, interleaved. A step is zeroing gradients, forward and
+backward of all microbatches, and the sum of the tied embedding's gradients; no optimizer.
+
+- labkit: 1F1B, interleaved v2, zero_bubble_h1, zbv.
+- megatron-core 0.16.1: its own model and schedules, 1F1B and interleaved v2.
+- torch.distributed.pipelining: its schedules over *our* stages: 1F1B, interleaved v2, ZBV. It puts weight gradients off
+  through our store (its `dw_builder`), because its own way, autograd.grad, does not reach inside fused layers.
+
+Before anything is timed, all of them agree in the loss of every microbatch and in the norm of the gradient.
+The lower bound is the largest time that a rank needs for the forwards and backwards of its own half, run alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+import torch.distributed as dist
+from harness import Comparison, interleave, report, until_quiet
+from torch import Tensor, nn
+
+from labkit.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
+from labkit.launch import run
+from labkit.models import GPTModel, build_model_chunks
+from labkit.parallel import (
+    NaiveDataParallel,
+    ParallelGroups,
+    WeightGradStore,
+    finalize_model_grads,
+    initialize_model_parallel,
+)
+from labkit.schedules import PipelineRuntime, Schedule, interleaved, one_f_one_b, zbv, zero_bubble_h1
+
+PP = 2
+MODEL = ModelConfig(layers=8, hidden=256, heads=8, vocab_size=1024, seq_length=128, activation="gelu")
+MICRO_BATCH = 2
+OURS: dict[str, Callable[[int], Schedule]] = {
+    "1F1B": lambda count: one_f_one_b(PP, count),
+    "interleaved": lambda count: interleaved(PP, 2, count),
+    "zero_bubble_h1": lambda count: zero_bubble_h1(PP, count),
+    "zbv": lambda count: zbv(PP, count),
+}
+TORCH = {"1F1B": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B", "zbv": "ScheduleZBVZeroBubble"}
+MEGATRON = {"1F1B": 1, "interleaved": 2}
+"""Schedule -> chunks of a rank."""
+
+Batch = dict[str, Tensor]
+Step = Callable[[], list[float]]
+"""Runs one step and returns the losses of its microbatches on the rank that computes them, [] on the other."""
+
+
+@dataclass
+class Side:
+    """One alternative on this rank."""
+
+    step: Step
+    gradients: Callable[[], list[Tensor]]
+    """Of every parameter held here, after a step."""
+
+
+def run_config(count: int, model: ModelConfig = MODEL) -> RunConfig:
+    """The configuration of all sides."""
+    train = TrainConfig(micro_batch_size=MICRO_BATCH, global_batch_size=MICRO_BATCH * count, record_events=False)
+    return RunConfig(model=model, parallel=ParallelConfig(pp=PP), optim=OptimConfig(), train=train)
+
+
+def make_batches(config: RunConfig, count: int) -> list[Batch]:
+    """The microbatches of a step, the same in every step and on every side."""
+    shape = (count, MICRO_BATCH, config.model.seq_length + 1)
+    tokens = torch.randint(0, config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    return [{"tokens_BS": ids[:, :-1].contiguous(), "labels_BS": ids[:, 1:].contiguous()} for ids in tokens]
+
+
+def main_grads(chunks: list[nn.Module]) -> list[Tensor]:
+    """Gradients of a rank's parameters; of a tied weight on two ranks only the first copy's, as in a norm."""
+    parameters = {id(p): p for chunk in chunks for p in chunk.parameters()}
+    return [p.main_grad for p in parameters.values() if not getattr(p, "shared", False)]  # type: ignore[attr-defined]
+
+
+@cache
+def groups_joining(first: int, last: int) -> ParallelGroups:
+    """Groups whose embedding group joins these ranks; made once, because every side uses them."""
+    return initialize_model_parallel(ParallelConfig(pp=PP), ends=(first, last))
+
+
+def groups_of(schedule: Schedule) -> ParallelGroups:
+    """Groups that join the ranks of the schedule's first and last stage."""
+    return groups_joining(schedule.placement(0), schedule.placement(schedule.num_stages - 1))
+
+
+def wrapped_chunks(config: RunConfig, groups: ParallelGroups, schedule: Schedule) -> list[NaiveDataParallel]:
+    """Our stages of this rank with their gradient buffers."""
+    return [NaiveDataParallel(chunk, groups.dp_cp) for chunk in build_model_chunks(config, groups, schedule)]
+
+
+# ---- the sides ----
+
+
+def our_side(config: RunConfig, batches: list[Batch], schedule: Schedule) -> Side:
+    """Our runtime."""
+    groups = groups_of(schedule)
+    chunks = wrapped_chunks(config, groups, schedule)
+
+    def forward_step(iterator: Iterator[Batch], chunk: nn.Module) -> Any:
+        batch = next(iterator)
+        loss_BS = chunk(batch["tokens_BS"], labels_BS=batch["labels_BS"])
+        return loss_BS, lambda loss_BS: (loss_BS.mean(), loss_BS.detach().mean())
+
+    shape = (config.model.seq_length, MICRO_BATCH, config.model.hidden)
+    runtime = PipelineRuntime(schedule, chunks, groups, forward_step_func=forward_step, tensor_shape=shape)
+
+    def step() -> list[float]:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        losses = runtime.run([iter(batches) for _ in chunks])
+        finalize_model_grads(chunks, groups)
+        return [float(loss) for loss in losses]
+
+    return Side(step, lambda: main_grads(list(chunks)))
+
+
+def megatron_side(config: RunConfig, batches: list[Batch], schedule: Schedule) -> Side:
+    """megatron-core's model and schedule; `schedule` says which of ours it corresponds to."""
+    import megatron_peer
+
+    groups = groups_of(schedule)
+    ours = build_model_chunks(config, groups, schedule)
+    run_schedule, chunks = megatron_peer.make_schedule(config, groups, ours, len(batches))
+    return Side(lambda: run_schedule(batches), lambda: main_grads(chunks))
+
+
+class TorchStage(nn.Module):
+    """Our chunk as torch's stages are called: what the previous stage made comes as the argument."""
+
+    def __init__(self, chunk: NaiveDataParallel) -> None:
+        super().__init__()
+        self.chunk = chunk
+
+    def forward(self, x: Tensor, labels_BS: Tensor | None = None) -> Tensor:
+        """Tokens [B, S] or hidden [S, B, H] -> hidden, or the loss of the last stage [B, S]."""
+        model = self.chunk.module
+        assert isinstance(model, GPTModel)
+        if model.pre_process:
+            return self.chunk(x)
+        model.set_input_tensor(x)
+        return self.chunk(None, labels_BS=labels_BS)
+
+
+def torch_stage(module: TorchStage, stage: int, schedule: Schedule, put_off: bool) -> Any:
+    """torch's PipelineStage over our chunk; with `put_off` its weight gradients wait in our store for torch's W."""
+    from torch.distributed.pipelining import PipelineStage
+
+    if not put_off:
+        return PipelineStage(module, stage, schedule.num_stages, torch.device("cpu"))
+    store, current = WeightGradStore(), [0]
+
+    class Split(PipelineStage):
+        def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            current[0] = bwd_chunk_id
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+        def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+            with store.collecting(current[0]):
+                return super().backward_maybe_with_nosync(*args, **kwargs)
+
+    def build_runner() -> Callable[[], None]:
+        microbatch = current[0]
+        return lambda: store.run(microbatch)
+
+    return Split(module, stage, schedule.num_stages, torch.device("cpu"), dw_builder=build_runner)
+
+
+def torch_side(config: RunConfig, batches: list[Batch], schedule: Schedule, class_name: str) -> Side:
+    """torch's schedule over our stages. Losses are divided by their number here: with tied weights torch's own scaling
+    would divide the shared gradient twice."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed.pipelining import schedules as theirs
+
+    groups = groups_of(schedule)
+    chunks, held = wrapped_chunks(config, groups, schedule), schedule.stages_of(groups.pp.rank)
+    stages = [
+        torch_stage(TorchStage(chunk), stage, schedule, class_name == TORCH["zbv"])
+        for chunk, stage in zip(chunks, held, strict=True)
+    ]
+    count = len(batches)
+    made = getattr(theirs, class_name)(
+        stages[0] if len(stages) == 1 else stages,
+        count,
+        loss_fn=lambda loss_BS, target: loss_BS.mean() / count,
+        scale_grads=False,
+    )
+    tokens, labels = (torch.cat([batch[key] for batch in batches]) for key in ("tokens_BS", "labels_BS"))
+    first, last = 0 in held, schedule.num_stages - 1 in held
+
+    def step() -> list[float]:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        losses: list[Tensor] = []
+        options: dict[str, Any] = {"target": labels, "losses": losses, "labels_BS": labels} if last else {}
+        made.step(*((tokens,) if first else ()), return_outputs=False, **options)
+        finalize_model_grads(chunks, groups)
+        return [float(loss.detach()) * count for loss in losses]
+
+    return Side(step, lambda: main_grads(list(chunks)))
+
+
+def all_sides(config: RunConfig, batches: list[Batch]) -> dict[str, Side]:
+    """Every alternative by name, ours first."""
+    schedules = {name: build(len(batches)) for name, build in OURS.items()}
+    sides = {f"labkit {name}": our_side(config, batches, schedule) for name, schedule in schedules.items()}
+    for name in MEGATRON:
+        sides[f"megatron-core {name}"] = megatron_side(config, batches, schedules[name])
+    for name, class_name in TORCH.items():
+        sides[f"torch {name}"] = torch_side(config, batches, schedules[name], class_name)
+    return sides
+
+
+# ---- agreement and the lower bound ----
+
+
+def check_agreement(sides: dict[str, Side]) -> float:
+    """Losses of every microbatch and the gradient's norm of all sides; returns the first one's mean loss.
+
+    Raises AssertionError for a side that computes something else. Steps do not change weights, so any step will do.
+    """
+    expected: tuple[Tensor, float] | None = None
+    for name, side in sides.items():
+        side.step()
+        losses = side.step()
+        squares = math.fsum(float(gradient.double().square().sum()) for gradient in side.gradients())
+        both: list[Any] = [None] * PP
+        dist.all_gather_object(both, (losses, squares))
+        found = torch.tensor([loss for part, _ in both for loss in part]), math.sqrt(sum(part for _, part in both))
+        expected = expected or found
+        if found[0].shape != expected[0].shape or (found[0] - expected[0]).abs().max() > 1e-4:
+            raise AssertionError(f"{name}: losses {found[0].tolist()}, the first side has {expected[0].tolist()}")
+        if abs(found[1] / expected[1] - 1) > 1e-4:
+            raise AssertionError(f"{name}: the gradient's norm is {found[1]}, the first side's {expected[1]}")
+    assert expected is not None
+    return float(expected[0].mean())
+
+
+def compute_alone(config: RunConfig, batch: Batch, repetitions: int) -> float:
+    """Seconds that the slower rank needs for one microbatch through its half of the layers, the other rank idle."""
+    schedule = one_f_one_b(PP, 1)
+    groups = groups_of(schedule)
+    [chunk] = wrapped_chunks(config, groups, schedule)
+    model, rank = chunk.module, groups.pp.rank
+    assert isinstance(model, GPTModel)
+    shape = (config.model.seq_length, MICRO_BATCH, config.model.hidden)
+    x, grad = torch.randn(shape), torch.randn(shape)
+    seconds: list[float] = []
+    for turn in range(PP):
+        dist.barrier()
+        for _ in range(repetitions if turn == rank else 0):
+            start = time.perf_counter()
+            if rank > 0:
+                model.set_input_tensor(x.detach().requires_grad_())
+            output = chunk(batch["tokens_BS"], labels_BS=batch["labels_BS"])
+            output.mean().backward() if rank == PP - 1 else output.backward(grad)
+            seconds.append(time.perf_counter() - start)
+    slowest = torch.tensor(statistics.median(seconds), dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def measure(count: int, model: ModelConfig, repetitions: int, max_load: float) -> Comparison:
+    """On each rank: agreement, the lower bound, all sides interleaved."""
+    config = run_config(count, model)
+    batches = make_batches(config, count)
+    sides = all_sides(config, batches)
+    loss = check_agreement(sides)
+    least = count * compute_alone(config, batches[0], 5 * repetitions)
+    found = interleave(
+        f"pp{PP}, {count} microbatches",
+        {name: side.step for name, side in sides.items()},
+        repetitions=repetitions,
+        warmup=1,
+        across_ranks=True,
+        max_load=max_load,
+    )
+    return judged(found, least, loss)
+
+
+def judged(found: Comparison, least: float, loss: float) -> Comparison:
+    """With the lower bound, the best of ours beside the best of theirs, and each schedule beside its namesakes."""
+    facts: dict[str, Any] = {"loss": round(loss, 6), "lower_bound_ms": round(1e3 * least, 2)}
+    if not found.rejected:
+        ours = [name for name in found.seconds if name.startswith("labkit")]
+        peers = [name for name in found.seconds if name not in ours]
+        best, peer = min(ours, key=found.median), min(peers, key=found.median)
+        facts |= {"best_of_ours": best, "best_peer": peer, "best_over_best_peer": _ratio(found, best, peer)}
+        facts["over_lower_bound"] = {name: round(found.median(name) / least, 3) for name in (best, peer)}
+        facts["same_schedule"] = {
+            other: _ratio(found, f"labkit {other.split()[-1]}", other)
+            for other in peers
+            if f"labkit {other.split()[-1]}" in ours
+        }
+    return replace(found, facts=found.facts | facts)
+
+
+def _ratio(found: Comparison, ours: str, peer: str) -> float:
+    """Median of the ratios of neighbouring repetitions."""
+    return round(statistics.median(a / b for a, b in zip(found.seconds[ours], found.seconds[peer], strict=True)), 4)
+
+
+def main() -> None:
+    """Measure both sizes of batch and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 32], help="microbatches of a step")
+    parser.add_argument("--repetitions", type=int, default=15, help="interleaved repetitions; 15 or more to be quoted")
+    parser.add_argument("--max-load", type=float, default=2.0, help="load average above which times are not quoted")
+    parser.add_argument("--dry-run", action="store_true", help="print only, store nothing")
+    args = parser.parse_args()
+
+    def once(count: int) -> Comparison:
+        return run(measure, PP, count, MODEL, args.repetitions, args.max_load, timeout=3600)[0]
+
+    attempts = 1 if args.dry_run else 4
+    comparisons = [until_quiet(lambda count=count: once(count), attempts=attempts) for count in args.microbatches]
+    report(
+        "pipeline",
+        comparisons,
+        title="Pipeline schedules of one GPT on two ranks (CPU, gloo, one thread a rank)",
+        notes=[
+            "8 layers, hidden 256, 8 heads, sequence 128, vocabulary 1024, micro batch 2, fp32; no optimizer.",
+            "megatron-core 0.16.1 runs its own model; torch.distributed.pipelining runs our stages.",
+            "Losses of all microbatches agree to 1e-4 and gradient norms to 1e-4 relative before anything is timed.",
+            "Lower bound: microbatches x the time in which the slower rank alone computes its half of one.",
+        ],
+        write=not args.dry_run,
+    )
+
+
+if __name__ == "__main__":
+    main()

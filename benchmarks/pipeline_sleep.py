@@ -1,0 +1,250 @@
+"""Pipelines whose stages sleep: schedules on 4 and 8 real ranks, against their bound and torch's pipelining (row C5).
+
+    python benchmarks/pipeline_sleep.py            # writes results/pipeline_sleep.json
+
+A stage sleeps F = 10 ms forward, I = 10 ms for its input gradient and W = 10 ms for its weight gradient (B = I + W;
+with v stages a rank each takes 1/v of that), so eight ranks share two cores undisturbed, and what a step takes beyond
+its bound is machinery: messages between processes, waking up, the Python around each action. Both sides run the same
+stages (`labkit.models.SleepingStage`) in the same ranks, interleaved.
+
+- `1F1B` and `interleaved` beside torch's Schedule1F1B and ScheduleInterleaved1F1B; bound m(F+B) + (p-1)(F+B)/v.
+- `zero_bubble_h1`, `zbv` and `dualpipe_v` beside our own 1F1B; with F = I = W their bounds are (3m + p-1) F for the
+  first and (6m + p-1) F/2 for the two V-shaped ones.
+
+The bubble is measured apart, by the Events of recorded steps: 1 - busy / (ranks x makespan).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+import torch.distributed as dist
+from harness import Comparison, interleave, report, until_quiet
+from torch import Tensor
+
+from labkit.config import ParallelConfig
+from labkit.events import Event, recording
+from labkit.launch import run
+from labkit.models import SleepingStage
+from labkit.parallel import ParallelGroups, initialize_model_parallel
+from labkit.schedules import (
+    Costs,
+    PipelineRuntime,
+    Schedule,
+    dualpipe_v,
+    interleaved,
+    one_f_one_b,
+    simulate,
+    zbv,
+    zero_bubble_h1,
+)
+
+UNIT = 0.010
+"""Seconds of F, I and W of a whole rank."""
+SHAPE = (1, 1, 4)
+"""(S, B, H) of a message: small, so that it costs its latency."""
+RECORDED = 3
+"""Steps whose Events give the bubble."""
+TORCH = "torch.distributed.pipelining"
+BUILDERS: dict[str, Callable[[int, int], Schedule]] = {
+    "1F1B": one_f_one_b,
+    "interleaved": lambda pp, microbatches: interleaved(pp, 2, microbatches),
+    "zero_bubble_h1": zero_bubble_h1,
+    "zbv": zbv,
+    "dualpipe_v": dualpipe_v,
+}
+BESIDE_TORCH = {"1F1B": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
+ACTIONS = ("forward", "backward", "input_grad", "weight_grad")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured at once."""
+
+    name: str
+    pp: int
+    microbatches: int
+    unit: float = UNIT
+
+    def __str__(self) -> str:
+        return f"{self.name}, pp{self.pp}, M{self.microbatches}"
+
+    @property
+    def schedule(self) -> Schedule:
+        """Ours."""
+        return BUILDERS[self.name](self.pp, self.microbatches)
+
+
+def costs(schedule: Schedule, unit: float) -> Costs:
+    """Every rank's F, I and W are one unit, shared by its stages."""
+    each = unit * schedule.pp / schedule.num_stages
+    return Costs(forward=each, input_grad=each, weight_grad=each)
+
+
+def bound(name: str, pp: int, microbatches: int, unit: float) -> float:
+    """Seconds of a step without machinery, messages free.
+
+    1F1B and interleaving idle for one pass of the pipeline, (p-1)(F+B)/v; zero_bubble_h1 fills two thirds of it with
+    weight gradients; of the V-shaped ones a rank idles for p-1 actions, half a unit each.
+    """
+    idle = {"1F1B": 3.0, "interleaved": 1.5, "zero_bubble_h1": 1.0, "zbv": 0.5, "dualpipe_v": 0.5}[name]
+    return unit * (3 * microbatches + (pp - 1) * idle)
+
+
+# ---- both sides, inside a rank ----
+
+
+def sleep_exactly() -> None:
+    """Ask Linux to wake this thread on time: by default it may be 50 us late at every sleep (PR_SET_TIMERSLACK)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)
+
+
+def stages(schedule: Schedule, rank: int, unit: float) -> list[SleepingStage]:
+    """This rank's stages."""
+    each = costs(schedule, unit).forward
+    assert isinstance(each, float)
+    return [SleepingStage((each, each, each)) for _ in schedule.stages_of(rank)]
+
+
+def our_step(schedule: Schedule, groups: ParallelGroups, unit: float) -> Callable[[], Any]:
+    """One step of our runtime."""
+    chunks = stages(schedule, groups.pp.rank, unit)
+    data = torch.zeros(schedule.num_microbatches, *SHAPE)
+
+    def forward_step(iterator: Iterator[Tensor], stage: Any) -> Any:
+        return stage(next(iterator)), lambda output: (output.mean(), {})
+
+    runtime = PipelineRuntime(schedule, chunks, groups, forward_step_func=forward_step, tensor_shape=SHAPE)
+    return lambda: runtime.run([iter(data) for _ in chunks])
+
+
+def torch_step(name: str, schedule: Schedule, rank: int, unit: float) -> Callable[[], Any]:
+    """One step of torch's runtime on the same stages."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed import pipelining
+
+    modules = stages(schedule, rank, unit)
+    parts = [
+        pipelining.PipelineStage(module, stage, schedule.num_stages, torch.device("cpu"))
+        for stage, module in zip(schedule.stages_of(rank), modules, strict=True)
+    ]
+    count, last = schedule.num_microbatches, rank == schedule.pp - 1
+    made = getattr(pipelining, BESIDE_TORCH[name])(
+        parts[0] if len(parts) == 1 else parts, count, loss_fn=lambda output, target: output.mean()
+    )
+    x = torch.zeros(count * SHAPE[0], *SHAPE[1:])
+    arguments = (x,) if rank == 0 else ()
+    options: dict[str, Any] = {"target": x, "losses": []} if last else {}
+    return lambda: made.step(*arguments, **options)
+
+
+def recorded(step: Callable[[], Any], rank: int) -> list[list[Event]]:
+    """The actions of some steps on this rank."""
+    found = []
+    for _ in range(RECORDED):
+        dist.barrier()
+        with recording(rank) as recorder:
+            step()
+        found.append([event for event in recorder.events if event.kind in ACTIONS])
+    return found
+
+
+def measure(case: Case, repetitions: int, max_load: float) -> tuple[Comparison, list[list[Event]]]:
+    """On each rank: ours and its peer, and the Events of our steps."""
+    sleep_exactly()
+    groups = initialize_model_parallel(ParallelConfig(pp=case.pp))
+    ours = our_step(case.schedule, groups, case.unit)
+    if case.name in BESIDE_TORCH:
+        steps = {"labkit": ours, TORCH: torch_step(case.name, case.schedule, groups.pp.rank, case.unit)}
+    else:
+        steps = {
+            f"labkit {case.name}": ours,
+            "labkit 1F1B": our_step(one_f_one_b(case.pp, case.microbatches), groups, case.unit),
+        }
+    found = interleave(str(case), steps, repetitions=repetitions, warmup=1, across_ranks=True, max_load=max_load)
+    return found, recorded(ours, groups.pp.rank)
+
+
+# ---- what it means ----
+
+
+def measured_bubble(by_rank: list[list[list[Event]]]) -> float:
+    """Idle share of ranks x makespan, median over the recorded steps. All ranks read one clock."""
+    shares = []
+    for of_step in zip(*by_rank, strict=True):
+        start = min(events[0].start for events in of_step)
+        makespan = max(events[-1].end for events in of_step) - start
+        busy = sum(event.duration for events in of_step for event in events)
+        shares.append(1 - busy / (len(of_step) * makespan))
+    return statistics.median(shares)
+
+
+def judged(case: Case, found: Comparison, by_rank: list[list[list[Event]]]) -> Comparison:
+    """The comparison with the bound, how far each side is above it, and the bubble beside its theory."""
+    schedule = case.schedule
+    least = bound(case.name, case.pp, case.microbatches, case.unit)
+    facts: dict[str, Any] = {"bound_ms": round(1e3 * least, 3)}
+    if not found.rejected:
+        facts["over_bound"] = {found.ours: round(found.median(found.ours) / least - 1, 4)}
+        for peer in list(found.seconds)[1:]:
+            own = least if peer == TORCH else bound("1F1B", case.pp, case.microbatches, case.unit)
+            facts["over_bound"][peer] = round(found.median(peer) / own - 1, 4)
+        facts["bubble"] = round(measured_bubble(by_rank), 4)
+    facts["bubble_in_theory"] = round(simulate(schedule, costs(schedule, case.unit)).bubble_fraction, 4)
+    return replace(found, facts=found.facts | facts)
+
+
+def run_case(case: Case, repetitions: int, max_load: float) -> Comparison:
+    """Measure a case on its ranks."""
+    results = run(measure, case.pp, case, repetitions, max_load, timeout=900)
+    return judged(case, results[0][0], [events for _, events in results])
+
+
+def cases(sizes: list[int], names: list[str]) -> list[Case]:
+    """All of them: M 8 and 16. The V-shaped ones reach their bound with two microbatches a rank or more."""
+    found = [Case(name, pp, count) for pp in sizes for name in names for count in (8, 16)]
+    return [case for case in found if case.name not in ("zbv", "dualpipe_v") or case.microbatches >= 2 * case.pp]
+
+
+def main() -> None:
+    """Measure all cases and store the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--pp", nargs="+", type=int, choices=[2, 4, 8], default=[4, 8], help="numbers of ranks")
+    parser.add_argument("--schedules", nargs="+", choices=list(BUILDERS), default=list(BUILDERS))
+    parser.add_argument("--repetitions", type=int, default=15, help="interleaved repetitions; 15 or more to be quoted")
+    parser.add_argument("--max-load", type=float, default=2.0, help="load average above which times are not quoted")
+    parser.add_argument("--dry-run", action="store_true", help="print only, store nothing")
+    args = parser.parse_args()
+    attempts = 1 if args.dry_run else 4
+    comparisons = [
+        until_quiet(lambda case=case: run_case(case, args.repetitions, args.max_load), attempts=attempts)
+        for case in cases(args.pp, args.schedules)
+    ]
+    report(
+        "pipeline_sleep",
+        comparisons,
+        title="Pipelines of sleeping stages (C5)",
+        notes=[
+            "F = I = W = 10 ms a rank, B = I + W; the two stages of interleaved, zbv and dualpipe_v take half each.",
+            "Bounds: 1F1B and interleaved m(F+B) + (p-1)(F+B)/v, zero_bubble_h1 (3m + p-1) F, V shapes (6m + p-1) F/2.",
+            "Aims: at most 3% over the bound at pp4, 5% at pp8, and never above torch; bubble within 0.03 of theory.",
+        ],
+        write=not args.dry_run,
+    )
+
+
+if __name__ == "__main__":
+    main()
