@@ -101,11 +101,11 @@ def section(title: str, about: str, report: ParityReport) -> str:
     head = (
         "| layout | ranks | loss | worst gradient | worst parameter | first difference |\n|---|---|---|---|---|---|\n"
     )
-    rows = "".join(
-        f"| {row.name} | {row.world_size} | {row.loss_diff:.1e} | {row.grad_diff:.1e} | {row.param_diff:.1e} "
-        f"| {row.first_difference or 'none'} |\n"
-        for row in report.rows
-    )
+    rows = ""
+    for row in report.rows:
+        name = row.name.replace("|", "\\|")  # a layout's text has them, and so have tables
+        numbers = (f"{difference:.1e}" for difference in (row.loss_diff, row.grad_diff, row.param_diff))
+        rows += f"| {' | '.join([name, str(row.world_size), *numbers, row.first_difference or 'none'])} |\n"
     return f"\n## {title}\n\n{about}{report.sentence}\n\n{head}{rows}"
 
 

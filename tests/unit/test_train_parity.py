@@ -200,3 +200,27 @@ def test_few_steps_of_a_run_with_a_long_warm_up_keep_its_learning_rates(monkeypa
     for launched in configs:
         rates = [build_lr_schedule(c.optim, c.train.steps) for c in (launched, config)]
         assert [rates[0](step) for step in (0, 1)] == [rates[1](step) for step in (0, 1)] == [0.0, 1e-4]
+
+
+def test_the_one_process_has_no_option_of_a_pipeline(monkeypatch):
+    """Base and layouts may name a schedule with its options; refused with one stage, they are left out there."""
+    configs = []
+
+    def launch(fn, world_size, config, *args, **options):
+        configs.append(config)
+        return [(Snapshot(losses=[1.0], gradients={0: {}}, parameters={0: {}}), 0)] * world_size
+
+    monkeypatch.setattr("labkit.launch.run", launch)
+    pipeline = {"pp": 2, "vpp": 2, "pipeline_layout": "E t|ttt|t*3|tL", "schedule.name": "interleaved"}
+    transfers = {"overlap_p2p_comm": True, "microbatch_group_size": 4, "variable_seq_lengths": True}
+    config = presets.tiny().override(pipeline | transfers)
+    report = compare(config, [{}, {"schedule.name": "zbv", "vpp": 1, "overlap_p2p_comm": False,
+                                   "microbatch_group_size": None}], steps=1)  # fmt: skip
+    alone, *launched = configs
+    assert (alone.parallel.pp, alone.parallel.vpp, alone.parallel.pipeline_layout) == (1, 1, None)
+    assert (alone.schedule.name, alone.schedule.microbatch_group_size) == ("auto", None)
+    assert [c.schedule.name for c in launched] == ["interleaved", "zbv"]
+    assert [row.name for row in report.rows] == [
+        "tp1 pp2 dp1 vpp2 interleaved E t|ttt|t*3|tL variable lengths group 4",
+        "tp1 pp2 dp1 zbv E t|ttt|t*3|tL variable lengths",
+    ]
