@@ -1,7 +1,7 @@
-"""Schedules broken at random, and a judge of what can run that shares nothing with labkit but the way actions are written.
+"""Schedules broken at random, and a judge of what can run that knows of labkit only how actions are written.
 
-The judge passes tokens: an action takes what it needs from tables of things that exist, and puts there what it makes. A
-schedule can run if every row comes to its end, nothing is left over, and each stage's weights have had every microbatch.
+The judge passes tokens: an action takes what it needs from what exists, and adds what it makes. A schedule can run if
+every row comes to its end, nothing is left over, and each stage's weights have had every microbatch once.
 """
 
 import random
@@ -119,7 +119,7 @@ class Rank:
         return bool(self.activations or self.halves)
 
 
-def _all_there(ranks, stages, microbatches):
+def all_there(ranks, stages, microbatches):
     """Each stage's weights on one rank, and every microbatch through them once; nothing half done."""
     homes = sorted(stage for rank in ranks for stage in rank.weights_of)
     had = sorted(key for rank in ranks for key in rank.weights)
@@ -157,7 +157,7 @@ def can_run(rows, stages, microbatches):
                     sent.append(made[1])
                 heads[r] += 1
                 moved = True
-    return heads == [len(row) for row in rows] and not sent and _all_there(ranks, stages, microbatches)
+    return heads == [len(row) for row in rows] and not sent and all_there(ranks, stages, microbatches)
 
 
 def can_run_blocking(rows, stages, microbatches):
