@@ -249,7 +249,7 @@ def test_gradients_are_synchronised_with_the_last_backward_alone(on_ranks):
 def _alone():
     from labkit.parallel import single_process_groups
 
-    runtime = PipelineRuntime(gpipe(1, 2), Stage(0), single_process_groups(), forward_step_func=forward_step)
+    runtime = PipelineRuntime(one_f_one_b(1, 2), Stage(0), single_process_groups(), forward_step_func=forward_step)
     return runtime.run(iter(microbatches(2)))
 
 
