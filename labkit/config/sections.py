@@ -114,8 +114,8 @@ class ScheduleConfig:
     microbatch_group_size: int | None = None
     """Microbatches a rank runs on one chunk before the next (interleaving); None means pp."""
     overlap_p2p_comm: bool = False
-    """Post receives ahead and let sends run behind the computation, whatever batch_p2p_comm leaves open; only for the
-    interleaved schedule."""
+    """Post receives ahead and let sends run behind the computation; for the interleaved schedule, and not with
+    batch_p2p_comm = true."""
     batch_p2p_comm: bool | None = None
     """Transfers between stages: true issues those of a step as one batch, false one by one, even and odd ranks in
     opposite order; null posts receives ahead and lets sends run behind the computation."""

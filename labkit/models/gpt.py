@@ -294,7 +294,8 @@ def build_model_chunks(config: RunConfig, groups: ParallelGroups, schedule: Sche
     schedule: where stages are; None means the one that `config.schedule` names.
 
     Where first and last stage are both on this rank (a V), they share one weight: it is the first chunk's parameter,
-    and the last only refers to it.
+    and the last only refers to it. Its gradient is complete when the backwards of both stages are, weight gradients
+    included.
 
     Raises:
         ValueError: layers that the stages do not divide, a schedule of another pipeline, or tied weights on two ranks
