@@ -18,12 +18,15 @@ from labkit.schedules import (
     ScheduleError,
     Timeline,
     communication,
+    get_schedule_table,
     gpipe,
+    interleaved,
     interpret,
     lower,
     one_f_one_b,
     simulate,
     verify,
+    without_backward,
 )
 from labkit.schedules.verifier import certificate
 
@@ -191,3 +194,57 @@ def test_a_schedule_with_a_circle_has_no_slots():
     with pytest.raises(ScheduleError, match="wait for each other"):
         lower(stuck, 0, "batched")
     assert np.array_equal([len(slot) for slot in lower(stuck, 0, "blocking").slots], [0, 2, 0, 2, 0])
+
+
+# ---- gradients and parameters ----
+@given(pp=st.integers(2, 5), chunks=st.integers(2, 4), groups=st.integers(1, 3))
+def test_synchronisation_is_aligned_as_in_megatron(pp, chunks, groups):
+    """Backward k of rank r starts the synchronisation of the chunk whose last microbatch is entry k - r of the table;
+    forward k the gathering of the chunk after the one whose first microbatch is entry k + r; chunks count from 0."""
+    microbatches = pp * groups
+    schedule, table = interleaved(pp, chunks, microbatches), get_schedule_table(microbatches, chunks, pp)
+    for rank in range(pp):
+        steps = lower(schedule, rank).steps
+        backwards = [step.grad_sync for step in steps if step.action.kind == "B"]
+        forwards = [step.param_gather for step in steps if step.action.kind == "F"]
+        left = set(range(chunks))
+        for k, launched in enumerate(backwards):
+            m, chunk = table[k - rank] if k >= rank else (None, None)
+            due = (chunks - 1 - chunk,) if m == microbatches - 1 else ()
+            left -= set(due)
+            if k + 1 == len(backwards):
+                due += tuple(sorted(left))
+            assert set(launched) == set(due) and len(launched) == len(due), (rank, k)
+        for k, gathered in enumerate(forwards):
+            m, chunk = table[k + rank] if k + rank < len(table) else (None, None)
+            following = (chunk + 1,) if m == 0 and 1 < chunk + 1 < chunks else ()
+            assert gathered == ((0, 1, *following) if k == 0 else following), (rank, k)
+        assert all(step.grad_sync == () for step in steps if step.action.kind == "F")
+
+
+@given(**SEEDS)
+def test_every_chunk_is_synchronised_once_after_its_gradients_and_gathered_once_before_its_forwards(seed, placement):
+    schedule = random_legal_schedule(seed, placement=placement)
+    for rank in range(schedule.pp):
+        steps = lower(schedule, rank).steps
+        synchronised = [(chunk, i) for i, step in enumerate(steps) for chunk in step.grad_sync]
+        gathered = [(chunk, i) for i, step in enumerate(steps) for chunk in step.param_gather]
+        chunks = list(range(len(schedule.stages_of(rank))))
+        assert sorted(chunk for chunk, _ in synchronised) == sorted(chunk for chunk, _ in gathered) == chunks
+        for chunk, i in synchronised:
+            assert max(j for j, s in enumerate(steps) if s.chunk == chunk and s.action.kind in "BW") <= i
+        for chunk, i in gathered:
+            assert i <= min(j for j, s in enumerate(steps) if s.chunk == chunk)
+
+
+def test_a_v_is_synchronised_when_its_slowest_rank_is():
+    """Up the V the last rank has the lowest stage and gets its gradient last, so the others wait for it."""
+    v = Schedule.from_csv("0F0,3F0,0F1,3F1,3B0,0B0,3B1,0B1\n1F0,2F0,1F1,2F1,2B0,2B1,1B0,1B1")
+    first, second = ([step.grad_sync for step in lower(v, rank).steps if step.action.kind == "B"] for rank in (0, 1))
+    assert first == [(), (), (), (0, 1)]  # chunk 1, stage 3: its last backward is number 2, the lowest stage one later
+    assert second == [(), (1,), (), (0,)]  # chunk 1 is stage 2, the lowest; chunk 0 is stage 1, one above stage 0
+
+
+def test_without_backward_nothing_is_synchronised():
+    steps = lower(without_backward(interleaved(2, 2, 2)), 1).steps
+    assert all(step.grad_sync == step.param_gather == () for step in steps)

@@ -168,7 +168,7 @@ def test_the_broken_rule_is_named_at_the_end_of_the_first_group(sizes, needle):
 
 
 def test_what_is_no_table_is_not_held_to_the_rules():
-    backwards = Schedule.from_csv("0F1,2F1,0F0,2F0,2B1,0B1,2B0,0B0\n1F1,3F1,3B1,1B1,1F0,3F0,3B0,1B0", "from the last")
+    backwards = Schedule.from_csv("0F1,2F1,0F0,2F0,2B1,0B1,2B0,0B0\n1F1,3F1,3B1,1F0,1B1,3F0,3B0,1B0", "from the last")
     v = Schedule.from_csv("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0")
     for schedule in (backwards, v, one_f_one_b(4, 2), *ALL):
         verify(schedule, megatron_rules=True)
