@@ -15,20 +15,23 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import pipeline
 import torch
 from harness import Comparison, interleave, report
 from plain_gpt import PlainGPT
 from torch import Tensor
 
 from labkit.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, presets
-from labkit.launch import run
+from labkit.events import recording
+from labkit.launch import rank_info, run
 from labkit.models import GPTModel, counts
 from labkit.models.blocks import Build, TransformerLayer
 from labkit.parallel import initialize_model_parallel, single_process_groups
-from labkit.schedules import one_f_one_b
+from labkit.schedules import Schedule, one_f_one_b
 from labkit.train.metrics import Timers
 from labkit.train.pipeline import Pipeline
 from labkit.train.pretraining import Run, setup_model_and_optimizer
@@ -217,6 +220,60 @@ def shared_gpu() -> list[dict[str, Any]]:
     return rows
 
 
+def on_the_gpu(count: int) -> list[dict[str, Tensor]]:
+    """The microbatches of the pipeline benchmark on the GPU."""
+    made = pipeline.make_batches(pipeline.run_config(count, SHARED), count)
+    return [{key: tensor.to(DEVICE) for key, tensor in batch.items()} for batch in made]
+
+
+def loss_of_one_rank(count: int) -> float:
+    """Mean loss of the microbatches on the whole model."""
+    config = pipeline.run_config(count, SHARED)
+    groups = single_process_groups(device=DEVICE)
+    model = GPTModel(SHARED, groups, layers=range(SHARED.layers), seed=config.train.seed)
+    with torch.no_grad():
+        losses = [model(batch["tokens_BS"], labels_BS=batch["labels_BS"]).mean() for batch in on_the_gpu(count)]
+    return float(torch.stack(losses).mean())
+
+
+def shared_gpu_pipeline_step(schedule: Schedule, steps: int) -> tuple[list[float], float, float, float]:
+    """(losses, where this rank has them; seconds of a step, plain and recording Events; share of the recorded step that
+    this rank's actions took on the GPU)."""
+    count = schedule.num_microbatches
+    side = pipeline.our_side(pipeline.run_config(count, SHARED), on_the_gpu(count), schedule)
+    found, losses, actions = [], [], []
+    for records in (False, True):
+        for _ in range(steps):
+            torch.distributed.barrier()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            with recording(rank_info().rank) if records else nullcontext() as recorder:
+                losses = side.step()
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
+            actions = [event for event in recorder.events if event.chunk is not None] if recorder else []
+        found.append(seconds)
+    return losses, found[0], found[1], sum(event.duration for event in actions) / found[1]
+
+
+def shared_gpu_pipeline(count: int = 8) -> list[dict[str, Any]]:
+    """Two pipeline ranks on the same GPU, messages through host memory, and what recording by CUDA events costs."""
+    alone, rows = loss_of_one_rank(count), []
+    for name, build in pipeline.OURS.items():
+        found = run(shared_gpu_pipeline_step, 2, build(count), 5, backend="gloo", device="cuda", timeout=120)
+        [losses] = [losses for losses, *_ in found if losses]
+        rows.append(
+            {
+                "case": f"2 pipeline ranks on one GPU, {name}, {count} microbatches",
+                "loss_difference": abs(sum(losses) / count - alone),
+                "ms": round(1e3 * max(plain for _, plain, _, _ in found), 2),
+                "ms_recording_events": round(1e3 * max(recorded for _, _, recorded, _ in found), 2),
+                "busy_share_by_rank": [round(busy, 3) for *_, busy in found],
+            }
+        )
+    return rows
+
+
 # ---- all of it ----
 
 
@@ -252,6 +309,7 @@ def main() -> None:
     for name, part in (("layer h4096", one_layer), ("GPT-2 124M", gpt2_step), ("1.2B stack", stack_step)):
         comparisons += attempt(name, lambda part=part: part(rate, peak), began, rows) or []
     rows += attempt("ranks sharing a GPU", shared_gpu, began, rows) or []
+    rows += attempt("pipeline ranks sharing a GPU", shared_gpu_pipeline, began, rows) or []
     report(
         "gpu",
         comparisons,
