@@ -21,7 +21,7 @@ from labkit.schedules.ir import KINDS, RANK_LINE, Schedule, ScheduleError
 from labkit.schedules.lowering import Transport
 from labkit.schedules.simulator import Timeline, simulate
 from labkit.schedules.tables import get_pp_rank_microbatches
-from labkit.schedules.verifier import verify
+from labkit.schedules.verifier import interleaving_rules, verify
 
 MOST_SHOWN = 8192
 """Schedules of more actions are told in numbers; --rank and --csv give their rows."""
@@ -130,6 +130,10 @@ def _verdicts(schedule: Schedule, options: dict[str, Any]) -> list[str]:
             lines.append(f"{transport}: no, {error}")
     if refused:
         raise CommandFailedError("\n".join(lines))
+    try:
+        interleaving_rules(schedule)
+    except ScheduleError as error:
+        lines.append(f"in Megatron: no, {error}")
     return [*lines, ""]
 
 
@@ -228,7 +232,10 @@ def _write(timeline: Timeline, options: dict[str, Any]) -> None:
     if options["plot"]:
         from labkit.viz.timeline import gantt
 
-        written.append(gantt(timeline, memory=True).save(options["plot"]))
+        try:
+            written.append(gantt(timeline, memory=True).save(options["plot"]))
+        except ValueError as error:  # too large a schedule
+            raise CommandFailedError(f"--plot: {error}") from error
     if options["trace"]:
         from labkit.viz.trace import write_trace
 

@@ -158,17 +158,17 @@ class Gap:
     """Seconds that this kind takes more on this stage."""
 
     def __str__(self) -> str:
-        total = f"the step took {self.measured / self.predicted:.2f} of the predicted time ({_ms(self.measured)}"
-        total += f" for {_ms(self.predicted)})"
-        if self.part != "computation":
-            return f"{total}, and what differs most is the {PARTS[self.part]} on rank {self.rank}: {self._change}"
-        kind = EVENT_KINDS[self.kind or "F"].replace("_", " ").replace("grad", "gradient")
-        most = f"of it {_ms(self.detail, '+')} in the {kind} of stage {self.stage}"
-        return f"{total}, and what differs most is computation on rank {self.rank}: {self._change}, {most}"
+        ratio = f"{self.measured / self.predicted:.2f} of the predicted time"
+        return f"the step took {ratio} ({_ms(self.measured)} for {_ms(self.predicted)}); {self.where()}"
 
-    @property
-    def _change(self) -> str:
-        return _ms(self.difference, "+")
+    def where(self, row: str = "rank") -> str:
+        """The half of the sentence that names the place; `row` is what a pipeline rank is called."""
+        place = f"on {row} {self.rank}: {_ms(self.difference, '+')}"
+        if self.part != "computation":
+            return f"what differs most is the {PARTS[self.part]} {place}"
+        kind = EVENT_KINDS[self.kind or "F"].replace("_", " ").replace("grad", "gradient")
+        of_stage = f"of it {_ms(self.detail, '+')} in the {kind} of stage {self.stage}"
+        return f"what differs most is computation {place}, {of_stage}"
 
 
 def _ms(seconds: float, sign: str = "") -> str:

@@ -21,7 +21,7 @@ DPI = 100
 ACTIVITIES: dict[str, tuple[str, str, str]] = {
     "forward": ("#0072B2", "", "forward"),
     "backward": ("#E69F00", "", "backward"),
-    "input_grad": ("#56B4E9", "", "input gradient"),
+    "input_grad": ("#F0E442", "", "input gradient"),
     "weight_grad": ("#117733", "", "weight gradient"),
     "send": ("#CC79A7", "////", "send"),
     "recv": ("#882255", "\\\\\\\\", "receive"),

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from labkit.events import Event
-from labkit.schedules import Costs, Schedule, gpipe, one_f_one_b, simulate
+from labkit.schedules import Costs, Schedule, gpipe, interleaved, one_f_one_b, simulate, zbv
 from labkit.viz import gantt, gantt_overlay
 from labkit.viz.timeline import measured_bubble
 
@@ -77,7 +77,7 @@ def test_overlay_says_whether_the_rows_agree():
     )
     slower = repr(gantt_overlay(timeline, measured(timeline, stretch=1.5), numbers=True))
     assert "makespan 1.50 of the prediction" in slower
-    assert slower.endswith("measured bubble 25.0%, predicted 25.0%")
+    assert "measured bubble 25.0%, predicted 25.0%; what differs most is computation on rank 0: +45.0 ms" in slower
     other = simulate(gpipe(2, 3), Costs(forward=0.01, backward=0.02))
     assert "rank 0 did not run its row in the predicted order" in repr(gantt_overlay(timeline, measured(other)))
     predicted, found = same.fig.axes[0].collections[0], same.fig.axes[0].collections[2]
@@ -126,6 +126,62 @@ def test_fixed_axes_make_pictures_comparable():
         rows, memory = figure.fig.axes
         assert rows.get_xlim() == memory.get_xlim() == (0, 50)
         assert memory.get_ylim() == (0, 10)
+
+
+def test_narrow_bars_keep_the_microbatch_where_their_colour_says_the_rest():
+    """zbv: 51 units in 8 inches leave 11 points a bar; a letter and a digit take 14."""
+    figure = gantt(simulate(zbv(4, 8)))
+    assert sorted(texts(figure)) == sorted(2 * 4 * 3 * list("01234567"))
+    wide = texts(gantt(simulate(interleaved(4, 2, 8))))  # backwards are twice as wide as forwards
+    assert sorted({re.sub(r"\d", "", text) for text in wide}) == ["", "B"]
+
+
+def test_chunks_have_shades_and_a_legend():
+    figure = gantt(simulate(interleaved(4, 2, 8)))
+    labels = [text.get_text() for text in figure.fig.legends[0].get_texts()]
+    assert labels == ["forward", "backward", "idle", "chunk 0", "chunk 1"]
+    many = gantt(simulate(interleaved(2, 8, 2)))
+    assert [t.get_text() for t in many.fig.legends[0].get_texts()][-2:] == ["chunk 0", "chunk 7"]
+    shades = {tuple(colour) for colour in many.fig.axes[0].collections[0].get_facecolor()}
+    assert len(shades) == 8
+
+
+def test_input_gradients_do_not_look_like_forwards_of_a_later_chunk():
+    axes = gantt(simulate(zbv(2, 4))).fig.axes[0]
+    forward, inputs = ({tuple(c[:3]) for c in axes.collections[k].get_facecolor()} for k in (0, 1))
+    assert min(sum(abs(a - b) for a, b in zip(f, i, strict=True)) for f in forward for i in inputs) > 0.8
+
+
+def test_many_ranks_stay_on_a_page():
+    figure = gantt(simulate(one_f_one_b(64, 64)), memory=True)
+    assert figure.fig.get_size_inches()[1] < 9
+    rows, memory = figure.fig.axes
+    assert [label.get_text() for label in rows.get_yticklabels()] == [f"rank {rank}" for rank in range(0, 64, 2)]
+    assert rows.collections[0].get_linewidth() == 0  # white edges would cover bars of a pixel
+    assert [text.get_text() for text in memory.get_legend().get_texts()] == [f"rank {r}" for r in (0, 21, 42, 63)]
+
+
+def test_the_overlay_names_the_largest_gap_when_asked_for_numbers():
+    timeline = simulate(one_f_one_b(4, 8), Costs(forward=0.01, backward=0.02))
+    slower = simulate(one_f_one_b(4, 8), Costs(forward=0.01, backward=[0.02, 0.02, 0.03, 0.02]))
+    told = repr(gantt_overlay(timeline, measured(slower), numbers=True, row="stage"))
+    assert told.endswith("; what differs most is computation on stage 2: +80.0 ms, of it +80.0 ms in the "
+                         "backward of stage 2")  # fmt: skip
+    other = simulate(gpipe(4, 8), Costs(forward=0.01, backward=0.02))
+    assert "what differs" not in repr(gantt_overlay(timeline, measured(other), numbers=True))
+
+
+def test_the_memory_panel_weighs_activations():
+    timeline = simulate(one_f_one_b(2, 4), Costs(activation=[3, 2.5]))
+    figure = gantt(timeline, memory=True)
+    peaks = [max(line.get_ydata()) for line in figure.fig.axes[1].lines]
+    assert peaks == timeline.peak_memory == [6, 2.5]
+    assert repr(figure).endswith("peak 6 in flight")
+
+
+def test_far_too_much_to_draw_is_refused():
+    with pytest.raises(ValueError, match=r"104,448 actions are more than a picture can show \(100,000\)"):
+        gantt(simulate(one_f_one_b(64, 816)))
 
 
 def test_nothing_to_draw_is_refused():

@@ -1,0 +1,115 @@
+"""What a timeline's picture is drawn from: Events ready to draw, and the memory curve of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+
+from labkit.events import Event
+from labkit.schedules.ir import ACTION
+from labkit.schedules.simulator import Timeline
+
+COMPUTE = ("forward", "backward", "input_grad", "weight_grad")
+STRIP = ("wait", "collective", "optimizer", "data")
+"""Drawn as a strip under what the rank computes."""
+MOST_DRAWN = 100_000
+"""Actions of the largest picture: more than its pixels could show, and minutes to draw."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Events ready to draw: times from 0, ranks renumbered to rows."""
+
+    events: list[Event]
+    ranks: list[int]
+    timeline: Timeline | None = None
+    """Where the Events are predicted; it knows what an activation weighs."""
+
+    @property
+    def end(self) -> float:
+        """When the last one ends."""
+        return max((event.end for event in self.events), default=1.0)
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks of a rank that are told apart."""
+        return 1 + max((event.chunk or 0 for event in self.events if event.kind in COMPUTE), default=0)
+
+    def names(self, row: int) -> list[str]:
+        """What the rank of a row computes, in order."""
+        mine = [event for event in self.events if event.rank == self.ranks[row] and event.kind in COMPUTE]
+        return [event.name for event in sorted(mine, key=lambda event: event.start)]
+
+    def memory(self) -> list[tuple[list[float], list[float]]]:
+        """For each row (times, amounts): what its activations weigh from each time on; 1 each for measured Events."""
+        if self.timeline is None:
+            return [_in_flight(self.events, rank) for rank in self.ranks]
+        return [_weighed(self.timeline, rank) for rank in self.ranks]
+
+    @property
+    def peak(self) -> float:
+        """The largest amount of any row."""
+        return max(max(amounts) for _, amounts in self.memory())
+
+
+def rows_of(timeline: Timeline | Iterable[Event]) -> Rows:
+    """Times are moved so that the first computation starts at 0; what ended before it is left out.
+
+    Raises ValueError where there is nothing to draw, or far more than a picture can show.
+    """
+    predicted = isinstance(timeline, Timeline)
+    if predicted and len(timeline.schedule) > MOST_DRAWN:
+        raise ValueError(f"{len(timeline.schedule):,} actions are more than a picture can show ({MOST_DRAWN:,})")
+    given = timeline.events if predicted else list(timeline)
+    events = [event for event in _without_details(given) if event.kind in (*COMPUTE, *STRIP)]
+    if not events:
+        raise ValueError("there is nothing to draw: no event is a computation, a wait or a collective")
+    origin = min((event.start for event in events if event.kind in COMPUTE), default=min(e.start for e in events))
+    moved = [replace(e, start=max(e.start - origin, 0.0), end=e.end - origin) for e in events if e.end > origin]
+    return Rows(moved, sorted({event.rank for event in moved}), timeline if predicted else None)
+
+
+def measured_bubble(events: Iterable[Event]) -> float:
+    """Share of the time from the first computation to the last in which ranks do not compute, mean over ranks."""
+    compute = [event for event in _without_details(list(events)) if event.kind in COMPUTE]
+    if not compute:
+        return 0.0
+    span = max(event.end for event in compute) - min(event.start for event in compute)
+    ranks = len({event.rank for event in compute})
+    return 1 - sum(event.duration for event in compute) / (ranks * span)
+
+
+def _without_details(events: list[Event]) -> list[Event]:
+    """Drop the gradients that single layers report, where a schedule's actions, which contain them, are there too."""
+    if not any(_is_action(event) for event in events):
+        return events
+    return [event for event in events if event.kind not in COMPUTE or _is_action(event)]
+
+
+def _is_action(event: Event) -> bool:
+    return event.kind in COMPUTE and ACTION.fullmatch(event.name) is not None
+
+
+def _in_flight(events: list[Event], rank: int) -> tuple[list[float], list[float]]:
+    """Activations alive on a rank: one more at each forward's start, one fewer at the end of what frees it."""
+    mine = [event for event in events if event.rank == rank]
+    split = {(e.chunk, e.microbatch) for e in mine if e.kind == "weight_grad"}
+    has_backward = any(event.kind in ("backward", "weight_grad") for event in mine)
+    changes = [(e.start, 1) for e in mine if e.kind == "forward" and has_backward]
+    changes += [(e.end, -1) for e in mine if e.kind == "weight_grad"]
+    changes += [(e.end, -1) for e in mine if e.kind == "backward" and (e.chunk, e.microbatch) not in split]
+    times, counts = [0.0], [0.0]
+    for time, together in groupby(sorted(changes), key=lambda change: change[0]):
+        times.append(time)
+        counts.append(counts[-1] + sum(step for _, step in together))
+    return times, counts
+
+
+def _weighed(timeline: Timeline, rank: int) -> tuple[list[float], list[float]]:
+    """`Timeline.memory` with one amount at each time, or what is freed as something starts would show as a spike."""
+    times, amounts = timeline.memory(rank)
+    last = np.append(times[1:] != times[:-1], True)
+    return times[last].tolist(), amounts[last].tolist()
