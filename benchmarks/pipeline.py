@@ -25,7 +25,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +93,14 @@ def main_grads(chunks: list[nn.Module]) -> list[Tensor]:
     return [p.main_grad for p in parameters.values() if not getattr(p, "shared", False)]  # type: ignore[attr-defined]
 
 
-@cache
+_made: dict[tuple[int, int], ParallelGroups] = {}
+
+
 def groups_joining(first: int, last: int) -> ParallelGroups:
     """Groups whose embedding group joins these ranks; made once, because every side uses them."""
-    return initialize_model_parallel(ParallelConfig(pp=PP), ends=(first, last))
+    if (first, last) not in _made:
+        _made[first, last] = initialize_model_parallel(ParallelConfig(pp=PP), ends=(first, last))
+    return _made[first, last]
 
 
 def groups_of(schedule: Schedule) -> ParallelGroups:
