@@ -21,6 +21,7 @@ from torch import Tensor
 
 from labkit.config import ConfigError, ParallelConfig, RunConfig
 from labkit.train.fault import fault_problems, fault_words
+from labkit.train.schedule_fit import schedule_problem
 from labkit.train.snapshots import Recorder, Snapshot, Whole, assemble
 
 if TYPE_CHECKING:
@@ -164,7 +165,8 @@ def compare(
 
     AdamW runs with an eps of at least 1e-5 and a learning rate of at most 1e-3, so that its division by the root of
     the second moment does not blow rounding up. Learning rates are those of the whole run, however few steps are
-    compared. Raises ConfigError for dropout, an unknown dtype, a layout that cannot be, or a fault that means nothing.
+    compared. Raises ConfigError for dropout, an unknown dtype, a layout or a schedule that cannot be, or a fault that
+    means nothing.
     """
     problems = fault_problems(fault) if fault is not None else []
     if problems:
@@ -237,6 +239,8 @@ def _plan(base: RunConfig, layout: Mapping[str, Any]) -> tuple[RunConfig, int]:
     unready = changed.not_yet_trainable()
     if unready:
         raise ConfigError(unready, source=f"layout {dict(layout)}")
+    if problem := schedule_problem(changed, world_size):
+        raise ConfigError([problem], source=f"layout {dict(layout)}")
     return changed, world_size
 
 

@@ -238,7 +238,10 @@ TEXTS: list[tuple[str, str]] = [
 
 # (arguments of labkit, part of the message)
 COMMANDS: list[tuple[list[str], str]] = [
-    (["grops"], "unknown command 'grops'; commands: doctor, groups, train, parity, run; did you mean \"groups\"?"),
+    (
+        ["grops"],
+        "unknown command 'grops'; commands: doctor, groups, order, train, parity, run; did you mean \"groups\"?",
+    ),
     (["--worldsize"], "unknown option '--worldsize'"),
     (["groups"], "--world-size: is missing"),
     (["groups", "--world-size"], "--world-size: needs a value after it"),

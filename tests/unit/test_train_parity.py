@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.config import presets
+from labkit.config import ConfigError, presets
 from labkit.parallel.weights import tensor_part
 from labkit.train.lr_schedule import build_lr_schedule
 from labkit.train.parity import ParityReport, ParityRow, compare, differences, tensor_difference
@@ -224,3 +224,14 @@ def test_the_one_process_has_no_option_of_a_pipeline(monkeypatch):
         "tp1 pp2 dp1 vpp2 interleaved E t|ttt|t*3|tL variable lengths group 4",
         "tp1 pp2 dp1 zbv E t|ttt|t*3|tL variable lengths",
     ]
+
+
+def test_a_table_that_cannot_drive_a_layout_is_refused_before_any_process_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("labkit.launch.run", lambda *_, **__: pytest.fail("ranks were started"))
+    path = tmp_path / "own.csv"
+    path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    layout = {"pp": 2, "schedule.path": str(path)}
+    with pytest.raises(ConfigError, match="2 microbatches, the run has 16"):
+        compare(presets.tiny(), [layout])
+    with pytest.raises(ConfigError, match="7 layers cannot be shared evenly by 2 stages"):
+        compare(presets.tiny().override({"layers": 7, "global_batch_size": 2}), [layout])
