@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from labkit.cli import main
 from labkit.schedules import (
     Schedule,
     ScheduleError,
@@ -172,6 +173,17 @@ def test_what_is_no_table_is_not_held_to_the_rules():
     v = Schedule.from_csv("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0")
     for schedule in (backwards, v, one_f_one_b(4, 2), *ALL):
         verify(schedule, megatron_rules=True)
+
+
+def test_the_command_says_what_megatron_would_refuse(tmp_path, capsys):
+    table = tmp_path / "table.csv"
+    table.write_text(_by_table(4, 2, 3, 3).to_csv())
+    assert main(["order", "--verify", str(table)]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(
+        "batched: yes, it runs\nin Megatron: no, table is interleaved with M = 3 microbatches in groups"
+    )
+    assert "M = 3 microbatches are fewer than the ranks" in told
 
 
 def test_verifying_many_actions_takes_columns_not_objects():
