@@ -67,19 +67,21 @@ def interleaved(pp: int, vpp: int, microbatches: int, group_size: int | None = N
     size = legal_group_size(group_size, pp, microbatches)
     numbers, chunks = table_columns(microbatches, vpp, size)
     total = len(numbers)
-    rows = np.empty((3, pp, 2 * total), dtype=np.int32)
-    for rank, (stages_row, kinds_row, numbers_row) in enumerate(rows.swapaxes(0, 1)):
+    forward, backward = np.full(total, _F, dtype=np.int8), np.full(total, _B, dtype=np.int8)
+    stage_rows, number_rows = (np.empty((pp, 2 * total), dtype=np.int32) for _ in range(2))
+    kind_rows = np.empty((pp, 2 * total), dtype=np.int8)
+    for rank in range(pp):
         warmup = get_pp_rank_microbatches(microbatches, vpp, size, pp_size=pp, pp_rank=rank)[2]
-        _forwards_then_by_turns(stages_row, warmup, chunks * pp + rank, (vpp - 1 - chunks) * pp + rank)
-        _forwards_then_by_turns(kinds_row, warmup, np.full(total, _F), np.full(total, _B))
-        _forwards_then_by_turns(numbers_row, warmup, numbers, numbers)
+        _forwards_then_by_turns(stage_rows[rank], warmup, chunks * pp + rank, (vpp - 1 - chunks) * pp + rank)
+        _forwards_then_by_turns(kind_rows[rank], warmup, forward, backward)
+        _forwards_then_by_turns(number_rows[rank], warmup, numbers, numbers)
     return Schedule.from_columns(
         "interleaved 1F1B",
         pp * vpp,
         microbatches,
-        stages=rows[0].ravel(),
-        kinds=rows[1].ravel(),
-        microbatches=rows[2].ravel(),
+        stages=stage_rows.ravel(),
+        kinds=kind_rows.ravel(),
+        microbatches=number_rows.ravel(),
         offsets=np.arange(pp + 1) * 2 * total,
     )
 

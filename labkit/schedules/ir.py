@@ -28,8 +28,8 @@ KINDS = "FBIW"
 EVENT_KINDS = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
 """The `kind` of the `Event` that an action leaves."""
 
-ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
-"""How an action is written."""
+ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
+"""How an action is written; its numbers fit 32 bits."""
 
 
 RANK_LINE = re.compile(r"rank +(\d+) *[:|]")
@@ -180,9 +180,12 @@ class Schedule:
 
     def actions(self, rank: int) -> list[Action]:
         """The row of `rank`, in the order it runs."""
+        self._require_rank(rank)
+        return list(self._iterate(rank))
+
+    def _require_rank(self, rank: int) -> None:
         if not 0 <= rank < self.pp:
             raise ValueError(f"rank {rank} is not in this schedule: it has ranks 0 to {self.pp - 1}")
-        return list(self._iterate(rank))
 
     def action(self, index: int) -> Action:
         """The action at `index` of the columns."""
@@ -224,9 +227,16 @@ class Schedule:
 
         The weight gradient of a split backward is its input gradient's number minus one half.
         """
-        chunks = {stage: chunk for chunk, stage in enumerate(self.stages_of(rank), start=1)}
-        signed = {"F": lambda c: c, "B": lambda c: -c, "I": lambda c: -c, "W": lambda c: -c - 0.5}
-        return [signed[action.kind](chunks[action.stage]) for action in self.actions(rank)]
+        self._require_rank(rank)
+        part = slice(self.offsets[rank], self.offsets[rank + 1])
+        weights = self.kinds[part] == KINDS.index("W")
+        numbers = zip(self.signed_chunks[part].tolist(), weights.tolist(), strict=True)
+        return [number - 0.5 if weight else number for number, weight in numbers]
+
+    @property
+    def signed_chunks(self) -> np.ndarray:
+        """The orders of all ranks as one column (A,): c + 1 forward, -(c + 1) for B, I and W."""
+        return self.derived("signed_chunks", _signed_chunks)
 
     def to_text(self) -> str:
         """The name, then one line per rank: `rank 0: 0F0 0F1 0B0 0B1`."""
@@ -272,6 +282,15 @@ class Schedule:
             cells = enumerate(line.split(","), start=1)
             rows.append([_parse_cell(cell, f"row {row}, column {column}") for column, cell in cells])
         return cls(name, *_counted(rows), rows)
+
+
+def _signed_chunks(schedule: Schedule) -> np.ndarray:
+    chunks = np.empty(schedule.num_stages, dtype=np.int32)
+    for rank in range(schedule.pp):
+        stages = schedule.stages_of(rank)
+        chunks[stages] = np.arange(1, len(stages) + 1)
+    sign = 1 - 2 * (schedule.kinds != KINDS.index("F")).astype(np.int8)
+    return _read_only(chunks.take(schedule.stages) * sign)
 
 
 def _parse_cell(cell: str, where: str) -> Action:
