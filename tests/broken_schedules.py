@@ -7,7 +7,7 @@ every row comes to its end, nothing is left over, and each stage's weights have 
 import random
 import re
 
-from labkit.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zbv, zero_bubble_h1
+from labkit.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, without_backward, zbv, zero_bubble_h1
 
 BASES = {
     "gpipe": lambda: [gpipe(pp, m) for pp, m in ((1, 2), (2, 3), (3, 2), (4, 4))],
@@ -16,15 +16,22 @@ BASES = {
     "zero_bubble_h1": lambda: [zero_bubble_h1(pp, m) for pp, m in ((2, 3), (3, 4), (4, 5))],
     "zbv": lambda: [zbv(pp, m) for pp, m in ((2, 4), (3, 6), (4, 8))],
     "dualpipe_v": lambda: [dualpipe_v(pp, m) for pp, m in ((2, 4), (3, 6), (4, 8))],
+    "forward_only": lambda: [without_backward(schedule) for schedule in (one_f_one_b(3, 4), interleaved(2, 2, 4))],
 }
 
 
 def swap(rng, rows):
-    """Two cells of a row, often neighbours, since these often may be swapped."""
+    """Two cells of a row."""
+    row = rng.choice([row for row in rows if len(row) > 1])
+    i, j = rng.sample(range(len(row)), 2)
+    row[i], row[j] = row[j], row[i]
+
+
+def swap_neighbours(rng, rows):
+    """A cell and the next one; many schedules can still run afterwards."""
     row = rng.choice([row for row in rows if len(row) > 1])
     i = rng.randrange(len(row) - 1)
-    j = i + 1 if rng.random() < 0.7 else rng.randrange(len(row))
-    row[i], row[j] = row[j], row[i]
+    row[i], row[i + 1] = row[i + 1], row[i]
 
 
 def drop(rng, rows):
@@ -54,7 +61,7 @@ def move_across(rng, rows):
     target.insert(rng.randint(0, len(target)), cell)
 
 
-MUTATIONS = (swap, swap, drop, duplicate, move, move_across)
+MUTATIONS = (swap, drop, duplicate, move, move_across)
 
 
 def broken_schedule(seed):
@@ -62,7 +69,8 @@ def broken_schedule(seed):
     rng = random.Random(seed)
     base = rng.choice(BASES[rng.choice(sorted(BASES))]())
     rows = [[str(action) for action in base.actions(rank)] for rank in range(base.pp)]
-    done = [rng.choice(MUTATIONS) for _ in range(rng.choice((1, 1, 2, 3)))]
+    choice = MUTATIONS if rng.random() < 0.6 else (swap_neighbours,)
+    done = [rng.choice(choice) for _ in range(rng.choice((1, 1, 2, 3)))]
     for mutation in done:
         mutation(rng, rows)
     story = f"seed {seed}: {base.name} on {base.pp} ranks, " + ", ".join(mutation.__name__ for mutation in done)

@@ -79,7 +79,7 @@ class RealRank:
                 work.wait()
 
     def walk(self):
-        """Run the row; a LookupError ends it where it is."""
+        """Run the row; where something is not there it ends, and where a message never comes, with its connection."""
         try:
             for cell in self.rows[self.rank]:
                 made = self.state.run(cell, self.receive)
@@ -87,8 +87,8 @@ class RealRank:
                     self.send(made[1])
                 self.moves += 1
             self.ended = not self.local
-        except LookupError:
-            pass
+        except (LookupError, RuntimeError):
+            self.ended = False
 
 
 def run_rows(cases):
