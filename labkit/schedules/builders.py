@@ -1,8 +1,10 @@
-"""Pure functions that build the known schedules.
+"""Pure functions that build the known schedules, beside those of `zero_bubble.py` and `v_shaped.py`.
 
 Each docstring gives the schedule as a program per rank (DualPipe's way of writing: `3F` runs three forwards), the share
 of time its ranks idle, and the activations alive at once. Formulas hold for equal stages and free messages, and tests
-hold the simulator to them. p = pp, m = microbatches, r = rank; F and B are the times of one forward and one backward.
+hold the simulator to them. p = pp, v = vpp, m = microbatches, r = rank; F, B, I and W are the times of one forward, one
+full backward, one input gradient and one weight gradient of a stage. The bubble is the makespan less what every rank
+computes.
 """
 
 from __future__ import annotations
@@ -55,6 +57,10 @@ def interleaved(pp: int, vpp: int, microbatches: int, group_size: int | None = N
     microbatches; `group_size` None means N = p. With vpp 1 this is `one_f_one_b`.
 
     Program of rank r, with warm-up w = min(2(p - r - 1) + (v - 1)N, m v): `wF (mv-w)(FB) wB`.
+    Bubble: (p - 1)(F + B), and a stage is one v-th of 1F1B's. Makespan (m v + p - 1)(F + B), fraction
+    (p - 1)/(m v + p - 1), ratio (p - 1)/(m v), whatever the group size.
+    Peak in flight: min(2(p - r - 1) + (v - 1)N + 1, m v) of these smaller stages on rank r: more than 1F1B's, and more
+    still with larger groups.
 
     Raises:
         ValueError: one pipeline rank with several chunks, and the sizes that `legal_group_size` refuses.
@@ -113,8 +119,8 @@ def without_backward(schedule: Schedule) -> Schedule:
 def build_schedule(config: ScheduleConfig, *, pp: int, vpp: int = 1, microbatches: int) -> Schedule:
     """The schedule that a config names, or the one in the CSV file at `config.path`.
 
-    `auto` is 1f1b for one model chunk a rank and interleaved for more. zbv, dualpipe_v and a file say themselves how many
-    stages a rank has, for them `vpp` may stay at 1.
+    `auto` is 1f1b for one model chunk a rank and interleaved for more. zbv, dualpipe_v and a file say themselves how
+    many stages a rank has, for them `vpp` may stay at 1.
 
     Raises:
         ValueError: an unknown name, a vpp that the named schedule does not have, sizes that its builder refuses, a

@@ -1,8 +1,9 @@
 """From the program of each rank to the columns of a Schedule, in numpy.
 
-A program is a list of phases `(times, "F0 I1 W1")`: the words of the second repeated so often as the first says. A word
-is a kind and a model chunk of the rank; `F` alone means chunk 0. Every kind runs the microbatches of a chunk in ascending
-order, so numbers need not be written. `W` alone is the oldest weight gradient that is still open, of whatever chunk.
+A program is a list of phases `(times, "F0 I1 W1")`: the words of the second, repeated as often as the first says. A
+word is a kind and a model chunk of the rank; `F` alone means chunk 0. Every kind runs the microbatches of a chunk in
+ascending order, so numbers need not be written. `W` alone is the oldest weight gradient that is still open, of whatever
+chunk; a program has either such W or numbered ones.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def from_programs(
 ) -> Schedule:
     """The schedule of these programs, one per rank; `stage_of(rank, chunk)` is the stage of a rank's model chunk.
 
-    Phases with no repetition are left out. Actions of microbatches from `microbatches` on are dropped, so that a program
-    for more of them serves.
+    Phases that repeat no time are left out. Actions of microbatches from `microbatches` on are dropped, so that a
+    program for more of them serves.
     """
     rows = []
     for rank, program in enumerate(programs):

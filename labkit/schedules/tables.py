@@ -1,7 +1,7 @@
 """Schedule tables of interleaved 1F1B, and the orders made from them, under the names that Megatron-LM gives them.
 
-A rank with V model chunks runs M x V virtual microbatches: virtual microbatch k is one microbatch through one chunk. The
-schedule table says which; it is the same on every rank. PP2, M 5, V 2, group size N 3:
+A rank with V model chunks runs M x V virtual microbatches: virtual microbatch k is one microbatch through one chunk.
+The schedule table says which; it is the same on every rank. PP2, M 5, V 2, group size N 3:
 
     virtual microbatch   0 1 2 3 4 5 6 7 8 9
     microbatch           0 1 2 0 1 2 3 4 3 4
@@ -10,8 +10,8 @@ schedule table says which; it is the same on every rank. PP2, M 5, V 2, group si
 The backward of virtual microbatch k reads the same column with the chunks counted from the end, V - 1 - c. What differs
 between ranks is only how many forwards come before the first backward: the warm-up.
 
-An order is the row of one rank as signed chunk numbers, the form Transformer Engine takes as `_order`: c + 1 is a forward
-of chunk c, -(c + 1) its backward. The microbatch is not written, every chunk runs them in ascending order.
+An order is the row of one rank as signed chunk numbers, the form Transformer Engine takes as `_order`: c + 1 is a
+forward of chunk c, -(c + 1) its backward. The microbatch is not written, every chunk runs them in ascending order.
 
 Sources: arXiv 2104.04473 section 2.2; megatron-core 0.16.1, which tests hold these functions to.
 """
@@ -78,8 +78,8 @@ def legal_group_size(group_size: int | None, pp: int, microbatches: int) -> int:
     require_positive(microbatch_group_size=size, pp=pp, microbatches=microbatches)
     if microbatches < pp:
         raise ValueError(
-            f"{microbatches} microbatches on {pp} pipeline ranks: an interleaved schedule needs at least {pp}; raise the "
-            "global batch size, or use 1f1b"
+            f"{microbatches} microbatches on {pp} pipeline ranks: an interleaved schedule needs at least {pp}; raise "
+            "the global batch size, or use 1f1b"
         )
     left = microbatches % size
     if not pp <= size <= microbatches or 0 < left < pp:
@@ -154,7 +154,7 @@ def convert_schedule_table_to_order(
         )
     if set(chunks) != set(range(num_model_chunks)):
         raise ValueError(
-            f"num_model_chunks is {num_model_chunks}, but the table has chunks {sorted(set(chunks))}; give both the same"
+            f"num_model_chunks is {num_model_chunks}, but the table has chunks {sorted(set(chunks))}: they must agree"
         )
     forward = [chunk + 1 for chunk in chunks]
     backward = [chunk - num_model_chunks for chunk in chunks]
@@ -170,8 +170,8 @@ def get_overlap_moe_expert_parallel_comm_order(
 ) -> list[float]:
     """The order with every layer as a chunk of its own, so that the layers of two chunks can overlap.
 
-    Warm-up and cool-down are spelt out layer by layer. In between, a backward and the forward after it run together: the
-    layers of the one from first to last, those of the other from last to first, in each step forward before backward.
+    Warm-up and cool-down are spelt out layer by layer. In between, a backward and the forward after it run together,
+    the forward from its first layer, the backward from its last; in each step forward comes before backward.
 
     With `capture_wgrad_graph` the weight gradient of a layer is the number of its backward minus one half and follows
     it; the last one of a pair waits for the end of the pair. `1 2 -2 1 -1 -1` with layers [1, 2] becomes
@@ -224,7 +224,7 @@ def _side_by_side(backward: int, forward: int, num_layers_per_chunk: Sequence[in
     for step, (back, ahead) in enumerate(zip_longest(down, up)):
         mixed += [] if ahead is None else [ahead]
         mixed += [] if back is None else [back]
-        mixed += [back - 0.5] if weights and step < len(down) - 1 else []
+        mixed += [down[step] - 0.5] if weights and step < len(down) - 1 else []
     return mixed + ([down[-1] - 0.5] if weights and down else [])
 
 

@@ -8,7 +8,27 @@ from labkit.schedules.tables import require_positive
 
 
 def zbv(pp: int, microbatches: int) -> Schedule:
-    """ZB-V."""
+    """Split backwards on a V, with the memory of 1F1B and next to no idle time (ZB-V, arXiv 2401.10241 section 6).
+
+    Both ends of the model are on rank 0, so a microbatch that reaches the end turns round where it started, and its
+    backward can begin at once. Chunk 0 is the way down, chunk 1 the way up.
+
+    Program of rank r, with l = p - r and m >= 2p - 1:
+        1. (2l-1) F0
+        2. r (F1 F0)
+        3. l (F1 I1 W1)
+        4. (m-2p+r+1) (F0 I0 W0 F1 I1 W1)
+        5. (l-1) (I0 W0 F1 I1 W1)
+        6. r (I0 I1)
+        7. l (I0 W0)
+        8. r W1, r W0
+    With fewer microbatches this is the program for 2p - 1 of them without those that are not there.
+
+    Bubble: (p - 1) t for F = I = W = t: nothing but the p - 1 forwards until the last rank has work; makespan
+    (6m + p - 1) t, fraction (p - 1)/(6m + p - 1), ratio (p - 1)/(6m). With other times (p - 1) I where F <= I and
+    W <= I <= 2W. With m < 2p - 1 microbatches and equal times, max(p - 1, 2(2p - 1 - m)) t.
+    Peak in flight: min(2p, m + r + 1, 2m) stages, each half as large as 1F1B's: what rank 0 of 1F1B has.
+    """
     require_positive(pp=pp, microbatches=microbatches)
     planned = max(microbatches, 2 * pp - 1)
     return _over_a_v("ZB-V", pp, microbatches, [_zbv(pp, planned, rank) for rank in range(pp)])
@@ -30,7 +50,30 @@ def _zbv(pp: int, microbatches: int, rank: int) -> list[Phase]:
 
 
 def dualpipe_v(pp: int, microbatches: int) -> Schedule:
-    """DualPipeV."""
+    """DualPipe cut in half and laid on a V (DualPipeV; deepseek-ai/DualPipe, arXiv 2412.19437 section 3.2.1).
+
+    In its main phase a rank always has a forward of one chunk beside a backward of the other, whose communication and
+    computation can overlap. A Schedule runs one action at a time: the pair is written one after the other, and every
+    backward as I and W. A bare W below is the oldest weight gradient that is open; it follows its I at once wherever
+    the original has a full backward.
+
+    Program of rank r, with l = p - r - 1:
+        1. 2l F0
+        2. (r+1) (F0 F1)
+        3. l (I1 W F1)
+        4. (m-2p+r+1) (F0 I1 W F1 I0 W)
+        5. l (I1 W F1 I0 W)
+        6. (r+1) backwards (I W), chunks 1 and 0 by turns, then (r+1) more, of which only I
+        7. l (W I0)
+        8. (r+1) W
+
+    Bubble: (p - 1)(F + I - W) where W <= I <= F <= I + W. With F = I = W = t that is (p - 1) t, the makespan
+    (6m + p - 1) t, fraction (p - 1)/(6m + p - 1), ratio (p - 1)/(6m).
+    Peak in flight: 2p + 1 stages on every rank, each half as large as 1F1B's.
+
+    Raises:
+        ValueError: m < 2p.
+    """
     require_positive(pp=pp, microbatches=microbatches)
     if microbatches < 2 * pp:
         raise ValueError(
