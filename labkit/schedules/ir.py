@@ -142,7 +142,6 @@ class Schedule:
         self.ranks = _read_only(np.repeat(np.arange(self.pp, dtype=np.int32), np.diff(offsets)))
         self.placement_of_stages = _read_only(_majority_rank(stages, self.ranks, num_stages, self.pp))
         """Rank of each stage (S,)."""
-        self._placement = self.placement_of_stages
         self._derived: dict[str, Any] = {}
 
     def _sized_columns(self) -> tuple[tuple[np.ndarray, int], tuple[np.ndarray, int]]:
@@ -303,9 +302,15 @@ def _parse_cell(cell: str, where: str) -> Action:
 
 
 def _counted(rows: Sequence[Sequence[Action]]) -> tuple[int, int]:
-    """How many stages and microbatches there are, from the highest of each."""
+    """How many stages and microbatches there are, from the highest of each. Refuses a number that cannot be meant."""
     flat = [action for row in rows for action in row]
-    return 1 + max((a.stage for a in flat), default=-1), 1 + max((a.microbatch for a in flat), default=-1)
+    stages, microbatches = (1 + max((getattr(a, of) for a in flat), default=-1) for of in ("stage", "microbatch"))
+    if stages * microbatches > 1000 * len(flat):
+        most = max(flat, key=lambda action: max(action.stage, action.microbatch))
+        raise ScheduleError(
+            f"{most} makes {stages} stages x {microbatches} microbatches of {len(flat)} actions: is it mistyped?"
+        )
+    return stages, microbatches
 
 
 def _majority_rank(stages: np.ndarray, ranks: np.ndarray, num_stages: int, pp: int) -> np.ndarray:

@@ -36,6 +36,10 @@ def test_csv_round_trip(builder, pp, microbatches):
         ("rank,0F0", "row 1, column 1: 'rank'"),
         ("0F-1", "row 1, column 1: '0F-1'"),
         ("0F0 0B0", "row 1, column 1"),
+        (
+            "0F0,0B0\n1F0,1B999999999",
+            "1B999999999 makes 2 stages x 1000000000 microbatches of 4 actions: is it mistyped",
+        ),
     ],
 )
 def test_a_malformed_cell_is_named(text, needle):
