@@ -93,7 +93,7 @@ CASES = {
         },
     ),
     # bubble idle/(3m + idle), 3m = 24 for 8 microbatches and 36 for 12; idle is 3(p - 1) = 9 for GPipe and 1F1B,
-    # 2(p - 1) = 6 with W right after I, p - 1 = 3 for ZB-H1, (p - 1)/2 = 1.5 over a V; GPipe keeps m, the others about p
+    # 2(p - 1) = 6 with W right after I, p - 1 = 3 for ZB-H1, (p - 1)/2 = 1.5 over a V; GPipe keeps m, others about p
     "10_write_your_own_schedule": Case(
         {"microbatches": 12},
         {

@@ -7,9 +7,17 @@ from pathlib import Path
 import pytest
 
 from labkit.cli import main
+from labkit.schedules import zero_bubble_h1
 
 ROOT = Path(__file__).parents[2]
-TEXTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/log.md", "labkit/data/bundled/PROVENANCE.md"]
+TEXTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/log.md",
+    "docs/schedules.md",
+    "labkit/data/bundled/PROVENANCE.md",
+]
 README = (ROOT / "README.md").read_text()
 
 
@@ -44,6 +52,7 @@ def test_command_is_understood(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--preset", "tiny", "--print_config"]) == 0
     (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
+    (tmp_path / "mine.csv").write_text(zero_bubble_h1(4, 8).to_csv())
     words = shlex.split(command.split(" > ")[0])[1:]
     if words[0] in ("train", "parity") and "--print-config" not in words:
         words.append("--print_config")
