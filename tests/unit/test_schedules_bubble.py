@@ -7,34 +7,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labkit.schedules import Costs, Schedule, bubble_split, explain_gap, gpipe, one_f_one_b, simulate, without_backward
+from labkit.schedules import (
+    Costs,
+    Schedule,
+    bubble_split,
+    dualpipe_v,
+    explain_gap,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    simulate,
+    without_backward,
+    zbv,
+    zero_bubble_h1,
+)
 
 SIZES = {"pp": st.integers(1, 7), "microbatches": st.integers(1, 12)}
 TIMES = {"f": st.integers(1, 9), "b": st.integers(1, 9)}
-INTERLEAVED = """
-0F0,0F1,2F0,2F1,0F2,2B0,0F3,2B1,2F2,0B0,2F3,0B1,2B2,2B3,0B2,0B3
-1F0,1F1,3F0,3B0,3F1,3B1,1F2,1B0,1F3,1B1,3F2,3B2,3F3,3B3,1B2,1B3
-"""
-"""pp 2, two stages a rank, 4 microbatches, as the sources interleave them."""
-V_SPLIT = "0F0,0F1,3F0,3I0,0I0,3W0,0W0,3F1,3I1,0I1,3W1,0W1\n1F0,2F0,1F1,2F1,2I0,1I0,2W0,1W0,2I1,1I1,2W1,1W1"
-"""pp 2, stages down and up again, backward split."""
+V_SPLIT = Schedule.from_csv(
+    "0F0,0F1,3F0,3I0,0I0,3W0,0W0,3F1,3I1,0I1,3W1,0W1\n1F0,2F0,1F1,2F1,2I0,1I0,2W0,1W0,2I1,1I1,2W1,1W1"
+)
+"""pp 2, stages down and up again, every backward split."""
 
 
 @st.composite
 def timelines(draw):
     """A timeline of a known schedule under random costs, with messages or without."""
     pp, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 9))
-    schedule = draw(
-        st.sampled_from(
-            [
-                gpipe(pp, microbatches),
-                one_f_one_b(pp, microbatches),
-                without_backward(one_f_one_b(pp, microbatches)),
-                Schedule.from_csv(INTERLEAVED),
-                Schedule.from_csv(V_SPLIT),
-            ]
-        )
-    )
+    builders = (gpipe, one_f_one_b, zero_bubble_h1, zbv, lambda p, m: dualpipe_v(p, m + 2 * p),
+                lambda p, m: interleaved(p, min(p, 2), m * p), lambda p, m: without_backward(one_f_one_b(p, m)))  # fmt: skip
+    schedule = draw(st.sampled_from(builders))(pp, microbatches)
     per_stage = st.lists(st.integers(0, 20), min_size=schedule.num_stages, max_size=schedule.num_stages)
     forward, inputs, weights = draw(per_stage), draw(per_stage), draw(per_stage)
     latency = draw(st.sampled_from([0, 0, 1, 7]))
@@ -86,12 +88,14 @@ def test_one_microbatch_pays_for_each_message_on_its_way_down_and_up(latency):
     assert (timeline.bubble.idle - timeline.bubble.communication).tolist() == [3 * (3 + 4)] * 4
 
 
-def test_interleaving_divides_the_bubble_by_the_chunks():
-    """p - 1 = 1 chunk's F + B per rank, against whole stages of twice the time: 1F1B idles twice as long."""
-    split = simulate(Schedule.from_csv(INTERLEAVED), Costs(forward=3, backward=5)).bubble
-    whole = simulate(one_f_one_b(2, 4), Costs(forward=6, backward=10)).bubble
-    assert split.idle.tolist() == [3 + 5] * 2
-    assert whole.idle.tolist() == [6 + 10] * 2
+@given(pp=st.integers(2, 5), vpp=st.integers(1, 4), rounds=st.integers(1, 4), **TIMES)
+@settings(max_examples=50)
+def test_interleaving_by_its_closed_form(pp, vpp, rounds, f, b):
+    """(p - 1)(F + B) of one chunk on every rank, where 1F1B pays for the whole of its stage: v chunks."""
+    chunks = simulate(interleaved(pp, vpp, rounds * pp), Costs(forward=f, backward=b)).bubble
+    whole = simulate(one_f_one_b(pp, rounds * pp), Costs(forward=vpp * f, backward=vpp * b)).bubble
+    assert chunks.idle.tolist() == [(pp - 1) * (f + b)] * pp
+    assert whole.idle.tolist() == [vpp * (pp - 1) * (f + b)] * pp
 
 
 def test_a_slow_stage_is_imbalance_elsewhere():
@@ -119,7 +123,7 @@ def stretched(timeline, factor_of):
     return simulate(timeline.schedule, costs)
 
 
-@pytest.mark.parametrize("schedule", [one_f_one_b(4, 8), gpipe(4, 8), Schedule.from_csv(INTERLEAVED)])
+@pytest.mark.parametrize("schedule", [one_f_one_b(4, 8), gpipe(4, 8), interleaved(4, 2, 8)])
 @pytest.mark.parametrize(("kind", "stage"), [("F", 0), ("B", 1), ("F", 3), ("B", 3)])
 def test_a_slower_kind_on_a_stage_is_named(schedule, kind, stage):
     predicted = simulate(schedule, Costs(forward=0.01, backward=0.02))
@@ -136,7 +140,7 @@ def test_a_slower_kind_on_a_stage_is_named(schedule, kind, stage):
 
 
 def test_split_backwards_are_named_by_half():
-    predicted = simulate(Schedule.from_csv(V_SPLIT), Costs(forward=0.01, input_grad=0.01, weight_grad=0.01))
+    predicted = simulate(V_SPLIT, Costs(forward=0.01, input_grad=0.01, weight_grad=0.01))
     gap = explain_gap(predicted, stretched(predicted, {("W", 2): 3.0}).events)
     assert (gap.rank, gap.stage, gap.kind) == (1, 2, "W")
     assert "in the weight gradient of stage 2" in str(gap)
