@@ -1,0 +1,138 @@
+"""The schedule explorer in a real JupyterLab, driven by a headless Chromium: what a reader sees and moves."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+TOKEN = "explorer"
+CELL = "from labkit.viz import explore_schedule\n\nexplore_schedule(builder='1f1b', pp=4, microbatches=8)"
+PATIENCE = 60_000
+"""Milliseconds for what a kernel start or a redraw may take on a busy machine."""
+
+
+def _why_not() -> str:
+    """What is missing for this test; empty where nothing is."""
+    if importlib.util.find_spec("playwright") is None:
+        return "playwright is not installed (pip install playwright)"
+    return "" if _chromium() else "no chromium on the path: install it, or set CHROMIUM to its executable"
+
+
+def _chromium() -> str | None:
+    names = (os.environ.get("CHROMIUM"), "chromium", "chromium-browser", "google-chrome")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "everything is there")]
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[str]:
+    """The address of a notebook with one cell, in a JupyterLab of its own."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, tmp_path / "explorer.ipynb")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    settings = {
+        name: str(tmp_path / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
+    }
+    options = {"ip": "127.0.0.1", "port": port, "port_retries": 0, "root_dir": tmp_path, "allow_root": True}
+    words = [f"--ServerApp.{name}={value}" for name, value in options.items()]
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", f"--IdentityProvider.token={TOKEN}", *words]
+    with (
+        (tmp_path / "lab.log").open("w") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **settings}) as server,
+    ):
+        try:
+            _wait_for(f"{address}/api?token={TOKEN}", server, tmp_path / "lab.log")
+            yield f"{address}/lab/tree/explorer.ipynb?token={TOKEN}"
+        finally:
+            server.terminate()
+
+
+def _wait_for(url: str, server: subprocess.Popen[Any], log: Path) -> None:
+    end = time.monotonic() + PATIENCE / 1e3
+    while True:
+        assert server.poll() is None and time.monotonic() < end, log.read_text()
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+
+
+@pytest.fixture
+def page(lab: str) -> Iterator[Any]:
+    """The notebook open in a browser, its cell run and its controls shown."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=_chromium(), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1300, "height": 1000})
+        page.set_default_timeout(PATIENCE)
+        page.goto(lab)
+        page.locator(".jp-CodeCell .cm-content").click()
+        page.get_by_text(re.compile(r"\| Idle$")).wait_for()  # the kernel: what is run earlier may be lost
+        page.keyboard.press("Shift+Enter")
+        page.locator(".jp-OutputArea img").wait_for()
+        yield page
+        browser.close()
+
+
+def _slider(page: Any, name: str) -> Any:
+    """The handle of the slider called `name`."""
+    return page.locator(".widget-slider", has=page.get_by_text(name, exact=True)).locator(".noUi-handle")
+
+
+def _says(page: Any, sentence: str) -> None:
+    """Wait until the words beside the picture hold `sentence`."""
+    page.locator(".widget-html", has_text=sentence).wait_for(state="attached")
+
+
+def test_a_slider_redraws_and_a_refusal_takes_the_place_of_the_picture(page: Any) -> None:
+    picture = page.locator(".jp-OutputArea img")
+    # (p - 1)/(m + p - 1): 3/11, then 3/12 for one microbatch more
+    _says(page, "1F1B, 4 stages, 8 microbatches: bubble 27.3%, peak 4 in flight, 33 units of time")
+    before = picture.get_attribute("src")
+    _slider(page, "microbatches").press("ArrowRight")
+    _says(page, "1F1B, 4 stages, 9 microbatches: bubble 25.0%, peak 4 in flight, 36 units of time")
+    assert picture.get_attribute("src") != before
+    assert picture.bounding_box()["width"] > 600
+
+    # interleaving needs groups of at least p microbatches, the last one too: 9 are refused, and groups of 1
+    page.locator(".widget-dropdown select").select_option("interleaved")
+    page.locator(".widget-html b").wait_for()
+    picture.wait_for(state="hidden")
+    _screenshot(page, "refused")
+    _slider(page, "microbatches").press("ArrowLeft")
+    _says(page, "interleaved 1F1B, 8 stages, 8 microbatches: bubble 15.8%, peak 5.5 in flight, 28.5 units of time")
+    picture.wait_for(state="visible")
+    _slider(page, "group_size").press("ArrowRight")
+    page.locator(".widget-html b", has_text="group size is 1").wait_for()
+    picture.wait_for(state="hidden")
+    _slider(page, "group_size").press("ArrowLeft")
+    picture.wait_for(state="visible")
+    _screenshot(page, "interleaved")
+
+
+def _screenshot(page: Any, name: str) -> None:
+    """Into the folder SCREENSHOTS, if that is set: to look at what assertions cannot see."""
+    if folder := os.environ.get("SCREENSHOTS"):
+        page.screenshot(path=str(Path(folder) / f"{name}.png"))
