@@ -94,3 +94,28 @@ def test_messages_within_a_rank_stay_there():
     messages = [str(m) + (" local" if m.is_local else "") for step in lower(v, 1).steps for m in [step.gives] if m]
     assert messages == ["1F0>2 local", "2F0>3", "2B0>1 local", "1B0>0"]
     assert [str(m) for m in lower(v, 0).incoming[1]] == ["2F0>3", "1B0>0"]
+
+
+def test_mirrored_operations_meet_whatever_they_are():
+    """NCCL runs one communicator's operations in order: two sends that meet block it, in a batch and buffered, too."""
+    x, y = "from 0", "from 1"
+    first, same = [[Op("send", 1, x), Op("recv", 1, y)]], [[Op("send", 0, y), Op("recv", 0, x)]]
+    mirror = [same[0][::-1]]
+    assert interpret([first, same]).finished
+    assert interpret([first, mirror], mirrored=True).finished
+    for buffered in (False, True):
+        outcome = interpret([first, same], mirrored=True, buffered=buffered)
+        assert not outcome.finished
+        assert outcome.stuck == {0: 0, 1: 0}
+    one_direction_each = [
+        [[op._replace(channel=int(op.name == y)) for op in step] for step in p] for p in (first, same)
+    ]
+    assert interpret(one_direction_each, mirrored=True).finished
+
+
+def test_what_follows_a_blocked_operation_is_blocked_too():
+    first = [[Op("send", 1, "x")], [Op("send", 1, "y")]]
+    second = [[Op("send", 0, "z"), Op("recv", 0, "x")], [Op("recv", 0, "y")]]
+    outcome = interpret([first, second], mirrored=True)
+    assert outcome.circle == ["rank 0 waits: send x to rank 1", "rank 1 waits: send z to rank 0"]
+    assert interpret([first, [second[0][1:], second[1]]], mirrored=True).finished
