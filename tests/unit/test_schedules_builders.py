@@ -1,0 +1,257 @@
+"""Every builder's program, bubble and memory as its docstring gives them, held against the simulator; refusals."""
+
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labkit.config import ScheduleConfig
+from labkit.schedules import (
+    Costs,
+    Schedule,
+    build_schedule,
+    dualpipe_v,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    simulate,
+    split_backward,
+    verify,
+    without_backward,
+    zbv,
+    zero_bubble_h1,
+)
+
+TIMES = st.integers(1, 30)
+BUILDERS = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": lambda pp, microbatches: interleaved(pp, 3, microbatches),
+    "zero_bubble_h1": zero_bubble_h1,
+    "zbv": zbv,
+    "dualpipe_v": dualpipe_v,
+}
+
+
+@st.composite
+def interleaved_sizes(draw, pp=6, vpp=5, microbatches=24):
+    """(pp, vpp, microbatches, group size) of a legal interleaved schedule."""
+    pp, vpp = draw(st.integers(2, pp)), draw(st.integers(2, vpp))
+    microbatches = draw(st.integers(pp, microbatches))
+    legal = [n for n in range(pp, microbatches + 1) if microbatches % n == 0 or microbatches % n >= pp]
+    return pp, vpp, microbatches, draw(st.sampled_from(legal))
+
+
+def _bubble(schedule, forward, input_grad, weight_grad):
+    """Makespan less the work of a rank, which is the same on all."""
+    timeline = simulate(schedule, Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad))
+    per_rank = schedule.num_stages // schedule.pp * schedule.num_microbatches
+    return timeline.makespan - per_rank * (forward + input_grad + weight_grad)
+
+
+@given(sizes=interleaved_sizes(), forward=TIMES, backward=TIMES)
+@settings(max_examples=60)
+def test_interleaved_bubble_and_peak_whatever_the_group_size(sizes, forward, backward):
+    pp, vpp, microbatches, group = sizes
+    timeline = simulate(interleaved(*sizes), Costs(forward=forward, backward=backward))
+    assert timeline.makespan == (microbatches * vpp + pp - 1) * (forward + backward)
+    assert timeline.bubble_fraction == pytest.approx((pp - 1) / (microbatches * vpp + pp - 1))
+    assert timeline.bubble_ratio == pytest.approx((pp - 1) / (microbatches * vpp))
+    peaks = [min(2 * (pp - r - 1) + (vpp - 1) * group + 1, microbatches * vpp) for r in range(pp)]
+    assert timeline.peak_in_flight == peaks
+
+
+@given(sizes=interleaved_sizes())
+def test_interleaved_program_and_placement(sizes):
+    pp, vpp, microbatches, group = sizes
+    schedule, total = interleaved(*sizes), vpp * microbatches
+    for rank in range(pp):
+        warmup = min(2 * (pp - rank - 1) + (vpp - 1) * group, total)
+        kinds = "".join(action.kind for action in schedule.actions(rank))
+        assert kinds == "F" * warmup + "FB" * (total - warmup) + "B" * warmup
+        assert schedule.stages_of(rank) == list(range(rank, pp * vpp, pp))
+
+
+def test_interleaved_defaults_and_one_chunk():
+    assert interleaved(3, 2, 6) == interleaved(3, 2, 6, 3)
+    assert interleaved(3, 1, 2) == one_f_one_b(3, 2)
+    assert interleaved(1, 1, 4) == one_f_one_b(1, 4)
+
+
+@given(pp=st.integers(1, 9), extra=st.integers(0, 20), forward=TIMES, input_grad=TIMES, weight_grad=TIMES)
+def test_zero_bubble_h1_bubble_peak_and_what_it_beats(pp, extra, forward, input_grad, weight_grad):
+    microbatches = pp + extra
+    times, hops = (forward, input_grad, weight_grad), pp - 1
+    schedule = zero_bubble_h1(pp, microbatches)
+    full = one_f_one_b(pp, microbatches)
+    assert _bubble(schedule, *times) == hops * max(forward + input_grad - weight_grad, forward, input_grad)
+    assert _bubble(full, *times) == hops * sum(times)
+    assert _bubble(split_backward(full, weight="after"), *times) == hops * (forward + input_grad)
+    assert simulate(schedule).peak_in_flight == [pp] * pp
+
+
+@given(pp=st.integers(1, 9), microbatches=st.integers(1, 20))
+def test_zero_bubble_h1_program(pp, microbatches):
+    schedule = zero_bubble_h1(pp, microbatches)
+    assert simulate(schedule).peak_in_flight == [min(pp, microbatches)] * pp
+    for rank in range(pp if microbatches >= pp else 0):
+        w, m = pp - rank - 1, microbatches
+        kinds = "".join(action.kind for action in schedule.actions(rank))
+        assert kinds == "F" * w + "FI" * rank + "FIW" * (m - pp + 1) + "IW" * w + "W" * rank
+
+
+@given(pp=st.integers(1, 9), microbatches=st.integers(1, 30), time=TIMES)
+def test_zbv_bubble_and_peak_for_equal_times(pp, microbatches, time):
+    schedule = zbv(pp, microbatches)
+    assert _bubble(schedule, time, time, time) == max(pp - 1, 2 * (2 * pp - 1 - microbatches)) * time
+    timeline = simulate(schedule)
+    assert timeline.peak_in_flight == [min(2 * pp, microbatches + r + 1, 2 * microbatches) for r in range(pp)]
+    if microbatches >= 2 * pp - 1:
+        assert timeline.bubble_fraction == pytest.approx((pp - 1) / (6 * microbatches + pp - 1))
+        assert timeline.bubble_ratio == pytest.approx((pp - 1) / (6 * microbatches))
+
+
+@given(pp=st.integers(1, 9), extra=st.integers(0, 20), data=st.data())
+def test_zbv_bubble_for_other_times(pp, extra, data):
+    input_grad = data.draw(TIMES)
+    forward = data.draw(st.integers(1, input_grad))
+    weight_grad = data.draw(st.integers((input_grad + 1) // 2, input_grad))
+    assert _bubble(zbv(pp, 2 * pp - 1 + extra), forward, input_grad, weight_grad) == (pp - 1) * input_grad
+
+
+@given(pp=st.integers(1, 9), extra=st.integers(0, 20), data=st.data())
+def test_dualpipe_v_bubble_and_peak(pp, extra, data):
+    input_grad = data.draw(TIMES)
+    weight_grad = data.draw(st.integers(1, input_grad))
+    forward = data.draw(st.integers(input_grad, input_grad + weight_grad))
+    microbatches = 2 * pp + extra
+    schedule = dualpipe_v(pp, microbatches)
+    assert _bubble(schedule, forward, input_grad, weight_grad) == (pp - 1) * (forward + input_grad - weight_grad)
+    timeline = simulate(schedule)
+    assert timeline.makespan == 6 * microbatches + (pp - 1)
+    assert timeline.bubble_fraction == pytest.approx((pp - 1) / (6 * microbatches + pp - 1))
+    assert timeline.bubble_ratio == pytest.approx((pp - 1) / (6 * microbatches))
+    assert timeline.peak_in_flight == [2 * pp + 1] * pp
+
+
+@pytest.mark.parametrize("builder", [zbv, dualpipe_v])
+def test_a_v_has_both_ends_of_the_model_on_rank_0(builder):
+    schedule = builder(4, 9)
+    assert [schedule.placement(stage) for stage in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (3, 7), (4, 8), (5, 10)])
+def test_every_schedule_verifies_and_has_a_forward_only_form(name, pp, microbatches):
+    schedule = BUILDERS[name](pp, 2 * pp if name == "interleaved" else microbatches)
+    verify(schedule)
+    forwards = without_backward(schedule)
+    assert [forwards.actions(rank) for rank in range(pp)] == [
+        [action for action in schedule.actions(rank) if action.kind == "F"] for rank in range(pp)
+    ]
+    verify(forwards)
+    assert simulate(forwards).peak_in_flight == [0] * pp
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_builders_run_no_python_line_per_action(name):
+    """Row C2 of millions of actions in a tenth of a second stands on this."""
+    few, many = (_lines_run(BUILDERS[name], 4, microbatches) for microbatches in (16, 256))
+    assert few == many > 0
+
+
+def _lines_run(builder, pp, microbatches):
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        builder(pp, microbatches)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("call", "needle"),
+    [
+        (lambda: gpipe(0, 4), "pp is 0: give a whole number of at least 1"),
+        (lambda: one_f_one_b(2, True), "microbatches is True"),
+        (lambda: zero_bubble_h1(2, -1), "microbatches is -1"),
+        (lambda: zbv(2.0, 4), "pp is 2.0"),
+        (lambda: dualpipe_v(4, 7), "7 microbatches on 4 pipeline ranks: dualpipe_v needs at least 8, .* or use zbv"),
+        (lambda: interleaved(4, 2, 3), "3 microbatches on 4 pipeline ranks: .* needs at least 4; raise the global"),
+        (lambda: interleaved(4, 2, 9), "leaves a last group of 1, shorter than 4: .* choose one of 5, 9$"),
+        (lambda: interleaved(2, 2, 8, 16), "group size is 16: .* choose one of 2, 3, 4, 5, 6, 8$"),
+        (lambda: interleaved(1, 2, 8), "pp is 1 and vpp is 2: .* set vpp to 1, or raise pp"),
+        (lambda: interleaved(2, 0, 8), "vpp is 0"),
+    ],
+)
+def test_refusals_say_what_is_allowed(call, needle):
+    with pytest.raises(ValueError, match=needle):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("name", "vpp", "expected"),
+    [
+        ("auto", 1, one_f_one_b(2, 4)),
+        ("auto", 2, interleaved(2, 2, 4)),
+        ("gpipe", 1, gpipe(2, 4)),
+        ("1f1b", 1, one_f_one_b(2, 4)),
+        ("interleaved", 3, interleaved(2, 3, 4)),
+        ("zero_bubble_h1", 1, zero_bubble_h1(2, 4)),
+        ("zbv", 1, zbv(2, 4)),
+        ("zbv", 2, zbv(2, 4)),
+        ("dualpipe_v", 2, dualpipe_v(2, 4)),
+    ],
+)
+def test_a_config_names_its_schedule(name, vpp, expected):
+    built = build_schedule(ScheduleConfig(name=name), pp=2, vpp=vpp, microbatches=4)
+    assert built == expected and built.name == expected.name
+
+
+def test_a_config_gives_group_size_and_file(tmp_path):
+    config = ScheduleConfig(name="interleaved", microbatch_group_size=4)
+    assert build_schedule(config, pp=2, vpp=2, microbatches=4) == interleaved(2, 2, 4, 4)
+    for name in ("auto", "interleaved"):
+        assert build_schedule(ScheduleConfig(name=name), pp=1, microbatches=4) == one_f_one_b(1, 4)
+    path = tmp_path / "mine.csv"
+    path.write_text(zbv(2, 4).to_csv())
+    mine = build_schedule(ScheduleConfig(path=str(path)), pp=2, microbatches=4)
+    assert mine == zbv(2, 4) and mine.name == "mine" and isinstance(mine, Schedule)
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "needle"),
+    [
+        (
+            ScheduleConfig(name="2f2b"),
+            {},
+            "'2f2b'; choose one of auto, interleaved, gpipe, 1f1b, zero_bubble_h1, zbv, d",
+        ),
+        (ScheduleConfig(name="gpipe"), {"vpp": 2}, "'gpipe', which has 1 stage a rank, and vpp is 2: leave .* at 1"),
+        (ScheduleConfig(name="zbv"), {"vpp": 3}, "'zbv', which has 2 stages a rank, and vpp is 3"),
+        (ScheduleConfig(name="interleaved"), {}, "vpp is 1: give parallel.vpp at least 2, or choose 1f1b"),
+        (ScheduleConfig(name="dualpipe_v"), {"microbatches": 3}, "needs at least 4"),
+        (ScheduleConfig(path="nowhere.csv"), {}, "schedule.path is nowhere.csv, and there is no such file"),
+    ],
+)
+def test_a_config_that_names_no_possible_schedule_is_refused(config, sizes, needle):
+    with pytest.raises(ValueError, match=needle):
+        build_schedule(config, **({"pp": 2, "microbatches": 4} | sizes))
+
+
+def test_a_file_for_another_run_is_refused(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(gpipe(2, 4).to_csv())
+    for sizes, needle in (({"pp": 3, "microbatches": 4}, "2 ranks, the run has 3"),
+                          ({"pp": 2, "microbatches": 5}, "4 microbatches, the run has 5")):  # fmt: skip
+        with pytest.raises(ValueError, match=needle):
+            build_schedule(ScheduleConfig(path=str(path)), **sizes)
