@@ -26,7 +26,7 @@ def zbv(pp: int, microbatches: int) -> Schedule:
 
     Bubble: (p - 1) t for F = I = W = t: nothing but the p - 1 forwards until the last rank has work; makespan
     (6m + p - 1) t, fraction (p - 1)/(6m + p - 1), ratio (p - 1)/(6m). With other times (p - 1) I where F <= I and
-    W <= I <= 2W. With m < 2p - 1 microbatches and equal times, max(p - 1, 2(2p - 1 - m)) t.
+    W <= I <= 2W. All that for m >= 2p - 1; with fewer microbatches and equal times max(p - 1, 2(2p - 1 - m)) t.
     Peak in flight: min(2p, m + r + 1, 2m) stages, each half as large as 1F1B's: what rank 0 of 1F1B has.
     """
     require_positive(pp=pp, microbatches=microbatches)
