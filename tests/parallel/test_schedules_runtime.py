@@ -15,14 +15,17 @@ from labkit.config import ParallelConfig
 from labkit.events import recording
 from labkit.launch import RankError, run
 from labkit.parallel import CommLedger, initialize_model_parallel
+from labkit.parallel.mailbox import AHEAD
 from labkit.schedules import (
     Action,
     PipelineRuntime,
     Schedule,
     ScheduleError,
     gpipe,
+    interleaved,
     one_f_one_b,
     simulate,
+    zbv,
 )
 
 LOOPED = Schedule.from_csv("0F0,0F1,2F0,2F1,2B0,0B0,2B1,0B1\n1F0,1F1,3F0,3B0,3F1,1B0,3B1,1B1", "looped by hand")
@@ -162,6 +165,39 @@ def test_variants_against_one_process(pp, on_ranks):
     }
     for name, wanted in expected.items():
         _same([variants[name] for variants in by_rank], wanted, 5)
+
+
+def _lengths(schedules):
+    how = {"lengths": [2, 5, 3], "tensor_shape": None}
+    return [run_stages(s, transport=transport, **how) for s in schedules for transport in TRANSPORTS[:3]]
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_varying_lengths_under_any_placement(pp, on_ranks):
+    schedules = [interleaved(pp, 2, 2 * pp), zbv(pp, 2 * pp), *([LOOPED, V_SHAPED, OUT_OF_ORDER] if pp == 2 else [])]
+    by_rank = on_ranks(_lengths, pp, schedules)
+    for number in range(3 * len(schedules)):
+        schedule = schedules[number // 3]
+        wanted = reference(schedule.num_stages, schedule.num_microbatches, lengths=[2, 5, 3])
+        results = [found[number] for found in by_rank]
+        seen = {stage: grads for _, by_stage, _ in results for stage, grads in by_stage.items()}
+        losses = next(reports for reports, _, _ in results if reports)
+        assert [report["loss"] for report in losses] == pytest.approx(wanted[0], rel=1e-12)
+        for stage, expected in enumerate(wanted[1]):
+            for a, b in zip(seen[stage], expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+
+
+def test_receives_are_posted_ahead_of_the_action_before(on_ranks):
+    """A receive's Event runs from its posting to its arrival: the next ones are open while an action computes."""
+    _, _, events = on_ranks(_recorded, 2, gpipe(2, 8), "posted")[1]
+    forwards = {e.name: e for e in events if e.kind == "forward"}
+    received = sorted((e for e in events if e.kind == "recv"), key=lambda e: e.start)
+    assert len(received) == 8
+    for microbatch in range(1, 8):
+        assert received[microbatch].start < forwards[f"1F{microbatch - 1}"].start
+    for event in received:  # but no more than the limit are open, which bounds their memory
+        assert sum(other.start <= event.start < other.end for other in received) <= AHEAD["gloo"]
 
 
 def _forward_only(schedule):
@@ -305,6 +341,29 @@ def test_ranks_that_were_given_other_shapes_both_say_so(transport, on_ranks):
         assert f"rank {mine} has {given[mine]}, rank {other} has {given[other]}" in message
     by_rank = on_ranks(_wrong_shape, 2, [SHAPE, [SHAPE, SHAPE]], transport, True)
     assert all("1 tensors" in message and "2 tensors" in message for message in by_rank)
+
+
+def _disagree(what):
+    groups = initialize_model_parallel(ParallelConfig(pp=2))
+    given = {"schedule": gpipe(2, 2), "transport": "posted", "dtype": torch.float64, "forward_only": False}
+    other = {"schedule": gpipe(2, 3), "transport": "batched", "dtype": torch.float32, "forward_only": True}
+    mine = given | ({what: other[what]} if groups.pp.rank == 1 else {})
+    schedule, forward_only = mine.pop("schedule"), mine.pop("forward_only")
+    chunk = Stage(groups.pp.rank)
+    runtime = PipelineRuntime(schedule, chunk, groups, forward_step_func=forward_step, tensor_shape=SHAPE, **mine)
+    try:
+        runtime.run(iter(microbatches(schedule.num_microbatches)), forward_only=forward_only)
+    except ValueError as error:
+        return str(error)
+    return "ran"
+
+
+@pytest.mark.parametrize("what", ["schedule", "transport", "dtype", "forward_only"])
+def test_ranks_that_were_given_other_arguments_both_say_so(what, on_ranks):
+    """They would wait for each other for ever, or read bytes as another type."""
+    for rank, message in enumerate(on_ranks(_disagree, 2, what)):
+        assert f"the ranks of the pipeline disagree on {'the schedule' if what == 'schedule' else what}" in message
+        assert f"rank {rank} has" in message
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
