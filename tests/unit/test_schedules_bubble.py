@@ -21,6 +21,7 @@ from labkit.schedules import (
     zbv,
     zero_bubble_h1,
 )
+from labkit.schedules.bubble import PARTS
 
 SIZES = {"pp": st.integers(1, 7), "microbatches": st.integers(1, 12)}
 TIMES = {"f": st.integers(1, 9), "b": st.integers(1, 9)}
@@ -34,8 +35,15 @@ V_SPLIT = Schedule.from_csv(
 def timelines(draw):
     """A timeline of a known schedule under random costs, with messages or without."""
     pp, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 9))
-    builders = (gpipe, one_f_one_b, zero_bubble_h1, zbv, lambda p, m: dualpipe_v(p, m + 2 * p),
-                lambda p, m: interleaved(p, min(p, 2), m * p), lambda p, m: without_backward(one_f_one_b(p, m)))  # fmt: skip
+    builders = (
+        gpipe,
+        one_f_one_b,
+        zero_bubble_h1,
+        zbv,
+        lambda p, m: dualpipe_v(p, m + 2 * p),
+        lambda p, m: interleaved(p, min(p, 2), m * p),
+        lambda p, m: without_backward(one_f_one_b(p, m)),
+    )
     schedule = draw(st.sampled_from(builders))(pp, microbatches)
     per_stage = st.lists(st.integers(0, 20), min_size=schedule.num_stages, max_size=schedule.num_stages)
     forward, inputs, weights = draw(per_stage), draw(per_stage), draw(per_stage)
@@ -137,6 +145,18 @@ def test_a_slower_kind_on_a_stage_is_named(schedule, kind, stage):
     assert f"computation on rank {gap.rank}: +{extra * 1e3:.1f} ms, of it +{extra * 1e3:.1f} ms in the {word}" in str(
         gap
     )
+
+
+def test_a_cause_is_named_before_idle_time_that_is_hardly_longer():
+    """Stage 2 is slower; rank 0 waits for it, and a little longer than that, since it is faster itself."""
+    predicted = simulate(one_f_one_b(4, 32), Costs(forward=0.01, backward=0.02))
+    measured = stretched(predicted, {("B", 2): 1.5, ("F", 0): 0.8})
+    added = {part: float(getattr(measured.bubble, part)[0] - getattr(predicted.bubble, part)[0]) for part in PARTS}
+    assert 0.32 < max(added.values()) < 0.32 / 0.9
+    gap = explain_gap(predicted, measured.events)
+    assert (gap.part, gap.rank, gap.kind) == ("computation", 2, "B")
+    much = explain_gap(predicted, stretched(predicted, {("B", 2): 1.5, ("F", 0): 0.5}).events)
+    assert (much.part, much.rank) == ("steady", 0)
 
 
 def test_split_backwards_are_named_by_half():

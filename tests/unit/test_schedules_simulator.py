@@ -72,6 +72,7 @@ def test_messages_by_link_and_direction():
     )
     events = {e.name: (e.start, e.end) for e in simulate(one_f_one_b(2, 1), links).events}
     assert events == {"0F0": (0, 1), "1F0": (9, 10), "1B0": (10, 13), "0B0": (19.5, 22.5)}
+    assert links.messages(2).tolist() == [[[0, 8], [8, 0]], [[0, 5], [6.5, 0]]]
 
 
 V = "0F0,0F1,3F0,3I0,0I0,3W0,0W0,3F1,3I1,0I1,3W1,0W1\n1F0,2F0,1F1,2F1,2I0,1I0,2W0,1W0,2I1,1I1,2W1,1W1"
