@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 
 import numpy as np
@@ -28,12 +29,12 @@ class Rows:
     timeline: Timeline | None = None
     """Where the Events are predicted; it knows what an activation weighs."""
 
-    @property
+    @cached_property
     def end(self) -> float:
         """When the last one ends."""
         return max((event.end for event in self.events), default=1.0)
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         """Model chunks of a rank that are told apart."""
         return 1 + max((event.chunk or 0 for event in self.events if event.kind in COMPUTE), default=0)
