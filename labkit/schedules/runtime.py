@@ -94,19 +94,19 @@ class PipelineRuntime:
         self.forward_step_func, self.grad_scaler, self.timers = forward_step_func, grad_scaler, timers
         self.calculate_per_token_loss, self.deallocate = calculate_per_token_loss, deallocate_pipeline_outputs
         self.autocast_dtype = autocast_dtype
-        first_of_plain = groups.pp.rank == 0 and schedule.num_stages == schedule.pp
+        left_to_hooks = groups.pp.rank == 0 and schedule.num_stages == schedule.pp
         self.sync_functions = {
             "no_sync_func": no_sync_func,
-            "grad_sync_func": None if first_of_plain else grad_sync_func,
+            "grad_sync_func": None if left_to_hooks else grad_sync_func,
             "param_sync_func": param_sync_func,
         }
         self.num_tokens = torch.zeros((), dtype=torch.int64)
         """Tokens of the last run on the last stage, summed over microbatches; 0 where the loss gives two items."""
         self._check()
         schedule.derived(f"verified, {transport}", lambda rows: verify(rows, transport))
-        self.shapes = shapes_of_messages(tensor_shape, schedule.num_stages)
+        self.shapes = shapes = shapes_of_messages(tensor_shape, schedule.num_stages)
         self.form = Format[Message](
-            lambda message: self.shapes[min(message.from_stage, message.to_stage)],
+            lambda message: shapes[min(message.from_stage, message.to_stage)],
             lambda message: "forward" if message.kind == "F" else "backward",
             dtype or autocast_dtype or _dtype_of(self.chunks),
             groups.device,
@@ -145,7 +145,6 @@ class PipelineRuntime:
         """What the ranks it exchanges messages with must have been given too: asked before the first run of a kind."""
         if forward_only in self._agreed:
             return None
-        self._agreed.add(forward_only)
         schedule, form = self.schedule, self.form
         messages = [message for step in program.steps for message in (step.needs, step.gives) if message is not None]
         peers = {rank for message in messages for rank in (message.source, message.target)} - {self.groups.pp.rank}
@@ -192,6 +191,7 @@ class PipelineRuntime:
         state = _Step(self, self._program(forward_only), iterators, forward_only, collect_non_loss_data)
         with _timed(self.timers, "forward-backward", 1), torch.set_grad_enabled(not forward_only):
             state.walk()
+        self._agreed.add(forward_only)
         if (recorder := active_recorder()) is not None:
             recorder.settle()
         self.num_tokens = state.num_tokens

@@ -99,7 +99,8 @@ class SlottedMailbox(Posted):
 
     def __init__(self, mailbox: Mailbox[Message], program: Program) -> None:
         super().__init__(mailbox)
-        self._last, self._received = program.last, {}
+        self._last = program.last
+        self._received: dict[Message, Payload] = {}
 
     def take(self, step: Step) -> Payload | None:
         """Receive what the slot before the action brings, and give what the action reads of it."""
