@@ -65,6 +65,8 @@ class _ColumnLinear(Function):
 
     Under sequence parallelism x is gathered from [S/t, B, I] in forward, not kept but gathered again in backward, and
     dx is reduce-scattered instead of all-reduced.
+
+    Where a `WeightGradStore` collects, wgrad waits for its W, and so does the second gather of x, which only it needs.
     """
 
     @staticmethod
@@ -106,6 +108,8 @@ class _RowLinear(Function):
     wgrad     dW_r = dy^T x_r, db = sum dy   [O, N] x [N, I/t] -> [O, I/t]
 
     Under sequence parallelism y is reduce-scattered to [S/t, B, O], dy gathered, and db the sum over this rank's part.
+
+    Where a `WeightGradStore` collects, wgrad waits for its W, and keeps the gathered dy, which dgrad needed at once.
     """
 
     @staticmethod
