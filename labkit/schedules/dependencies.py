@@ -20,6 +20,8 @@ from labkit.schedules.ir import KINDS, Action, Schedule, ScheduleError, grid
 _F, _B, _I, _W = range(4)
 _MOST_NAMED = 10
 """Cells that a refusal names; the rest is more of the same."""
+_MOST_CELLS = 1000
+"""Cells per action beyond which no table of them is made: sizes were mistyped, and memory would be gone."""
 
 
 def positions(schedule: Schedule) -> np.ndarray:
@@ -72,8 +74,8 @@ def _rows(schedule: Schedule) -> list[slice]:
 def require_complete(schedule: Schedule) -> np.ndarray:
     """Every stage runs every microbatch once forward and, unless all is forward, once backward (B, or I and W), on one
     rank. Returns `positions`; raises ScheduleError with the first ten cells that break this."""
-    if len(schedule) < schedule.num_stages * schedule.num_microbatches:
-        raise _incomplete(schedule, _first_missing(schedule), {})  # a table of all cells might be huge
+    if schedule.num_stages * schedule.num_microbatches > _MOST_CELLS * len(schedule):
+        raise _incomplete(schedule, _first_missing(schedule), {})
     at = positions(schedule)
     there = at >= 0
     missing = [f"{Action(s, 'F', m)} is missing" for s, m in np.argwhere(~there[_F])[:_MOST_NAMED].tolist()]
@@ -99,7 +101,7 @@ def _incomplete(schedule: Schedule, missing: list[str], marks: dict[tuple[int, i
 
 
 def _first_missing(schedule: Schedule) -> list[str]:
-    """The first forwards that are missing from a schedule with fewer actions than cells; all, if there are but few."""
+    """The first forwards that are missing, found without a table of all cells."""
     forward = schedule.kinds == _F
     there = set(zip(schedule.stages[forward].tolist(), schedule.microbatches[forward].tolist(), strict=True))
     sizes = (schedule.num_stages, schedule.num_microbatches)

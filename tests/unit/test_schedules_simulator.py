@@ -178,6 +178,11 @@ def test_what_cannot_run_is_drawn_and_named(text, needles):
             simulate(Schedule.from_csv(text))
 
 
+def test_mistyped_sizes_are_refused_without_a_table_of_gigabytes():
+    with pytest.raises(ScheduleError, match="0F1 is missing\n0F2 is missing"):
+        simulate(Schedule("mistyped", 2, 10**9, [["0F0", "0B0"], ["1F0", "1B0"]]))
+
+
 @given(st.permutations(list(range(8))), st.permutations(list(range(8))))
 def test_a_shuffled_schedule_runs_or_is_refused(first, second):
     rows = [[list(one_f_one_b(2, 4).actions(rank))[i] for i in order] for rank, order in enumerate((first, second))]
