@@ -144,8 +144,9 @@ def explain_deadlock(schedule: Schedule, heads: np.ndarray, done: np.ndarray) ->
     for rank in circle:
         other, mine = int(schedule.ranks[wanted[rank]]), int(heads[rank])
         sentence = f"{_action(schedule, mine)} waits for {_action(schedule, wanted[rank])}"
-        blocker = _action(schedule, int(heads[other]))
-        marks[schedule.locate(mine)] = f"{sentence}, which rank {other} runs after {blocker}"
+        head = int(heads[other])
+        why = "itself waits to run" if head == wanted[rank] else f"runs after {_action(schedule, head)}"
+        marks[schedule.locate(mine)] = f"{sentence}, which rank {other} {why}"
     ranks = " -> ".join(f"rank {rank}" for rank in [*circle, circle[0]])
     return "\n".join([f"{schedule.name} cannot run, these wait for each other: {ranks}", grid(schedule, marks)])
 

@@ -85,6 +85,23 @@ def test_what_cannot_run_is_refused_with_its_picture(text, needles):
         assert needle in str(caught.value)
 
 
+def test_a_circle_says_of_each_rank_whether_it_is_busy_or_waits_itself():
+    """Rank 1 has its two forwards the wrong way round: 4F0 needs 3F0, which needs 2F0, which needs 1F0. Ranks 0 and 2
+    would run next what the others want; rank 1 alone has something before it."""
+    swapped = Schedule.from_csv("0F0,3F0,3B0,0B0\n4F0,1F0,4B0,1B0\n2F0,5F0,5B0,2B0", "swapped")
+    with pytest.raises(ScheduleError) as caught:
+        verify(swapped)
+    assert str(caught.value).splitlines() == [
+        "swapped cannot run, these wait for each other: rank 0 -> rank 2 -> rank 1 -> rank 0",
+        "rank 0 | 0F0 [3F0] 3B0  0B0",
+        "rank 1 |[4F0] 1F0  4B0  1B0",
+        "rank 2 |[2F0] 5F0  5B0  2B0",
+        "rank 0, position 1: 3F0 waits for 2F0, which rank 2 itself waits to run",
+        "rank 1, position 0: 4F0 waits for 3F0, which rank 0 itself waits to run",
+        "rank 2, position 0: 2F0 waits for 1F0, which rank 1 runs after 4F0",
+    ]
+
+
 # ---- memory ----
 @given(pp=st.integers(1, 6), microbatches=st.integers(1, 9))
 def test_a_limit_at_the_peak_is_kept_and_one_below_it_is_not(pp, microbatches):
