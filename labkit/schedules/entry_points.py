@@ -40,7 +40,7 @@ class StepArguments(TypedDict, total=False):
     forward_only: bool
     """Losses without gradients."""
     enable_autocast: bool
-    """Run forwards under torch.autocast with `dtype`."""
+    """Run forwards, but not the loss function, under torch.autocast with `dtype`."""
     dtype: Any
     """Of the tensors between stages; None is that of the first floating-point parameter."""
     calculate_per_token_loss: bool
@@ -48,7 +48,9 @@ class StepArguments(TypedDict, total=False):
     no_sync_func: Any
     """A context in which backwards only accumulate, or a list with one per chunk; None takes the chunks' `no_sync`."""
     grad_sync_func: Any
-    """Called with a chunk's parameters when they are to be synchronised, or a list with one per chunk."""
+    """Called with a chunk's parameters when they are to be synchronised, or a list with one per chunk. Never
+    called at pp 1, nor on the first rank without interleaving: as in Megatron that is left to the hooks of the last
+    backward, which runs outside of `no_sync_func`'s context."""
     param_sync_func: Any
     """Called with a chunk's parameters ahead of its first forward, or a list with one per chunk; interleaving only."""
     deallocate_pipeline_outputs: bool

@@ -10,26 +10,37 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from labkit.schedules.lowering import Program
+from labkit.schedules.lowering import Program, Step
 
 
 class Reader:
     """The iterator itself, where microbatches run in order anyway (or None, where the rank has no data)."""
 
-    def __init__(self, iterator: Any) -> None:
-        self.iterator = iterator
+    def __init__(self, iterator: Any, microbatches: int) -> None:
+        self.iterator, self._microbatches = iterator, microbatches
+        self._count = 0
+        """Microbatches that the iterator gave."""
 
     def reads(self, microbatch: int) -> None:
         """The next forward is that of `microbatch`."""
+        self._count = microbatch
+
+    def ran_short(self, step: Step) -> ValueError:
+        """What to raise where the forward of `step` found no more data."""
+        stage, microbatch = step.action.stage, step.action.microbatch
+        return ValueError(
+            f"stage {stage} (chunk {step.chunk} of its rank) found no data for microbatch {microbatch}: its data "
+            f"iterator had enough for {self._count} of the {self._microbatches} microbatches of a step. Give each "
+            f"chunk an iterator of its own with data for {self._microbatches}, or run fewer microbatches"
+        )
 
 
 class ReorderingReader(Reader):
     """Gives a forward step that calls `next` once its own microbatch, and keeps what it skips for later."""
 
-    def __init__(self, source: Iterator[Any]) -> None:
-        super().__init__(self)
+    def __init__(self, source: Iterator[Any], microbatches: int) -> None:
+        super().__init__(self, microbatches)
         self._source = source
-        self._count = 0
         self._kept: dict[int, Any] = {}
         self._wanted = 0
 
@@ -51,4 +62,6 @@ def reader(iterator: Any, program: Program, chunk: int) -> Reader:
     """How the forwards of `chunk` read `iterator`."""
     order = [step.action.microbatch for step in program.steps if step.chunk == chunk and step.action.kind == "F"]
     in_order = all(first < second for first, second in pairwise(order))
-    return Reader(iterator) if iterator is None or in_order else ReorderingReader(iterator)
+    if iterator is None or in_order:
+        return Reader(iterator, len(order))
+    return ReorderingReader(iterator, len(order))

@@ -84,7 +84,7 @@ class PipelineRuntime:
             last backward, as Megatron does.
         param_sync_func: called with a chunk's parameters ahead of its first forward (`Step.param_gather`), or one each.
         timers: `timers(name, log_level=n)` gives an object with `start` and `stop`; or None.
-        autocast_dtype: run forwards under torch.autocast with this type; None does not.
+        autocast_dtype: run forwards, but not the loss function, under torch.autocast with this type; None does not.
 
         Raises ScheduleError for a schedule that cannot run, ValueError where it does not fit the groups or the chunks.
         """
@@ -174,7 +174,7 @@ class PipelineRuntime:
 
         data_iterators: one per chunk, or one for a single chunk; each yields the microbatches in order. None is passed
         on as it is. With `collect_non_loss_data` the loss function is called with `non_loss_data=True` and what it
-        returns is collected instead; that needs `forward_only`.
+        returns is collected instead; that needs `forward_only`. Raises ValueError where an iterator ends too early.
         """
         wanted = self.schedule.num_microbatches
         if num_microbatches is not None and num_microbatches != wanted:
@@ -238,18 +238,26 @@ class _Step:
     def _forward(self, step: Step, received: Payload | None) -> Payload:
         action, runtime = step.action, self.runtime
         chunk = runtime.chunks[step.chunk]
-        with _measured(step, self.clock), _timed(runtime.timers, "forward-compute", 2), _autocast(runtime):
+        with _measured(step, self.clock), _timed(runtime.timers, "forward-compute", 2):
             if received is not None:
                 given = received[0] if len(received) == 1 else list(received)
                 chunk.set_input_tensor(given)  # pyright: ignore[reportCallIssue]
-            self.iterators[step.chunk].reads(action.microbatch)
-            output, loss_func = runtime.forward_step_func(self.iterators[step.chunk].iterator, chunk)
+            with _autocast(runtime):  # without the loss function, as Megatron does
+                output, loss_func = self._forward_step(step, chunk)
             if action.stage == runtime.schedule.num_stages - 1:
                 output = self._loss(action.microbatch, output, loss_func)
         made = (output,) if isinstance(output, Tensor) else tuple(output)
         if not self.forward_only:
             self.saved[action.stage, action.microbatch] = (received, made)
         return made
+
+    def _forward_step(self, step: Step, chunk: nn.Module) -> tuple[Any, Callable[..., Any] | None]:
+        source = self.iterators[step.chunk]
+        source.reads(step.action.microbatch)
+        try:
+            return self.runtime.forward_step_func(source.iterator, chunk)
+        except StopIteration as error:
+            raise source.ran_short(step) from error
 
     def _loss(self, microbatch: int, output: Any, loss_func: Callable[..., Any] | None) -> Any:
         """Scale the loss so that the gradients of all microbatches add up to those of their mean."""
