@@ -139,7 +139,7 @@ def _scan(argv: Sequence[str], options: dict[str, Option], command: Command) -> 
             continue
         kind = option.kind if option else SPECS[str(dotted)].kind
         if not equals:
-            text = _value(rest, kind, pairs=bool(option and option.pairs))
+            text = _value(rest, kind, pairs=bool(option and option.pairs), words=bool(command.words))
         if text is None:
             words = "a name and a value" if option and option.pairs else "a value"
             scan.problems.append(f"--{written}: needs {words} after it")
@@ -150,10 +150,15 @@ def _scan(argv: Sequence[str], options: dict[str, Option], command: Command) -> 
     return scan
 
 
-def _value(rest: list[str], kind: str, *, pairs: bool) -> str | None:
-    """The words that belong to an option, taken off `rest`; None where they are missing."""
+def _value(rest: list[str], kind: str, *, pairs: bool, words: bool) -> str | None:
+    """The words that belong to an option, taken off `rest`; None where they are missing.
+
+    A bool may stand alone. A word after it is its value, unless the command takes `words`: then only `true`, `false`
+    and `null` are.
+    """
     if kind == "bool":
-        return rest.pop(0) if rest and rest[0].lower() in ("true", "false", "null") else "true"
+        alone = not rest or rest[0].startswith("-") or (words and rest[0].lower() not in ("true", "false", "null"))
+        return "true" if alone else rest.pop(0)
     count = 2 if pairs else 1
     if len(rest) < count or any(word.startswith("--") for word in rest[:count]):
         return None

@@ -64,6 +64,7 @@ ALIASES: dict[str, str] = {
     "tensor_model_parallel_size": "parallel.tp",
     "pipeline_model_parallel_size": "parallel.pp",
     "virtual_pipeline_model_parallel_size": "parallel.vpp",
+    "num_virtual_stages_per_pipeline_rank": "parallel.vpp",
     "context_parallel_size": "parallel.cp",
     "expert_model_parallel_size": "parallel.ep",
     "expert_tensor_parallel_size": "parallel.etp",
@@ -93,10 +94,17 @@ ALIASES: dict[str, str] = {
 }
 """Megatron-LM's names for fields that are named otherwise here."""
 
+_OF_A_LAYOUT = "set parallel.pipeline_layout, which gives the layers of every stage, as in"
 NOT_FIELDS: dict[str, str] = {
     "world_size": "the world size is that of the launch (--nproc, --world-size or torchrun), not a field",
     "data_parallel_size": "data parallelism is what is left of the world: dp = world size / (tp cp pp)",
     "dp": "data parallelism is what is left of the world: dp = world size / (tp cp pp)",
+    "num_layers_per_virtual_pipeline_stage": "set parallel.vpp, the virtual stages of a rank, to "
+    "layers / (pp x layers of a virtual stage)",
+    "decoder_first_pipeline_num_layers": f'{_OF_A_LAYOUT} "E t | ttt | ttt L" for a first stage of one layer',
+    "decoder_last_pipeline_num_layers": f'{_OF_A_LAYOUT} "E ttt | ttt | t L" for a last stage of one layer',
+    "account_for_embedding_in_pipeline_split": f'{_OF_A_LAYOUT} "E t | tt | tt L", one layer less beside the embedding',
+    "account_for_loss_in_pipeline_split": f'{_OF_A_LAYOUT} "E tt | tt | t L", one layer less beside the loss',
 }
 """Names that one expects to be fields, and why they are none."""
 
@@ -167,6 +175,10 @@ _KIND_WORDS = {
 }
 
 
+def _kind_words(spec: FieldSpec) -> str:
+    return "true, false or null" if spec.kind == "bool" and spec.optional else _KIND_WORDS[spec.kind]
+
+
 def _kind_of(value: object) -> str:
     words = {bool: "true/false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a mapping"}
     return "nothing (null)" if value is None else words.get(type(value), type(value).__name__)
@@ -180,7 +192,7 @@ def convert(spec: FieldSpec, value: object, *, text: bool = False) -> Any:
     if value is None or (text and spec.optional and str(value).lower() in ("null", "none", "~", "")):
         if spec.optional:
             return None
-        raise BadValueError(f"must be {_KIND_WORDS[spec.kind]}, not nothing (null)")
+        raise BadValueError(f"must be {_kind_words(spec)}, not nothing (null)")
     converted = _from_text(spec, str(value)) if text else _typed(spec, value)
     if isinstance(converted, str):
         return VALUE_ALIASES.get(spec.dotted, {}).get(converted, converted)
@@ -206,7 +218,7 @@ def _typed(spec: FieldSpec, value: object) -> Any:
         hint = "; write it without a decimal point or exponent"
     elif spec.kind == "str" and isinstance(value, int | float):
         hint = "; put it in quotes"
-    raise BadValueError(f"must be {_KIND_WORDS[spec.kind]}, not {_kind_of(value)}{hint}")
+    raise BadValueError(f"must be {_kind_words(spec)}, not {_kind_of(value)}{hint}")
 
 
 def _finite(value: Any) -> float:
@@ -234,7 +246,7 @@ def _from_text(spec: FieldSpec, value: str) -> Any:
         return word.lower() == "true"
     if spec.kind == "float" and word.lower().lstrip("+-") in ("nan", "inf", "infinity", ".nan", ".inf"):
         raise BadValueError("must be a finite number")
-    raise BadValueError(f"must be {_KIND_WORDS[spec.kind]}")
+    raise BadValueError(f"must be {_kind_words(spec)}")
 
 
 class Entry(NamedTuple):

@@ -18,6 +18,7 @@ from labkit.cli.arguments import CONFIG_OPTIONS, read
 from labkit.cli.command_line import COMMANDS
 from labkit.cli.help_text import checked_config, parser_of
 from labkit.cli.parity_command import read_layouts
+from labkit.cli.run_command import COMMAND as RUN
 from labkit.cli.train_command import COMMAND as TRAIN
 from labkit.config import RunConfig, presets
 from labkit.config.fields import ALIASES, SPECS
@@ -89,6 +90,56 @@ def test_file_lies_over_preset_and_options_over_both(tmp_path: Path) -> None:
     path.write_text("num_layers: 4\nparallel: {tp: 2, pp: 2}\n")
     config = _config("--config", str(path), "--parallel.tp", "4")
     assert config == presets.tiny().override({"layers": 4, "tp": 4, "pp": 2})
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ([], True),
+        (["true"], True),
+        (["False"], False),
+        (["null"], None),
+        (["none"], None),
+        ([""], None),
+        (["--tp", "1"], True),
+    ],
+)
+def test_a_bool_stands_alone_or_takes_the_word_after_it(words: list[str], value: bool | None) -> None:
+    assert _config("--schedule.batch_p2p_comm", *words).schedule.batch_p2p_comm is value
+
+
+@pytest.mark.parametrize("word", ["maybe", "1", "on"])
+def test_a_bool_refuses_other_words_by_its_own_name(word: str) -> None:
+    problems = read(TRAIN, ["--preset", "tiny", "--schedule.batch_p2p_comm", word, "--bias", word]).problems
+    assert problems == [
+        f"schedule.batch_p2p_comm = '{word}' (written '--schedule.batch_p2p_comm'): must be true, false or null",
+        f"model.bias = '{word}' (written '--bias'): must be true or false",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("option", "advice"),
+    [
+        ("--num-layers-per-virtual-pipeline-stage", "set parallel.vpp, the virtual stages of a rank, to layers / (pp"),
+        ("--decoder-first-pipeline-num-layers", "set parallel.pipeline_layout, which gives the layers of every stage"),
+        ("--decoder-last-pipeline-num-layers", 'as in "E ttt | ttt | t L" for a last stage of one layer'),
+        ("--account-for-embedding-in-pipeline-split", 'as in "E t | tt | tt L", one layer less beside the embedding'),
+        ("--account-for-loss-in-pipeline-split", 'as in "E tt | tt | t L", one layer less beside the loss'),
+    ],
+)
+def test_megatrons_other_ways_to_divide_layers_lead_to_ours(option: str, advice: str) -> None:
+    words = [option] if option.startswith("--account") else [option, "2"]
+    (problem,) = read(TRAIN, ["--preset", "tiny", *words]).problems
+    assert problem.startswith(f"{option}: ") and advice in problem
+    layout = problem.partition('"')[2].partition('"')[0]
+    if layout:
+        shape = {"layers": layout.count("t"), "pp": 3, "pipeline_layout": layout}
+        assert presets.tiny().override(shape).problems(3) == []
+
+
+def test_a_flag_leaves_the_words_of_its_command_alone() -> None:
+    arguments = read(RUN, ["--html", "00"])
+    assert arguments.problems == [] and arguments.words == ["00"] and arguments.options["html"] is True
 
 
 def _text(spec, value) -> str:
