@@ -23,8 +23,10 @@ from labkit.schedules import (
     interleaved,
     interpret,
     lower,
+    lowering,
     one_f_one_b,
     simulate,
+    verifier,
     verify,
     without_backward,
 )
@@ -181,6 +183,46 @@ def test_megatrons_order_would_hang_nccl_in_a_v_where_the_moments_do_not():
     ]
     assert interpret(_in_megatrons_order(v)).finished, "gloo, which matches by direction, forgives it"
     assert verify(v, "even_odd").makespan == 6 * 1 + 6 * 2
+
+
+def test_verify_refuses_even_odd_that_would_hang_nccl(monkeypatch):
+    """With Megatron's order alone put in place of the moments, the V of three ranks must no longer pass."""
+    v = Schedule.from_csv("0F0,5F0,5B0,0B0\n1F0,4F0,4B0,1B0\n2F0,3F0,3B0,2B0", "V")
+    verify(v, "even_odd")
+    order = {("send", "F"): 0, ("recv", "F"): 1, ("send", "B"): 2, ("recv", "B"): 3}
+    monkeypatch.setattr(
+        lowering,
+        "_even_odd",
+        lambda slot, rank: sorted(slot, key=lambda t: order[t.operation, t.message.kind] ^ (rank % 2)),
+    )
+    with pytest.raises(ScheduleError) as caught:
+        verify(v, "even_odd")
+    assert str(caught.value).splitlines() == [
+        "V stops over even_odd transfers, these wait for each other: rank 1 -> rank 2 -> rank 1",
+        "rank 0 | 0F0  5F0  5B0  0B0",
+        "rank 1 | 1F0 [4F0] 4B0  1B0",
+        "rank 2 |[2F0] 3F0  3B0  2B0",
+        "rank 1, position 1: before this action it waits: recv 3F0>4 from rank 2",
+        "rank 2, position 0: before this action it waits: recv 1F0>2 from rank 1",
+    ]
+
+
+@pytest.mark.parametrize("slots_early", [1, -1])
+def test_verify_asks_for_the_certificate_of_batches(monkeypatch, slots_early):
+    """Every receive a slot too early, which hangs, or too late, which reads what has not come: no schedule passes."""
+    schedule, true_slots = one_f_one_b(3, 4), lowering.receive_slots
+    verify(schedule, "batched")
+
+    def shifted(*arguments):
+        positions, slots, moments = true_slots(*arguments)
+        return positions, np.maximum(slots - slots_early, 0), moments
+
+    for module in (lowering, verifier):
+        monkeypatch.setattr(module, "receive_slots", shifted)
+    if slots_early > 0:
+        assert not interpret(communication(schedule, "batched")).finished
+    with pytest.raises(RuntimeError, match="1F1B has no certificate"):
+        verify(schedule, "batched")
 
 
 def test_an_unknown_transport_is_refused():
