@@ -7,7 +7,16 @@ every row comes to its end, nothing is left over, and each stage's weights have 
 import random
 import re
 
-from labkit.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, without_backward, zbv, zero_bubble_h1
+from labkit.schedules import (
+    dualpipe_v,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    split_backward,
+    without_backward,
+    zbv,
+    zero_bubble_h1,
+)
 
 BASES = {
     "gpipe": lambda: [gpipe(pp, m) for pp, m in ((1, 2), (2, 3), (3, 2), (4, 4))],
@@ -17,7 +26,10 @@ BASES = {
     "zbv": lambda: [zbv(pp, m) for pp, m in ((2, 4), (3, 6), (4, 8))],
     "dualpipe_v": lambda: [dualpipe_v(pp, m) for pp, m in ((2, 4), (3, 6), (4, 8))],
     "forward_only": lambda: [without_backward(schedule) for schedule in (one_f_one_b(3, 4), interleaved(2, 2, 4))],
+    "gpipe_split": lambda: [split_backward(gpipe(pp, m), weight="after") for pp, m in ((2, 3), (3, 2), (4, 4))],
 }
+GENTLE_BASES = ("gpipe", "gpipe_split", "forward_only")
+"""What runs where sends are waited for; most others do not, broken or whole."""
 
 
 def swap(rng, rows):
@@ -28,7 +40,7 @@ def swap(rng, rows):
 
 
 def swap_neighbours(rng, rows):
-    """A cell and the next one; many schedules can still run afterwards."""
+    """A cell and the next one."""
     row = rng.choice([row for row in rows if len(row) > 1])
     i = rng.randrange(len(row) - 1)
     row[i], row[i + 1] = row[i + 1], row[i]
@@ -61,15 +73,30 @@ def move_across(rng, rows):
     target.insert(rng.randint(0, len(target)), cell)
 
 
+def swap_microbatches(rng, rows):
+    """Two microbatches go forward in each other's place, or backward, on all ranks."""
+    kinds = rng.choice(("F", "BIW"))
+    numbers = sorted({m for row in rows for _, _, m in map(parse, row)})
+    renamed = dict(zip(pair := rng.sample(numbers, min(2, len(numbers))), reversed(pair)))
+    for row in rows:
+        row[:] = [f"{s}{k}{renamed.get(m, m) if k in kinds else m}" for s, k, m in map(parse, row)]
+
+
 MUTATIONS = (swap, drop, duplicate, move, move_across)
+GENTLE_MUTATIONS = (swap_neighbours, swap_microbatches)
+"""After one of these, many schedules can still run."""
 
 
 def broken_schedule(seed):
-    """(what was done to what, rows of cells, stages, microbatches): one to three mutations of a builder's schedule."""
+    """(what was done to what, rows of cells, stages, microbatches): one to three mutations of a builder's schedule.
+
+    Of four schedules one is of the gentle bases, gently mutated, so that the judges have to say yes as well as no.
+    """
     rng = random.Random(seed)
-    base = rng.choice(BASES[rng.choice(sorted(BASES))]())
+    gentle = rng.random() < 0.25
+    base = rng.choice(BASES[rng.choice(sorted(GENTLE_BASES if gentle else BASES))]())
     rows = [[str(action) for action in base.actions(rank)] for rank in range(base.pp)]
-    choice = MUTATIONS if rng.random() < 0.6 else (swap_neighbours,)
+    choice = GENTLE_MUTATIONS if gentle else MUTATIONS if rng.random() < 0.8 else (swap_neighbours,)
     done = [rng.choice(choice) for _ in range(rng.choice((1, 1, 2, 3)))]
     for mutation in done:
         mutation(rng, rows)

@@ -153,4 +153,4 @@ def test_what_real_ranks_cannot_run_is_refused_and_what_they_can_is_not():
         verified = _accepts(*case, "batched"), _accepts(*case, "blocking")
         assert runs == verified, f"{story}: real ranks say {runs}, verify {verified}"
         verdicts[runs] += 1
-    assert min(verdicts[False, False], verdicts[True, False], verdicts[True, True]) >= 5, verdicts
+    assert verdicts[False, False] > 100 and verdicts[True, False] > 40 and verdicts[True, True] > 20, verdicts

@@ -36,7 +36,8 @@ def test_what_can_run_and_only_that_is_accepted():
             assert given == wanted, f"{story}: {transport}, the judge says {wanted}"
         assert _accepted(*case, simulate) == truth, story
     assert verdicts.total() == 1000
-    assert min(verdicts[False, False], verdicts[True, False], verdicts[True, True]) > 20, verdicts
+    assert verdicts[False, False] > 600, verdicts  # most are broken beyond any transport
+    assert verdicts[True, False] > 200 and verdicts[True, True] > 100, verdicts
 
 
 def test_the_judge_accepts_what_the_builders_make():
