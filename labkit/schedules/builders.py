@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from labkit.config import ScheduleConfig
-from labkit.schedules.ir import KINDS, Schedule
+from labkit.schedules.files import read_schedule
+from labkit.schedules.ir import KINDS, Schedule, ScheduleError
 from labkit.schedules.programs import from_programs
 from labkit.schedules.tables import get_pp_rank_microbatches, legal_group_size, require_positive, table_columns
 from labkit.schedules.v_shaped import dualpipe_v, zbv
@@ -102,7 +103,14 @@ def _forwards_then_by_turns(row: np.ndarray, warmup: int, forwards: np.ndarray, 
 
 
 def without_backward(schedule: Schedule) -> Schedule:
-    """The forwards of `schedule` alone, in their order, for evaluation: nothing is kept in flight."""
+    """The forwards of `schedule` alone, in their order, for evaluation.
+
+    Program of every rank, with v stages on it: `(m v)F`, which is `mF` for GPipe, 1F1B and ZB-H1.
+    Bubble: fraction (p - 1)/(m + p - 1) with one stage a rank, (p - 1)/(m v + p - 1) interleaved, where the makespan is
+    (m v + p - 1) F. A V turns round at the last rank, and its first has to wait for the way back: 2(m + p - 1) F, so
+    (p - 1)/(m + p - 1) although v is 2.
+    Peak in flight: 0, nothing is kept for a backward.
+    """
     keep = schedule.kinds == _F
     counts = np.bincount(schedule.ranks[keep], minlength=schedule.pp)
     return Schedule.from_columns(
@@ -117,14 +125,14 @@ def without_backward(schedule: Schedule) -> Schedule:
 
 
 def build_schedule(config: ScheduleConfig, *, pp: int, vpp: int = 1, microbatches: int) -> Schedule:
-    """The schedule that a config names, or the one in the CSV file at `config.path`.
+    """The schedule that a config names, or the one in the file at `config.path`.
 
     `auto` is 1f1b for one model chunk a rank and interleaved for more. zbv, dualpipe_v and a file say themselves how
     many stages a rank has, for them `vpp` may stay at 1.
 
     Raises:
         ValueError: an unknown name, a vpp that the named schedule does not have, sizes that its builder refuses, a
-            missing file, and a file for another number of ranks or microbatches.
+            file that cannot be read, and one for another number of ranks or microbatches.
     """
     if config.path is not None:
         return _from_file(Path(config.path), pp, microbatches)
@@ -160,9 +168,12 @@ _BUILDERS = {
 
 
 def _from_file(path: Path, pp: int, microbatches: int) -> Schedule:
-    if not path.is_file():
-        raise ValueError(f"schedule.path is {path}, and there is no such file")
-    schedule = Schedule.from_csv(path.read_text(), name=path.stem)
+    try:
+        schedule = read_schedule(path)
+    except ScheduleError:
+        raise
+    except ValueError as rule:
+        raise ValueError(f"{path}: {rule}") from None
     for given, wanted, what in ((schedule.pp, pp, "ranks"), (schedule.num_microbatches, microbatches, "microbatches")):
         if given != wanted:
             raise ValueError(f"{path} is a schedule for {given} {what}, the run has {wanted}")

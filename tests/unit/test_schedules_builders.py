@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from labkit.config import ScheduleConfig
 from labkit.schedules import (
+    Action,
     Costs,
     Schedule,
     build_schedule,
@@ -133,6 +134,42 @@ def test_dualpipe_v_bubble_and_peak(pp, extra, data):
     assert timeline.bubble_fraction == pytest.approx((pp - 1) / (6 * microbatches + pp - 1))
     assert timeline.bubble_ratio == pytest.approx((pp - 1) / (6 * microbatches))
     assert timeline.peak_in_flight == [2 * pp + 1] * pp
+
+
+@given(
+    builder=st.sampled_from([gpipe, one_f_one_b, zero_bubble_h1]),
+    pp=st.integers(1, 9),
+    microbatches=st.integers(1, 30),
+    time=TIMES,
+)
+def test_without_backward_program_and_bubble_with_one_stage_a_rank(builder, pp, microbatches, time):
+    schedule = without_backward(builder(pp, microbatches))
+    timeline = simulate(schedule, Costs(forward=time))
+    for rank in range(pp):
+        assert schedule.actions(rank) == [Action(rank, "F", m) for m in range(microbatches)]
+    assert timeline.makespan == (microbatches + pp - 1) * time
+    assert timeline.bubble_fraction == pytest.approx((pp - 1) / (microbatches + pp - 1))
+    assert timeline.peak_in_flight == [0] * pp
+
+
+@given(sizes=interleaved_sizes(), time=TIMES)
+@settings(max_examples=60)
+def test_without_backward_bubble_interleaved(sizes, time):
+    pp, vpp, microbatches, _ = sizes
+    schedule = without_backward(interleaved(*sizes))
+    timeline = simulate(schedule, Costs(forward=time))
+    assert [len(schedule.actions(rank)) for rank in range(pp)] == [microbatches * vpp] * pp
+    assert timeline.makespan == (microbatches * vpp + pp - 1) * time
+    assert timeline.bubble_fraction == pytest.approx((pp - 1) / (microbatches * vpp + pp - 1))
+    assert timeline.peak_in_flight == [0] * pp
+
+
+@given(builder=st.sampled_from([zbv, dualpipe_v]), pp=st.integers(1, 9), extra=st.integers(0, 20), time=TIMES)
+def test_without_backward_bubble_of_a_v(builder, pp, extra, time):
+    microbatches = 2 * pp + extra if builder is dualpipe_v else 1 + extra
+    timeline = simulate(without_backward(builder(pp, microbatches)), Costs(forward=time))
+    assert timeline.makespan == 2 * (microbatches + pp - 1) * time
+    assert timeline.bubble_fraction == pytest.approx((pp - 1) / (microbatches + pp - 1))
 
 
 @pytest.mark.parametrize("builder", [zbv, dualpipe_v])
