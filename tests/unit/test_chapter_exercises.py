@@ -22,3 +22,18 @@ def test_rows_in_another_order_are_timed_in_units_that_are_named():
         gpipe.outcomes[-1].got
         == "one that takes 21 units of time (F = 1, B = 2) with [3, 3, 3, 3, 3] in flight by rank"
     )
+
+
+def test_a_schedule_that_only_goes_forward_scores_nothing():
+    """Forwards alone are quick and remember nothing: without a rule of its own they would beat every target."""
+    forwards = check("10.schedule", lambda pp, m: [[f"{rank}F{i}" for i in range(m)] for rank in range(pp)])
+    assert forwards.passed == 0 and forwards.total == 7
+    assert [outcome.got for outcome in forwards.outcomes[:2]] == ["no backward in any row", "nothing that runs"]
+    one_half = check(
+        "10.schedule",
+        lambda pp, m: [
+            [f"{rank}{k}{i}" for i in range(m) for k in ("FB" if i < m // 2 else "F")] for rank in range(pp)
+        ],
+    )
+    assert one_half.passed == 0
+    assert "0B4 is missing" in one_half.outcomes[0].got
