@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from numbers import Integral
 from typing import Any, TypedDict, Unpack
 
 from labkit.parallel.groups import ParallelGroups
 from labkit.schedules.builders import interleaved, one_f_one_b
 from labkit.schedules.ir import Schedule
 from labkit.schedules.lowering import Transport
-from labkit.schedules.runtime import ForwardStep, PipelineRuntime
+from labkit.schedules.runtime import ForwardStep, PipelineRuntime, chunks_of
 from labkit.schedules.shapes import TensorShape, sequence_shapes, split_over_tensor_parallel
 
 _REFUSED = {
@@ -138,13 +139,13 @@ def forward_backward_pipelining_without_interleaving(
     """One step under 1F1B; returns the metrics of every microbatch on the last stage, [] elsewhere.
 
     forward_step_func: (data iterator, chunk) -> (output, loss function).
-    model, data_iterator: one chunk and its iterator, or lists of one.
+    model, data_iterator: one chunk and its iterator, or lists of one (of chunks also an `nn.ModuleList`).
     arguments: those of `StepArguments`. With `groups.config.split_rank` the first ranks are the encoder, which send its
         hidden states; the others send the decoder's and the encoder's output.
 
     Raises ValueError for what the sources offer and labkit does not.
     """
-    chunks = list(model) if isinstance(model, list | tuple) else [model]
+    chunks = chunks_of(model)
     if len(chunks) != 1:
         raise ValueError(f"{len(chunks)} model chunks given: the schedule without interleaving takes one")
     if arguments.get("overlap_p2p_comm"):
@@ -168,7 +169,8 @@ def forward_backward_pipelining_with_interleaving(
     """One step under interleaved 1F1B; returns the metrics of every microbatch on the last rank, [] elsewhere.
 
     forward_step_func: (data iterator, chunk) -> (output, loss function).
-    model, data_iterator: one chunk and its iterator for each virtual stage of the rank, the earliest stage first.
+    model, data_iterator: one chunk and its iterator for each virtual stage of the rank, the earliest stage first, in
+        lists or tuples (chunks also in an `nn.ModuleList`).
     arguments: those of `StepArguments`.
 
     Raises ValueError for what the sources offer and labkit does not, for an encoder-decoder, and for numbers of
@@ -179,13 +181,14 @@ def forward_backward_pipelining_with_interleaving(
             "an encoder-decoder cannot be interleaved: split_rank gives the first ranks to the encoder and the others "
             "to the decoder, and interleaving would put chunks of both on every rank"
         )
-    if not isinstance(model, list | tuple) or len(model) < 2:
+    chunks = chunks_of(model)
+    if len(chunks) < 2:
         raise ValueError("interleaving needs a list of two or more model chunks a rank; with one use the 1F1B function")
-    if not isinstance(data_iterator, list | tuple) or len(data_iterator) != len(model):
-        raise ValueError(f"interleaving needs a list of data iterators, one for each of the {len(model)} model chunks")
+    if not isinstance(data_iterator, list | tuple) or len(data_iterator) != len(chunks):
+        raise ValueError(f"interleaving needs a list of data iterators, one for each of the {len(chunks)} model chunks")
     group_size = arguments.pop("microbatch_group_size_per_vp_stage", None)
-    schedule = _interleaved(groups.pp.size, len(model), num_microbatches, group_size)
-    return _run(schedule, list(model), groups, forward_step_func, data_iterator, **arguments)
+    schedule = _interleaved(groups.pp.size, len(chunks), num_microbatches, group_size)
+    return _run(schedule, chunks, groups, forward_step_func, data_iterator, **arguments)
 
 
 @lru_cache(maxsize=16)
@@ -226,7 +229,7 @@ def _run(
     """What the entry points share, once each has its schedule."""
     _refuse(others)
     if enable_autocast and dtype is None:
-        raise ValueError("enable_autocast needs the dtype to cast to")
+        raise ValueError("enable_autocast=True needs the type to compute in: give dtype=torch.bfloat16 as well")
     if decoder_seq_length is not None and groups.config.split_rank is None and groups.pp.size > 1:
         raise ValueError("decoder_seq_length is that of an encoder-decoder: set split_rank in the parallel config")
     lengths = (seq_length, micro_batch_size, hidden_size)
@@ -278,6 +281,7 @@ def _shape(
     variable: bool,
 ) -> TensorShape:
     length, batch, hidden = sizes
+    _check_sizes(seq_length=length, micro_batch_size=batch, hidden_size=hidden, decoder_seq_length=decoder_seq_length)
     if groups.pp.size == 1:
         return None
     if shape is not None:
@@ -295,3 +299,9 @@ def _shape(
         raise ValueError("give tensor_shape, or seq_length, micro_batch_size and hidden_size, or variable_seq_lengths")
     split = groups.config.split_rank
     return None if split is None else lambda stage: [()] * (1 if stage < split else 2)
+
+
+def _check_sizes(**sizes: object) -> None:
+    for name, size in sizes.items():
+        if size is not None and (not isinstance(size, Integral) or isinstance(size, bool) or size < 1):
+            raise ValueError(f"{name} = {size!r}: must be an integer of at least 1; give it as in {name}=128")

@@ -20,6 +20,20 @@ NoSync = Callable[[], AbstractContextManager[Any]]
 SyncFunc = Callable[[list[Any]], None]
 
 
+def check_sync_functions(count: int, **given: Any) -> None:
+    """Each is None, one function, or a list of `count` functions (of one, where it is a context): else ValueError."""
+    for name, value in given.items():
+        if value is None or callable(value):
+            continue
+        if not isinstance(value, list | tuple) or not all(callable(function) for function in value):
+            raise ValueError(f"{name} = {value!r}: must be a function, or a list with a function for each model chunk")
+        if len(value) != count and (name != "no_sync_func" or len(value) != 1):
+            raise ValueError(
+                f"{name}: {len(value)} functions were given for {count} model chunks; give one function, or a list "
+                f"of {count}"
+            )
+
+
 class GradientSync:
     """The contexts and functions of one rank during one run. Chunks are numbered as in the schedule."""
 
@@ -44,8 +58,6 @@ class GradientSync:
             contexts = [getattr(chunk, "no_sync", nullcontext) for chunk in chunks]
         else:
             contexts = [no_sync_func] if callable(no_sync_func) else list(no_sync_func)
-            if chunks and len(contexts) not in (1, len(chunks)):
-                raise ValueError(f"{len(contexts)} no_sync functions for {len(chunks)} model chunks: one, or one each")
         if not chunks:
             contexts = []
         self._no_sync, self._open = contexts, [ExitStack() for _ in contexts]
@@ -99,7 +111,4 @@ class GradientSync:
 def _one_each(function: SyncFunc | Sequence[SyncFunc] | None, chunks: Sequence[Any]) -> list[SyncFunc]:
     if function is None:
         return []
-    functions = [function] * len(chunks) if callable(function) else list(function)
-    if chunks and len(functions) != len(chunks):
-        raise ValueError(f"{len(functions)} functions were given for {len(chunks)} model chunks: give one, or one each")
-    return functions
+    return [function] * len(chunks) if callable(function) else list(function)

@@ -32,7 +32,7 @@ from labkit.parallel.payload import Format, Payload
 from labkit.parallel.stream_clock import StreamClock, span_on, stream_clock
 from labkit.parallel.weight_grad_store import WeightGradStore
 from labkit.schedules.builders import without_backward
-from labkit.schedules.gradient_sync import GradientSync, NoSync, SyncFunc
+from labkit.schedules.gradient_sync import GradientSync, NoSync, SyncFunc, check_sync_functions
 from labkit.schedules.ir import EVENT_KINDS, Schedule
 from labkit.schedules.lowering import Message, Program, Step, Transport, lower
 from labkit.schedules.reading import reader
@@ -44,6 +44,13 @@ ForwardStep = Callable[[Any, nn.Module], tuple[Any, Callable[..., Any] | None]]
 """(data iterator, model chunk) -> (output, loss function). The output is a tensor, or a tuple of tensors where the next
 stage needs several. The loss function is called on the last stage alone and returns `(loss, metrics)` or `(sum of
 losses, number of tokens, metrics)`."""
+
+
+def chunks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """The model chunks of a list, a tuple or an `nn.ModuleList`; any other model is one chunk."""
+    if isinstance(model, Sequence) or type(model) is nn.ModuleList:
+        return list(model)  # pyright: ignore[reportArgumentType]
+    return [model]
 
 
 class PipelineRuntime:
@@ -90,16 +97,18 @@ class PipelineRuntime:
         """
         self.schedule, self.groups = schedule, groups
         self.transport: Transport = transport
-        self.chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+        self.chunks = chunks_of(model_chunks)
         self.forward_step_func, self.grad_scaler, self.timers = forward_step_func, grad_scaler, timers
         self.calculate_per_token_loss, self.deallocate = calculate_per_token_loss, deallocate_pipeline_outputs
         self.autocast_dtype = autocast_dtype
-        left_to_hooks = groups.pp.rank == 0 and schedule.num_stages == schedule.pp
-        self.sync_functions = {
+        self.sync_functions: dict[str, Any] = {
             "no_sync_func": no_sync_func,
-            "grad_sync_func": None if left_to_hooks else grad_sync_func,
+            "grad_sync_func": grad_sync_func,
             "param_sync_func": param_sync_func,
         }
+        check_sync_functions(len(self.chunks), **self.sync_functions)
+        if groups.pp.rank == 0 and schedule.num_stages == schedule.pp:
+            self.sync_functions["grad_sync_func"] = None  # left to the hooks
         self.num_tokens = torch.zeros((), dtype=torch.int64)
         """Tokens of the last run on the last stage, summed over microbatches; 0 where the loss gives two items."""
         self._check()

@@ -161,10 +161,24 @@ TWO = {"model": [Stage(0), Stage(1)], "data_iterator": [None, None]}
         (WITHOUT, {"adjust_tensor_shapes_fn": print}, ValueError, "give tensor_shape"),
         (WITHOUT, {"surprise": 1}, TypeError, "unexpected argument 'surprise'"),
         (WITHOUT, TWO, ValueError, "2 model chunks"),
-        (WITHOUT, {"enable_autocast": True}, ValueError, "needs the dtype"),
+        (WITHOUT, {"enable_autocast": True}, ValueError, r"enable_autocast=True needs .*: give dtype=torch.bfloat16"),
+        (WITHOUT, {"seq_length": "6"}, ValueError, "seq_length = '6': must be an integer of at least 1"),
+        (WITHOUT, {"micro_batch_size": 0}, ValueError, "micro_batch_size = 0: must be an integer of at least 1"),
+        (WITHOUT, {"hidden_size": 1.5}, ValueError, "hidden_size = 1.5: must be an integer of at least 1"),
+        (WITHOUT, {"grad_sync_func": 5}, ValueError, "grad_sync_func = 5: must be a function, or a list"),
+        (WITHOUT, {"no_sync_func": "yes"}, ValueError, "no_sync_func = 'yes': must be a function, or a list"),
+        (WITHOUT, {"no_sync_func": [print, 5]}, ValueError, "no_sync_func = .*: must be a function, or a list"),
+        (
+            WITHOUT,
+            {"no_sync_func": [print, print]},
+            ValueError,
+            "no_sync_func: 2 functions were given for 1 model chunks",
+        ),
         (WITHOUT, {"collect_non_loss_data": True}, ValueError, "set forward_only"),
         (WITHOUT, {"microbatch_group_size_per_vp_stage": 2}, ValueError, "no virtual stages"),
         (WITH, {}, ValueError, "list of two or more model chunks"),
+        (WITH, {"model": torch.nn.ModuleList([Stage(0)])}, ValueError, "list of two or more model chunks"),
+        (WITHOUT, TWO | {"model": torch.nn.ModuleList(TWO["model"])}, ValueError, "2 model chunks"),
         (WITH, TWO | {"data_iterator": None}, ValueError, "list of data iterators"),
         (WITH, TWO, ValueError, "nothing to interleave"),
         (WITH, TWO | {"decoder_seq_length": 4}, ValueError, "encoder-decoder cannot be interleaved"),
@@ -173,6 +187,31 @@ TWO = {"model": [Stage(0), Stage(1)], "data_iterator": [None, None]}
 def test_what_the_entry_points_do_not_do_is_said(function, arguments, error, needle):
     with pytest.raises(error, match=needle):
         _alone(function, **arguments)
+
+
+def _lists_and_others(pp, vpp, count):
+    """Losses and gradients of one step, with lists, with a ModuleList and a tuple."""
+    groups = initialize_model_parallel(ParallelConfig(pp=pp, vpp=vpp))
+    results = []
+    for chunks_as, iterators_as in ((list, list), (torch.nn.ModuleList, tuple)):
+        chunks = chunks_as([Stage(chunk * pp + groups.pp.rank) for chunk in range(vpp)])
+        reports = get_forward_backward_func(groups=groups)(
+            forward_step_func=forward_step,
+            data_iterator=iterators_as([iter(microbatches(count)) for _ in chunks]),
+            model=chunks,
+            num_microbatches=count,
+            groups=groups,
+            **SIZES,
+        )
+        results.append(([report["loss"] for report in reports], [p.grad for c in chunks for p in c.parameters()]))
+    return results
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (2, 1), (2, 2)])
+def test_a_module_list_and_a_tuple_are_lists_too(pp, vpp, on_ranks):
+    for (losses, gradients), (others, other_gradients) in on_ranks(_lists_and_others, pp, pp, vpp, 4):
+        assert losses == others
+        assert len(gradients) > 0 and all(torch.equal(a, b) for a, b in zip(gradients, other_gradients, strict=True))
 
 
 def _refusals():
@@ -205,7 +244,7 @@ def _refusals():
 
 NEEDLES = ["give pp_size", "has 2 stages", "give tensor_shape", "set split_rank", "set one of them", "no ring_exchange",
            "1 microbatches on 2 pipeline ranks", "3 microbatches", "group", "cannot be interleaved",
-           "1 functions were given for 2 model chunks"]  # fmt: skip
+           "grad_sync_func: 1 functions were given for 2 model chunks; give one function, or a list of 2"]  # fmt: skip
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_sent(on_ranks):
