@@ -8,9 +8,12 @@ A rank idles from 0 to the end of the step whenever it does not compute. Its idl
                     It is the same on every rank, since all wait for the end of the step.
     warm_up         of what is left, the idle time before the rank's first backward
     cool_down       the idle time after its last forward (and its first backward), up to the end of the step
-    steady          the idle time between: imbalance of stages, or of the durations of single actions
+    steady          the idle time between, from the first backward to the last forward: imbalance of stages, or of the
+                    durations of single actions, but also waits that the order itself has
 
-1F1B with equal stages: warm_up is r F + (p - r - 1) B on rank r, cool_down (p - r - 1) F + r B, steady 0.
+1F1B with equal stages: warm_up is r F + (p - r - 1) B on rank r, cool_down (p - r - 1) F + r B, steady 0. Interleaved
+1F1B with equal stages idles (p - 1)(F + B) on every rank, too, but its first ranks may do part of it in the steady
+phase: with p = 4, v = 2, m = 8 and B = 2 F, rank 0 waits F before 4F4, since 3F4 ends that late on the last rank.
 
 Every rank's time is computation plus these parts, so two makespans differ by the sum of the differences of one rank's
 parts. `explain_gap` names the largest.
@@ -32,7 +35,7 @@ from labkit.schedules.simulator import Timeline, earliest
 
 PARTS = {
     "warm_up": "warm-up",
-    "steady": "steady imbalance",
+    "steady": "steady-phase wait",
     "communication": "communication wait",
     "cool_down": "cool-down",
 }

@@ -157,6 +157,7 @@ def test_a_cause_is_named_before_idle_time_that_is_hardly_longer():
     assert (gap.part, gap.rank, gap.kind) == ("computation", 2, "B")
     much = explain_gap(predicted, stretched(predicted, {("B", 2): 1.5, ("F", 0): 0.5}).events)
     assert (much.part, much.rank) == ("steady", 0)
+    assert "what differs most is the steady-phase wait on rank 0: +" in str(much)
 
 
 def test_split_backwards_are_named_by_half():
@@ -202,4 +203,17 @@ def test_refusals_name_the_action():
 
 def test_the_split_prints_its_parts():
     split = simulate(one_f_one_b(2, 2)).bubble
-    assert str(split) == ("idle 6 over 2 ranks: warm-up 3, steady imbalance 0, communication wait 0, cool-down 3")
+    assert str(split) == "idle 6 over 2 ranks: warm-up 3, steady-phase wait 0, communication wait 0, cool-down 3"
+
+
+def test_equal_stages_may_wait_in_the_steady_phase_too():
+    """Interleaved on 4 ranks: 3F4 on the last rank ends at 20, rank 0 has ended 4B1 at 19 and runs 4F4 next. That is no
+    imbalance, so the part must not be called one."""
+    timeline = simulate(interleaved(4, 2, 8))
+    rows = [list(map(str, timeline.schedule.actions(rank))) for rank in range(4)]
+    ended = dict(zip(sum(rows, []), timeline.end.tolist(), strict=True))
+    assert rows[0][13:15] == ["4B1", "4F4"]
+    assert (ended["4B1"], ended["3F4"], ended["4F4"]) == (19, 20, 21)
+    assert timeline.bubble.steady.tolist() == [1, 0, 0, 0]
+    assert timeline.bubble.idle.tolist() == [3 * (1 + 2)] * 4
+    assert ", steady-phase wait 1, " in str(timeline.bubble)
