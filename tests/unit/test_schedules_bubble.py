@@ -210,9 +210,9 @@ def test_equal_stages_may_wait_in_the_steady_phase_too():
     """Interleaved on 4 ranks: 3F4 on the last rank ends at 20, rank 0 has ended 4B1 at 19 and runs 4F4 next. That is no
     imbalance, so the part must not be called one."""
     timeline = simulate(interleaved(4, 2, 8))
-    rows = [list(map(str, timeline.schedule.actions(rank))) for rank in range(4)]
-    ended = dict(zip(sum(rows, []), timeline.end.tolist(), strict=True))
-    assert rows[0][13:15] == ["4B1", "4F4"]
+    cells = [str(action) for rank in range(4) for action in timeline.schedule.actions(rank)]
+    ended = dict(zip(cells, timeline.end.tolist(), strict=True))
+    assert cells[13:15] == ["4B1", "4F4"]
     assert (ended["4B1"], ended["3F4"], ended["4F4"]) == (19, 20, 21)
     assert timeline.bubble.steady.tolist() == [1, 0, 0, 0]
     assert timeline.bubble.idle.tolist() == [3 * (1 + 2)] * 4
