@@ -55,7 +55,7 @@ class StepArguments(TypedDict, total=False):
     param_sync_func: Any
     """Called with a chunk's parameters ahead of its first forward, or a list with one per chunk; interleaving only."""
     deallocate_pipeline_outputs: bool
-    """Free an output's values once it is sent."""
+    """Free an output's values once it is sent; False unless given, as in Megatron."""
     tensor_shape: TensorShape
     """(S, B, H) of what a rank sends, or what else `PipelineRuntime` takes; or the next three."""
     seq_length: int | None
