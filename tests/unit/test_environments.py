@@ -20,8 +20,12 @@ CONSTRAINTS = [Requirement(line) for line in (ROOT / "constraints.txt").read_tex
 PINNED = {pin.name.lower(): next(iter(pin.specifier)).version for pin in CONSTRAINTS}
 FILES = ("environment.yml", "environment-cpu.yml")
 CONDA_NAMES = {
-    "environment.yml": {"torch": "pytorch-gpu", "transformer-engine": "transformer-engine-torch"},
-    "environment-cpu.yml": {"torch": "pytorch-cpu"},
+    "environment.yml": {
+        "torch": "pytorch-gpu",
+        "transformer-engine": "transformer-engine-torch",
+        "playwright": "playwright-python",
+    },
+    "environment-cpu.yml": {"torch": "pytorch-cpu", "playwright": "playwright-python"},
 }
 """Where conda-forge calls a distribution by another name than the Python index, apart from upper case."""
 
