@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from labkit.check.scoring import Outcome, compare, exercise, holds
-from labkit.schedules.ir import Schedule
+import numpy as np
+
+from labkit.check.scoring import Outcome, compare, exercise, holds, listed, shown, without_grid
+from labkit.schedules.ir import Schedule, ScheduleError
 from labkit.schedules.simulator import simulate
 from labkit.schedules.tables import convert_schedule_table_to_order, get_pp_rank_microbatches, get_schedule_table
 
@@ -36,11 +38,33 @@ def interleaved_order(answer: Any) -> Iterator[Outcome]:
 
 def _whole(answer: Any, pp: int, vpp: int, count: int) -> bool | str:
     """True, or what the answer's orders do together."""
-    rows = [_row(answer(pp, vpp, count, pp, rank), rank, pp) for rank in range(pp)]
-    timeline = simulate(Schedule("the answer", pp * vpp, count, rows))
+    rows: list[list[str]] = []
+    for rank in range(pp):
+        order = _read(answer(pp, vpp, count, pp, rank), rank)
+        if isinstance(order, str):
+            return order
+        rows.append(_row(order, rank, pp))
+    try:
+        timeline = simulate(Schedule("the answer", pp * vpp, count, rows))
+    except ScheduleError as problem:
+        return without_grid(str(problem))
     if timeline.makespan == 3 * (count * vpp + pp - 1) and timeline.peak_in_flight[0] == _peak(pp, vpp):
         return True
     return f"one that takes {_units(timeline.makespan)} with {timeline.peak_in_flight[0]} in flight on rank 0"
+
+
+def _read(order: Any, rank: int) -> list[int] | str:
+    """The numbers of an answer's order, or what is wrong with them, as words of a sentence."""
+    form = "an order is a list of whole numbers, 1 for a forward of the first chunk, -1 for its backward"
+    if isinstance(order, str) or not isinstance(order, Iterable):
+        return f"{shown(order)} for rank {rank}: {form}"
+    numbers = list(order)
+    for number in numbers:
+        if not isinstance(number, int | np.integer) or isinstance(number, bool) or number == 0:
+            return f"{shown(number)} in the order of rank {rank}: {form}"
+    counts = Counter(map(int, numbers))
+    without = [f"chunk {chunk}" for chunk in sorted(counts) if chunk > 0 and not counts[-chunk]]
+    return f"no backward for {listed(without)} on rank {rank}" if without else [int(number) for number in numbers]
 
 
 def _row(order: Iterable[int], rank: int, pp: int) -> list[str]:

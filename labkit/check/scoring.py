@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,8 @@ class Outcome:
     """What it gave, or what it raised."""
     passed: bool
     """Whether both agree."""
+    told: bool = True
+    """False: it failed for what the sentence of an earlier case says already, and gets none of its own."""
 
     def __str__(self) -> str:
         return f"Given {self.given}, expected {self.expected}, got {self.got}."
@@ -42,7 +44,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Score:
-    """How an answer did; shows as `passed/total` and one sentence for each failed case."""
+    """How an answer did; shows as `passed/total` and one sentence for each failed case that is not told already."""
 
     exercise: str
     """Name of the exercise, such as `01.groups`."""
@@ -68,7 +70,7 @@ class Score:
         return self.ok
 
     def __repr__(self) -> str:
-        failed = [f"  - {outcome}" for outcome in self.outcomes if not outcome.passed]
+        failed = [f"  - {outcome}" for outcome in self.outcomes if outcome.told and not outcome.passed]
         return "\n".join([f"{self.exercise}: {self.passed}/{self.total}", *failed])
 
 
@@ -143,10 +145,44 @@ def plain(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """`repr(plain(value))` on one line, cut in the middle to MAX_SHOWN characters."""
-    text = " ".join(repr(plain(value)).split())
+    """`repr(plain(value))` on one line, cut in the middle to MAX_SHOWN characters; a list between its items."""
+    value = plain(value)
+    text = _one_line(value)
+    if len(text) <= MAX_SHOWN:
+        return text
+    if isinstance(value, list) and (cut := _both_ends([_one_line(item) for item in value])):
+        return cut
     half = (MAX_SHOWN - 5) // 2
-    return text if len(text) <= MAX_SHOWN else f"{text[:half]} ... {text[-half:]}"
+    return f"{text[:half]} ... {text[-half:]}"
+
+
+def _one_line(value: Any) -> str:
+    return " ".join(repr(value).split())
+
+
+def _both_ends(items: list[str]) -> str | None:
+    """As many items from both ends as fit, and how many are between; None where not even two do."""
+    for kept in range(min(len(items) - 1, MAX_SHOWN // 3), 1, -1):
+        head, tail = items[: kept - kept // 2], items[len(items) - kept // 2 :]
+        text = f"[{', '.join(head)}, ... {len(items) - kept} more ..., {', '.join(tail)}]"
+        if len(text) <= MAX_SHOWN:
+            return text
+    return None
+
+
+def listed(items: Sequence[str], most: int = 8, separator: str = ", ") -> str:
+    """The items on one line; of more than `most`, the first ones and how many more there are."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return separator.join(items[:most]) + more
+
+
+def without_grid(message: str) -> str:
+    """The sentences of a schedule's refusal, without the rows that it draws: a score is one line a case."""
+    lines = [line.strip() for line in message.splitlines()]
+    first, *others = [line for line in lines if line and not (line.startswith("rank ") and "|" in line)] or [""]
+    if not others:
+        return first
+    return f"{first}{' ' if first.endswith(':') else '; '}{listed(others, separator='; ')}"
 
 
 def raised(error: BaseException) -> str:

@@ -1,10 +1,12 @@
 """check() never raises on a wrong answer and says in one sentence what was given, expected and got."""
 
+import re
+
 import numpy as np
 import pytest
 
 from labkit.check import check, exercises
-from labkit.check.scoring import MAX_SHOWN, Score, compare, holds, shown
+from labkit.check.scoring import MAX_SHOWN, Score, compare, holds, shown, without_grid
 
 
 def test_score_of_a_right_answer_and_its_repr() -> None:
@@ -72,6 +74,19 @@ def test_claims_pass_only_on_true() -> None:
 def test_long_values_are_cut_in_the_middle() -> None:
     text = shown(list(range(1000)))
     assert len(text) <= MAX_SHOWN and text.startswith("[0, 1") and text.endswith("999]")
+    found = re.fullmatch(r"\[(.*), \.\.\. (\d+) more \.\.\., (.*)\]", text)
+    assert found is not None
+    head, more, tail = found.groups()
+    kept = [int(number) for part in (head, tail) for number in part.split(", ")]
+    assert set(kept) <= set(range(1000)) and len(kept) + int(more) == 1000
+
+
+def test_a_refusal_keeps_its_sentences_and_loses_its_rows() -> None:
+    drawn = "mine stops: rank 0 -> rank 0\nrank 0 | 0F0 [0B0]\nrank 10 | 1F0\nrank 0, position 1: 0B0 waits"
+    assert without_grid(drawn) == "mine stops: rank 0 -> rank 0; rank 0, position 1: 0B0 waits"
+    many = without_grid("mine cannot run:\n" + "\n".join(f"0F{m} is missing" for m in range(30)))
+    assert many.startswith("mine cannot run: 0F0 is missing; 0F1 is missing") and many.endswith(" and 22 more")
+    assert without_grid("") == ""
 
 
 def test_a_score_without_cases_is_no_pass() -> None:
