@@ -28,6 +28,7 @@ def gantt(
     numbers: bool = False,
     strips: bool = True,
     row: str = "rank",
+    unit: str = "units of the costs",
     time_limit: float | None = None,
     memory_limit: float | None = None,
 ) -> Figure:
@@ -38,6 +39,7 @@ def gantt(
     numbers: for Events, put the measured bubble and milliseconds into the sentence (they change from run to run).
     strips: draw waits, collectives and the like under what the rank computes.
     row: what a row is called; `stage` where ranks of one stage share it, so that its number is not a rank of the world.
+    unit: of a Timeline's time, as the axis names it, such as `forwards`; the axis of Events says ms.
     time_limit, memory_limit: where the axes end, in the Timeline's unit (seconds for Events) and in activations.
         Pictures with the same limits can be compared by eye; what lies beyond is not shown. None fits the picture.
 
@@ -46,7 +48,7 @@ def gantt(
     """
     rows = rows_of(timeline)
     predicted = isinstance(timeline, Timeline)
-    scale, unit = (1.0, "time (units of the costs)") if predicted else (1e3, "time (ms)")
+    scale = 1.0 if predicted else 1e3
     end = (rows.end if time_limit is None else time_limit) * scale
     inches, labels = row_height(len(rows.ranks)), _labels(rows, row)
     with styled():
@@ -55,7 +57,7 @@ def gantt(
         finish(panels[0], labels, end, inches)
         if memory:
             draw_memory(panels[1], rows, scale, labels, memory_limit)
-        panels[-1].set_xlabel(unit)
+        panels[-1].set_xlabel(f"time ({unit if predicted else 'ms'})")
         legend(fig, rows, strips)
         sentence = _sentence_of(timeline, name) if predicted else _measured_sentence(rows, name, numbers, row)
     return Figure(fig, sentence)
@@ -91,6 +93,7 @@ def gantt_overlay(
         panels[0].set_title(f"each {row}: predicted above (pale), measured below", loc="left")
         if memory:
             draw_memory(panels[1], found, 1e3, labels)
+            panels[1].set_ylabel("in flight,\nmeasured")
         panels[-1].set_xlabel("time (ms)")
         legend(fig, expected, False)
     sentence = _overlay_sentence(predicted, expected, found, row)

@@ -111,7 +111,7 @@ def _label(axes: Axes, compute: list[Event], middles: dict[int, float], tall: fl
 
 def _shade(kind: str, chunk: int | None, chunks: int, pale: bool) -> str:
     """The colour of a kind, mixed with white for predictions and for later chunks of a rank."""
-    later = (chunk or 0) * min(0.25, 0.6 / max(1, chunks - 1))
+    later = (chunk or 0) * min(0.35, 0.66 / max(1, chunks - 1))
     return _mixed(color(kind), 0.55 + later / 2 if pale else later)
 
 
@@ -153,7 +153,7 @@ def draw_memory(axes: Axes, rows: Rows, scale: float, labels: list[str], limit: 
 
 
 def legend(fig: Any, rows: Rows, strips: bool) -> None:
-    """Kinds that are there, and the shades of chunks where a rank has several."""
+    """Kinds that are there, and where a rank has several chunks, their shades as the forwards show them."""
     kinds = [kind for kind in (*COMPUTE, *(STRIP if strips else ())) if any(e.kind == kind for e in rows.events)]
     handles = legend_patches([*kinds, "idle"])
     if rows.chunks > 1:
@@ -163,5 +163,9 @@ def legend(fig: Any, rows: Rows, strips: bool) -> None:
 
 
 def _chunk_patch(chunk: int, chunks: int) -> Patch:
-    shade = _mixed("#444444", chunk * min(0.25, 0.6 / (chunks - 1)))
-    return Patch(facecolor=shade, edgecolor="#333333", linewidth=0.5, label=f"chunk {chunk}")
+    return Patch(
+        facecolor=_shade("forward", chunk, chunks, pale=False),
+        edgecolor="#333333",
+        linewidth=0.5,
+        label=f"chunk {chunk}",
+    )

@@ -144,6 +144,22 @@ def test_chunks_have_shades_and_a_legend():
     assert [t.get_text() for t in many.fig.legends[0].get_texts()][-2:] == ["chunk 0", "chunk 7"]
     shades = {tuple(colour) for colour in many.fig.axes[0].collections[0].get_facecolor()}
     assert len(shades) == 8
+    patches = figure.fig.legends[0].get_patches()[-2:]  # what the legend shows is what the forwards look like
+    first, second = (tuple(patch.get_facecolor()) for patch in patches)
+    assert {first, second} == {tuple(colour) for colour in figure.fig.axes[0].collections[0].get_facecolor()}
+    assert sum(abs(a - b) for a, b in zip(first, second, strict=True)) > 0.5
+
+
+def test_the_axis_names_the_unit_of_the_costs():
+    timeline = simulate(one_f_one_b(2, 2))
+    assert gantt(timeline, unit="forwards").fig.axes[0].get_xlabel() == "time (forwards)"
+    assert gantt(timeline).fig.axes[0].get_xlabel() == "time (units of the costs)"
+    assert gantt(timeline.events, unit="forwards").fig.axes[0].get_xlabel() == "time (ms)"
+
+
+def test_the_overlay_says_that_the_memory_is_measured():
+    timeline = simulate(one_f_one_b(2, 2), Costs(forward=0.01, backward=0.02))
+    assert "measured" in gantt_overlay(timeline, measured(timeline), memory=True).fig.axes[1].get_ylabel()
 
 
 def test_input_gradients_do_not_look_like_forwards_of_a_later_chunk():
