@@ -74,18 +74,19 @@ CASES = {
             "GPT under 1F1B, 4 ranks: 32 forward passes": "GPT under 1F1B, 4 ranks: 64 forward passes",
         },
     ),
-    # bubble (p-1)/(v m + p-1): v2 3/19 = 15.8% and 3/35 = 8.6%, v4 3/35 and 3/67 = 4.5%; in flight 2(p-1) + (v-1)p + 1
+    # bubble (p-1)/(v m + p-1): v2 3/19 = 15.8% and 3/35 = 8.6%, v4 3/35 and 3/67 = 4.5%;
+    # in flight (2(p-1) + (v-1)p + 1)/v shares: 5.5 and 4.75
     "09_interleaving": Case(
         {"microbatches": 16},
         {
             "1F1B, 4 stages, 8 microbatches: bubble 27.3%, peak 4 in flight": (
                 "1F1B, 4 stages, 16 microbatches: bubble 15.8%, peak 4 in flight"
             ),
-            "8 stages, 8 microbatches: bubble 15.8%, peak 11 in flight": (
-                "8 stages, 16 microbatches: bubble 8.6%, peak 11 in flight"
+            "8 stages, 8 microbatches: bubble 15.8%, peak 5.5 in flight": (
+                "8 stages, 16 microbatches: bubble 8.6%, peak 5.5 in flight"
             ),
-            "16 stages, 8 microbatches: bubble 8.6%, peak 19 in flight": (
-                "16 stages, 16 microbatches: bubble 4.5%, peak 19 in flight"
+            "16 stages, 8 microbatches: bubble 8.6%, peak 4.75 in flight": (
+                "16 stages, 16 microbatches: bubble 4.5%, peak 4.75 in flight"
             ),
             "8 stages, 8 microbatches: all 4 ranks ran their rows": (
                 "8 stages, 16 microbatches: all 4 ranks ran their rows"
