@@ -60,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(_message(error, words), 2, may_be_everybodys=True)
     except _failures() as error:
         return _say(_message(error, words), 1)
+    except MemoryError as error:
+        rule = "there is not enough memory for this; take smaller sizes"
+        return _say(f"labkit {words[0]}: {rule}{f' ({error})' if str(error) else ''}", 1)
     except ValueError:
         return _say(f"labkit {words[0]}: an error inside the code\n{traceback.format_exc().rstrip()}", 1)
 

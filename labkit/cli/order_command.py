@@ -5,7 +5,8 @@ Numbers are those of the simulator at unit costs: F, I and W take 1, B takes 2, 
 
 from __future__ import annotations
 
-import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,9 +16,10 @@ from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
 from labkit.config import ConfigError, ScheduleConfig
 from labkit.config.errors import nearest, shown
-from labkit.config.limits import CHOICES
+from labkit.config.limits import CHOICES, CHUNKS, COUNT
 from labkit.schedules.builders import build_schedule
-from labkit.schedules.ir import KINDS, RANK_LINE, Schedule, ScheduleError
+from labkit.schedules.files import read_schedule
+from labkit.schedules.ir import KINDS, Schedule, ScheduleError
 from labkit.schedules.lowering import Transport
 from labkit.schedules.simulator import Timeline, simulate
 from labkit.schedules.tables import get_pp_rank_microbatches
@@ -26,7 +28,7 @@ from labkit.schedules.verifier import interleaving_rules, verify
 MOST_SHOWN = 8192
 """Schedules of more actions are told in numbers; --rank and --csv give their rows."""
 MOST_BUILT = 2**24
-"""Actions of the largest schedule that is built: 1.5 GB with its simulation."""
+"""Most actions of a schedule that is built (1.3 GB with its simulation), and most pairs of a rank and a stage."""
 SUFFIXES = (".png", ".svg", ".pdf")
 NAMES = CHOICES["schedule.name"]
 TRANSPORTS = get_args(Transport)
@@ -39,7 +41,7 @@ def execute(arguments: Arguments) -> int:
     options = arguments.options
     _check(arguments)
     try:
-        schedule = _read(options) if options["verify"] else _build(options)
+        schedule = _read(arguments) if options["verify"] else _build(options)
         _check_rank(arguments, schedule)
         lines = _verdicts(schedule, options) if options["verify"] else []
         timeline = simulate(schedule)
@@ -50,28 +52,59 @@ def execute(arguments: Arguments) -> int:
     except ValueError as error:  # sizes that do not go together
         arguments.refuse([str(error)])
         raise
+    written = _write(timeline, arguments)  # first: who cannot write has no answer yet
     if options["rank"] is not None:
         print(_list(schedule.order(options["rank"])))
     else:
-        print("\n".join([*lines, *_text(timeline, _warm_ups(options, schedule))]))
-    _write(timeline, options)
+        print("\n".join([*lines, *_text(timeline, _warm_ups(options, schedule)), *written]))
     return 0
 
 
 def _check(arguments: Arguments) -> None:
     """What can be said before there is a schedule."""
+    options = arguments.options
+    problems = [*_missing_or_idle(arguments), *_words(options), *_files(options)]
+    given = {name: options[name] for name in ("pp", "vpp", "microbatches", "group_size")}
+    bad = {name: rule for name, size in given.items() if size is not None and (rule := COUNT.broken(size))}
+    problems += [f"--{_dashed(name)} {shown(given[name])}: {rule}" for name, rule in bad.items()]
+    if not bad and options["verify"] is None:
+        problems += _too_large(options)
+    arguments.refuse(problems)
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _missing_or_idle(arguments: Arguments) -> list[str]:
+    """Options that must be there, and those that would do nothing."""
     options, problems = arguments.options, []
-    written = {problem.partition(":")[0] for problem in arguments.problems}
-    if options["verify"]:
-        problems += [
-            f"--{name}: the schedule comes from the file of --verify; leave it out"
+    if options["verify"] is not None:
+        return [
+            f"--{_dashed(name)}: the schedule comes from the file of --verify; leave it out"
             for name in ("name", "vpp", "group_size")
             if options[name] is not None
         ]
-    else:
-        for name, example in (("pp", 4), ("microbatches", 8)):
-            if options[name] is None and f"--{name}" not in written:
-                problems.append(f"--{name}: is missing; give it (--{name} {example}), or a file (--verify FILE.csv)")
+    written = {re.split("[ :]", problem)[0].lstrip("-").replace("-", "_") for problem in arguments.problems}
+    for option in COMMAND.options:
+        if option.name in _EXAMPLES and options[option.key] is None and not written & {option.key, *option.aliases}:
+            example = f"--{option.name} {_EXAMPLES[option.name]}"
+            problems.append(f"--{option.name}: is missing; give it ({example}), or a file (--verify FILE.csv)")
+    if options["transport"]:
+        problems.append("--transport: says over which transport --verify FILE checks; there is no file")
+    if options["group_size"] is not None and not _interleaves(options) and "vpp" not in written:
+        rule = "has no effect: only the interleaved schedule, with --vpp above 1, runs microbatches in groups"
+        problems.append(f"--group-size {shown(options['group_size'])}: {rule}; leave it out")
+    return problems
+
+
+def _interleaves(options: dict[str, Any]) -> bool:
+    return options["name"] in (None, "auto", "interleaved") and (options["vpp"] or 1) > 1
+
+
+def _words(options: dict[str, Any]) -> list[str]:
+    """Names that nobody knows."""
+    problems = []
     if options["name"] is not None and options["name"] not in NAMES:
         hint = nearest(options["name"], NAMES)
         problems.append(f"--name {shown(options['name'])}: choose one of {', '.join(NAMES)}{hint}")
@@ -79,14 +112,28 @@ def _check(arguments: Arguments) -> None:
         if transport not in (*TRANSPORTS, "all"):
             hint = nearest(transport, TRANSPORTS)
             problems.append(f"--transport {shown(transport)}: choose from {', '.join(TRANSPORTS)}, or all{hint}")
-    if options["transport"] and not options["verify"]:
-        problems.append("--transport: says over which transport --verify FILE checks; there is no file")
-    if options["plot"] and Path(options["plot"]).suffix not in SUFFIXES:
+    return problems
+
+
+def _files(options: dict[str, Any]) -> list[str]:
+    """Files that cannot be meant."""
+    problems = [f"--{name} '': give the name of a file" for name in _FILES if options[name] == ""]
+    if options["plot"] and Path(options["plot"]).suffix.lower() not in SUFFIXES:
         problems.append(f"--plot {shown(options['plot'])}: its name ends with one of {', '.join(SUFFIXES)}")
-    sizes = [options[name] or 1 for name in ("pp", "vpp", "microbatches")]
-    if min(sizes) > 0 and 2 * math.prod(sizes) > MOST_BUILT:
-        problems.append(f"{2 * math.prod(sizes):,} actions: more than the {MOST_BUILT:,} that are built; take fewer")
-    arguments.refuse(problems)
+    return problems
+
+
+def _too_large(options: dict[str, Any]) -> list[str]:
+    """What would take more memory or time than anyone has."""
+    name, pp = options["name"] or "auto", options["pp"] or 1
+    stages = pp * CHUNKS.get(name, options["vpp"] or 1)
+    actions = stages * (options["microbatches"] or 1) * (3 if name in _SPLIT else 2)
+    counts = ((actions, "actions"), (pp * stages, "pairs of a rank and a stage"))
+    return [
+        f"{count:,} {what}: more than the {MOST_BUILT:,} that are built; take fewer"
+        for count, what in counts
+        if count > MOST_BUILT
+    ]
 
 
 def _check_rank(arguments: Arguments, schedule: Schedule) -> None:
@@ -100,41 +147,45 @@ def _build(options: dict[str, Any]) -> Schedule:
     return build_schedule(config, pp=options["pp"], vpp=options["vpp"] or 1, microbatches=options["microbatches"])
 
 
-def _read(options: dict[str, Any]) -> Schedule:
-    """The schedule in a file: rows of a CSV, or the text that a Schedule prints."""
-    path = Path(options["verify"])
+def _read(arguments: Arguments) -> Schedule:
+    """The schedule in the file of --verify."""
+    options, path = arguments.options, Path(arguments.options["verify"])
     try:
-        text = path.read_text(errors="replace")
-    except OSError as error:
-        raise ValueError(f"--verify {shown(str(path))}: {error.strerror}") from None
-    is_text = any(RANK_LINE.match(line.strip()) for line in text.splitlines())
-    schedule = Schedule.from_text(text) if is_text else Schedule.from_csv(text, name=path.stem)
-    sizes = (("pp", schedule.pp, "ranks"), ("microbatches", schedule.num_microbatches, "microbatches"))
-    for name, found, what in sizes:
-        if options[name] not in (None, found):
-            raise ValueError(f"--{name} {options[name]}: {path} is a schedule of {found} {what}")
+        schedule = read_schedule(path)
+    except ScheduleError:
+        raise
+    except ValueError as rule:
+        raise ValueError(f"--verify {shown(str(path))}: {rule}") from None
+    pairs = schedule.pp * schedule.num_stages
+    if pairs > MOST_BUILT:
+        raise ValueError(f"{path}: {pairs:,} pairs of a rank and a stage: more than the {MOST_BUILT:,} that are built")
+    sizes = (("pp", schedule.pp, "rank", "s"), ("microbatches", schedule.num_microbatches, "microbatch", "es"))
+    arguments.refuse([
+        f"--{name} {options[name]}: {path} is a schedule of {_count(found, *what)}"
+        for name, found, *what in sizes
+        if options[name] not in (None, found)
+    ])  # fmt: skip
     return schedule
 
 
 def _verdicts(schedule: Schedule, options: dict[str, Any]) -> list[str]:
-    """One line per transport. Raises CommandFailedError with every verdict where one is no."""
+    """One line per transport. Raises CommandFailedError with every verdict, refusals first, where one is no."""
     asked = options["transport"] or ("batched",)
     verify(schedule, "posted")  # what it refuses runs over none
-    lines, refused = [], False
+    runs, refused = [], []
     for transport in TRANSPORTS if "all" in asked else asked:
         try:
             verify(schedule, transport)
-            lines.append(f"{transport}: yes, it runs")
+            runs.append(f"{transport}: yes, it runs")
         except ScheduleError as error:
-            refused = True
-            lines.append(f"{transport}: no, {error}")
+            refused.append(f"{transport}: no, {error}")
     if refused:
-        raise CommandFailedError("\n".join(lines))
+        raise CommandFailedError("\n".join([*refused, *runs]))
     try:
         interleaving_rules(schedule)
     except ScheduleError as error:
-        lines.append(f"in Megatron: no, {error}")
-    return [*lines, ""]
+        runs.append(f"in Megatron: no, {error}")
+    return [*runs, ""]
 
 
 def _warm_ups(options: dict[str, Any], schedule: Schedule) -> list[int] | None:
@@ -222,27 +273,52 @@ def _list(order: list[int | float]) -> str:
     return f"[{', '.join(f'{number:g}' for number in order)}]"
 
 
-def _write(timeline: Timeline, options: dict[str, Any]) -> None:
-    """The files that were asked for."""
+def _write(timeline: Timeline, arguments: Arguments) -> list[str]:
+    """Write the files that were asked for; returns the lines that name them."""
     written = []
-    if options["csv"]:
-        Path(options["csv"]).parent.mkdir(parents=True, exist_ok=True)
-        Path(options["csv"]).write_text(timeline.schedule.to_csv())
-        written.append(options["csv"])
-    if options["plot"]:
-        from labkit.viz.timeline import gantt
-
+    for name, write in _FILES.items():
+        path = arguments.options[name]
+        if path is None or write is None:
+            continue
         try:
-            written.append(gantt(timeline, memory=True).save(options["plot"]))
+            write(timeline, Path(path))
+        except OSError as error:
+            rule = f"{error.strerror or error}; give a path that can be written"
+            arguments.refuse([f"--{name} {shown(path, 200)}: {rule}"])
         except ValueError as error:  # too large a schedule
-            raise CommandFailedError(f"--plot: {error}") from error
-    if options["trace"]:
-        from labkit.viz.trace import write_trace
+            raise CommandFailedError(f"--{name}: {error}") from error
+        written.append(f"written: {path}")
+    return ["", *written] if written else []
 
-        written.append(write_trace(timeline, options["trace"]))
-    if written and options["rank"] is None:
-        print("\n" + "\n".join(f"written: {path}" for path in written))
 
+def _write_csv(timeline: Timeline, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(timeline.schedule.to_csv(), encoding="utf-8")
+
+
+def _write_plot(timeline: Timeline, path: Path) -> None:
+    from labkit.viz.timeline import gantt
+
+    gantt(timeline, memory=True).save(path)
+
+
+def _write_trace(timeline: Timeline, path: Path) -> None:
+    from labkit.viz.trace import write_trace
+
+    write_trace(timeline, path)
+
+
+_FILES: dict[str, Callable[[Timeline, Path], None] | None] = {
+    "csv": _write_csv,
+    "plot": _write_plot,
+    "trace": _write_trace,
+    "verify": None,
+}
+"""Options that name a file, and what writes it; the last one is read."""
+_EXAMPLES = {"pp": 4, "microbatches": 8}
+"""Sizes that a schedule cannot do without."""
+_SPLIT = ("zero_bubble_h1", "zbv", "dualpipe_v")
+"""Schedules with three actions for each stage and microbatch."""
 
 COMMAND = Command(
     name="order",

@@ -64,6 +64,8 @@ def _single_fields(found: Findings) -> None:
             found.add(dotted, f"must be one of {', '.join(CHOICES[dotted])}{nearest(value, CHOICES[dotted])}")
         elif dotted in RANGES and (rule := RANGES[dotted].broken(value)):
             found.add(dotted, rule)
+        elif dotted in FILES and os.path.isdir(value):
+            found.add(dotted, "is a directory; give a file")
         elif dotted in FILES and not os.path.isfile(value):
             found.add(dotted, "no such file; give an existing file or leave it out")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,12 +29,15 @@ KINDS = "FBIW"
 EVENT_KINDS = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
 """The `kind` of the `Event` that an action leaves."""
 
-ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
+ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 """How an action is written; its numbers fit 32 bits."""
 
 
-RANK_LINE = re.compile(r"rank +(\d+) *[:|]")
+RANK_LINE = re.compile(r"rank +([0-9]{1,9}) *[:|]")
 """How the line of a rank begins."""
+
+_SEPARATORS = ";\t \"'"
+"""What stands in the cells of a table that was not saved with commas."""
 
 
 class ScheduleError(ValueError):
@@ -60,7 +64,7 @@ class Action:
         match = ACTION.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(
-                f"{text!r} is no action: write stage, one of F B I W, microbatch, "
+                f"{text[:40]!r} is no action: write stage, one of F B I W, microbatch, "
                 "as in 2F0 (stage 2, forward, microbatch 0)"
             )
         return cls(int(match[1]), match[2], int(match[3]))
@@ -140,7 +144,7 @@ class Schedule:
                 f"{num_microbatches} microbatches (both count from 0)"
             )
         self.ranks = _read_only(np.repeat(np.arange(self.pp, dtype=np.int32), np.diff(offsets)))
-        self.placement_of_stages = _read_only(_majority_rank(stages, self.ranks, num_stages, self.pp))
+        self.placement_of_stages = _read_only(_majority_rank(stages, offsets, num_stages))
         """Rank of each stage (S,)."""
         self._derived: dict[str, Any] = {}
 
@@ -271,7 +275,7 @@ class Schedule:
 
         Raises ScheduleError naming row, column and text of the first cell that is no action.
         """
-        lines = text.strip("\n").splitlines()
+        lines = text.strip("\r\n").splitlines()
         if not any(line.strip() for line in lines):
             raise ScheduleError("the text has no rows: write one line per rank, such as 0F0,0F1,0B0,0B1")
         rows = []
@@ -279,7 +283,7 @@ class Schedule:
             if not line.strip():
                 raise ScheduleError(f"row {row} is empty: every rank needs its line of actions")
             cells = enumerate(line.split(","), start=1)
-            rows.append([_parse_cell(cell, f"row {row}, column {column}") for column, cell in cells])
+            rows.append([_parse_cell(cell, f"row {row}, column {column}", _SEPARATORS) for column, cell in cells])
         return cls(name, *_counted(rows), rows)
 
 
@@ -292,13 +296,15 @@ def _signed_chunks(schedule: Schedule) -> np.ndarray:
     return _read_only(chunks.take(schedule.stages) * sign)
 
 
-def _parse_cell(cell: str, where: str) -> Action:
+def _parse_cell(cell: str, where: str, separators: str = "") -> Action:
+    """The action in `cell`. One that holds one of `separators` is told what separates actions instead."""
     if not cell.strip():
         raise ScheduleError(f"{where} is blank: remove the cell, idle time is not written down")
     try:
         return Action.parse(cell)
     except ScheduleError as error:
-        raise ScheduleError(f"{where}: {error}") from None
+        hint = "; separate actions by commas, without quotes" if set(separators) & set(cell.strip()) else ""
+        raise ScheduleError(f"{where}: {error}{hint}") from None
 
 
 def _counted(rows: Sequence[Sequence[Action]]) -> tuple[int, int]:
@@ -313,11 +319,19 @@ def _counted(rows: Sequence[Sequence[Action]]) -> tuple[int, int]:
     return stages, microbatches
 
 
-def _majority_rank(stages: np.ndarray, ranks: np.ndarray, num_stages: int, pp: int) -> np.ndarray:
-    """Rank of each stage (S,): the one with most of its actions; a stage that nobody runs falls to stage mod pp."""
-    counts = np.bincount(stages * np.int64(pp) + ranks, minlength=num_stages * pp).reshape(num_stages, pp)
-    nobody = counts.sum(axis=1) == 0
-    return np.where(nobody, np.arange(num_stages) % pp, pp - 1 - counts[:, ::-1].argmax(axis=1)).astype(np.int32)
+def _majority_rank(stages: np.ndarray, offsets: np.ndarray, num_stages: int) -> np.ndarray:
+    """Rank of each stage (S,): the one with most of its actions, of several the last; a stage that nobody runs falls to
+    stage mod pp. Counted rank by rank, so that no table of stages and ranks exists."""
+    most = np.ones(num_stages, dtype=np.int64)
+    rank_of = np.arange(num_stages, dtype=np.int32) % np.int32(len(offsets) - 1)
+    for rank, (start, stop) in enumerate(pairwise(offsets.tolist())):
+        row = stages[start:stop]
+        low = row.min()
+        counts = np.bincount(row - low)
+        here = slice(low, low + len(counts))
+        rank_of[here][counts >= most[here]] = rank
+        np.maximum(most[here], counts, out=most[here])
+    return rank_of
 
 
 def _read_only(column: np.ndarray) -> np.ndarray:

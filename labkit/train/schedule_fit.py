@@ -43,9 +43,9 @@ def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> No
     if 0 in held:
         raise ValueError(f"{schedule.name} leaves a pipeline rank without a stage; give every rank at least one")
     if parallel.vpp > 1 and held != {parallel.vpp}:
-        words = " or ".join(str(number) for number in sorted(held))
+        words = " or ".join(str(number) for number in sorted(held)) + (" stage" if held == {1} else " stages")
         raise ValueError(
-            f"{schedule.name} has {words} stages a rank, but parallel.vpp is {parallel.vpp}; leave vpp at 1, and the "
+            f"{schedule.name} has {words} a rank, but parallel.vpp is {parallel.vpp}; leave vpp at 1, and the "
             "schedule alone says how many model chunks there are"
         )
     stage_contents(config, schedule.num_stages)

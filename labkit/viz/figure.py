@@ -67,7 +67,7 @@ class Figure:
         """Write the picture in the format of the suffix (png, svg, pdf); makes the folder; returns the path."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".png":
+        if path.suffix.lower() == ".png":
             path.write_bytes(self.png)
         else:
             with styled():

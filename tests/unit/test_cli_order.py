@@ -109,8 +109,8 @@ def test_one_transport_may_refuse_what_others_run(capsys: pytest.CaptureFixture[
     file.write_text(one_f_one_b(2, 2).to_csv())
     code, message = refused(capsys, "--verify", str(file), "--transport", "all")
     assert code == 1
-    assert "batched: yes, it runs" in message
-    assert "blocking: no, mine stops over blocking transfers" in message
+    assert message.startswith("labkit order: blocking: no, mine stops over blocking transfers")
+    assert message.endswith("posted: yes, it runs\nbatched: yes, it runs\neven_odd: yes, it runs\n")
 
 
 def test_large_schedules_are_told_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +126,7 @@ def test_large_schedules_are_told_in_numbers(capsys: pytest.CaptureFixture[str])
         ([], ["--pp: is missing", "--microbatches: is missing"]),
         (["--pp", "4", "--microbatch", "8"], ["--microbatch: unknown option; did you mean", "--microbatches"]),
         (["--pp", "four", "--microbatches", "8"], ["--pp 'four'"]),
-        (["--pp", "0", "--microbatches", "8"], ["pp is 0: give a whole number of at least 1"]),
+        (["--pp", "0", "--microbatches", "8"], ["--pp 0: must be at least 1"]),
         ([*SIZES, "--name", "interleave"], ["--name 'interleave': choose one of", "did you mean", "interleaved"]),
         ([*SIZES, "--rank", "4"], ["--rank 4: the schedule's ranks are 0 to 3"]),
         ([*SIZES, "--transport", "batched"], ["--transport: says over which transport"]),
@@ -135,8 +135,20 @@ def test_large_schedules_are_told_in_numbers(capsys: pytest.CaptureFixture[str])
         (["--pp", "4", "--vpp", "2", "--microbatches", "8", "--name", "1f1b"], ["1f1b"]),
         (["--pp", "4", "--microbatches", "3", "--name", "dualpipe_v"], ["3"]),
         (["--pp", "64", "--vpp", "8", "--microbatches", "409600"], ["more than the 16,777,216 that are built"]),
-        (["--verify", "no.csv"], ["--verify 'no.csv': No such file"]),
-        (["--verify", "."], ["--verify '.': Is a directory"]),
+        (["--pp", "64", "--name", "zbv", "--microbatches", "43691"], ["16,777,344 actions: more than"]),
+        (["--pp", "20000", "--microbatches", "1"], ["400,000,000 pairs of a rank and a stage: more than"]),
+        (["--pp", "8388608", "--microbatches", "1"], ["pairs of a rank and a stage: more than"]),
+        (["--pp", "9" * 30, "--microbatches", "1"], ["must be at most 2,147,483,647"]),
+        (
+            ["--pp", "-1", "--vpp", "-2", "--microbatches", "-8"],
+            ["--pp -1: must be at least 1", "--vpp -2: must", "--microbatches -8: must"],
+        ),
+        (["--pp", "2", "--microbatches", "8", "--group-size", "4"], ["--group-size 4: has no effect"]),
+        ([*SIZES, "--name", "zbv", "--group-size", "4"], ["--group-size 4: has no effect"]),
+        ([*SIZES, "--csv", ""], ["labkit order: --csv '': give the name of a file"]),
+        ([*SIZES, "--plot", "", "--trace="], ["--plot '': give the name", "--trace '': give the name"]),
+        (["--verify", "no.csv"], ["--verify 'no.csv': no such file"]),
+        (["--verify", "."], ["--verify '.': is a directory; give a file"]),
         (["--verify", "f.csv", "--name", "zbv", "--vpp", "2"], ["--name: the schedule comes", "--vpp: the schedule"]),
         (["--verify", "f.csv", "--transport", "batch"], ["--transport 'batch': choose from posted", "did you mean"]),
         (["something"], ["'something': labkit order takes no such word"]),
@@ -159,7 +171,7 @@ def test_mistakes_are_named_with_what_to_do(
         ("", "the text has no rows"),
         ("0F0,0B0\n\n1F0,1B0", "row 2 is empty"),
         ("0F0\n1F0,1B0", "0B0 is missing"),
-        ("\x00\xff\n", "is no action"),
+        ("\x00\xff\n", "not UTF-8 text: save it as CSV UTF-8"),
         ("0F0,0B99999999999", "'0B99999999999' is no action"),
         ("0F0,0B0,0F999999999", "is it mistyped?"),  # and no table of gigabytes
     ],
@@ -184,6 +196,57 @@ def test_a_file_for_other_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         code, message = refused(capsys, "--verify", str(file), *words)
         assert code == 2
         assert sentence in message and "is a schedule of" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--pp", "2", "--microbatches", "x"], "--microbatches 'x': must be an integer"),
+        (["--pp", "2", "--num_microbatches", "x"], "--num_microbatches 'x': must be an integer"),
+        (["--microbatches=", "--parallel.pp", "x"], None),
+        (["--verify", ""], "--verify '': give the name of a file"),
+    ],
+)
+def test_one_mistake_is_told_once(capsys: pytest.CaptureFixture[str], words: list[str], message: str | None) -> None:
+    _, told_them = refused(capsys, *words)
+    assert "is missing" not in told_them
+    assert message is None or told_them == f"labkit order: {message}\n"
+
+
+@pytest.mark.parametrize("option", ["csv", "plot", "trace"])
+def test_what_cannot_be_written_is_said_instead_of_an_answer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str
+) -> None:
+    (tmp_path / "taken.svg").mkdir()
+    (tmp_path / "file").touch()
+    for target, why in (("taken.svg", "Is a directory"), ("file/new.svg", "File exists")):
+        code, message = refused(capsys, *SIZES, f"--{option}", str(tmp_path / target))
+        assert code == 2
+        assert message.startswith(f"labkit order: --{option} '{tmp_path}") and message.count("\n") == 1
+        assert message.endswith(f"{target}': {why}; give a path that can be written\n")
+
+
+def test_a_plot_may_have_a_suffix_in_capitals(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    told(capsys, *SIZES, "--plot", str(tmp_path / "F.PNG"))
+    assert (tmp_path / "F.PNG").read_bytes()[1:4] == b"PNG"
+
+
+def test_too_little_memory_is_one_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def unable(*_: object, **__: object) -> None:
+        raise MemoryError("Unable to allocate 74.5 GiB")
+
+    monkeypatch.setattr("labkit.cli.order_command.build_schedule", unable)
+    code, message = refused(capsys, *SIZES)
+    assert code == 1
+    assert message.startswith("labkit order: there is not enough memory for this; take smaller sizes (Unable to")
+    assert message.count("\n") == 1
+
+
+def test_a_file_of_too_many_ranks_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "wide.csv"
+    file.write_text("".join(f"{rank}F0\n" for rank in range(4097)))
+    code, message = refused(capsys, "--verify", str(file))
+    assert (code, "16,785,409 pairs of a rank and a stage" in message) == (2, True)
 
 
 def test_order_and_its_errors_import_neither_torch_nor_jsonargparse() -> None:

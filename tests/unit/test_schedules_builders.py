@@ -277,7 +277,7 @@ def test_a_config_gives_group_size_and_file(tmp_path):
         (ScheduleConfig(name="zbv"), {"vpp": 3}, "'zbv', which has 2 stages a rank, and vpp is 3"),
         (ScheduleConfig(name="interleaved"), {}, "vpp is 1: give parallel.vpp at least 2, or choose 1f1b"),
         (ScheduleConfig(name="dualpipe_v"), {"microbatches": 3}, "needs at least 4"),
-        (ScheduleConfig(path="nowhere.csv"), {}, "schedule.path is nowhere.csv, and there is no such file"),
+        (ScheduleConfig(path="nowhere.csv"), {}, "nowhere.csv: no such file"),
     ],
 )
 def test_a_config_that_names_no_possible_schedule_is_refused(config, sizes, needle):
