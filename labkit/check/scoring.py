@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -182,6 +183,11 @@ def without_grid(message: str) -> str:
     first, *others = [line for line in lines if line and not (line.startswith("rank ") and "|" in line)] or [""]
     if not others:
         return first
+    more = re.fullmatch(
+        r"and (\d+) more", others[-1]
+    )  # the refusal was cut already: one count for all that is left out
+    if more:
+        others = others[:-1] + [""] * int(more[1])
     return f"{first}{' ' if first.endswith(':') else '; '}{listed(others, separator='; ')}"
 
 

@@ -78,13 +78,11 @@ def require_complete(schedule: Schedule) -> np.ndarray:
         raise _incomplete(schedule, _first_missing(schedule), {})
     at = positions(schedule)
     there = at >= 0
-    missing = [f"{Action(s, 'F', m)} is missing" for s, m in np.argwhere(~there[_F])[:_MOST_NAMED].tolist()]
+    lacking = [("F", ~there[_F])]
     if not schedule.forward_only:
         none = ~(there[_B] | there[_I] | there[_W])
-        missing += [f"{Action(s, 'B', m)} is missing" for s, m in np.argwhere(none)[:_MOST_NAMED].tolist()]
-        for have, lack in ((_I, _W), (_W, _I)):
-            half = there[have] & ~there[lack]
-            missing += [f"{Action(s, KINDS[lack], m)} is missing" for s, m in np.argwhere(half)[:_MOST_NAMED].tolist()]
+        lacking += [("B", none), ("W", there[_I] & ~there[_W]), ("I", there[_W] & ~there[_I])]
+    missing = _missing(lacking)
     doubled = np.count_nonzero(there) < len(schedule)
     mixed = bool((there[_B] & (there[_I] | there[_W])).any())
     away = any(
@@ -97,7 +95,18 @@ def require_complete(schedule: Schedule) -> np.ndarray:
 
 
 def _incomplete(schedule: Schedule, missing: list[str], marks: dict[tuple[int, int], str]) -> ScheduleError:
-    return ScheduleError("\n".join([f"{schedule.name} cannot run:", grid(schedule, marks), *missing[:_MOST_NAMED]]))
+    return ScheduleError("\n".join([f"{schedule.name} cannot run:", grid(schedule, marks), *missing]))
+
+
+def _missing(lacking: list[tuple[str, np.ndarray]]) -> list[str]:
+    """A sentence for each of the first cells (S, M) that are true, by kind, and one that counts the others."""
+    named = [
+        f"{Action(s, kind, m)} is missing"
+        for kind, cells in lacking
+        for s, m in np.argwhere(cells)[:_MOST_NAMED].tolist()
+    ]
+    others = sum(int(cells.sum()) for _, cells in lacking) - _MOST_NAMED
+    return [*named[:_MOST_NAMED], f"and {others} more"] if others > 0 else named
 
 
 def _first_missing(schedule: Schedule) -> list[str]:
@@ -106,7 +115,8 @@ def _first_missing(schedule: Schedule) -> list[str]:
     there = set(zip(schedule.stages[forward].tolist(), schedule.microbatches[forward].tolist(), strict=True))
     sizes = (schedule.num_stages, schedule.num_microbatches)
     lacking = (Action(s, "F", m) for s in range(sizes[0]) for m in range(sizes[1]) if (s, m) not in there)
-    return [f"{action} is missing" for action in islice(lacking, _MOST_NAMED)]
+    named = [f"{action} is missing" for action in islice(lacking, _MOST_NAMED)]
+    return [*named, f"and {sizes[0] * sizes[1] - len(there) - len(named)} more"]
 
 
 def _misplaced(schedule: Schedule) -> dict[tuple[int, int], str]:

@@ -1,6 +1,7 @@
 """What the scores say about wrong answers that a score could easily describe wrongly."""
 
 from labkit.check import check
+from labkit.schedules import zbv, zero_bubble_h1
 
 
 def test_rows_without_backwards_are_named_instead_of_timed():
@@ -80,3 +81,48 @@ def test_an_order_in_another_form_is_told_what_an_order_is():
         assert got.startswith(seen) and "an order is a list of whole numbers" in got
     forwards = check("09.order", lambda pp, v, m, n, r: list(range(1, v + 1)) * m)
     assert forwards.outcomes[-2].got == "no backward for chunk 1, chunk 2 on rank 0"
+
+
+def test_a_schedule_that_does_not_run_is_told_once():
+    """One mistake, one sentence, though all nine targets are missed."""
+    score = check(
+        "10.schedule", lambda pp, m: [[f"{r}{kind}{i}" for kind in "FI" for i in range(m)] for r in range(pp)]
+    )
+    assert (score.passed, score.total) == (0, 9)
+    told = repr(score).splitlines()
+    assert len(told) == 2
+    # 4 ranks and 8 microbatches lack 32 weight gradients; eight are named
+    assert told[1].endswith("0W6 is missing; 0W7 is missing and 24 more.")
+
+
+def test_a_schedule_that_runs_is_told_every_target_it_misses():
+    score = check("10.schedule", lambda pp, m: [[f"{r}{k}{i}" for k in "FB" for i in range(m)] for r in range(pp)])
+    assert len(repr(score).splitlines()) == 1 + score.total - score.passed == 9
+
+
+def test_an_answer_that_is_no_rows_is_told_what_rows_are():
+    v = zbv(4, 8)
+    for answer, seen in (
+        (None, "None."),
+        (lambda pp, m: None, "None."),
+        (v, "a Schedule: give its rows"),
+        (lambda pp, m: zbv(pp, m), "a Schedule: give its rows"),
+        (lambda pp, m: zbv(pp, m).to_csv(), "str '0F0,0F1"),
+        (lambda pp, m: ["0F0 0B0"] * pp, "'0F0 0B0' as the row of rank 0"),
+    ):
+        head, *told = repr(check("10.schedule", answer)).splitlines()
+        assert head == "10.schedule: 0/9" and len(told) == 1
+        assert f"expected a list of rows (lists of texts such as 0F0) that runs, got {seen}" in told[0]
+    rows = [[str(action) for action in v.actions(rank)] for rank in range(v.pp)]
+    assert check("10.schedule", rows).outcomes[0].passed, "rows themselves are an answer for their own sizes"
+
+
+def test_one_stage_a_rank_meets_all_targets_but_those_with_two():
+    """ZB-H1 takes 3m + p - 1 in memory p; two stages a rank reach 3m + (p - 1)/2: 25.5, 22 and 38 steps."""
+
+    def h1(pp: int, m: int) -> list[list[str]]:
+        schedule = zero_bubble_h1(pp, m)
+        return [[str(action) for action in schedule.actions(rank)] for rank in range(pp)]
+
+    missed = [outcome.expected for outcome in check("10.schedule", h1).outcomes if not outcome.passed]
+    assert [text.split(" steps")[0] for text in missed] == ["at most 25.5", "at most 22", "at most 38"]
