@@ -7,6 +7,7 @@ under it; what is empty is the bubble. The activations in flight can be drawn be
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -17,7 +18,7 @@ from labkit.schedules.simulator import Timeline
 from labkit.viz.figure import Figure
 from labkit.viz.style import label, new_figure, styled
 from labkit.viz.timeline_bars import WIDTH, Style, draw_memory, draw_rows, finish, legend, row_height
-from labkit.viz.timeline_rows import COMPUTE, Rows, measured_bubble, rows_of
+from labkit.viz.timeline_rows import COMPUTE, Rows, chunk_weights, measured_bubble, rows_of
 
 
 def gantt(
@@ -73,9 +74,10 @@ def gantt_overlay(
 ) -> Figure:
     """Prediction and measurement on one axis, two bars per row: predicted above, pale; measured below.
 
-    The costs of the prediction must be seconds. The sentence says whether every rank ran its row in the predicted
-    order; with `numbers` also the ratio of the two makespans and both bubbles. `row` is what a row is called, as in
-    `gantt`. Raises ValueError where nothing was measured or other ranks were.
+    The costs of the prediction must be seconds; what they say an activation weighs holds for the measured ones too.
+    The sentence says whether every rank ran its row in the predicted order; with `numbers` also the ratio of the two
+    makespans and both bubbles. `row` is what a row is called, as in `gantt`. Raises ValueError where nothing was
+    measured or other ranks were.
     """
     measured = list(measured)
     expected, found = rows_of(predicted), rows_of(measured)
@@ -83,6 +85,7 @@ def gantt_overlay(
         raise ValueError(
             f"{len(found.ranks)} {row}s were measured, {len(expected.ranks)} predicted: use the same schedule"
         )
+    found = replace(found, weights=chunk_weights(predicted))
     end = max(expected.end, found.end) * 1e3
     inches, labels = 1.5 * row_height(len(expected.ranks)), _labels(expected, row)
     with styled():

@@ -28,6 +28,8 @@ class Rows:
     ranks: list[int]
     timeline: Timeline | None = None
     """Where the Events are predicted; it knows what an activation weighs."""
+    weights: list[list[float]] | None = None
+    """What an activation weighs where Events are measured, by row and chunk; None is 1 each."""
 
     @cached_property
     def end(self) -> float:
@@ -45,9 +47,10 @@ class Rows:
         return [event.name for event in sorted(mine, key=lambda event: event.start)]
 
     def memory(self) -> list[tuple[list[float], list[float]]]:
-        """For each row (times, amounts): what its activations weigh from each time on; 1 each for measured Events."""
+        """For each row (times, amounts): what its activations weigh from each time on."""
         if self.timeline is None:
-            return [_in_flight(self.events, rank) for rank in self.ranks]
+            weights = self.weights or [[]] * len(self.ranks)
+            return [_in_flight(self.events, rank, own) for rank, own in zip(self.ranks, weights, strict=True)]
         return [_weighed(self.timeline, rank) for rank in self.ranks]
 
     @property
@@ -94,14 +97,25 @@ def _is_action(event: Event) -> bool:
     return event.kind in COMPUTE and ACTION.fullmatch(event.name) is not None
 
 
-def _in_flight(events: list[Event], rank: int) -> tuple[list[float], list[float]]:
-    """Activations alive on a rank: one more at each forward's start, one fewer at the end of what frees it."""
+def chunk_weights(timeline: Timeline) -> list[list[float]]:
+    """What one microbatch keeps, by rank and chunk, as the costs of a prediction say."""
+    kept = timeline.costs.kept(timeline.schedule.num_stages)[0]
+    return [[float(kept[stage]) for stage in timeline.schedule.stages_of(rank)] for rank in range(timeline.schedule.pp)]
+
+
+def _in_flight(events: list[Event], rank: int, weights: list[float]) -> tuple[list[float], list[float]]:
+    """Activations alive on a rank: one more at each forward's start, one fewer at the end of what frees it; weighed by
+    chunk where `weights` are given."""
+
+    def weigh(event: Event) -> float:
+        return weights[event.chunk or 0] if weights else 1.0
+
     mine = [event for event in events if event.rank == rank]
     split = {(e.chunk, e.microbatch) for e in mine if e.kind == "weight_grad"}
     has_backward = any(event.kind in ("backward", "weight_grad") for event in mine)
-    changes = [(e.start, 1) for e in mine if e.kind == "forward" and has_backward]
-    changes += [(e.end, -1) for e in mine if e.kind == "weight_grad"]
-    changes += [(e.end, -1) for e in mine if e.kind == "backward" and (e.chunk, e.microbatch) not in split]
+    changes = [(e.start, weigh(e)) for e in mine if e.kind == "forward" and has_backward]
+    changes += [(e.end, -weigh(e)) for e in mine if e.kind == "weight_grad"]
+    changes += [(e.end, -weigh(e)) for e in mine if e.kind == "backward" and (e.chunk, e.microbatch) not in split]
     times, counts = [0.0], [0.0]
     for time, together in groupby(sorted(changes), key=lambda change: change[0]):
         times.append(time)

@@ -210,3 +210,12 @@ def test_nothing_to_draw_is_refused():
 
 def test_the_same_timeline_gives_the_same_bytes():
     assert gantt(simulate(gpipe(2, 2))).png == gantt(simulate(gpipe(2, 2))).png
+
+
+def test_what_is_measured_weighs_what_the_prediction_says():
+    """Half a rank's share a stage: 2 ranks with 2 stages each keep as much as with one, 2 microbatches."""
+    timeline = simulate(zbv(2, 4), Costs(activation=0.5))
+    overlay = gantt_overlay(timeline, timeline.events, memory=True)
+    assert repr(overlay).endswith("peak 2 in flight")
+    assert [max(line.get_ydata()) for line in overlay.fig.axes[1].lines] == timeline.peak_memory == [2, 2]
+    assert repr(gantt_overlay(simulate(zbv(2, 4)), timeline.events)).endswith("peak 4 in flight")
