@@ -169,7 +169,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"data.split": "0,50,50"}, None, "data.split", "the training text and must be above 0"),
     ({"data.split": "100,0,0", "eval_steps": 1}, None, "data.split", "feeds the validations"),
     ({"data.path": "/nowhere/text.txt"}, None, "data.path", "no such file"),
-    ({"data.path": "/tmp"}, None, "data.path", "no such file"),
+    ({"data.path": "/tmp"}, None, "data.path", "is a directory; give a file"),
     ({"data.tokenizer": "/nowhere/t.json"}, None, "data.tokenizer", "no such file"),
     ({"output_dir": sys.executable}, None, "train.output_dir", "is a file; name a folder"),
 ]  # fmt: skip
