@@ -94,18 +94,19 @@ CASES = {
         },
     ),
     # bubble idle/(3m + idle), 3m = 24 for 8 microbatches and 36 for 12; idle is 3(p - 1) = 9 for GPipe and 1F1B,
-    # 2(p - 1) = 6 with W right after I, p - 1 = 3 for ZB-H1, (p - 1)/2 = 1.5 over a V; GPipe keeps m, others about p
+    # 2(p - 1) = 6 with W right after I or at the end, p - 1 = 3 for ZB-H1, (p - 1)/2 = 1.5 over a V;
+    # all W at the end keep m, others about p
     "10_write_your_own_schedule": Case(
         {"microbatches": 12},
         {
-            "GPipe by hand, 4 stages, 8 microbatches: bubble 27.3%, peak 8 in flight": (
-                "GPipe by hand, 4 stages, 12 microbatches: bubble 20.0%, peak 12 in flight"
-            ),
             "1F1B, 4 stages, 8 microbatches: bubble 27.3%, peak 4 in flight": (
                 "1F1B, 4 stages, 12 microbatches: bubble 20.0%, peak 4 in flight"
             ),
             "1F1B, each W right after its I, 4 stages, 8 microbatches: bubble 20.0%, peak 4 in flight": (
                 "1F1B, each W right after its I, 4 stages, 12 microbatches: bubble 14.3%, peak 4 in flight"
+            ),
+            "1F1B, all W at the end, 4 stages, 8 microbatches: bubble 20.0%, peak 8 in flight": (
+                "1F1B, all W at the end, 4 stages, 12 microbatches: bubble 14.3%, peak 12 in flight"
             ),
             "ZB-H1, 4 stages, 8 microbatches: bubble 11.1%, peak 4 in flight": (
                 "ZB-H1, 4 stages, 12 microbatches: bubble 7.7%, peak 4 in flight"
@@ -116,8 +117,8 @@ CASES = {
             "DualPipeV, 8 stages, 8 microbatches: bubble 5.9%, peak 4.5 in flight": (
                 "DualPipeV, 8 stages, 12 microbatches: bubble 4.0%, peak 4.5 in flight"
             ),
-            "ZB-V, 8 stages, 8 microbatches: all 4 ranks ran their rows": (
-                "ZB-V, 8 stages, 12 microbatches: all 4 ranks ran their rows"
+            "ZB-V, 8 stages, 8 microbatches: all 4 ranks ran their rows in the predicted order, peak 4 in": (
+                "ZB-V, 8 stages, 12 microbatches: all 4 ranks ran their rows in the predicted order, peak 4 in"
             ),
         },
     ),
