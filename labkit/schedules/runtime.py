@@ -16,8 +16,8 @@ Legend: S = sequence, B = microbatch, H = hidden; tensors between stages are (S,
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ ForwardStep = Callable[[Any, nn.Module], tuple[Any, Callable[..., Any] | None]]
 """(data iterator, model chunk) -> (output, loss function). The output is a tensor, or a tuple of tensors where the next
 stage needs several. The loss function is called on the last stage alone and returns `(loss, metrics)` or `(sum of
 losses, number of tokens, metrics)`."""
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def chunks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -298,7 +299,7 @@ class _Step:
         if received is None and self.runtime.grad_scaler is not None:
             outputs = (self.runtime.grad_scaler(outputs[0]),)
         put_off = step.action.kind == "I"
-        with self.weight_gradients.collecting(key) if put_off else nullcontext():
+        with self.weight_gradients.collecting(key) if put_off else _NOTHING:
             custom_backward(outputs, received)
         if inputs is None:
             return None
@@ -330,26 +331,27 @@ def _checksum(schedule: Schedule) -> int:
 
 def _measured(step: Step, clock: StreamClock | None) -> AbstractContextManager[None]:
     """An Event for the step; on a GPU of when it ran there, which is known at the end of the run."""
+    if active_recorder() is None:
+        return _NOTHING  # after an idle wait every line of Python is cold, and slow
     action = step.action
     return span_on(clock, str(action), EVENT_KINDS[action.kind], microbatch=action.microbatch, chunk=step.chunk)
 
 
-class _timed(AbstractContextManager[None]):
+def _timed(timers: Any, name: str, log_level: int) -> AbstractContextManager[None]:
     """Start and stop a named timer of the caller's, if there is one."""
+    return _NOTHING if timers is None else _running(timers(name, log_level=log_level))
 
-    def __init__(self, timers: Any, name: str, log_level: int) -> None:
-        self._timer = None if timers is None else timers(name, log_level=log_level)
 
-    def __enter__(self) -> None:
-        if self._timer is not None:
-            self._timer.start()
-
-    def __exit__(self, *exception: Any) -> None:
-        if self._timer is not None:
-            self._timer.stop()
+@contextmanager
+def _running(timer: Any) -> Iterator[None]:
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.stop()
 
 
 def _autocast(runtime: PipelineRuntime) -> AbstractContextManager[Any]:
     if runtime.autocast_dtype is None:
-        return nullcontext()
+        return _NOTHING
     return torch.autocast(runtime.groups.device.type, dtype=runtime.autocast_dtype)
