@@ -51,9 +51,17 @@ class _Local:
     def __init__(self) -> None:
         self._kept: dict[Message, Payload] = {}
 
-    def keep(self, message: Message, made: Payload) -> None:
+    def keep(self, step: Step, made: Payload | None) -> tuple[Message, Payload] | None:
+        """Keep what `step` made if the next stage is here; returns it with its message if it has to travel."""
+        message = step.gives
+        if message is None:
+            return None
+        assert made is not None
+        if not message.is_local:
+            return message, made
         detached = (x.detach() for x in made)
         self._kept[message] = tuple(x.requires_grad_(x.is_floating_point()) for x in detached)
+        return None
 
     def pop(self, message: Message) -> Payload:
         return self._kept.pop(message)
@@ -80,14 +88,9 @@ class Posted:
 
     def give(self, step: Step, made: Payload | None) -> None:
         """Start sending."""
-        message = step.gives
-        if message is None:
-            return
-        assert made is not None
-        if message.is_local:
-            self._local.keep(message, made)
-        else:
-            self._mailbox.send(message, made, message.target)
+        if leaving := self._local.keep(step, made):
+            message, payload = leaving
+            self._mailbox.send(message, payload, message.target)
 
     def close(self) -> None:
         """Complete the sends."""
@@ -143,14 +146,9 @@ class Slotted:
 
     def give(self, step: Step, made: Payload | None) -> None:
         """Keep it for the slot after the action."""
-        message = step.gives
-        if message is None:
-            return
-        assert made is not None
-        if message.is_local:
-            self._local.keep(message, made)
-        else:
-            self._made[message] = tuple(x.detach() for x in made)  # the tensors themselves may be shrunk before
+        if leaving := self._local.keep(step, made):
+            message, payload = leaving
+            self._made[message] = tuple(x.detach() for x in payload)  # the tensors themselves may be shrunk before
 
     def close(self) -> None:
         """Do the slot after the last action."""
