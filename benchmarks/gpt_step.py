@@ -21,9 +21,10 @@ from harness import Comparison, interleave, report
 from labkit.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from labkit.launch import run
 from labkit.parallel import ParallelGroups
+from labkit.train.forward_step import gpt_forward_step
 from labkit.train.pipeline import Pipeline
 from labkit.train.pretraining import initialize, setup_model_and_optimizer
-from labkit.train.stepping import gpt_forward_step, train_step
+from labkit.train.stepping import train_step
 
 MODEL = ModelConfig(layers=8, hidden=256, heads=8, vocab_size=1024, seq_length=128, activation="gelu")
 LAYOUTS = {"one rank": {}, "TP 2": {"tp": 2}, "PP 2": {"pp": 2}}

@@ -29,13 +29,15 @@ from labkit.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, p
 from labkit.events import recording
 from labkit.launch import rank_info, run
 from labkit.models import GPTModel, counts
-from labkit.models.blocks import Build, TransformerLayer
+from labkit.models.blocks import TransformerLayer
+from labkit.models.build import Build
 from labkit.parallel import initialize_model_parallel, single_process_groups
 from labkit.schedules import Schedule, one_f_one_b
+from labkit.train.forward_step import gpt_forward_step
 from labkit.train.metrics import Timers
 from labkit.train.pipeline import Pipeline
 from labkit.train.pretraining import Run, setup_model_and_optimizer
-from labkit.train.stepping import gpt_forward_step, train_step
+from labkit.train.stepping import train_step
 
 DEVICE = torch.device("cuda", 0)
 LAYER = ModelConfig(layers=1, hidden=4096, heads=32, seq_length=2048)

@@ -121,7 +121,8 @@ def dtensor_model(hidden: int, head_dim: int) -> nn.Module:
 def labkit_model(hidden: int, heads: int) -> nn.Module:
     """labkit's own transformer layers."""
     from labkit.config import ModelConfig
-    from labkit.models.blocks import Build, TransformerLayer
+    from labkit.models.blocks import TransformerLayer
+    from labkit.models.build import Build
     from labkit.parallel import Group
 
     group = Group("tp", (0, 1), dist.get_rank(), dist.group.WORLD)

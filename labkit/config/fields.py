@@ -87,6 +87,10 @@ ALIASES: dict[str, str] = {
     "adam_beta2": "optim.beta2",
     "adam_eps": "optim.eps",
     "params_dtype": "optim.precision",
+    "fp8_format": "optim.fp8",
+    "ddp_bucket_size": "optim.bucket_size",
+    "ddp_average_in_collective": "optim.average_in_collective",
+    "check_for_nan_in_loss_and_grad": "optim.check_for_nan_in_grad",
     "use_distributed_optimizer": "optim.distributed_optimizer",
     "train_iters": "train.steps",
     "eval_iters": "train.eval_steps",
@@ -109,7 +113,9 @@ NOT_FIELDS: dict[str, str] = {
 """Names that one expects to be fields, and why they are none."""
 
 VALUE_ALIASES: dict[str, dict[str, str]] = {
-    "optim.precision": {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"},
+    "optim.precision": {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64", "float16": "fp16"},
+    "optim.fp8_recipe": {"tensorwise": "current"},
+    "parallel.cp_comm_type": {"allgather": "all_gather"},
     "model.position": {"learned_absolute": "learned"},
     "model.norm": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"},
 }

@@ -16,18 +16,29 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.norm": ("layernorm", "rmsnorm"),
     "model.activation": ("gelu", "gelu_tanh", "swiglu"),
     "model.transformer_impl": ("local", "transformer_engine"),
+    "model.attention_backend": ("fused", "unfused"),
+    "model.recompute_granularity": ("none", "selective", "full"),
+    "model.recompute_method": ("uniform", "block"),
+    "parallel.cp_comm_type": ("p2p", "all_gather"),
     "parallel.distributed_backend": ("auto", "gloo", "nccl"),
     "schedule.name": ("auto", "gpipe", "1f1b", "interleaved", "zero_bubble_h1", "zbv", "dualpipe_v"),
     "moe.dispatcher": ("allgather", "alltoall"),
     "graph.cuda_graph_impl": ("none", "local", "transformer_engine", "emulated"),
     "optim.lr_schedule": ("constant", "cosine", "linear", "inverse-square-root", "wsd"),
     "optim.wsd_decay_style": ("exponential", "linear", "cosine", "minus-sqrt"),
-    "optim.precision": ("fp32", "bf16", "fp64"),
+    "optim.precision": ("fp32", "bf16", "fp16", "fp64"),
+    "optim.fp8": ("none", "e4m3", "hybrid"),
+    "optim.fp8_recipe": ("delayed", "current", "blockwise"),
+    "optim.fp8_amax_compute_algo": ("max", "most_recent"),
+    "optim.data_parallel": ("bucketed", "naive"),
 }
 """Words that a field may hold."""
 
 CHUNKS: dict[str, int] = {"gpipe": 1, "1f1b": 1, "zero_bubble_h1": 1, "zbv": 2, "dualpipe_v": 2}
 """Model chunks a rank of the schedules that fix their number; the others run `parallel.vpp`."""
+
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm")
+"""Parts of a layer that `model.recompute_modules` may name."""
 
 GRAPH_SCOPES = ("full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 """Parts of a layer that `graph.cuda_graph_scope` may name."""
@@ -62,16 +73,21 @@ RANGES: dict[str, Interval] = {
          "model.make_vocab_size_divisible_by", "model.seq_length", "parallel.tp", "parallel.pp", "parallel.vpp",
          "parallel.cp", "parallel.ep", "parallel.etp", "parallel.split_rank", "schedule.microbatch_group_size",
          "moe.top_k", "optim.decay_steps", "optim.wsd_decay_steps", "train.steps", "train.micro_batch_size",
-         "train.global_batch_size", "train.log_interval", "train.keep_event_steps"), COUNT),
+         "train.global_batch_size", "train.log_interval", "train.keep_event_steps", "model.recompute_num_layers",
+         "optim.bucket_size", "optim.num_distributed_optimizer_instances", "optim.loss_scale_window",
+         "optim.hysteresis", "optim.fp8_amax_history_len"), COUNT),
     **dict.fromkeys(
         ("parallel.rank_offset", "moe.num_experts", "graph.cuda_graph_warmup_steps", "optim.warmup_steps",
-         "train.eval_interval", "train.eval_steps"), _COUNT_OR_NONE),
+         "train.eval_interval", "train.eval_steps",
+         "model.num_microbatches_with_partial_activation_checkpoints"), _COUNT_OR_NONE),
     **dict.fromkeys(
         ("model.embedding_dropout", "model.attention_dropout", "model.hidden_dropout", "optim.beta1", "optim.beta2",
          "train.label_smoothing"), _SHARE),
-    **dict.fromkeys(("model.rope_theta", "model.norm_eps", "model.init_std", "optim.eps"), _POSITIVE),
+    **dict.fromkeys(("model.rope_theta", "model.norm_eps", "model.init_std", "optim.eps", "optim.loss_scale",
+         "optim.initial_loss_scale", "optim.min_loss_scale"), _POSITIVE),
     **dict.fromkeys(("optim.lr", "optim.min_lr", "optim.weight_decay", "optim.clip_grad"), _NOT_NEGATIVE),
     "parallel.distributed_timeout_minutes": Interval(0, 10_080, low_open=True),
+    "optim.fp8_margin": Interval(0, 64),
     "train.timing_log_level": Interval(0, 2),
     "train.seed": Interval(0, 2**32 - 1),
 }  # fmt: skip

@@ -17,6 +17,7 @@ from labkit.config.findings import Findings, divisors, up
 from labkit.config.limits import AXES, CHOICES, COUNT, FILES, GRAPH_SCOPES, RANGES
 from labkit.config.pipeline_rules import microbatch_rules, pipeline_rules, split_rules
 from labkit.config.sections import ParallelConfig
+from labkit.config.training_rules import instance_rule, training_rules
 
 if TYPE_CHECKING:
     from labkit.config.run_config import RunConfig
@@ -31,6 +32,7 @@ def problems(config: RunConfig, world_size: int | None = None) -> list[str]:
     pipeline_rules(found)
     _experts_and_graphs(found)
     _optimizer(found)
+    training_rules(found)
     _batches(found, world_size)
     _data(found)
     return found.problems
@@ -142,6 +144,7 @@ def _layout(found: Findings, world_size: int | None) -> None:
     dp = edp = 1
     if world_size is not None and found.sound("world_size"):
         dp, edp = world_size // dense, world_size // expert
+        instance_rule(found, dp * cp)
     if found.sound("parallel.order"):
         order = found.values["parallel.order"]
         used = {"tp": max(tp, etp), "cp": cp, "ep": ep, "dp": max(dp, edp), "pp": pp}
@@ -277,6 +280,10 @@ _LATER: tuple[tuple[str, Any, str], ...] = (
     ("moe.num_experts", 0, "mixture of experts"),
     ("graph.cuda_graph_impl", "none", "graph capture"),
     ("optim.distributed_optimizer", False, "distributed optimizer"),
+    ("optim.calculate_per_token_loss", False, "loss per token"),
+    ("optim.average_in_collective", False, "average inside the collective"),
+    ("optim.fp8", "none", "fp8"),
+    ("model.recompute_granularity", "none", "recomputation"),
     ("model.family", "gpt", "this model family"),
     ("model.transformer_impl", "local", "this implementation of the layers"),
 )

@@ -57,7 +57,23 @@ class ModelConfig:
     init_std: float = 0.02
     """Weights are N(0, init_std); residual projections are scaled by 1/sqrt(2 x layers)."""
     transformer_impl: str = "local"
-    """`local`: labkit's own layers; `transformer_engine`: NVIDIA's, on GPUs (it arrives with its chapter)."""
+    """`local`: labkit's own layers; `transformer_engine`: NVIDIA's, on GPUs that have them installed."""
+    attention_backend: str = "fused"
+    """`fused`: one kernel (scaled_dot_product_attention), which keeps no probabilities; `unfused`: one operation after
+    the other, which keeps the 5 a s / h of arXiv 2205.05198."""
+    recompute_granularity: str = "none"
+    """Activations computed again in backward: `none`, `selective` (the parts in recompute_modules) or `full` (whole
+    layers, of which only the inputs are kept)."""
+    recompute_method: str = "uniform"
+    """With `full`: `uniform` keeps the input of every group of recompute_num_layers layers; `block` recomputes the
+    first recompute_num_layers layers of each chunk one by one, and no other."""
+    recompute_num_layers: int = 1
+    """See recompute_method."""
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    """With `selective`: any of `core_attn` (softmax and both products), `mlp` and `layernorm`."""
+    num_microbatches_with_partial_activation_checkpoints: int | None = None
+    """Of the microbatches in flight on a stage, so many are recomputed as configured; the others keep everything
+    (arXiv 2205.05198, appendix C). None recomputes all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +97,8 @@ class ParallelConfig:
     """Axes from fastest to slowest varying over ranks."""
     rank_offset: int = 0
     """Number of the first global rank of this layout."""
+    cp_comm_type: str = "p2p"
+    """Context parallelism: `p2p` sends keys and values round a ring (arXiv 2310.01889), `all_gather` collects them."""
     sequence_parallel: bool = False
     """Split activations along the sequence between tensor-parallel regions (arXiv 2205.05198)."""
     split_rank: int | None = None
@@ -192,11 +210,52 @@ class OptimConfig:
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 does not clip."""
     precision: str = "fp32"
-    """`fp32`, `bf16` (with fp32 master weights and gradients) or `fp64` (for parity)."""
+    """`fp32`, `bf16` or `fp16` (both with fp32 master weights and gradients; fp16 scales the loss), or `fp64` (for
+    parity)."""
+    loss_scale: float | None = None
+    """fp16: a constant factor of the loss; None adapts it (arXiv 1710.03740)."""
+    initial_loss_scale: float = 65536.0
+    """Adaptive loss scale: at the start."""
+    min_loss_scale: float = 1.0
+    """Adaptive loss scale: never below."""
+    loss_scale_window: int = 1000
+    """Adaptive loss scale: doubled after so many good steps in a row."""
+    hysteresis: int = 2
+    """Adaptive loss scale: overflows before it is halved."""
+    fp8: str = "none"
+    """Formats of the linear layers' GEMMs (arXiv 2209.05433): `none`, `e4m3`, or `hybrid` (e4m3 forward, e5m2 for
+    gradients)."""
+    fp8_recipe: str = "delayed"
+    """Scales of fp8 tensors: `delayed` (from a history of amax), `current` (of the tensor itself) or `blockwise` (of
+    each block of 128 x 128 or 1 x 128 values)."""
+    fp8_amax_history_len: int = 16
+    """Steps of the history of `delayed`."""
+    fp8_amax_compute_algo: str = "max"
+    """What `delayed` takes from the history: `max` or `most_recent`."""
+    fp8_margin: int = 0
+    """Powers of two by which `delayed` scales lower than the largest value would allow."""
     gradient_accumulation_fusion: bool = True
     """Weight gradients are added into main_grad by the linear layers' own backward."""
+    data_parallel: str = "bucketed"
+    """`bucketed` (gradient buffers cut into buckets that are reduced behind the backward) or `naive` (one buffer,
+    reduced at the end: the twin that teaches and checks)."""
+    bucket_size: int | None = None
+    """Elements after which a bucket is closed; None is max(40,000,000, 1,000,000 x dp). Without overlap all is one."""
+    overlap_grad_reduce: bool = True
+    """Reduce a bucket as soon as the backward has filled it."""
+    average_in_collective: bool = False
+    """Average by the collective itself; otherwise gradients are scaled first and summed."""
+    calculate_per_token_loss: bool = False
+    """Divide the summed gradient once by the number of tokens of the global batch; otherwise each microbatch's loss is
+    its own mean."""
     distributed_optimizer: bool = False
     """Shard optimizer state over data-parallel ranks (ZeRO-1, arXiv 1910.02054)."""
+    overlap_param_gather: bool = False
+    """Distributed optimizer: gather parameters behind the next forward, bucket by bucket."""
+    num_distributed_optimizer_instances: int = 1
+    """Data-parallel ranks are cut into so many groups: reduce-scatter and shards within a group, all-reduce across."""
+    check_for_nan_in_grad: bool = True
+    """Name the parameter and the rank where a gradient is not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)

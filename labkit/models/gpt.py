@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig, RunConfig
-from labkit.models.blocks import Build, Norm, Rotary, TransformerLayer, dropout, rotary_table
+from labkit.models.attention import Rotary, rotary_table
+from labkit.models.blocks import TransformerLayer
+from labkit.models.build import Build, Norm, dropout
 from labkit.models.placement import stage_contents
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.random import RngTracker, model_parallel_seed

@@ -25,6 +25,19 @@ _SHAPE = (1, 1, 4)
 """(S, B, H) between stages."""
 
 
+_SPIN = 60e-6
+"""Seconds before its end in which a sleep stays awake: waking up is late by about this much, and never the same."""
+
+
+def _sleep(seconds: float) -> None:
+    """Sleep, and be awake on time: the last moment is waited for, because a sleeper wakes late."""
+    end = time.perf_counter() + seconds
+    if seconds > _SPIN:
+        time.sleep(seconds - _SPIN)
+    while time.perf_counter() < end:
+        pass
+
+
 class _Sleep(torch.autograd.Function):
     """forward: sleep, y = x + shift; dx = dy after the input gradient's sleep; dshift = sum of dy after the weight's.
 
@@ -35,7 +48,7 @@ class _Sleep(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, shift: Tensor, seconds: tuple[float, float, float]) -> Tensor:
         ctx.save_for_backward(shift)
         ctx.seconds = seconds
-        time.sleep(seconds[0])
+        _sleep(seconds[0])
         return x + shift
 
     @staticmethod
@@ -44,13 +57,13 @@ class _Sleep(torch.autograd.Function):
         _, input_grad, weight_grad = ctx.seconds
 
         def compute() -> list[Tensor]:
-            time.sleep(weight_grad)
+            _sleep(weight_grad)
             return [dy.sum(dim=(0, 1))]
 
         if deferred([shift], compute):
-            time.sleep(input_grad)
+            _sleep(input_grad)
             return dy, None, None
-        time.sleep(input_grad + weight_grad)  # once: every sleep ends a little late
+        _sleep(input_grad + weight_grad)
         return dy, dy.sum(dim=(0, 1)), None
 
 

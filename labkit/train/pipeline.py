@@ -38,7 +38,7 @@ class Pipeline:
         self.config, self.groups, self.chunks = config, groups, list(chunks)
         self.num_microbatches, self.schedule = config.num_microbatches(groups.world_size), schedule
         check_schedule(schedule, config, groups.world_size)
-        shape = (config.model.seq_length, config.train.micro_batch_size, config.model.hidden)
+        shape = (sequence_between_stages(config), config.train.micro_batch_size, config.model.hidden)
         self._runtime = PipelineRuntime(
             self.schedule,
             self.chunks,
@@ -63,3 +63,9 @@ class Pipeline:
             read = list(islice(batches, self.num_microbatches))
             iterators = [iter(read) for _ in self.chunks]
         return self._runtime.run(iterators, forward_only=forward_only, collect_non_loss_data=collect_non_loss_data)
+
+
+def sequence_between_stages(config: RunConfig) -> int:
+    """Positions of a tensor between stages: S / cp, and with sequence parallelism S / (cp tp)."""
+    parallel = config.parallel
+    return config.model.seq_length // parallel.cp // (parallel.tp if parallel.sequence_parallel else 1)

@@ -28,13 +28,14 @@ from labkit.models.gpt import build_model_chunks
 from labkit.parallel.data_parallel import NaiveDataParallel
 from labkit.parallel.groups import ParallelGroups, initialize_model_parallel
 from labkit.schedules.ir import Schedule
+from labkit.train.forward_step import gpt_forward_step
 from labkit.train.lr_schedule import LearningRate, build_lr_schedule
 from labkit.train.metrics import Timers
 from labkit.train.optimizer import Condition, Optimizer, build_optimizer
 from labkit.train.pipeline import Batch, ForwardStep, Pipeline
 from labkit.train.reporting import Report
 from labkit.train.schedule_fit import check_schedule, schedule_of
-from labkit.train.stepping import Observer, collect_non_loss_data, evaluate, gpt_forward_step, train_step
+from labkit.train.stepping import Observer, collect_non_loss_data, evaluate, train_step
 
 DatasetsProvider = Callable[[RunConfig], tuple[GPTDataset, GPTDataset, GPTDataset]]
 ModelProvider = Callable[[RunConfig, ParallelGroups], Sequence[nn.Module]]

@@ -10,14 +10,13 @@ Shapes: B micro batch, S sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from labkit.parallel.collectives import all_reduce, broadcast, comm_scope
 from labkit.parallel.gradients import clip_grad_norm, finalize_model_grads
@@ -39,31 +38,6 @@ class Observer(Protocol):
 
     def on_update(self, step: int, chunks: Sequence[nn.Module]) -> None:
         """After the update."""
-
-
-def gpt_forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-    """The default `forward_step`: next-token prediction on `tokens_BS`, `labels_BS`, `loss_mask_BS`."""
-    batch = next(data_iterator)
-    output = model(batch["tokens_BS"], labels_BS=batch["labels_BS"])
-    return output, partial(masked_loss, batch["loss_mask_BS"])
-
-
-@overload
-def masked_loss(
-    loss_mask_BS: Tensor, loss_BS: Tensor, non_loss_data: Literal[False] = False
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]: ...
-@overload
-def masked_loss(loss_mask_BS: Tensor, loss_BS: Tensor, non_loss_data: Literal[True]) -> dict[str, Tensor]: ...
-def masked_loss(loss_mask_BS: Tensor, loss_BS: Tensor, non_loss_data: bool = False) -> Any:
-    """(sum of the loss over counted tokens, number of them, what to report), the three-item form of a loss.
-
-    non_loss_data: give `loss_BS` and `loss_mask_BS` themselves, by name: the loss of every token of the microbatch.
-    """
-    if non_loss_data:
-        return {"loss_BS": loss_BS.detach(), "loss_mask_BS": loss_mask_BS}
-    mask = loss_mask_BS.to(loss_BS.dtype)
-    loss_sum, tokens = (loss_BS * mask).sum(), mask.sum()
-    return loss_sum, tokens, {"loss_sum": loss_sum.detach(), "tokens": tokens}
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from labkit.events import read_jsonl
 from labkit.launch import RankError, run
 from labkit.schedules import Schedule, gpipe, one_f_one_b
 from labkit.train import pretrain
+from labkit.train.forward_step import gpt_forward_step
 from labkit.train.measured import follows, pipeline_events
-from labkit.train.stepping import gpt_forward_step
 
 
 def small(**changes) -> RunConfig:

@@ -64,7 +64,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"model.activation": "gelu_tan"}, None, "model.activation", 'did you mean "gelu_tanh"?'),
     ({"optim.lr_schedule": "cosin"}, None, "optim.lr_schedule", 'did you mean "cosine"?'),
     ({"parallel.distributed_backend": "NCCL"}, None, "parallel.distributed_backend", 'did you mean "nccl"?'),
-    ({"optim.precision": "fp16"}, None, "optim.precision", "must be one of fp32, bf16, fp64"),
+    ({"optim.precision": "fp12"}, None, "optim.precision", "must be one of fp32, bf16, fp16, fp64"),
     # the model's shape
     ({"model.hidden": 60}, None, "model.hidden", "multiple of model.heads = 8; try 64"),
     ({"model.kv_heads": 3}, None, "model.kv_heads", "must divide model.heads = 8; choose 1, 2, 4 or 8"),

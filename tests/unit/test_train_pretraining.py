@@ -14,7 +14,7 @@ from labkit.launch import torchrun
 from labkit.models.gpt import build_model_chunks
 from labkit.parallel.groups import single_process_groups
 from labkit.train import pretrain
-from labkit.train.stepping import gpt_forward_step, masked_loss
+from labkit.train.forward_step import gpt_forward_step, masked_loss
 
 
 def small(**changes) -> RunConfig:

@@ -1,0 +1,77 @@
+"""Rules between the fields of recomputation, data parallelism and precision."""
+
+from __future__ import annotations
+
+from labkit.config.errors import nearest, shown
+from labkit.config.findings import Findings, divisors
+from labkit.config.limits import RECOMPUTE_MODULES
+
+
+def training_rules(found: Findings) -> None:
+    """Those that need no world size."""
+    _recompute(found)
+    _data_parallel(found)
+    _precision(found)
+    _fp8(found)
+
+
+def instance_rule(found: Findings, dp_cp: int) -> None:
+    """The data-parallel ranks are cut into equal groups."""
+    name = "optim.num_distributed_optimizer_instances"
+    if found.sound(name) and dp_cp % found.values[name]:
+        found.add(name, f"must divide dp x cp = {dp_cp}; choose {divisors(dp_cp)}")
+
+
+def _recompute(found: Findings) -> None:
+    granularity = found.values["model.recompute_granularity"]
+    if not found.sound("model.recompute_granularity"):
+        return
+    partial = "model.num_microbatches_with_partial_activation_checkpoints"
+    if granularity == "none" and found.values[partial] is not None:
+        found.add(partial, "nothing is recomputed; set model.recompute_granularity to selective or full")
+    got = found.get("model.recompute_num_layers", "model.layers")
+    if granularity == "full" and got and got[0] > got[1]:
+        found.add("model.recompute_num_layers", f"must be at most model.layers = {got[1]}")
+    modules = found.values["model.recompute_modules"]
+    if granularity == "selective" and found.sound("model.recompute_modules"):
+        unknown = [module for module in modules if module not in RECOMPUTE_MODULES]
+        if unknown:
+            rule = f"{shown(unknown[0])} is no part that can be recomputed; choose from {', '.join(RECOMPUTE_MODULES)}"
+            found.add("model.recompute_modules", f"{rule}{nearest(unknown[0], RECOMPUTE_MODULES)}")
+        elif not modules or len(set(modules)) < len(modules):
+            found.add("model.recompute_modules", f"name one or more of {', '.join(RECOMPUTE_MODULES)}, each once")
+
+
+def _data_parallel(found: Findings) -> None:
+    if found.values["optim.data_parallel"] == "naive":
+        for name in ("optim.distributed_optimizer", "optim.average_in_collective"):
+            if found.values[name] is True:
+                found.add(name, "needs gradient buckets; set optim.data_parallel to bucketed")
+    if found.values["optim.distributed_optimizer"] is False:
+        if found.values["optim.overlap_param_gather"] is True:
+            found.add("optim.overlap_param_gather", "only the distributed optimizer gathers parameters; turn it on")
+        instances = found.values["optim.num_distributed_optimizer_instances"]
+        if found.sound("optim.num_distributed_optimizer_instances") and instances > 1:
+            found.add("optim.num_distributed_optimizer_instances", "needs optim.distributed_optimizer = true")
+    if found.values["optim.average_in_collective"] is True and found.values["optim.calculate_per_token_loss"] is True:
+        found.add(
+            "optim.average_in_collective", "excludes optim.calculate_per_token_loss, which divides once by tokens"
+        )
+
+
+def _precision(found: Findings) -> None:
+    precision = found.values["optim.precision"]
+    if not found.sound("optim.precision"):
+        return
+    if precision != "fp16" and found.values["optim.loss_scale"] is not None:
+        found.add("optim.loss_scale", f"only fp16 scales the loss, and optim.precision = {precision}; leave it out")
+    if (got := found.get("optim.min_loss_scale", "optim.initial_loss_scale")) and got[0] > got[1]:
+        found.add("optim.min_loss_scale", f"must be at most optim.initial_loss_scale = {got[1]:g}")
+    if precision == "fp64" and found.values["model.transformer_impl"] == "transformer_engine":
+        found.add("model.transformer_impl", "Transformer Engine has no fp64; set optim.precision, or local layers")
+
+
+def _fp8(found: Findings) -> None:
+    got = found.get("optim.fp8", "optim.precision")
+    if got and got[0] != "none" and got[1] not in ("bf16", "fp32"):
+        found.add("optim.fp8", f"fp8 goes with optim.precision bf16 or fp32, not {got[1]}")

@@ -1,0 +1,86 @@
+"""Self-attention with its norm and projections, and rotary positions.
+
+The sequence stays first. The fused projection makes, per key/value head, its query heads, then its key, then its value:
+[q ... q k v] [q ... q k v] ... (Megatron's order), so that a tensor-parallel slice of the columns is a slice of whole
+groups. Heads of all samples are handed to the attention kernel as one row of B x heads heads, which needs neither a
+transpose in memory before it nor one after.
+
+Shapes: S sequence, B batch, H hidden, D head dimension; t = tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from labkit.models.build import Build, Norm
+from labkit.models.core_attention import CoreAttention
+from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from labkit.parallel.ledger import comm_scope
+
+Rotary = tuple[Tensor, Tensor]
+"""cos and sin, each [S, 1 or B x heads, 1, D/2]."""
+
+
+def rotary_table(length: int, dim: int, theta: float) -> Tensor:
+    """Angles of RoPE (arXiv 2104.09864) in float64, [length, dim / 2]: position x theta^(-2i / dim)."""
+    if dim % 2:
+        raise ValueError(f"rotary positions turn pairs of features; a head of {dim} features has an odd one")
+    frequencies = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    return torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Turn feature i of each head with feature i + D/2 by the angle of its position; [S, heads, n, D] -> the same."""
+    cos, sin = rotary
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class ParallelAttention(nn.Module):
+    """Causal self-attention on the normalised input; whole heads on each rank (arXiv 1909.08053, section 3).
+
+    One all-reduce forward (after `proj`), one backward (before `qkv`); nothing is communicated between heads.
+
+    Raises:
+        ValueError: heads that do not divide hidden, or key/value heads that tp does not divide.
+    """
+
+    def __init__(self, name: str, build: Build) -> None:
+        super().__init__()
+        config, tp = build.config, build.group.size
+        kv_heads = config.kv_heads or config.heads
+        if config.hidden % config.heads or config.heads % kv_heads:
+            raise ValueError(f"{name}: hidden {config.hidden}, heads {config.heads}, kv_heads {kv_heads} must divide")
+        if kv_heads % tp:
+            raise ValueError(
+                f"{name}: {kv_heads} key/value heads cannot be shared by tp={tp} ranks; choose tp among the divisors"
+            )
+        self.name = name
+        self.head_dim = config.hidden // config.heads
+        self.kv_heads = kv_heads // tp
+        self.queries_per_kv = config.heads // kv_heads
+        columns = (config.heads + 2 * kv_heads) * self.head_dim
+        self.norm = Norm(f"{name}.norm", build)
+        self.core = CoreAttention(config, build.rng)
+        self.qkv = ColumnParallelLinear(f"{name}.qkv", config.hidden, columns, **build.linear())
+        proj = build.linear(std=build.residual_std)
+        self.proj = RowParallelLinear(f"{name}.proj", config.hidden, config.hidden, **proj)
+
+    def forward(self, x_SBH: Tensor, rotary: Rotary | None = None) -> Tensor:
+        """[S, B, H] -> [S, B, H], to be added to x."""
+        with comm_scope(layer=self.name):
+            mixed, _ = self.qkv(self.norm(x_SBH))
+            output, _ = self.proj(self.attend(mixed, rotary))
+        return output
+
+    def attend(self, mixed: Tensor, rotary: Rotary | None = None) -> Tensor:
+        """softmax(q k^T / sqrt(D)) v of this rank's heads: [S, B, (heads + 2 kv_heads) D / t] -> [S, B, H / t]."""
+        length, batch, _ = mixed.shape
+        per_group = mixed.view(length, batch * self.kv_heads, self.queries_per_kv + 2, self.head_dim)
+        q, k, v = per_group.split((self.queries_per_kv, 1, 1), dim=2)
+        if rotary is not None:
+            # The copy of v lets `mixed` go: otherwise it would be kept for backward beside the rotated q and k.
+            q, k, v = rotate(q, rotary), rotate(k, rotary), v.clone()
+        q, k, v = (x.reshape(length, -1, self.head_dim).transpose(0, 1)[None] for x in (q, k, v))
+        return self.core(q, k, v).transpose(1, 2).reshape(length, batch, -1)

@@ -1,0 +1,60 @@
+"""softmax(q k^T / sqrt(D)) v, as one kernel or one operation after the other.
+
+The kernel keeps q, k, v, its output and one number per row for backward. Operation by operation the probabilities are
+kept as well, S x S for every head: the term 5 a s / h of arXiv 2205.05198.
+
+Shapes: n = batch x query heads on this rank, m = batch x key/value heads, S queries, T keys, D head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from labkit.config import ModelConfig
+from labkit.parallel.random import RngTracker
+
+
+class CoreAttention(nn.Module):
+    """Attention of this rank's heads; no parameters.
+
+    Args:
+        config: `attention_backend` and `attention_dropout`.
+        rng: random states; needed where attention drops.
+    """
+
+    def __init__(self, config: ModelConfig, rng: RngTracker | None) -> None:
+        super().__init__()
+        self.fused, self.dropout, self.rng = config.attention_backend == "fused", config.attention_dropout, rng
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [1, n, S, D], k and v [1, m, S, D] with n a multiple of m -> [1, n, S, D]; causal."""
+        p = self.dropout if self.training else 0.0
+        with self._random_state(p):
+            if self.fused:
+                grouped = q.shape[1] > k.shape[1]
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p, enable_gqa=grouped)
+            return unfused_attention(q, k, v, dropout_p=p)
+
+    def _random_state(self, p: float) -> AbstractContextManager[Any]:
+        """Ranks hold different heads, so they must drop different probabilities: the model-parallel state."""
+        if p == 0.0:
+            return nullcontext()
+        assert self.rng is not None, "attention dropout needs the random states of model_parallel_seed"
+        return self.rng.fork("model-parallel-rng")
+
+
+def unfused_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0) -> Tensor:
+    """`F.scaled_dot_product_attention(q, k, v, is_causal=True)`, one operation after the other."""
+    repeats = q.shape[1] // k.shape[1]
+    if repeats > 1:
+        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    probabilities = scores.masked_fill(later, -math.inf).softmax(dim=-1)
+    return F.dropout(probabilities, dropout_p) @ v
