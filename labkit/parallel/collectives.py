@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,7 @@ __all__ = [
 
 OPERATIONS = ("sum", "avg", "max")
 
+_SILENT: AbstractContextManager[None] = nullcontext()
 _issued: Counter[tuple[str, int]] = Counter()
 """Calls so far by (group name, first rank): the number in `all_reduce tp #12`. Ranks that disagree on it lost step."""
 
@@ -105,13 +107,17 @@ class Pending:
         """Block until the transfer is complete and return its result."""
         return self._complete(waits=True)
 
-    def _complete(self, waits: bool) -> Tensor:
+    def collect(self) -> Tensor:
+        """`wait()` for a transfer known to be done, as a send is when its answer is here: nothing to announce."""
+        return self._complete(waits=False, announced=False)
+
+    def _complete(self, waits: bool, announced: bool = True) -> Tensor:
         if self._finish is None:
             assert self._result is not None
             return self._result
         recorder = active_recorder()
         blocked = time.perf_counter() if recorder else 0.0
-        with waiting(self._label):
+        with waiting(self._label) if announced else _SILENT:
             result = self._finish()
             if self._not_before:
                 time.sleep(max(0.0, self._not_before - time.perf_counter()))

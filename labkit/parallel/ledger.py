@@ -159,6 +159,11 @@ class CommLedger:
         return "\n".join(line.rstrip() for line in aligned)
 
 
+def is_watched() -> bool:
+    """Whether a ledger or a hook asks which scope a call is made in."""
+    return bool(_ledgers or _hooks)
+
+
 def book(operation: str, group: str, group_size: int, size: int, dtype: str) -> None:
     """Write one call into every open ledger."""
     if _ledgers:

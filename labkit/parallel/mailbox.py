@@ -24,6 +24,9 @@ from labkit.parallel.payload import Format, Name, Payload, arrived, start_receiv
 AHEAD = {"gloo": 4, "nccl": 1}
 """Receives open per sender. A channel is in order of sending, so behind what is read late something may wait that is
 needed soon. On a GPU every open receive is a kernel, and a second one would wait behind the first."""
+FEW = 2
+"""Below so many, receives are opened again, up to AHEAD: several at once cost little more than one, because a rank that
+has slept finds none of the code in its caches."""
 
 
 class Mailbox(Generic[Name]):
@@ -72,8 +75,9 @@ class Mailbox(Generic[Name]):
         self._outgoing.setdefault(target, deque()).append((name, pending))
 
     def _post_ahead(self, source: int) -> None:
-        while self._open[source] < self._ahead and self._due[source]:
-            self._post(source)
+        if self._open[source] < min(FEW, self._ahead):
+            while self._open[source] < self._ahead and self._due[source]:
+                self._post(source)
 
     def _post(self, source: int) -> None:
         name = self._due[source].popleft()
@@ -86,7 +90,6 @@ class Mailbox(Generic[Name]):
         self._meet(source)
         while name not in self._arriving:
             self._post(source)
-        self._post_ahead(source)
         payload = arrived(self._arriving.pop(name))
         self._open[source] -= 1
         self._post_ahead(source)
@@ -98,7 +101,7 @@ class Mailbox(Generic[Name]):
         outgoing = self._outgoing.get(target)
         while outgoing and is_read(outgoing[0][0]):
             for pending in outgoing.popleft()[1]:
-                pending.wait()
+                pending.collect()
 
     def close(self) -> None:
         """Complete every send."""

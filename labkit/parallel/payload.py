@@ -11,14 +11,16 @@ Legend: S = sequence, B = microbatch, H = hidden; a tensor between stages is (S,
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from labkit.parallel.collectives import Pending, comm_scope, irecv, isend
 from labkit.parallel.groups import Group
+from labkit.parallel.ledger import is_watched
 
 Name = TypeVar("Name", bound=Hashable)
 """What a message is called; prints as what the ledger should call it."""
@@ -43,7 +45,11 @@ class Format(Generic[Name]):
 
     def check(self, name: Name, payload: Payload, source: int, target: int) -> None:
         """Raise ValueError, naming both ranks and both shapes, if `payload` is not what `target` will expect."""
-        expected, given = self.shapes(name), tuple(tuple(tensor.shape) for tensor in payload)
+        expected = self.shapes(name)
+        usual = len(payload) == len(expected) == 1 and not self.variable_lengths
+        if usual and payload[0].shape == expected[0] and payload[0].dtype == self.dtype:
+            return
+        given = tuple(tuple(tensor.shape) for tensor in payload)
         if len(given) != len(expected):
             raise ValueError(
                 f"rank {source} of the pipeline sends {name} as {len(given)} tensors {_listed(given)}, rank {target} "
@@ -69,13 +75,21 @@ def _listed(shapes: Shapes) -> str:
     return str(shapes[0]) if len(shapes) == 1 else ", ".join(map(str, shapes))
 
 
+_UNSEEN: AbstractContextManager[Any] = nullcontext()
+
+
+def _scope(name: Name, form: Format[Name]) -> AbstractContextManager[Any]:
+    """What a ledger or a hook is told; words are not made for nobody, at every message of a sleeping rank."""
+    return comm_scope(layer=str(name), phase=form.phase(name)) if is_watched() else _UNSEEN
+
+
 def start_send(name: Name, payload: Payload, form: Format[Name], group: Group, target: int) -> list[Pending]:
     """Start sending to rank `target` of the group, sizes first where lengths vary. The storages must stay as they are
     until all is complete; the tensors themselves may be shrunk."""
     form.check(name, payload, group.rank, target)
     peer = group.ranks[target]
     pending = []
-    with comm_scope(layer=str(name), phase=form.phase(name)):
+    with _scope(name, form):
         if form.variable_lengths:
             sizes = torch.tensor([tensor.shape for tensor in payload], dtype=torch.int64, device=form.device)
             pending.append(isend(sizes, group, peer))
@@ -86,7 +100,7 @@ def start_send(name: Name, payload: Payload, form: Format[Name], group: Group, t
 def start_receive(name: Name, form: Format[Name], group: Group, source: int) -> list[Pending]:
     """Start receiving from rank `source` of the group. Where lengths vary this waits for the sizes."""
     peer = group.ranks[source]
-    with comm_scope(layer=str(name), phase=form.phase(name)):
+    with _scope(name, form):
         shapes = form.shapes(name)
         if form.variable_lengths:
             sizes = torch.empty(len(shapes), 3, dtype=torch.int64, device=form.device)
