@@ -19,13 +19,13 @@ from labkit.models.attention import Rotary, rotary_table
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build, Norm, dropout
 from labkit.models.placement import stage_contents
+from labkit.parallel.cross_entropy import linear_cross_entropy
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.random import RngTracker, model_parallel_seed
 from labkit.parallel.vocab import (
     TokenIdError,
     VocabParallelEmbedding,
     check_token_ids,
-    linear_cross_entropy,
     make_vocab_parameter,
     parallel_lm_logits,
 )

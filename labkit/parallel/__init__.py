@@ -50,14 +50,8 @@ _EXPORTS = {
     "layers": ("ColumnParallelLinear", "RowParallelLinear"),
     "mlp": ("ParallelMLP",),
     "weights": ("gather_parameter", "make_parameter"),
-    "vocab": (
-        "linear_cross_entropy",
-        "padded_vocab_size",
-        "parallel_lm_logits",
-        "TokenIdError",
-        "vocab_parallel_cross_entropy",
-        "VocabParallelEmbedding",
-    ),
+    "vocab": ("padded_vocab_size", "parallel_lm_logits", "TokenIdError", "VocabParallelEmbedding"),
+    "cross_entropy": ("linear_cross_entropy", "vocab_parallel_cross_entropy"),
     "random": ("model_parallel_seed", "RngTracker"),
     "gradients": ("clip_grad_norm", "finalize_model_grads", "global_grad_norm"),
     "p2p": (
@@ -101,6 +95,8 @@ if TYPE_CHECKING:
     from labkit.parallel.collectives import isend as isend
     from labkit.parallel.collectives import reduce_scatter as reduce_scatter
     from labkit.parallel.collectives import reduce_scatter_async as reduce_scatter_async
+    from labkit.parallel.cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from labkit.parallel.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from labkit.parallel.data_parallel import NaiveDataParallel as NaiveDataParallel
     from labkit.parallel.deallocation import custom_backward as custom_backward
     from labkit.parallel.deallocation import deallocate_output_tensor as deallocate_output_tensor
@@ -168,10 +164,8 @@ if TYPE_CHECKING:
     from labkit.parallel.rank_generator import rank_generators as rank_generators
     from labkit.parallel.vocab import TokenIdError as TokenIdError
     from labkit.parallel.vocab import VocabParallelEmbedding as VocabParallelEmbedding
-    from labkit.parallel.vocab import linear_cross_entropy as linear_cross_entropy
     from labkit.parallel.vocab import padded_vocab_size as padded_vocab_size
     from labkit.parallel.vocab import parallel_lm_logits as parallel_lm_logits
-    from labkit.parallel.vocab import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from labkit.parallel.weight_grad_store import WeightGradStore as WeightGradStore
     from labkit.parallel.weights import gather_parameter as gather_parameter
     from labkit.parallel.weights import make_parameter as make_parameter

@@ -1,42 +1,26 @@
-"""The two ends of a language model cut along the vocabulary: embedding and cross-entropy.
+"""Tables cut along the vocabulary: the embedding, and the weight of the output layer.
 
 Rank r of t owns rows [r V'/t, (r+1) V'/t) of the padded vocabulary V'. Padding rows exist so that t and the GEMM's tile
 divide V'; they are zero, take no part in the loss and get no gradient, so the layout never changes a result.
 
-Fusing the output layer with the loss communicates a few numbers per token instead of V' logits per token
-(arXiv 1909.08053, section 3): MAX of the logits, then SUMs of exp(logit - max) and of the label's logit, which travel
-together.
-
-Shapes: S sequence, B batch, N tokens (S x B), H hidden, V the vocabulary's columns on this rank.
+Shapes: S sequence, B batch, H hidden, V the vocabulary's columns on this rank; t = size of the group.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
 
-from labkit.events import span
-from labkit.parallel import collectives
 from labkit.parallel.groups import Group
-from labkit.parallel.layers import LinearPlan, column_parallel_linear, table_lookup, weight_gradient
+from labkit.parallel.layers import LinearPlan, column_parallel_linear, table_lookup
 from labkit.parallel.ledger import comm_scope
-from labkit.parallel.mappings import backward_scope, forward_scope, reduce_from_tensor_model_parallel_region
-from labkit.parallel.weight_grad_store import deferred
+from labkit.parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from labkit.parallel.weights import make_parameter
-
-CACHE_ELEMENTS = 1 << 18
-"""Logits of one chunk of tokens where they are only read: a chunk stays in a core's cache between its passes."""
-
-FORWARD_ELEMENTS = 1 << 24
-"""Logits of one chunk where a GEMM makes them. Cache-sized chunks are slower: the weight is read again for each."""
-
-GRADIENT_ELEMENTS = 1 << 22
-"""Logit gradients of one chunk in backward: bounds the second copy of the logits."""
 
 
 class TokenIdError(ValueError):
@@ -104,6 +88,7 @@ class VocabParallelEmbedding(nn.Module):
         hidden: H.
         group: tensor-parallel group.
         divisible_by: the table is padded to a multiple of this x t rows.
+        reduce_scatter_embeddings: sequence parallelism: return this rank's part of the first dimension, the sequence.
         seed, std: of the initial weight, N(0, std) by (seed, name).
     """
 
@@ -115,6 +100,7 @@ class VocabParallelEmbedding(nn.Module):
         *,
         group: Group,
         divisible_by: int = 128,
+        reduce_scatter_embeddings: bool = False,
         seed: int = 0,
         std: float = 0.02,
         dtype: torch.dtype = torch.float32,
@@ -122,12 +108,15 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.name, self.vocab_size, self.group = name, vocab_size, group
+        self.add_up = reduce_from_tensor_model_parallel_region
+        if reduce_scatter_embeddings:
+            self.add_up = reduce_scatter_to_sequence_parallel_region
         made: dict[str, Any] = {"divisible_by": divisible_by, "seed": seed, "std": std}
         made |= {"dtype": dtype, "device": device}
         self.weight = make_vocab_parameter(f"{name}.weight", vocab_size, hidden, group=group, **made)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [..] -> [.., H]. TokenIdError for an id outside the vocabulary."""
+        """tokens [S, ..] -> [S, .., H], or [S/t, .., H]. TokenIdError for an id outside the vocabulary."""
         check_token_ids(tokens, self.vocab_size)
         if self.group.size == 1:
             return table_lookup(tokens, self.weight, self.name)
@@ -137,260 +126,16 @@ class VocabParallelEmbedding(nn.Module):
         with comm_scope(layer=self.name):
             own = table_lookup(local.masked_fill(foreign, 0), self.weight, self.name)
             own = own.masked_fill(foreign.unsqueeze(-1), 0.0)
-            return reduce_from_tensor_model_parallel_region(own, self.group)
+            return self.add_up(own, self.group)
 
 
-# ---- cross-entropy ----
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """This rank's columns of the vocabulary and where the labels fall among them."""
-
-    group: Group
-    vocab_size: int
-    columns: int
-    """Real (unpadded) columns on this rank: the first ones of its shard."""
-    labels_N: Tensor
-    """Label as a local column, 0 where it is another rank's."""
-    own_N: Tensor
-    """Whether the label is one of this rank's columns."""
-    smoothing: float
-    """s of the loss (1-s) nll - s mean(log p): alpha K/(K-1), with K the whole vocabulary."""
-
-
-def _shard(width: int, labels: Tensor, group: Group, vocab_size: int, label_smoothing: float) -> _Shard:
-    if width * group.size < vocab_size:
-        raise ValueError(
-            f"{width} columns on each of {group.size} ranks are fewer than the vocabulary's {vocab_size}: "
-            f"vocab_size is the whole vocabulary before padding"
-        )
-    if group.size > 1 and width >= vocab_size:
-        raise ValueError(
-            f"each of the {group.size} ranks of {group.name} has {width} columns, all of the {vocab_size} tokens; "
-            f"this loss takes each rank's own columns, not gathered logits (for a vocabulary this small choose a "
-            f"smaller make_vocab_size_divisible_by)"
-        )
-    if not 0.0 <= label_smoothing < 1.0:
-        raise ValueError(f"label_smoothing must lie in [0, 1), got {label_smoothing}")
-    check_token_ids(labels, vocab_size, "label")
-    first = group.rank * width
-    columns = min(max(vocab_size - first, 0), width)
-    local = labels.reshape(-1) - first
-    own = (local >= 0) & (local < columns)
-    smoothing = label_smoothing * vocab_size / (vocab_size - 1) if label_smoothing else 0.0
-    return _Shard(group, vocab_size, columns, local.masked_fill(~own, 0), own, smoothing)
-
-
-def _local_statistics(logits_NV: Tensor, shard: _Shard, rows: slice, into: Tensor) -> Tensor:
-    """Replace logits by exp(logit - local max) and write [max, sum of exp, label's logit, sum of logits] to `into`."""
-    label = shard.labels_N[rows, None]
-    if shard.columns:
-        torch.amax(logits_NV, dim=1, out=into[0])
-        into[2] = logits_NV.gather(1, label).squeeze(1) * shard.own_N[rows]
-        if shard.smoothing:
-            torch.sum(logits_NV, dim=1, out=into[3])
-        torch.sum(logits_NV.sub_(into[0].unsqueeze(1)).exp_(), dim=1, out=into[1])
-    else:
-        into.zero_()
-        into[0] = torch.finfo(into.dtype).min
-    return logits_NV
-
-
-def _combine(statistics_4N: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
-    """Loss per token, and the factor that turns exp(logit - local max) into the softmax over the whole vocabulary."""
-    local_max, sums = statistics_4N[0], statistics_4N[1:]
-    maximum = collectives.all_reduce(local_max, shard.group, "max", in_place=False)
-    rescale = (local_max - maximum).exp()
-    sums[0] *= rescale
-    sums = collectives.all_reduce(sums if shard.smoothing else sums[:2], shard.group)
-    log_sum = sums[0].log() + maximum
-    loss = log_sum - sums[1]
-    if shard.smoothing:
-        mean_log_probability = sums[2] / shard.vocab_size - log_sum
-        loss = (1.0 - shard.smoothing) * loss - shard.smoothing * mean_log_probability
-    return loss, rescale / sums[0]
-
-
-def _logit_gradient(exp_NV: Tensor, scale_N: Tensor, grad_N: Tensor, shard: _Shard, rows: slice) -> Tensor:
-    """grad x (softmax - (1-s) onehot - s/K) for some rows, as a new tensor."""
-    grad = exp_NV * (scale_N[rows] * grad_N[rows]).unsqueeze(1)
-    if shard.smoothing:
-        grad -= (grad_N[rows] * (shard.smoothing / shard.vocab_size)).unsqueeze(1)
-    if shard.columns:
-        hit = grad_N[rows] * shard.own_N[rows] * (1.0 - shard.smoothing)
-        grad.scatter_add_(1, shard.labels_N[rows, None], -hit.unsqueeze(1))
-    return grad
-
-
-def _chunks(tokens: int, columns: int, elements: int, at_least: int) -> list[slice]:
-    step = max(at_least, elements // max(1, columns))
-    return [slice(i, min(i + step, tokens)) for i in range(0, tokens, step)]
-
-
-def _working_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-class _CrossEntropy(Function):
-    """Loss of logits that lie cut along the vocabulary.
-
-    forward   L = log sum_v exp(l_v) - l_label      [N, V] -> [N]; MAX of [N], then SUM of [2, N]
-    backward  dl_v = dL (softmax_v - [v = label])   [N] -> [N, V]; no communication
-
-    With label smoothing L = (1-s) L - s mean_v log softmax_v, and the second sum carries [3, N].
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, shard: _Shard) -> Tensor:
-        dtype = _working_dtype(logits_NV.dtype)
-        tokens = logits_NV.shape[0]
-        exp_NV = logits_NV.new_empty((tokens, shard.columns), dtype=dtype)
-        statistics = exp_NV.new_zeros((4, tokens))
-        for rows in _chunks(tokens, shard.columns, CACHE_ELEMENTS, 16):
-            part = exp_NV[rows].copy_(logits_NV[rows, : shard.columns])
-            _local_statistics(part, shard, rows, statistics[:, rows])
-        with forward_scope(ctx, shard.group):
-            loss_N, scale_N = _combine(statistics, shard)
-        ctx.save_for_backward(exp_NV, scale_N)
-        ctx.shard, ctx.width, ctx.dtype = shard, logits_NV.shape[1], logits_NV.dtype
-        return loss_N
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        exp_NV, scale_N = ctx.saved_tensors
-        grad = _logit_gradient(exp_NV, scale_N, grads[0].reshape(-1), ctx.shard, slice(None)).to(ctx.dtype)
-        return F.pad(grad, (0, ctx.width - ctx.shard.columns)), None
-
-
-def vocab_parallel_cross_entropy(
-    logits_SBV: Tensor, labels_SB: Tensor, group: Group, *, vocab_size: int, label_smoothing: float = 0.0
+def parallel_lm_logits(
+    hidden_SBH: Tensor, weight_VH: Tensor, group: Group, *, sequence_parallel: bool = False, name: str = "output"
 ) -> Tensor:
-    """Cross-entropy per token of logits cut along the vocabulary; half precision is computed in float32.
+    """This rank's columns of the logits, [S, B, V]; f is included, so `hidden` is whole and alike on every rank.
 
-    Args:
-        logits_SBV: this rank's columns, padding included. Not gathered logits: those are refused.
-        labels_SB: global token ids.
-        group: tensor-parallel group.
-        vocab_size: whole vocabulary before padding.
-        label_smoothing: alpha of Megatron: the target gets 1 - alpha, every other token alpha/(K-1), K = vocab_size.
-            (torch's `label_smoothing` is alpha K/(K-1).)
-
-    Returns:
-        loss_SB, the same on every rank.
-
-    Raises:
-        TokenIdError: a label outside the vocabulary. ValueError: logits that are no shard of it.
+    sequence_parallel: `hidden` is this rank's part of the sequence instead, [S/t, B, H]; the logits are of all of it.
     """
-    shard = _shard(logits_SBV.shape[-1], labels_SB, group, vocab_size, label_smoothing)
-    loss_N: Tensor = _CrossEntropy.apply(logits_SBV.flatten(0, -2), shard)  # type: ignore[assignment]
-    return loss_N.view(labels_SB.shape)
-
-
-def parallel_lm_logits(hidden_SBH: Tensor, weight_VH: Tensor, group: Group, *, name: str = "output") -> Tensor:
-    """This rank's columns of the logits, [S, B, V]; f is included, so `hidden` is whole and alike on every rank."""
+    plan = LinearPlan(name, group, sequence_parallel=sequence_parallel and group.size > 1)
     with comm_scope(layer=name):
-        return column_parallel_linear(hidden_SBH, weight_VH, None, LinearPlan(name, group))
-
-
-class _LinearCrossEntropy(Function):
-    """The output layer and its loss in one: logits appear chunk by chunk, and only their exponentials are kept.
-
-    forward   l = h W^T, L = log sum_v exp(l_v) - l_label    [N, H] x [V, H] -> [N]; MAX of [N], SUM of [2, N]
-    dgrad     dl = dL (softmax - onehot), dh = sum_r dl W_r  [N, V] x [V, H] -> [N, H], all-reduce started (f)
-    wgrad     dW_r = dl^T h                                  [V, N] x [N, H] -> [V, H], while it runs
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, shard: _Shard, plan: LinearPlan) -> Tensor:
-        tokens, dtype = hidden_NH.shape[0], _working_dtype(hidden_NH.dtype)
-        real_VH = weight_VH[: shard.columns]
-        keeps = any(ctx.needs_input_grad[:2])
-        exp_NV = hidden_NH.new_empty((tokens if keeps else 0, shard.columns), dtype=dtype)
-        statistics = exp_NV.new_zeros((4, tokens))
-        for rows in _chunks(tokens, shard.columns, FORWARD_ELEMENTS, 64):
-            if keeps and dtype == hidden_NH.dtype:
-                logits = torch.mm(hidden_NH[rows], real_VH.t(), out=exp_NV[rows])
-            else:
-                logits = (hidden_NH[rows] @ real_VH.t()).to(dtype)
-            _local_statistics(logits, shard, rows, statistics[:, rows])
-            if keeps and dtype != hidden_NH.dtype:
-                exp_NV[rows] = logits
-        with forward_scope(ctx, shard.group):
-            loss_N, scale_N = _combine(statistics, shard)
-        ctx.save_for_backward(hidden_NH, weight_VH, exp_NV, scale_N)
-        ctx.shard, ctx.plan, ctx.weight_parameter = shard, plan, weight_VH
-        return loss_N
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        hidden_NH, weight_VH, exp_NV, scale_N = ctx.saved_tensors
-        shard, plan, grad_N = ctx.shard, ctx.plan, grads[0].reshape(-1)
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        parameter = ctx.weight_parameter
-        chunks = _chunks(hidden_NH.shape[0], shard.columns, GRADIENT_ELEMENTS, 256)
-
-        def dlogits(rows: slice) -> Tensor:
-            return _logit_gradient(exp_NV[rows], scale_N, grad_N, shard, rows).to(hidden_NH.dtype)
-
-        def wgrad(rows: slice, dlogits_NV: Tensor, into_VH: Tensor) -> None:
-            with span(f"{plan.name} weight_grad", "weight_grad"):
-                weight_gradient(dlogits_NV, hidden_NH[rows], into_VH[: shard.columns])
-
-        def all_wgrad() -> tuple[Tensor | None]:
-            """Makes the logit gradients again from the exponentials, which takes no GEMM."""
-            target, returned = _accumulator(parameter, plan)
-            for rows in chunks:
-                wgrad(rows, dlogits(rows), target)
-            return (returned,)
-
-        pending, grad_hidden = [], torch.empty_like(hidden_NH) if wants_hidden else None
-        with backward_scope(ctx):
-            now = wants_weight and not deferred((parameter,), all_wgrad)
-            target, returned = _accumulator(parameter, plan) if now else (None, None)
-            for rows in chunks:
-                dlogits_NV = dlogits(rows)
-                if grad_hidden is not None:
-                    with span(f"{plan.name} input_grad", "input_grad"):
-                        torch.mm(dlogits_NV, weight_VH[: shard.columns], out=grad_hidden[rows])
-                    pending.append(collectives.all_reduce_async(grad_hidden[rows], shard.group))
-                if target is not None:
-                    wgrad(rows, dlogits_NV, target)
-            for transfer in pending:
-                transfer.wait()
-        return grad_hidden, returned, None, None
-
-
-def _accumulator(parameter: Tensor, plan: LinearPlan) -> tuple[Tensor, Tensor | None]:
-    """Where a weight gradient is added up, and what autograd is given of it: nothing where that is `main_grad`."""
-    main_grad: Tensor | None = getattr(parameter, "main_grad", None) if plan.accumulate else None
-    if main_grad is not None:
-        return main_grad, None
-    zeros = torch.zeros_like(parameter)
-    return zeros, zeros
-
-
-def linear_cross_entropy(
-    hidden_SBH: Tensor,
-    weight_VH: Tensor,
-    labels_SB: Tensor,
-    group: Group,
-    *,
-    vocab_size: int,
-    label_smoothing: float = 0.0,
-    gradient_accumulation_fusion: bool = False,
-    name: str = "output",
-) -> Tensor:
-    """Cross-entropy per token of `hidden @ weight.T`, without ever gathering logits or keeping them twice.
-
-    The operator f is included, as in `ColumnParallelLinear`: `hidden` is whole and alike on every rank, and its
-    gradient is complete. The arguments are those of `vocab_parallel_cross_entropy` and of `ColumnParallelLinear`.
-
-    Returns:
-        loss_SB, the same on every rank.
-    """
-    shard = _shard(weight_VH.shape[0], labels_SB, group, vocab_size, label_smoothing)
-    plan = LinearPlan(name, group, accumulate=gradient_accumulation_fusion)
-    with comm_scope(layer=name):
-        loss_N: Tensor = _LinearCrossEntropy.apply(hidden_SBH.flatten(0, -2), weight_VH, shard, plan)  # type: ignore
-    return loss_N.view(labels_SB.shape)
+        return column_parallel_linear(hidden_SBH, weight_VH, None, plan)

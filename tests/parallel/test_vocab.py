@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from labkit.parallel import CommLedger, Group, all_gather
+from labkit.parallel import cross_entropy as ce
 from labkit.parallel import vocab as v
 from labkit.parallel.weights import gather_parameter
 
@@ -58,12 +59,12 @@ def against_torch(vocab_size: int, divisible_by: int, alpha: float, fused: bool,
         embedding.weight.main_grad = torch.zeros_like(embedding.weight)
     common: dict[str, Any] = {"vocab_size": vocab_size, "label_smoothing": alpha}
     if fused:
-        loss = v.linear_cross_entropy(
+        loss = ce.linear_cross_entropy(
             hidden.tanh(), embedding.weight, labels, group, gradient_accumulation_fusion=accumulate, **common
         )
     else:
         logits = v.parallel_lm_logits(hidden.tanh(), embedding.weight, group)
-        loss = v.vocab_parallel_cross_entropy(logits, labels, group, **common)
+        loss = ce.vocab_parallel_cross_entropy(logits, labels, group, **common)
     torch.testing.assert_close(loss.detach(), expected.detach(), **EXACT)
     (loss * per_token).sum().backward()
     grad = embedding.weight.grad
@@ -91,15 +92,15 @@ def test_embedding_and_loss_equal_those_of_one_process(
 
 def in_chunks(half: bool) -> None:
     group = whole_world()
-    usual = v.FORWARD_ELEMENTS, v.GRADIENT_ELEMENTS
-    v.FORWARD_ELEMENTS = v.GRADIENT_ELEMENTS = 1  # as many chunks as the smallest chunk allows
+    usual = ce.FORWARD_ELEMENTS, ce.GRADIENT_ELEMENTS
+    ce.FORWARD_ELEMENTS = ce.GRADIENT_ELEMENTS = 1  # as many chunks as the smallest chunk allows
     dtype = torch.bfloat16 if half else torch.float64
     weight = v.make_vocab_parameter("w", 50, 12, group=group, divisible_by=8, std=0.5, dtype=dtype)
     hidden = torch.randn(300, 2, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
     labels = torch.randint(0, 50, (300, 2), generator=torch.Generator().manual_seed(1))
     with CommLedger() as ledger:
         a, b = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
-        loss = v.linear_cross_entropy(a, weight, labels, group, vocab_size=50)
+        loss = ce.linear_cross_entropy(a, weight, labels, group, vocab_size=50)
         loss.sum().backward()
     assert ledger.count(operation="all_reduce", phase="backward") == 3  # 600 tokens in chunks of 256
     table = gather_parameter(weight, weight, group).double().requires_grad_()
@@ -111,10 +112,10 @@ def in_chunks(half: bool) -> None:
     gathered = gather_parameter(weight.grad, weight, group).double()
     torch.testing.assert_close(gathered, table.grad, rtol=close["rtol"], atol=close["atol"] * scale)
     with torch.no_grad():
-        again = v.linear_cross_entropy(hidden, weight, labels, group, vocab_size=50)
+        again = ce.linear_cross_entropy(hidden, weight, labels, group, vocab_size=50)
     assert torch.equal(again, loss), "the same bits whether gradients are wanted or not"
     assert loss.dtype == (torch.float32 if half else torch.float64)
-    v.FORWARD_ELEMENTS, v.GRADIENT_ELEMENTS = usual
+    ce.FORWARD_ELEMENTS, ce.GRADIENT_ELEMENTS = usual
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -127,7 +128,7 @@ def bytes_of_the_loss() -> list[tuple[str, str, int]]:
     weight = v.make_vocab_parameter("w", 64, 12, group=group, divisible_by=16)
     hidden, labels = torch.ones(5, 3, 12, requires_grad=True), some_ids(64, 1)
     with CommLedger() as ledger:
-        v.linear_cross_entropy(hidden, weight, labels, group, vocab_size=64).sum().backward()
+        ce.linear_cross_entropy(hidden, weight, labels, group, vocab_size=64).sum().backward()
     return [(r.operation, str(r.phase), r.bytes) for r in ledger.records]
 
 
@@ -146,7 +147,7 @@ def same_bits() -> None:
 
     def once() -> list[Tensor]:
         embedding = v.VocabParallelEmbedding("e", 50, 12, group=group, divisible_by=8)
-        loss = v.linear_cross_entropy(
+        loss = ce.linear_cross_entropy(
             embedding(some_ids(50, 1)), embedding.weight, some_ids(50, 2), group, vocab_size=50
         )
         loss.sum().backward()
@@ -171,9 +172,9 @@ def error_for(bad: int, where: str) -> str:
             embedding(ids)
         elif where == "loss":
             logits = torch.zeros(5, 3, embedding.weight.shape[0])
-            v.vocab_parallel_cross_entropy(logits, ids, group, vocab_size=50)
+            ce.vocab_parallel_cross_entropy(logits, ids, group, vocab_size=50)
         else:
-            v.linear_cross_entropy(torch.zeros(5, 3, 12), embedding.weight, ids, group, vocab_size=50)
+            ce.linear_cross_entropy(torch.zeros(5, 3, 12), embedding.weight, ids, group, vocab_size=50)
     except v.TokenIdError as error:
         return str(error)
     return "no error"
@@ -205,7 +206,7 @@ def test_int32_ids_are_checked_too() -> None:
 def test_logits_that_are_no_shard_are_refused(width: int, alpha: float, message: str) -> None:
     pair = Group("tp", (0, 1), 0)
     with pytest.raises(ValueError) as refusal:
-        v.vocab_parallel_cross_entropy(
+        ce.vocab_parallel_cross_entropy(
             torch.zeros(5, 3, width), some_ids(50, 1), pair, vocab_size=50, label_smoothing=alpha
         )
     assert message in str(refusal.value)
@@ -240,7 +241,7 @@ def test_large_small_and_shifted_logits_give_torchs_loss(
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(7, 1, vocab_size + padding, generator=generator, dtype=torch.float64) * scale + shift
     labels = torch.randint(0, vocab_size, (7, 1), generator=generator)
-    loss = v.vocab_parallel_cross_entropy(logits, labels, ALONE, vocab_size=vocab_size, label_smoothing=alpha)
+    loss = ce.vocab_parallel_cross_entropy(logits, labels, ALONE, vocab_size=vocab_size, label_smoothing=alpha)
     expected = F.cross_entropy(
         logits[:, 0, :vocab_size],
         labels[:, 0],

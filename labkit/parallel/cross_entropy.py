@@ -1,0 +1,326 @@
+"""Cross-entropy of logits that lie cut along the vocabulary, alone or fused with the output layer.
+
+Fusing the output layer with the loss communicates a few numbers per token instead of V' logits per token
+(arXiv 1909.08053, section 3): MAX of the logits, then SUMs of exp(logit - max) and of the label's logit, which travel
+together.
+
+Shapes: S sequence, B batch, N tokens (S x B), H hidden, V the vocabulary's columns on this rank; t = size of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from labkit.events import span
+from labkit.parallel import collectives
+from labkit.parallel.collectives import Pending
+from labkit.parallel.groups import Group
+from labkit.parallel.layers import LinearPlan, weight_gradient
+from labkit.parallel.ledger import comm_scope
+from labkit.parallel.mappings import backward_scope, forward_scope
+from labkit.parallel.vocab import check_token_ids
+from labkit.parallel.weight_grad_store import deferred
+
+CACHE_ELEMENTS = 1 << 18
+"""Logits of one chunk of tokens where they are only read: a chunk stays in a core's cache between its passes."""
+
+FORWARD_ELEMENTS = 1 << 24
+"""Logits of one chunk where a GEMM makes them. Cache-sized chunks are slower: the weight is read again for each."""
+
+GRADIENT_ELEMENTS = 1 << 22
+"""Logit gradients of one chunk in backward: bounds the second copy of the logits."""
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """This rank's columns of the vocabulary and where the labels fall among them."""
+
+    group: Group
+    vocab_size: int
+    columns: int
+    """Real (unpadded) columns on this rank: the first ones of its shard."""
+    labels_N: Tensor
+    """Label as a local column, 0 where it is another rank's."""
+    own_N: Tensor
+    """Whether the label is one of this rank's columns."""
+    smoothing: float
+    """s of the loss (1-s) nll - s mean(log p): alpha K/(K-1), with K the whole vocabulary."""
+
+
+def _shard(width: int, labels: Tensor, group: Group, vocab_size: int, label_smoothing: float) -> _Shard:
+    if width * group.size < vocab_size:
+        raise ValueError(
+            f"{width} columns on each of {group.size} ranks are fewer than the vocabulary's {vocab_size}: "
+            f"vocab_size is the whole vocabulary before padding"
+        )
+    if group.size > 1 and width >= vocab_size:
+        raise ValueError(
+            f"each of the {group.size} ranks of {group.name} has {width} columns, all of the {vocab_size} tokens; "
+            f"this loss takes each rank's own columns, not gathered logits (for a vocabulary this small choose a "
+            f"smaller make_vocab_size_divisible_by)"
+        )
+    if not 0.0 <= label_smoothing < 1.0:
+        raise ValueError(f"label_smoothing must lie in [0, 1), got {label_smoothing}")
+    check_token_ids(labels, vocab_size, "label")
+    first = group.rank * width
+    columns = min(max(vocab_size - first, 0), width)
+    local = labels.reshape(-1) - first
+    own = (local >= 0) & (local < columns)
+    smoothing = label_smoothing * vocab_size / (vocab_size - 1) if label_smoothing else 0.0
+    return _Shard(group, vocab_size, columns, local.masked_fill(~own, 0), own, smoothing)
+
+
+def _local_statistics(logits_NV: Tensor, shard: _Shard, rows: slice, into: Tensor) -> Tensor:
+    """Replace logits by exp(logit - local max) and write [max, sum of exp, label's logit, sum of logits] to `into`."""
+    label = shard.labels_N[rows, None]
+    if shard.columns:
+        torch.amax(logits_NV, dim=1, out=into[0])
+        into[2] = logits_NV.gather(1, label).squeeze(1) * shard.own_N[rows]
+        if shard.smoothing:
+            torch.sum(logits_NV, dim=1, out=into[3])
+        torch.sum(logits_NV.sub_(into[0].unsqueeze(1)).exp_(), dim=1, out=into[1])
+    else:
+        into.zero_()
+        into[0] = torch.finfo(into.dtype).min
+    return logits_NV
+
+
+def _combine(statistics_4N: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
+    """Loss per token, and the factor that turns exp(logit - local max) into the softmax over the whole vocabulary."""
+    local_max, sums = statistics_4N[0], statistics_4N[1:]
+    maximum = collectives.all_reduce(local_max, shard.group, "max", in_place=False)
+    rescale = (local_max - maximum).exp()
+    sums[0] *= rescale
+    sums = collectives.all_reduce(sums if shard.smoothing else sums[:2], shard.group)
+    log_sum = sums[0].log() + maximum
+    loss = log_sum - sums[1]
+    if shard.smoothing:
+        mean_log_probability = sums[2] / shard.vocab_size - log_sum
+        loss = (1.0 - shard.smoothing) * loss - shard.smoothing * mean_log_probability
+    return loss, rescale / sums[0]
+
+
+Pick = Callable[[Tensor], Tensor]
+"""Chooses some tokens of a tensor whose first dimension is N."""
+
+
+def _logit_gradient(exp_NV: Tensor, scale_N: Tensor, grad_N: Tensor, shard: _Shard, pick: Pick) -> Tensor:
+    """grad x (softmax - (1-s) onehot - s/K) of the tokens that `pick` chooses, as a new tensor [chosen, V]."""
+    grad = pick(exp_NV) * (pick(scale_N) * pick(grad_N)).unsqueeze(-1)
+    if shard.smoothing:
+        grad -= (pick(grad_N) * (shard.smoothing / shard.vocab_size)).unsqueeze(-1)
+    if shard.columns:
+        hit = pick(grad_N) * pick(shard.own_N) * (1.0 - shard.smoothing)
+        grad.scatter_add_(-1, pick(shard.labels_N).unsqueeze(-1), -hit.unsqueeze(-1))
+    return grad.flatten(0, -2)
+
+
+def _chunks(tokens: int, columns: int, elements: int, at_least: int) -> list[slice]:
+    step = max(at_least, elements // max(1, columns))
+    return [slice(i, min(i + step, tokens)) for i in range(0, tokens, step)]
+
+
+def _working_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+class _CrossEntropy(Function):
+    """Loss of logits that lie cut along the vocabulary.
+
+    forward   L = log sum_v exp(l_v) - l_label      [N, V] -> [N]; MAX of [N], then SUM of [2, N]
+    backward  dl_v = dL (softmax_v - [v = label])   [N] -> [N, V]; no communication
+
+    With label smoothing L = (1-s) L - s mean_v log softmax_v, and the second sum carries [3, N].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, shard: _Shard) -> Tensor:
+        dtype = _working_dtype(logits_NV.dtype)
+        tokens = logits_NV.shape[0]
+        exp_NV = logits_NV.new_empty((tokens, shard.columns), dtype=dtype)
+        statistics = exp_NV.new_zeros((4, tokens))
+        for rows in _chunks(tokens, shard.columns, CACHE_ELEMENTS, 16):
+            part = exp_NV[rows].copy_(logits_NV[rows, : shard.columns])
+            _local_statistics(part, shard, rows, statistics[:, rows])
+        with forward_scope(ctx, shard.group):
+            loss_N, scale_N = _combine(statistics, shard)
+        ctx.save_for_backward(exp_NV, scale_N)
+        ctx.shard, ctx.width, ctx.dtype = shard, logits_NV.shape[1], logits_NV.dtype
+        return loss_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        exp_NV, scale_N = ctx.saved_tensors
+        grad = _logit_gradient(exp_NV, scale_N, grads[0].reshape(-1), ctx.shard, lambda x: x).to(ctx.dtype)
+        return F.pad(grad, (0, ctx.width - ctx.shard.columns)), None
+
+
+def vocab_parallel_cross_entropy(
+    logits_SBV: Tensor, labels_SB: Tensor, group: Group, *, vocab_size: int, label_smoothing: float = 0.0
+) -> Tensor:
+    """Cross-entropy per token of logits cut along the vocabulary; half precision is computed in float32.
+
+    Args:
+        logits_SBV: this rank's columns, padding included. Not gathered logits: those are refused.
+        labels_SB: global token ids.
+        group: tensor-parallel group.
+        vocab_size: whole vocabulary before padding.
+        label_smoothing: alpha of Megatron: the target gets 1 - alpha, every other token alpha/(K-1), K = vocab_size.
+            (torch's `label_smoothing` is alpha K/(K-1).)
+
+    Returns:
+        loss_SB, the same on every rank.
+
+    Raises:
+        TokenIdError: a label outside the vocabulary. ValueError: logits that are no shard of it.
+    """
+    shard = _shard(logits_SBV.shape[-1], labels_SB, group, vocab_size, label_smoothing)
+    loss_N: Tensor = _CrossEntropy.apply(logits_SBV.flatten(0, -2), shard)  # type: ignore[assignment]
+    return loss_N.view(labels_SB.shape)
+
+
+class _LinearCrossEntropy(Function):
+    """The output layer and its loss in one: logits appear chunk by chunk, and only their exponentials are kept.
+
+    forward   l = h W^T, L = log sum_v exp(l_v) - l_label    [N, H] x [V, H] -> [N]; MAX of [N], SUM of [2, N]
+    dgrad     dl = dL (softmax - onehot), dh = sum_r dl W_r  [N, V] x [V, H] -> [N, H], all-reduce started (f)
+    wgrad     dW_r = dl^T h                                  [V, N] x [N, H] -> [V, H], while it runs
+
+    Under sequence parallelism h is gathered from [N/t, H] in forward, not kept but gathered again for wgrad, and dh is
+    reduce-scattered: a chunk then takes the same tokens of every rank's part, so that each of its sums is a chunk too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, shard: _Shard, plan: LinearPlan) -> Tensor:
+        with forward_scope(ctx, shard.group):
+            whole_NH = collectives.all_gather(hidden_NH, shard.group) if plan.sequence_parallel else hidden_NH
+        tokens, dtype = whole_NH.shape[0], _working_dtype(hidden_NH.dtype)
+        real_VH = weight_VH[: shard.columns]
+        keeps = any(ctx.needs_input_grad[:2])
+        exp_NV = hidden_NH.new_empty((tokens if keeps else 0, shard.columns), dtype=dtype)
+        statistics = exp_NV.new_zeros((4, tokens))
+        for rows in _chunks(tokens, shard.columns, FORWARD_ELEMENTS, 64):
+            if keeps and dtype == hidden_NH.dtype:
+                logits = torch.mm(whole_NH[rows], real_VH.t(), out=exp_NV[rows])
+            else:
+                logits = (whole_NH[rows] @ real_VH.t()).to(dtype)
+            _local_statistics(logits, shard, rows, statistics[:, rows])
+            if keeps and dtype != hidden_NH.dtype:
+                exp_NV[rows] = logits
+        with forward_scope(ctx, shard.group):
+            loss_N, scale_N = _combine(statistics, shard)
+        ctx.save_for_backward(hidden_NH, weight_VH, exp_NV, scale_N)
+        ctx.shard, ctx.plan, ctx.weight_parameter = shard, plan, weight_VH
+        return loss_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        hidden_NH, weight_VH, exp_NV, scale_N = ctx.saved_tensors
+        shard, plan, parameter, grad_N = ctx.shard, ctx.plan, ctx.weight_parameter, grads[0].reshape(-1)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        parts = shard.group.size if plan.sequence_parallel else 1
+        chunks = _chunks(exp_NV.shape[0] // parts, parts * shard.columns, GRADIENT_ELEMENTS, -(-256 // parts))
+
+        def dlogits(rows: slice) -> Tensor:
+            return _logit_gradient(exp_NV, scale_N, grad_N, shard, _rows_of_parts(rows, parts)).to(hidden_NH.dtype)
+
+        def wgrad(rows: slice, dlogits_NV: Tensor, whole_NH: Tensor, into_VH: Tensor) -> None:
+            with span(f"{plan.name} weight_grad", "weight_grad"):
+                chosen_NH = _rows_of_parts(rows, parts)(whole_NH).flatten(0, -2)
+                weight_gradient(dlogits_NV, chosen_NH, into_VH[: shard.columns])
+
+        def gathering() -> Pending | None:
+            return collectives.all_gather_async(hidden_NH, shard.group) if plan.sequence_parallel else None
+
+        def all_wgrad() -> tuple[Tensor | None]:
+            """Makes the logit gradients again from the exponentials, which takes no GEMM."""
+            regathering, (target, returned) = gathering(), _accumulator(parameter, plan)
+            for rows in chunks:
+                wgrad(rows, dlogits(rows), hidden_NH if regathering is None else regathering.wait(), target)
+            return (returned,)
+
+        with backward_scope(ctx):
+            now = wants_weight and not deferred((parameter,), all_wgrad)
+            regathering = gathering() if now else None
+            target, returned = _accumulator(parameter, plan) if now else (None, None)
+            dgrad = _InputGradient(hidden_NH, weight_VH[: shard.columns], plan) if wants_hidden else None
+            for rows in chunks:
+                dlogits_NV = dlogits(rows)
+                if dgrad is not None:
+                    dgrad.start(rows, dlogits_NV)
+                if target is not None:
+                    wgrad(rows, dlogits_NV, hidden_NH if regathering is None else regathering.wait(), target)
+            return None if dgrad is None else dgrad.wait(), returned, None, None
+
+
+def _rows_of_parts(rows: slice, parts: int) -> Pick:
+    """`rows` of each of `parts` equal parts of N tokens, as [parts, rows, ..]."""
+    return lambda x: x.unflatten(0, (parts, x.shape[0] // parts))[:, rows]
+
+
+class _InputGradient:
+    """dh of the output layer, chunk by chunk: a GEMM, then its sum over ranks, which runs behind what follows."""
+
+    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, plan: LinearPlan) -> None:
+        self._grad_NH, self._weight_VH, self._plan = torch.empty_like(hidden_NH), weight_VH, plan
+        self._pending: list[tuple[slice, Pending]] = []
+
+    def start(self, rows: slice, dlogits_NV: Tensor) -> None:
+        """Compute the gradient of the chunk `rows` and start its sum."""
+        group, scatters = self._plan.group, self._plan.sequence_parallel
+        with span(f"{self._plan.name} input_grad", "input_grad"):
+            partial_NH = torch.mm(dlogits_NV, self._weight_VH, out=None if scatters else self._grad_NH[rows])
+        start = collectives.reduce_scatter_async if scatters else collectives.all_reduce_async
+        self._pending.append((rows, start(partial_NH, group)))
+
+    def wait(self) -> Tensor:
+        """The whole gradient, of the form of the hidden states."""
+        for rows, transfer in self._pending:
+            part_NH = transfer.wait()
+            if self._plan.sequence_parallel:  # an all-reduce has worked in place
+                self._grad_NH[rows] = part_NH
+        return self._grad_NH
+
+
+def _accumulator(parameter: Tensor, plan: LinearPlan) -> tuple[Tensor, Tensor | None]:
+    """Where a weight gradient is added up, and what autograd is given of it: nothing where that is `main_grad`."""
+    main_grad: Tensor | None = getattr(parameter, "main_grad", None) if plan.accumulate else None
+    if main_grad is not None:
+        return main_grad, None
+    zeros = torch.zeros_like(parameter)
+    return zeros, zeros
+
+
+def linear_cross_entropy(
+    hidden_SBH: Tensor,
+    weight_VH: Tensor,
+    labels_SB: Tensor,
+    group: Group,
+    *,
+    vocab_size: int,
+    label_smoothing: float = 0.0,
+    gradient_accumulation_fusion: bool = False,
+    sequence_parallel: bool = False,
+    name: str = "output",
+) -> Tensor:
+    """Cross-entropy per token of `hidden @ weight.T`, without ever gathering logits or keeping them twice.
+
+    The operator f is included, as in `ColumnParallelLinear`: `hidden` is whole and alike on every rank, and its
+    gradient is complete. With `sequence_parallel` it is this rank's part of the sequence, [S/t, B, H], while labels and
+    loss are of all of it. The arguments are those of `vocab_parallel_cross_entropy` and of `ColumnParallelLinear`.
+
+    Returns:
+        loss_SB, the same on every rank.
+    """
+    shard = _shard(weight_VH.shape[0], labels_SB, group, vocab_size, label_smoothing)
+    plan = LinearPlan(name, group, sequence_parallel and group.size > 1, gradient_accumulation_fusion)
+    with comm_scope(layer=name):
+        loss_N: Tensor = _LinearCrossEntropy.apply(hidden_SBH.flatten(0, -2), weight_VH, shard, plan)  # type: ignore
+    return loss_N.view(labels_SB.shape)
