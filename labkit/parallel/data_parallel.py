@@ -74,6 +74,10 @@ class NaiveDataParallel(nn.Module):
         """Set every `main_grad` to zero, at the start of a step."""
         self.grad_buffer.zero_()
 
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        """Multiply every `main_grad`."""
+        self.grad_buffer.mul_(factor)
+
     def start_grad_sync(self) -> None:
         """Where an overlapping form would issue its all-reduce; the naive one does all in `finish_grad_sync`."""
         assert self._may_sync, "gradient synchronisation was asked for inside no_sync()"

@@ -7,7 +7,8 @@ and read the attributes listed in `weights.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,8 @@ def _parameters(chunks: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
                 yield parameter
 
 
-def _main_grad(parameter: nn.Parameter) -> Tensor:
+def main_grad(parameter: nn.Parameter) -> Tensor:
+    """The gradient that the optimizer uses, made by the data-parallel wrapper."""
     grad = getattr(parameter, "main_grad", None)
     assert grad is not None, f"{getattr(parameter, 'full_name', 'a parameter')} has no main_grad: wrap the model first"
     return grad
@@ -68,7 +70,7 @@ def finalize_model_grads(
 
 def _sum_sequence_parallel(chunks: Sequence[nn.Module], tp: Group) -> None:
     """One all-reduce of all flagged gradients together: they are many and small."""
-    grads = [_main_grad(p) for p in _parameters(chunks) if getattr(p, "sequence_parallel", False)]
+    grads = [main_grad(p) for p in _parameters(chunks) if getattr(p, "sequence_parallel", False)]
     if not grads or tp.size == 1:
         return
     total = collectives.all_reduce(torch.cat([grad.reshape(-1) for grad in grads]), tp)
@@ -81,26 +83,84 @@ def _sum_tied_embedding(chunks: Sequence[nn.Module], embd: Group) -> None:
     if embd.size > 1:
         for parameter in _parameters(chunks):
             if getattr(parameter, "shared_embedding", False):
-                collectives.all_reduce(_main_grad(parameter), embd)
+                collectives.all_reduce(main_grad(parameter), embd)
 
 
 def _divide_by_tokens(chunks: Sequence[nn.Module], groups: ParallelGroups, num_tokens: Tensor, last_stage: int) -> None:
     count = num_tokens.detach().clone()
     collectives.broadcast(count, groups.pp, src=last_stage)
     collectives.all_reduce(count, groups.dp_cp)
-    scale = 1.0 / count.clamp(min=1)  # stays on its device: no synchronisation with the host
-    for parameter in _parameters(chunks):
-        _main_grad(parameter).mul_(scale.to(_main_grad(parameter).dtype))
+    scale_gradients(chunks, 1.0 / count.clamp(min=1))  # stays on its device: no synchronisation with the host
 
 
-def _counted(chunks: Sequence[nn.Module], groups: ParallelGroups) -> list[Tensor]:
-    """Gradients such that every element of the whole model occurs once in the ranks of `groups.mp` together."""
+def scale_gradients(chunks: Sequence[nn.Module], factor: float | Tensor) -> None:
+    """Multiply every gradient of the rank: by buffer where the chunk is wrapped, else by parameter, each once."""
+    bare = [chunk for chunk in chunks if not hasattr(chunk, "scale_gradients")]
+    for chunk in chunks:
+        if hasattr(chunk, "scale_gradients"):
+            chunk.scale_gradients(factor)  # pyright: ignore[reportCallIssue]
+    for parameter in _parameters(bare):
+        grad = main_grad(parameter)
+        grad.mul_(factor.to(grad.dtype) if isinstance(factor, Tensor) else factor)
+
+
+def counted_gradients(parameters: Iterable[nn.Parameter], groups: ParallelGroups) -> list[Tensor]:
+    """Gradients such that every element of the whole model occurs once in the ranks of `groups.mp` together.
+
+    Left out are the copy of a tied weight (`shared`), and on all ranks of tp but the first what these hold alike.
+    """
     return [
-        _main_grad(parameter)
-        for parameter in _parameters(chunks)
+        main_grad(parameter)
+        for parameter in parameters
         if not getattr(parameter, "shared", False)
         and (getattr(parameter, "tensor_model_parallel", False) or groups.tp.rank == 0)
     ]
+
+
+class GradientStatistics(NamedTuple):
+    """What all ranks know about the gradient of the whole model, bit-identical on each."""
+
+    norm: float
+    """L2 norm; infinite or NaN where a counted gradient is not finite."""
+    finite: bool
+    """Whether every gradient on every rank is, counted or not."""
+
+
+def gradient_statistics(
+    counted: Sequence[Tensor], uncounted: Sequence[Tensor], norm_groups: Sequence[Group], device: torch.device
+) -> GradientStatistics:
+    """Norm of the gradient and whether it is finite, over all ranks: one small collective per group.
+
+    Squares are added in float64, over each group of `norm_groups` in the order of its ranks. `uncounted` gradients are
+    looked at, not added (see `labkit.train.optimizer.MegatronOptimizer`). One synchronisation with the host.
+    """
+    total = torch.stack([_sum_of_squares(counted, device), _sum_of_squares(uncounted, device)])
+    with comm_scope(layer="norm", phase="gradients"):
+        for group in norm_groups:
+            total = _in_order(collectives.all_gather(total, group).view(-1, 2).unbind(0))
+    squares, others = total.tolist()
+    return GradientStatistics(math.sqrt(squares), math.isfinite(squares) and math.isfinite(others))
+
+
+def _in_order(rows: Sequence[Tensor]) -> Tensor:
+    """((r0 + r1) + r2) + ..: the same on every rank, on any device."""
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    return total
+
+
+def _sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    if not grads:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(list(grads), 2)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack([norm.double() for norm in norms]).square().sum()
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """max_norm / (norm + 1e-6) where that is below 1, else 1; a norm that is not finite is not clipped."""
+    factor = max_norm / (norm + 1e-6)
+    return factor if factor < 1.0 and math.isfinite(norm) else 1.0
 
 
 def global_grad_norm(chunks: Sequence[nn.Module], groups: ParallelGroups) -> float:
@@ -110,14 +170,8 @@ def global_grad_norm(chunks: Sequence[nn.Module], groups: ParallelGroups) -> flo
     hold the same gradients after `finalize_model_grads`, so the sum runs over tp x pp only. Squares are added in
     float64 in the order of ranks. One collective and one synchronisation with the host.
     """
-    grads = _counted(chunks, groups)
-    device = next((p.device for p in _parameters(chunks)), torch.device("cpu"))
-    total = torch.zeros(1, dtype=torch.float64, device=device)
-    if grads:
-        norms = torch._foreach_norm(grads, 2)  # pyright: ignore[reportPrivateImportUsage]
-        total += torch.stack([norm.double() for norm in norms]).square().sum()
-    with comm_scope(layer="norm", phase="gradients"):
-        return math.sqrt(sum(collectives.all_gather(total, groups.mp).tolist()))
+    counted = counted_gradients(_parameters(chunks), groups)
+    return gradient_statistics(counted, (), (groups.mp,), groups.device).norm
 
 
 def clip_grad_norm(chunks: Sequence[nn.Module], groups: ParallelGroups, max_norm: float) -> float:
@@ -131,8 +185,6 @@ def clip_grad_norm(chunks: Sequence[nn.Module], groups: ParallelGroups, max_norm
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}; leave clipping out instead of clipping to zero")
     norm = global_grad_norm(chunks, groups)
-    factor = max_norm / (norm + 1e-6)
-    if factor < 1.0 and math.isfinite(norm):
-        grads = [_main_grad(p) for p in _parameters(chunks)]
-        torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
+    if (factor := clip_factor(norm, max_norm)) < 1.0:
+        scale_gradients(chunks, factor)
     return norm

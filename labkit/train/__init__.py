@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from labkit.train.lr_schedule import LearningRate, build_lr_schedule
     from labkit.train.measured import follows, pipeline_events, stage_costs
     from labkit.train.metrics import JsonLines, Timers, min_max_over_ranks
-    from labkit.train.optimizer import Optimizer, build_optimizer, parameter_groups
+    from labkit.train.optimizer import MegatronOptimizer, Optimizer, build_optimizer, parameter_groups
     from labkit.train.parity import ParityReport, ParityRow, compare
     from labkit.train.pretraining import TrainResult, pretrain
 
@@ -22,6 +22,7 @@ _MODULES = {
     "JsonLines": "metrics",
     "Timers": "metrics",
     "min_max_over_ranks": "metrics",
+    "MegatronOptimizer": "optimizer",
     "Optimizer": "optimizer",
     "build_optimizer": "optimizer",
     "parameter_groups": "optimizer",
@@ -35,6 +36,7 @@ _MODULES = {
 __all__ = [
     "JsonLines",
     "LearningRate",
+    "MegatronOptimizer",
     "Optimizer",
     "ParityReport",
     "ParityRow",

@@ -1,4 +1,4 @@
-"""Parameter groups and AdamW, fed by `main_grad`.
+"""What the training step asks of an optimizer, parameter groups, and AdamW fed by `main_grad`.
 
 The update itself is torch's fused AdamW (decoupled weight decay, arXiv 1711.05101); what is labkit's is which
 parameter gets which decay and learning rate, and in which precision it is kept:
@@ -7,17 +7,24 @@ parameter gets which decay and learning rate, and in which precision it is kept:
     fp64      fp64                   the parameter itself
     fp32      fp32                   the parameter itself
     bf16      fp32                   an fp32 master, rounded into the parameter after each step
+    fp16      fp32                   the same; the loss, and so the gradient, is scaled (`loss_scaler.py`)
+
+`Optimizer` keeps all of this on every data-parallel rank; `labkit.parallel.distributed_optimizer` keeps a share of it.
+Both are `MegatronOptimizer`s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from labkit.config import OptimConfig
+from labkit.parallel.gradients import counted_gradients, main_grad
+from labkit.parallel.groups import Group, ParallelGroups, single_process_groups
 
 Condition = Callable[[str, nn.Parameter], bool]
 """A predicate over a parameter's full name and the parameter."""
@@ -28,6 +35,33 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 def is_bias_or_norm(name: str, param: nn.Parameter) -> bool:
     """The default `no_wd_decay_cond`: biases and norm weights, which are the one-dimensional parameters."""
     return param.ndim == 1 or name.endswith(".bias")
+
+
+class MegatronOptimizer(Protocol):
+    """What `train_step` needs of an optimizer, sharded or not."""
+
+    groups: list[ParameterGroup]
+    """The parameters it updates, in the order in which they were given."""
+    norm_groups: tuple[Group, ...]
+    """The global norm is summed over the ranks of these, one after the other. Together they join all ranks."""
+
+    def gradient_pieces(self) -> list[Tensor]:
+        """Finalised gradients that this rank counts in the global norm. Over all ranks of `norm_groups`, each element
+        of the model occurs exactly once: no replica, no copy of a tied weight."""
+        ...
+
+    def uncounted_pieces(self) -> list[Tensor]:
+        """The other finalised gradients that this rank updates from. They add nothing to the norm, but if one of them
+        is not finite, no rank may take the step."""
+        ...
+
+    def step(self, lr: float) -> None:
+        """Update the parameters from their gradients, at learning rate `lr` times each group's factor."""
+        ...
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes on this rank by what they hold: `parameter`, `gradient`, `master`, `moments` and `padding`."""
+        ...
 
 
 @dataclass
@@ -88,15 +122,22 @@ def parameter_groups(
 
 
 class Optimizer:
-    """AdamW over parameter groups; gradients are read from each parameter's `main_grad`."""
+    """AdamW over parameter groups, whole on every data-parallel rank; gradients are read from each `main_grad`."""
 
-    def __init__(self, groups: Iterable[ParameterGroup], optim: OptimConfig) -> None:
-        """Keep fp32 masters of 16-bit parameters. Raises ValueError if there is nothing to update."""
+    def __init__(
+        self, groups: Iterable[ParameterGroup], optim: OptimConfig, *, layout: ParallelGroups | None = None
+    ) -> None:
+        """Keep fp32 masters of 16-bit parameters. Raises ValueError if there is nothing to update.
+
+        layout: this rank's process groups, for the global norm; None means a single process.
+        """
         self.groups = list(groups)
         if not self.groups:
             raise ValueError(
                 "the optimizer got no parameter: the model chunks of this rank have none that need a gradient"
             )
+        self._layout = layout or single_process_groups()
+        self.norm_groups = (self._layout.dp_cp, self._layout.mp)
         self.masters: list[list[torch.Tensor]] = [[_master(p) for p in group.params] for group in self.groups]
         self.adamw = torch.optim.AdamW(
             [
@@ -109,14 +150,25 @@ class Optimizer:
             fused=True,
         )
 
+    def _parameters(self) -> list[nn.Parameter]:
+        return [param for group in self.groups for param in group.params]
+
+    def gradient_pieces(self) -> list[Tensor]:
+        """Of the first data-parallel replica, everything that counts once over tp x pp; of the others nothing."""
+        return counted_gradients(self._parameters(), self._layout) if self._layout.dp_cp.rank == 0 else []
+
+    def uncounted_pieces(self) -> list[Tensor]:
+        """What `gradient_pieces` leaves out: replicas, and the copy of a tied weight."""
+        counted = {id(grad) for grad in self.gradient_pieces()}
+        return [grad for grad in map(main_grad, self._parameters()) if id(grad) not in counted]
+
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Update every parameter from its `main_grad`, at learning rate `lr` times its group's factor."""
         for group, masters, state in zip(self.groups, self.masters, self.adamw.param_groups):
             state["lr"] = lr * group.lr_factor
-            for name, param, master in zip(group.names, group.params, masters):
-                grad = getattr(param, "main_grad", None)
-                assert grad is not None, f"{name} has no main_grad: wrap the model in NaiveDataParallel first"
+            for param, master in zip(group.params, masters):
+                grad = main_grad(param)
                 master.grad = grad if grad.dtype == master.dtype else grad.to(master.dtype)
         self.adamw.step()
         for group, masters in zip(self.groups, self.masters):
@@ -124,6 +176,18 @@ class Optimizer:
                 master.grad = None
                 if master is not param:
                     param.copy_(master)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes by what they hold; `master` is 0 where the parameter itself is updated. Moments are Adam's two, which
+        have their master's type, also before the first step makes them."""
+        pairs = [(p, m) for group, masters in zip(self.groups, self.masters) for p, m in zip(group.params, masters)]
+        return {
+            "parameter": sum(param.nbytes for param, _ in pairs),
+            "gradient": sum(main_grad(param).nbytes for param, _ in pairs),
+            "master": sum(master.nbytes for param, master in pairs if master is not param),
+            "moments": sum(2 * master.nbytes for _, master in pairs),
+            "padding": 0,
+        }
 
 
 def _master(param: nn.Parameter) -> torch.Tensor:
@@ -135,10 +199,11 @@ def build_optimizer(
     chunks: Sequence[nn.Module],
     optim: OptimConfig,
     *,
+    layout: ParallelGroups | None = None,
     no_wd_decay_cond: Condition | None = None,
     scale_lr_cond: Condition | None = None,
     lr_mult: float = 1.0,
 ) -> Optimizer:
-    """AdamW for all model chunks of this rank; the arguments are those of `parameter_groups`."""
+    """AdamW for all model chunks of this rank; `layout` as for `Optimizer`, the rest as for `parameter_groups`."""
     groups = parameter_groups(chunks, no_wd_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult)
-    return Optimizer(groups, optim)
+    return Optimizer(groups, optim, layout=layout)

@@ -31,7 +31,7 @@ from labkit.schedules.ir import Schedule
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.lr_schedule import LearningRate, build_lr_schedule
 from labkit.train.metrics import Timers
-from labkit.train.optimizer import Condition, Optimizer, build_optimizer
+from labkit.train.optimizer import Condition, MegatronOptimizer, build_optimizer
 from labkit.train.pipeline import Batch, ForwardStep, Pipeline
 from labkit.train.reporting import Report
 from labkit.train.schedule_fit import check_schedule, schedule_of
@@ -148,7 +148,7 @@ def setup_model_and_optimizer(
     no_wd_decay_cond: Condition | None = None,
     scale_lr_cond: Condition | None = None,
     lr_mult: float = 1.0,
-) -> tuple[list[NaiveDataParallel], Optimizer, LearningRate]:
+) -> tuple[list[NaiveDataParallel], MegatronOptimizer, LearningRate]:
     """Step 2: this rank's model chunks with gradient buffers, AdamW over their parameters, the learning rate."""
     optim = run.config.optim
     grad_dtype = torch.float64 if optim.precision == "fp64" else torch.float32
@@ -158,7 +158,12 @@ def setup_model_and_optimizer(
         built = model_provider(run.config, run.groups)
     chunks = [NaiveDataParallel(chunk, run.groups.dp_cp, grad_dtype=grad_dtype) for chunk in built]
     optimizer = build_optimizer(
-        chunks, optim, no_wd_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult
+        chunks,
+        optim,
+        layout=run.groups,
+        no_wd_decay_cond=no_wd_decay_cond,
+        scale_lr_cond=scale_lr_cond,
+        lr_mult=lr_mult,
     )
     return chunks, optimizer, build_lr_schedule(optim, run.config.train.steps)
 
@@ -196,7 +201,7 @@ def build_data_iterators(run: Run, datasets_provider: DatasetsProvider | None = 
 def train(
     run: Run,
     chunks: list[NaiveDataParallel],
-    optimizer: Optimizer,
+    optimizer: MegatronOptimizer,
     lr_schedule: LearningRate,
     data: Data,
     forward_step: ForwardStep = gpt_forward_step,

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from labkit.parallel.collectives import all_reduce, broadcast, comm_scope
-from labkit.parallel.gradients import clip_grad_norm, finalize_model_grads
+from labkit.parallel.gradients import clip_factor, finalize_model_grads, gradient_statistics, scale_gradients
 from labkit.parallel.groups import ParallelGroups
 from labkit.schedules.ir import Schedule
 from labkit.train.metrics import Timers
-from labkit.train.optimizer import Optimizer
+from labkit.train.optimizer import MegatronOptimizer
 from labkit.train.pipeline import Batch, Pipeline
 
 
@@ -54,7 +54,7 @@ class StepResult:
 
 def train_step(
     pipeline: Pipeline,
-    optimizer: Optimizer,
+    optimizer: MegatronOptimizer,
     timers: Timers,
     batches: Iterator[Batch],
     *,
@@ -82,14 +82,17 @@ def train_step(
         finalize_model_grads(chunks, groups)
         if observer is not None:
             observer.on_gradients(step, chunks)
-        grad_norm = clip_grad_norm(chunks, groups, clip_grad or math.inf)
-    skipped = not math.isfinite(grad_norm)
-    if not skipped:
+        norm, finite = gradient_statistics(
+            optimizer.gradient_pieces(), optimizer.uncounted_pieces(), optimizer.norm_groups, groups.device
+        )
+    if finite:
         with timers("optimizer", log_level=1):
+            if (factor := clip_factor(norm, clip_grad or math.inf)) != 1.0:
+                scale_gradients(chunks, factor)
             optimizer.step(lr)
     if observer is not None:
         observer.on_update(step, chunks)
-    return StepResult(loss, grad_norm, skipped)
+    return StepResult(loss, norm, skipped=not finite)
 
 
 def evaluate(pipeline: Pipeline, batches: Iterator[Batch], steps: int) -> float:
