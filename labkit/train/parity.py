@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +20,10 @@ from torch import Tensor
 
 from labkit.config import ConfigError, ParallelConfig, RunConfig
 from labkit.train.fault import fault_problems, fault_words
+from labkit.train.joining import Whole, assemble
+from labkit.train.layout_words import layout_name
 from labkit.train.schedule_fit import schedule_problem
-from labkit.train.snapshots import Recorder, Snapshot, Whole, assemble
+from labkit.train.snapshots import Recorder, Snapshot
 
 if TYPE_CHECKING:
     from labkit.train.pretraining import TrainResult
@@ -56,7 +57,7 @@ class ParityRow:
     world_size: int
     """Ranks."""
     name: str
-    """`tp2 pp2 dp1`."""
+    """`tp2 pp2 dp1 sp`: what is not as usual, see `labkit.train.layout_words`."""
     loss_diff: float
     """Largest relative difference of the loss over steps."""
     grad_diff: float
@@ -174,7 +175,7 @@ def compare(
     base = _parity_config(config, steps, dtype)
     planned = [_plan(base, layout) for layout in layouts]
     _, tolerance = PRECISIONS[dtype]
-    alone = base.override({"parallel": _one_process(base.parallel), "schedule": _one_stage()})
+    alone = base.override({"parallel": _one_process(base.parallel), "schedule": _one_stage(), **_PLAIN})
     reference, _ = _observe(alone.validate(1), 1, None, None, timeout, device)
     rows = []
     for layout, (changed, world_size) in zip(layouts, planned):
@@ -228,6 +229,18 @@ def _one_process(parallel: ParallelConfig) -> dict[str, Any]:
 def _one_stage() -> dict[str, Any]:
     """The schedule of the reference: every option that only a pipeline has is left out."""
     return {"name": "auto", "path": None, "microbatch_group_size": None, "overlap_p2p_comm": False}
+
+
+_PLAIN: dict[str, Any] = {
+    "model.recompute_granularity": "none",
+    "model.num_microbatches_with_partial_activation_checkpoints": None,
+    "optim.data_parallel": "naive",
+    "optim.average_in_collective": False,
+    "optim.distributed_optimizer": False,
+    "optim.overlap_param_gather": False,
+    "optim.num_distributed_optimizer_instances": 1,
+}
+"""The reference keeps every activation, and its gradients in the one buffer of the naive twin."""
 
 
 def _plan(base: RunConfig, layout: Mapping[str, Any]) -> tuple[RunConfig, int]:
@@ -290,26 +303,11 @@ def _row(
             first = name
     if first is None and run.disagreements:
         first = run.disagreements[0]
-    p = config.parallel
-    sizes = {"tp": p.tp, "cp": p.cp, "pp": p.pp, "dp": world_size // (p.tp * p.cp * p.pp)}
-    name = " ".join(f"{axis}{size}" for axis, size in sizes.items() if axis != "cp" or size > 1)
-    name += (f" vpp{p.vpp}" if p.vpp > 1 else "") + (" sp" if p.sequence_parallel else "") + _schedule_words(config)
+    name = layout_name(config, world_size)
     return ParityRow(
         layout, world_size, name, largest["loss"], largest["gradient"], largest["parameter"], first,
         tuple(run.disagreements),
     )  # fmt: skip
-
-
-def _schedule_words(config: RunConfig) -> str:
-    """What a row's name says of its schedule and stages, where they are not the usual ones."""
-    own, parallel = config.schedule, config.parallel
-    words = [Path(own.path).name] if own.path is not None else [own.name] if own.name != "auto" else []
-    words += [parallel.pipeline_layout] if parallel.pipeline_layout is not None else []
-    words += ["standalone embedding"] if parallel.standalone_embedding_stage else []
-    words += [] if own.batch_p2p_comm is None else ["batched" if own.batch_p2p_comm else "even/odd"]
-    words += ["variable lengths"] if own.variable_seq_lengths else []
-    words += [f"group {own.microbatch_group_size}"] if own.microbatch_group_size is not None else []
-    return "".join(f" {word}" for word in words)
 
 
 def differences(run: Whole, reference: Whole, *, lr: float) -> Iterator[tuple[str, str, float]]:

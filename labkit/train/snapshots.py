@@ -1,26 +1,24 @@
-"""What the parity microscope records on each rank, and how the ranks' pieces become whole tensors again.
+"""What the parity microscope records on each rank.
 
 A rank keeps the outputs of its blocks for the first microbatch, and its gradients and parameters after chosen steps.
-The pieces are put together by the process that compares, not by collectives, so that a fault planted in the
-communication cannot hide itself.
-
-Shapes: S sequence, B micro batch, H hidden.
+It keeps what it holds, and communicates nothing; `labkit.train.joining` makes whole tensors of it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-import torch
 from torch import Tensor, nn
 
 from labkit.parallel.groups import ParallelGroups
 from labkit.schedules.ir import Schedule
 from labkit.train.optimizer import named_parameters
 
+Ranges = tuple[tuple[int, int], ...]
+"""Parts of a flat tensor, each from its first element up to but without its end."""
 BOUNDARIES = re.compile(r"embedding|layers\.\d+(\.attention|\.mlp)?|final_norm")
 """Modules whose output is recorded."""
 
@@ -39,6 +37,9 @@ class Shard:
     """Rows of the whole tensor without vocabulary padding."""
     shared: bool
     """Whether this is the last stage's copy of the tied word embedding (a V has none)."""
+    owned: Ranges | None = None
+    """What is this rank's to say: after a reduce-scatter it has the gradient of its own shard, and leftovers beside
+    it. None means all."""
 
 
 @dataclass
@@ -47,6 +48,8 @@ class Snapshot:
 
     tp: int = 0
     """Tensor-parallel rank."""
+    cp: int = 0
+    """Context-parallel rank."""
     dp: int = 0
     """Data-parallel rank."""
     pp: int = 0
@@ -73,14 +76,17 @@ class Recorder:
 
     def on_model(self, groups: ParallelGroups, chunks: Sequence[nn.Module], schedule: Schedule) -> None:
         """Hook the outputs of all blocks for microbatch 0, and the first use of all parameters."""
-        self.snapshot.tp, self.snapshot.dp, self.snapshot.pp = groups.tp.rank, groups.dp_cp.rank, groups.pp.rank
+        here = self.snapshot
+        here.tp, here.cp, here.dp, here.pp = groups.tp.rank, groups.cp.rank, groups.dp.rank, groups.pp.rank
         names = {param: name for name, param in named_parameters(chunks).items()}
         forwards = [action for action in schedule.actions(groups.pp.rank) if action.kind == "F"]
         for chunk, stage in zip(chunks, schedule.stages_of(groups.pp.rank), strict=True):
             before = [action.microbatch for action in forwards if action.stage == stage].index(0)
-            for name, module in getattr(chunk, "module", chunk).named_modules():
+            model = getattr(chunk, "module", chunk)
+            forward = _count_forwards(model)
+            for name, module in model.named_modules():
                 if BOUNDARIES.fullmatch(name):
-                    self._keep_output(name, module, before)
+                    self._keep_output(name, module, lambda forward=forward, before=before: forward() == before)
                 used = [names[param] for param in module.parameters(recurse=False)]
                 if used:
                     self._keep_first_use(used, module)
@@ -96,12 +102,11 @@ class Recorder:
         if step in self._steps:
             self.snapshot.parameters[step] = {name: _shard(p, p) for name, p in named_parameters(chunks).items()}
 
-    def _keep_output(self, name: str, module: nn.Module, skipped: int) -> None:
-        """Keep what the module returns after `skipped` calls."""
-        calls = count()
+    def _keep_output(self, name: str, module: nn.Module, is_due: Callable[[], bool]) -> None:
+        """Keep what the module returns when it is due for the first time."""
 
         def keep(_: nn.Module, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            if next(calls) < skipped:
+            if not is_due():
                 return
             tensor = output[0] if isinstance(output, tuple) else output
             self.snapshot.activations[name] = tensor.detach().cpu().clone()
@@ -115,6 +120,20 @@ class Recorder:
             handle.remove()
 
         handle = module.register_forward_pre_hook(keep)
+
+
+def _count_forwards(model: nn.Module) -> Callable[[], int]:
+    """A function that gives the number of the model's forward pass, from 0. A block computed again in a backward
+    belongs to none: the model itself does not run then."""
+    numbers = count()
+    now = -1
+
+    def begin(_: nn.Module, __: object) -> None:
+        nonlocal now
+        now = next(numbers)
+
+    model.register_forward_pre_hook(begin)
+    return lambda: now
 
 
 def _main_grad(param: nn.Parameter) -> Tensor:
@@ -132,85 +151,3 @@ def _shard(param: nn.Parameter, values: Tensor) -> Shard:
         getattr(param, "full_shape", param.shape)[0],
         getattr(param, "shared", False),
     )
-
-
-@dataclass
-class Whole:
-    """A run with all ranks' pieces put together."""
-
-    losses: list[float]
-    """By step."""
-    activations: dict[str, Tensor]
-    """By block, in order of execution, shape (S, B, H)."""
-    gradients: dict[int, dict[str, Tensor]]
-    """By step, then by parameter in order of first use."""
-    parameters: dict[int, dict[str, Tensor]]
-    """By step, then by parameter in order of first use."""
-    disagreements: list[str]
-    """Tensors that should be the same on several ranks, bit for bit, and are not."""
-
-
-def join_shards(shards: Sequence[Tensor], dim: int, stride: int = 1) -> Tensor:
-    """The full tensor from the parts of all tensor-parallel ranks, the inverse of slicing each of `stride` blocks."""
-    blocks = [shard.chunk(stride, dim) for shard in shards]
-    return torch.cat([part[block] for block in range(stride) for part in blocks], dim)
-
-
-def assemble(snapshots: Sequence[Snapshot], *, sequence_parallel: bool = False) -> Whole:
-    """Put the snapshots of all ranks of one run together; stages are joined by name, shards along their dim."""
-    ranks = sorted(snapshots, key=lambda s: (s.pp, s.dp, s.tp))
-    disagreements: list[str] = []
-    activations: dict[str, Tensor] = {}
-    for pp in sorted({s.pp for s in ranks}):
-        stage = [s for s in ranks if s.pp == pp and s.dp == 0]
-        activations |= _join_activations(stage, sequence_parallel, disagreements)
-    gradients, parameters = (
-        {step: _join_parameters(ranks, what, step, disagreements) for step in getattr(ranks[0], what)}
-        for what in ("gradients", "parameters")
-    )
-    order = {name: place for place, name in enumerate(name for s in ranks for name in s.order)}
-    for steps in (*gradients.values(), *parameters.values()):
-        unused = len(order)
-        ordered = sorted(steps.items(), key=lambda item: order.get(item[0], unused))
-        steps.clear()
-        steps.update(ordered)
-    if any(s.losses != ranks[0].losses for s in ranks):
-        disagreements.append("loss")
-    return Whole(ranks[0].losses, activations, gradients, parameters, disagreements)
-
-
-def _join_activations(stage: list[Snapshot], split: bool, disagreements: list[str]) -> dict[str, Tensor]:
-    """Outputs of one stage: along the sequence under sequence parallelism, else the first rank's."""
-    joined = {}
-    for name, first in stage[0].activations.items():
-        copies = [s.activations[name] for s in stage]
-        joined[name] = torch.cat(copies) if split else first
-        if not split and not all(torch.equal(first, copy) for copy in copies):
-            disagreements.append(f"{name} output (tp ranks)")
-    return joined
-
-
-def _join_parameters(ranks: list[Snapshot], what: str, step: int, disagreements: list[str]) -> dict[str, Tensor]:
-    """Full tensors of one step; the last stage's tied copy must equal the first stage's and is then dropped."""
-    label = {"gradients": "gradient", "parameters": "parameter"}[what]
-    whole: dict[str, Tensor] = {}
-    tied: dict[str, Tensor] = {}
-    for pp in sorted({s.pp for s in ranks}):
-        stage = [s for s in ranks if s.pp == pp]
-        for name, first in getattr(stage[0], what)[step].items():
-            shards: list[Shard] = [getattr(s, what)[step][name] for s in stage]
-            by_tp = [[sh for sh, s in zip(shards, stage) if s.tp == tp] for tp in range(1 + max(s.tp for s in stage))]
-            if not all(torch.equal(replicas[0].tensor, r.tensor) for replicas in by_tp for r in replicas):
-                disagreements.append(f"{name} {label} (dp replicas)")
-            parts = [replicas[0].tensor for replicas in by_tp]
-            if first.partition_dim is not None:
-                full = join_shards(parts, first.partition_dim, first.partition_stride)
-            else:
-                full = parts[0]
-                if not all(torch.equal(full, part) for part in parts):
-                    disagreements.append(f"{name} {label} (tp replicas)")
-            (tied if first.shared else whole)[name] = full[: first.full_rows]
-    for name, copy in tied.items():
-        if not torch.equal(copy, whole["embedding.word.weight"]):
-            disagreements.append(f"{name} {label} (tied copies)")
-    return whole

@@ -3,6 +3,7 @@
 import math
 from copy import deepcopy
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 
 from labkit.config import ConfigError, presets
 from labkit.parallel.weights import tensor_part
+from labkit.train.joining import Whole, assemble, join_replicas, join_shards, join_zigzag
 from labkit.train.lr_schedule import build_lr_schedule
 from labkit.train.parity import ParityReport, ParityRow, compare, differences, tensor_difference
-from labkit.train.snapshots import Shard, Snapshot, Whole, assemble, join_shards
+from labkit.train.snapshots import Shard, Snapshot
 
 
 def test_difference_is_relative_to_the_reference():
@@ -59,7 +61,7 @@ def ranks_of_tp2_pp2() -> tuple[list[Snapshot], torch.Tensor]:
             name = "embedding" if pp == 0 else "layers.0"
             order = ["embedding.word.weight", "first.bias"] if pp == 0 else ["last.bias"]
             activations = {name: torch.ones(2, 1, 2)}
-            snapshots.append(Snapshot(tp, 0, pp, [1.5], activations, params, deepcopy(params), order))
+            snapshots.append(Snapshot(tp, 0, 0, pp, [1.5], activations, params, deepcopy(params), order))
     return snapshots, word
 
 
@@ -90,6 +92,58 @@ def test_sequence_parallel_outputs_are_joined_along_the_sequence():
         for output in snapshot.activations.values():
             output.fill_(snapshot.tp)
     assert assemble(snapshots, sequence_parallel=True).activations["embedding"][:, 0, 0].tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4])
+def test_context_parallel_outputs_are_joined_chunk_by_chunk(cp):
+    """The first and the last chunk are rank 0's, the two in the middle the last rank's; sp cuts a rank's part again."""
+    chunks = torch.arange(2.0 * cp * 6).reshape(2 * cp, 6, 1, 1)
+    parts = [torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]]) for rank in range(cp)]
+    assert torch.equal(join_zigzag(parts), chunks.flatten(0, 1))
+    snapshots = [
+        Snapshot(tp, rank, 0, 0, activations={"embedding": half})
+        for rank, part in enumerate(parts)
+        for tp, half in enumerate(part.chunk(2))
+    ]
+    whole = assemble(snapshots, sequence_parallel=True)
+    assert torch.equal(whole.activations["embedding"], chunks.flatten(0, 1))
+    for snapshot in snapshots:
+        snapshot.dp = 1
+    others = [replace(s, dp=0, activations={"embedding": s.activations["embedding"] + 1}) for s in snapshots]
+    joined = assemble([*snapshots, *others], sequence_parallel=True).activations["embedding"]
+    assert torch.equal(joined, chunks.flatten(0, 1) + 1), "outputs are those of the first replica"
+
+
+def test_context_parallel_ranks_whose_tensor_parallel_copies_differ_are_named_once():
+    snapshots = [Snapshot(tp, cp, activations={"embedding": torch.ones(2, 1, 1)}) for tp in (0, 1) for cp in (0, 1)]
+    assert assemble(snapshots).disagreements == []
+    snapshots[2].activations["embedding"][0] += 1
+    snapshots[3].activations["embedding"][0] += 1
+    assert assemble(snapshots).disagreements == ["embedding output (tp ranks)"]
+
+
+@given(cuts=st.lists(st.integers(0, 12), max_size=4), rows=st.sampled_from([1, 3, 4]))
+def test_shards_are_joined_wherever_they_are_cut(cuts, rows):
+    full = torch.arange(12.0).reshape(rows, -1)
+    edges = [0, *sorted(cuts), 12]
+    replicas = []
+    for start, end in pairwise(edges):
+        tensor = torch.full_like(full, -1.0)
+        tensor.view(-1)[start:end] = full.view(-1)[start:end]
+        replicas.append(Shard(tensor, None, 1, rows, False, ((start, end),) if end > start else ()))
+    joined, agree = join_replicas(replicas)
+    assert agree and torch.equal(joined, full)
+
+
+def test_an_element_that_nobody_owns_differs_from_everything_and_two_owners_must_agree():
+    tensor = torch.ones(6)
+    missing, _ = join_replicas([Shard(tensor, None, 1, 6, False, owned) for owned in (((0, 2),), ((3, 6),))])
+    assert missing.isnan().tolist() == [False, False, True, False, False, False]
+    assert tensor_difference(missing, tensor) == math.inf
+    twice = [Shard(t, None, 1, 6, False, ((0, 6),)) for t in (tensor, tensor.clone())]
+    assert join_replicas(twice)[1]
+    twice[1].tensor[5] = 2.0
+    assert not join_replicas(twice)[1]
 
 
 def whole() -> Whole:

@@ -1,0 +1,55 @@
+"""A layout in words, for the rows of a comparison: `tp2 cp2 pp1 dp2 sp recompute full zero`.
+
+Only what is not as usual is said, so that a row is as short as its layout is plain.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from labkit.config import ModelConfig, OptimConfig, RunConfig
+
+
+def layout_name(config: RunConfig, world_size: int) -> str:
+    """Sizes first, then stages and schedule, then what is recomputed, then how gradients are kept and reduced."""
+    parallel = config.parallel
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp}
+    sizes["dp"] = world_size // (parallel.tp * parallel.cp * parallel.pp)
+    words = [f"{axis}{size}" for axis, size in sizes.items() if axis != "cp" or size > 1]
+    words += [f"vpp{parallel.vpp}"] if parallel.vpp > 1 else []
+    words += ["sp"] if parallel.sequence_parallel else []
+    words += ["all-gather"] if parallel.cp > 1 and parallel.cp_comm_type == "all_gather" else []
+    return " ".join([*words, *_schedule(config), *_recomputed(config.model), *_gradients(config.optim)])
+
+
+def _schedule(config: RunConfig) -> list[str]:
+    own, parallel = config.schedule, config.parallel
+    words = [Path(own.path).name] if own.path is not None else [own.name] if own.name != "auto" else []
+    words += [parallel.pipeline_layout] if parallel.pipeline_layout is not None else []
+    words += ["standalone embedding"] if parallel.standalone_embedding_stage else []
+    words += [] if own.batch_p2p_comm is None else ["batched" if own.batch_p2p_comm else "even/odd"]
+    words += ["variable lengths"] if own.variable_seq_lengths else []
+    words += [f"group {own.microbatch_group_size}"] if own.microbatch_group_size is not None else []
+    return words
+
+
+def _recomputed(model: ModelConfig) -> list[str]:
+    granularity, in_flight = model.recompute_granularity, model.num_microbatches_with_partial_activation_checkpoints
+    if granularity == "none":
+        return []
+    words = [f"recompute {granularity if granularity == 'full' else '+'.join(model.recompute_modules)}"]
+    if granularity == "full" and (model.recompute_method, model.recompute_num_layers) != ("uniform", 1):
+        words.append(f"{model.recompute_method} {model.recompute_num_layers}")
+    return [*words, *([] if in_flight is None else [f"of {in_flight} in flight"])]
+
+
+def _gradients(optim: OptimConfig) -> list[str]:
+    words = ["naive"] if optim.data_parallel == "naive" else []
+    words += [f"buckets of {optim.bucket_size}"] if optim.bucket_size is not None else []
+    words += [] if optim.overlap_grad_reduce else ["no overlap"]
+    words += ["average"] if optim.average_in_collective else []
+    words += ["per token"] if optim.calculate_per_token_loss else []
+    words += ["zero"] if optim.distributed_optimizer else []
+    words += ["gather ahead"] if optim.overlap_param_gather else []
+    instances = optim.num_distributed_optimizer_instances
+    return words + ([f"{instances} instances"] if instances > 1 else [])

@@ -1,0 +1,54 @@
+"""Names of layouts in a comparison: what is not as usual, and nothing else."""
+
+import pytest
+
+from labkit.config import presets
+from labkit.train.layout_words import layout_name
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "name"),
+    [
+        ({}, 1, "tp1 pp1 dp1"),
+        ({"tp": 2, "pp": 2, "sequence_parallel": True}, 8, "tp2 pp2 dp2 sp"),
+        ({"cp": 2, "tp": 2}, 8, "tp2 cp2 pp1 dp2"),
+        ({"cp": 4, "cp_comm_type": "all_gather"}, 4, "tp1 cp4 pp1 dp1 all-gather"),
+        ({"cp_comm_type": "all_gather"}, 1, "tp1 pp1 dp1"),
+        ({"recompute_granularity": "selective"}, 1, "tp1 pp1 dp1 recompute core_attn"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm")},
+            1,
+            "tp1 pp1 dp1 recompute mlp+layernorm",
+        ),
+        ({"recompute_granularity": "full"}, 1, "tp1 pp1 dp1 recompute full"),
+        (
+            {
+                "pp": 2,
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "num_microbatches_with_partial_activation_checkpoints": 1,
+            },
+            2,
+            "tp1 pp2 dp1 recompute full block 1 of 1 in flight",
+        ),
+        ({"optim.data_parallel": "naive"}, 2, "tp1 pp1 dp2 naive"),
+        (
+            {"bucket_size": 500, "overlap_grad_reduce": False, "average_in_collective": True},
+            2,
+            "tp1 pp1 dp2 buckets of 500 no overlap average",
+        ),
+        (
+            {"distributed_optimizer": True, "overlap_param_gather": True, "calculate_per_token_loss": True},
+            2,
+            "tp1 pp1 dp2 per token zero gather ahead",
+        ),
+        (
+            {"distributed_optimizer": True, "num_distributed_optimizer_instances": 2},
+            4,
+            "tp1 pp1 dp4 zero 2 instances",
+        ),
+        ({"pp": 2, "vpp": 2, "schedule.name": "interleaved"}, 2, "tp1 pp2 dp1 vpp2 interleaved"),
+    ],
+)
+def test_a_name_says_what_is_not_as_usual(changes, world_size, name):
+    assert layout_name(presets.tiny().override(changes), world_size) == name
