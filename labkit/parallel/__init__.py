@@ -47,6 +47,7 @@ _EXPORTS = {
         "scatter_to_sequence_parallel_region",
         "scatter_to_tensor_model_parallel_region",
     ),
+    "recompute": ("checkpoint", "CheckpointWithoutOutput"),
     "layers": ("ColumnParallelLinear", "RowParallelLinear"),
     "mlp": ("ParallelMLP",),
     "weights": ("gather_parameter", "make_parameter"),
@@ -162,6 +163,8 @@ if TYPE_CHECKING:
     )
     from labkit.parallel.rank_generator import prefix_product as prefix_product
     from labkit.parallel.rank_generator import rank_generators as rank_generators
+    from labkit.parallel.recompute import CheckpointWithoutOutput as CheckpointWithoutOutput
+    from labkit.parallel.recompute import checkpoint as checkpoint
     from labkit.parallel.vocab import TokenIdError as TokenIdError
     from labkit.parallel.vocab import VocabParallelEmbedding as VocabParallelEmbedding
     from labkit.parallel.vocab import padded_vocab_size as padded_vocab_size

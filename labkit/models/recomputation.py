@@ -1,0 +1,77 @@
+"""Which parts of a model chunk are computed again in backward: `model.recompute_granularity` and what belongs to it.
+
+`full` keeps a layer's input and nothing else; `selective` recomputes parts that keep much and cost little
+(arXiv 2205.05198, section 5): core attention, whose S x S probabilities are made by two small products, the output of
+a norm, which is as large as its input, or the whole MLP.
+
+Shapes: S sequence, B batch, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from labkit.config import ModelConfig
+from labkit.parallel.random import RngTracker
+from labkit.parallel.recompute import CheckpointWithoutOutput, checkpoint
+
+Layer = Callable[..., Tensor]
+
+
+class Recomputation:
+    """The choice of one model chunk. While `active` is False everything is kept."""
+
+    def __init__(self, config: ModelConfig, rng: RngTracker | None = None) -> None:
+        """rng: random states that the layers draw from."""
+        self.active = True
+        self._rng = rng
+        self._full = config.recompute_granularity == "full"
+        self._by_group = config.recompute_method == "uniform"
+        self._count = config.recompute_num_layers
+        self._modules = config.recompute_modules if config.recompute_granularity == "selective" else ()
+
+    def part(self, name: str, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+        """`function(*args)`: a part of a layer (`core_attn`, `mlp`), recomputed where it is among the selected."""
+        if self.active and name in self._modules:
+            return checkpoint(function, *args, rng=self._rng)
+        return function(*args)
+
+    def norm(self, norm: Layer, x_SBH: Tensor, consumer: Layer) -> Tensor:
+        """`consumer(norm(x))`; where `layernorm` is selected, the norm's output is dropped and made again."""
+        if not (self.active and "layernorm" in self._modules):
+            return consumer(norm(x_SBH))
+        dropped = CheckpointWithoutOutput()
+        y = consumer(dropped.checkpoint(norm, x_SBH))
+        dropped.discard_output_and_register_recompute(y)
+        return y
+
+    def through(self, layers: Iterable[Layer], x_SBH: Tensor, *context: Any) -> Tensor:
+        """`x = layer(x, *context)` for one layer after the other; `context` (rotary tables) wants no gradient.
+
+        Under `full` by `uniform`, groups of recompute_num_layers layers keep their first input; by `block`, so many
+        layers at the front keep theirs each, and the rest keeps everything.
+        """
+        run = list(layers)
+        for start, stop, again in self._pieces(len(run)):
+            piece = partial(_one_after_another, run[start:stop], context)
+            x_SBH = checkpoint(piece, x_SBH, rng=self._rng) if again else piece(x_SBH)
+        return x_SBH
+
+    def _pieces(self, layers: int) -> list[tuple[int, int, bool]]:
+        """(first layer, end, whether it is recomputed as one piece)."""
+        if not (self.active and self._full):
+            return [(0, layers, False)]
+        if self._by_group:
+            return [(i, min(i + self._count, layers), True) for i in range(0, layers, self._count)]
+        front = min(self._count, layers)
+        return [(i, i + 1, True) for i in range(front)] + [(front, layers, False)]
+
+
+def _one_after_another(layers: Sequence[Layer], context: Sequence[Any], x_SBH: Tensor) -> Tensor:
+    for layer in layers:
+        x_SBH = layer(x_SBH, *context)
+    return x_SBH

@@ -1,0 +1,254 @@
+"""Recomputation of activations: keep a function's inputs, throw away what it makes, and make it again in backward.
+
+A backward needs what its forward made. Kept, that is the memory of training; computed again, it is one more forward of
+the part in question (arXiv 1604.06174; for transformers arXiv 2205.05198). The second forward must be the first one, bit
+for bit: the same inputs, the same random numbers (torch's generators and every named state of an `RngTracker`), the
+same autocast. What it communicates is booked under the phase `recompute`.
+
+| form                      | kept                        | computed again                    | for                        |
+|---------------------------|-----------------------------|-----------------------------------|----------------------------|
+| `checkpoint`              | the inputs                  | everything, right before its backward | layers, core attention, MLP |
+| `CheckpointWithoutOutput` | what the function itself keeps | its output, right before the backward of its consumer | norms: the output is as large as the input |
+
+Under a split backward the recomputation belongs to I, as the input gradient needs it; W then finds what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from labkit.parallel import collectives
+from labkit.parallel.groups import Group
+from labkit.parallel.ledger import Scope, comm_scope, current_scope
+from labkit.parallel.random import RngTracker
+
+
+@dataclass(frozen=True)
+class RandomStates:
+    """Where every generator that a layer may draw from stands: about 5 kB each on the host, 16 bytes on a GPU."""
+
+    host: Tensor
+    device: Tensor | None
+    """Of the current GPU, where one is in use."""
+    named: Mapping[str, Tensor]
+    """Those of the tracker."""
+
+    @classmethod
+    def now(cls, rng: RngTracker | None) -> RandomStates:
+        """Copies of the current states."""
+        device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        return cls(torch.get_rng_state(), device, {} if rng is None else rng.get_states())
+
+    def restore(self, rng: RngTracker | None) -> None:
+        """Set all of them back."""
+        torch.set_rng_state(self.host)
+        if self.device is not None:
+            torch.cuda.set_rng_state(self.device)
+        if rng is not None:
+            rng.set_states(self.named)
+
+    @contextmanager
+    def replayed(self, rng: RngTracker | None) -> Iterator[None]:
+        """Draw from these states inside the block; after it, go on where the generators stood before."""
+        before = RandomStates.now(rng)
+        self.restore(rng)
+        try:
+            yield
+        finally:
+            before.restore(rng)
+
+
+def _autocast_now() -> list[dict[str, Any]]:
+    """Arguments of `torch.autocast` that make the current state again, for each device that has one."""
+    kinds = ("cuda", "cpu") if torch.cuda.is_initialized() else ("cpu",)
+    cached = torch.is_autocast_cache_enabled()
+    return [
+        {
+            "device_type": kind,
+            "enabled": torch.is_autocast_enabled(kind),
+            "dtype": torch.get_autocast_dtype(kind),
+            "cache_enabled": cached,
+        }
+        for kind in kinds
+    ]
+
+
+class _Again:
+    """A function with all that its second run needs besides its inputs."""
+
+    def __init__(self, function: Callable[..., Any], rng: RngTracker | None) -> None:
+        self.function, self.rng = function, rng
+        self.states, self.autocast = RandomStates.now(rng), _autocast_now()
+        self.scope = Scope(current_scope().layer, "recompute")
+
+    @contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Random states, autocast and ledger scope of the first run."""
+        with ExitStack() as stack:
+            stack.enter_context(self.states.replayed(self.rng))
+            stack.enter_context(comm_scope(*self.scope))
+            for arguments in self.autocast:
+                stack.enter_context(torch.autocast(**arguments))
+            yield
+
+    def __call__(self, *args: Any) -> Any:
+        with self.surroundings():
+            return self.function(*args)
+
+
+class _Checkpoint(Function):
+    """Runs `function` without a graph; backward runs it again with one, and goes back through that.
+
+    forward   y = function(x, ..), no graph           saves x (or 1/t of it)
+    backward  y = function(x, ..), with a graph, then dx = dL/dx through it; parameters inside get their gradients
+    """
+
+    @staticmethod
+    def forward(ctx: Any, again: _Again, group: Group | None, anchor: Tensor | None, *args: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        outputs = again.function(*args)
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        ctx.shape = None
+        if group is not None and group.size > 1:
+            ctx.shape, tensors[0] = tensors[0].shape, _own_part(tensors[0], group)
+        ctx.save_for_backward(*tensors)
+        ctx.again, ctx.group = again, group
+        ctx.others = [None if isinstance(x, Tensor) else x for x in args]
+        ctx.is_tensor = [isinstance(x, Tensor) for x in args]
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if not torch.autograd._is_checkpoint_valid():  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+            raise RuntimeError(
+                "a recomputed part gives its parameters their gradients itself, which torch.autograd.grad and "
+                "backward(inputs=...) forbid: call backward() without inputs, or do not recompute"
+            )
+        tensors = list(ctx.saved_tensors)
+        if ctx.shape is not None:
+            with comm_scope(*ctx.again.scope):
+                tensors[0] = collectives.all_gather(tensors[0], ctx.group).view(ctx.shape)
+        wanted, remaining = ctx.needs_input_grad[3:], iter(tensors)
+        inputs = [
+            next(remaining).detach().requires_grad_(wants) if is_tensor else other
+            for is_tensor, other, wants in zip(ctx.is_tensor, ctx.others, wanted, strict=True)
+        ]
+        del tensors, remaining
+        with torch.enable_grad():
+            outputs = ctx.again(*inputs)
+        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        pairs = [
+            (y, grad)
+            for y, grad in zip(outputs, grads, strict=True)
+            if isinstance(y, Tensor) and y.requires_grad and grad is not None
+        ]
+        del outputs
+        if pairs:
+            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))  # pyright: ignore[reportArgumentType]
+        return None, None, None, *(x.grad if isinstance(x, Tensor) else None for x in inputs)
+
+
+def _own_part(x: Tensor, group: Group) -> Tensor:
+    """This rank's 1/t of the elements of x, in memory of its own."""
+    if x.numel() % group.size:
+        raise ValueError(
+            f"an input of shape {tuple(x.shape)} has {x.numel()} elements, which the {group.size} ranks of "
+            f"{group.name} cannot share equally; keep it whole (distribute_saved_activations=None)"
+        )
+    return x.reshape(-1).chunk(group.size)[group.rank].clone()
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    rng: RngTracker | None = None,
+    distribute_saved_activations: Group | None = None,
+) -> Any:
+    """`function(*args)`, of which only the tensors in `args` are kept for backward; the rest is computed again.
+
+    Outside grad mode it is a plain call. Gradients, of parameters used inside as well, are bit-equal to those without
+    recomputation, also under `WeightGradStore` and with dropout.
+
+    Args:
+        function: returns a tensor or a tuple of tensors. It is called twice, so it must have no other effect.
+        args: what a gradient is wanted of must be given here as a tensor; all else may also come with the function.
+        rng: named random states that `function` draws from; torch's own generators are always replayed.
+        distribute_saved_activations: a group whose ranks all hold the same first tensor: each keeps 1/t of it, and
+            backward gathers it (Megatron's option of that name). For tensor parallelism without sequence parallelism,
+            where layer inputs are whole on every rank.
+
+    Raises:
+        ValueError: the ranks of that group cannot share the first tensor equally.
+        RuntimeError: in backward, under `torch.autograd.grad`.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args)
+    # Without an input that wants a gradient, autograd would not come back for the parameters inside.
+    wants = any(isinstance(x, Tensor) and x.requires_grad for x in args)
+    anchor = None if wants else torch.empty(0, requires_grad=True)
+    return _Checkpoint.apply(_Again(function, rng), distribute_saved_activations, anchor, *args)
+
+
+class CheckpointWithoutOutput:
+    """Drop a function's output once its consumer has used it, and make it again for the consumer's backward.
+
+    `checkpoint` would not help for a norm: its consumer, a linear layer, keeps the norm's output as its input, and that
+    is as large as what the norm was given. Here the output's memory is freed and filled again. Megatron's class of this
+    name also drops what the function keeps for its own backward; a norm keeps its input and two numbers per token, and
+    the input would be needed anyway, so here that stays.
+
+        y = dropped.checkpoint(norm, x)
+        z = linear(y)
+        dropped.discard_output_and_register_recompute(z)
+    """
+
+    def __init__(self, rng: RngTracker | None = None) -> None:
+        """rng: named random states that the function draws from."""
+        self._rng = rng
+        self._again: _Again | None = None
+        self._args: tuple[Any, ...] = ()
+        self._output: Tensor | None = None
+
+    def checkpoint(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        """`function(*args)`, remembered. It must return a tensor of its own, not a view of an argument."""
+        self._again = _Again(function, self._rng)
+        self._args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
+        self._output = output = function(*args)
+        shared = {x.untyped_storage().data_ptr() for x in self._args if isinstance(x, Tensor)}
+        if output._base is not None or output.untyped_storage().data_ptr() in shared:
+            self._forget()
+            raise ValueError("the output shares its memory with another tensor, so it cannot be dropped")
+        return output
+
+    def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
+        """Free the output. It is filled again when the gradient of `hook_tensor`, made from it, arrives.
+
+        Nobody may use the output's values between this call and then. Outside grad mode nothing is done.
+        """
+        assert self._output is not None, "call checkpoint first"
+        if not torch.is_grad_enabled() or not hook_tensor.requires_grad:
+            self._forget()
+            return
+        self._output.untyped_storage().resize_(0)
+        hook_tensor.register_hook(self._fill)
+
+    def _fill(self, _: Tensor) -> None:
+        if self._again is None or self._output is None:
+            return
+        with torch.no_grad():
+            made = self._again(*self._args).untyped_storage()
+        # Below autograd's sight: the tensor is the same one, with the same values, at the same version.
+        memory = self._output.untyped_storage()
+        memory.resize_(made.nbytes())
+        memory.copy_(made)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._again, self._args, self._output = None, (), None
