@@ -1,0 +1,88 @@
+"""Context parallelism: every rank of `cp` holds two chunks of each sequence, through all layers (arXiv 2310.01889).
+
+Only attention mixes positions, so only attention communicates (ring_attention.py). Everything else needs to know one
+thing: which positions these are. `zigzag_positions` says it, to learned and to rotary embeddings alike.
+
+Shapes: B batch, S whole sequence, L = S / cp positions of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from labkit.parallel.context_plan import Layout, chunk_length, chunks_of_rank
+from labkit.parallel.groups import Group
+
+MaybeTensor = TypeVar("MaybeTensor", Tensor, "Tensor | None")
+
+
+def split_sequence(x: Tensor, cp: int, rank: int, dim: int, layout: Layout) -> Tensor:
+    """This rank's two chunks of `dim`, one behind the other; x itself where cp is 1.
+
+    Raises:
+        ValueError: a length that 2 cp does not divide, no such rank, no such layout.
+    """
+    first, second = chunks_of_rank(cp, rank, layout)
+    if cp == 1:
+        return x
+    chunk = chunk_length(x.shape[dim], cp)
+    return torch.cat([x.narrow(dim, first * chunk, chunk), x.narrow(dim, second * chunk, chunk)], dim=dim)
+
+
+def join_sequence(parts: Sequence[Tensor], dim: int, layout: Layout) -> Tensor:
+    """The whole sequence from the parts of ranks 0 .. cp - 1: the inverse of `split_sequence`."""
+    cp = len(parts)
+    order = [chunk for rank in range(cp) for chunk in chunks_of_rank(cp, rank, layout)]
+    chunks = [chunk for part in parts for chunk in part.chunk(2, dim)] if cp > 1 else list(parts)
+    return torch.cat([chunks[order.index(place)] for place in range(len(chunks))], dim=dim)
+
+
+def sequence_positions(
+    seq_length: int, cp: int, rank: int, layout: Layout, *, device: torch.device | str | None = None
+) -> Tensor:
+    """Positions, in the whole sequence, of this rank's rows: int64 [L]. Raises ValueError as `split_sequence` does."""
+    return split_sequence(torch.arange(seq_length, device=device), cp, rank, 0, layout)
+
+
+def zigzag_split(x: Tensor, cp: int, rank: int, dim: int) -> Tensor:
+    """Chunks `rank` and `2 cp - 1 - rank` of `dim` (Megatron's split). See `split_sequence`."""
+    return split_sequence(x, cp, rank, dim, "zigzag")
+
+
+def zigzag_join(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """The whole from the parts of all ranks, in the order of ranks."""
+    return join_sequence(parts, dim, "zigzag")
+
+
+def zigzag_positions(seq_length: int, cp: int, rank: int, *, device: torch.device | str | None = None) -> Tensor:
+    """Positions of this rank's rows under the zigzag split: int64 [S / cp]."""
+    return sequence_positions(seq_length, cp, rank, "zigzag", device=device)
+
+
+def contiguous_split(x: Tensor, cp: int, rank: int, dim: int) -> Tensor:
+    """The `rank`-th of cp equal parts: the plain cut, kept to be compared with."""
+    return split_sequence(x, cp, rank, dim, "contiguous")
+
+
+def contiguous_positions(seq_length: int, cp: int, rank: int, *, device: torch.device | str | None = None) -> Tensor:
+    """Positions of this rank's rows under the plain cut: int64 [S / cp]."""
+    return sequence_positions(seq_length, cp, rank, "contiguous", device=device)
+
+
+def get_batch_on_this_cp_rank(batch: Mapping[str, MaybeTensor], group: Group) -> dict[str, MaybeTensor]:
+    """This rank's part of a batch whose tensors are [B, S, ...] (an `attention_mask` [B, 1, S, S] is cut by queries).
+
+    Position ids in the batch are cut like everything else. Where there are none, the model takes `zigzag_positions`.
+    What is None stays None; with a group of size 1 the tensors are the given ones.
+
+    Raises:
+        ValueError: a length that 2 cp does not divide.
+    """
+    return {
+        name: x if x is None else zigzag_split(x, group.size, group.rank, 2 if name == "attention_mask" else 1)
+        for name, x in batch.items()
+    }

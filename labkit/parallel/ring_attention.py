@@ -1,0 +1,276 @@
+"""Attention over sequences that are spread over the ranks of `cp`: the ring, and the all-gather form.
+
+| form                   | forward                    | backward                                       | KV held at once |
+|------------------------|----------------------------|------------------------------------------------|-----------------|
+| `ring_attention`       | cp - 1 steps, each passing | cp - 1 steps passing KV, cp - 1 passing the    | 2/cp            |
+|  (arXiv 2310.01889)    | KV to the next rank        | sums of dK and dV that travel with them        |                 |
+| `all_gather_attention` | all-gather of KV           | all-gather of KV, reduce-scatter of dK and dV  | 1               |
+|  (arXiv 2407.21783, 3.3) |                          |                                                |                 |
+
+Both compute the rectangles of `context_plan.py` and join them by their log-sum-exps (`attention_block.py`). Both hide
+transfers: step i of the ring computes while the keys of step i + 1 arrive; the all-gather runs behind the rank's own
+block. Saved for backward are this rank's q, k, v, output and one number per row; KV of other ranks are fetched again.
+
+A KV that is underway is one tensor [2, 1, m, L, D], so that a step is one message each way.
+
+Shapes: n query heads, m key/value heads (times the batch, see models/attention.py), S whole sequence, L = S / cp rows
+of this rank, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from labkit.parallel import collectives
+from labkit.parallel.attention_block import accumulator_dtype, attend, attend_backward, merge_
+from labkit.parallel.collectives import Message, Pending
+from labkit.parallel.context import join_sequence, split_sequence
+from labkit.parallel.context_plan import BOTH, Block, Layout, gathered_plan, ring_plan
+from labkit.parallel.groups import Group
+from labkit.parallel.mappings import backward_scope, forward_scope
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    *,
+    causal: bool = True,
+    layout: Layout = "zigzag",
+    fused: bool = True,
+) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v over the whole sequence, KV passed round the ring of `group`.
+
+    Args:
+        q: this rank's queries, [1, n, L, D].
+        k: its keys, [1, m, L, D], n a multiple of m.
+        v: its values, shaped like k.
+        group: context-parallel ranks; every one of them calls this.
+        causal: whether a position sees no later one.
+        layout: which positions the rows are (`context_plan.py`).
+        fused: torch's kernels, or one operation after the other.
+
+    Returns:
+        This rank's rows of the output, [1, n, L, D].
+
+    Raises:
+        ValueError: shapes that do not fit each other.
+    """
+    return _attention(_RingAttention, q, k, v, group, causal, layout, fused)
+
+
+def all_gather_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    *,
+    causal: bool = True,
+    layout: Layout = "zigzag",
+    fused: bool = True,
+) -> Tensor:
+    """`ring_attention` with KV of the whole sequence on every rank; arguments and result are the same."""
+    return _attention(_AllGatherAttention, q, k, v, group, causal, layout, fused)
+
+
+def _attention(form: Any, q: Tensor, k: Tensor, v: Tensor, group: Group, *how: Any) -> Tensor:
+    if q.dim() != 4 or k.shape != v.shape or k.dim() != 4 or q.shape[2:] != k.shape[2:] or q.shape[1] % k.shape[1]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(f"q [1, n, L, D], k and v [1, m, L, D] with n a multiple of m are needed; got {shapes}")
+    if q.shape[2] % 2:
+        raise ValueError(f"a rank holds two chunks of the sequence, and {q.shape[2]} rows cannot be two equal ones")
+    return form.apply(q, k, v, group, *how)
+
+
+class _Rows:
+    """The output of this rank's queries as blocks come in, in the type of sums."""
+
+    def __init__(self, q: Tensor, fused: bool) -> None:
+        wide = accumulator_dtype(q.dtype)
+        self.q, self.fused, self.chunk = q, fused, q.shape[2] // 2
+        self.out = torch.zeros(q.shape, dtype=wide, device=q.device)
+        self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
+
+    def add(self, block: Block | None, k: Tensor, v: Tensor) -> None:
+        """Attend to a block of the keys at hand; None is no work."""
+        if block is None:
+            return
+        rows, columns = block.rows(self.chunk), block.columns(self.chunk)
+        part = attend(self.q[:, :, rows], k[:, :, columns], v[:, :, columns], causal=block.causal, fused=self.fused)
+        merge_(self.out[:, :, rows], self.lse[:, :, rows], *part)
+
+
+class _Gradients:
+    """dq of this rank as blocks come in, and what each block gives to its keys and values."""
+
+    def __init__(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, fused: bool) -> None:
+        self.grad, self.q, self.out, self.lse, self.fused = grad, q, out, lse, fused
+        self.chunk = q.shape[2] // 2
+        self.dq = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
+
+    def add(self, block: Block | None, kv: Tensor, dkv: Tensor) -> None:
+        """Add the block's share to dq, and to the rows of `dkv` that belong to its keys."""
+        if block is None:
+            return
+        rows, columns = block.rows(self.chunk), block.columns(self.chunk)
+        ours = (x[:, :, rows] for x in (self.q, self.out, self.lse))
+        q, out, lse = ours
+        k, v = kv[0][:, :, columns], kv[1][:, :, columns]
+        dq, dk, dv = attend_backward(self.grad[:, :, rows], q, k, v, out, lse, causal=block.causal, fused=self.fused)
+        self.dq[:, :, rows] += dq
+        dkv[0][:, :, columns] += dk
+        dkv[1][:, :, columns] += dv
+
+
+class _Ring:
+    """Hands a tensor on to the next rank while the caller works on what it holds; two buffers in all."""
+
+    def __init__(self, own: Tensor, group: Group) -> None:
+        self.held, self._spare, self._group = own, torch.empty_like(own), group
+        self._next, self._previous = (group.ranks[(group.rank + way) % group.size] for way in (1, -1))
+        self._underway: list[Pending] = []
+
+    def start(self) -> None:
+        """Start sending what is held, and receiving what comes next."""
+        self._underway = collectives.batch(
+            [
+                Message("send", self.held, self._group, self._next),
+                Message("recv", self._spare, self._group, self._previous),
+            ]
+        )
+
+    def finish(self) -> None:
+        """What came in is held now. Its predecessor has been sent, and takes the next one."""
+        for pending in self._underway:
+            pending.wait()
+        self._underway = []
+        self.held, self._spare = self._spare, self.held
+
+
+class _RingAttention(Function):
+    """Attention of the whole sequence from this rank's queries and everybody's keys and values.
+
+    forward   out_r = softmax(q_r K^T / sqrt(D)) V                [1, n, L, D]
+    backward  dq_r, dk_r, dv_r as in attention_block.py, summed   [1, n, L, D], [1, m, L, D] twice
+              over all ranks' queries
+
+    At step i rank r works on the KV of rank s = r - i. Forward, KV moves on cp - 1 times. Backward it does so again,
+    and behind it come the sums of s's gradients: started by rank s + 1 at step 1, each rank adds its share and passes
+    them on, and after the last step they arrive at s, which keeps the share of step 0 itself.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Group, causal: bool, layout: Layout, fused: bool
+    ) -> Tensor:
+        ctx.plan, ctx.fused = ring_plan(group.size, group.rank, causal=causal, layout=layout), fused
+        rows = _Rows(q, fused)
+        with forward_scope(ctx, group):
+            ring = _Ring(torch.stack([k, v]), group)
+            for step, block in enumerate(ctx.plan):
+                moves_on = step + 1 < group.size
+                if moves_on:
+                    ring.start()
+                rows.add(block, ring.held[0], ring.held[1])
+                if moves_on:
+                    ring.finish()
+        out = rows.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, rows.lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        group: Group = ctx.group
+        gradients = _Gradients(grads[0], q, out, lse, ctx.fused)
+        with backward_scope(ctx):
+            ring = _Ring(torch.stack([k, v]), group)
+            own = torch.zeros(ring.held.shape, dtype=gradients.dq.dtype, device=q.device)
+            sums = _Ring(torch.zeros_like(own), group) if group.size > 1 else None
+            for step, block in enumerate(ctx.plan):
+                moves_on = step + 1 < group.size
+                if moves_on:
+                    ring.start()
+                if step == 0 or sums is None:
+                    gradients.add(block, ring.held, own)
+                else:
+                    _add_and_pass_on(gradients, block, ring.held, sums, first=step == 1)
+                if moves_on:
+                    ring.finish()
+            if sums is not None:
+                sums.finish()
+                own += sums.held
+        dk, dv = own.to(k.dtype).unbind(0)
+        return gradients.dq.to(q.dtype), dk, dv, None, None, None, None
+
+
+def _add_and_pass_on(gradients: _Gradients, block: Block | None, kv: Tensor, sums: _Ring, *, first: bool) -> None:
+    """Add this rank's share for the keys at hand to what the ranks before it have summed, and send it on.
+
+    The share is computed before the sums are waited for, so that they travel behind the computation.
+    """
+    share = sums.held if first else torch.zeros_like(sums.held)
+    gradients.add(block, kv, share)
+    if not first:
+        sums.finish()
+        sums.held.add_(share)
+    sums.start()
+
+
+class _AllGatherAttention(Function):
+    """The same with the keys and values of all ranks gathered first; dK and dV are summed by a reduce-scatter.
+
+    forward   KV = all-gather of kv_r; out_r = softmax(q_r K^T / sqrt(D)) V     [2, 1, m, S, D]; [1, n, L, D]
+    backward  KV = all-gather of kv_r; dKV_r = what q_r gives to all keys;      [2, 1, m, S, D] twice
+              dkv_r = part r of sum_q dKV_q (reduce-scatter)                    [2, 1, m, L, D]
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Group, causal: bool, layout: Layout, fused: bool
+    ) -> Tensor:
+        ctx.causal, ctx.layout, ctx.fused = causal, layout, fused
+        rows = _Rows(q, fused)
+        with forward_scope(ctx, group):
+            gathered = collectives.all_gather_async(torch.stack([k, v]), group, dim=3)
+            if causal:
+                rows.add(Block(BOTH, BOTH, causal=True), k, v)
+            whole = _in_sequence(gathered.wait(), group, layout)
+        for block in gathered_plan(group.size, group.rank, causal=causal, layout=layout):
+            rows.add(block, whole[0], whole[1])
+        out = rows.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, rows.lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        group: Group = ctx.group
+        gradients = _Gradients(grads[0], q, out, lse, ctx.fused)
+        own = torch.stack([k, v])
+        dkv = torch.zeros(own.shape, dtype=gradients.dq.dtype, device=q.device)
+        with backward_scope(ctx):
+            gathered = collectives.all_gather_async(own, group, dim=3)
+            if ctx.causal:
+                gradients.add(Block(BOTH, BOTH, causal=True), own, dkv)
+            whole = _in_sequence(gathered.wait(), group, ctx.layout)
+            everybody = torch.zeros(whole.shape, dtype=dkv.dtype, device=q.device)
+            for block in gathered_plan(group.size, group.rank, causal=ctx.causal, layout=ctx.layout):
+                gradients.add(block, whole, everybody)
+            parts = [split_sequence(everybody, group.size, rank, 3, ctx.layout) for rank in range(group.size)]
+            dkv += collectives.reduce_scatter(torch.cat(parts, dim=3), group, dim=3)
+        dk, dv = dkv.to(k.dtype).unbind(0)
+        return gradients.dq.to(q.dtype), dk, dv, None, None, None, None
+
+
+def _in_sequence(gathered: Tensor, group: Group, layout: Layout) -> Tensor:
+    """KV [2, 1, m, S, D] in the order of ranks -> in the order of the sequence."""
+    return join_sequence(gathered.chunk(group.size, dim=3), 3, layout)
