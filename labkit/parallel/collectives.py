@@ -156,6 +156,11 @@ def _start(
     return Pending(finish, name=f"{operation} {group.name}", label=label, size=size, delay=delay, kind=kind)
 
 
+def _kept(x: Tensor, out: Tensor | None) -> Tensor:
+    """What a call without communication returns: x, put where it was asked for."""
+    return x if out is None else out if out.data_ptr() == x.data_ptr() else out.copy_(x)
+
+
 def _check_op(op: str) -> None:
     if op not in OPERATIONS:
         raise ValueError(f"reduction {op!r} is unknown; choose one of {', '.join(OPERATIONS)}")
@@ -190,17 +195,20 @@ def all_reduce_async(x: Tensor, group: Group, op: str = "sum", *, in_place: bool
 # ---- all-gather ----
 
 
-def all_gather_async(x: Tensor, group: Group, dim: int = 0) -> Pending:
-    """Start `all_gather`; `.wait()` returns its result."""
+def all_gather_async(x: Tensor, group: Group, dim: int = 0, *, out: Tensor | None = None) -> Pending:
+    """Start `all_gather`; `.wait()` returns its result.
+
+    out: contiguous; takes the result, along dimension 0. x may be this rank's part of it, and then nothing is copied.
+    """
     if group.size == 1:
-        return _Done(x)
+        return _Done(_kept(x, out))
     if is_dropped("all_gather", group.name):
-        return _Done(torch.cat([x] * group.size, dim=dim))
+        return _Done(torch.cat([x] * group.size, dim=dim) if out is None else out)
     dim = dim % max(1, x.dim())
 
     def finish_of() -> Callable[[], Tensor]:
-        finish = transport.all_gather(x, group)
-        return lambda: _join_rows(finish(), dim)
+        finish = transport.all_gather(x, group, out)
+        return lambda: _join_rows(finish(), dim) if out is None else (finish(), out)[1]
 
     return _start("all_gather", x, group, finish_of)
 
@@ -220,11 +228,16 @@ def all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
 # ---- reduce-scatter ----
 
 
-def reduce_scatter_async(x: Tensor, group: Group, dim: int = 0, op: str = "sum") -> Pending:
-    """Start `reduce_scatter`; `.wait()` returns its result."""
+def reduce_scatter_async(
+    x: Tensor, group: Group, dim: int = 0, op: str = "sum", *, out: Tensor | None = None
+) -> Pending:
+    """Start `reduce_scatter`; `.wait()` returns its result.
+
+    out: contiguous; takes the result. It may be this rank's part of x itself, and then nothing is copied.
+    """
     _check_op(op)
     if group.size == 1:
-        return _Done(x)
+        return _Done(_kept(x, out))
     if x.shape[dim] % group.size:
         raise ValueError(
             f"reduce_scatter over {group.name} cuts dimension {dim} of {tuple(x.shape)} into {group.size} equal parts: "
@@ -232,8 +245,8 @@ def reduce_scatter_async(x: Tensor, group: Group, dim: int = 0, op: str = "sum")
         )
     rows = torch.stack(x.chunk(group.size, dim=dim)) if dim % x.dim() else x.unflatten(0, (group.size, -1))
     if is_dropped("reduce_scatter", group.name):
-        return _Done(rows[group.rank].clone())
-    return _start("reduce_scatter", x, group, lambda: transport.reduce_scatter(rows, group, op))
+        return _Done(_kept(rows[group.rank], out) if out is not None else rows[group.rank].clone())
+    return _start("reduce_scatter", x, group, lambda: transport.reduce_scatter(rows, group, op, out))
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum") -> Tensor:

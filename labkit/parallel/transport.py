@@ -158,36 +158,46 @@ def _gloo_all_reduce(host: Tensor, group: Group, op: str, in_place: bool) -> Fin
     return finish
 
 
-def all_gather(x: Tensor, group: Group) -> Finish:
-    """Start gathering equal tensors; the result is (size, *x.shape), ordered by rank."""
+def all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Finish:
+    """Start gathering equal tensors; the result is (size, *x.shape), ordered by rank.
+
+    It is written into `out` where given: contiguous, of that many elements; x may be its own part of it.
+    """
     shape = (group.size, *x.shape)
     handle = group.process_group
+    given = None if out is None else out.view(shape)
     if not on_gloo(x, group):
-        gathered = x.new_empty(shape)
+        gathered = x.new_empty(shape) if given is None else given
         work: Any = _gather_into(gathered, x.contiguous(), group=handle, async_op=True)
         return lambda: (work.wait(), gathered)[1]
     host = to_host(x).contiguous()
-    gathered = host_buffer(x, shape)
+    gathered = host_buffer(x, shape) if given is None or x.is_cuda else given
     if group.size == 2 and not _checked_by_torch():
         started = _start_exchange(host.view(-1), gathered[1 - group.rank].view(-1), group)
-        gathered[group.rank].copy_(host)
+        if gathered[group.rank].data_ptr() != host.data_ptr():
+            gathered[group.rank].copy_(host)
         works = [work for _, *both in started for work in both]
     else:
-        works = [_gather_into(gathered.flatten(), host.flatten(), group=handle, async_op=True)]
+        works = [_gather_into(gathered.view(-1), host.view(-1), group=handle, async_op=True)]
 
     def finish() -> Tensor:
         for work in works:
             work.wait()  # type: ignore[union-attr]
-        return gathered.to(x.device, non_blocking=True) if x.is_cuda else gathered
+        if not x.is_cuda:
+            return gathered
+        return gathered.to(x.device, non_blocking=True) if given is None else given.copy_(gathered, non_blocking=True)
 
     return finish
 
 
-def reduce_scatter(x: Tensor, group: Group, op: str) -> Finish:
-    """Start reducing x, whose first dimension is the group's size, so that rank r keeps row r."""
+def reduce_scatter(x: Tensor, group: Group, op: str, out: Tensor | None = None) -> Finish:
+    """Start reducing x, whose first dimension is the group's size, so that rank r keeps row r.
+
+    The row is written into `out` where given (contiguous), which may be row r of x itself.
+    """
     handle = group.process_group
     if not on_gloo(x, group):
-        row = x.new_empty(x.shape[1:])
+        row = x.new_empty(x.shape[1:]) if out is None else out.view(x.shape[1:])
         work: Any = _reduce_scatter_into(
             row,
             x.contiguous().flatten(0, 1) if x.dim() > 1 else x.contiguous(),
@@ -197,19 +207,24 @@ def reduce_scatter(x: Tensor, group: Group, op: str) -> Finish:
         )
         return lambda: (work.wait(), row)[1]
     host = to_host(x).contiguous()
-    finish = (
-        _reduce_pair(host, group, op) if group.size == 2 and not _checked_by_torch() else _reduce_many(host, group, op)
-    )
+    target = None if out is None or x.is_cuda else out.view(-1)
+    if group.size == 2 and not _checked_by_torch():
+        finish = _reduce_pair(host, group, op, target)
+    else:
+        finish = _reduce_many(host, group, op)
 
     def finish_gloo() -> Tensor:
         row = finish().view(x.shape[1:])
+        if out is not None:
+            kept = out.view(x.shape[1:])
+            return kept if kept.data_ptr() == row.data_ptr() else kept.copy_(row, non_blocking=True)
         return row.to(x.device, non_blocking=True) if x.is_cuda else row
 
     return finish_gloo
 
 
-def _reduce_pair(host: Tensor, group: Group, op: str) -> Finish:
-    return _exchange_and_reduce(host[1 - group.rank].reshape(-1), host[group.rank].reshape(-1), None, group, op)
+def _reduce_pair(host: Tensor, group: Group, op: str, out: Tensor | None) -> Finish:
+    return _exchange_and_reduce(host[1 - group.rank].reshape(-1), host[group.rank].reshape(-1), out, group, op)
 
 
 def _reduce_many(host: Tensor, group: Group, op: str) -> Finish:

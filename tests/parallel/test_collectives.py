@@ -43,6 +43,7 @@ def check_definitions() -> None:
         assert torch.equal(c.reduce_scatter(rows * (rank + 1), group), total[2 * rank : 2 * rank + 2])
         columns = (rows * (rank + 1)).t().contiguous()
         assert torch.equal(c.reduce_scatter(columns, group, dim=1), total.t()[:, 2 * rank : 2 * rank + 2])
+        check_results_in_place(rows * (rank + 1), group, total)
         assert torch.equal(c.broadcast(everyone[rank].clone(), group, src=1), everyone[1])
         sent = torch.arange(size).to(dtype) + 10 * rank
         assert torch.equal(c.all_to_all(sent, group), torch.arange(size).to(dtype) * 10 + rank)
@@ -54,6 +55,23 @@ def check_definitions() -> None:
     assert uneven[:, 0].tolist() == [source for source in range(size) for _ in range(rank)]
     assert c.gather_objects({"rank": rank}, group) == [{"rank": i} for i in range(size)]
     c.barrier(group)
+
+
+def check_results_in_place(rows: torch.Tensor, group: Group, total: torch.Tensor) -> None:
+    """The forms of the distributed optimizer: a rank's part of a bucket is reduced, and gathered, where it lies."""
+    mine = slice(2 * group.rank, 2 * group.rank + 2)
+    elsewhere = torch.empty_like(rows[mine])
+    assert c.reduce_scatter_async(rows, group, out=elsewhere).wait().data_ptr() == elsewhere.data_ptr()
+    assert torch.equal(elsewhere, total[mine])
+    before = rows.clone()
+    assert c.reduce_scatter_async(rows, group, out=rows[mine]).wait().data_ptr() == rows[mine].data_ptr()
+    before[mine] = total[mine]
+    assert torch.equal(rows, before), "nothing but the own part has changed"
+    assert c.all_gather_async(rows[mine], group, out=rows).wait() is rows
+    assert torch.equal(rows, total)
+    fresh = torch.empty_like(rows)
+    c.all_gather_async(elsewhere, group, out=fresh).wait()
+    assert torch.equal(fresh, total)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -232,6 +250,9 @@ def test_events_run_from_issue_to_completion_and_waits_only_while_blocked(on_ran
 
 
 def test_a_group_of_size_one_is_the_identity() -> None:
+    alone, x, out = Group("tp", (0,), 0), torch.arange(4.0), torch.zeros(4)
+    assert c.reduce_scatter_async(x, alone, out=out).wait() is out and torch.equal(out, x)
+    assert c.all_gather_async(x, alone, out=x).wait() is x
     alone = Group("tp", (5,), 0)
     x = torch.arange(4.0)
     for result in (
