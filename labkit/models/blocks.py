@@ -1,9 +1,11 @@
 """The transformer layer: attention and MLP on a residual stream; written once for every layout.
 
-Shapes: S sequence, B batch, H hidden.
+Shapes: S sequence (S/t under sequence parallelism), B batch, H hidden.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -28,9 +30,10 @@ class TransformerLayer(nn.Module):
             **build.linear(),
         )
         self.mlp.norm = Norm(f"{name}.mlp.norm", build)  # in the branch it feeds, as in attention
-        self.dropout = dropout(config.hidden_dropout)
+        self.dropout, self.recompute = dropout(config.hidden_dropout, build), build.recompute
 
     def forward(self, x_SBH: Tensor, rotary: Rotary | None = None) -> Tensor:
         """[S, B, H] -> [S, B, H]."""
         x_SBH = x_SBH + self.dropout(self.attention(x_SBH, rotary))
-        return x_SBH + self.dropout(self.mlp(self.mlp.norm(x_SBH)))  # pyright: ignore[reportCallIssue]
+        mlp = partial(self.recompute.part, "mlp", self.mlp)
+        return x_SBH + self.dropout(self.recompute.norm(self.mlp.norm, x_SBH, mlp))  # pyright: ignore[reportArgumentType]

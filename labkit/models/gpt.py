@@ -3,7 +3,10 @@
 A stage with `pre_process` embeds tokens, one with `post_process` ends in logits or in the loss. Parameter names carry
 the layer's global index, so a tensor has the same name in every layout.
 
-Shapes: S sequence, B batch, H hidden, V this rank's columns of the padded vocabulary.
+Under sequence parallelism hidden states are [S/t, B, H] from the embedding to the output layer, and between stages;
+tokens, labels and losses are of whole sequences on every rank.
+
+Shapes: S sequence, B batch, H hidden, V this rank's columns of the padded vocabulary; t = tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from labkit.parallel.vocab import (
 from labkit.parallel.weights import make_parameter
 from labkit.schedules import Schedule, build_schedule
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """`optim.precision` -> type of parameters and activations."""
 
 
@@ -47,19 +50,25 @@ def _named_as_given(ids_BS: Tensor, vocab_size: int, what: str) -> Iterator[None
 
 
 class PositionEmbedding(nn.Module):
-    """A learned vector per position (`position = learned`), whole on every rank of the first stage."""
+    """A learned vector per position (`position = learned`), whole on every rank of the first stage.
+
+    Under sequence parallelism a rank adds the vectors of its own positions to its part of the words, whose sum is
+    reduce-scattered and never whole; so its gradient lacks the other ranks' rows until `finalize_model_grads`.
+    """
 
     def __init__(self, name: str, build: Build) -> None:
         super().__init__()
         config = build.config
         shape = (config.seq_length, config.hidden)
-        self.weight = make_parameter(f"{name}.weight", shape, seed=build.seed, std=config.init_std, **build.made)
+        weight = make_parameter(f"{name}.weight", shape, seed=build.seed, std=config.init_std, **build.made)
+        self.weight, self.own = build.whole_here(weight), build.own_positions
 
     def forward(self, length: int, position_ids_BS: Tensor | None) -> Tensor:
-        """The vectors of positions 0, 1, .. as [S, 1, H], or of the given ones as [S, B, H]."""
+        """This rank's part of the vectors of positions 0, 1, .. as [S, 1, H], or of the given ones as [S, B, H]."""
+        own = self.own(length)
         if position_ids_BS is None:
-            return self.weight[:length, None]
-        return nn.functional.embedding(position_ids_BS.t(), self.weight)
+            return self.weight[own, None]
+        return nn.functional.embedding(position_ids_BS.t()[own], self.weight)
 
 
 class Embedding(nn.Module):
@@ -74,6 +83,7 @@ class Embedding(nn.Module):
             config.hidden,
             group=build.group,
             divisible_by=config.make_vocab_size_divisible_by,
+            reduce_scatter_embeddings=build.sequence_parallel,
             seed=build.seed,
             std=config.init_std,
             **build.made,
@@ -81,7 +91,7 @@ class Embedding(nn.Module):
         tied = not config.untie_embeddings_and_output_weights
         self.word.weight.shared_embedding = tied  # type: ignore[attr-defined]
         self.position = PositionEmbedding("embedding.position", build) if config.position == "learned" else None
-        self.dropout = dropout(config.embedding_dropout)
+        self.dropout = dropout(config.embedding_dropout, build)
 
     def forward(self, tokens_BS: Tensor, position_ids_BS: Tensor | None = None) -> Tensor:
         """[B, S] -> [S, B, H]. TokenIdError for an id outside the vocabulary."""
@@ -167,8 +177,10 @@ class GPTModel(nn.Module):
             dtype=dtype,
             device=groups.device if device is None else device,
             gradient_accumulation_fusion=gradient_accumulation_fusion,
+            sequence_parallel=groups.config.sequence_parallel,
         )
-        self.config, self.group = config, groups.tp
+        self.sequence_parallel, self.sequence_parts = build.sequence_parallel, build.sequence_parts
+        self.config, self.group, self.recompute = config, groups.tp, build.recompute
         self.pre_process, self.post_process = pre_process, post_process
         self.label_smoothing, self.fusion = label_smoothing, gradient_accumulation_fusion
         self.embedding = Embedding(build) if pre_process else None
@@ -197,6 +209,10 @@ class GPTModel(nn.Module):
         """What the previous stage computed; the next `forward` starts from it. Ignored by the first stage."""
         self._input_SBH = x_SBH
 
+    def set_activation_checkpointing(self, on: bool) -> None:
+        """Whether the next forwards recompute what the configuration says; False keeps everything."""
+        self.recompute.active = on
+
     def forward(
         self, tokens_BS: Tensor | None, position_ids: Tensor | None = None, labels_BS: Tensor | None = None
     ) -> Tensor:
@@ -216,13 +232,14 @@ class GPTModel(nn.Module):
         """
         x_SBH = self._first_hidden(tokens_BS, position_ids)
         rotary = self._rotary(x_SBH, position_ids)
-        for layer in self.layers.values():
-            x_SBH = layer(x_SBH, rotary)
+        x_SBH = self.recompute.through(self.layers.values(), x_SBH, rotary)
         if self.final_norm is None:
             return x_SBH
         x_SBH = self.final_norm(x_SBH)
         if labels_BS is None:
-            return parallel_lm_logits(x_SBH, self.output_weight_VH, self.group)
+            return parallel_lm_logits(
+                x_SBH, self.output_weight_VH, self.group, sequence_parallel=self.sequence_parallel
+            )
         with _named_as_given(labels_BS, self.config.vocab_size, "label"):
             loss_SB = linear_cross_entropy(
                 x_SBH,
@@ -232,6 +249,7 @@ class GPTModel(nn.Module):
                 vocab_size=self.config.vocab_size,
                 label_smoothing=self.label_smoothing,
                 gradient_accumulation_fusion=self.fusion,
+                sequence_parallel=self.sequence_parallel,
                 name="loss",
             )
         return loss_SB.t()
@@ -247,6 +265,12 @@ class GPTModel(nn.Module):
         if tokens_BS.shape[1] > self.config.seq_length:
             raise ValueError(
                 f"a sequence of {tokens_BS.shape[1]} tokens is longer than model.seq_length = {self.config.seq_length}"
+            )
+        if tokens_BS.shape[1] % self.sequence_parts:
+            raise ValueError(
+                f"sequence parallelism cuts a sequence over tp = {self.sequence_parts} ranks, and {tokens_BS.shape[1]} "
+                f"tokens are no multiple of it; pad the batch to {-(-tokens_BS.shape[1] // self.sequence_parts)} x "
+                f"{self.sequence_parts} tokens"
             )
         return self.embedding(tokens_BS, position_ids_BS)
 
@@ -267,7 +291,7 @@ class GPTModel(nn.Module):
         if self.rotary_cos is None or self.rotary_sin is None:
             return None
         if position_ids_BS is None:
-            length = x_SBH.shape[0]
+            length = x_SBH.shape[0] * self.sequence_parts
             return self.rotary_cos[:length, None, None], self.rotary_sin[:length, None, None]
         heads = (self.config.kv_heads or self.config.heads) // self.group.size
         positions = position_ids_BS.t().repeat_interleave(heads, dim=1)
@@ -284,10 +308,8 @@ def _check(config: ModelConfig, groups: ParallelGroups) -> None:
     for name, choices in allowed.items():
         if getattr(config, name) not in choices:
             raise ValueError(f"GPTModel has no {name} {getattr(config, name)!r}; choose {' or '.join(choices)}")
-    if groups.cp.size > 1 or groups.config.sequence_parallel:
-        raise ValueError(
-            "GPTModel computes whole sequences: set parallel.cp to 1 and parallel.sequence_parallel to false"
-        )
+    if groups.cp.size > 1:
+        raise ValueError("GPTModel computes whole sequences: set parallel.cp to 1")
 
 
 def build_model_chunks(config: RunConfig, groups: ParallelGroups, schedule: Schedule | None = None) -> list[GPTModel]:
