@@ -1,15 +1,16 @@
 """Recomputation of activations: keep a function's inputs, throw away what it makes, and make it again in backward.
 
 A backward needs what its forward made. Kept, that is the memory of training; computed again, it is one more forward of
-the part in question (arXiv 1604.06174; for transformers arXiv 2205.05198). The second forward must be the first one, bit
-for bit: the same inputs, the same random numbers (torch's generators and every named state of an `RngTracker`), the
-same autocast. What it communicates is booked under the phase `recompute`.
+the part in question (arXiv 1604.06174; for transformers arXiv 2205.05198). The second forward must be the first one,
+bit for bit: the same inputs, the same random numbers (torch's generators and every named state of an `RngTracker`),
+the same autocast. What it communicates is booked under the phase `recompute`.
 
-| form                      | kept                        | computed again                    | for                        |
-|---------------------------|-----------------------------|-----------------------------------|----------------------------|
-| `checkpoint`              | the inputs                  | everything, right before its backward | layers, core attention, MLP |
-| `CheckpointWithoutOutput` | what the function itself keeps | its output, right before the backward of its consumer | norms: the output is as large as the input |
+| form                      | keeps               | makes again          | right before                  |
+|---------------------------|---------------------|----------------------|-------------------------------|
+| `checkpoint`              | the inputs          | everything           | the function's own backward   |
+| `CheckpointWithoutOutput` | all but the output  | the output           | the backward of its consumer  |
 
+The first is for layers, core attention and MLPs, the second for norms, whose output is as large as their input.
 Under a split backward the recomputation belongs to I, as the input gradient needs it; W then finds what it needs.
 """
 
