@@ -71,7 +71,10 @@ _EXPORTS = {
         "send_forward_recv_forward",
     ),
     "deallocation": ("custom_backward", "deallocate_output_tensor"),
+    "bucket_plan": ("Bucket", "BufferPlan", "default_bucket_size", "ParameterSpec", "plan_buckets"),
     "data_parallel": ("NaiveDataParallel",),
+    "distributed_data_parallel": ("DistributedDataParallel", "wrap_model_chunks"),
+    "grad_buffers": ("GradBucket", "GradBuffer", "own_part", "Reduction"),
     "weight_grad_store": ("WeightGradStore",),
 }
 """Module -> the names that this package offers from it."""
@@ -79,6 +82,11 @@ _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from labkit.parallel.bucket_plan import Bucket as Bucket
+    from labkit.parallel.bucket_plan import BufferPlan as BufferPlan
+    from labkit.parallel.bucket_plan import ParameterSpec as ParameterSpec
+    from labkit.parallel.bucket_plan import default_bucket_size as default_bucket_size
+    from labkit.parallel.bucket_plan import plan_buckets as plan_buckets
     from labkit.parallel.collectives import Message as Message
     from labkit.parallel.collectives import Pending as Pending
     from labkit.parallel.collectives import all_gather as all_gather
@@ -101,6 +109,12 @@ if TYPE_CHECKING:
     from labkit.parallel.data_parallel import NaiveDataParallel as NaiveDataParallel
     from labkit.parallel.deallocation import custom_backward as custom_backward
     from labkit.parallel.deallocation import deallocate_output_tensor as deallocate_output_tensor
+    from labkit.parallel.distributed_data_parallel import DistributedDataParallel as DistributedDataParallel
+    from labkit.parallel.distributed_data_parallel import wrap_model_chunks as wrap_model_chunks
+    from labkit.parallel.grad_buffers import GradBucket as GradBucket
+    from labkit.parallel.grad_buffers import GradBuffer as GradBuffer
+    from labkit.parallel.grad_buffers import Reduction as Reduction
+    from labkit.parallel.grad_buffers import own_part as own_part
     from labkit.parallel.gradients import clip_grad_norm as clip_grad_norm
     from labkit.parallel.gradients import finalize_model_grads as finalize_model_grads
     from labkit.parallel.gradients import global_grad_norm as global_grad_norm

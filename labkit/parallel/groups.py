@@ -113,6 +113,7 @@ class ParallelGroups:
     backend: str = "none"
     """torch.distributed's backend, or `none` in a process without it."""
     _singles: list[Any] = field(default_factory=list, repr=False, compare=False)
+    _cut: dict[tuple[str, int], tuple[Group, Group]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def prev_rank(self) -> int:
@@ -251,6 +252,29 @@ def further_communicator(groups: ParallelGroups, group: Group, name: str) -> Gro
     if group.size < 2 or not dist.is_initialized():
         return group
     return replace(group, process_group=_new_group(list(group.ranks), name, _timeout(groups.config)))
+
+
+def cut_group(groups: ParallelGroups, group: Group, parts: int) -> tuple[Group, Group]:
+    """(within, across): `group` cut into `parts` runs of neighbours, and the ranks at this rank's place in each run.
+
+    Every rank of the layout calls this for its own group of that name; they are made once. One part is the group itself
+    and a group of this rank alone. Raises ValueError where the parts would not be equal.
+    """
+    if parts < 1 or group.size % parts:
+        raise ValueError(f"{group.name} has {group.size} ranks, which cannot be cut into {parts} equal parts")
+    width, key = group.size // parts, (group.name, parts)
+    if key not in groups._cut:
+        part, place = divmod(group.rank, width)
+        cuts = (("within", group.ranks[part * width :][:width], place), ("across", group.ranks[place::width], part))
+        within, across = (Group(f"{group.name}_{which}", ranks, position) for which, ranks, position in cuts)
+        if parts == 1:
+            groups._cut[key] = group, across
+        else:
+            groups._cut[key] = (
+                further_communicator(groups, within, within.name),
+                further_communicator(groups, across, across.name),
+            )
+    return groups._cut[key]
 
 
 def _timeout(config: ParallelConfig) -> timedelta:

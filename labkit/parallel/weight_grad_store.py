@@ -121,9 +121,17 @@ def _run_one(item: _Deferred, uses: Counter[int], sums: dict[int, Tensor]) -> No
         earlier = sums.pop(id(parameter), None)
         if earlier is not None:
             gradient = earlier if gradient is None else earlier + gradient
-        if gradient is None:
-            continue
         if uses[id(parameter)]:
-            sums[id(parameter)] = gradient
+            if gradient is not None:
+                sums[id(parameter)] = gradient
+        elif gradient is None:
+            _tell(parameter)
         else:
             torch.autograd.backward(parameter, gradient)  # of a leaf: adds to .grad and calls its hooks
+
+
+def _tell(parameter: Tensor) -> None:
+    """The layer has added to `main_grad` itself, so no engine calls the hook of the data-parallel wrapper."""
+    hook = getattr(parameter, "main_grad_hook", None)
+    if hook is not None:
+        hook(parameter)
