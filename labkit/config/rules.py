@@ -272,7 +272,6 @@ def _data(found: Findings) -> None:
 
 
 _LATER: tuple[tuple[str, Any, str], ...] = (
-    ("parallel.cp", 1, "context parallelism"),
     ("parallel.ep", 1, "expert parallelism"),
     ("parallel.rank_offset", 0, "layout that does not start at rank 0"),
     ("parallel.split_rank", None, "encoder to split off from a GPT"),

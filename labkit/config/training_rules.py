@@ -13,6 +13,7 @@ def training_rules(found: Findings) -> None:
     _data_parallel(found)
     _precision(found)
     _fp8(found)
+    _context_parallel(found)
 
 
 def instance_rule(found: Findings, dp_cp: int) -> None:
@@ -75,3 +76,12 @@ def _fp8(found: Findings) -> None:
     got = found.get("optim.fp8", "optim.precision")
     if got and got[0] != "none" and got[1] not in ("bf16", "fp32"):
         found.add("optim.fp8", f"fp8 goes with optim.precision bf16 or fp32, not {got[1]}")
+
+
+def _context_parallel(found: Findings) -> None:
+    got = found.get("model.attention_dropout", "parallel.cp")
+    if got and got[0] and got[1] > 1:
+        rule = (
+            f"must be 0 with parallel.cp = {got[1]}: blocks of a ring are joined by log-sum-exps, and the kernels that"
+        )
+        found.add("model.attention_dropout", f"{rule} give those drop nothing; set it to 0, or parallel.cp = 1")

@@ -9,9 +9,10 @@ The rule, with `m` = micro_batch_size, `g` = global_batch_size, `M` = g / (m dp)
     sample k g + (j dp + d) m + b is row b of microbatch j on data-parallel rank d.
 
 So the i-th run of m samples of a global batch is always one microbatch, whatever dp is: on one process it is microbatch
-i, on dp ranks it is microbatch i // dp of rank i % dp. Ranks that differ in tp, cp or pp read the same microbatches.
+i, on dp ranks it is microbatch i // dp of rank i % dp. Ranks that differ in tp, cp or pp read the same microbatches;
+of them a rank of cp keeps the positions that are its own.
 
-Shapes: B micro batch, S sequence.
+Shapes: B micro batch, S sequence (this rank's part of it under context parallelism).
 """
 
 from __future__ import annotations
@@ -171,7 +172,8 @@ def data_iterator(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Microbatches of this rank, without end, from the first of `start_step` on; see the rule at the top.
 
-    Yields `tokens_BS` and `labels_BS` (int64) and `loss_mask_BS` (float32, all ones), on the rank's device.
+    Yields `tokens_BS` and `labels_BS` (int64) and `loss_mask_BS` (float32, all ones), on the rank's device. Under
+    context parallelism S is S / cp: chunks cp_rank and 2 cp - 1 - cp_rank of every sample (`zigzag_split`).
 
     Raises:
         ValueError: the dataset has no sample, or the batch sizes do not divide.
@@ -187,15 +189,18 @@ def _microbatches(
 ) -> Iterator[dict[str, torch.Tensor]]:
     import torch
 
+    from labkit.parallel.context import get_batch_on_this_cp_rank
+
     while True:
         for positions in microbatch_positions(config, dp=groups.dp.size, dp_rank=groups.dp.rank, step=step):
             rows = np.stack([dataset.ordered(int(position)) for position in positions])
             samples = torch.from_numpy(rows).to(groups.device)
-            yield {
+            batch = {
                 "tokens_BS": samples[:, :-1].contiguous(),
                 "labels_BS": samples[:, 1:].contiguous(),
                 "loss_mask_BS": torch.ones(samples[:, 1:].shape, device=groups.device),
             }
+            yield get_batch_on_this_cp_rank(batch, groups.cp)
         step += 1
 
 

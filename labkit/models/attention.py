@@ -62,7 +62,7 @@ class ParallelAttention(nn.Module):
         self.queries_per_kv = config.heads // kv_heads
         columns = (config.heads + 2 * kv_heads) * self.head_dim
         self.norm = Norm(f"{name}.norm", build)
-        self.core = CoreAttention(config, build.rng)
+        self.core = CoreAttention(config, build.rng, build.cp, build.cp_comm_type)
         self.qkv = ColumnParallelLinear(f"{name}.qkv", config.hidden, columns, **build.linear())
         proj = build.linear(std=build.residual_std)
         self.proj = RowParallelLinear(f"{name}.proj", config.hidden, config.hidden, **proj)

@@ -3,6 +3,9 @@
 The kernel keeps q, k, v, its output and one number per row for backward. Operation by operation the probabilities are
 kept as well, S x S for every head: the term 5 a s / h of arXiv 2205.05198.
 
+Under context parallelism a rank holds S / cp positions, and keys and values come from all ranks of `cp`
+(labkit/parallel/ring_attention.py); there no form keeps probabilities.
+
 Shapes: n = batch x query heads on this rank, m = batch x key/value heads, S queries, T keys, D head dimension.
 """
 
@@ -17,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig
+from labkit.parallel.groups import Group
 from labkit.parallel.random import RngTracker
+from labkit.parallel.ring_attention import all_gather_attention, ring_attention
 
 
 class CoreAttention(nn.Module):
@@ -26,14 +31,33 @@ class CoreAttention(nn.Module):
     Args:
         config: `attention_backend` and `attention_dropout`.
         rng: random states; needed where attention drops.
+        cp: context-parallel group; None is this rank alone.
+        cp_comm_type: `p2p` (the ring) or `all_gather`.
+
+    Raises:
+        ValueError: dropout of probabilities that no rank has whole.
     """
 
-    def __init__(self, config: ModelConfig, rng: RngTracker | None) -> None:
+    def __init__(
+        self, config: ModelConfig, rng: RngTracker | None, cp: Group | None = None, cp_comm_type: str = "p2p"
+    ) -> None:
         super().__init__()
         self.fused, self.dropout, self.rng = config.attention_backend == "fused", config.attention_dropout, rng
+        self.cp = cp if cp is not None and cp.size > 1 else None
+        self.over_ranks = ring_attention if cp_comm_type == "p2p" else all_gather_attention
+        if self.cp is not None and self.dropout:
+            raise ValueError(
+                f"attention_dropout {self.dropout:g} is not to be had with context parallelism: the kernels that hand "
+                "out log-sum-exps drop nothing. Set model.attention_dropout to 0, or parallel.cp to 1"
+            )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [1, n, S, D], k and v [1, m, S, D] with n a multiple of m -> [1, n, S, D]; causal."""
+        """q [1, n, S, D], k and v [1, m, S, D] with n a multiple of m -> [1, n, S, D]; causal.
+
+        Under context parallelism S is this rank's part of the sequence, cut zigzag.
+        """
+        if self.cp is not None:
+            return self.over_ranks(q, k, v, self.cp, causal=True, fused=self.fused)
         p = self.dropout if self.training else 0.0
         with self._random_state(p):
             if self.fused:

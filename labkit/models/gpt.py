@@ -22,6 +22,7 @@ from labkit.models.attention import Rotary, rotary_table
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build, Norm, dropout
 from labkit.models.placement import stage_contents
+from labkit.parallel.context import zigzag_positions
 from labkit.parallel.cross_entropy import linear_cross_entropy
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.random import RngTracker, model_parallel_seed
@@ -178,6 +179,8 @@ class GPTModel(nn.Module):
             device=groups.device if device is None else device,
             gradient_accumulation_fusion=gradient_accumulation_fusion,
             sequence_parallel=groups.config.sequence_parallel,
+            cp=groups.cp,
+            cp_comm_type=groups.config.cp_comm_type,
         )
         self.sequence_parallel, self.sequence_parts = build.sequence_parallel, build.sequence_parts
         self.config, self.group, self.recompute = config, groups.tp, build.recompute
@@ -192,6 +195,7 @@ class GPTModel(nn.Module):
             tied_weight_VH.shared_embedding = False  # type: ignore[attr-defined]  # one weight: no copy to add
         tied_here = tied_weight_VH is not None or (pre_process and not config.untie_embeddings_and_output_weights)
         self.output = OutputLayer(build) if post_process and not tied_here else None
+        self.cp = groups.cp
         self._input_SBH: Tensor | None = None
         self._make_rotary(build)
 
@@ -220,7 +224,8 @@ class GPTModel(nn.Module):
 
         Args:
             tokens_BS: token ids; used by the first stage only.
-            position_ids: positions [B, S]; None means 0, 1, ..
+            position_ids: positions [B, S], or [1, S] for all samples; None means 0, 1, .., or under context parallelism
+                those that this rank holds of a sequence (`zigzag_positions`).
             labels_BS: the tokens to predict; used by the last stage only.
 
         Returns:
@@ -230,6 +235,8 @@ class GPTModel(nn.Module):
         Raises:
             ValueError: no input, a sequence longer than the model's, or an id outside the vocabulary.
         """
+        if position_ids is None:
+            position_ids = self._own_positions(tokens_BS)
         x_SBH = self._first_hidden(tokens_BS, position_ids)
         rotary = self._rotary(x_SBH, position_ids)
         x_SBH = self.recompute.through(self.layers.values(), x_SBH, rotary)
@@ -262,9 +269,10 @@ class GPTModel(nn.Module):
             return self._input_SBH
         if tokens_BS is None:
             raise ValueError("the first stage needs tokens_BS")
-        if tokens_BS.shape[1] > self.config.seq_length:
+        length = tokens_BS.shape[1] * self.cp.size
+        if length > self.config.seq_length:
             raise ValueError(
-                f"a sequence of {tokens_BS.shape[1]} tokens is longer than model.seq_length = {self.config.seq_length}"
+                f"a sequence of {length} tokens is longer than model.seq_length = {self.config.seq_length}"
             )
         if tokens_BS.shape[1] % self.sequence_parts:
             raise ValueError(
@@ -273,6 +281,18 @@ class GPTModel(nn.Module):
                 f"{self.sequence_parts} tokens"
             )
         return self.embedding(tokens_BS, position_ids_BS)
+
+    def _own_positions(self, tokens_BS: Tensor | None) -> Tensor | None:
+        """Positions [1, S] of this rank's part of a sequence (zigzag); None where it holds the whole."""
+        if self.cp.size == 1:
+            return None
+        if tokens_BS is not None and self.embedding is not None:
+            length, device = tokens_BS.shape[1], tokens_BS.device
+        elif self._input_SBH is not None:
+            length, device = self._input_SBH.shape[0] * self.sequence_parts, self._input_SBH.device
+        else:
+            return None  # refused below
+        return zigzag_positions(length * self.cp.size, self.cp.size, self.cp.rank, device=device)[None]
 
     def _make_rotary(self, build: Build) -> None:
         """cos and sin of every position, [seq_length, D/2]; the same for all layers, saved in no checkpoint."""
@@ -293,7 +313,8 @@ class GPTModel(nn.Module):
         if position_ids_BS is None:
             length = x_SBH.shape[0] * self.sequence_parts
             return self.rotary_cos[:length, None, None], self.rotary_sin[:length, None, None]
-        heads = (self.config.kv_heads or self.config.heads) // self.group.size
+        alike = position_ids_BS.shape[0] == 1  # one row for all samples, and so for all heads
+        heads = 1 if alike else (self.config.kv_heads or self.config.heads) // self.group.size
         positions = position_ids_BS.t().repeat_interleave(heads, dim=1)
         return self.rotary_cos[positions].unsqueeze(2), self.rotary_sin[positions].unsqueeze(2)
 
@@ -308,8 +329,6 @@ def _check(config: ModelConfig, groups: ParallelGroups) -> None:
     for name, choices in allowed.items():
         if getattr(config, name) not in choices:
             raise ValueError(f"GPTModel has no {name} {getattr(config, name)!r}; choose {' or '.join(choices)}")
-    if groups.cp.size > 1:
-        raise ValueError("GPTModel computes whole sequences: set parallel.cp to 1")
 
 
 def build_model_chunks(config: RunConfig, groups: ParallelGroups, schedule: Schedule | None = None) -> list[GPTModel]:

@@ -1,11 +1,11 @@
 """Attention over sequences that are spread over the ranks of `cp`: the ring, and the all-gather form.
 
-| form                   | forward                    | backward                                       | KV held at once |
-|------------------------|----------------------------|------------------------------------------------|-----------------|
-| `ring_attention`       | cp - 1 steps, each passing | cp - 1 steps passing KV, cp - 1 passing the    | 2/cp            |
-|  (arXiv 2310.01889)    | KV to the next rank        | sums of dK and dV that travel with them        |                 |
-| `all_gather_attention` | all-gather of KV           | all-gather of KV, reduce-scatter of dK and dV  | 1               |
-|  (arXiv 2407.21783, 3.3) |                          |                                                |                 |
+| form                     | forward          | backward                                | KV in buffers |
+|--------------------------|------------------|-----------------------------------------|---------------|
+| `ring_attention`         | cp - 1 steps     | cp - 1 steps that pass KV, and behind   | 2/cp of all   |
+|   (arXiv 2310.01889)     | that pass KV     | them cp - 1 that pass sums of dK and dV |               |
+| `all_gather_attention`   | all-gather of KV | all-gather of KV,                       | all           |
+|   (arXiv 2407.21783)     |                  | reduce-scatter of dK and dV             |               |
 
 Both compute the rectangles of `context_plan.py` and join them by their log-sum-exps (`attention_block.py`). Both hide
 transfers: step i of the ring computes while the keys of step i + 1 arrive; the all-gather runs behind the rank's own

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from labkit.events import active_recorder
 from labkit.parallel.agreement import Agreement
+from labkit.parallel.collectives import all_reduce, comm_scope
 from labkit.parallel.deallocation import custom_backward, deallocate_output_tensor
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.p2p import second_communicator
@@ -284,13 +285,24 @@ class _Step:
             loss, tokens, self.reports[microbatch] = returned
             tokens = torch.as_tensor(tokens, device=loss.device)
             self.num_tokens += tokens.to(self.num_tokens)
-            return loss if runtime.calculate_per_token_loss else loss / tokens.clamp(min=1) / count
+            return loss if runtime.calculate_per_token_loss else self._mean(loss, tokens) / count
         if len(returned) != 2:
             raise ValueError(
                 f"the loss function returned {len(returned)} items: (loss, metrics) or (sum, tokens, metrics)"
             )
         loss, self.reports[microbatch] = returned
         return loss * (runtime.groups.cp.size / count)
+
+    def _mean(self, loss_sum: Tensor, tokens: Tensor) -> Tensor:
+        """This rank's part of the microbatch's mean loss, times cp because gradients are averaged over cp as well.
+
+        Its positions and those of the other ranks of cp are parts of the same samples, which may count unequal numbers
+        of tokens: what divides is the number in the samples.
+        """
+        cp = self.runtime.groups.cp
+        with comm_scope(layer="loss", phase="forward"):
+            tokens = all_reduce(tokens, cp, in_place=False)
+        return loss_sum * cp.size / tokens.clamp(min=1)
 
     def _backward(self, step: Step, received: Payload | None) -> Payload | None:
         """B or I: the gradients of the stage's inputs, or None on the first stage."""

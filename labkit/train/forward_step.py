@@ -15,9 +15,12 @@ from labkit.train.pipeline import Batch
 
 
 def gpt_forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-    """The default `forward_step`: next-token prediction on `tokens_BS`, `labels_BS`, `loss_mask_BS`."""
+    """The default `forward_step`: next-token prediction on `tokens_BS`, `labels_BS`, `loss_mask_BS`.
+
+    Positions are `position_ids_BS` where the batch has them, else those that the model takes this rank to hold.
+    """
     batch = next(data_iterator)
-    output = model(batch["tokens_BS"], labels_BS=batch["labels_BS"])
+    output = model(batch["tokens_BS"], position_ids=batch.get("position_ids_BS"), labels_BS=batch["labels_BS"])
     return output, partial(masked_loss, batch["loss_mask_BS"])
 
 
@@ -29,6 +32,9 @@ def masked_loss(
 def masked_loss(loss_mask_BS: Tensor, loss_BS: Tensor, non_loss_data: Literal[True]) -> dict[str, Tensor]: ...
 def masked_loss(loss_mask_BS: Tensor, loss_BS: Tensor, non_loss_data: bool = False) -> Any:
     """(sum of the loss over counted tokens, number of them, what to report), the three-item form of a loss.
+
+    Under context parallelism both are of this rank's positions. Ranks may count different numbers of tokens: the
+    runtime divides by the sum over `cp`, and the report is added up over `cp` as over data-parallel ranks.
 
     non_loss_data: give `loss_BS` and `loss_mask_BS` themselves, by name: the loss of every token of the microbatch.
     """

@@ -274,7 +274,7 @@ COMMANDS: list[tuple[list[str], str]] = [
         ["train", "--preset", "tiny", "--tp", "3", "--nproc", "3"],
         "model.heads = 8: must be a multiple of parallel.tp = 3",
     ),
-    (["train", "--preset", "tiny", "--cp", "2"], "the training loop has no context parallelism yet"),
+    (["train", "--preset", "tiny", "--ep", "2"], "splits experts, but moe.num_experts = 0"),
     (["train", "--preset", "tiny", "--path", "x"], "several sections have this field"),
     (["train", "--preset", "tiny", "--dp", "2"], "data parallelism is what is left"),
     (["parity", "--preset", "tiny", "--layouts", "tp=3"], "layout tp=3: model.heads = 8"),

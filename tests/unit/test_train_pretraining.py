@@ -309,7 +309,8 @@ def test_masked_loss_counts_only_what_the_mask_keeps():
     ("changes", "message"),
     [
         ({"parallel.tp": 2}, "world"),
-        ({"parallel.cp": 2}, "cp"),
+        ({"parallel.cp": 2}, "world_size"),
+        ({"parallel.cp": 2, "attention_dropout": 0.1}, "attention_dropout.*parallel.cp = 1"),
         ({"schedule.path": "/nowhere/mine.csv"}, r"schedule\.path.*mine\.csv"),
         ({"vocab_size": 100}, "tokenizer mismatch"),
     ],
