@@ -10,7 +10,7 @@ Shapes: S sequence, B batch, I input size, O output size; t = size of the group;
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,9 @@ from labkit.parallel.mappings import (
 from labkit.parallel.weight_grad_store import deferred
 from labkit.parallel.weights import make_parameter
 
+if TYPE_CHECKING:
+    from labkit.parallel.fp8 import Float8Scaling
+
 
 def weight_gradient(grad_NO: Tensor, x_NI: Tensor, main_grad: Tensor | None = None) -> Tensor | None:
     """dL/dW = grad^T x, [O, I]. With `main_grad` it is added there and None returned: no gradient tensor is made."""
@@ -42,9 +45,42 @@ def weight_gradient(grad_NO: Tensor, x_NI: Tensor, main_grad: Tensor | None = No
     return None
 
 
+Packed = tuple[Tensor, ...]
+"""An input or an output's gradient as it is kept and gathered: the first tensor has its rows, the others its scales."""
+
+
+class Gemms:
+    """The three products of a linear layer, in the type of its tensors. `fp8.Float8Gemms` has the same surface."""
+
+    def pack(self, x: Tensor, kind: str, gathered_over: Group | None, *, trains: bool) -> Packed:
+        """What a product takes in place of x, kept for backward.
+
+        kind: `input` or `grad`, the gradient of the output.
+        gathered_over: the group whose parts of the sequence are joined before the product; None where x is whole.
+        trains: whether a backward can follow.
+        """
+        return (x,)
+
+    def fprop(self, x: Packed, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + b: [.., I] -> [.., O]."""
+        return F.linear(x[0], weight, bias)
+
+    def dgrad(self, grad: Packed, weight: Tensor) -> Tensor:
+        """dy W: [.., O] -> [.., I]."""
+        return grad[0] @ weight
+
+    def wgrad(self, grad: Packed, x: Packed, weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
+        """dy^T x, [O, I]; with `main_grad` it is added there and None returned."""
+        return weight_gradient(grad[0].reshape(-1, grad[0].shape[-1]), x[0].reshape(-1, x[0].shape[-1]), main_grad)
+
+
+IN_OWN_TYPE = Gemms()
+"""What linear layers use unless they are told otherwise."""
+
+
 @dataclass(frozen=True)
 class LinearPlan:
-    """What a linear layer does besides its GEMMs."""
+    """What a linear layer does, and by which products."""
 
     name: str
     """For Events."""
@@ -54,6 +90,13 @@ class LinearPlan:
     """Outside the region each rank holds its part of the sequence."""
     accumulate: bool = False
     """Add the weight gradient to `weight.main_grad` where it exists."""
+    gemms: Gemms = IN_OWN_TYPE
+    """The products, in the type of the tensors or in fp8."""
+
+    @property
+    def gathered_over(self) -> Group | None:
+        """The group that joins a sequence, where it is cut."""
+        return self.group if self.sequence_parallel else None
 
 
 class _ColumnLinear(Function):
@@ -70,34 +113,36 @@ class _ColumnLinear(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, trains: bool) -> Tensor:
         ctx.plan, ctx.parameters = plan, (weight, bias)
-        ctx.save_for_backward(x, weight)
         with forward_scope(ctx, plan.group):
-            whole = collectives.all_gather(x, plan.group) if plan.sequence_parallel else x
-        return F.linear(whole, weight, bias)
+            part, *scales = plan.gemms.pack(x, "input", plan.gathered_over, trains=trains)
+            ctx.save_for_backward(weight, part, *scales)
+            whole = collectives.all_gather(part, plan.group) if plan.sequence_parallel else part
+        return plan.gemms.fprop((whole, *scales), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         plan, trained = ctx.plan, _trained(ctx)
-        x, weight = ctx.saved_tensors
-        grad, pending = grads[0], None
+        weight, part, *scales = ctx.saved_tensors
+        own, pending = grads[0], None
 
-        def gathered() -> Tensor:
-            return collectives.all_gather(x, plan.group) if plan.sequence_parallel else x
+        def gathered() -> Packed:
+            return (collectives.all_gather(part, plan.group) if plan.sequence_parallel else part, *scales)
 
         with backward_scope(ctx):
-            later = deferred(trained, lambda: _parameter_gradients(plan, trained, grad, grad, gathered()))
+            grad = plan.gemms.pack(own, "grad", None, trains=True)
+            later = deferred(trained, lambda: _parameter_gradients(plan, trained, grad, own, gathered()))
             regathers = plan.sequence_parallel and not later
-            regathering = collectives.all_gather_async(x, plan.group) if regathers else None
+            regathering = collectives.all_gather_async(part, plan.group) if regathers else None
             if ctx.needs_input_grad[0]:
                 with span(f"{plan.name} input_grad", "input_grad"):
-                    grad_x = grad @ weight
+                    grad_x = plan.gemms.dgrad(grad, weight)
                 start = collectives.reduce_scatter_async if plan.sequence_parallel else collectives.all_reduce_async
                 pending = start(grad_x, plan.group)
-            whole = x if regathering is None else regathering.wait()
-            now = (None, None) if later else _parameter_gradients(plan, trained, grad, grad, whole)
-            return None if pending is None else pending.wait(), *now, None
+            whole = part if regathering is None else regathering.wait()
+            now = (None, None) if later else _parameter_gradients(plan, trained, grad, own, (whole, *scales))
+            return None if pending is None else pending.wait(), *now, None, None
 
 
 class _RowLinear(Function):
@@ -113,10 +158,11 @@ class _RowLinear(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, trains: bool) -> Tensor:
         ctx.plan, ctx.parameters = plan, (weight, bias)
-        ctx.save_for_backward(x, weight)
-        partial = F.linear(x, weight)
+        packed = plan.gemms.pack(x, "input", None, trains=trains)
+        ctx.save_for_backward(weight, *packed)
+        partial = plan.gemms.fprop(packed, weight, None)
         reduce = collectives.reduce_scatter if plan.sequence_parallel else collectives.all_reduce
         with forward_scope(ctx, plan.group):
             y = reduce(partial, plan.group)
@@ -125,16 +171,17 @@ class _RowLinear(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         plan, trained = ctx.plan, _trained(ctx)
-        x, weight = ctx.saved_tensors
+        weight, *x = ctx.saved_tensors
         own, grad_x = grads[0], None
         with backward_scope(ctx):
-            grad = collectives.all_gather(own, plan.group) if plan.sequence_parallel else own
+            part, *scales = plan.gemms.pack(own, "grad", plan.gathered_over, trains=True)
+            grad = (collectives.all_gather(part, plan.group) if plan.sequence_parallel else part, *scales)
             if ctx.needs_input_grad[0]:
                 with span(f"{plan.name} input_grad", "input_grad"):
-                    grad_x = grad @ weight
-            later = deferred(trained, lambda: _parameter_gradients(plan, trained, grad, own, x))
-            now = (None, None) if later else _parameter_gradients(plan, trained, grad, own, x)
-        return grad_x, *now, None
+                    grad_x = plan.gemms.dgrad(grad, weight)
+            later = deferred(trained, lambda: _parameter_gradients(plan, trained, grad, own, tuple(x)))
+            now = (None, None) if later else _parameter_gradients(plan, trained, grad, own, tuple(x))
+        return grad_x, *now, None, None
 
 
 Trained = tuple[Tensor | None, Tensor | None]
@@ -143,18 +190,18 @@ Trained = tuple[Tensor | None, Tensor | None]
 
 def _trained(ctx: Any) -> Trained:
     weight, bias = ctx.parameters
-    _, wants_weight, wants_bias, _ = ctx.needs_input_grad
+    _, wants_weight, wants_bias, *_ = ctx.needs_input_grad
     return weight if wants_weight else None, bias if wants_bias else None
 
 
-def _parameter_gradients(plan: LinearPlan, trained: Trained, grad: Tensor, bias_grad: Tensor, x: Tensor) -> Trained:
+def _parameter_gradients(plan: LinearPlan, trained: Trained, grad: Packed, bias_grad: Tensor, x: Packed) -> Trained:
     """Gradients of weight and bias where they are wanted; `bias_grad` is the gradient of what the bias was added to."""
     weight, bias = trained
     grad_weight = grad_bias = None
     with span(f"{plan.name} weight_grad", "weight_grad"):
         if weight is not None:
             main_grad = getattr(weight, "main_grad", None) if plan.accumulate else None
-            grad_weight = weight_gradient(grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1]), main_grad)
+            grad_weight = plan.gemms.wgrad(grad, x, weight, main_grad)
         if bias is not None:
             grad_bias = bias_grad.reshape(-1, bias_grad.shape[-1]).sum(0)
     return grad_weight, grad_bias
@@ -162,12 +209,12 @@ def _parameter_gradients(plan: LinearPlan, trained: Trained, grad: Tensor, bias_
 
 def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
     """The function behind `ColumnParallelLinear`, for weights that are held elsewhere (a tied output layer)."""
-    return _ColumnLinear.apply(x, weight, bias, plan)  # type: ignore[no-any-return]
+    return _ColumnLinear.apply(x, weight, bias, plan, torch.is_grad_enabled())  # type: ignore[no-any-return]
 
 
 def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
     """The function behind `RowParallelLinear`."""
-    return _RowLinear.apply(x, weight, bias, plan)  # type: ignore[no-any-return]
+    return _RowLinear.apply(x, weight, bias, plan, torch.is_grad_enabled())  # type: ignore[no-any-return]
 
 
 class _Lookup(Function):
@@ -223,6 +270,7 @@ class ColumnParallelLinear(nn.Module):
         skip_bias_add: return the bias instead of adding it, so that the caller can fuse it with what follows.
         sequence_parallel: x is this rank's part of the sequence, [S/t, B, I].
         gradient_accumulation_fusion: add the weight gradient to `weight.main_grad` where it exists.
+        float8: scales of the products in fp8; None computes in the type of the tensors.
         seed, std: of the initial weight, N(0, std) by (seed, name).
         partition_stride: blocks of the output cut each by itself (2 for [gate; up]).
 
@@ -242,6 +290,7 @@ class ColumnParallelLinear(nn.Module):
         skip_bias_add: bool = False,
         sequence_parallel: bool = False,
         gradient_accumulation_fusion: bool = False,
+        float8: Float8Scaling | None = None,
         seed: int = 0,
         std: float = 0.02,
         partition_stride: int = 1,
@@ -259,7 +308,8 @@ class ColumnParallelLinear(nn.Module):
         self.weight = make_parameter(f"{name}.weight", (output_size, input_size), seed=seed, std=std, **cut)
         self.bias = make_parameter(f"{name}.bias", (output_size,), fill=0.0, **cut) if bias else None
         sequence_parallel = sequence_parallel and group.size > 1
-        self.plan = LinearPlan(name, group, sequence_parallel, gradient_accumulation_fusion)
+        gemms = float8.gemms(name) if float8 else IN_OWN_TYPE
+        self.plan = LinearPlan(name, group, sequence_parallel, gradient_accumulation_fusion, gemms)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x [S, B, I] -> (y [S, B, O/t] or [S, B, O], the bias if it was skipped, else None)."""
@@ -286,6 +336,7 @@ class RowParallelLinear(nn.Module):
         skip_bias_add: return the bias instead of adding it.
         sequence_parallel: return this rank's part of the sequence, [S/t, B, O] (reduce-scatter in place of g).
         gradient_accumulation_fusion: add the weight gradient to `weight.main_grad` where it exists.
+        float8: scales of the products in fp8; None computes in the type of the tensors.
         seed, std: of the initial weight, N(0, std) by (seed, name).
 
     Raises:
@@ -304,6 +355,7 @@ class RowParallelLinear(nn.Module):
         skip_bias_add: bool = False,
         sequence_parallel: bool = False,
         gradient_accumulation_fusion: bool = False,
+        float8: Float8Scaling | None = None,
         seed: int = 0,
         std: float = 0.02,
         dtype: torch.dtype = torch.float32,
@@ -322,7 +374,8 @@ class RowParallelLinear(nn.Module):
         self.bias = make_parameter(f"{name}.bias", (output_size,), fill=0.0, **made) if bias else None
         if self.bias is not None:
             self.bias.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
-        self.plan = LinearPlan(name, group, sequence_parallel, gradient_accumulation_fusion)
+        gemms = float8.gemms(name) if float8 else IN_OWN_TYPE
+        self.plan = LinearPlan(name, group, sequence_parallel, gradient_accumulation_fusion, gemms)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x [S, B, I/t] (or [S, B, I]) -> (y [S, B, O], the bias if it was skipped, else None)."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,9 @@ from torch import Tensor, nn
 
 from labkit.parallel.groups import Group
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+if TYPE_CHECKING:
+    from labkit.parallel.fp8 import Float8Scaling
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -62,6 +65,7 @@ class ParallelMLP(nn.Module):
         bias: bool = True,
         sequence_parallel: bool = False,
         gradient_accumulation_fusion: bool = False,
+        float8: Float8Scaling | None = None,
         seed: int = 0,
         std: float = 0.02,
         output_std: float | None = None,
@@ -77,6 +81,7 @@ class ParallelMLP(nn.Module):
             "bias": bias,
             "sequence_parallel": sequence_parallel,
             "gradient_accumulation_fusion": gradient_accumulation_fusion,
+            "float8": float8,
             "seed": seed,
             "dtype": dtype,
             "device": device,

@@ -1,0 +1,373 @@
+"""Linear layers whose three products take fp8 operands (arXiv 2209.05433): formats, scales and their history.
+
+fp8 has four significant bits (e4m3, largest 448) or three (e5m2, largest 57,344), so a tensor is multiplied by a scale
+that brings its largest magnitude, its amax, near the largest number of the format, and the product is divided by both
+scales. `hybrid` takes e4m3 forward and e5m2 for gradients, which need range more than precision.
+
+| recipe    | scale of                             | from                                                 |
+|-----------|--------------------------------------|------------------------------------------------------|
+| delayed   | the whole tensor                     | the amax of earlier steps, agreed over tp_dp_cp      |
+| current   | the whole tensor                     | its own amax, agreed over tp if it will be gathered  |
+| blockwise | 128 x 128 of a weight, 128 of others | the block's own amax, rounded to a power of two      |
+
+A block of 128 lies along the dimension that a product sums over (arXiv 2412.19437).
+
+On a CPU, and for shapes that tensor cores do not take, operands are cast and cast back, and the product is computed in
+float32: the same values as on a GPU but for the order of summation. On a GPU that has fp8 tensor cores products with
+per-tensor scales go to `torch._scaled_mm`.
+
+Two choices differ from Transformer Engine's. The history of `delayed` moves on once per optimizer step, not once per
+microbatch: scales then do not depend on how microbatches are spread over ranks, activations recomputed in backward
+are cast as they were the first time, and a step costs one all-reduce. And in the first step, before there is a
+history, a tensor is scaled by its own amax (agreed over tp_cp); a scale of 1 would flush the gradients of a mean loss
+to zero, since e5m2 has nothing between 0 and 2^-16.
+
+Shapes: N rows (sequence x batch), I input size, O output size, M layers of a model chunk, L steps of history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from labkit.config import OptimConfig
+from labkit.parallel import collectives
+from labkit.parallel.groups import Group, ParallelGroups
+from labkit.parallel.layers import Gemms, Packed
+from labkit.parallel.ledger import comm_scope
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+KINDS = ("input", "weight", "grad")
+"""The operands of a linear layer's products, in the order of its scales."""
+BLOCK = 128
+"""Side of a block of the blockwise recipe."""
+ROWS, COLUMNS, SQUARE = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
+"""Blocks of an operand that is summed over its last dimension, over its first, and of a weight, which is both."""
+LARGEST_SCALE = 2.0**126
+"""Of a tensor so small that its scale would overflow float32."""
+
+
+@dataclass(frozen=True)
+class Float8Recipe:
+    """Formats and scaling of one run."""
+
+    name: str
+    """`delayed`, `current` or `blockwise`."""
+    hybrid: bool = True
+    """e5m2 for gradients; otherwise e4m3 everywhere."""
+    amax_history_len: int = 16
+    """L of `delayed`."""
+    amax_compute_algo: str = "max"
+    """What `delayed` takes from the history: `max` or `most_recent`."""
+    margin: int = 0
+    """Powers of two by which `delayed` stays below the largest scale."""
+
+    def dtype(self, kind: str) -> torch.dtype:
+        """The format of an operand."""
+        return E5M2 if self.hybrid and kind == "grad" else E4M3
+
+
+def float8_recipe(optim: OptimConfig) -> Float8Recipe | None:
+    """The recipe that `optim` names; None where it computes without fp8."""
+    if optim.fp8 == "none":
+        return None
+    return Float8Recipe(
+        optim.fp8_recipe,
+        optim.fp8 == "hybrid",
+        optim.fp8_amax_history_len,
+        optim.fp8_amax_compute_algo,
+        optim.fp8_margin,
+    )
+
+
+# ---- casting ----
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> Tensor:
+    """The factor that takes `amax` to the largest number of `dtype`, float32; 1 for a tensor of zeros.
+
+    An amax that is not finite gives 0 or NaN, so that the cast tensor holds a NaN and the overflow is not lost.
+    """
+    factor = (torch.finfo(dtype).max / amax.float()).clamp(max=LARGEST_SCALE)
+    if power_of_two:
+        factor = torch.exp2(torch.floor(torch.log2(factor)))
+    return torch.where(amax > 0, factor, torch.where(amax.isnan(), amax.float(), 1.0))
+
+
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * scale in fp8, rounded to nearest, saturated where it is too large; `scale` broadcasts."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    limit = torch.finfo(dtype).max
+    return (wide * scale).clamp(-limit, limit).to(dtype)
+
+
+def block_scales(x_RC: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """One power of two per block of x, [ceil(R / rows), ceil(C / columns)]; blocks at the edges may be smaller."""
+    rows, columns = block
+    down, right = -x_RC.shape[0] % rows, -x_RC.shape[1] % columns
+    padded = F.pad(x_RC.detach().abs(), (0, right, 0, down))
+    blocks = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+    return scale_of(blocks.amax(dim=(1, 3)), dtype, power_of_two=True)
+
+
+def spread(scales: Tensor, block: tuple[int, int], shape: Iterable[int]) -> Tensor:
+    """Each block's scale at each of its elements."""
+    rows, columns = shape
+    return scales.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+
+
+def through_blocks(x_RC: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """x as blockwise fp8 holds it, in float32 (float64 for float64)."""
+    scale = spread(block_scales(x_RC, block, dtype), block, x_RC.shape)
+    wide = x_RC.dtype if x_RC.dtype == torch.float64 else torch.float32
+    return cast(x_RC, scale, dtype).to(wide) / scale
+
+
+# ---- products ----
+
+
+def _on_tensor_cores(a: Tensor, b: Tensor) -> bool:
+    """Whether `torch._scaled_mm` takes these operands: Ada, Hopper or later, and sizes in multiples of 16."""
+    if not a.is_cuda or torch.cuda.get_device_capability(a.device) < (8, 9):
+        return False
+    return all(size % 16 == 0 for size in (*a.shape, *b.shape))
+
+
+def scaled_product(
+    a_MK: Tensor, b_NK: Tensor, scale_inv: tuple[Tensor, Tensor], out_dtype: torch.dtype, *, fast: bool
+) -> Tensor:
+    """(a b^T) * scale_inv[0] * scale_inv[1] on fp8 tensor cores, [M, N].
+
+    fast: accumulate in fewer bits. Good enough forward; gradients want the slower sum.
+    """
+    first, second = a_MK.contiguous(), b_NK.contiguous().t()  # both rows along the summed dimension
+    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        first, second, scale_a=scale_inv[0], scale_b=scale_inv[1], out_dtype=out_dtype, use_fast_accum=fast
+    )
+
+
+def product(
+    a_MK: Tensor, b_NK: Tensor, scale_inv: tuple[Tensor, Tensor], out_dtype: torch.dtype, *, fast: bool = False
+) -> Tensor:
+    """(a b^T) * scale_inv[0] * scale_inv[1] of fp8 operands, [M, N]; summed in float32 at least."""
+    if _on_tensor_cores(a_MK, b_NK):
+        return scaled_product(a_MK, b_NK, scale_inv, out_dtype, fast=fast)
+    wide = torch.float64 if out_dtype == torch.float64 else torch.float32
+    summed = a_MK.to(wide) @ b_NK.to(wide).t()
+    return (summed * (scale_inv[0] * scale_inv[1])).to(out_dtype)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+class Float8Gemms(Gemms):
+    """The products of one linear layer, with one scale per tensor (`delayed` and `current`).
+
+    Inputs and gradients are packed as bytes and the reciprocal of their scale: what is kept for backward, and what
+    sequence parallelism gathers, is one byte per value.
+    """
+
+    def __init__(self, scaling: Float8Scaling, index: int) -> None:
+        self._scaling, self._index, self._recipe = scaling, index, scaling.recipe
+        self._weight: tuple[Any, Tensor, Tensor] | None = None
+
+    def forget_weight(self) -> None:
+        """The weight is about to change: cast it again at its next use."""
+        self._weight = None
+
+    def pack(self, x: Tensor, kind: str, gathered_over: Group | None, *, trains: bool) -> Packed:
+        values, scale_inv = self._cast(x.detach(), kind, gathered_over, trains=trains)
+        return values.view(torch.uint8), scale_inv
+
+    def fprop(self, x: Packed, weight: Tensor, bias: Tensor | None) -> Tensor:
+        weight8, weight_scale = self._cast_weight(weight)
+        y = product(self._rows(x, "input"), weight8, (x[1], weight_scale), weight.dtype, fast=True)
+        y = y.view(*x[0].shape[:-1], -1)
+        return y if bias is None else y.add_(bias)
+
+    def dgrad(self, grad: Packed, weight: Tensor) -> Tensor:
+        weight8, weight_scale = self._cast_weight(weight)
+        grad_x = product(self._rows(grad, "grad"), weight8.t(), (grad[1], weight_scale), weight.dtype)
+        return grad_x.view(*grad[0].shape[:-1], -1)
+
+    def wgrad(self, grad: Packed, x: Packed, weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
+        grad8, x8 = self._rows(grad, "grad"), self._rows(x, "input")
+        out = weight.dtype if main_grad is None else main_grad.dtype
+        return _accumulated(product(grad8.t(), x8.t(), (grad[1], x[1]), out), main_grad)
+
+    def _rows(self, packed: Packed, kind: str) -> Tensor:
+        """The fp8 values, [N, K]."""
+        return _flat(packed[0]).view(self._recipe.dtype(kind))
+
+    def _cast(self, x: Tensor, kind: str, group: Group | None, *, trains: bool) -> tuple[Tensor, Tensor]:
+        """The fp8 values in x's shape, and the reciprocal of their scale."""
+        scale = self._scaling.scale(self._index, kind, x, group, noted=trains)
+        return cast(x, scale, self._recipe.dtype(kind)), 1 / scale
+
+    def _cast_weight(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Cast once per step: between the microbatches of a step weights do not change."""
+        state = weight._version, weight.data_ptr()
+        if self._weight is None or self._weight[0] != state:
+            self._weight = state, *self._cast(weight.detach(), "weight", None, trains=True)
+        return self._weight[1:]
+
+
+class BlockwiseGemms(Float8Gemms):
+    """The products of one linear layer with a scale per block. Inputs are kept as they came: forward sums over their
+    columns, the weight gradient over their rows, and each cast starts from the values, so that no error is made twice.
+    """
+
+    def pack(self, x: Tensor, kind: str, gathered_over: Group | None, *, trains: bool) -> Packed:
+        return (x,)
+
+    def fprop(self, x: Packed, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = self._blocks(x[0], "input", ROWS) @ self._cast_weight(weight)[0].t()
+        y = y.to(weight.dtype).view(*x[0].shape[:-1], -1)
+        return y if bias is None else y.add_(bias)
+
+    def dgrad(self, grad: Packed, weight: Tensor) -> Tensor:
+        grad_x = self._blocks(grad[0], "grad", ROWS) @ self._cast_weight(weight)[0]
+        return grad_x.to(weight.dtype).view(*grad[0].shape[:-1], -1)
+
+    def wgrad(self, grad: Packed, x: Packed, weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
+        grad_weight = self._blocks(grad[0], "grad", COLUMNS).t() @ self._blocks(x[0], "input", COLUMNS)
+        return _accumulated(grad_weight.to(weight.dtype if main_grad is None else main_grad.dtype), main_grad)
+
+    def _blocks(self, x: Tensor, kind: str, block: tuple[int, int]) -> Tensor:
+        return through_blocks(_flat(x.detach()), block, self._recipe.dtype(kind))
+
+    def _cast(self, x: Tensor, kind: str, group: Group | None, *, trains: bool) -> tuple[Tensor, Tensor]:
+        return self._blocks(x, kind, SQUARE), x.new_ones(())
+
+
+def _accumulated(grad_weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
+    if main_grad is None:
+        return grad_weight
+    main_grad.add_(grad_weight)
+    return None
+
+
+# ---- scales ----
+
+
+class Float8Scaling:
+    """The scales of all fp8 layers of one model chunk.
+
+    Args:
+        recipe: formats and scaling.
+        groups: this rank's groups.
+        device: where the scales live.
+    """
+
+    def __init__(self, recipe: Float8Recipe, groups: ParallelGroups, device: torch.device | str | None = None) -> None:
+        self.recipe = recipe
+        self._one_sample, self._stage = groups.tp_cp, groups.tp_dp_cp
+        self._device = groups.device if device is None else torch.device(device)
+        self._members: dict[str, Float8Gemms] = {}
+        self._steps = 0
+        self._resize(0)
+
+    def gemms(self, name: str) -> Float8Gemms:
+        """The products of the layer `name`.
+
+        Raises:
+            ValueError: a layer of this name has them already.
+        """
+        if name in self._members:
+            raise ValueError(f"the fp8 scales of {name} belong to another layer; names must differ")
+        made = BlockwiseGemms if self.recipe.name == "blockwise" else Float8Gemms
+        self._members[name] = made(self, len(self._members))
+        self._resize(len(self._members))
+        return self._members[name]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The layers, in the order of `scales`."""
+        return tuple(self._members)
+
+    @property
+    def scales(self) -> Tensor:
+        """Of `delayed`: what each layer's input, weight and output gradient are multiplied by, [M, 3]."""
+        return self._scale_M3
+
+    def scale(self, index: int, kind: str, x: Tensor, group: Group | None, *, noted: bool) -> Tensor:
+        """The scale of a tensor that is about to be cast, a float32 scalar.
+
+        noted: whether its amax counts for later steps; not so in an evaluation.
+        """
+        column, dtype = KINDS.index(kind), self.recipe.dtype(kind)
+        if self.recipe.name == "current":
+            return scale_of(self._amax(x, group), dtype)
+        assert self.recipe.name == "delayed"
+        if self._steps == 0:
+            amax = self._amax(x, self._one_sample)
+            scale = scale_of(amax, dtype) / 2**self.recipe.margin
+        else:
+            amax, scale = self._amax(x, None), self._scale_M3[index, column]
+            scale = torch.where(amax.isfinite(), scale, torch.nan)  # saturation would hide what is not finite
+        if noted:
+            so_far = self._amax_M3[index, column]
+            torch.maximum(so_far, amax, out=so_far)
+        return scale
+
+    def end_step(self) -> None:
+        """After the backward of the last microbatch: weights will change, and `delayed` moves its history on.
+
+        Called by all ranks of tp_dp_cp; the one all-reduce of a step.
+        """
+        for member in self._members.values():
+            member.forget_weight()
+        if self.recipe.name != "delayed" or not self._members:
+            return
+        amax_M3 = torch.where(self._amax_M3.isfinite(), self._amax_M3, 0)
+        with comm_scope(layer="fp8", phase="amax"):
+            amax_M3 = collectives.all_reduce(amax_M3, self._stage, "max")
+        self._history_LM3 = torch.cat([amax_M3[None], self._history_LM3[:-1]])
+        chosen = self._history_LM3.amax(0) if self.recipe.amax_compute_algo == "max" else amax_M3
+        for column, kind in enumerate(KINDS):
+            fresh = scale_of(chosen[:, column], self.recipe.dtype(kind)) / 2**self.recipe.margin
+            known = self._scale_M3[:, column]
+            known.copy_(torch.where(chosen[:, column] > 0, fresh, known))
+        self._amax_M3.zero_()
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a resumed run needs to scale as this one would have: history [L, 3] by layer, and the steps so far."""
+        histories = {name: self._history_LM3[:, index].clone() for index, name in enumerate(self._members)}
+        scales = {f"{name}.scale": self._scale_M3[index].clone() for index, name in enumerate(self._members)}
+        return histories | scales | {"steps": torch.tensor(self._steps)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """The inverse of `state_dict`; layers of other chunks in `state` are passed over.
+
+        Raises:
+            KeyError: a layer of this chunk is missing.
+        """
+        for index, name in enumerate(self._members):
+            self._history_LM3[:, index] = state[name]
+            self._scale_M3[index] = state[f"{name}.scale"]
+        self._steps = int(state["steps"])
+
+    def _amax(self, x: Tensor, group: Group | None) -> Tensor:
+        """max |x| in float32, over the ranks of `group` too; of an empty tensor 0."""
+        amax = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+        return amax if group is None else collectives.all_reduce(amax, group, "max")
+
+    def _resize(self, members: int) -> None:
+        made: Callable[..., Tensor] = lambda *shape: torch.zeros(*shape, members, 3, device=self._device)  # noqa: E731
+        self._amax_M3, self._history_LM3 = made(), made(self.recipe.amax_history_len)
+        self._scale_M3 = made() + 1
+
+
+def end_float8_step(chunks: Iterable[Any]) -> None:
+    """`Float8Scaling.end_step` of every model chunk that computes in fp8; nothing for the others."""
+    for chunk in chunks:
+        scaling = getattr(getattr(chunk, "module", chunk), "float8", None)
+        if scaling is not None:
+            scaling.end_step()
