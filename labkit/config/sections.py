@@ -72,8 +72,8 @@ class ModelConfig:
     recompute_modules: tuple[str, ...] = ("core_attn",)
     """With `selective`: any of `core_attn` (softmax and both products), `mlp` and `layernorm`."""
     num_microbatches_with_partial_activation_checkpoints: int | None = None
-    """Of the microbatches in flight on a stage, so many are recomputed as configured; the others keep everything
-    (arXiv 2205.05198, appendix C). None recomputes all."""
+    """Of the microbatches in flight on a rank, so many keep everything; the others are recomputed as configured
+    (arXiv 2205.05198, appendix C). None recomputes all, as 0 does."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,7 @@ class ParallelAttention(nn.Module):
             raise ValueError(
                 f"{name}: {kv_heads} key/value heads cannot be shared by tp={tp} ranks; choose tp among the divisors"
             )
-        self.name = name
+        self.name, self.recompute = name, build.recompute
         self.head_dim = config.hidden // config.heads
         self.kv_heads = kv_heads // tp
         self.queries_per_kv = config.heads // kv_heads
@@ -70,7 +70,7 @@ class ParallelAttention(nn.Module):
     def forward(self, x_SBH: Tensor, rotary: Rotary | None = None) -> Tensor:
         """[S, B, H] -> [S, B, H], to be added to x."""
         with comm_scope(layer=self.name):
-            mixed, _ = self.qkv(self.norm(x_SBH))
+            mixed = self.recompute.norm(self.norm, x_SBH, lambda y_SBH: self.qkv(y_SBH)[0])
             output, _ = self.proj(self.attend(mixed, rotary))
         return output
 
@@ -83,4 +83,4 @@ class ParallelAttention(nn.Module):
             # The copy of v lets `mixed` go: otherwise it would be kept for backward beside the rotated q and k.
             q, k, v = rotate(q, rotary), rotate(k, rotary), v.clone()
         q, k, v = (x.reshape(length, -1, self.head_dim).transpose(0, 1)[None] for x in (q, k, v))
-        return self.core(q, k, v).transpose(1, 2).reshape(length, batch, -1)
+        return self.recompute.part("core_attn", self.core, q, k, v).transpose(1, 2).reshape(length, batch, -1)

@@ -77,6 +77,8 @@ class StepArguments(TypedDict, total=False):
     """The latter, too; interleaving only, and not together with batch_p2p_comm=True."""
     use_ring_exchange_p2p: bool
     """Refused."""
+    num_microbatches_with_partial_activation_checkpoints: int | None
+    """Of the microbatches in flight, so many recompute nothing; None leaves it to the model."""
     microbatch_group_size_per_vp_stage: int | None
     """Microbatches that a chunk runs before the next one's turn; None is pp. Interleaving only."""
 
@@ -252,6 +254,7 @@ def _run(
 def _refuse(others: dict[str, Any]) -> None:
     """Take out of `others` what is refused and off; raise for what is on, and for unknown names."""
     taken = {"grad_scaler", "timers", "calculate_per_token_loss", "no_sync_func", "grad_sync_func", "param_sync_func"}
+    taken |= {"num_microbatches_with_partial_activation_checkpoints"}
     for name in sorted(others.keys() - taken):
         if name not in _REFUSED:
             raise TypeError(f"unexpected argument {name!r}")

@@ -36,6 +36,7 @@ from labkit.schedules.builders import without_backward
 from labkit.schedules.gradient_sync import GradientSync, NoSync, SyncFunc, check_sync_functions
 from labkit.schedules.ir import EVENT_KINDS, Schedule
 from labkit.schedules.lowering import Message, Program, Step, Transport, lower
+from labkit.schedules.partial_checkpoints import kept_whole
 from labkit.schedules.reading import reader
 from labkit.schedules.shapes import TensorShape, shapes_of_messages
 from labkit.schedules.transports import transfers
@@ -77,6 +78,7 @@ class PipelineRuntime:
         deallocate_pipeline_outputs: bool = True,
         timers: Any = None,
         autocast_dtype: torch.dtype | None = None,
+        num_microbatches_with_partial_activation_checkpoints: int | None = None,
     ) -> None:
         """Check that the schedule can run and fits this rank. The first of a layout makes its second communicator.
 
@@ -94,6 +96,8 @@ class PipelineRuntime:
         param_sync_func: called with a chunk's parameters ahead of its first forward (`Step.param_gather`), or one each.
         timers: `timers(name, log_level=n)` gives an object with `start` and `stop`; or None.
         autocast_dtype: run forwards, but not the loss function, under torch.autocast with this type; None does not.
+        num_microbatches_with_partial_activation_checkpoints: of those in flight on this rank, so many recompute nothing
+            (`kept_whole`): their forwards run under the chunk's `set_activation_checkpointing(False)`.
 
         Raises ScheduleError for a schedule that cannot run, ValueError where it does not fit the groups or the chunks.
         """
@@ -111,6 +115,8 @@ class PipelineRuntime:
         check_sync_functions(len(self.chunks), **self.sync_functions)
         if groups.pp.rank == 0 and schedule.num_stages == schedule.pp:
             self.sync_functions["grad_sync_func"] = None  # left to the hooks
+        count = num_microbatches_with_partial_activation_checkpoints
+        self.kept_whole = None if count is None else kept_whole(schedule, groups.pp.rank, count)
         self.num_tokens = torch.zeros((), dtype=torch.int64)
         """Tokens of the last run on the last stage, summed over microbatches; 0 where the loss gives two items."""
         self._check()
@@ -143,6 +149,8 @@ class PipelineRuntime:
         for stage, chunk in zip(stages, self.chunks, strict=True):
             if stage > 0 and not hasattr(chunk, "set_input_tensor"):
                 raise ValueError(f"stage {stage} needs set_input_tensor(x) to be given the previous stage's output")
+            if self.kept_whole is not None and not hasattr(chunk, "set_activation_checkpointing"):
+                raise ValueError(f"stage {stage} needs set_activation_checkpointing(on) to keep some microbatches whole")
 
     def _program(self, forward_only: bool) -> Program:
         rank, schedule = self.groups.pp.rank, self.schedule
@@ -264,11 +272,17 @@ class _Step:
 
     def _forward_step(self, step: Step, chunk: nn.Module) -> tuple[Any, Callable[..., Any] | None]:
         source = self.iterators[step.chunk]
-        source.reads(step.action.microbatch)
+        action, kept_whole = step.action, self.runtime.kept_whole
+        source.reads(action.microbatch)
+        if kept_whole is not None:
+            chunk.set_activation_checkpointing((action.stage, action.microbatch) not in kept_whole)  # pyright: ignore[reportCallIssue]
         try:
             return self.runtime.forward_step_func(source.iterator, chunk)
         except StopIteration as error:
             raise source.ran_short(step) from error
+        finally:
+            if kept_whole is not None:
+                chunk.set_activation_checkpointing(True)  # pyright: ignore[reportCallIssue]
 
     def _loss(self, microbatch: int, output: Any, loss_func: Callable[..., Any] | None) -> Any:
         """Scale the loss so that the gradients of all microbatches add up to those of their mean."""
