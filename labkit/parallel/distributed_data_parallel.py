@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from labkit.config import OptimConfig
 from labkit.parallel.bucket_plan import default_bucket_size
+from labkit.parallel.data_parallel import NaiveDataParallel
 from labkit.parallel.grad_buffers import GradBucket, GradBuffer, Reduction
 from labkit.parallel.groups import ParallelGroups, cut_group
 
@@ -77,9 +78,7 @@ class DistributedDataParallel(nn.Module):
         if average_in_collective and calculate_per_token_loss:
             raise ValueError("average_in_collective excludes calculate_per_token_loss, which divides once by tokens")
         if overlap_param_gather and not distributed_optimizer:
-            raise ValueError(
-                "overlap_param_gather needs distributed_optimizer; without it every rank has them all"
-            )
+            raise ValueError("overlap_param_gather needs distributed_optimizer; without it every rank has them all")
         self.module, self.groups = module, groups
         self.overlap_grad_reduce, self.overlap_param_gather = overlap_grad_reduce, overlap_param_gather
         self.distributed_optimizer = distributed_optimizer
@@ -270,17 +269,25 @@ def _averaging(groups: ParallelGroups, is_expert: bool, in_collective: bool, per
     return 1.0 / replicas, "sum"
 
 
+DataParallel = NaiveDataParallel | DistributedDataParallel
+"""Either wrapper; both have the methods that a training step calls."""
+
+
 def wrap_model_chunks(
     chunks: Sequence[nn.Module], groups: ParallelGroups, optim: OptimConfig
-) -> list[DistributedDataParallel]:
+) -> list[NaiveDataParallel] | list[DistributedDataParallel]:
     """The model chunks of this rank, in the order of its schedule, wrapped as `optim` says."""
+    grad_dtype = torch.float64 if optim.precision == "fp64" else torch.float32
+    if optim.data_parallel == "naive":
+        average = not optim.calculate_per_token_loss
+        return [NaiveDataParallel(c, groups.dp_cp, grad_dtype=grad_dtype, average=average) for c in chunks]
     wrapped: list[DistributedDataParallel] = []
     for chunk in chunks:
         wrapped.append(
             DistributedDataParallel(
                 chunk,
                 groups,
-                grad_dtype=torch.float64 if optim.precision == "fp64" else torch.float32,
+                grad_dtype=grad_dtype,
                 bucket_size=optim.bucket_size,
                 overlap_grad_reduce=optim.overlap_grad_reduce,
                 average_in_collective=optim.average_in_collective,

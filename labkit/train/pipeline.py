@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from labkit.config import RunConfig
-from labkit.parallel.data_parallel import NaiveDataParallel
+from labkit.parallel.distributed_data_parallel import DataParallel
 from labkit.parallel.groups import ParallelGroups
 from labkit.schedules.ir import Schedule
 from labkit.schedules.runtime import PipelineRuntime
@@ -27,7 +27,7 @@ class Pipeline:
         self,
         config: RunConfig,
         groups: ParallelGroups,
-        chunks: Sequence[NaiveDataParallel],
+        chunks: Sequence[DataParallel],
         forward_step: ForwardStep,
         schedule: Schedule,
     ) -> None:
@@ -47,7 +47,19 @@ class Pipeline:
             tensor_shape=None if config.schedule.variable_seq_lengths else shape,
             transport=transport_of(config),
             deallocate_pipeline_outputs=config.schedule.deallocate_pipeline_outputs,
+            **self._synchronisation(),
         )
+
+    def _synchronisation(self) -> dict[str, Any]:
+        """Where a pipeline has other ranks or chunks to keep in step with, gradients and parameters start to travel at
+        fixed places of the schedule; a lone stage leaves it to the hooks of its wrapper."""
+        optim, found = self.config.optim, {}
+        if self.groups.pp.size > 1 or len(self.chunks) > 1:
+            if optim.overlap_grad_reduce:
+                found["grad_sync_func"] = [chunk.start_grad_sync for chunk in self.chunks]
+            if optim.overlap_param_gather:
+                found["param_sync_func"] = [chunk.start_param_sync for chunk in self.chunks]
+        return found
 
     @property
     def last_stage(self) -> int:

@@ -25,7 +25,7 @@ from labkit.data.gpt_data import GPTDataset, build_gpt_datasets, data_iterator, 
 from labkit.events import Event, recording
 from labkit.launch import rank_info, torchrun
 from labkit.models.gpt import build_model_chunks
-from labkit.parallel.data_parallel import NaiveDataParallel
+from labkit.parallel.distributed_data_parallel import DataParallel, wrap_model_chunks
 from labkit.parallel.groups import ParallelGroups, initialize_model_parallel
 from labkit.schedules.ir import Schedule
 from labkit.train.forward_step import gpt_forward_step
@@ -148,15 +148,14 @@ def setup_model_and_optimizer(
     no_wd_decay_cond: Condition | None = None,
     scale_lr_cond: Condition | None = None,
     lr_mult: float = 1.0,
-) -> tuple[list[NaiveDataParallel], MegatronOptimizer, LearningRate]:
+) -> tuple[Sequence[DataParallel], MegatronOptimizer, LearningRate]:
     """Step 2: this rank's model chunks with gradient buffers, AdamW over their parameters, the learning rate."""
     optim = run.config.optim
-    grad_dtype = torch.float64 if optim.precision == "fp64" else torch.float32
     if model_provider is None:
         built = build_model_chunks(run.config, run.groups, run.schedule)
     else:
         built = model_provider(run.config, run.groups)
-    chunks = [NaiveDataParallel(chunk, run.groups.dp_cp, grad_dtype=grad_dtype) for chunk in built]
+    chunks = wrap_model_chunks(built, run.groups, optim)
     optimizer = build_optimizer(
         chunks,
         optim,
@@ -200,7 +199,7 @@ def build_data_iterators(run: Run, datasets_provider: DatasetsProvider | None = 
 
 def train(
     run: Run,
-    chunks: list[NaiveDataParallel],
+    chunks: Sequence[DataParallel],
     optimizer: MegatronOptimizer,
     lr_schedule: LearningRate,
     data: Data,
