@@ -33,6 +33,7 @@ from labkit.parallel.bucket_plan import default_bucket_size
 from labkit.parallel.data_parallel import NaiveDataParallel
 from labkit.parallel.grad_buffers import GradBucket, GradBuffer, Reduction
 from labkit.parallel.groups import ParallelGroups, cut_group
+from labkit.parallel.param_gather import ParamGather
 
 
 class DistributedDataParallel(nn.Module):
@@ -100,6 +101,10 @@ class DistributedDataParallel(nn.Module):
         """Megatron's name; nn.Module's `buffers()` is that of `.module`."""
         self.buckets = _in_order(module, buffers)
         """The buckets of all buffers, in the order in which they are reduced."""
+        self.param_gather = (
+            ParamGather(module, self.buckets, overlap=overlap_param_gather) if distributed_optimizer else None
+        )
+        """Brings updated parameters home; None without the distributed optimizer."""
         self._hooks_start = overlap_grad_reduce and not earlier_chunks
         for earlier in earlier_chunks:
             earlier._share(module)
@@ -204,10 +209,15 @@ class DistributedDataParallel(nn.Module):
     # ---- parameters ----
 
     def start_param_sync(self, *parameters: nn.Parameter) -> None:
-        """Start gathering parameters that the distributed optimizer has updated; without it there is nothing to do."""
+        """Start gathering what the distributed optimizer has updated, as far as that has not been started; without it
+        there is nothing to do. `parameters` are ignored; the pipeline runtime passes those of the chunk."""
+        if self.param_gather is not None:
+            self.param_gather.start()
 
     def finish_param_sync(self) -> None:
-        """Wait until all parameters are there."""
+        """Wait until every parameter may be read; forwards wait by themselves, all other readers call this."""
+        if self.param_gather is not None:
+            self.param_gather.finish()
 
 
 def _on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:

@@ -104,17 +104,18 @@ def scale_gradients(chunks: Sequence[nn.Module], factor: float | Tensor) -> None
         grad.mul_(factor.to(grad.dtype) if isinstance(factor, Tensor) else factor)
 
 
-def counted_gradients(parameters: Iterable[nn.Parameter], groups: ParallelGroups) -> list[Tensor]:
-    """Gradients such that every element of the whole model occurs once in the ranks of `groups.mp` together.
-
-    Left out are the copy of a tied weight (`shared`), and on all ranks of tp but the first what these hold alike.
+def counts_once(parameter: nn.Parameter, groups: ParallelGroups) -> bool:
+    """Whether this rank counts the parameter, so that every element of the model occurs once in the ranks of
+    `groups.mp`: not the copy of a tied weight (`shared`), and on the first rank of tp alone what all of tp hold alike.
     """
-    return [
-        main_grad(parameter)
-        for parameter in parameters
-        if not getattr(parameter, "shared", False)
-        and (getattr(parameter, "tensor_model_parallel", False) or groups.tp.rank == 0)
-    ]
+    if getattr(parameter, "shared", False):
+        return False
+    return getattr(parameter, "tensor_model_parallel", False) or groups.tp.rank == 0
+
+
+def counted_gradients(parameters: Iterable[nn.Parameter], groups: ParallelGroups) -> list[Tensor]:
+    """Gradients of the parameters that count here (`counts_once`)."""
+    return [main_grad(parameter) for parameter in parameters if counts_once(parameter, groups)]
 
 
 class GradientStatistics(NamedTuple):

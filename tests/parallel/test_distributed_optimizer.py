@@ -1,0 +1,242 @@
+"""The distributed optimizer over real ranks: the same parameters as without it, a share of its state on each rank."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from labkit.config import OptimConfig, ParallelConfig
+from labkit.parallel import CommLedger, initialize_model_parallel
+from labkit.parallel.distributed_data_parallel import DistributedDataParallel
+from labkit.parallel.distributed_optimizer import DistributedOptimizer
+from labkit.parallel.gradients import gradient_statistics
+from labkit.parallel.groups import ParallelGroups, single_process_groups
+from labkit.parallel.parameter_groups import parameter_groups
+from labkit.parallel.zero_memory import bytes_per_parameter
+from labkit.train.optimizer import Optimizer
+
+OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, eps=1e-5)
+STEPS, BATCH, WIDTH = 4, 24, 24
+BUCKET = 200
+"""Elements: the model below fills four buckets: last; middle; norm and first; table."""
+
+
+class Net(nn.Module):
+    """Sizes that no alignment likes; a module whose parameter another reads; a parameter that is used twice."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.table = nn.ParameterDict({"bias": nn.Parameter(torch.zeros(7, dtype=dtype))})
+        self.first = nn.Linear(WIDTH, 31, dtype=dtype)
+        self.norm = nn.LayerNorm(31, dtype=dtype)
+        self.middle = nn.Linear(31, 31, dtype=dtype)
+        self.last = nn.Linear(31, 7, bias=False, dtype=dtype)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.norm(self.first(x)))
+        return self.last(torch.tanh(self.middle(torch.tanh(self.middle(x))))) + self.table["bias"]
+
+
+def batch_of(step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    return draw(BATCH, WIDTH).to(dtype), draw(BATCH, 7).to(dtype)
+
+
+def grad_dtype_of(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def train(chunk: Any, optimizer: Any, groups: ParallelGroups, dtype: torch.dtype) -> tuple[list[float], list[Tensor]]:
+    """Norms by step and the parameters at the end; each replica takes its rows of the batch in two microbatches."""
+    dp, norms = groups.dp_cp, []
+    for step in range(STEPS):
+        chunk.zero_grad_buffer()
+        x, y = (part.chunk(dp.size)[dp.rank] for part in batch_of(step, dtype))
+        halves = list(zip(x.chunk(2), y.chunk(2)))
+        with chunk.no_sync():
+            loss(chunk, *halves[0]).backward()
+        loss(chunk, *halves[1]).backward()
+        chunk.finish_grad_sync()
+        norms.append(
+            gradient_statistics(
+                optimizer.gradient_pieces(), optimizer.uncounted_pieces(), optimizer.norm_groups, groups.device
+            ).norm
+        )
+        optimizer.step(OPTIM.lr)
+    chunk.finish_param_sync()
+    return norms, [parameter.detach().clone() for parameter in chunk.module.parameters()]
+
+
+def loss(chunk: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Half of the mean, since two microbatches make a step; in fp32 at least."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (chunk(x).to(wide) - y.to(wide)).square().mean() / 2
+
+
+def build(groups: ParallelGroups, dtype: torch.dtype, *, zero: bool, **wrapping: Any) -> tuple[Any, Any]:
+    wrapping = {"grad_dtype": grad_dtype_of(dtype), "bucket_size": BUCKET, **wrapping}
+    chunk = DistributedDataParallel(Net(dtype), groups, distributed_optimizer=zero, **wrapping)
+    of = parameter_groups([chunk])
+    return chunk, DistributedOptimizer(of, [chunk], groups, OPTIM) if zero else Optimizer(of, OPTIM, layout=groups)
+
+
+def trained(dtype: torch.dtype, zero: bool, wrapping: dict[str, Any]) -> tuple[list[float], list[Tensor]]:
+    groups = initialize_model_parallel(ParallelConfig())
+    return train(*build(groups, dtype, zero=zero, **wrapping), groups, dtype)
+
+
+WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"overlap_param_gather": True},
+    {"overlap_grad_reduce": False, "overlap_param_gather": True, "average_in_collective": True},
+)
+INSTANCES = {"num_distributed_optimizer_instances": 2, "overlap_param_gather": True}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_parameters_and_norms_are_those_of_one_process(on_ranks, world_size: int) -> None:
+    alone = single_process_groups()
+    expected_norms, expected = train(*build(alone, torch.float64, zero=False), alone, torch.float64)
+    for way in WAYS if world_size < 4 else (INSTANCES, WAYS[1]):
+        for norms, parameters in on_ranks(trained, world_size, torch.float64, True, way):
+            assert norms == pytest.approx(expected_norms, rel=1e-12)
+            for mine, theirs in zip(parameters, expected, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_two_ranks_have_the_bits_of_the_whole_optimizer(on_ranks, dtype: torch.dtype) -> None:
+    """Both add two gradients, so a share of the state changes not a bit; and neither does the second time."""
+    whole = on_ranks(trained, 2, dtype, False, {})
+    for way in (*WAYS[:2], WAYS[1]):
+        for (_, mine), (_, theirs) in zip(on_ranks(trained, 2, dtype, True, way), whole):
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(whole[0][1], Net(dtype).parameters())), "something was learnt"
+
+
+def sizes_of_state(dtype: torch.dtype, grad_dtype: torch.dtype, instances: int) -> tuple[dict[str, int], int, int]:
+    groups = initialize_model_parallel(ParallelConfig())
+    chunk, optimizer = build(
+        groups, dtype, zero=True, grad_dtype=grad_dtype, num_distributed_optimizer_instances=instances
+    )
+    padding = sum(buffer.plan.padding for buffer in chunk.buffers)
+    said = optimizer.state_bytes()
+    train_one_step(chunk, optimizer, dtype)
+    held = [value for state in optimizer.adamw.state.values() for value in (state["exp_avg"], state["exp_avg_sq"])]
+    assert said["moments"] == sum(value.nbytes for value in held), "what torch's AdamW really keeps"
+    return said, sum(p.numel() for p in chunk.module.parameters()), padding
+
+
+def train_one_step(chunk: Any, optimizer: Any, dtype: torch.dtype) -> None:
+    chunk.zero_grad_buffer()
+    loss(chunk, *batch_of(0, dtype)).backward()
+    chunk.finish_grad_sync()
+    optimizer.step(OPTIM.lr)
+    chunk.finish_param_sync()
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "grad_dtype", "instances"), [("bf16", "fp32", 1), ("fp32", "fp32", 2), ("bf16", "bf16", 1)]
+)
+def test_bytes_are_those_of_the_closed_form(on_ranks, param_dtype: str, grad_dtype: str, instances: int) -> None:
+    """Summed over the ranks of an instance, to the byte: weights and gradients on each rank, the rest once."""
+    dp, kinds = 4 // instances, {"bf16": torch.bfloat16, "fp32": torch.float32}
+    results = on_ranks(sizes_of_state, 4, kinds[param_dtype], kinds[grad_dtype], instances)
+    form = bytes_per_parameter(param_dtype=param_dtype, grad_dtype=grad_dtype, dp=dp, stage=1)
+    _, count, padding = results[0]
+    for name, each in (("parameter", form.weight), ("gradient", form.gradient)):
+        assert {said[name] for said, _, _ in results} == {each * count}
+    for name, share in (("master", form.master), ("moments", form.moments)):
+        for first in range(0, 4, dp):
+            assert sum(said[name] for said, _, _ in results[first : first + dp]) == share * dp * count
+    replicated = padding * (form.weight + form.gradient)
+    assert sum(said["padding"] for said, _, _ in results[:dp]) == dp * replicated + padding * dp * form.master
+
+
+def communication(overlap: bool, instances: int) -> tuple[list[tuple[str, str, str, int]], int, list[str]]:
+    """(what one step sends, elements of the buffer, phases between the update and the last layer)."""
+    groups = initialize_model_parallel(ParallelConfig())
+    wrapping = {"overlap_param_gather": overlap, "num_distributed_optimizer_instances": instances}
+    chunk, optimizer = build(groups, torch.float32, zero=True, **wrapping)
+    train_one_step(chunk, optimizer, torch.float32)
+    order: list[str] = []
+    with CommLedger() as ledger:
+        chunk.zero_grad_buffer()
+        loss(chunk, *batch_of(1, torch.float32)).backward()
+        chunk.finish_grad_sync()
+        optimizer.step(OPTIM.lr)
+        order.append(f"step: {ledger.count(operation='all_gather')}")
+        for name in ("first", "last"):
+            module = getattr(chunk.module, name)
+            module.register_forward_pre_hook(
+                lambda *_, name=name: order.append(f"{name}: {ledger.count(operation='all_gather')}")
+            )
+        chunk(batch_of(2, torch.float32)[0])
+        assert chunk.param_gather.is_ready
+    records = [(r.operation, r.group, r.phase or "", r.bytes) for r in ledger.records]
+    return records, chunk.buffers[0].plan.numel, order
+
+
+@pytest.mark.parametrize(("overlap", "instances"), [(False, 1), (True, 1), (True, 2)])
+def test_a_step_reduce_scatters_gradients_and_gathers_parameters(on_ranks, overlap: bool, instances: int) -> None:
+    records, numel, order = on_ranks(communication, 4, overlap, instances)[0]
+    moved: dict[tuple[str, str], int] = {}
+    for operation, group, phase, size in records:
+        assert phase == ("parameters" if operation == "all_gather" else "gradients")
+        moved[operation, group] = moved.get((operation, group), 0) + size
+    inside = "dp_cp" if instances == 1 else "dp_cp_within"
+    part = 4 * numel * instances // 4  # of the rank, in bytes
+    expected = {("reduce_scatter", inside): 4 * numel, ("all_gather", inside): part}
+    if instances > 1:
+        expected["all_reduce", "dp_cp_across"] = part
+    assert moved == expected
+    buckets = sum(operation == "reduce_scatter" for operation, *_ in records)
+    assert buckets == 4
+    if not overlap:
+        assert order == [f"step: {buckets}", f"first: {buckets}", f"last: {buckets}"]
+    else:  # one ahead: `table` starts after the update, each further bucket when the one before is there
+        assert order == ["step: 1", "first: 3", "last: 4"]
+
+
+class ReadsItself(Net):
+    """Computes with `middle.weight` without calling `middle`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.first.weight.t() @ self.middle.weight.t()
+
+
+def use_before_it_is_gathered() -> str:
+    groups = initialize_model_parallel(ParallelConfig())
+    chunk = DistributedDataParallel(
+        ReadsItself(torch.float32), groups, bucket_size=BUCKET, distributed_optimizer=True, overlap_param_gather=True
+    )
+    optimizer = DistributedOptimizer(parameter_groups([chunk]), [chunk], groups, OPTIM)
+    optimizer.step(0.0)
+    with pytest.raises(RuntimeError) as caught:
+        chunk(torch.randn(3, WIDTH)).sum().backward()
+    chunk.finish_param_sync()
+    return str(caught.value)
+
+
+def test_a_parameter_read_behind_the_back_of_its_module_is_refused(on_ranks) -> None:
+    for message in on_ranks(use_before_it_is_gathered, 2):
+        assert "was used before its update was gathered" in message and "optim.overlap_param_gather" in message
+
+
+def test_chunks_without_reduce_scatter_and_foreign_parameters_are_refused() -> None:
+    groups = single_process_groups()
+    plain = DistributedDataParallel(Net(torch.float32), groups)
+    with pytest.raises(ValueError, match=r"wrap each chunk in .*distributed_optimizer=True"):
+        DistributedOptimizer(parameter_groups([plain]), [plain], groups, OPTIM)
+    sharded = DistributedDataParallel(Net(torch.float32), groups, distributed_optimizer=True)
+    with pytest.raises(ValueError, match=r"first.weight is in none of the gradient buffers"):
+        DistributedOptimizer(parameter_groups([plain]), [sharded], groups, OPTIM)
