@@ -136,6 +136,10 @@ def refuse_if_any(results: list[Any]) -> None:
 def final_lines(result: Trained, config: RunConfig) -> list[str]:
     """The final losses, and where the files are."""
     lines = [f"step {len(result.losses)} of {config.train.steps}: training loss {result.losses[-1]:.4f}"]
+    skipped = [(line["skipped_steps"], line.get("skipped_because")) for line in result.metrics if "loss_scale" in line]
+    if skipped and (count := skipped[-1][0]):
+        because = [reason for _, reason in skipped if reason][-1]
+        lines.append(f"{count} of them skipped, no weight changed; the last because {because}")
     for name in ("validation_loss", "test_loss"):
         values = [line[name] for line in result.metrics if name in line]
         lines += [f"{name.replace('_', ' ')} {values[-1]:.4f}"] if values else []
@@ -185,8 +189,9 @@ class ProgressBar:
         if "steps" in values:
             self._bar.update(values["step"] - self._bar.n)
         losses = {name: f"{value:.4f}" for name, value in values.items() if name.endswith("loss")}
+        skipped = {"skipped": values["skipped_steps"]} if "skipped_steps" in values else {}
         if losses:
-            self._bar.set_postfix(losses)
+            self._bar.set_postfix(losses | skipped)
 
 
 COMMAND = Command(

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from labkit.parallel.collectives import all_reduce, comm_scope
+from labkit.parallel.finite import scale_and_look
 from labkit.parallel.groups import Group
 
 
@@ -45,6 +46,7 @@ class NaiveDataParallel(nn.Module):
         self.group = group
         self.average = average
         self._may_sync = True
+        self._not_finite: torch.Tensor | None = None
         params = [p for p in module.parameters() if p.requires_grad]
         self.grad_buffer = _attach_main_grads(params, grad_dtype or _grad_dtype(params))
         for param in params:
@@ -91,10 +93,16 @@ class NaiveDataParallel(nn.Module):
         assert self._may_sync, "gradient synchronisation was asked for inside no_sync()"
         if self.group.size == 1:
             return
-        if self.average:
-            self.grad_buffer.mul_(1.0 / self.group.size)
+        self._not_finite = scale_and_look(self.grad_buffer, 1.0 / self.group.size if self.average else 1.0)
         with comm_scope(phase="gradients"):
             all_reduce(self.grad_buffer, self.group)
+
+    def spoiled_before_reduction(self) -> list[nn.Parameter] | None:
+        """All parameters, if a gradient of this rank was not finite before the last reduction, else []; None where
+        there was no reduction. Waits for the device."""
+        if self._not_finite is None:
+            return None
+        return list(self.module.parameters()) if self._not_finite.item() else []
 
 
 def _grad_dtype(params: list[nn.Parameter]) -> torch.dtype:

@@ -13,6 +13,7 @@ from labkit.parallel.distributed_data_parallel import DataParallel
 from labkit.parallel.groups import ParallelGroups
 from labkit.schedules.ir import Schedule
 from labkit.schedules.runtime import PipelineRuntime
+from labkit.train.loss_scaler import LossScaler, build_loss_scaler
 from labkit.train.schedule_fit import check_schedule, transport_of
 
 Batch = dict[str, Tensor]
@@ -33,11 +34,14 @@ class Pipeline:
     ) -> None:
         """Check that the schedule fits the batch and the layers; nothing is communicated.
 
+        The loss is scaled and normalised as `config.optim` says.
+
         Raises ScheduleError for a schedule that cannot run, ValueError for one that does not fit the layout.
         """
         self.config, self.groups, self.chunks = config, groups, list(chunks)
         self.num_microbatches, self.schedule = config.num_microbatches(groups.world_size), schedule
         check_schedule(schedule, config, groups.world_size)
+        self.loss_scaler: LossScaler = build_loss_scaler(config.optim)
         shape = (sequence_between_stages(config), config.train.micro_batch_size, config.model.hidden)
         self._runtime = PipelineRuntime(
             self.schedule,
@@ -48,6 +52,11 @@ class Pipeline:
             transport=transport_of(config),
             deallocate_pipeline_outputs=config.schedule.deallocate_pipeline_outputs,
             **self._synchronisation(),
+            num_microbatches_with_partial_activation_checkpoints=(
+                config.model.num_microbatches_with_partial_activation_checkpoints
+            ),
+            grad_scaler=self.loss_scaler.scale_loss if config.optim.precision == "fp16" else None,
+            calculate_per_token_loss=config.optim.calculate_per_token_loss,
         )
 
     def _synchronisation(self) -> dict[str, Any]:
@@ -65,6 +74,12 @@ class Pipeline:
     def last_stage(self) -> int:
         """Position in the pipeline group of the rank that computes the loss."""
         return self.schedule.placement(self.schedule.num_stages - 1)
+
+    @property
+    def num_tokens(self) -> Tensor | None:
+        """With `optim.calculate_per_token_loss`, this rank's loss tokens in the last run, for `finalize_model_grads`;
+        None where each microbatch's loss was a mean already."""
+        return self._runtime.num_tokens if self.config.optim.calculate_per_token_loss else None
 
     def run(
         self, batches: Iterator[Batch], *, forward_only: bool = False, collect_non_loss_data: bool = False

@@ -52,6 +52,8 @@ class TrainResult:
     """What this rank did in the last `train.keep_event_steps` steps; empty if `train.record_events` is off."""
     metrics: list[dict[str, Any]]
     """The lines of metrics.jsonl; the same on every rank."""
+    skipped_steps: int = 0
+    """Steps that changed no weight because a gradient was not finite."""
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of every metrics line that has `name`, such as `validation_loss`."""
@@ -217,7 +219,7 @@ def train(
         Report(config, run.groups, timers, recorder) as report,
     ):
         for step in range(config.train.steps):
-            lr = lr_schedule(step)
+            lr = lr_schedule(step - report.skipped_steps)  # a skipped step uses up nothing of the schedule
             with timers("step"):
                 result = train_step(
                     pipeline, optimizer, timers, data.train,
@@ -230,7 +232,7 @@ def train(
         if config.train.eval_steps > 0 and data.test is not None:
             with report.naming_what_is_kept():
                 _test(pipeline, data.test(), report)
-    return TrainResult(report.losses, report.events, report.metrics)
+    return TrainResult(report.losses, report.events, report.metrics, report.skipped_steps)
 
 
 def _records(config: RunConfig) -> bool:

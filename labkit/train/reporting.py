@@ -37,7 +37,8 @@ class Report:
         self._folder = Path(config.train.output_dir) if config.train.output_dir is not None else None
         self._lines = self._file("metrics.jsonl")
         self._event_lines = self._file("events.jsonl")
-        self._skipped = 0
+        self.skipped_steps = 0
+        self._skipped_because: str | None = None
         self._since_last_line = 0
 
     def _file(self, name: str) -> JsonLines:
@@ -73,26 +74,35 @@ class Report:
             raise
 
     def step(self, step: int, result: StepResult, lr: float) -> None:
-        """Take in a finished step; every `log_interval` steps, write a line with the spread of the timers."""
+        """Take in a finished step; every `log_interval` steps, write a line with the spread of the timers.
+
+        `skipped_steps` counts from the start of the run; `skipped_because` names what was not finite in the last step
+        that was skipped since the line before.
+        """
         self._take_events(ends_step=True)
         self.losses.append(result.loss)
-        self._skipped += result.skipped
+        self.skipped_steps += result.skipped
+        self._skipped_because = result.not_finite or self._skipped_because
         self._since_last_line += 1
-        self._progress(step=step + 1, steps=self._config.train.steps, loss=result.loss)
+        skipped = {"skipped_steps": self.skipped_steps} if self.skipped_steps else {}
+        self._progress(step=step + 1, steps=self._config.train.steps, loss=result.loss, **skipped)
         if (step + 1) % self._config.train.log_interval and step + 1 < self._config.train.steps:
             return
         timers = self._timers_over_ranks()
         slowest = timers["step"][1]
         train, model = self._config.train, self._config.model
         tokens = train.global_batch_size * model.seq_length * self._since_last_line
-        self._since_last_line = 0
+        because = {"skipped_because": self._skipped_because} if self._skipped_because else {}
+        self._since_last_line, self._skipped_because = 0, None
         self._add(
             {
                 "step": step,
                 "loss": result.loss,
                 "grad_norm": result.grad_norm,
                 "learning_rate": lr,
-                "skipped_steps": self._skipped,
+                "loss_scale": result.loss_scale,
+                "skipped_steps": self.skipped_steps,
+                **because,
                 "tokens_per_second": tokens / slowest,
                 "timers": timers,
             }

@@ -1,8 +1,12 @@
 """One optimizer step and one evaluation, over any schedule.
 
 A step is: zero gradients, run the schedule over all microbatches, finalise gradients (data-parallel average, sums over
-tensor-parallel and tied copies), clip by the global norm, update. The loss that is reported is the token-weighted mean
-over the global batch, and every rank has the same bits of it.
+tensor-parallel and tied copies), agree whether everything is finite, clip by the global norm, update. The loss that is
+reported is the token-weighted mean over the global batch, and every rank has the same bits of it.
+
+One exchange carries the norm and the question whether any loss or gradient on any rank is not finite, replicas
+included; so all ranks take a step or none does. A loss that is not finite ends the run, a gradient skips the step: with
+fp16 that is how the loss scale finds its size, and otherwise one bad batch may be left behind, but not ten in a row.
 
 Shapes: B micro batch, S sequence.
 """
@@ -16,15 +20,19 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from labkit.parallel.collectives import all_reduce, broadcast, comm_scope
 from labkit.parallel.gradients import clip_factor, finalize_model_grads, gradient_statistics, scale_gradients
 from labkit.parallel.groups import ParallelGroups
 from labkit.schedules.ir import Schedule
 from labkit.train.metrics import Timers
+from labkit.train.not_finite import find, sentence
 from labkit.train.optimizer import MegatronOptimizer
 from labkit.train.pipeline import Batch, Pipeline
+
+GIVE_UP_AFTER = 10
+"""Skipped steps in a row, none of which a smaller loss scale could have cured, that end a run."""
 
 
 class Observer(Protocol):
@@ -34,7 +42,7 @@ class Observer(Protocol):
         """After the model is built."""
 
     def on_gradients(self, step: int, chunks: Sequence[nn.Module]) -> None:
-        """After finalisation, before clipping."""
+        """After finalisation, before clipping; under fp16 still times the loss scale."""
 
     def on_update(self, step: int, chunks: Sequence[nn.Module]) -> None:
         """After the update."""
@@ -47,9 +55,13 @@ class StepResult:
     loss: float
     """Mean over the tokens of the global batch, the same on every rank."""
     grad_norm: float
-    """Global norm before clipping."""
-    skipped: bool
-    """Whether the gradient was not finite and no weight was changed."""
+    """Global norm before clipping, without the loss scale."""
+    skipped: bool = False
+    """Whether a gradient was not finite on some rank, so that no rank changed a weight."""
+    loss_scale: float = 1.0
+    """What the loss of this step was multiplied by for its backward."""
+    not_finite: str | None = None
+    """Of a skipped step: which gradient was not finite, and on which rank; the same on every rank."""
 
 
 def train_step(
@@ -65,34 +77,60 @@ def train_step(
 ) -> StepResult:
     """One optimizer step; `clip_grad` 0 does not clip.
 
-    Raises FloatingPointError on every rank, before any weight changes, if the loss is not finite.
+    Raises FloatingPointError on every rank, before any weight changes, if a loss is not finite on any rank, or for the
+    `GIVE_UP_AFTER`th gradient in a row that is not.
     """
-    chunks, groups = pipeline.chunks, pipeline.groups
+    chunks, groups, scaler = pipeline.chunks, pipeline.groups, pipeline.loss_scaler
     for chunk in chunks:
         chunk.zero_grad_buffer()
     with timers("forward-backward", log_level=1):
         reports = pipeline.run(batches)
-    loss = global_loss(reports, pipeline)
-    if not math.isfinite(loss):
-        raise FloatingPointError(
-            f"the loss is {loss} at step {step} (learning rate {lr:.3g}); no weight was changed in this step. Lower "
-            "optim.lr, lengthen optim.warmup_steps, or look for bad samples in the data"
-        )
+    loss, scale = global_loss(reports, pipeline), scaler.scale
     with timers("finalize-grads", log_level=1):
-        finalize_model_grads(chunks, groups)
+        finalize_model_grads(chunks, groups, num_tokens=pipeline.num_tokens, last_stage=pipeline.last_stage)
         if observer is not None:
             observer.on_gradients(step, chunks)
         norm, finite = gradient_statistics(
-            optimizer.gradient_pieces(), optimizer.uncounted_pieces(), optimizer.norm_groups, groups.device
+            optimizer.gradient_pieces(),
+            [*optimizer.uncounted_pieces(), *_losses(reports, groups.device)],
+            optimizer.norm_groups,
+            groups.device,
         )
+    norm /= scale
+    fault = None if finite else _fault(reports, pipeline, loss, step=step, lr=lr)
+    scaler.update(found_inf=not finite)
     if finite:
         with timers("optimizer", log_level=1):
-            if (factor := clip_factor(norm, clip_grad or math.inf)) != 1.0:
+            factor = clip_factor(norm, clip_grad or math.inf) / scale
+            if factor != 1.0:
                 scale_gradients(chunks, factor)
             optimizer.step(lr)
+    elif scaler.hopeless_steps >= GIVE_UP_AFTER:
+        raise FloatingPointError(
+            f"{GIVE_UP_AFTER} steps in a row were skipped, the last being step {step}, because {fault}; no weight was "
+            "changed in them. A smaller loss scale does not help: look for an operation without a finite gradient"
+        )
     if observer is not None:
         observer.on_update(step, chunks)
-    return StepResult(loss, norm, skipped=not finite)
+    return StepResult(loss, norm, not finite, scale, fault)
+
+
+def _losses(reports: Sequence[dict[str, Any]], device: torch.device) -> list[Tensor]:
+    """The losses of this rank's microbatches, to be looked at as gradients are."""
+    return [torch.as_tensor(report["loss_sum"]).detach().to(device, torch.float64) for report in reports]
+
+
+def _fault(reports: Sequence[dict[str, Any]], pipeline: Pipeline, loss: float, *, step: int, lr: float) -> str:
+    """Which gradient is not finite, on which rank. Called by all ranks; raises on all if it is a loss or a weight."""
+    stages = pipeline.schedule.stages_of(pipeline.groups.pp.rank)
+    named = pipeline.config.optim.check_for_nan_in_grad
+    found = find(reports, pipeline.chunks, stages, pipeline.groups, gradients=named)
+    if any(finding.kind != "gradient" for finding in found):
+        raise FloatingPointError(
+            f"the loss is {loss} at step {step} (learning rate {lr:.3g}): {sentence(found)}; no weight was changed in "
+            "this step. Lower optim.lr, lengthen optim.warmup_steps, or look for bad samples in the data"
+        )
+    return sentence(found) if named else "a gradient is not finite (optim.check_for_nan_in_grad names it)"
 
 
 def evaluate(pipeline: Pipeline, batches: Iterator[Batch], steps: int) -> float:

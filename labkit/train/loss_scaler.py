@@ -1,0 +1,140 @@
+"""Loss scales for fp16 (arXiv 1710.03740, section 3.2).
+
+fp16 holds nothing below 6e-8, where many gradients lie. The loss is multiplied by a scale before its backward, so all
+gradients are; they are divided by it in fp32, before clipping. Where the scale is too large, a gradient overflows: the
+step is skipped on all ranks and, after some patience, the scale lowered.
+
+A scaler is Python numbers alone. `update` gets what all ranks have agreed on, so that all hold the same scale.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from torch import Tensor
+
+from labkit.config import OptimConfig
+
+LARGEST_SCALE = 2.0**127
+"""The scale never grows beyond: the largest power of two that the fp32 loss can be multiplied by."""
+
+
+class LossScaler(Protocol):
+    """What the training step needs of a loss scale."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of this step's loss."""
+        ...
+
+    @property
+    def hopeless_steps(self) -> int:
+        """Skipped steps in a row that no smaller scale could have cured."""
+        ...
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """`loss` times `scale`, for its backward."""
+        ...
+
+    def update(self, found_inf: bool) -> None:
+        """After each step: whether a gradient was not finite on any rank."""
+        ...
+
+
+class ConstantLossScaler:
+    """Always the same scale; 1 is no scaling at all."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        """Raises ValueError for a scale that is not a positive number."""
+        _check_positive("the loss scale", scale)
+        self.scale = scale
+        self.hopeless_steps = 0
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """`loss` times `scale`."""
+        return loss * self.scale
+
+    def update(self, found_inf: bool) -> None:
+        """The scale stays."""
+        self.hopeless_steps = self.hopeless_steps + 1 if found_inf else 0
+
+
+class DynamicLossScaler:
+    """As large a scale as the gradients bear, found by trying (Megatron's DynamicGradScaler).
+
+    An overflow resets the count of good steps and uses up one unit of hysteresis; once that is used up, each further
+    overflow lowers the scale, never below its minimum. `growth_interval` good steps in a row raise it and restore the
+    hysteresis; nothing else restores it. With a hysteresis of 1 this is torch's `GradScaler`, which has no minimum.
+    """
+
+    def __init__(
+        self,
+        initial_scale: float,
+        *,
+        min_scale: float = 1.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+    ) -> None:
+        """Raises ValueError for numbers with which the scale could not move as described."""
+        _check_positive("min_scale", min_scale)
+        _check_positive("initial_scale", initial_scale)
+        if initial_scale < min_scale:
+            raise ValueError(f"initial_scale is {initial_scale:g}; it must be at least min_scale = {min_scale:g}")
+        if not 1.0 < growth_factor < math.inf:
+            raise ValueError(f"growth_factor is {growth_factor:g}; it must be above 1, as in 2")
+        if not 0.0 < backoff_factor < 1.0:
+            raise ValueError(f"backoff_factor is {backoff_factor:g}; it must be between 0 and 1, as in 0.5")
+        if growth_interval < 1 or hysteresis < 1:
+            raise ValueError(
+                f"growth_interval is {growth_interval} and hysteresis {hysteresis}; both must be at least 1"
+            )
+        self.scale, self.min_scale = initial_scale, min_scale
+        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
+        self.growth_interval, self.hysteresis = growth_interval, hysteresis
+        self.good_steps = 0
+        """Steps without overflow since the last overflow or growth."""
+        self.hysteresis_left = hysteresis
+        """Overflows up to and with the one that lowers the scale; at or below 0 each does."""
+        self.hopeless_steps = 0
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """`loss` times `scale`."""
+        return loss * self.scale
+
+    def update(self, found_inf: bool) -> None:
+        """Move the scale after a step that did or did not overflow."""
+        self.hopeless_steps = self.hopeless_steps + 1 if found_inf and self.scale <= self.min_scale else 0
+        if found_inf:
+            self.good_steps = 0
+            self.hysteresis_left -= 1
+            if self.hysteresis_left <= 0:
+                self.scale = max(self.scale * self.backoff_factor, self.min_scale)
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.good_steps = 0
+            self.hysteresis_left = self.hysteresis
+            grown = self.scale * self.growth_factor
+            self.scale = grown if grown <= LARGEST_SCALE else self.scale
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not 0.0 < value < math.inf:
+        raise ValueError(f"{name} is {value:g}; it must be a finite number above 0, as in 65536")
+
+
+def build_loss_scaler(optim: OptimConfig) -> LossScaler:
+    """The scale that `optim.precision` needs: none but for fp16, where it is constant (`optim.loss_scale`) or found."""
+    if optim.precision != "fp16":
+        return ConstantLossScaler()
+    if optim.loss_scale is not None:
+        return ConstantLossScaler(optim.loss_scale)
+    return DynamicLossScaler(
+        optim.initial_loss_scale,
+        min_scale=optim.min_loss_scale,
+        growth_interval=optim.loss_scale_window,
+        hysteresis=optim.hysteresis,
+    )
