@@ -7,13 +7,18 @@ It keeps what it holds, and communicates nothing; `labkit.train.joining` makes w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import cast
 
 from torch import Tensor, nn
 
+from labkit.parallel.distributed_data_parallel import DistributedDataParallel
+from labkit.parallel.gradients import main_grad
 from labkit.parallel.groups import ParallelGroups
+from labkit.parallel.param_gather import ParamGather
+from labkit.parallel.shard_map import pieces_of_rank
 from labkit.schedules.ir import Schedule
 from labkit.train.optimizer import named_parameters
 
@@ -92,15 +97,18 @@ class Recorder:
                     self._keep_first_use(used, module)
 
     def on_gradients(self, step: int, chunks: Sequence[nn.Module]) -> None:
-        """Keep a copy of every `main_grad`."""
+        """Keep a copy of every `main_grad`, and note which part of it is this rank's to say."""
         if step in self._steps:
-            params = named_parameters(chunks)
-            self.snapshot.gradients[step] = {name: _shard(p, _main_grad(p)) for name, p in params.items()}
+            own = _own_ranges(chunks)
+            kept = {name: _shard(p, main_grad(p), own) for name, p in named_parameters(chunks).items()}
+            self.snapshot.gradients[step] = kept
 
     def on_update(self, step: int, chunks: Sequence[nn.Module]) -> None:
-        """Keep a copy of every parameter."""
+        """Keep a copy of every parameter. Those that the next forward gathers are still old where others own them."""
         if step in self._steps:
-            self.snapshot.parameters[step] = {name: _shard(p, p) for name, p in named_parameters(chunks).items()}
+            own = _own_ranges([chunk for chunk in chunks if not _is_ready(chunk)])
+            kept = {name: _shard(p, p, own) for name, p in named_parameters(chunks).items()}
+            self.snapshot.parameters[step] = kept
 
     def _keep_output(self, name: str, module: nn.Module, is_due: Callable[[], bool]) -> None:
         """Keep what the module returns when it is due for the first time."""
@@ -136,13 +144,26 @@ def _count_forwards(model: nn.Module) -> Callable[[], int]:
     return lambda: now
 
 
-def _main_grad(param: nn.Parameter) -> Tensor:
-    grad = getattr(param, "main_grad", None)
-    assert grad is not None, "a parameter has no main_grad: wrap the model first"
-    return grad
+def _own_ranges(chunks: Sequence[nn.Module]) -> dict[int, Ranges]:
+    """By id of each parameter that the distributed optimizer cuts: what this rank owns of it, perhaps nothing."""
+    owned: dict[int, Ranges] = {}
+    for chunk in chunks:
+        if getattr(chunk, "param_gather", None) is None:
+            continue
+        for buffer in cast(DistributedDataParallel, chunk).buffers:
+            pieces = pieces_of_rank(buffer.plan, buffer.group.size, buffer.group.rank)
+            for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
+                here = [(p.offset_in_parameter, p.offset_in_parameter + p.numel) for p in pieces if p.name == name]
+                owned[id(parameter)] = tuple(here)
+    return owned
 
 
-def _shard(param: nn.Parameter, values: Tensor) -> Shard:
+def _is_ready(chunk: nn.Module) -> bool:
+    gather: ParamGather | None = getattr(chunk, "param_gather", None)
+    return gather is None or gather.is_ready
+
+
+def _shard(param: nn.Parameter, values: Tensor, own: Mapping[int, Ranges]) -> Shard:
     split = getattr(param, "tensor_model_parallel", False)
     return Shard(
         values.detach().cpu().clone(),
@@ -150,4 +171,5 @@ def _shard(param: nn.Parameter, values: Tensor) -> Shard:
         getattr(param, "partition_stride", 1),
         getattr(param, "full_shape", param.shape)[0],
         getattr(param, "shared", False),
+        own.get(id(param)),
     )
