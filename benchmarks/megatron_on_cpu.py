@@ -6,12 +6,14 @@
 
 It asks the CUDA runtime for devices, moves tensors with `.cuda()` and draws dropout from a CUDA state; here they answer
 for the CPU. Right only while every dropout is 0. Works for GPTModel with the local layer spec
-(use_cpu_initialization, fusions off), tensor parallelism, 1F1B and interleaved 1F1B.
+(use_cpu_initialization, fusions off), tensor and sequence parallelism, 1F1B and interleaved 1F1B.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import importlib
 import sys
 import warnings
 from collections.abc import Callable
@@ -48,8 +50,26 @@ def _patch() -> None:
     torch.zeros, torch.tensor = _on_cpu(torch.zeros), _on_cpu(torch.tensor)
 
 
+def _let_torch_norms_be_sequence_parallel() -> None:
+    """Its wrapper of torch's norms refuses sequence parallelism, as only apex's and Transformer Engine's mark their
+    parameters for the sum over ranks. Mark torch's in the same way."""
+    wrapper = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
+    refusing = wrapper.__new__
+
+    def make(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm: torch.nn.Module = refusing(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+    wrapper.__new__ = make
+
+
 def settle() -> None:
-    """Replace every imported reference to megatron's `get_cuda_rng_tracker`."""
+    """Replace every imported reference to megatron's `get_cuda_rng_tracker`, and mend its wrapper of torch's norms."""
+    _let_torch_norms_be_sequence_parallel()
     tracker = _NoRngTracker()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron") and hasattr(module, "get_cuda_rng_tracker"):

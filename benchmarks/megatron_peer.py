@@ -72,6 +72,7 @@ def transformer_config(mcore: SimpleNamespace, config: RunConfig, vpp: int = 1) 
         ffn_hidden_size=model.ffn_hidden or 4 * model.hidden,
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        sequence_parallel=parallel.sequence_parallel,
         pipeline_dtype=torch.float32,
         use_cpu_initialization=True,
         hidden_dropout=0.0,

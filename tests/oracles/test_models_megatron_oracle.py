@@ -11,21 +11,21 @@ import torch
 from labkit.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from labkit.launch import run
 from labkit.models import build_model_chunks
-from labkit.parallel import initialize_model_parallel
+from labkit.parallel import NaiveDataParallel, finalize_model_grads, initialize_model_parallel
 
 pytestmark = pytest.mark.oracle
 
-MODEL = ModelConfig(layers=2, hidden=32, heads=4, vocab_size=256, seq_length=16, activation="gelu")
+MODEL = ModelConfig(layers=2, hidden=32, heads=4, vocab_size=512, seq_length=16, activation="gelu")
 
 
-def both(layout: dict[str, int]) -> dict[str, Any]:
+def both(layout: dict[str, Any]) -> dict[str, Any]:
     """Largest differences of loss and gradients on this rank after one forward and backward of both models."""
     import megatron_peer
 
     config = RunConfig(
         model=MODEL,
         parallel=ParallelConfig(**layout),
-        optim=OptimConfig(lr=0.0, weight_decay=0.0, clip_grad=1e9, gradient_accumulation_fusion=False),
+        optim=OptimConfig(lr=0.0, weight_decay=0.0, clip_grad=1e9),
         train=TrainConfig(micro_batch_size=3, global_batch_size=3),
     )
     groups = initialize_model_parallel(config.parallel)
@@ -34,9 +34,11 @@ def both(layout: dict[str, int]) -> dict[str, Any]:
     batch = {"tokens_BS": ids[:, :-1].contiguous(), "labels_BS": ids[:, 1:].contiguous()}
     step, theirs = megatron_peer.make_step(config, groups, itertools.repeat(batch), ours)
     their_loss = step()
-    loss = ours(batch["tokens_BS"], labels_BS=batch["labels_BS"]).mean()
+    wrapped = NaiveDataParallel(ours, groups.dp_cp)
+    loss = wrapped(batch["tokens_BS"], labels_BS=batch["labels_BS"]).mean()
     loss.backward()
-    gradients = {p.full_name: p.grad for p in ours.parameters()}  # type: ignore[attr-defined]
+    finalize_model_grads([wrapped], groups)
+    gradients = {p.full_name: p.main_grad for p in ours.parameters()}  # type: ignore[attr-defined]
     worst = {}
     for name, parameter in theirs.module.named_parameters():
         own = gradients.pop(megatron_peer.our_name(name, 0))
@@ -45,8 +47,12 @@ def both(layout: dict[str, int]) -> dict[str, Any]:
     return {"loss": loss.item(), "theirs": their_loss, "worst": worst, "left": list(gradients)}
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}], ids=["one rank", "tp2"])
-def test_loss_and_gradients_equal_megatron_core(layout: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"tp": 4, "sequence_parallel": True}],
+    ids=["one rank", "tp2", "tp2 sp", "tp4 sp"],
+)
+def test_loss_and_gradients_equal_megatron_core(layout: dict[str, Any]) -> None:
     for found in run(both, layout.get("tp", 1), layout, timeout=120):
         assert found["loss"] == pytest.approx(found["theirs"], rel=1e-6)
         assert found["left"] == []

@@ -89,7 +89,9 @@ class Ends(nn.Module):
 
     def __init__(self, kind: str, group: Group, fusion: bool) -> None:
         super().__init__()
-        self.embedding = VocabParallelEmbedding("word", V, H, group=group, divisible_by=1, std=0.5)
+        self.sequence_parallel = "sequence" in kind
+        table: dict[str, Any] = {"group": group, "divisible_by": 1, "std": 0.5}
+        self.embedding = VocabParallelEmbedding("word", V, H, reduce_scatter_embeddings=self.sequence_parallel, **table)
         self.output = None if "tied" in kind else VocabParallelEmbedding("out", V, H, group=group, divisible_by=1)
         self.kind, self.group, self.fusion = kind, group, fusion
 
@@ -97,8 +99,10 @@ class Ends(nn.Module):
         x = self.embedding(ids(m)).tanh()
         weight = (self.output or self.embedding).weight
         if "logits" in self.kind:
-            return parallel_lm_logits(x, weight, self.group).square().sum()
-        options = {"vocab_size": V, "gradient_accumulation_fusion": self.fusion}
+            logits = parallel_lm_logits(x, weight, self.group, sequence_parallel=self.sequence_parallel)
+            return logits.square().sum()
+        options: dict[str, Any] = {"vocab_size": V, "gradient_accumulation_fusion": self.fusion}
+        options["sequence_parallel"] = self.sequence_parallel
         return linear_cross_entropy(x, weight, ids(m + 50), self.group, **options).sum()
 
 
@@ -114,7 +118,8 @@ def gpt(kind: str, group: Group, fusion: bool) -> Case:
         layers=2, hidden=8, heads=2, vocab_size=V, make_vocab_size_divisible_by=1, seq_length=S,
         **(llama if "llama" in kind else {}),
     )  # fmt: skip
-    groups = initialize_model_parallel(ParallelConfig(tp=group.size)) if group.size > 1 else single_process_groups()
+    parallel = ParallelConfig(tp=group.size, sequence_parallel="sequence" in kind)
+    groups = initialize_model_parallel(parallel) if group.size > 1 else single_process_groups()
     module = GPTModel(config, groups, layers=range(2), seed=3, gradient_accumulation_fusion=fusion)
     return Case(module, lambda m: module(ids(m).t(), labels_BS=ids(m + 50).t()).mean(), [])
 
@@ -134,8 +139,12 @@ MAKERS: dict[str, Callable[[str, Group, bool], Case]] = {
     "logits": ends,
     "tied fused loss": ends,
     "tied logits": ends,
+    "fused loss sequence": ends,
+    "tied fused loss sequence": ends,
+    "logits sequence": ends,
     "gpt": gpt,
     "gpt llama": gpt,
+    "gpt sequence": gpt,
 }
 
 
