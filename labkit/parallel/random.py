@@ -1,14 +1,14 @@
 """Random states with names: which ranks draw the same numbers, and which must not.
 
 Outside a tensor-parallel region activations are alike on every rank of the group, so dropout there must draw the same
-mask on all of them. Inside, each rank holds its own part and must draw its own mask. Megatron keeps one generator
-state per kind and swaps it in for the region.
+mask on all of them. Inside, each rank holds its own part and must draw its own mask; under sequence parallelism it does
+so outside as well. Megatron keeps one generator state per kind and swaps it in for the region.
 
-| state                 | seed, with s = seed + 100 pp_rank  | used for                                     |
-|-----------------------|------------------------------------|----------------------------------------------|
-| `data-parallel-rng`   | s (also torch's default state)     | dropout before residuals, after embeddings   |
-| `model-parallel-rng`  | s + 2718 + tp_rank                 | dropout inside attention                     |
-| `expert-parallel-rng` | s + 1024 + 100 ep_rank + etp_rank  | initial weights and dropout of experts       |
+| state                 | seed, with s = seed + 100 pp_rank  | used for                                        |
+|-----------------------|------------------------------------|-------------------------------------------------|
+| `data-parallel-rng`   | s (also torch's default state)     | dropout before residuals, after embeddings      |
+| `model-parallel-rng`  | s + 2718 + tp_rank                 | dropout inside attention, and of sequence parts |
+| `expert-parallel-rng` | s + 1024 + 100 ep_rank + etp_rank  | initial weights and dropout of experts          |
 """
 
 from __future__ import annotations
