@@ -80,10 +80,6 @@ class NaiveDataParallel(nn.Module):
         """Multiply every `main_grad`."""
         self.grad_buffer.mul_(factor)
 
-    def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiply every gradient by `factor`."""
-        self.grad_buffer.mul_(factor)
-
     def start_grad_sync(self, *parameters: nn.Parameter) -> None:
         """Where an overlapping form would issue its all-reduce; the naive one does all in `finish_grad_sync`."""
         assert self._may_sync, "gradient synchronisation was asked for inside no_sync()"

@@ -56,6 +56,7 @@ class DistributedDataParallel(nn.Module):
         distributed_optimizer: bool = False,
         overlap_param_gather: bool = False,
         num_distributed_optimizer_instances: int = 1,
+        check_for_nan_in_grad: bool = False,
         earlier_chunks: Sequence[DistributedDataParallel] = (),
     ) -> None:
         """Wrap `module`; every rank of dp x cp does the same.
@@ -71,6 +72,8 @@ class DistributedDataParallel(nn.Module):
         distributed_optimizer: reduce-scatter; each rank keeps its part of every bucket.
         overlap_param_gather: gather parameters behind the next forward (distributed optimizer).
         num_distributed_optimizer_instances: parts into which the replicas are cut; see `grad_buffers`.
+        check_for_nan_in_grad: note before each reduction whether this rank's own gradients are finite, for
+            `spoiled_before_reduction`; while scaling this costs nothing more, else it reads the gradients once.
         earlier_chunks: the wrappers of this rank's chunks so far; what they hold already stays with them.
 
         Raises ValueError for options that exclude each other, and instances that do not divide a group.
@@ -93,7 +96,7 @@ class DistributedDataParallel(nn.Module):
             within, across = cut_group(
                 groups, groups.edp if is_expert else groups.dp_cp, num_distributed_optimizer_instances
             )
-            reduction = Reduction(within, across, factor, op, distributed_optimizer)
+            reduction = Reduction(within, across, factor, op, distributed_optimizer, check_for_nan_in_grad)
             buffers.append(
                 GradBuffer(named, main_dtype, reduction, bucket_size=None if one_bucket else size, is_expert=is_expert)
             )
@@ -145,6 +148,14 @@ class DistributedDataParallel(nn.Module):
         """Multiply every gradient by `factor`."""
         for buffer in self.buffers:
             buffer.grad_data.mul_(factor)
+
+    def spoiled_before_reduction(self) -> list[nn.Parameter] | None:
+        """Parameters of the buckets in which a gradient of this rank was not finite before the last reduction; None if
+        nobody looked. Waits for the device."""
+        if all(bucket.not_finite is None for bucket in self.buckets):
+            return None
+        spoiled = [bucket for bucket in self.buckets if bucket.not_finite is not None and bucket.not_finite.item()]
+        return [parameter for bucket in spoiled for parameter in bucket.parameters]
 
     def start_grad_sync(self, *parameters: nn.Parameter) -> None:
         """The gradients are complete: start the reduction of every bucket that has not been started.
@@ -305,6 +316,7 @@ def wrap_model_chunks(
                 distributed_optimizer=optim.distributed_optimizer,
                 overlap_param_gather=optim.overlap_param_gather,
                 num_distributed_optimizer_instances=optim.num_distributed_optimizer_instances,
+                check_for_nan_in_grad=optim.check_for_nan_in_grad,
                 earlier_chunks=list(wrapped),
             )
         )

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from labkit.parallel.bucket_plan import Bucket, BufferPlan, ParameterSpec, plan_buckets
 from labkit.parallel.collectives import Pending, all_gather_async, all_reduce_async, comm_scope, reduce_scatter_async
+from labkit.parallel.finite import scale_and_look
 from labkit.parallel.groups import Group
 
 
@@ -44,19 +45,27 @@ class Reduction:
     """`sum` or `avg`."""
     scatter: bool
     """Each rank keeps its part of every bucket (distributed optimizer)."""
+    look: bool = False
+    """Note before the reduction whether this rank's own gradients are finite."""
 
     @property
     def size(self) -> int:
         """Replicas."""
         return self.within.size * self.across.size
 
+    def prepare(self, data: Tensor) -> Tensor | None:
+        """Scale for the mean; with `look` return the answer of `scale_and_look`, unless nothing is reduced."""
+        if self.look and self.size > 1:
+            return scale_and_look(data, self.factor)
+        if self.factor != 1.0:
+            data.mul_(self.factor)
+        return None
+
     def run(self, data: Tensor) -> Generator[Pending, Tensor, None]:
-        """The collectives of one bucket, each yielded under way; what it brought is sent in, and the next starts.
+        """The collectives of a prepared bucket, each yielded under way; what it brought is sent in, the next starts.
 
         The result is in `data`: all of it, or with `scatter` this rank's part alone.
         """
-        if self.factor != 1.0:
-            data.mul_(self.factor)
         if not self.scatter and self.across.size == 1:
             yield all_reduce_async(data, self.within, self.op)
             return
@@ -94,6 +103,8 @@ class GradBucket:
         """Whether a parameter also takes gradients from another chunk of this rank."""
         self.started = False
         """Whether its reduction was started in this step."""
+        self.not_finite: Tensor | None = None
+        """[1], above 0 where a gradient of this rank was not finite before the last reduction; None if not looked."""
         self._collectives: Generator[Pending, Tensor, None] | None = None
         self._pending: Pending | None = None
         self._seen: dict[int, int] = {}
@@ -131,6 +142,7 @@ class GradBucket:
         """Start the reduction; gradients that arrive later would be lost."""
         assert not self.started, f"bucket {self.index} was started twice in one step"
         self.started = True
+        self.not_finite = self.reduction.prepare(self.grad_data)
         self._collectives = self.reduction.run(self.grad_data)
         with self._scope():
             self._pending = next(self._collectives)
