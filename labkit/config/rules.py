@@ -278,7 +278,6 @@ _LATER: tuple[tuple[str, Any, str], ...] = (
     ("moe.num_experts", 0, "mixture of experts"),
     ("graph.cuda_graph_impl", "none", "graph capture"),
     ("optim.distributed_optimizer", False, "distributed optimizer"),
-    ("optim.average_in_collective", False, "average inside the collective"),
     ("optim.fp8", "none", "fp8"),
     ("model.family", "gpt", "this model family"),
     ("model.transformer_impl", "local", "this implementation of the layers"),
