@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import resource
@@ -15,6 +14,7 @@ from importlib import metadata
 from typing import Literal
 
 from labkit.launch.info import loopback_interface
+from labkit.launch.transformer_engine import why_no_transformer_engine
 
 Level = Literal["good", "note", "bad"]
 _GIB = 1 << 30
@@ -91,21 +91,10 @@ def _gpus() -> Finding:
 
 
 def _transformer_engine() -> Finding:
-    """Never imported without a GPU: its import then raises RuntimeError, not ImportError."""
-    import torch
-
     topic = "Transformer Engine"
-    if importlib.util.find_spec("transformer_engine") is None:
-        return Finding(topic, "note", "not installed; labkit's own layers are used")
-    found = metadata.version("transformer_engine")
-    if not torch.cuda.is_available():
-        return Finding(topic, "note", f"{found} is installed but needs a GPU; labkit's own layers are used")
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, RuntimeError, OSError) as error:
-        advice = "reinstall transformer-engine[pytorch] for this torch and CUDA"
-        return Finding(topic, "note", f"{found} cannot be imported: {type(error).__name__}: {error}", advice)
-    return Finding(topic, "good", found)
+    if (missing := why_no_transformer_engine()) is not None:
+        return Finding(topic, "note", f"{missing}; labkit's own layers are used, fp8 included")
+    return Finding(topic, "good", metadata.version("transformer_engine"))
 
 
 def usable_cores() -> int:

@@ -13,9 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from labkit.models.build import Build, Norm
-from labkit.models.core_attention import CoreAttention
-from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from labkit.models.build import Build
+from labkit.models.layer_choice import core_attention, norm_before, row_parallel
 from labkit.parallel.ledger import comm_scope
 
 Rotary = tuple[Tensor, Tensor]
@@ -61,11 +60,11 @@ class ParallelAttention(nn.Module):
         self.kv_heads = kv_heads // tp
         self.queries_per_kv = config.heads // kv_heads
         columns = (config.heads + 2 * kv_heads) * self.head_dim
-        self.norm = Norm(f"{name}.norm", build)
-        self.core = CoreAttention(config, build.rng, build.cp, build.cp_comm_type)
-        self.qkv = ColumnParallelLinear(f"{name}.qkv", config.hidden, columns, **build.linear())
+        self.norm, column = norm_before(f"{name}.norm", build)
+        self.core = core_attention(build)
+        self.qkv = column(f"{name}.qkv", config.hidden, columns, **build.linear())
         proj = build.linear(std=build.residual_std)
-        self.proj = RowParallelLinear(f"{name}.proj", config.hidden, config.hidden, **proj)
+        self.proj = row_parallel(build)(f"{name}.proj", config.hidden, config.hidden, **proj)
 
     def forward(self, x_SBH: Tensor, rotary: Rotary | None = None) -> Tensor:
         """[S, B, H] -> [S, B, H], to be added to x."""
@@ -82,5 +81,7 @@ class ParallelAttention(nn.Module):
         if rotary is not None:
             # The copy of v lets `mixed` go: otherwise it would be kept for backward beside the rotated q and k.
             q, k, v = rotate(q, rotary), rotate(k, rotary), v.clone()
+        elif self.queries_per_kv > 1:  # the same, for the queries that the next line must copy
+            k, v = k.clone(), v.clone()
         q, k, v = (x.reshape(length, -1, self.head_dim).transpose(0, 1)[None] for x in (q, k, v))
         return self.recompute.part("core_attn", self.core, q, k, v).transpose(1, 2).reshape(length, batch, -1)

@@ -10,7 +10,8 @@ from functools import partial
 from torch import Tensor, nn
 
 from labkit.models.attention import ParallelAttention, Rotary
-from labkit.models.build import Build, Norm, dropout
+from labkit.models.build import Build, dropout
+from labkit.models.layer_choice import norm_before, row_parallel
 from labkit.parallel.mlp import ParallelMLP
 
 
@@ -21,15 +22,18 @@ class TransformerLayer(nn.Module):
         super().__init__()
         config, name = build.config, f"layers.{index}"
         self.attention = ParallelAttention(f"{name}.attention", build)
+        norm, column = norm_before(f"{name}.mlp.norm", build)
         self.mlp = ParallelMLP(
             f"{name}.mlp",
             config.hidden,
             config.ffn_hidden or 4 * config.hidden,
             activation=config.activation,
             output_std=build.residual_std,
+            column=column,
+            row=row_parallel(build),
             **build.linear(),
         )
-        self.mlp.norm = Norm(f"{name}.mlp.norm", build)  # in the branch it feeds, as in attention
+        self.mlp.norm = norm  # in the branch it feeds, as in attention
         self.dropout, self.recompute = dropout(config.hidden_dropout, build), build.recompute
 
     def forward(self, x_SBH: Tensor, rotary: Rotary | None = None) -> Tensor:

@@ -9,6 +9,7 @@ Shapes: S sequence, B batch, H hidden; t = tensor-parallel size.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig
+from labkit.models.core_attention import drop
 from labkit.models.recomputation import Recomputation
+from labkit.parallel import te
+from labkit.parallel.fp8 import Float8Scaling
 from labkit.parallel.groups import Group
 from labkit.parallel.random import RngTracker
+from labkit.parallel.recompute import checkpoint
 from labkit.parallel.weights import make_parameter
 
 
@@ -47,6 +52,8 @@ class Build:
     """Context-parallel group, over which attention communicates; None is this rank alone."""
     cp_comm_type: str = "p2p"
     """How it does: `p2p` or `all_gather`."""
+    float8: Float8Scaling | None = None
+    """Scales of the linear layers' products in fp8; None computes in `dtype`."""
     made: dict[str, Any] = field(init=False)
     """dtype and device, as every constructor takes them."""
     recompute: Recomputation = field(init=False)
@@ -54,8 +61,13 @@ class Build:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "made", {"dtype": self.dtype, "device": self.device})
-        object.__setattr__(self, "recompute", Recomputation(self.config, self.rng))
+        object.__setattr__(self, "recompute", Recomputation(self.config, self.rng, checkpoint=self._checkpoint()))
         object.__setattr__(self, "sequence_parallel", self.sequence_parallel and self.group.size > 1)
+
+    def _checkpoint(self) -> Callable[..., Any]:
+        """The engine's own where its fp8 scales must be replayed."""
+        in_engine = self.float8 is not None and self.config.transformer_impl == "transformer_engine"
+        return te.checkpoint if in_engine else checkpoint
 
     def linear(self, *, std: float | None = None) -> dict[str, Any]:
         """Keyword arguments that all linear layers share; `std` is init_std unless given."""
@@ -64,6 +76,7 @@ class Build:
             "bias": self.config.bias,
             "sequence_parallel": self.sequence_parallel,
             "gradient_accumulation_fusion": self.gradient_accumulation_fusion,
+            "float8": self.float8,
         }
         return self.made | shared | {"seed": self.seed, "std": self.config.init_std if std is None else std}
 
@@ -97,10 +110,18 @@ def dropout(p: float, build: Build) -> nn.Module:
     """
     if not p:
         return nn.Identity()
-    return OwnDropout(p, build.rng) if build.sequence_parallel else nn.Dropout(p)
+    return OwnDropout(p, build.rng) if build.sequence_parallel else Dropout(p)
 
 
-class OwnDropout(nn.Dropout):
+class Dropout(nn.Dropout):
+    """Dropout from the default random state, with a mask of one byte per element."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Any shape -> the same."""
+        return drop(input, self.p) if self.training else input
+
+
+class OwnDropout(Dropout):
     """Dropout from this rank's own random state."""
 
     def __init__(self, p: float, rng: RngTracker | None) -> None:

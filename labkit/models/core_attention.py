@@ -73,12 +73,17 @@ class CoreAttention(nn.Module):
         return self.rng.fork("model-parallel-rng")
 
 
+def drop(x: Tensor, p: float) -> Tensor:
+    """Dropout that keeps a mask of one byte per element on every device; `F.dropout` keeps one of x's type on a CPU."""
+    return torch.native_dropout(x, p, True)[0] if p else x
+
+
 def unfused_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0) -> Tensor:
     """`F.scaled_dot_product_attention(q, k, v, is_causal=True)`, one operation after the other."""
     repeats = q.shape[1] // k.shape[1]
     if repeats > 1:
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)
+    scores = (q @ k.transpose(-1, -2)) * (1.0 / math.sqrt(q.shape[-1]))  # not q first: that would keep another q
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     probabilities = scores.masked_fill(later, -math.inf).softmax(dim=-1)
-    return F.dropout(probabilities, dropout_p) @ v
+    return drop(probabilities, dropout_p) @ v

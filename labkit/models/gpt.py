@@ -12,7 +12,7 @@ Shapes: S sequence, B batch, H hidden, V this rank's columns of the padded vocab
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,10 @@ from labkit.models.attention import Rotary, rotary_table
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build, Norm, dropout
 from labkit.models.placement import stage_contents
+from labkit.parallel import te
 from labkit.parallel.context import zigzag_positions
 from labkit.parallel.cross_entropy import linear_cross_entropy
+from labkit.parallel.fp8 import Float8Recipe, Float8Scaling, float8_recipe
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.random import RngTracker, model_parallel_seed
 from labkit.parallel.vocab import (
@@ -144,6 +146,7 @@ class GPTModel(nn.Module):
         gradient_accumulation_fusion: linear layers add weight gradients to `main_grad` where it exists.
         label_smoothing: of the loss.
         rng: random states for dropout, shared by the chunks of a rank; made here where dropout needs them.
+        float8: formats and scaling of the layers' products in fp8; embedding and output layer keep `dtype`.
         tied_weight_VH: the word embedding of the first stage, where that is another chunk of this rank: the output
             layer then uses it, and this chunk has no weight of its own to count, update or save.
 
@@ -165,11 +168,13 @@ class GPTModel(nn.Module):
         gradient_accumulation_fusion: bool = False,
         label_smoothing: float = 0.0,
         rng: RngTracker | None = None,
+        float8: Float8Recipe | None = None,
         tied_weight_VH: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         _check(config, groups)
         self.rng = rng or (model_parallel_seed(seed, groups) if _drops(config) else None)
+        scaling = None if float8 is None else Float8Scaling(float8, groups, device)
         build = Build(
             config=config,
             group=groups.tp,
@@ -181,6 +186,7 @@ class GPTModel(nn.Module):
             sequence_parallel=groups.config.sequence_parallel,
             cp=groups.cp,
             cp_comm_type=groups.config.cp_comm_type,
+            float8=scaling,
         )
         self.sequence_parallel, self.sequence_parts = build.sequence_parallel, build.sequence_parts
         self.config, self.group, self.recompute = config, groups.tp, build.recompute
@@ -188,6 +194,9 @@ class GPTModel(nn.Module):
         self.label_smoothing, self.fusion = label_smoothing, gradient_accumulation_fusion
         self.embedding = Embedding(build) if pre_process else None
         self.layers = nn.ModuleDict({str(index): TransformerLayer(index, build) for index in layers})
+        self.float8: Float8Scaling | te.EngineFloat8 | None = scaling
+        if float8 is not None and config.transformer_impl == "transformer_engine":
+            self.float8 = te.EngineFloat8(float8, groups, self.layers)
         self.final_norm = Norm("final_norm", build) if post_process else None
         self._tied_weight: tuple[nn.Parameter, ...] = ()  # in a tuple, so that it is no parameter of this module
         if tied_weight_VH is not None:
@@ -239,7 +248,8 @@ class GPTModel(nn.Module):
             position_ids = self._own_positions(tokens_BS)
         x_SBH = self._first_hidden(tokens_BS, position_ids)
         rotary = self._rotary(x_SBH, position_ids)
-        x_SBH = self.recompute.through(self.layers.values(), x_SBH, rotary)
+        with self.float8.region() if self.float8 is not None else nullcontext():
+            x_SBH = self.recompute.through(self.layers.values(), x_SBH, rotary)
         if self.final_norm is None:
             return x_SBH
         x_SBH = self.final_norm(x_SBH)
@@ -274,11 +284,11 @@ class GPTModel(nn.Module):
             raise ValueError(
                 f"a sequence of {length} tokens is longer than model.seq_length = {self.config.seq_length}"
             )
-        if tokens_BS.shape[1] % self.sequence_parts:
+        length, parts = tokens_BS.shape[1], self.sequence_parts
+        if length % parts:
             raise ValueError(
-                f"sequence parallelism cuts a sequence over tp = {self.sequence_parts} ranks, and {tokens_BS.shape[1]} "
-                f"tokens are no multiple of it; pad the batch to {-(-tokens_BS.shape[1] // self.sequence_parts)} x "
-                f"{self.sequence_parts} tokens"
+                f"sequence parallelism cuts a sequence over tp = {parts} ranks, and {length} tokens are no multiple of "
+                f"it; pad them to {-(-length // parts) * parts}"
             )
         return self.embedding(tokens_BS, position_ids_BS)
 
@@ -325,7 +335,6 @@ def _drops(config: ModelConfig) -> bool:
 
 def _check(config: ModelConfig, groups: ParallelGroups) -> None:
     allowed = {"family": ("gpt",), "position": ("learned", "rope"), "norm": ("layernorm", "rmsnorm")}
-    allowed["transformer_impl"] = ("local",)
     for name, choices in allowed.items():
         if getattr(config, name) not in choices:
             raise ValueError(f"GPTModel has no {name} {getattr(config, name)!r}; choose {' or '.join(choices)}")
@@ -370,6 +379,7 @@ def build_model_chunks(config: RunConfig, groups: ParallelGroups, schedule: Sche
             gradient_accumulation_fusion=config.optim.gradient_accumulation_fusion,
             label_smoothing=config.train.label_smoothing,
             rng=rng,
+            float8=float8_recipe(config.optim),
             tied_weight_VH=first.word.weight if tied and first is not None else None,
         )
         chunks.append(chunk)

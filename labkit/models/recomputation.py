@@ -25,9 +25,11 @@ Layer = Callable[..., Tensor]
 class Recomputation:
     """The choice of one model chunk. While `active` is False everything is kept."""
 
-    def __init__(self, config: ModelConfig, rng: RngTracker | None = None) -> None:
-        """rng: random states that the layers draw from."""
-        self.active = True
+    def __init__(
+        self, config: ModelConfig, rng: RngTracker | None = None, *, checkpoint: Callable[..., Any] = checkpoint
+    ) -> None:
+        """rng: random states that the layers draw from. checkpoint: called like `recompute.checkpoint`."""
+        self.active, self._checkpoint = True, checkpoint
         self._rng = rng
         self._full = config.recompute_granularity == "full"
         self._by_group = config.recompute_method == "uniform"
@@ -37,7 +39,7 @@ class Recomputation:
     def part(self, name: str, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
         """`function(*args)`: a part of a layer (`core_attn`, `mlp`), recomputed where it is among the selected."""
         if self.active and name in self._modules:
-            return checkpoint(function, *args, rng=self._rng)
+            return self._checkpoint(function, *args, rng=self._rng)
         return function(*args)
 
     def norm(self, norm: Layer, x_SBH: Tensor, consumer: Layer) -> Tensor:
@@ -58,7 +60,7 @@ class Recomputation:
         run = list(layers)
         for start, stop, again in self._pieces(len(run)):
             piece = partial(_one_after_another, run[start:stop], context)
-            x_SBH = checkpoint(piece, x_SBH, rng=self._rng) if again else piece(x_SBH)
+            x_SBH = self._checkpoint(piece, x_SBH, rng=self._rng) if again else piece(x_SBH)
         return x_SBH
 
     def _pieces(self, layers: int) -> list[tuple[int, int, bool]]:

@@ -28,6 +28,7 @@ Shapes: N rows (sequence x batch), I input size, O output size, M layers of a mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -295,6 +296,10 @@ class Float8Scaling:
     def scales(self) -> Tensor:
         """Of `delayed`: what each layer's input, weight and output gradient are multiplied by, [M, 3]."""
         return self._scale_M3
+
+    def region(self) -> AbstractContextManager[None]:
+        """Where the forward of all layers of one microbatch runs; only Transformer Engine's layers need to be told."""
+        return nullcontext()
 
     def scale(self, index: int, kind: str, x: Tensor, group: Group | None, *, noted: bool) -> Tensor:
         """The scale of a tensor that is about to be cast, a float32 scalar.

@@ -48,6 +48,7 @@ class ParallelMLP(nn.Module):
         group: tensor-parallel group.
         activation: `gelu` (erf), `gelu_tanh` or `swiglu`.
         output_std: of fc2's initial weight (residual projections are scaled down); None means std.
+        column, row: constructors of the two layers.
         The rest as in `ColumnParallelLinear`.
 
     Raises:
@@ -69,6 +70,8 @@ class ParallelMLP(nn.Module):
         seed: int = 0,
         std: float = 0.02,
         output_std: float | None = None,
+        column: Callable[..., nn.Module] = ColumnParallelLinear,
+        row: Callable[..., nn.Module] = RowParallelLinear,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
@@ -87,12 +90,8 @@ class ParallelMLP(nn.Module):
             "device": device,
         }
         self.activation = ACTIVATIONS[activation]
-        self.fc1 = ColumnParallelLinear(
-            f"{name}.fc1", hidden, blocks * ffn_hidden, std=std, partition_stride=blocks, **common
-        )
-        self.fc2 = RowParallelLinear(
-            f"{name}.fc2", ffn_hidden, hidden, std=std if output_std is None else output_std, **common
-        )
+        self.fc1 = column(f"{name}.fc1", hidden, blocks * ffn_hidden, std=std, partition_stride=blocks, **common)
+        self.fc2 = row(f"{name}.fc2", ffn_hidden, hidden, std=std if output_std is None else output_std, **common)
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, H], the bias of fc2 included."""
