@@ -277,10 +277,7 @@ _LATER: tuple[tuple[str, Any, str], ...] = (
     ("parallel.split_rank", None, "encoder to split off from a GPT"),
     ("moe.num_experts", 0, "mixture of experts"),
     ("graph.cuda_graph_impl", "none", "graph capture"),
-    ("optim.distributed_optimizer", False, "distributed optimizer"),
-    ("optim.fp8", "none", "fp8"),
     ("model.family", "gpt", "this model family"),
-    ("model.transformer_impl", "local", "this implementation of the layers"),
 )
 
 

@@ -77,7 +77,7 @@ class DistributedOptimizer:
     def __init__(
         self,
         groups: Iterable[ParameterGroup],
-        chunks: Sequence[DistributedDataParallel],
+        chunks: Sequence[nn.Module],
         layout: ParallelGroups,
         optim: OptimConfig,
     ) -> None:
@@ -88,10 +88,10 @@ class DistributedOptimizer:
 
         Raises ValueError for chunks wrapped otherwise, and for parameters that none of them holds.
         """
-        self.groups, self._chunks = list(groups), list(chunks)
+        self.groups, self._chunks = list(groups), _checked(chunks)
         self.norm_groups: tuple[Group, ...] = (layout.world,)
         group_of = {id(p): number for number, group in enumerate(self.groups) for p in group.params}
-        _check(self.groups, self._chunks)
+        _check_held(self.groups, self._chunks)
         self._shards = [_shard(buffer) for chunk in self._chunks for buffer in chunk.buffers]
         self.pieces: list[list[OwnedPiece]] = [[] for _ in self.groups]
         """By parameter group, what this rank updates; a rank may own nothing of a group."""
@@ -170,16 +170,18 @@ class DistributedOptimizer:
         return total
 
 
-def _check(groups: Sequence[ParameterGroup], chunks: Sequence[DistributedDataParallel]) -> None:
-    held: set[int] = set()
+def _checked(chunks: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     for chunk in chunks:
-        buffers = getattr(chunk, "buffers", None)
-        if not isinstance(buffers, list) or any(buffer.param_data is None for buffer in buffers):
+        if not isinstance(chunk, DistributedDataParallel) or chunk.param_gather is None:
             raise ValueError(
                 "the distributed optimizer needs reduce-scattered gradients: wrap each chunk in "
                 "DistributedDataParallel(chunk, groups, distributed_optimizer=True)"
             )
-        held |= {id(p) for buffer in buffers for p in buffer.parameters}
+    return list(chunks)  # pyright: ignore[reportReturnType]
+
+
+def _check_held(groups: Sequence[ParameterGroup], chunks: Sequence[DistributedDataParallel]) -> None:
+    held = {id(p) for chunk in chunks for buffer in chunk.buffers for p in buffer.parameters}
     for group in groups:
         for name, parameter in zip(group.names, group.params):
             if id(parameter) not in held:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.config import OptimConfig
+from labkit.parallel.distributed_optimizer import DistributedOptimizer
 from labkit.parallel.gradients import counted_gradients, main_grad
 from labkit.parallel.groups import Group, ParallelGroups, single_process_groups
 from labkit.parallel.parameter_groups import Condition as Condition
@@ -142,7 +143,12 @@ def build_optimizer(
     no_wd_decay_cond: Condition | None = None,
     scale_lr_cond: Condition | None = None,
     lr_mult: float = 1.0,
-) -> Optimizer:
-    """AdamW for all model chunks of this rank; `layout` as for `Optimizer`, the rest as for `parameter_groups`."""
+) -> MegatronOptimizer:
+    """AdamW for all model chunks of this rank, sharded if `optim.distributed_optimizer`.
+
+    `layout` is as for `Optimizer`, the rest as for `parameter_groups`.
+    """
     groups = parameter_groups(chunks, no_wd_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult)
-    return Optimizer(groups, optim, layout=layout)
+    if not optim.distributed_optimizer:
+        return Optimizer(groups, optim, layout=layout)
+    return DistributedOptimizer(groups, chunks, layout or single_process_groups(), optim)

@@ -27,6 +27,7 @@ from labkit.launch import rank_info, torchrun
 from labkit.models.gpt import build_model_chunks
 from labkit.parallel.distributed_data_parallel import DataParallel, wrap_model_chunks
 from labkit.parallel.groups import ParallelGroups, initialize_model_parallel
+from labkit.parallel.param_gather import finish_param_sync
 from labkit.schedules.ir import Schedule
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.lr_schedule import LearningRate, build_lr_schedule
@@ -232,6 +233,7 @@ def train(
         if config.train.eval_steps > 0 and data.test is not None:
             with report.naming_what_is_kept():
                 _test(pipeline, data.test(), report)
+        finish_param_sync(chunks)
     return TrainResult(report.losses, report.events, report.metrics, report.skipped_steps)
 
 

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from labkit.parallel.collectives import all_reduce, broadcast, comm_scope
+from labkit.parallel.fp8 import end_float8_step
 from labkit.parallel.gradients import clip_factor, finalize_model_grads, gradient_statistics, scale_gradients
 from labkit.parallel.groups import ParallelGroups
+from labkit.parallel.param_gather import finish_param_sync
 from labkit.schedules.ir import Schedule
 from labkit.train.metrics import Timers
 from labkit.train.not_finite import find, sentence
@@ -85,6 +87,7 @@ def train_step(
         chunk.zero_grad_buffer()
     with timers("forward-backward", log_level=1):
         reports = pipeline.run(batches)
+    end_float8_step(chunks)
     loss, scale = global_loss(reports, pipeline), scaler.scale
     with timers("finalize-grads", log_level=1):
         finalize_model_grads(chunks, groups, num_tokens=pipeline.num_tokens, last_stage=pipeline.last_stage)
@@ -111,6 +114,7 @@ def train_step(
             "changed in them. A smaller loss scale does not help: look for an operation without a finite gradient"
         )
     if observer is not None:
+        finish_param_sync(chunks)
         observer.on_update(step, chunks)
     return StepResult(loss, norm, not finite, scale, fault)
 
