@@ -129,6 +129,10 @@ class OutputLayer(nn.Module):
         )
         self.weight.shared = self.weight.shared_embedding = tied  # type: ignore[attr-defined]
 
+    def forward(self) -> Tensor:
+        """The weight; called like any layer, so that what waits for a layer's parameters waits here too."""
+        return self.weight
+
 
 class GPTModel(nn.Module):
     """Layers `layers` of a GPT with what belongs before and after them.
@@ -212,7 +216,7 @@ class GPTModel(nn.Module):
     def output_weight_VH(self) -> Tensor:
         """Rows of the output layer on this rank; the word embedding's own where first and last stage are on it."""
         if self.output is not None:
-            return self.output.weight
+            return self.output()
         if self._tied_weight:
             return self._tied_weight[0]
         assert self.embedding is not None, "only a stage with post_process has an output layer"

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from labkit.config import OptimConfig, ParallelConfig
+from labkit.config import OptimConfig, ParallelConfig, presets
+from labkit.models.gpt import GPTModel
 from labkit.parallel import CommLedger, initialize_model_parallel
 from labkit.parallel.distributed_data_parallel import DistributedDataParallel
 from labkit.parallel.distributed_optimizer import DistributedOptimizer
@@ -230,6 +231,23 @@ def use_before_it_is_gathered() -> str:
 def test_a_parameter_read_behind_the_back_of_its_module_is_refused(on_ranks) -> None:
     for message in on_ranks(use_before_it_is_gathered, 2):
         assert "was used before its update was gathered" in message and "optim.overlap_param_gather" in message
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_no_layer_of_a_gpt_waits_for_the_parameters_of_another(untied: bool) -> None:
+    """The model as a whole has no hook: whatever its own forward reads, it gets by calling a layer."""
+    groups = single_process_groups()
+    config = presets.tiny().override({"model.untie_embeddings_and_output_weights": untied, "model.position": "learned"})
+    model = GPTModel(config.model, groups, layers=range(2), seed=1)
+    chunk = DistributedDataParallel(
+        model, groups, bucket_size=BUCKET, distributed_optimizer=True, overlap_param_gather=True
+    )
+    optimizer = DistributedOptimizer(parameter_groups([chunk]), [chunk], groups, OPTIM)
+    assert len(chunk.buckets) > 10 and not model._forward_pre_hooks
+    optimizer.step(0.0)
+    tokens = torch.arange(config.model.seq_length)[None]
+    chunk(tokens, labels_BS=tokens).sum().backward()
+    assert chunk.param_gather is not None and chunk.param_gather.is_ready
 
 
 def test_chunks_without_reduce_scatter_and_foreign_parameters_are_refused() -> None:
