@@ -1,11 +1,13 @@
 """Hold every layout and every schedule of the matrix against one process and write the table docs/parity.md.
 
-.venv/bin/python scripts/parity_matrix.py            # all presets and dtypes, half an hour on two cores
+.venv/bin/python scripts/parity_matrix.py                              # everything, an hour on two cores
+.venv/bin/python scripts/parity_matrix.py Recomputation "Gradient bu"  # these tables again, the others as they are
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,65 @@ TRANSFERS = [
     ],
 ]
 """How tensors move between stages."""
+DATA_STEPS, DATA_BATCH = 10, 12
+SEQUENCE_PARALLEL = {"sequence_parallel": True}
+FULL = {"recompute_granularity": "full"}
+BUCKETS = {"bucket_size": 10_000}
+ZERO = {"distributed_optimizer": True, **BUCKETS}
+MEGATRON = {"overlap_param_gather": True, **ZERO}
+"""The distributed optimizer with every overlap, in several buckets."""
+
+
+def grid(changes: dict[str, Any], sizes: list[tuple[int, int, int, int]]) -> list[dict[str, Any]]:
+    """`changes` under each (tp, cp, pp, dp)."""
+    return [{"tp": tp, "cp": cp, "pp": pp, "world_size": tp * cp * pp * dp, **changes} for tp, cp, pp, dp in sizes]
+
+
+SEQUENCE_LAYOUTS = [
+    *grid(SEQUENCE_PARALLEL, [(2, 1, 1, 1), (4, 1, 1, 1), (2, 1, 2, 1), (2, 1, 4, 1), (4, 1, 2, 1), (2, 1, 2, 2)]),
+    *grid({}, [(1, 2, 1, 1), (1, 4, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (2, 2, 2, 1), (1, 4, 2, 1), (2, 4, 1, 1)]),
+    *grid({}, [(1, 2, 1, 2), (1, 2, 2, 2)]),
+    *grid({"cp_comm_type": "all_gather"}, [(1, 2, 1, 1), (1, 4, 1, 1), (2, 2, 2, 1)]),
+    *grid(SEQUENCE_PARALLEL, [(2, 2, 1, 1), (2, 2, 2, 1), (4, 2, 1, 1), (2, 2, 1, 2)]),
+]
+"""Sequence and context parallelism, alone and together."""
+RECOMPUTE_LAYOUTS = [
+    *grid(FULL, [(1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 2, 1), (2, 1, 2, 1), (2, 1, 2, 2)]),
+    *grid({"recompute_granularity": "selective"}, [(1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 2, 1), (2, 1, 2, 1)]),
+    *grid(
+        {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp", "layernorm")},
+        [(1, 1, 1, 1), (2, 1, 2, 1)],
+    ),
+    *grid({**FULL, "recompute_method": "block", "recompute_num_layers": 2}, [(1, 1, 1, 1), (1, 1, 2, 1)]),
+    *grid({**FULL, "num_microbatches_with_partial_activation_checkpoints": 1}, [(1, 1, 2, 1), (2, 1, 2, 1)]),
+    *grid({**FULL, **SEQUENCE_PARALLEL}, [(2, 1, 1, 1), (2, 1, 2, 1), (2, 2, 1, 1)]),
+    *grid({**FULL, "schedule.name": "zero_bubble_h1"}, [(1, 1, 2, 1), (2, 1, 2, 1)]),
+    *grid({**FULL, "schedule.name": "zbv"}, [(1, 1, 2, 1)]),
+    *grid(FULL, [(1, 2, 1, 1), (1, 2, 2, 1)]),
+]
+"""What backward computes again, whole layers or parts of them."""
+DATA_LAYOUTS = [
+    *grid({"optim.data_parallel": "naive"}, [(1, 1, 1, 2), (2, 1, 2, 2)]),
+    *grid(BUCKETS, [(1, 1, 1, 2), (1, 1, 1, 6), (2, 1, 1, 2), (1, 1, 2, 2), (2, 1, 2, 2), (1, 2, 1, 2)]),
+    *grid({**BUCKETS, "average_in_collective": True}, [(1, 1, 1, 2), (1, 1, 1, 4)]),
+    *grid({**BUCKETS, "calculate_per_token_loss": True}, [(1, 1, 1, 2), (1, 2, 2, 2)]),
+    *grid({**BUCKETS, "schedule.name": "interleaved", "vpp": 2}, [(1, 1, 2, 2), (2, 1, 2, 2)]),
+    *grid({**BUCKETS, "schedule.name": "zbv"}, [(1, 1, 2, 2)]),
+    *grid({"overlap_grad_reduce": False}, [(1, 1, 1, 2)]),
+]
+"""Gradients in buckets, reduced behind the backward."""
+ZERO_LAYOUTS = [
+    *grid(ZERO, [(1, 1, 1, 2), (1, 1, 1, 3), (1, 1, 1, 6), (2, 1, 1, 2), (1, 1, 2, 2), (2, 1, 2, 2), (1, 2, 1, 2)]),
+    *grid(MEGATRON, [(1, 1, 1, 2), (1, 1, 1, 4), (2, 1, 1, 2), (1, 1, 2, 2), (2, 1, 2, 2), (1, 2, 2, 2)]),
+    *grid({**MEGATRON, "schedule.name": "interleaved", "vpp": 2}, [(1, 1, 2, 2), (2, 1, 2, 2)]),
+    *grid({**MEGATRON, "schedule.name": "zero_bubble_h1"}, [(1, 1, 2, 2)]),
+    *grid({**MEGATRON, "schedule.name": "zbv"}, [(1, 1, 2, 2)]),
+    *grid({**MEGATRON, "schedule.name": "dualpipe_v"}, [(1, 1, 2, 2)]),
+    *grid({**ZERO, "num_distributed_optimizer_instances": 2}, [(1, 1, 1, 4), (2, 1, 1, 4), (1, 1, 2, 4)]),
+    *grid({**ZERO, "calculate_per_token_loss": True}, [(1, 1, 1, 2)]),
+    *grid({**MEGATRON, **SEQUENCE_PARALLEL, **FULL}, [(2, 1, 1, 2), (2, 2, 1, 2), (2, 1, 2, 2)]),
+]
+"""The distributed optimizer, always over two replicas or more."""
 PRESETS = {"tiny": "GPT-2's blocks, tied embeddings", "llama_tiny": "Llama's blocks, untied output"}
 
 INTRODUCTION = f"""# Parity of all layouts with one process
@@ -58,8 +119,9 @@ in one process; same data, same seed. A difference is ‖a − b‖ / max(‖b�
 the largest over all tensors of the first and the last step; the floor is 1e-6 of the global norm for gradients and
 lr·√n for parameters. "First difference" is the first tensor, in the order of training, that differs by more than
 rounding: 1e-10 in float64, 1e-5 in float32. Layouts run {STEPS} steps. Schedules run {SCHEDULE_STEPS}, with 16 layers
-and {MICROBATCHES} microbatches, so that pp4 vpp4 is 16 stages of one layer. Written by `scripts/parity_matrix.py`;
-`make sweep` asserts the same rows.
+and {MICROBATCHES} microbatches, so that pp4 vpp4 is 16 stages of one layer. Parts of the sequence,
+recomputation, gradient buckets and the distributed optimizer run {DATA_STEPS}, with 4 layers and {DATA_BATCH} samples.
+Written by `scripts/parity_matrix.py`; `make sweep` asserts the same rows.
 """
 
 
@@ -96,6 +158,25 @@ SWEEPS: dict[str, tuple[RunConfig, list[dict[str, Any]], str]] = {
 """Title -> configuration, layouts, dtype; 16 layers and 8 microbatches on every replica."""
 
 
+def wide(preset: str) -> RunConfig:
+    """`small` with a batch that 2, 3, 4 and 6 replicas share equally."""
+    return small(preset).override({"global_batch_size": DATA_BATCH})
+
+
+DATA_SWEEPS: dict[str, tuple[RunConfig, list[dict[str, Any]], str]] = {
+    f"{title}, {preset}, {dtype}": (wide(preset), layouts[::every], dtype)
+    for title, layouts in {
+        "Sequence and context parallel": SEQUENCE_LAYOUTS,
+        "Recomputation": RECOMPUTE_LAYOUTS,
+        "Gradient buckets": DATA_LAYOUTS,
+        "Distributed optimizer": ZERO_LAYOUTS,
+    }.items()
+    for preset, dtype, every in (("tiny", "float64", 1), ("llama_tiny", "float64", 2), ("tiny", "float32", 3))
+}
+"""The same for sequence, context and data parallelism and recomputation; with other blocks every second layout, in
+float32 every third."""
+
+
 def section(title: str, about: str, report: ParityReport) -> str:
     """One table in Markdown."""
     head = (
@@ -109,26 +190,43 @@ def section(title: str, about: str, report: ParityReport) -> str:
     return f"\n## {title}\n\n{about}{report.sentence}\n\n{head}{rows}"
 
 
-def main() -> int:
-    """Run everything; exit code 1 if a layout differs."""
-    text, ok = INTRODUCTION, True
-    planned = [
+def planned() -> list[tuple[str, str, RunConfig, list[dict[str, Any]], int, str]]:
+    """Title, a word about it, configuration, layouts, steps and dtype of every table, in their order."""
+    rows = [
         (f"{preset}, {dtype}", f"{PRESETS[preset]}. ", small(preset), LAYOUTS, STEPS, dtype)
         for preset, dtype in product(PRESETS, ("float64", "float32"))
     ]
-    planned += [
-        (title, "", config, layouts, SCHEDULE_STEPS, dtype) for title, (config, layouts, dtype) in SWEEPS.items()
-    ]
-    for title, about, config, layouts, steps, dtype in planned:
+    for steps, sweeps in ((SCHEDULE_STEPS, SWEEPS), (DATA_STEPS, DATA_SWEEPS)):
+        rows += [(title, "", config, layouts, steps, dtype) for title, (config, layouts, dtype) in sweeps.items()]
+    return rows
+
+
+def committed() -> dict[str, str]:
+    """The tables of the file as it is, by title."""
+    if not TARGET.exists():
+        return {}
+    parts = TARGET.read_text(encoding="utf-8").split("\n## ")[1:]
+    return {part.split("\n", 1)[0]: f"\n## {part}" for part in parts}
+
+
+def main(chosen: Sequence[str] = ()) -> int:
+    """Measure the tables whose titles begin with one of `chosen`, all where none is; exit code 1 if a layout differs.
+
+    The others stay as they are in the file.
+    """
+    sections, ok = committed(), True
+    for title, about, config, layouts, steps, dtype in planned():
+        if chosen and not title.startswith(tuple(chosen)):
+            continue
         report = compare(config, layouts, steps=steps, dtype=dtype, on_row=lambda row: print(row.name, flush=True))
         print(report, flush=True)
-        text += section(title, about, report)
+        sections[title] = section(title, about, report)
         ok = ok and report.ok
-    TARGET.parent.mkdir(exist_ok=True)
-    TARGET.write_text(text, encoding="utf-8")
+        known = [sections[title] for title, *_ in planned() if title in sections]
+        TARGET.write_text(INTRODUCTION + "".join(known), encoding="utf-8")  # after each table: the next may fail
     print(f"wrote {TARGET.name}")
     return 0 if ok else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,166 @@
+"""Planting a fault: one change of the source text, carried out where nobody else sees it.
+
+A fault is a mutation of one place of `labkit/`, as a person could have typed it. Something must find it, in one of two
+ways, and no other test looks on:
+
+- a **comparison**: the ranks of a layout run the changed source, the one process the committed one, and the parity
+  microscope must name the tensor that the fault spoils first (`planted`);
+- a **test of the suite**: it runs in a copy of the tree that has the change, and must fail (`run_in_a_changed_copy`).
+
+A text that is not there exactly once is an error, never a fault that nobody finds.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ("config", "events", "launch")
+"""Packages of which a rank keeps the modules it has: they hold its state, and no fault is planted in them this way."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A layout that a fault spoils."""
+
+    layout: dict[str, Any]
+    """As `labkit.train.compare` takes it."""
+    names: str
+    """What the microscope must name first."""
+    preset: str = "tiny"
+    """Of `labkit.config.presets`."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """To the configuration, in the layout and in the one process."""
+    steps: int = 1
+    """Optimizer steps."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake, where to make it, and what must find it."""
+
+    name: str
+    """What is wrong, in a few words."""
+    file: str
+    """Path below `labkit/`."""
+    old: str
+    """Text that is there exactly once."""
+    new: str
+    """What stands there instead."""
+    found_by: Comparison | str
+    """The comparison, or the tests that fail: pytest's arguments."""
+
+    @property
+    def module(self) -> str:
+        """Dotted name of the changed module."""
+        return "labkit." + self.file.removesuffix(".py").replace("/", ".")
+
+    def changed_source(self) -> str:
+        """The module's text with the fault. ValueError where `old` is not there exactly once."""
+        text = (ROOT / "labkit" / self.file).read_text(encoding="utf-8")
+        count = text.count(self.old)
+        if count != 1:
+            raise ValueError(f"fault {self.name!r}: its text is {count} times in labkit/{self.file}, not once")
+        return text.replace(self.old, self.new)
+
+
+class _Loader(SourceFileLoader):
+    """Loads the module from a text of its own."""
+
+    text = ""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(self.text, self.path, "exec")
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module, and gives it another text."""
+
+    def __init__(self, module: str, file: str, text: str) -> None:
+        self.module, self.file, self.text = module, file, text
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != self.module:
+            return None
+        loader = _Loader(fullname, self.file)
+        loader.text = self.text
+        return spec_from_file_location(fullname, self.file, loader=loader)
+
+
+@contextmanager
+def changed_modules(module: str, file: str, text: str) -> Iterator[None]:
+    """Inside the block `import labkit...` gives fresh modules, one of them with another text; afterwards the old ones.
+
+    Objects made of the old classes go on working beside the new ones, as long as nobody asks for their class.
+    """
+
+    def ours() -> dict[str, Any]:
+        return {
+            name: loaded
+            for name, loaded in sys.modules.items()
+            if name.startswith("labkit.") and name.split(".")[1] not in KEPT
+        }
+
+    package, old = sys.modules["labkit"], ours()
+    attributes = {name: value for name, value in vars(package).items() if f"labkit.{name}" in old}
+    for name in old:
+        del sys.modules[name]
+    finder = _Finder(module, file, text)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+        if module not in sys.modules:
+            raise RuntimeError(f"nothing imported {module}, so the fault in it was never run")
+    finally:
+        sys.meta_path.remove(finder)
+        for name in ours():
+            del sys.modules[name]
+        sys.modules.update(old)
+        for name, value in attributes.items():
+            setattr(package, name, value)
+
+
+def planted(fault: Fault) -> Callable[..., Any]:
+    """`pretrain` with the fault, to be given to `labkit.train.compare`: it runs in the ranks of the layouts alone."""
+    module, file, text = fault.module, str(ROOT / "labkit" / fault.file), fault.changed_source()
+
+    def pretrain(config: Any, observer: Any) -> Any:
+        with changed_modules(module, file, text):
+            from labkit.train.pretraining import pretrain as faulty
+
+            return faulty(config, observer=observer)
+
+    return pretrain
+
+
+def run_in_a_changed_copy(fault: Fault, folder: Path) -> subprocess.CompletedProcess[str]:
+    """pytest on `fault.found_by` in a copy of the tree in `folder` that has the fault; its exit code is 1 where a test
+    failed, 0 where the fault was missed."""
+    text = fault.changed_source()
+    assert isinstance(fault.found_by, str), "a comparison needs no copy"
+    unwanted = shutil.ignore_patterns("__pycache__", "*.pyc")
+    for name in ("labkit", "tests", "scripts", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "labkit" / fault.file).write_text(text, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", "", *_arguments(fault.found_by)]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "CI": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def _arguments(found_by: str) -> Sequence[str]:
+    """`FILE::test OTHER::test -k word` as a list; a name after -k may hold no blanks."""
+    return found_by.split()
