@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from labkit.config.errors import nearest, shown
+from labkit.config.fields import SPECS
 from labkit.config.findings import Findings, divisors
 from labkit.config.limits import RECOMPUTE_MODULES
 
@@ -13,6 +14,7 @@ def training_rules(found: Findings) -> None:
     _data_parallel(found)
     _precision(found)
     _fp8(found)
+    _transformer_engine(found)
     _context_parallel(found)
 
 
@@ -68,14 +70,30 @@ def _precision(found: Findings) -> None:
         found.add("optim.loss_scale", f"only fp16 scales the loss, and optim.precision = {precision}; leave it out")
     if (got := found.get("optim.min_loss_scale", "optim.initial_loss_scale")) and got[0] > got[1]:
         found.add("optim.min_loss_scale", f"must be at most optim.initial_loss_scale = {got[1]:g}")
-    if precision == "fp64" and found.values["model.transformer_impl"] == "transformer_engine":
-        found.add("model.transformer_impl", "Transformer Engine has no fp64; set optim.precision, or local layers")
 
 
 def _fp8(found: Findings) -> None:
     got = found.get("optim.fp8", "optim.precision")
-    if got and got[0] != "none" and got[1] not in ("bf16", "fp32"):
-        found.add("optim.fp8", f"fp8 goes with optim.precision bf16 or fp32, not {got[1]}")
+    if got and got[0] != "none" and got[1] == "fp16":
+        found.add("optim.fp8", "fp8 goes with optim.precision bf16, fp32 or (for parity) fp64, not fp16")
+    if got and got[0] == "none":
+        for name in [name for name in SPECS if name.startswith("optim.fp8_")]:
+            if found.sound(name) and found.values[name] != SPECS[name].default:
+                found.add(name, "has no effect with optim.fp8 = none; set that to e4m3 or hybrid, or leave this out")
+
+
+def _transformer_engine(found: Findings) -> None:
+    """What labkit's own layers can do and Transformer Engine's cannot."""
+    name = "model.transformer_impl"
+    if not found.sound(name) or found.values[name] != "transformer_engine":
+        return
+    if found.values["optim.precision"] == "fp64":
+        found.add(name, "Transformer Engine has no fp64; set optim.precision, or local layers")
+    if found.values["model.attention_backend"] == "unfused":
+        found.add("model.attention_backend", "Transformer Engine chooses its kernels; set it to fused, or local layers")
+    if "layernorm" in (found.values["model.recompute_modules"] or ()):
+        rule = "layernorm is part of Transformer Engine's linear layers and has no output to drop"
+        found.add("model.recompute_modules", f"{rule}; leave it out, or set local layers")
 
 
 def _context_parallel(found: Findings) -> None:

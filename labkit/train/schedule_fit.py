@@ -5,7 +5,7 @@ from __future__ import annotations
 from labkit.config import RunConfig
 from labkit.models.placement import stage_contents
 from labkit.schedules.builders import build_schedule, without_backward
-from labkit.schedules.ir import Schedule
+from labkit.schedules.ir import KINDS, Schedule
 from labkit.schedules.lowering import Transport
 from labkit.schedules.verifier import verify
 
@@ -47,6 +47,11 @@ def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> No
         raise ValueError(
             f"{schedule.name} has {words} a rank, but parallel.vpp is {parallel.vpp}; leave vpp at 1, and the "
             "schedule alone says how many model chunks there are"
+        )
+    if config.model.transformer_impl == "transformer_engine" and (schedule.kinds == KINDS.index("W")).any():
+        raise ValueError(
+            f"{schedule.name} puts weight gradients into actions of their own, and Transformer Engine's layers compute "
+            "them with the input gradients; choose another schedule, or set model.transformer_impl to local"
         )
     stage_contents(config, schedule.num_stages)
 
