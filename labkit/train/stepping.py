@@ -26,7 +26,6 @@ from labkit.parallel.collectives import all_reduce, broadcast, comm_scope
 from labkit.parallel.fp8 import end_float8_step
 from labkit.parallel.gradients import clip_factor, finalize_model_grads, gradient_statistics, scale_gradients
 from labkit.parallel.groups import ParallelGroups
-from labkit.parallel.param_gather import finish_param_sync
 from labkit.schedules.ir import Schedule
 from labkit.train.metrics import Timers
 from labkit.train.not_finite import find, sentence
@@ -47,7 +46,8 @@ class Observer(Protocol):
         """After finalisation, before clipping; under fp16 still times the loss scale."""
 
     def on_update(self, step: int, chunks: Sequence[nn.Module]) -> None:
-        """After the update."""
+        """After the update. With `optim.overlap_param_gather` what other ranks own is still on its way; waiting for it
+        here (`finish_param_sync`) would leave the next forward nothing to wait for."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def train_step(
             groups.device,
         )
     norm /= scale
-    fault = None if finite else _fault(reports, pipeline, loss, step=step, lr=lr)
+    fault = None if finite else _fault(reports, pipeline, step=step, lr=lr)
     scaler.update(found_inf=not finite)
     if finite:
         with timers("optimizer", log_level=1):
@@ -114,7 +114,6 @@ def train_step(
             "changed in them. A smaller loss scale does not help: look for an operation without a finite gradient"
         )
     if observer is not None:
-        finish_param_sync(chunks)
         observer.on_update(step, chunks)
     return StepResult(loss, norm, not finite, scale, fault)
 
@@ -124,15 +123,17 @@ def _losses(reports: Sequence[dict[str, Any]], device: torch.device) -> list[Ten
     return [torch.as_tensor(report["loss_sum"]).detach().to(device, torch.float64) for report in reports]
 
 
-def _fault(reports: Sequence[dict[str, Any]], pipeline: Pipeline, loss: float, *, step: int, lr: float) -> str:
+def _fault(reports: Sequence[dict[str, Any]], pipeline: Pipeline, *, step: int, lr: float) -> str:
     """Which gradient is not finite, on which rank. Called by all ranks; raises on all if it is a loss or a weight."""
     stages = pipeline.schedule.stages_of(pipeline.groups.pp.rank)
     named = pipeline.config.optim.check_for_nan_in_grad
     found = find(reports, pipeline.chunks, stages, pipeline.groups, gradients=named)
-    if any(finding.kind != "gradient" for finding in found):
+    losses = [finding.values for finding in found if finding.kind == "loss"]
+    if losses or any(finding.kind == "parameter" for finding in found):
+        what = f"the loss is {'nan' if 'NaN' in ''.join(losses) else 'inf'}" if losses else "a weight is not finite"
         raise FloatingPointError(
-            f"the loss is {loss} at step {step} (learning rate {lr:.3g}): {sentence(found)}; no weight was changed in "
-            "this step. Lower optim.lr, lengthen optim.warmup_steps, or look for bad samples in the data"
+            f"{what} at step {step} (learning rate {lr:.3g}): {sentence(found)}; no weight was changed in this step. "
+            "Lower optim.lr, lengthen optim.warmup_steps, or look for bad samples in the data"
         )
     return sentence(found) if named else "a gradient is not finite (optim.check_for_nan_in_grad names it)"
 
