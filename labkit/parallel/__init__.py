@@ -53,6 +53,15 @@ _EXPORTS = {
     "weights": ("gather_parameter", "make_parameter"),
     "vocab": ("padded_vocab_size", "parallel_lm_logits", "TokenIdError", "VocabParallelEmbedding"),
     "cross_entropy": ("linear_cross_entropy", "vocab_parallel_cross_entropy"),
+    "context": (
+        "contiguous_positions",
+        "contiguous_split",
+        "get_batch_on_this_cp_rank",
+        "zigzag_join",
+        "zigzag_positions",
+        "zigzag_split",
+    ),
+    "context_plan": ("gathered_plan", "ring_load", "ring_plan", "ring_time"),
     "random": ("model_parallel_seed", "RngTracker"),
     "gradients": ("clip_grad_norm", "finalize_model_grads", "global_grad_norm"),
     "p2p": (
@@ -106,6 +115,16 @@ if TYPE_CHECKING:
     from labkit.parallel.collectives import reduce_scatter_async as reduce_scatter_async
     from labkit.parallel.cross_entropy import linear_cross_entropy as linear_cross_entropy
     from labkit.parallel.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from labkit.parallel.context import contiguous_positions as contiguous_positions
+    from labkit.parallel.context import contiguous_split as contiguous_split
+    from labkit.parallel.context import get_batch_on_this_cp_rank as get_batch_on_this_cp_rank
+    from labkit.parallel.context import zigzag_join as zigzag_join
+    from labkit.parallel.context import zigzag_positions as zigzag_positions
+    from labkit.parallel.context import zigzag_split as zigzag_split
+    from labkit.parallel.context_plan import gathered_plan as gathered_plan
+    from labkit.parallel.context_plan import ring_load as ring_load
+    from labkit.parallel.context_plan import ring_plan as ring_plan
+    from labkit.parallel.context_plan import ring_time as ring_time
     from labkit.parallel.data_parallel import NaiveDataParallel as NaiveDataParallel
     from labkit.parallel.deallocation import custom_backward as custom_backward
     from labkit.parallel.deallocation import deallocate_output_tensor as deallocate_output_tensor

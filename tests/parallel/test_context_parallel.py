@@ -10,7 +10,7 @@ import torch
 
 from labkit.config import RunConfig, presets
 from labkit.data import build_gpt_datasets
-from labkit.data.gpt_data import data_iterator
+from labkit.data.gpt_data import data_iterator as microbatches
 from labkit.launch import run
 from labkit.models import build_model_chunks, gpt
 from labkit.parallel import contiguous_positions, initialize_model_parallel, zigzag_positions
@@ -62,6 +62,26 @@ def test_ranks_may_count_unequal_numbers_of_tokens(layout):
     for found in run(train_on_few, ranks, config.override(layout)):
         assert found[0] == pytest.approx(losses, rel=1e-12)
         assert found[1] == pytest.approx(norms, rel=1e-10)
+
+
+def test_the_same_layout_twice_is_bit_equal_with_dropout():
+    config = small(cp=2, hidden_dropout=0.1, embedding_dropout=0.1, precision="fp32")
+    first, second = (run(pretrain, 2, config) for _ in range(2))
+    assert [r.losses for r in first] == [r.losses for r in second]
+    assert first[0].losses == first[1].losses
+
+
+def loss_with_positions(config: RunConfig) -> list[torch.Tensor]:
+    """The loss per token with no positions given, the right ones, a row of them for each sample, the plain cut's."""
+    groups = initialize_model_parallel(config.parallel)
+    [model] = build_model_chunks(config, groups)
+    batch = next(microbatches(build_gpt_datasets(config)[0], config, groups))
+    length, cp = config.model.seq_length, groups.cp
+    right = zigzag_positions(length, cp.size, cp.rank)[None]
+    wrong = contiguous_positions(length, cp.size, cp.rank)[None]
+    rows = right.expand(batch["tokens_BS"].shape[0], -1)
+    given = (None, right, rows, wrong)
+    return [model(batch["tokens_BS"], ids, batch["labels_BS"]).detach() for ids in given]
 
 
 @pytest.mark.parametrize("shape", [{}, LLAMA], ids=["learned", "rope"])
