@@ -81,7 +81,11 @@ _EXPORTS = {
     ),
     "deallocation": ("custom_backward", "deallocate_output_tensor"),
     "bucket_plan": ("Bucket", "BufferPlan", "default_bucket_size", "ParameterSpec", "plan_buckets"),
+    "overlap": ("BackwardPiece", "exposed_seconds", "Link", "predict_step", "sweep_bucket_sizes"),
     "data_parallel": ("NaiveDataParallel",),
+    "distributed_optimizer": ("DistributedOptimizer",),
+    "shard_map": ("owned_bytes", "Piece", "pieces_of_rank", "shard_range"),
+    "zero_memory": ("bytes_per_parameter", "BytesPerParameter"),
     "distributed_data_parallel": ("DistributedDataParallel", "wrap_model_chunks"),
     "grad_buffers": ("GradBucket", "GradBuffer", "own_part", "Reduction"),
     "weight_grad_store": ("WeightGradStore",),
@@ -113,8 +117,6 @@ if TYPE_CHECKING:
     from labkit.parallel.collectives import isend as isend
     from labkit.parallel.collectives import reduce_scatter as reduce_scatter
     from labkit.parallel.collectives import reduce_scatter_async as reduce_scatter_async
-    from labkit.parallel.cross_entropy import linear_cross_entropy as linear_cross_entropy
-    from labkit.parallel.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from labkit.parallel.context import contiguous_positions as contiguous_positions
     from labkit.parallel.context import contiguous_split as contiguous_split
     from labkit.parallel.context import get_batch_on_this_cp_rank as get_batch_on_this_cp_rank
@@ -125,11 +127,14 @@ if TYPE_CHECKING:
     from labkit.parallel.context_plan import ring_load as ring_load
     from labkit.parallel.context_plan import ring_plan as ring_plan
     from labkit.parallel.context_plan import ring_time as ring_time
+    from labkit.parallel.cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from labkit.parallel.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from labkit.parallel.data_parallel import NaiveDataParallel as NaiveDataParallel
     from labkit.parallel.deallocation import custom_backward as custom_backward
     from labkit.parallel.deallocation import deallocate_output_tensor as deallocate_output_tensor
     from labkit.parallel.distributed_data_parallel import DistributedDataParallel as DistributedDataParallel
     from labkit.parallel.distributed_data_parallel import wrap_model_chunks as wrap_model_chunks
+    from labkit.parallel.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
     from labkit.parallel.grad_buffers import GradBucket as GradBucket
     from labkit.parallel.grad_buffers import GradBuffer as GradBuffer
     from labkit.parallel.grad_buffers import Reduction as Reduction
@@ -169,6 +174,11 @@ if TYPE_CHECKING:
         scatter_to_tensor_model_parallel_region as scatter_to_tensor_model_parallel_region,
     )
     from labkit.parallel.mlp import ParallelMLP as ParallelMLP
+    from labkit.parallel.overlap import BackwardPiece as BackwardPiece
+    from labkit.parallel.overlap import Link as Link
+    from labkit.parallel.overlap import exposed_seconds as exposed_seconds
+    from labkit.parallel.overlap import predict_step as predict_step
+    from labkit.parallel.overlap import sweep_bucket_sizes as sweep_bucket_sizes
     from labkit.parallel.p2p import P2PCommunicator as P2PCommunicator
     from labkit.parallel.p2p import exchange as exchange
     from labkit.parallel.p2p import p2p_communicator as p2p_communicator
@@ -198,6 +208,10 @@ if TYPE_CHECKING:
     from labkit.parallel.rank_generator import rank_generators as rank_generators
     from labkit.parallel.recompute import CheckpointWithoutOutput as CheckpointWithoutOutput
     from labkit.parallel.recompute import checkpoint as checkpoint
+    from labkit.parallel.shard_map import Piece as Piece
+    from labkit.parallel.shard_map import owned_bytes as owned_bytes
+    from labkit.parallel.shard_map import pieces_of_rank as pieces_of_rank
+    from labkit.parallel.shard_map import shard_range as shard_range
     from labkit.parallel.vocab import TokenIdError as TokenIdError
     from labkit.parallel.vocab import VocabParallelEmbedding as VocabParallelEmbedding
     from labkit.parallel.vocab import padded_vocab_size as padded_vocab_size
@@ -205,6 +219,8 @@ if TYPE_CHECKING:
     from labkit.parallel.weight_grad_store import WeightGradStore as WeightGradStore
     from labkit.parallel.weights import gather_parameter as gather_parameter
     from labkit.parallel.weights import make_parameter as make_parameter
+    from labkit.parallel.zero_memory import BytesPerParameter as BytesPerParameter
+    from labkit.parallel.zero_memory import bytes_per_parameter as bytes_per_parameter
 
 
 def __getattr__(name: str) -> Any:

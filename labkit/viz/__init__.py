@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 _EXPORTS = {
     "figure": ("Figure",),
     "block": ("tensor_parallel_block",),
+    "buckets": ("bucket_map", "zero_stages"),
     "placement": ("layer_placement",),
     "ranks": ("rank_grid", "rank_neighbours"),
     "comms": ("TransformerTraffic", "bytes_between_nodes", "compare_orders", "order_traffic"),
     "widgets": ("explore_layout", "explore_schedule", "is_live"),
     "timeline": ("gantt", "gantt_overlay"),
+    "overlap": ("bucket_size_curve", "overlap_gantt"),
+    "bucket_explorer": ("explore_buckets",),
     "trace": ("write_trace",),
     "curves": ("loss_curves",),
 }
@@ -22,12 +25,17 @@ __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
     from labkit.viz.block import tensor_parallel_block as tensor_parallel_block
+    from labkit.viz.bucket_explorer import explore_buckets as explore_buckets
+    from labkit.viz.buckets import bucket_map as bucket_map
+    from labkit.viz.buckets import zero_stages as zero_stages
     from labkit.viz.comms import TransformerTraffic as TransformerTraffic
     from labkit.viz.comms import bytes_between_nodes as bytes_between_nodes
     from labkit.viz.comms import compare_orders as compare_orders
     from labkit.viz.comms import order_traffic as order_traffic
     from labkit.viz.curves import loss_curves as loss_curves
     from labkit.viz.figure import Figure as Figure
+    from labkit.viz.overlap import bucket_size_curve as bucket_size_curve
+    from labkit.viz.overlap import overlap_gantt as overlap_gantt
     from labkit.viz.placement import layer_placement as layer_placement
     from labkit.viz.ranks import rank_grid as rank_grid
     from labkit.viz.ranks import rank_neighbours as rank_neighbours
