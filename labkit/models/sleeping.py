@@ -1,4 +1,4 @@
-"""Stages that sleep instead of computing, so that a schedule can be timed on fewer cores than it has ranks.
+"""Stages and layers that sleep instead of computing, so that what a machine of many cores does can be timed on few.
 
 A sleeping process needs no core. What such a pipeline takes longer than the simulator says is therefore the machinery:
 messages between processes, waking up, the Python around each action. Everything else is the real thing: autograd, the
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.events import Event, recording
+from labkit.events import Event, recording, span
 from labkit.parallel import barrier
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.weight_grad_store import deferred
@@ -83,6 +83,39 @@ class SleepingStage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`x` is read by the first stage alone."""
         return _Sleep.apply(x if self.x is None else self.x, self.shift, self.seconds)  # pyright: ignore[reportReturnType]
+
+
+class SleepingLayer(nn.Module):
+    """y = x + the mean of a weight; sleeps `forward` and `backward` seconds in the two passes, each an Event.
+
+    The weight has as many elements as one likes, and with its gradient something that data parallelism must reduce.
+    """
+
+    def __init__(self, name: str, elements: int, *, forward: float, backward: float) -> None:
+        super().__init__()
+        self.name, self.seconds = name, (forward, backward)
+        self.weight = nn.Parameter(torch.zeros(elements))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape -> the same."""
+        return _SleepingMean.apply(x, self.weight, self.name, self.seconds)  # pyright: ignore[reportReturnType]
+
+
+class _SleepingMean(torch.autograd.Function):
+    """forward: y = x + mean(w); backward: dx = dy, dw_i = sum(dy) / n for each of the n elements of w."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, seconds: tuple[float, float]) -> Tensor:
+        ctx.numel, ctx.name, ctx.seconds = weight.numel(), name, seconds[1]
+        with span(f"forward {name}", "forward"):
+            _sleep(seconds[0])
+            return x + weight.mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with span(f"backward {ctx.name}", "backward"):
+            _sleep(ctx.seconds)
+            return grads[0], (grads[0].sum() / ctx.numel).expand(ctx.numel), None, None
 
 
 def sleep_through(

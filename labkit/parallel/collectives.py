@@ -116,7 +116,7 @@ class Pending:
             assert self._result is not None
             return self._result
         recorder = active_recorder()
-        blocked = time.perf_counter() if recorder else 0.0
+        blocked = time.perf_counter() if recorder or self._not_before else 0.0
         with waiting(self._label) if announced else _SILENT:
             result = self._finish()
             if self._not_before:
@@ -126,6 +126,8 @@ class Pending:
             end = time.perf_counter()
             if waits:
                 recorder.add(f"wait {self._name}", "wait", blocked, end)
+            if 0.0 < self._not_before < blocked:
+                end = self._not_before  # nobody saw it end; when it did, the delay knows
             recorder.add(self._name, self._kind, self._started, end, bytes=self._size)
         return result
 
@@ -149,7 +151,7 @@ def _start(
     key = (group.name, group.ranks[0])
     _issued[key] += 1
     label = f"{operation} {group.name} #{_issued[key]} {tuple(x.shape)} {dtype}"
-    delay = delay_of(operation, group.name)
+    delay = delay_of(operation, group.name, size)
     # Starting can block too: gloo connects lazily, and staging waits for the GPU.
     with waiting(label):
         finish = finish_of()

@@ -11,6 +11,7 @@ in forward and enter it again in backward). Ledgers and hooks belong to the proc
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -184,6 +185,19 @@ class Hook:
     """Seconds that the call takes at least; None drops the call."""
     calls: int = 0
     """How many calls it has dropped so far."""
+    bandwidth: float | None = None
+    """Payload bytes a second of a link that calls use one after another; None is no link."""
+    free_at: float = 0.0
+    """When the link is done with what it was given, on the clock of `time.perf_counter`."""
+
+    def seconds(self, size: int) -> float:
+        """How long a call of `size` bytes takes from now, what the link has still to do included."""
+        assert self.delay is not None
+        if self.bandwidth is None:
+            return self.delay
+        now = time.perf_counter()
+        self.free_at = max(now, self.free_at) + self.delay + size / self.bandwidth
+        return self.free_at - now
 
 
 _hooks: list[Hook] = []
@@ -212,6 +226,7 @@ def dropped(
 def delayed(
     seconds: float,
     *,
+    bandwidth: float | None = None,
     operation: str | None = None,
     group: str | None = None,
     phase: str | None = None,
@@ -219,9 +234,16 @@ def delayed(
 ) -> AbstractContextManager[Hook]:
     """Matching calls finish no earlier than `seconds` after they were issued, as on a slow network.
 
+    With a `bandwidth` (payload bytes a second) they share one link and use it one after another: a call begins when
+    those before it are done, and takes `seconds` and its bytes over the bandwidth.
+
     The delay sleeps, so it can be hidden behind computation exactly as a real transfer can, on any number of cores.
+
+    Raises ValueError for a bandwidth that is not positive.
     """
-    return _hooked(Hook(Selector(operation, group, phase, layer), seconds))
+    if bandwidth is not None and not bandwidth > 0:
+        raise ValueError(f"a link of {bandwidth} bytes a second carries nothing; give a positive bandwidth")
+    return _hooked(Hook(Selector(operation, group, phase, layer), seconds, bandwidth=bandwidth))
 
 
 def is_dropped(operation: str, group: str) -> bool:
@@ -234,11 +256,12 @@ def is_dropped(operation: str, group: str) -> bool:
     return bool(found)
 
 
-def delay_of(operation: str, group: str) -> float:
-    """Seconds that a call in the current scope takes at least; 0 without a hook."""
+def delay_of(operation: str, group: str, size: int) -> float:
+    """Seconds that a call of `size` bytes in the current scope takes at least; 0 without a hook."""
     if not _hooks:
         return 0.0
     scope = _current.scope
     return max(
-        (h.delay for h in _hooks if h.delay is not None and h.selector.matches(operation, group, scope)), default=0.0
+        (h.seconds(size) for h in _hooks if h.delay is not None and h.selector.matches(operation, group, scope)),
+        default=0.0,
     )

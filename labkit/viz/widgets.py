@@ -46,7 +46,7 @@ def explore_layout(
     return _controls(figure, {"world_size": world_size, "gpus_per_node": gpus_per_node, **sizes}, kinds)
 
 
-def _spoken(sentence: str) -> str:
+def spoken(sentence: str) -> str:
     """The sentence for a screen reader alone: it is drawn in the picture, which as a widget has no alternative text."""
     return f'<span style="position: absolute; left: -9999px">{html.escape(sentence)}</span>'
 
@@ -55,7 +55,7 @@ def _controls(figure: Figure, start: dict[str, Any], kinds: tuple[str, ...]) -> 
     import ipywidgets as widgets
 
     picture = widgets.Image(value=figure.png, format="png")
-    words = widgets.HTML(value=_spoken(figure.sentence))
+    words = widgets.HTML(value=spoken(figure.sentence))
     narrow, labels = widgets.Layout(width="180px"), {"description_width": "100px"}
     inputs: dict[str, Any] = {
         name: widgets.BoundedIntText(value=value, min=1, max=2**20, description=name, layout=narrow, style=labels)
@@ -73,7 +73,7 @@ def _controls(figure: Figure, start: dict[str, Any], kinds: tuple[str, ...]) -> 
         except ValueError as problem:
             words.value = f"<b>{html.escape(str(problem))}</b>"
             return
-        picture.value, words.value = drawn.png, _spoken(drawn.sentence)
+        picture.value, words.value = drawn.png, spoken(drawn.sentence)
 
     for control in inputs.values():
         control.observe(redraw, names="value")
@@ -172,7 +172,7 @@ def _schedule_controls(figure: Figure, setting: dict[str, Any], axes: _Axes) -> 
     import ipywidgets as widgets
 
     picture = widgets.Image(value=figure.png, format="png")
-    words = widgets.HTML(value=_spoken(figure.sentence))
+    words = widgets.HTML(value=spoken(figure.sentence))
     inputs = _schedule_inputs(setting)
     fit = widgets.Button(description="fit axes", tooltip="end the axes where this picture ends")
 
@@ -185,7 +185,7 @@ def _schedule_controls(figure: Figure, setting: dict[str, Any], axes: _Axes) -> 
             return
         axes.fit(timeline) if change is fit else axes.hold(timeline)
         drawn = _schedule_picture(timeline, axes)
-        picture.value, words.value, picture.layout.visibility = drawn.png, _spoken(drawn.sentence), "visible"
+        picture.value, words.value, picture.layout.visibility = drawn.png, spoken(drawn.sentence), "visible"
 
     for control in inputs.values():
         control.observe(redraw, names="value")

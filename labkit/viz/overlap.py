@@ -1,0 +1,170 @@
+"""Communication behind computation: one rank's backward, the buckets that leave it, and what is left exposed.
+
+Predicted and measured runs are drawn alike, below each other on one axis, so that they can be compared by eye.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from labkit.events import Event, shift_to_zero
+from labkit.parallel.overlap import COMPUTES, BucketSize, exposed_seconds
+from labkit.viz.figure import Figure
+from labkit.viz.style import SEQUENCE, color, hatch, legend_patches, new_figure, styled, text_color
+
+_ROW = 0.27
+"""Inches of a row."""
+_MANY = 12
+"""So many buckets are named one by one; of more only the first and the last."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One rank's Events of one step, from 0."""
+
+    name: str
+    computes: list[Event]
+    buckets: list[Event]
+    waits: list[Event]
+    exposed: float
+
+    @property
+    def backward_end(self) -> float:
+        return max(event.end for event in self.computes)
+
+    @property
+    def end(self) -> float:
+        return max(event.end for event in (*self.computes, *self.buckets))
+
+    @property
+    def early(self) -> int:
+        """Buckets that leave before the backward ends."""
+        return sum(event.start < self.backward_end for event in self.buckets)
+
+
+def overlap_gantt(
+    runs: Mapping[str, Iterable[Event]], *, numbers: bool = False, time_limit: float | None = None
+) -> Figure:
+    """Draw steps of one rank: what it computes, below that a row per reduction from its start to its end.
+
+    runs: name -> Events of one rank during one step; collectives are drawn in the order of their start.
+    numbers: put the exposed milliseconds into the sentence (measured ones change from run to run).
+    time_limit: seconds at which the axis ends; None fits the picture.
+
+    The sentence says for each run how many reductions start before the backward ends. Raises ValueError for a run that
+    computes nothing.
+    """
+    steps = [_run(name, events) for name, events in runs.items()]
+    rows = sum(1 + len(step.buckets) for step in steps)
+    with styled():
+        fig = new_figure(9.0, 1.0 + _ROW * (rows + len(steps)))
+        axes = fig.subplots()
+        ticks: list[tuple[float, str]] = []
+        top = 0.0
+        for step in steps:
+            ticks += _draw_run(axes, step, top)
+            top += 2 + len(step.buckets)
+        _finish(axes, ticks, top - 1, time_limit if time_limit is not None else max(step.end for step in steps))
+        kinds = [k for k in ("forward", "backward", "collective", "wait") if any(_has(step, k) for step in steps)]
+        fig.legend(handles=legend_patches(kinds), loc="outside lower center", ncols=len(kinds))
+    return Figure(fig, "; ".join(_words(step, numbers) for step in steps) + ".")
+
+
+def _run(name: str, events: Iterable[Event]) -> _Run:
+    found = shift_to_zero(event for event in events if event.kind in (*COMPUTES, "collective", "wait"))
+    computes = [event for event in found if event.kind in COMPUTES]
+    if not computes:
+        raise ValueError(f"{name}: nothing was computed in {len(found)} Events; give those of a rank's whole step")
+    buckets, waits = ([event for event in found if event.kind == kind] for kind in ("collective", "wait"))
+    return _Run(name, computes, buckets, waits, exposed_seconds(found))
+
+
+def _has(step: _Run, kind: str) -> bool:
+    return any(event.kind == kind for event in (*step.computes, *step.buckets, *step.waits))
+
+
+def _draw_run(axes: Any, step: _Run, top: float) -> list[tuple[float, str]]:
+    """The bars of one run from row `top` on; returns (height, label) of its rows."""
+    for event in (*step.computes, *step.waits):
+        _bar(axes, event, top)
+    for row, event in enumerate(step.buckets, start=1):
+        _bar(axes, event, top + row)
+    last = len(step.buckets)
+    edge = step.backward_end * 1e3
+    axes.plot([edge, edge], [top, top + 1 + last], color="#333333", lw=1.0, ls=(0, (4, 2)))
+    axes.text(0, top - 0.12, step.name, fontsize=9, ha="left", va="bottom")
+    named = range(last) if last <= _MANY else (0, last - 1)
+    return [(top + 0.5, "computes"), *((top + 1.5 + row, f"bucket {row}") for row in named)]
+
+
+def _bar(axes: Any, event: Event, row: float) -> None:
+    axes.broken_barh([(event.start * 1e3, event.duration * 1e3)], (row + 0.08, 0.84), facecolor=color(event.kind),
+                     hatch=hatch(event.kind), edgecolor="#FFFFFF" if event.kind in COMPUTES else "#555555",
+                     linewidth=0.6)  # fmt: skip
+
+
+def _finish(axes: Any, ticks: list[tuple[float, str]], bottom: float, end: float) -> None:
+    axes.set_ylim(bottom + 0.1, -0.9)
+    axes.set_xlim(0, end * 1e3)
+    axes.set_yticks([height for height, _ in ticks], [text for _, text in ticks])
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("time (ms); the dashed line is the end of the backward")
+
+
+def _words(step: _Run, numbers: bool) -> str:
+    count, early = len(step.buckets), step.early
+    start = "starts" if early == 1 else "start"
+    which = "none starts" if not early else "it starts" if count == 1 else f"{early} of them {start}"
+    text = f"{step.name}: {count} reduction{'' if count == 1 else 's'}, {which} before the backward ends"
+    return f"{text}, {step.exposed * 1e3:.1f} ms exposed" if numbers else text
+
+
+# ---- bucket size ----
+
+
+def bucket_size_curve(
+    swept: Mapping[str, Sequence[BucketSize]], *, element_bytes: int = 4, title: str = "Exposed communication"
+) -> Figure:
+    """Exposed time over bucket size, one curve per name, each with its best size marked.
+
+    The sentence gives each curve's best size, and what one bucket of everything exposes. Raises ValueError without
+    curves, or for an empty one.
+    """
+    if not swept or not all(swept.values()):
+        raise ValueError("bucket_size_curve needs at least one curve with at least one size")
+    words = []
+    with styled():
+        fig = new_figure(7.2, 3.2)
+        axes = fig.subplots()
+        for number, (name, points) in enumerate(swept.items()):
+            shade = SEQUENCE[number % len(SEQUENCE)]
+            megabytes = [point.size * element_bytes / 1e6 for point in points]
+            style = ("-", "--", ":", "-.")[number % 4]
+            axes.plot(megabytes, [point.exposed * 1e3 for point in points], style, color=shade, label=name, lw=1.8)
+            best = min(points, key=lambda point: (point.exposed, -point.size))
+            at = best.size * element_bytes / 1e6
+            axes.plot([at], [best.exposed * 1e3], "o", color=shade, ms=7)
+            axes.annotate(_buckets(best.buckets), (at, best.exposed * 1e3), xytext=(0, -13), ha="center",
+                          textcoords="offset points", fontsize=8, color=_dark(shade))  # fmt: skip
+            words.append(
+                f"{name}: {best.exposed * 1e3:.1f} ms with {_buckets(best.buckets)} of {at:.3g} MB or more, "
+                f"{points[-1].exposed * 1e3:.1f} ms with {_buckets(points[-1].buckets)}"
+            )
+        axes.set(xscale="log", xlabel="bucket size (MB)", ylabel="exposed (ms)")
+        axes.set_ylim(0)
+        axes.set_title(title, loc="left")
+        axes.grid(axis="y")
+        axes.legend()
+    return Figure(fig, f"{title}, the best and the largest size: {'; '.join(words)}.")
+
+
+def _buckets(count: int) -> str:
+    return f"{count} bucket{'' if count == 1 else 's'}"
+
+
+def _dark(shade: str) -> str:
+    """The shade itself where it can be read on white, else grey."""
+    return shade if text_color(shade) == "#FFFFFF" else "#444444"

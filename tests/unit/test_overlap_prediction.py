@@ -1,0 +1,106 @@
+"""A step of data parallelism, predicted: by hand, in its extremes, and as pictures."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from labkit.events import Event
+from labkit.parallel.bucket_plan import ParameterSpec, plan_buckets
+from labkit.parallel.overlap import BackwardPiece, Link, exposed_seconds, predict_step, sweep_bucket_sizes
+from labkit.viz import bucket_size_curve, explore_buckets, overlap_gantt
+
+LAYERS = [ParameterSpec(f"p{i}", 100) for i in range(4)]
+BACKWARD = [BackwardPiece(1.0, (f"p{i}",)) for i in reversed(range(4))]
+LINK = Link(latency=0.5, bandwidth=400.0)  # a layer of 100 elements of 4 bytes takes 1.5 s
+
+
+def collectives(events: list[Event]) -> list[tuple[float, float]]:
+    return [(event.start, event.end) for event in events if event.kind == "collective"]
+
+
+def test_by_hand():
+    """p3 leaves at 1, p2 at 2 while the link is busy to 2.5, ..; backward ends at 4, the link at 1 + 4 x 1.5 = 7."""
+    each = plan_buckets(LAYERS, dp=2, bucket_size=1)
+    assert collectives(predict_step(each, BACKWARD, link=LINK)) == [(1, 2.5), (2, 4), (3, 5.5), (4, 7)]
+    pairs = plan_buckets(LAYERS, dp=2, bucket_size=101)
+    events = predict_step(pairs, BACKWARD, link=LINK, forward=2.0)
+    assert collectives(events) == [(4, 6.5), (6, 9)]
+    assert exposed_seconds(events) == 3.0
+    assert [(e.start, e.end) for e in events if e.kind == "wait"] == [(6, 9)]
+    late = predict_step(pairs, BACKWARD, link=LINK, overlap=False)
+    assert collectives(late) == [(4, 6.5), (4, 9)] and exposed_seconds(late) == 5.0
+
+
+def test_a_bucket_waits_for_those_before_it():
+    """p0's gradient comes first, but its bucket is the last."""
+    backward = [BackwardPiece(1.0, ("p0",)), BackwardPiece(1.0, ("p3", "p2")), BackwardPiece(1.0, ("p1",))]
+    plan = plan_buckets(LAYERS, dp=2, bucket_size=1)
+    assert [start for start, _ in collectives(predict_step(plan, backward, link=Link(0, 1e9)))] == [2, 2, 3, 3]
+
+
+sizes = st.lists(st.integers(1, 1000), min_size=1, max_size=12)
+
+
+@given(
+    numels=sizes, size=st.integers(1, 3000), latency=st.floats(0, 2), bandwidth=st.floats(1, 1e6), dp=st.integers(1, 9)
+)
+def test_overlap_never_exposes_more_and_never_less_than_the_last_bucket(numels, size, latency, bandwidth, dp):
+    specs = [ParameterSpec(str(i), numel) for i, numel in enumerate(numels)]
+    backward = [BackwardPiece(0.25, (spec.name,)) for spec in reversed(specs)]
+    link, plan = Link(latency, bandwidth), plan_buckets(specs, dp=dp, bucket_size=size)
+    behind, after = (exposed_seconds(predict_step(plan, backward, link=link, overlap=o)) for o in (True, False))
+    total = sum(link.seconds(4 * bucket.numel) for bucket in plan.buckets)
+    assert after == pytest.approx(total)
+    assert link.seconds(4 * plan.buckets[-1].numel) <= behind * (1 + 1e-9) + 1e-9
+    assert behind <= after + 1e-9
+    (swept,) = sweep_bucket_sizes(specs, backward, [size], link=link, dp=dp)
+    assert (swept.buckets, swept.exposed) == (len(plan.buckets), behind)
+
+
+def test_refusals():
+    plan = plan_buckets(LAYERS, dp=2)
+    with pytest.raises(ValueError, match="no piece of the backward completes the gradient of p0"):
+        predict_step(plan, BACKWARD[:-1], link=LINK)
+    with pytest.raises(ValueError, match="p3 is complete after two pieces"):
+        predict_step(plan, [*BACKWARD, BACKWARD[0]], link=LINK)
+    for latency, bandwidth in ((-1.0, 1.0), (0.0, 0.0), (float("nan"), 1.0)):
+        with pytest.raises(ValueError, match="positive bandwidth"):
+            Link(latency, bandwidth)
+    with pytest.raises(ValueError, match="nothing was computed in 1 Events"):
+        overlap_gantt({"x": [Event(0, "all_reduce dp", "collective", 0.0, 1.0)]})
+    with pytest.raises(ValueError, match="at least one curve"):
+        bucket_size_curve({})
+
+
+def test_pictures_say_what_they_show(monkeypatch):
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    one, two = (predict_step(plan_buckets(LAYERS, dp=2, bucket_size=n), BACKWARD, link=LINK) for n in (400, 200))
+    figure = overlap_gantt({"one": one, "two": two})
+    assert figure.sentence == (
+        "one: 1 reduction, none starts before the backward ends; "
+        "two: 2 reductions, 1 of them starts before the backward ends."
+    )
+    assert overlap_gantt({"two": two}, numbers=True).sentence.endswith(", 3000.0 ms exposed.")
+    axes = figure.fig.axes[0]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == [
+        "computes", "bucket 0", "computes", "bucket 0", "bucket 1"
+    ]  # fmt: skip
+    swept = sweep_bucket_sizes(LAYERS, BACKWARD, [1, 200, 400], link=LINK, dp=2)
+    assert [(each.buckets, each.exposed) for each in swept] == [(4, 3.0), (2, 3.0), (1, 4.5)]
+    assert bucket_size_curve({"here": swept}).sentence == (
+        "Exposed communication, the best and the largest size: "
+        "here: 3000.0 ms with 2 buckets of 0.0008 MB or more, 4500.0 ms with 1 bucket."
+    )
+    explored = explore_buckets(LAYERS, BACKWARD, bucket_mb=0.0008, latency_us=5e5, gigabytes_per_second=4e-7)
+    assert "2 reductions, 1 of them starts before the backward ends, 3000.0 ms exposed" in explored.sentence
+    assert explored.png[:4] == b"\x89PNG"
+
+
+def test_sliders_redraw_the_step(monkeypatch):
+    monkeypatch.setenv("JPY_SESSION_NAME", "somewhere")
+    box = explore_buckets(LAYERS, BACKWARD, bucket_mb=0.1, latency_us=5000.0, gigabytes_per_second=1.0)
+    words, picture, size, *_ = box.children
+    assert "1 reduction," in words.value
+    before = picture.value
+    size.min, size.value = -4.0, 0.0004
+    assert "4 reductions, 3 of them start" in words.value and picture.value != before
