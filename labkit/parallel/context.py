@@ -9,15 +9,13 @@ Shapes: B batch, S whole sequence, L = S / cp positions of this rank.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from labkit.parallel.context_plan import Layout, chunk_length, chunks_of_rank
 from labkit.parallel.groups import Group
-
-MaybeTensor = TypeVar("MaybeTensor", Tensor, "Tensor | None")
 
 
 def split_sequence(x: Tensor, cp: int, rank: int, dim: int, layout: Layout) -> Tensor:
@@ -73,7 +71,7 @@ def contiguous_positions(seq_length: int, cp: int, rank: int, *, device: torch.d
     return sequence_positions(seq_length, cp, rank, "contiguous", device=device)
 
 
-def get_batch_on_this_cp_rank(batch: Mapping[str, MaybeTensor], group: Group) -> dict[str, MaybeTensor]:
+def get_batch_on_this_cp_rank(batch: Mapping[str, Tensor | None], group: Group) -> dict[str, Any]:
     """This rank's part of a batch whose tensors are [B, S, ...] (an `attention_mask` [B, 1, S, S] is cut by queries).
 
     Position ids in the batch are cut like everything else. Where there are none, the model takes `zigzag_positions`.

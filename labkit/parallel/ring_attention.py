@@ -19,6 +19,7 @@ of this rank, D head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -153,6 +154,22 @@ class _Ring:
         self.held, self._spare = self._spare, self.held
 
 
+def ring_steps(own: Tensor, group: Group) -> Iterator[Tensor]:
+    """`own` of every rank, one after the other: at step i that of rank (r - i) mod cp.
+
+    While the caller works on one, the next is on its way; asking for it waits for it, and gives the buffer of the one
+    before away. So look at each only until the next is asked for.
+    """
+    ring = _Ring(own, group)
+    for step in range(group.size):
+        moves_on = step + 1 < group.size
+        if moves_on:
+            ring.start()
+        yield ring.held
+        if moves_on:
+            ring.finish()
+
+
 class _RingAttention(Function):
     """Attention of the whole sequence from this rank's queries and everybody's keys and values.
 
@@ -172,41 +189,28 @@ class _RingAttention(Function):
         ctx.plan, ctx.fused = ring_plan(group.size, group.rank, causal=causal, layout=layout), fused
         rows = _Rows(q, fused)
         with forward_scope(ctx, group):
-            ring = _Ring(torch.stack([k, v]), group)
-            for step, block in enumerate(ctx.plan):
-                moves_on = step + 1 < group.size
-                if moves_on:
-                    ring.start()
-                rows.add(block, ring.held[0], ring.held[1])
-                if moves_on:
-                    ring.finish()
+            for block, kv in zip(ctx.plan, ring_steps(torch.stack([k, v]), group), strict=True):
+                rows.add(block, kv[0], kv[1])
         out = rows.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, rows.lse)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse = ctx.saved_tensors
         group: Group = ctx.group
         gradients = _Gradients(grads[0], q, out, lse, ctx.fused)
         with backward_scope(ctx):
-            ring = _Ring(torch.stack([k, v]), group)
-            own = torch.zeros(ring.held.shape, dtype=gradients.dq.dtype, device=q.device)
-            sums = _Ring(torch.zeros_like(own), group) if group.size > 1 else None
-            for step, block in enumerate(ctx.plan):
-                moves_on = step + 1 < group.size
-                if moves_on:
-                    ring.start()
-                if step == 0 or sums is None:
-                    gradients.add(block, ring.held, own)
+            own = torch.zeros((2, *k.shape), dtype=gradients.dq.dtype, device=q.device)
+            sums = _Ring(torch.zeros_like(own), group)
+            for step, kv in enumerate(ring_steps(torch.stack([k, v]), group)):
+                if step == 0:
+                    gradients.add(ctx.plan[0], kv, own)
                 else:
-                    _add_and_pass_on(gradients, block, ring.held, sums, first=step == 1)
-                if moves_on:
-                    ring.finish()
-            if sums is not None:
-                sums.finish()
-                own += sums.held
+                    _add_and_pass_on(gradients, ctx.plan[step], kv, sums, first=step == 1)
+            sums.finish()
+            own += sums.held
         dk, dv = own.to(k.dtype).unbind(0)
         return gradients.dq.to(q.dtype), dk, dv, None, None, None, None
 
@@ -251,7 +255,7 @@ class _AllGatherAttention(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse = ctx.saved_tensors
         group: Group = ctx.group
         gradients = _Gradients(grads[0], q, out, lse, ctx.fused)
