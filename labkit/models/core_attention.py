@@ -84,6 +84,7 @@ def unfused_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0
     if repeats > 1:
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
     scores = (q @ k.transpose(-1, -2)) * (1.0 / math.sqrt(q.shape[-1]))  # not q first: that would keep another q
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    probabilities = scores.masked_fill(later, -math.inf).softmax(dim=-1)
+    # Added, not filled in: an addition keeps no mask for backward.
+    later = scores.new_full(scores.shape[-2:], -math.inf).triu(1)
+    probabilities = (scores + later).softmax(dim=-1)
     return drop(probabilities, dropout_p) @ v

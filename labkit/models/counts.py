@@ -1,7 +1,7 @@
 """What a GPT costs, in closed form: parameters, floating-point operations and bytes. Numbers only, no torch.
 
 Everything here is equal to what is measured, and tested to be: parameters exactly, in every layout; operations exactly
-against torch's counter; saved activations to 1%; messages exactly against the ledger.
+against torch's counter; messages exactly against the ledger. Saved activations: `activation_bytes.py`.
 
 Notation: S sequence, B samples, H hidden, F ffn_hidden, V vocabulary, L layers, D = H / heads; t tensor-parallel size.
 An operation is one addition or one multiplication, so a GEMM [m, k] x [k, n] has 2 m k n.
@@ -211,46 +211,6 @@ def state_bytes(parameters: int, precision: str = "fp32") -> StateBytes:
     full = max(weight, 4)
     master = full if weight < full else 0
     return StateBytes(parameters * weight, parameters * full, parameters * (2 * full + master))
-
-
-def layer_activation_bytes(model: ModelConfig, *, samples: int = 1, tp: int = 1, element_bytes: int = 4) -> int:
-    """Tensors that one layer keeps for its backward, without dropout and with a fused attention kernel.
-
-    Whole on every rank: the inputs and outputs of both norms, 4 S B H, and each norm's mean and deviation. Split by t:
-    q, k, v (what the attention kernel keeps), its output and log-sum per head, the MLP's two widths; a gate keeps the
-    activated gate and its product besides. LayerNorm is assumed; torch's RMSNorm keeps more on a CPU.
-    """
-    tokens, h = samples * model.seq_length, model.hidden
-    gate = ffn_width(model) if model.activation == "swiglu" else 0
-    split = h + 2 * kv_width(model) + h + fc1_width(model) + ffn_width(model) + gate
-    elements = tokens * (4 * h + split // tp)
-    statistics = tokens * 4 * (2 * 2 + model.heads // tp)
-    return elements * element_bytes + statistics
-
-
-def end_activation_bytes(
-    model: ModelConfig,
-    *,
-    samples: int = 1,
-    tp: int = 1,
-    tp_rank: int = 0,
-    element_bytes: int = 4,
-    pre_process: bool = True,
-    post_process: bool = True,
-) -> int:
-    """What embedding and loss keep for the backward of `samples` sequences, without dropout.
-
-    The embedding keeps its ids (8 bytes); the last stage the final norm's input and output, and per token the
-    exponentials of this rank's real columns in float32 (float64 in fp64) with their scale.
-    """
-    tokens, total = samples * model.seq_length, 0
-    if pre_process:
-        total += tokens * 8 + (tokens if tp > 1 else 0)
-    if post_process:
-        width = padded_vocab(model, tp) // tp
-        columns = min(max(model.vocab_size - tp_rank * width, 0), width)
-        total += tokens * (2 * model.hidden * element_bytes + 2 * 4 + (columns + 1) * max(element_bytes, 4))
-    return total
 
 
 def layer_communication_bytes(model: ModelConfig, *, samples: int = 1, tp: int = 2, element_bytes: int = 4) -> int:

@@ -150,7 +150,7 @@ class PipelineRuntime:
             if stage > 0 and not hasattr(chunk, "set_input_tensor"):
                 raise ValueError(f"stage {stage} needs set_input_tensor(x) to be given the previous stage's output")
             if self.kept_whole is not None and not hasattr(chunk, "set_activation_checkpointing"):
-                raise ValueError(f"stage {stage} needs set_activation_checkpointing(on) to keep some microbatches whole")
+                raise ValueError(f"stage {stage} needs set_activation_checkpointing(on) to keep microbatches whole")
 
     def _program(self, forward_only: bool) -> Program:
         rank, schedule = self.groups.pp.rank, self.schedule
@@ -304,6 +304,8 @@ class _Step:
             raise ValueError(
                 f"the loss function returned {len(returned)} items: (loss, metrics) or (sum, tokens, metrics)"
             )
+        if runtime.calculate_per_token_loss:
+            raise ValueError("calculate_per_token_loss needs a loss function that returns (sum, tokens, metrics)")
         loss, self.reports[microbatch] = returned
         return loss * (runtime.groups.cp.size / count)
 

@@ -132,32 +132,6 @@ def test_two_all_reduces_forward_and_two_backward_per_layer(config: ModelConfig)
         assert found["calls"] == 4 * config.layers + 1 + 3
 
 
-def saved_on_a_rank(config: ModelConfig, tp: int) -> tuple[int, int, int]:
-    """(tp rank, bytes that a layer keeps for backward, bytes that embedding and loss keep)."""
-    groups = initialize_model_parallel(ParallelConfig(tp=tp))
-    tokens, labels = data(config)
-
-    def saved_bytes(model: GPTModel) -> int:
-        own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
-        kept: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
-            model(tokens, labels_BS=labels)
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-        return sum(size for pointer, size in storages.items() if pointer not in own)
-
-    ends, one = (saved_bytes(GPTModel(config, groups, layers=range(n), seed=7)) for n in (0, 1))
-    return groups.tp.rank, one - ends, ends
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-def test_saved_activations_of_a_rank_to_one_percent(tp: int) -> None:
-    config = replace(GPT2, hidden=64)
-    for rank, layer, ends in run(saved_on_a_rank, tp, config, tp):
-        assert layer == pytest.approx(counts.layer_activation_bytes(config, samples=BATCH, tp=tp), rel=0.01)
-        expected = counts.end_activation_bytes(config, samples=BATCH, tp=tp, tp_rank=rank)
-        assert ends == pytest.approx(expected, rel=0.01), rank
-
-
 def bad_token() -> None:
     groups = initialize_model_parallel(ParallelConfig(tp=2))
     GPTModel(GPT2, groups, layers=range(2), seed=7)(torch.tensor([[0, 333]]))

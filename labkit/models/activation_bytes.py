@@ -1,0 +1,186 @@
+"""Bytes that a forward keeps for its backward, in closed form, tensor by tensor. Numbers only, no torch.
+
+arXiv 2205.05198 counts, for a GPT-2 layer with 16-bit activations and dropout, s b h (34 + 5 a s / h) bytes. Here is
+the same account for any type, with or without dropout, for a gate (SwiGLU), rotary positions and grouped queries, with
+every form of recomputation, and it is held against measurement (`SavedTensors`) to 1%. s = sequence, b = samples,
+h = hidden, a = heads, t = tensor-parallel size.
+
+| per layer and rank           | no recomputation               | selective (core attention) | full        |
+|------------------------------|--------------------------------|----------------------------|-------------|
+| no tensor parallelism        | s b h (34 + 5 a s / h)         | 34 s b h                   | 2 s b h     |
+| tensor parallel              | s b h (10 + 24/t + 5 a s / ht) | s b h (10 + 24/t)          | 2 s b h     |
+| tensor and sequence parallel | s b h / t (34 + 5 a s / h)     | 34 s b h / t               | 2 s b h / t |
+
+The 5 a s / h are probabilities, their mask and what is left of them; a fused attention kernel keeps none of these. On a
+CPU it has no dropout: torch then takes the operations one by one and keeps three such maps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from labkit.config import ModelConfig
+from labkit.models.counts import fc1_width, ffn_width, kv_width, padded_vocab
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one rank computes of a layer, and in which type."""
+
+    samples: int = 1
+    """Of a microbatch."""
+    tp: int = 1
+    """Tensor-parallel size."""
+    cp: int = 1
+    """Context-parallel size: a rank holds 1/cp of the sequence, and its attention keeps no probabilities."""
+    sequence_parallel: bool = False
+    """Between tensor-parallel regions a rank holds 1/tp of the sequence."""
+    element_bytes: int = 4
+    """Of an activation."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where it runs: norms and attention dropout keep different tensors. `cuda` follows its kernels' documentation."""
+
+    def tokens(self, model: ModelConfig) -> int:
+        """Positions of all samples inside tensor-parallel regions."""
+        return self.samples * model.seq_length // self.cp
+
+    def tokens_between(self, model: ModelConfig) -> int:
+        """Positions between tensor-parallel regions."""
+        return self.tokens(model) // (self.tp if self.sequence_parallel else 1)
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number that a kernel keeps in float32 at least."""
+        return max(self.element_bytes, 4)
+
+
+def layer_saved(model: ModelConfig, share: Share) -> dict[str, int]:
+    """Tensor -> bytes that one layer keeps when nothing is recomputed, in the order of the forward.
+
+    Names begin with what part of the layer they belong to: `attention` or `mlp`.
+    """
+    inside, outside = share.tokens(model), share.tokens_between(model)
+    e, h, ffn, t = share.element_bytes, model.hidden, ffn_width(model), share.tp
+    mask = outside * h if model.hidden_dropout else 0
+    gate = ffn if model.activation == "swiglu" else 0
+    return {
+        "attention norm": _norm_bytes(model, share),
+        "attention qkv input": outside * h * e,
+        **{f"attention {name}": size for name, size in _core_attention(model, share).items()},
+        "attention proj input": inside * h // t * e,
+        "attention dropout mask": mask,
+        "mlp norm": _norm_bytes(model, share),
+        "mlp fc1 input": outside * h * e,
+        "mlp activation input": inside * (fc1_width(model) + gate) // t * e,
+        "mlp fc2 input": inside * ffn // t * e,
+        "mlp dropout mask": mask,
+    }
+
+
+def _norm_bytes(model: ModelConfig, share: Share) -> int:
+    """A norm's input with mean and deviation; torch's RMSNorm on a CPU keeps its input twice, in float32."""
+    tokens, e = share.tokens_between(model), share.element_bytes
+    on_gpu = share.device == "cuda"
+    if model.norm == "layernorm":
+        return tokens * (model.hidden * e + 2 * (share.wide if on_gpu else e))
+    return tokens * ((model.hidden * e if on_gpu else 2 * model.hidden * share.wide) + share.wide)
+
+
+def _core_attention(model: ModelConfig, share: Share) -> dict[str, int]:
+    """q, k, v, and what the way from them to the attention's output keeps."""
+    tokens, e, t, h = share.tokens(model), share.element_bytes, share.tp, model.hidden
+    grouped = kv_width(model) < h
+    qkv, repeated = tokens * (h + 2 * kv_width(model)) // t * e, tokens * 3 * h // t * e
+    probabilities = tokens * model.seq_length * model.heads // t  # a s^2 b / t elements
+    fused, p = model.attention_backend == "fused", model.attention_dropout
+    if share.cp > 1 or (fused and (not p or share.device == "cuda")):
+        return {"q, k, v": qkv, "log-sums": tokens * model.heads // t * share.wide}
+    if fused:
+        scaled = repeated * share.wide // e
+        if e >= 4 and not grouped and model.position != "rope":
+            scaled += tokens * 2 * h // t * e  # q and k are scaled into copies, and v is a part of what they came from
+        return {"q, k, v": scaled, "probabilities": 3 * probabilities * share.wide}
+    return {"q, k, v": repeated, "probabilities": probabilities * (2 * e + 1 if p else e)}
+
+
+def layer_activation_bytes(model: ModelConfig, share: Share | None = None) -> int:
+    """Bytes that one layer keeps, with `selective` recomputation as `model` says; `full` keeps layer_input_bytes."""
+    share = share or Share()
+    saved = layer_saved(model, share)
+    modules = model.recompute_modules if model.recompute_granularity == "selective" else ()
+    if "core_attn" in modules:
+        saved |= dict.fromkeys(("attention log-sums", "attention probabilities"), 0)
+        unrepeated = model.hidden + 2 * kv_width(model)
+        saved["attention q, k, v"] = share.tokens(model) * unrepeated // share.tp * share.element_bytes
+    if "mlp" in modules:
+        saved |= dict.fromkeys(("mlp activation input", "mlp fc2 input"), 0)
+    if "layernorm" in modules:
+        saved |= dict.fromkeys(("attention qkv input", "mlp fc1 input"), 0)
+    return sum(saved.values())
+
+
+def layer_input_bytes(model: ModelConfig, share: Share) -> int:
+    """What a fully recomputed layer keeps."""
+    return share.tokens_between(model) * model.hidden * share.element_bytes
+
+
+def layers_activation_bytes(model: ModelConfig, share: Share, layers: int | None = None) -> int:
+    """Bytes that `layers` layers of one chunk keep for a microbatch, recomputed as `model` says; None is all."""
+    layers = model.layers if layers is None else layers
+    if model.recompute_granularity != "full":
+        return layers * layer_activation_bytes(model, share)
+    if model.recompute_method == "uniform":
+        return -(-layers // model.recompute_num_layers) * layer_input_bytes(model, share)
+    front = min(model.recompute_num_layers, layers)
+    return front * layer_input_bytes(model, share) + (layers - front) * layer_activation_bytes(model, share)
+
+
+def recomputed_at_once_bytes(model: ModelConfig, share: Share) -> int:
+    """What stands beside it while a piece is computed again: all that full recomputation dropped of that piece."""
+    if model.recompute_granularity != "full":
+        return 0
+    together = model.recompute_num_layers if model.recompute_method == "uniform" else 1
+    return together * layer_activation_bytes(model, share) - layer_input_bytes(model, share)
+
+
+def end_activation_bytes(
+    model: ModelConfig,
+    share: Share | None = None,
+    *,
+    tp_rank: int = 0,
+    pre_process: bool = True,
+    post_process: bool = True,
+) -> int:
+    """What embedding and loss keep for a microbatch on rank `tp_rank` of the tensor-parallel group.
+
+    The embedding keeps its ids (8 bytes), the mask of foreign ones where t > 1, and that of its dropout; the last stage
+    the final norm's input and output, and per token the exponentials of this rank's real columns in float32 (float64
+    in fp64) with their scale.
+    """
+    share = share or Share()
+    tokens, outside, total = share.tokens(model), share.tokens_between(model), 0
+    if pre_process:
+        total += tokens * 8 + (tokens if share.tp > 1 else 0)
+        total += outside * model.hidden if model.embedding_dropout else 0
+    if post_process:
+        width = padded_vocab(model, share.tp) // share.tp
+        columns = min(max(model.vocab_size - tp_rank * width, 0), width)
+        total += _norm_bytes(model, share) + outside * model.hidden * share.element_bytes
+        total += tokens * (columns + 1) * share.wide
+    return total
+
+
+def paper_layer_bytes(model: ModelConfig, share: Share, recompute: Literal["none", "selective", "full"]) -> float:
+    """The table at the top of this file, for 2-byte activations (arXiv 2205.05198, table 2)."""
+    s, b, h, t = model.seq_length, share.samples, model.hidden, share.tp
+    scores = 5 * model.heads * s / h if recompute == "none" else 0.0
+    spread = t if share.sequence_parallel else 1
+    if recompute == "full":
+        return 2 * s * b * h / spread
+    return s * b * h * (10 / spread + 24 / t + scores / t)
+
+
+def without_recomputation(model: ModelConfig) -> ModelConfig:
+    """The same model that keeps everything."""
+    return replace(model, recompute_granularity="none")
