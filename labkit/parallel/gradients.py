@@ -90,7 +90,8 @@ def _divide_by_tokens(chunks: Sequence[nn.Module], groups: ParallelGroups, num_t
     count = num_tokens.detach().clone()
     collectives.broadcast(count, groups.pp, src=last_stage)
     collectives.all_reduce(count, groups.dp_cp)
-    scale_gradients(chunks, 1.0 / count.clamp(min=1))  # stays on its device: no synchronisation with the host
+    # In float64, since 1 / int64 would be float32; it stays on its device: no synchronisation with the host.
+    scale_gradients(chunks, count.clamp(min=1).double().reciprocal())
 
 
 def scale_gradients(chunks: Sequence[nn.Module], factor: float | Tensor) -> None:

@@ -1,0 +1,121 @@
+"""Loss scales: the rule step by step, against torch's own scaler, and what is refused."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from labkit.config import OptimConfig
+from labkit.train.loss_scaler import LARGEST_SCALE, ConstantLossScaler, DynamicLossScaler, build_loss_scaler
+
+
+def scales(scaler: DynamicLossScaler, steps: str) -> list[float]:
+    """The scale after each step; `x` is an overflow, `.` a good step."""
+    found = []
+    for step in steps:
+        scaler.update(step == "x")
+        found.append(scaler.scale)
+    return found
+
+
+def test_patience_is_used_up_once_and_comes_back_only_with_growth():
+    scaler = DynamicLossScaler(64.0, min_scale=8.0, growth_interval=3, hysteresis=2)
+    assert scales(scaler, "x") == [64.0], "the first overflow is forgiven"
+    assert scales(scaler, "..x") == [64.0, 64.0, 32.0], "two good steps do not restore the patience"
+    assert scales(scaler, "x") == [16.0], "used up, every overflow lowers"
+    assert scales(scaler, "...") == [16.0, 16.0, 32.0], "three good steps in a row raise"
+    assert scales(scaler, "x") == [32.0], "and restore the patience"
+    assert scales(scaler, "..x...") == [32.0, 32.0, 16.0, 16.0, 16.0, 32.0], "an overflow restarts the count"
+    assert scales(scaler, "xxxxx") == [32.0, 16.0, 8.0, 8.0, 8.0], "never below the minimum"
+
+
+def test_it_does_not_grow_past_what_the_fp32_loss_can_bear():
+    scaler = DynamicLossScaler(LARGEST_SCALE / 2, growth_interval=1)
+    assert scales(scaler, "...") == [LARGEST_SCALE] * 3
+    assert torch.tensor(1.0).mul(scaler.scale).isfinite()
+    assert not torch.tensor(1.0).mul(2 * scaler.scale).isfinite()
+
+
+@given(
+    steps=st.text("x.", max_size=60),
+    interval=st.integers(1, 5),
+    growth=st.sampled_from([1.5, 2.0, 4.0]),
+    backoff=st.sampled_from([0.25, 0.5, 0.75]),
+)
+def test_with_a_hysteresis_of_one_it_is_torchs_grad_scaler(steps: str, interval: int, growth: float, backoff: float):
+    ours = DynamicLossScaler(
+        1024.0,
+        min_scale=1e-30,
+        growth_factor=growth,
+        backoff_factor=backoff,
+        growth_interval=interval,
+        hysteresis=1,
+    )
+    theirs = torch.amp.GradScaler(
+        "cpu", init_scale=1024.0, growth_factor=growth, backoff_factor=backoff, growth_interval=interval
+    )
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    for step in steps:
+        theirs.scale(weight.sum()).backward()
+        if step == "x":
+            weight.grad.fill_(math.inf)
+        theirs.step(optimizer)
+        theirs.update()
+        optimizer.zero_grad()
+        ours.update(step == "x")
+        assert ours.scale == pytest.approx(theirs.get_scale(), rel=1e-6)
+
+
+def test_steps_that_no_smaller_scale_cures_are_counted():
+    scaler = DynamicLossScaler(4.0, min_scale=2.0, hysteresis=1)
+    counts = []
+    for step in "xxxx.x":
+        scaler.update(step == "x")
+        counts.append(scaler.hopeless_steps)
+    assert counts == [0, 1, 2, 3, 0, 1], "the first overflow could still lower the scale"
+    constant = ConstantLossScaler(8.0)
+    for found_inf in (True, True):
+        constant.update(found_inf)
+    assert (constant.scale, constant.hopeless_steps) == (8.0, 2)
+
+
+def test_the_gradient_is_that_of_the_scaled_loss():
+    x = torch.tensor(3.0, requires_grad=True)
+    DynamicLossScaler(1024.0).scale_loss(x * x).backward()
+    assert x.grad == 6.0 * 1024.0
+
+
+def test_each_precision_gets_the_scale_it_needs():
+    for precision in ("fp32", "bf16", "fp64"):
+        assert build_loss_scaler(OptimConfig(precision=precision)).scale == 1.0
+    constant = build_loss_scaler(OptimConfig(precision="fp16", loss_scale=128.0))
+    assert isinstance(constant, ConstantLossScaler) and constant.scale == 128.0
+    found = build_loss_scaler(
+        OptimConfig(precision="fp16", initial_loss_scale=4.0, min_loss_scale=2.0, loss_scale_window=7, hysteresis=3)
+    )
+    assert isinstance(found, DynamicLossScaler)
+    assert (found.scale, found.min_scale, found.growth_interval, found.hysteresis) == (4.0, 2.0, 7, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"initial_scale": 0.0}, "initial_scale is 0; it must be a finite number above 0"),
+        ({"initial_scale": math.inf}, "initial_scale is inf"),
+        ({"initial_scale": math.nan}, "initial_scale is nan"),
+        ({"initial_scale": 1.0, "min_scale": 2.0}, "initial_scale is 1; it must be at least min_scale = 2"),
+        ({"initial_scale": 1.0, "min_scale": -1.0}, "min_scale is -1"),
+        ({"initial_scale": 1.0, "growth_factor": 1.0}, "growth_factor is 1; it must be above 1"),
+        ({"initial_scale": 1.0, "backoff_factor": 1.0}, "backoff_factor is 1; it must be between 0 and 1"),
+        ({"initial_scale": 1.0, "growth_interval": 0}, "growth_interval is 0 and hysteresis 2; both must be at least"),
+        ({"initial_scale": 1.0, "hysteresis": 0}, "hysteresis 0; both must be at least 1"),
+    ],
+)
+def test_numbers_with_which_it_could_not_move_are_refused(arguments: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        DynamicLossScaler(arguments.pop("initial_scale"), **arguments)
+    with pytest.raises(ValueError, match="the loss scale is 0"):
+        ConstantLossScaler(0.0)
