@@ -221,7 +221,7 @@ class OptimConfig:
     loss_scale_window: int = 1000
     """Adaptive loss scale: doubled after so many good steps in a row."""
     hysteresis: int = 2
-    """Adaptive loss scale: overflows before it is halved."""
+    """Adaptive loss scale: overflows before it is halved; once used up, only a doubling restores them."""
     fp8: str = "none"
     """Formats of the linear layers' GEMMs (arXiv 2209.05433): `none`, `e4m3`, or `hybrid` (e4m3 forward, e5m2 for
     gradients)."""
@@ -255,7 +255,8 @@ class OptimConfig:
     num_distributed_optimizer_instances: int = 1
     """Data-parallel ranks are cut into so many groups: reduce-scatter and shards within a group, all-reduce across."""
     check_for_nan_in_grad: bool = True
-    """Name the parameter and the rank where a gradient is not finite."""
+    """Name the parameter and the rank where a gradient is not finite. Either way all ranks skip the step, and a run of ten
+    such steps, none of which a smaller loss scale could cure, ends in an error."""
 
 
 @dataclass(frozen=True, kw_only=True)

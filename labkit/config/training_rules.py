@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from labkit.config.errors import nearest, shown
 from labkit.config.fields import SPECS
 from labkit.config.findings import Findings, divisors
@@ -25,6 +27,21 @@ def instance_rule(found: Findings, dp_cp: int) -> None:
         found.add(name, f"must divide dp x cp = {dp_cp}; choose {divisors(dp_cp)}")
 
 
+def _no_effect(found: Findings, names: Iterable[str], why: str) -> None:
+    """Whoever sets a field that nothing reads has misunderstood something."""
+    for name in names:
+        if found.sound(name) and found.values[name] != SPECS[name].default:
+            found.add(name, f"has no effect {why}, or leave this out")
+
+
+_RECOMPUTE_FIELDS = {
+    "none": ("model.recompute_method", "model.recompute_num_layers", "model.recompute_modules"),
+    "selective": ("model.recompute_method", "model.recompute_num_layers"),
+    "full": ("model.recompute_modules",),
+}
+"""Fields that a granularity does not read."""
+
+
 def _recompute(found: Findings) -> None:
     granularity = found.values["model.recompute_granularity"]
     if not found.sound("model.recompute_granularity"):
@@ -43,6 +60,9 @@ def _recompute(found: Findings) -> None:
             found.add("model.recompute_modules", f"{rule}{nearest(unknown[0], RECOMPUTE_MODULES)}")
         elif not modules or len(set(modules)) < len(modules):
             found.add("model.recompute_modules", f"name one or more of {', '.join(RECOMPUTE_MODULES)}, each once")
+    other = "full" if granularity == "selective" else "selective" if granularity == "full" else "selective or full"
+    why = f"with model.recompute_granularity = {granularity}; set that to {other}"
+    _no_effect(found, _RECOMPUTE_FIELDS[granularity], why)
 
 
 def _data_parallel(found: Findings) -> None:
@@ -50,6 +70,10 @@ def _data_parallel(found: Findings) -> None:
         for name in ("optim.distributed_optimizer", "optim.average_in_collective"):
             if found.values[name] is True:
                 found.add(name, "needs gradient buckets; set optim.data_parallel to bucketed")
+        _no_effect(found, ["optim.bucket_size"], "on the naive form; set optim.data_parallel to bucketed")
+    elif found.values["optim.overlap_grad_reduce"] is False:
+        why = "without overlap, where all is one bucket; set optim.overlap_grad_reduce to true"
+        _no_effect(found, ["optim.bucket_size"], why)
     if found.values["optim.distributed_optimizer"] is False:
         if found.values["optim.overlap_param_gather"] is True:
             found.add("optim.overlap_param_gather", "only the distributed optimizer gathers parameters; turn it on")
@@ -70,6 +94,11 @@ def _precision(found: Findings) -> None:
         found.add("optim.loss_scale", f"only fp16 scales the loss, and optim.precision = {precision}; leave it out")
     if (got := found.get("optim.min_loss_scale", "optim.initial_loss_scale")) and got[0] > got[1]:
         found.add("optim.min_loss_scale", f"must be at most optim.initial_loss_scale = {got[1]:g}")
+    if precision == "fp16" and found.values["optim.loss_scale"] is not None:
+        adaptive = [
+            f"optim.{name}" for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+        ]
+        _no_effect(found, adaptive, "on a constant scale; set optim.loss_scale to null")
 
 
 def _fp8(found: Findings) -> None:
@@ -77,9 +106,8 @@ def _fp8(found: Findings) -> None:
     if got and got[0] != "none" and got[1] == "fp16":
         found.add("optim.fp8", "fp8 goes with optim.precision bf16, fp32 or (for parity) fp64, not fp16")
     if got and got[0] == "none":
-        for name in [name for name in SPECS if name.startswith("optim.fp8_")]:
-            if found.sound(name) and found.values[name] != SPECS[name].default:
-                found.add(name, "has no effect with optim.fp8 = none; set that to e4m3 or hybrid, or leave this out")
+        names = [name for name in SPECS if name.startswith("optim.fp8_")]
+        _no_effect(found, names, "with optim.fp8 = none; set that to e4m3 or hybrid")
 
 
 def _transformer_engine(found: Findings) -> None:
