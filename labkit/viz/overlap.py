@@ -107,7 +107,7 @@ def _bar(axes: Any, event: Event, row: float) -> None:
 
 def _finish(axes: Any, ticks: list[tuple[float, str]], bottom: float, end: float) -> None:
     axes.set_ylim(bottom + 0.1, -0.9)
-    axes.set_xlim(0, end * 1e3)
+    axes.set_xlim(0, 1.01 * end * 1e3)
     axes.set_yticks([height for height, _ in ticks], [text for _, text in ticks])
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
@@ -135,36 +135,40 @@ def bucket_size_curve(
     """
     if not swept or not all(swept.values()):
         raise ValueError("bucket_size_curve needs at least one curve with at least one size")
-    words = []
     with styled():
         fig = new_figure(7.2, 3.2)
         axes = fig.subplots()
         for number, (name, points) in enumerate(swept.items()):
-            shade = SEQUENCE[number % len(SEQUENCE)]
-            megabytes = [point.size * element_bytes / 1e6 for point in points]
-            style = ("-", "--", ":", "-.")[number % 4]
-            axes.plot(megabytes, [point.exposed * 1e3 for point in points], style, color=shade, label=name, lw=1.8)
-            best = min(points, key=lambda point: (point.exposed, -point.size))
-            at = best.size * element_bytes / 1e6
-            axes.plot([at], [best.exposed * 1e3], "o", color=shade, ms=7)
-            axes.annotate(_buckets(best.buckets), (at, best.exposed * 1e3), xytext=(0, -13), ha="center",
-                          textcoords="offset points", fontsize=8, color=_dark(shade))  # fmt: skip
-            words.append(
-                f"{name}: {best.exposed * 1e3:.1f} ms with {_buckets(best.buckets)} of {at:.3g} MB or more, "
-                f"{points[-1].exposed * 1e3:.1f} ms with {_buckets(points[-1].buckets)}"
-            )
+            _draw_curve(axes, number, name, points, element_bytes)
         axes.set(xscale="log", xlabel="bucket size (MB)", ylabel="exposed (ms)")
         axes.set_ylim(0)
         axes.set_title(title, loc="left")
         axes.grid(axis="y")
         axes.legend()
-    return Figure(fig, f"{title}, the best and the largest size: {'; '.join(words)}.")
+    words = "; ".join(f"{name}: {_compared(points, element_bytes)}" for name, points in swept.items())
+    return Figure(fig, f"{title}, the best and the largest size: {words}.")
+
+
+def _best(points: Sequence[BucketSize]) -> BucketSize:
+    """The size that exposes least; of equal ones the largest, which has the fewest collectives."""
+    return min(points, key=lambda point: (point.exposed, -point.size))
+
+
+def _draw_curve(axes: Any, number: int, name: str, points: Sequence[BucketSize], element_bytes: int) -> None:
+    shade, style, best = SEQUENCE[number % len(SEQUENCE)], ("-", "--", ":", "-.")[number % 4], _best(points)
+    megabytes = [point.size * element_bytes / 1e6 for point in points]
+    axes.plot(megabytes, [point.exposed * 1e3 for point in points], style, color=shade, label=name, lw=1.8)
+    at, offset = (best.size * element_bytes / 1e6, best.exposed * 1e3), (0, 8 if number % 2 else -14)
+    axes.plot(*at, "o", color=shade, ms=7)
+    axes.annotate(_buckets(best.buckets), at, xytext=offset, textcoords="offset points", ha="center", fontsize=8,
+                  color=shade if text_color(shade) == "#FFFFFF" else "#444444")  # fmt: skip
+
+
+def _compared(points: Sequence[BucketSize], element_bytes: int) -> str:
+    best, last = _best(points), points[-1]
+    least = f"{best.exposed * 1e3:.1f} ms with {_buckets(best.buckets)} of {best.size * element_bytes / 1e6:.3g} MB"
+    return f"{least} or more, {last.exposed * 1e3:.1f} ms with {_buckets(last.buckets)}"
 
 
 def _buckets(count: int) -> str:
     return f"{count} bucket{'' if count == 1 else 's'}"
-
-
-def _dark(shade: str) -> str:
-    """The shade itself where it can be read on white, else grey."""
-    return shade if text_color(shade) == "#FFFFFF" else "#444444"

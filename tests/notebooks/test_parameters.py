@@ -58,6 +58,23 @@ CASES = {
             "2 backward (f) of 16,384 bytes each": "2 backward (f) of 32,768 bytes each",
         },
     ),
+    # a layer has 12 h^2 + 13 h = 49,984 parameters at h = 64, the final norm 128: two layers and, of the third, its
+    # MLP's norm, fc2 and fc1's bias make 116,928, fc1's weight of 16,384 fills the bucket: 133,312 of 269,696, the rest
+    # is the second. Sharded, fc2's bias of 64 starts 64 later and 64 pad the end; word has a bucket. Of sleeping layers
+    # with 30,000 elements four fill a bucket, two are left.
+    "07_data_parallel": Case(
+        {"bucket_size": 120_000},
+        {
+            "52 parameters of 269,696 elements in 4 buckets of 66,624 to 69,760": (
+                "52 parameters of 269,696 elements in 2 buckets of 133,312 to 136,384"
+            ),
+            "in 5 buckets of 4,224 to 66,688": "in 3 buckets of 65,536 to 133,376",
+            "buckets, behind it: 3 reductions, 2 of them start": "buckets, behind it: 2 reductions, 1 of them starts",
+            "behind the backward, measured: 3 reductions, 2 of them start": (
+                "behind the backward, measured: 2 reductions, 1 of them starts"
+            ),
+        },
+    ),
     # bubble (p-1)/(m+p-1): 3/11 = 27.3% for 8 microbatches, 3/19 = 15.8% for 16; GPipe holds all m, 1F1B at most p
     "08_p2p_and_1f1b": Case(
         {"microbatches": 16},

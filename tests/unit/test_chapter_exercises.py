@@ -1,6 +1,6 @@
 """What the scores say about wrong answers that a score could easily describe wrongly."""
 
-from labkit.check import check
+from labkit.check import chapter_07, check
 from labkit.schedules import zbv, zero_bubble_h1
 
 
@@ -126,3 +126,25 @@ def test_one_stage_a_rank_meets_all_targets_but_those_with_two():
 
     missed = [outcome.expected for outcome in check("10.schedule", h1).outcomes if not outcome.passed]
     assert [text.split(" steps")[0] for text in missed] == ["at most 25.5", "at most 22", "at most 38"]
+
+
+def test_owners_that_cannot_be_are_told_by_an_element():
+    """The cases before compare whole maps; of forty parameters the first wrong element says more."""
+
+    def got(answer) -> str:
+        return check("07.shards", answer).outcomes[-1].got
+
+    everything = lambda sizes, bucket_size, dp: [[(p, 0, n) for p, n in enumerate(sizes)]] * dp  # noqa: E731
+    assert got(everything) == "element 0 of parameter 0 owned twice, by ranks 0 and 1"
+    assert got(lambda sizes, bucket_size, dp: [[]] * dp).endswith(" without an owner")
+    alone = lambda sizes, bucket_size, dp: [everything(sizes, 0, 1)[0]] + [[]] * (dp - 1)  # noqa: E731
+    assert " on rank 0, which belongs to rank 1" in got(alone)
+    right = chapter_07.owners
+    assert got(right) == check("07.shards", right).outcomes[-1].expected
+
+    def more(*case):
+        first, *others = right(*case)
+        return [[*first, (99, 0, 1)], *others]
+
+    assert got(more) == "an element 0 of parameter 99, which has no such element"
+    assert got(lambda sizes, bucket_size, dp: None).endswith("one list of pieces for each of the 6 ranks")
