@@ -105,13 +105,25 @@ def scale_gradients(chunks: Sequence[nn.Module], factor: float | Tensor) -> None
         grad.mul_(factor.to(grad.dtype) if isinstance(factor, Tensor) else factor)
 
 
+def is_expert(parameter: nn.Parameter) -> bool:
+    """Whether it is an expert's (`allreduce = False`): cut over etp, with replicas on the ranks of edp."""
+    return not getattr(parameter, "allreduce", True)
+
+
 def counts_once(parameter: nn.Parameter, groups: ParallelGroups) -> bool:
-    """Whether this rank counts the parameter, so that every element of the model occurs once in the ranks of
-    `groups.mp`: not the copy of a tied weight (`shared`), and on the first rank of tp alone what all of tp hold alike.
+    """Whether this rank counts the parameter, so that every element of the model occurs once in the ranks of one
+    replica: not the copy of a tied weight (`shared`), and on the first rank of tp (of etp, for an expert) alone what
+    all of its ranks hold alike.
     """
     if getattr(parameter, "shared", False):
         return False
-    return getattr(parameter, "tensor_model_parallel", False) or groups.tp.rank == 0
+    tensor_parallel = groups.etp if is_expert(parameter) else groups.tp
+    return getattr(parameter, "tensor_model_parallel", False) or tensor_parallel.rank == 0
+
+
+def is_first_replica(parameter: nn.Parameter, groups: ParallelGroups) -> bool:
+    """Whether of all ranks that hold the same part of the parameter this is the first."""
+    return (groups.edp if is_expert(parameter) else groups.dp_cp).rank == 0
 
 
 def counted_gradients(parameters: Iterable[nn.Parameter], groups: ParallelGroups) -> list[Tensor]:

@@ -123,6 +123,8 @@ def _join_parameters(ranks: list[Snapshot], what: str, step: int, disagreements:
         for name, first in getattr(stage[0], what)[step].items():
             shards: list[Shard] = [getattr(s, what)[step][name] for s in stage]
             by_tp = [[sh for sh, s in zip(shards, stage) if s.tp == tp] for tp in range(1 + max(s.tp for s in stage))]
+            if first.expert and first.partition_dim is None:  # whole on every rank: all of them are replicas
+                by_tp = [shards]
             joined = [join_replicas(replicas) for replicas in by_tp]
             if not all(agree for _, agree in joined):
                 disagreements.append(f"{name} {label} (dp replicas)")

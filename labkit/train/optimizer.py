@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from labkit.config import OptimConfig
 from labkit.parallel.distributed_optimizer import DistributedOptimizer
-from labkit.parallel.gradients import counted_gradients, main_grad
+from labkit.parallel.gradients import counted_gradients, is_first_replica, main_grad
 from labkit.parallel.groups import Group, ParallelGroups, single_process_groups
 from labkit.parallel.parameter_groups import Condition as Condition
 from labkit.parallel.parameter_groups import ParameterGroup as ParameterGroup
@@ -94,8 +94,9 @@ class Optimizer:
         return [param for group in self.groups for param in group.params]
 
     def gradient_pieces(self) -> list[Tensor]:
-        """Of the first data-parallel replica, everything that counts once over tp x pp; of the others nothing."""
-        return counted_gradients(self._parameters(), self._layout) if self._layout.dp_cp.rank == 0 else []
+        """What counts once over tp x pp, of the first replica; of the others nothing."""
+        first = (param for param in self._parameters() if is_first_replica(param, self._layout))
+        return counted_gradients(first, self._layout)
 
     def uncounted_pieces(self) -> list[Tensor]:
         """What `gradient_pieces` leaves out: replicas, and the copy of a tied weight."""

@@ -45,6 +45,8 @@ class Shard:
     owned: Ranges | None = None
     """What is this rank's to say: after a reduce-scatter it has the gradient of its own shard, and leftovers beside
     it. None means all."""
+    expert: bool = False
+    """Whether it is an expert's, whose replicas are on the ranks of edp, not of dp x cp."""
 
 
 @dataclass
@@ -172,4 +174,5 @@ def _shard(param: nn.Parameter, values: Tensor, own: Mapping[int, Ranges]) -> Sh
         getattr(param, "full_shape", param.shape)[0],
         getattr(param, "shared", False),
         own.get(id(param)),
+        not getattr(param, "allreduce", True),
     )

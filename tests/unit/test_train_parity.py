@@ -146,6 +146,21 @@ def test_an_element_that_nobody_owns_differs_from_everything_and_two_owners_must
     assert not join_replicas(twice)[1]
 
 
+def test_an_expert_that_is_whole_everywhere_is_joined_over_tp_as_well():
+    """Its shards lie on the ranks of edp: tp times dp, where etp is 1."""
+    full = torch.arange(8.0)
+    snapshots = []
+    for number, (dp, tp) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
+        own = (2 * number, 2 * number + 2)
+        piece = torch.full((8,), -1.0)
+        piece[own[0] : own[1]] = full[own[0] : own[1]]
+        kept = {0: {"layers.0.mlp.fc1.bias": Shard(piece, None, 1, 8, False, (own,), expert=True)}}
+        snapshots.append(Snapshot(tp, 0, dp, 0, gradients=kept))
+    joined = assemble(snapshots)
+    assert torch.equal(joined.gradients[0]["layers.0.mlp.fc1.bias"], full)
+    assert joined.disagreements == []
+
+
 def whole() -> Whole:
     weights = {"embedding.weight": torch.ones(4), "layers.0.weight": torch.ones(4), "final.weight": torch.ones(4)}
     outputs = {"embedding": torch.ones(2), "layers.0": torch.ones(2)}
