@@ -1,0 +1,103 @@
+"""Transformer Engine's modules over ranks: given our groups they compute what our layers compute."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from labkit.config import ModelConfig, ParallelConfig
+from labkit.models import GPTModel
+from labkit.parallel import initialize_model_parallel
+from labkit.parallel.fp8 import Float8Recipe
+
+CONFIG = ModelConfig(
+    layers=2, hidden=32, heads=4, kv_heads=2, vocab_size=64, make_vocab_size_divisible_by=16, seq_length=16
+)
+
+
+def both(parallel: ParallelConfig) -> dict[str, dict[str, Tensor]]:
+    """Loss and gradients of both implementations on this rank."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import te_stub
+
+    groups, found = initialize_model_parallel(parallel), {}
+    ids = torch.randint(0, 64, (3, 17), generator=torch.Generator().manual_seed(1))
+    chunks = 2 * groups.cp.size
+    keep = torch.cat([torch.arange(16).chunk(chunks)[i] for i in (groups.cp.rank, chunks - 1 - groups.cp.rank)])
+    for impl in ("local", "transformer_engine"):
+        with te_stub.installed():
+            config = replace(CONFIG, transformer_impl=impl)
+            model = GPTModel(config, groups, layers=range(2), seed=1, dtype=torch.float64)
+            loss = model(ids[:, :-1][:, keep], labels_BS=ids[:, 1:][:, keep])
+        loss.mean().backward()
+        found[impl] = {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
+    return found
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(tp=2),
+        ParallelConfig(tp=2, sequence_parallel=True),
+        ParallelConfig(cp=2),
+        ParallelConfig(cp=2, cp_comm_type="all_gather"),
+    ],
+    ids=["tp2", "sp", "ring", "all_gather"],
+)
+def test_the_engines_layers_equal_ours_over_ranks(on_ranks: Callable[..., list[Any]], parallel: ParallelConfig) -> None:
+    for found in on_ranks(both, 2, parallel):
+        ours, theirs = found["local"], found["transformer_engine"]
+        assert theirs.keys() == ours.keys()
+        for name, expected in ours.items():
+            torch.testing.assert_close(
+                theirs[name], expected, rtol=1e-10, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def told(parallel: ParallelConfig, recipe: str) -> None:
+    """What the engine is given of our groups."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import te_stub
+
+    groups = initialize_model_parallel(parallel)
+    with te_stub.installed() as record:
+        config = replace(CONFIG, transformer_impl="transformer_engine")
+        model = GPTModel(config, groups, layers=range(2), seed=1, float8=Float8Recipe(recipe))
+        model(torch.zeros(1, 8, dtype=torch.long))
+    for call in (*record.of("LayerNormLinear"), *record.of("Linear"), *record.of("DotProductAttention")):
+        assert call["tp_group"] is groups.tp.process_group and call["tp_size"] == groups.tp.size
+    for call in (*record.of("LayerNormLinear"), *record.of("Linear")):
+        assert call["sequence_parallel"] is (parallel.sequence_parallel and groups.tp.size > 1)
+    for call in record.of("DotProductAttention"):
+        expected = (groups.cp.process_group, list(groups.cp.ranks)) if groups.cp.size > 1 else (None, None)
+        assert (call["cp_group"], call["cp_global_ranks"]) == expected
+        assert call["cp_comm_type"] == parallel.cp_comm_type
+    [region] = record.of("autocast")
+    assert region["amax_reduction_group"] is groups.tp_dp_cp.process_group
+    [call] = record.of("DelayedScaling")
+    assert call["reduce_amax"] is (groups.tp_dp_cp.size > 1)
+    for name, parameter in model.named_parameters():
+        outside = name.endswith(("norm.weight", "norm.bias", "proj.bias", "fc2.bias"))
+        if outside:
+            assert parameter.sequence_parallel is parallel.sequence_parallel, name  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(tp=2, sequence_parallel=True),
+        ParallelConfig(cp=2, cp_comm_type="all_gather"),
+        ParallelConfig(pp=2),
+    ],
+    ids=["sp", "cp", "pp"],
+)
+def test_the_engine_is_given_our_groups(on_ranks: Callable[..., list[Any]], parallel: ParallelConfig) -> None:
+    on_ranks(told, 2, parallel, "delayed")
