@@ -17,7 +17,7 @@ CPU it has no dropout: torch then takes the operations one by one and keeps thre
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from labkit.config import ModelConfig
@@ -104,9 +104,32 @@ def _core_attention(model: ModelConfig, share: Share) -> dict[str, int]:
     return {"q, k, v": repeated, "probabilities": probabilities * (2 * e + 1 if p else e)}
 
 
+PARTS = {
+    "inputs of norms": ("attention norm", "mlp norm"),
+    "inputs of qkv and fc1": ("attention qkv input", "mlp fc1 input"),
+    "q, k, v and output": ("attention q, k, v", "attention log-sums", "attention proj input"),
+    "probabilities": ("attention probabilities",),
+    "inside the MLP": ("mlp activation input", "mlp fc2 input"),
+    "dropout masks": ("attention dropout mask", "mlp dropout mask"),
+}
+"""What the tensors of `layer_saved` are, in words."""
+
+
+def layer_parts(model: ModelConfig, share: Share) -> dict[str, int]:
+    """Part (`PARTS`) -> bytes that one layer keeps, recomputed as `model` says, `full` layer by layer included."""
+    if model.recompute_granularity == "full":
+        return {"inputs of norms": layer_input_bytes(model, share)}
+    saved = _kept(model, share)
+    return {part: sum(saved.get(name, 0) for name in names) for part, names in PARTS.items()}
+
+
 def layer_activation_bytes(model: ModelConfig, share: Share | None = None) -> int:
     """Bytes that one layer keeps, with `selective` recomputation as `model` says; `full` keeps layer_input_bytes."""
-    share = share or Share()
+    return sum(_kept(model, share or Share()).values())
+
+
+def _kept(model: ModelConfig, share: Share) -> dict[str, int]:
+    """`layer_saved` without what the selected parts throw away."""
     saved = layer_saved(model, share)
     modules = model.recompute_modules if model.recompute_granularity == "selective" else ()
     if "core_attn" in modules:
@@ -117,7 +140,7 @@ def layer_activation_bytes(model: ModelConfig, share: Share | None = None) -> in
         saved |= dict.fromkeys(("mlp activation input", "mlp fc2 input"), 0)
     if "layernorm" in modules:
         saved |= dict.fromkeys(("attention qkv input", "mlp fc1 input"), 0)
-    return sum(saved.values())
+    return saved
 
 
 def layer_input_bytes(model: ModelConfig, share: Share) -> int:
@@ -179,8 +202,3 @@ def paper_layer_bytes(model: ModelConfig, share: Share, recompute: Literal["none
     if recompute == "full":
         return 2 * s * b * h / spread
     return s * b * h * (10 / spread + 24 / t + scores / t)
-
-
-def without_recomputation(model: ModelConfig) -> ModelConfig:
-    """The same model that keeps everything."""
-    return replace(model, recompute_granularity="none")

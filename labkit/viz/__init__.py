@@ -17,7 +17,10 @@ _EXPORTS = {
     "overlap": ("bucket_size_curve", "overlap_gantt"),
     "bucket_explorer": ("explore_buckets",),
     "trace": ("write_trace",),
+    "context": ("context_mask", "measured_ring", "ring_timeline"),
     "curves": ("loss_curves",),
+    "masks": ("dropout_masks",),
+    "memory": ("Kept", "live_bytes", "saved_waterfall"),
 }
 """Module -> the names that this package offers from it."""
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -32,8 +35,15 @@ if TYPE_CHECKING:
     from labkit.viz.comms import bytes_between_nodes as bytes_between_nodes
     from labkit.viz.comms import compare_orders as compare_orders
     from labkit.viz.comms import order_traffic as order_traffic
+    from labkit.viz.context import context_mask as context_mask
+    from labkit.viz.context import measured_ring as measured_ring
+    from labkit.viz.context import ring_timeline as ring_timeline
     from labkit.viz.curves import loss_curves as loss_curves
     from labkit.viz.figure import Figure as Figure
+    from labkit.viz.masks import dropout_masks as dropout_masks
+    from labkit.viz.memory import Kept as Kept
+    from labkit.viz.memory import live_bytes as live_bytes
+    from labkit.viz.memory import saved_waterfall as saved_waterfall
     from labkit.viz.overlap import bucket_size_curve as bucket_size_curve
     from labkit.viz.overlap import overlap_gantt as overlap_gantt
     from labkit.viz.placement import layer_placement as layer_placement

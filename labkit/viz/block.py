@@ -1,4 +1,8 @@
-"""A transformer layer cut over a tensor-parallel group: where f and g sit, and what each sends, read from a ledger."""
+"""A transformer layer cut over a tensor-parallel group: where f and g sit, and what each sends, read from a ledger.
+
+Under sequence parallelism their places are taken by g and its conjugate (arXiv 2205.05198, section 4.2.2), drawn as
+g and g': an all-gather where f was, a reduce-scatter where g was.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +39,11 @@ def tensor_parallel_block(records: Sequence[CommRecord], layer: str = "layers.0"
     size = mine[0].group_size
     lanes = list(range(size)) if size <= MAX_LANES else [*range(MAX_LANES - 1), size - 1]
     with styled():
-        fig = new_figure(8.6, 1.7 + 0.5 * len(lanes))
+        fig = new_figure(8.6, 1.7 + 0.5 * len(lanes) + (0.5 if _is_split(mine) else 0.0))
         axes = fig.subplots()
         for index, (part, boxes) in enumerate(PARTS):
             _draw_part(axes, index * _PART_WIDTH, part, boxes, lanes, [r for r in mine if _part_of(r, layer) == part])
-        _draw_frame(axes, len(lanes))
+        _draw_frame(axes, len(lanes), 3.2 if _is_split(mine) else 2.05)
     return Figure(fig, _sentence(mine, layer, size))
 
 
@@ -49,12 +53,29 @@ def _part_of(record: CommRecord, layer: str) -> str:
 
 
 def _sentence(records: Sequence[CommRecord], layer: str, size: int) -> str:
+    if _is_split(records):
+        return f"{layer} over tp {size}, sequence parallel: {_counts(records)}."
     words = []
     for phase, operator in (("forward", "g"), ("backward", "f")):
         sizes = [r.bytes for r in records if r.phase == phase]
         each = f" of {sizes[0]:,} bytes each" if sizes and len(set(sizes)) == 1 else f", {sum(sizes):,} bytes in all"
         words.append(f"{len(sizes)} {phase} ({operator}){each}")
     return f"{layer} over tp {size}: all-reduces {words[0]}, {words[1]}."
+
+
+def _is_split(records: Sequence[CommRecord]) -> bool:
+    """Whether the layer ran under sequence parallelism."""
+    return any(r.operation == "all_gather" for r in records)
+
+
+def _counts(records: Sequence[CommRecord]) -> str:
+    """How often what was called, by phase."""
+    words = []
+    for phase in ("forward", "backward"):
+        calls = [r.operation for r in records if r.phase == phase]
+        kinds = [f"{calls.count(kind)} {kind.replace('_', '-')}s" for kind in sorted(set(calls))]
+        words.append(f"{phase} {' and '.join(kinds)}")
+    return ", ".join(words)
 
 
 def _draw_part(
@@ -71,8 +92,13 @@ def _draw_part(
             axes.text(
                 x + position * _STEP, y, f"{box} {rank}", ha="center", va="center", fontsize=8, color=text_color(shade)
             )
-    for operator, position, talks_in in (("f", 0, "backward"), ("g", len(boxes) + 1, "forward")):
-        _draw_operator(axes, x + position * _STEP, height, operator, talks_in, records)
+    split = _is_split(records)
+    for operator, position, box in (
+        ("g" if split else "f", 0, boxes[0]),
+        ("g'" if split else "g", len(boxes) + 1, boxes[-1]),
+    ):
+        mine = [r for r in records if r.layer is not None and r.layer.endswith(f".{box}")]
+        _draw_operator(axes, x + position * _STEP, height, operator, mine, split)
 
 
 def _box(x: float, y: float, width: float, height: float, face: str) -> Any:
@@ -81,28 +107,29 @@ def _box(x: float, y: float, width: float, height: float, face: str) -> Any:
     return Rectangle((x, y), width, height, facecolor=face, edgecolor="#333333", linewidth=0.5)
 
 
-def _draw_operator(
-    axes: Any, x: float, height: int, operator: str, talks_in: str, records: Sequence[CommRecord]
-) -> None:
+def _draw_operator(axes: Any, x: float, height: int, operator: str, records: Sequence[CommRecord], split: bool) -> None:
     """A bar across all lanes, and under it what it does in each direction."""
     bar = color("collective")
     axes.add_patch(_box(x - 0.2, 0.04, 0.4, height - 0.08, bar))
     axes.text(x, height / 2, operator, ha="center", va="center", fontsize=12, style="italic", color=text_color(bar))
     lines = []
     for phase in ("forward", "backward"):
-        calls = [r for r in records if r.phase == phase] if phase == talks_in else []
-        talk = f"{len(calls)} x {calls[0].operation}\n{sum(r.bytes for r in calls):,} B" if calls else "identity"
-        lines.append(f"{phase}\n{talk}")
+        calls = [r for r in records if r.phase == phase]
+        kinds = sorted({r.operation for r in calls}, reverse=True)
+        talk = "\n".join(f"{sum(r.operation == kind for r in calls)} x {kind}" for kind in kinds)
+        lines.append(f"{phase}\n{talk}\n{sum(r.bytes for r in calls):,} B" if calls else f"{phase}\nidentity")
     for row, text in enumerate(lines):
-        axes.text(x, -0.12 - 0.95 * row, text, ha="center", va="top", fontsize=7.5, linespacing=1.25)
+        axes.text(
+            x, -0.12 - (1.5 if split else 0.95) * row, text, ha="center", va="top", fontsize=7.5, linespacing=1.25
+        )
 
 
-def _draw_frame(axes: Any, height: int) -> None:
+def _draw_frame(axes: Any, height: int, below: float) -> None:
     right = len(PARTS) * _PART_WIDTH - 0.6 * _STEP
     axes.annotate(
         "", (right - 0.4, height + 0.62), (-0.5, height + 0.62), arrowprops={"arrowstyle": "->", "color": "#555555"}
     )
     axes.text(right / 2 - 0.45, height + 0.68, "forward, left to right", ha="center", va="bottom", fontsize=8)
     axes.set_xlim(-0.9, right - 0.1)
-    axes.set_ylim(-2.05, height + 1.05)
+    axes.set_ylim(-below, height + 1.05)
     axes.axis("off")

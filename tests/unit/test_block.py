@@ -45,6 +45,23 @@ def test_a_missing_all_reduce_shows_as_identity() -> None:
     assert texts(figure).count("backward\nidentity") == 4
 
 
+def test_under_sequence_parallelism_each_operator_talks_in_both_directions() -> None:
+    calls = [(part, "forward", "all_gather") for part in ("attention.qkv", "mlp.fc1")]
+    calls += [(part, "forward", "reduce_scatter") for part in ("attention.proj", "mlp.fc2")]
+    calls += [(part, "backward", "all_gather") for part in ("attention.qkv", "mlp.fc1", "attention.proj", "mlp.fc2")]
+    calls += [(part, "backward", "reduce_scatter") for part in ("attention.qkv", "mlp.fc1")]
+    split = [CommRecord(kind, "tp", 2, 100, "float32", f"layers.0.{part}", phase) for part, phase, kind in calls]
+    figure = tensor_parallel_block(split)
+    assert repr(figure) == (
+        "layers.0 over tp 2, sequence parallel: forward 2 all-gathers and 2 reduce-scatters, "
+        "backward 4 all-gathers and 2 reduce-scatters."
+    )
+    shown = texts(figure)
+    assert shown.count("g") == shown.count("g'") == 2
+    assert shown.count("forward\n1 x all_gather\n100 B") == shown.count("forward\n1 x reduce_scatter\n100 B") == 2
+    assert shown.count("backward\n1 x reduce_scatter\n1 x all_gather\n200 B") == 2
+
+
 def test_records_without_that_layer_are_refused() -> None:
     with pytest.raises(ValueError, match=r"no communication of 'layers\.2' among 8 records"):
         tensor_parallel_block(records(2), "layers.2")

@@ -1,0 +1,137 @@
+"""Activation memory: what each way of saving takes away, and what is alive while a schedule runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from labkit.viz.figure import Figure
+from labkit.viz.style import SEQUENCE, new_figure, styled
+
+_HATCHES = ("", "//", "", "xx", "\\\\", "..", "++", "")
+"""By part, so that neighbours stay apart without colour."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One bar of a waterfall."""
+
+    label: str
+    """What was done, such as `sequence parallel`."""
+    parts: Mapping[str, float]
+    """Part -> bytes, predicted."""
+    measured: float | None = None
+    """Bytes measured, all parts together."""
+
+    @property
+    def total(self) -> float:
+        """Bytes predicted."""
+        return sum(self.parts.values())
+
+
+def saved_waterfall(rows: Sequence[Kept], *, unit: float = 1.0, unit_name: str = "bytes", what: str = "") -> Figure:
+    """Horizontal bars from the top down, each split into parts; a dashed outline is what a step took away.
+
+    rows: in the order in which the ways of saving are added.
+    unit, unit_name: of the axis, such as s b h bytes.
+    what: first words of the sentence.
+
+    The sentence says whether every measured total is within 1% of the prediction. Raises ValueError without rows.
+    """
+    if not rows:
+        raise ValueError("saved_waterfall needs at least one row")
+    parts = list(dict.fromkeys(part for row in rows for part in row.parts))
+    with styled():
+        fig = new_figure(7.4, 1.3 + 0.44 * len(rows))
+        axes = fig.subplots()
+        for place, row in enumerate(rows):
+            _bar(axes, place, row, parts, unit)
+            before = rows[place - 1].total / unit if place else 0.0
+            if before > row.total / unit:
+                _taken(axes, place, row.total / unit, before)
+        _frame(axes, rows, unit, unit_name)
+        handles = [_patch(parts, part) for part in parts] + _measured_handle(rows)
+        fig.legend(handles=handles, loc="outside lower center", ncols=4)
+    return Figure(fig, _sentence(rows, unit, unit_name, what))
+
+
+def _style(parts: Sequence[str], part: str) -> dict[str, Any]:
+    index = parts.index(part) % len(SEQUENCE)
+    return {"facecolor": SEQUENCE[index], "hatch": _HATCHES[index], "edgecolor": "#333333", "linewidth": 0.5}
+
+
+def _patch(parts: Sequence[str], part: str) -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(label=part, **_style(parts, part))
+
+
+def _measured_handle(rows: Sequence[Kept]) -> list[Any]:
+    from matplotlib.lines import Line2D
+
+    marker = Line2D([], [], color="#000000", marker="D", markersize=5, linestyle="", label="measured")
+    return [marker] if any(row.measured is not None for row in rows) else []
+
+
+def _bar(axes: Any, place: int, row: Kept, parts: Sequence[str], unit: float) -> None:
+    left = 0.0
+    for part in parts:
+        width = row.parts.get(part, 0.0) / unit
+        if width:
+            axes.barh(place, width, left=left, height=0.62, **_style(parts, part))
+            left += width
+    if row.measured is not None:
+        axes.plot(row.measured / unit, place, color="#000000", marker="D", markersize=5, markeredgecolor="#FFFFFF")
+
+
+def _taken(axes: Any, place: int, now: float, before: float) -> None:
+    """What the row above had more."""
+    axes.barh(place, before - now, left=now, height=0.62, fill=False, edgecolor="#888888", linestyle=":", linewidth=1)
+
+
+def _frame(axes: Any, rows: Sequence[Kept], unit: float, unit_name: str) -> None:
+    most = max(row.total for row in rows) / unit
+    for place, row in enumerate(rows):
+        before = max(row.total, rows[place - 1].total if place else 0.0) / unit
+        axes.text(before + 0.015 * most, place, f"{row.total / unit:.1f}", va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), [row.label for row in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set(xlabel=unit_name, xlim=(0, 1.09 * most))
+
+
+def _sentence(rows: Sequence[Kept], unit: float, unit_name: str, what: str) -> str:
+    steps = ", ".join(f"{row.label} {row.total / unit:.1f}" for row in rows)
+    off = [row.label for row in rows if row.measured is not None and abs(row.measured - row.total) > 0.01 * row.total]
+    seen = [row for row in rows if row.measured is not None]
+    if not seen:
+        verdict = ""
+    elif off:
+        verdict = f"; measured differs by more than 1% for {', '.join(off)}"
+    else:
+        verdict = "; measured within 1% of it"
+    return f"{what + ': ' if what else ''}{unit_name}: {steps}{verdict}."
+
+
+def live_bytes(
+    series: Mapping[str, Sequence[float]], actions: Sequence[str], *, unit: float = 1.0, unit_name: str = "bytes"
+) -> Figure:
+    """Bytes alive after each forward of one rank's row, a line for each way of recomputing.
+
+    series: name -> values, one an action. Raises ValueError where their number is not that of the actions.
+    """
+    if not series or any(len(values) != len(actions) for values in series.values()):
+        raise ValueError(f"give series of {len(actions)} values, one for each action")
+    with styled():
+        fig = new_figure(7.2, 2.8)
+        axes = fig.subplots()
+        for index, (name, values) in enumerate(series.items()):
+            heights = [value / unit for value in values]
+            style = {"color": SEQUENCE[index], "linestyle": ("-", "--", "-.", ":")[index % 4], "linewidth": 2}
+            axes.step(range(len(actions)), heights, where="mid", label=name, marker="o", markersize=3, **style)
+        axes.set_xticks(range(len(actions)), actions)
+        axes.set(xlabel="after forward", ylabel=unit_name, ylim=(0, None))
+        fig.legend(loc="outside right center")
+    peaks = ", ".join(f"{name} {max(values) / unit:.2f}" for name, values in series.items())
+    return Figure(fig, f"Largest number of {unit_name} alive on the rank, by what is recomputed: {peaks}.")
