@@ -235,6 +235,8 @@ _PLAIN: dict[str, Any] = {
     "model.recompute_granularity": "none",
     "model.num_microbatches_with_partial_activation_checkpoints": None,
     "optim.data_parallel": "naive",
+    "optim.bucket_size": None,
+    "optim.overlap_grad_reduce": True,
     "optim.average_in_collective": False,
     "optim.distributed_optimizer": False,
     "optim.overlap_param_gather": False,

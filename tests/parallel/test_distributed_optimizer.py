@@ -18,6 +18,7 @@ from labkit.parallel.gradients import gradient_statistics
 from labkit.parallel.groups import ParallelGroups, single_process_groups
 from labkit.parallel.parameter_groups import parameter_groups
 from labkit.parallel.zero_memory import bytes_per_parameter
+from labkit.train import pretrain
 from labkit.train.optimizer import Optimizer
 
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, eps=1e-5)
@@ -248,6 +249,35 @@ def test_no_layer_of_a_gpt_waits_for_the_parameters_of_another(untied: bool) -> 
     tokens = torch.arange(config.model.seq_length)[None]
     chunk(tokens, labels_BS=tokens).sum().backward()
     assert chunk.param_gather is not None and chunk.param_gather.is_ready
+
+
+def losses_of(precision: str, optim: dict[str, Any]) -> list[Any]:
+    config = presets.tiny().override(
+        {
+            "model.layers": 2,
+            "train.steps": 3,
+            "train.global_batch_size": 4,
+            "train.eval_interval": 2,
+            "train.eval_steps": 1,
+            "optim.clip_grad": 0.0,  # the norm differs in its last bits, since squares are summed in another order
+            "optim.precision": precision,
+            "optim.bucket_size": 20_000,
+            **optim,
+        }
+    )
+    result = pretrain(config)
+    return [result.losses, result.series("validation_loss"), result.series("test_loss"), result.series("grad_norm")]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_run_with_validations_is_bit_equal_to_one_with_the_whole_optimizer(on_ranks, precision: str) -> None:
+    """A validation follows the update, and so does the test: they wait for the parameters, too."""
+    whole = on_ranks(losses_of, 2, precision, {})
+    assert whole[0][0][-1] < whole[0][0][0] and len(whole[0][1]) == 2
+    zero = on_ranks(losses_of, 2, precision, {"optim.distributed_optimizer": True, "optim.overlap_param_gather": True})
+    for (*losses, norms), (*expected, expected_norms) in zip(zero, whole):
+        assert losses == expected
+        assert [n for _, n in norms] == pytest.approx([n for _, n in expected_norms], rel=1e-6)
 
 
 def test_chunks_without_reduce_scatter_and_foreign_parameters_are_refused() -> None:
