@@ -75,6 +75,22 @@ CASES = {
             ),
         },
     ),
+    # cp 2, L = 32: plain cut 32 33/2 = 528 pairs for rank 0 and 528 + 32^2 = 1,552 for rank 1; zigzag 64 65/4 = 1,040;
+    # busy 2,080/(2 x 1,552) = 67.0%; blocks that are not all masked: 2 + 1, and 2 x 2 with zigzag
+    "06_context_parallel": Case(
+        {"world_size": 2},
+        {
+            "over cp 4, 2,080 pairs: plain cut 136 pairs for rank 0 and 904 for rank 3, zigzag 520 for every rank": (
+                "over cp 2, 2,080 pairs: plain cut 528 pairs for rank 0 and 1,552 for rank 1, zigzag 1,040 for every"
+            ),
+            "plain cut 904 pairs of time, ranks busy 57.5%; zigzag 520": (
+                "plain cut 1,552 pairs of time, ranks busy 67.0%; zigzag 1,040"
+            ),
+            "plain cut 10 blocks, zigzag 16 blocks; zigzag ended first": (
+                "plain cut 3 blocks, zigzag 4 blocks; zigzag ended first"
+            ),
+        },
+    ),
     # bubble (p-1)/(m+p-1): 3/11 = 27.3% for 8 microbatches, 3/19 = 15.8% for 16; GPipe holds all m, 1F1B at most p
     "08_p2p_and_1f1b": Case(
         {"microbatches": 16},

@@ -1,0 +1,60 @@
+"""Figures of context parallelism: sentences computed by hand, bars where the plan puts them, refusals."""
+
+import pytest
+
+from labkit.events import Event
+from labkit.viz import context_mask, measured_ring, ring_timeline
+
+
+def test_the_mask_says_who_computes_how_much():
+    """S 16, cp 2: 136 pairs; plain: 8 9/2 = 36 and 36 + 64 = 100; zigzag half of them each."""
+    figure = context_mask(16, 2)
+    assert figure.sentence == (
+        "Causal mask of 16 positions over cp 2, 136 pairs: plain cut 36 pairs for rank 0 and 100 for rank 1, "
+        "zigzag 68 for every rank."
+    )
+    plain, zigzag = figure.fig.axes
+    assert [len(axes.patches) for axes in (plain, zigzag)] == [10, 10], "the cells on and below the diagonal of 4 x 4"
+    steps = [text.get_text() for text in zigzag.texts]
+    assert steps == ["0", "1", "0", "1", "0", "0", "0", "1", "1", "0"], (
+        "row by row: rank (0, 1, 1, 0) minus rank, mod 2"
+    )
+
+
+def test_the_timeline_is_as_long_as_the_slowest_blocks():
+    """L = 8: plain 36 + 64 = 100, busy 136/200; zigzag 36 + 32 = 68, busy always; 100/68 = 1.47."""
+    figure = ring_timeline(16, 2)
+    assert figure.sentence == (
+        "Ring over cp 2, 16 positions, causal: plain cut 100 pairs of time, ranks busy 68.0%; zigzag 68 pairs of time, "
+        "ranks busy 100.0%; zigzag is 1.47 times as fast."
+    )
+    plain, zigzag = figure.fig.axes
+    assert [text.get_text() for text in plain.texts] == ["kv 0", "kv 1", "kv 0"]
+    assert [text.get_text() for text in zigzag.texts] == ["kv 0", "kv 1", "kv 1", "kv 0"]
+    assert [round(bar.get_x() + bar.get_width()) for bar in zigzag.patches] == [36, 36, 68, 68]
+    assert "not causal: plain cut 128 pairs of time, ranks busy 100.0%" in ring_timeline(16, 2, causal=False).sentence
+
+
+def test_many_ranks_carry_no_letters():
+    assert [text.get_text() for axes in ring_timeline(64, 16).fig.axes for text in axes.texts] == []
+    assert context_mask(64, 16).png
+
+
+def test_measured_blocks_begin_at_zero():
+    events = {
+        "contiguous": [Event(0, "kv 0", "forward", 5.0, 6.0), Event(1, "wait recv cp", "wait", 4.0, 9.0)],
+        "zigzag": [Event(0, "kv 0", "forward", 2.0, 2.5), Event(1, "kv 1", "forward", 2.1, 2.5)],
+    }
+    figure = measured_ring(events, 2)
+    assert figure.sentence == "Ring over cp 2, measured: plain cut 1 block, zigzag 2 blocks; zigzag ended first."
+    first, second = figure.fig.axes
+    assert [(bar.get_x(), bar.get_width()) for bar in first.patches] == [(0.0, 1.0)]
+    assert second.patches[1].get_x() == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="nothing was measured for the zigzag"):
+        measured_ring({"zigzag": events["contiguous"][1:]}, 2)
+
+
+def test_a_length_that_cannot_be_cut_is_refused():
+    for draw in (context_mask, ring_timeline):
+        with pytest.raises(ValueError, match="choose a multiple of 8"):
+            draw(30, 4)
