@@ -289,7 +289,10 @@ def state_rows() -> list[dict[str, Any]]:
         found = run(state_bytes, ranks, stage == 1)
         for dtype in found[0]:
             kind: dict[str, Any] = {"param_dtype": dtype, "grad_dtype": "fp32", "stage": stage}
-            row = {"case": f"bytes per parameter, {dtype}, ZeRO stage {stage}, d = {ranks}", "formula": formula(**kind)}
+            row: dict[str, Any] = {
+                "case": f"bytes per parameter, {dtype}, ZeRO stage {stage}, d = {ranks}",
+                "formula": formula(**kind),
+            }
             row["predicted"] = float(bytes_per_parameter(dp=ranks, **kind).total)
             row["measured"] = round(statistics.mean(each[dtype][0] for each in found), 4)
             row["padding_share"] = round(max(each[dtype][1] for each in found), 5)
