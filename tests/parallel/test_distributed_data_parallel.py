@@ -131,6 +131,12 @@ def test_buckets_leave_behind_the_backward_once_their_gradients_are_known(on_ran
     assert [counted for _, counted, _ in on_ranks(_train, 4, options)] == [started] * 4
 
 
+def test_only_the_last_backward_counts():
+    """A step may have more or fewer microbatches than that in which was learned."""
+    wrapped = DistributedDataParallel(Model(), single_process_groups(), bucket_size=1)
+    assert [step(wrapped, replicas) for replicas in ([0], [0, 1], [0], [0, 1, 2])] == [0, 7, 7, 7]
+
+
 def test_all_ranks_reduce_in_one_order(on_ranks):
     for options in ({"bucket_size": 1}, {"bucket_size": 40, "num_distributed_optimizer_instances": 2}):
         calls = [calls for _, _, calls in on_ranks(_train, 4, options)]
