@@ -145,9 +145,9 @@ class DistributedDataParallel(nn.Module):
             buffer.grad_data.zero_()
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply every gradient by `factor`."""
-        for buffer in self.buffers:
-            buffer.grad_data.mul_(factor)
+        """Multiply every gradient by `factor`; with the distributed optimizer those that this rank has the sum of."""
+        for bucket in self.buckets:
+            bucket.reduced.mul_(factor)
 
     def spoiled_before_reduction(self) -> list[nn.Parameter] | None:
         """Parameters of the buckets in which a gradient of this rank was not finite before the last reduction; None if

@@ -33,7 +33,7 @@ from labkit.parallel.distributed_data_parallel import DistributedDataParallel
 from labkit.parallel.grad_buffers import GradBuffer, own_part
 from labkit.parallel.gradients import counts_once
 from labkit.parallel.groups import Group, ParallelGroups
-from labkit.parallel.param_gather import param_gathers
+from labkit.parallel.param_gather import finish_param_sync, param_gathers
 from labkit.parallel.parameter_groups import ParameterGroup
 from labkit.parallel.shard_map import Piece, pieces_of_rank
 
@@ -128,6 +128,7 @@ class DistributedOptimizer:
     def step(self, lr: float) -> None:
         """Update the own parts, at learning rate `lr` times each group's factor, and gather all parameters: at once,
         or behind the next forward where the chunks were wrapped with `overlap_param_gather`."""
+        finish_param_sync(self._chunks)  # of modules that no forward has called since the last update
         for group, pieces, state in zip(self.groups, self.pieces, self.adamw.param_groups):
             state["lr"] = lr * group.lr_factor
             for owned in pieces:

@@ -70,14 +70,10 @@ class Reduction:
             yield all_reduce_async(data, self.within, self.op)
             return
         part = own_part(data, self.within)
-        reduced = yield reduce_scatter_async(data, self.within, op=self.op)
-        if self.within.size > 1:
-            part.copy_(reduced)
+        yield reduce_scatter_async(data, self.within, op=self.op, out=part)
         yield all_reduce_async(part, self.across, self.op)
         if not self.scatter:
-            whole = yield all_gather_async(part, self.within)
-            if self.within.size > 1:
-                data.copy_(whole)
+            yield all_gather_async(part, self.within, out=data)
 
 
 def own_part(data: Tensor, group: Group) -> Tensor:
@@ -110,6 +106,11 @@ class GradBucket:
         self._seen: dict[int, int] = {}
         self._expected: dict[int, int] | None = None
         self._complete = 0
+
+    @property
+    def reduced(self) -> Tensor:
+        """Where the reduction leaves its result: the whole bucket, or with the distributed optimizer the own part."""
+        return own_part(self.grad_data, self.reduction.within) if self.reduction.scatter else self.grad_data
 
     def note(self, parameter: Tensor) -> bool:
         """Count the arrival of a gradient; whether it made the bucket complete."""
