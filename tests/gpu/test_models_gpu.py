@@ -12,7 +12,7 @@ from torch import Tensor
 from labkit.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from labkit.launch import rank_info, run
 from labkit.models import GPTModel
-from labkit.parallel import initialize_model_parallel, single_process_groups
+from labkit.parallel import all_reduce, initialize_model_parallel, single_process_groups
 from labkit.parallel.weights import gather_parameter
 
 pytestmark = pytest.mark.gpu
@@ -42,6 +42,8 @@ def loss_and_gradients(config: ModelConfig, groups: Any, device: torch.device, d
     found = {"loss": loss.detach().cpu()}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
+        if getattr(parameter, "sequence_parallel", False):  # of this rank's part of the sequence
+            all_reduce(parameter.grad, groups.tp)
         found[name] = gather_parameter(parameter.grad, parameter, groups.tp).cpu()
     return found
 
@@ -85,16 +87,21 @@ def test_bf16_steps_lower_the_loss_on_one_nccl_rank() -> None:
     assert losses[-1] < losses[0] - 0.3
 
 
-def shared_gpu(config: ModelConfig, tp: int) -> tuple[str, dict[str, Tensor]]:
-    groups = initialize_model_parallel(ParallelConfig(tp=tp))
+def shared_gpu(config: ModelConfig, tp: int, sequence_parallel: bool) -> tuple[str, dict[str, Tensor]]:
+    groups = initialize_model_parallel(ParallelConfig(tp=tp, sequence_parallel=sequence_parallel))
     where = f"{groups.backend} {groups.device}"
     return where, loss_and_gradients(config, groups, groups.device, torch.float64)
 
 
-@pytest.mark.parametrize(("config", "tp"), [(GPT2, 2), (GPT2, 4), (LLAMA, 2)], ids=["gpt2-2", "gpt2-4", "llama-2"])
-def test_ranks_that_share_a_gpu_equal_one_process(config: ModelConfig, tp: int) -> None:
+@pytest.mark.parametrize(
+    ("config", "tp", "sp"),
+    [(GPT2, 2, False), (GPT2, 4, False), (LLAMA, 2, False), (GPT2, 4, True), (LLAMA, 2, True)],
+    ids=["gpt2-2", "gpt2-4", "llama-2", "gpt2-4-sp", "llama-2-sp"],
+)
+def test_ranks_that_share_a_gpu_equal_one_process(config: ModelConfig, tp: int, sp: bool) -> None:
     alone = loss_and_gradients(config, single_process_groups(), torch.device("cuda"), torch.float64)
-    for rank, (where, found) in enumerate(run(shared_gpu, tp, config, tp, backend="gloo", device="cuda", timeout=180)):
+    results = run(shared_gpu, tp, config, tp, sp, backend="gloo", device="cuda", timeout=180)
+    for rank, (where, found) in enumerate(results):
         assert where == f"gloo cuda:{rank % torch.cuda.device_count()}"
         for name, expected in alone.items():
             torch.testing.assert_close(found[name], expected, rtol=1e-8, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
