@@ -255,8 +255,8 @@ class OptimConfig:
     num_distributed_optimizer_instances: int = 1
     """Data-parallel ranks are cut into so many groups: reduce-scatter and shards within a group, all-reduce across."""
     check_for_nan_in_grad: bool = True
-    """Name the parameter and the rank where a gradient is not finite. Either way all ranks skip the step, and a run of ten
-    such steps, none of which a smaller loss scale could cure, ends in an error."""
+    """Name the parameter and the rank where a gradient is not finite. Either way all ranks skip the step; ten of them
+    in a row that no smaller loss scale could cure end the run."""
 
 
 @dataclass(frozen=True, kw_only=True)

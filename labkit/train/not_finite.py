@@ -103,7 +103,7 @@ def _parameters(
     for chunk, stage in zip(chunks, stages, strict=True):
         look = getattr(chunk, "spoiled_before_reduction", None)
         spoiled = None if look is None else look()
-        for place, (path, parameter) in enumerate(chunk.named_parameters()):
+        for place, (path, parameter) in enumerate(getattr(chunk, "module", chunk).named_parameters()):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 own = spoiled is None or any(parameter is other for other in spoiled)

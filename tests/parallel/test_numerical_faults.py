@@ -110,7 +110,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"tp": 2}),
     (2, {"data_parallel": "naive"}),
     (2, {"bucket_size": 10_000}),
-    (2, {"pp": 2}),
+    (4, {"cp": 2, "pp": 2}),
     (8, {"tp": 2, "pp": 2, "precision": "fp16"}),
 ]
 
@@ -140,10 +140,14 @@ def bad_slope(config: RunConfig, rank: int) -> dict[str, Any]:
     return outcome(config, forward_step=poisoned(rank, 1, microbatches=2, loss_too=False))
 
 
-@pytest.mark.parametrize("data_parallel", ["naive", "bucketed"])
-def test_the_replica_it_came_from_is_named_and_not_those_that_received_it(on_ranks, data_parallel: str) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [{"data_parallel": "naive"}, {"bucket_size": 9000}, {"bucket_size": 9000, "distributed_optimizer": True}],
+    ids=["naive", "buckets", "distributed optimizer"],
+)
+def test_the_replica_it_came_from_is_named_and_not_those_that_received_it(on_ranks, how: dict) -> None:
     """All gradients are NaN on rank 1, and by the reduction on all ranks: the one nearest to the loss is named."""
-    results = on_ranks(bad_slope, 4, small(data_parallel=data_parallel, bucket_size=9000, global_batch_size=8), 1)
+    results = on_ranks(bad_slope, 4, small(global_batch_size=8, **how), 1)
     check_skipped(results, "final_norm.bias", 1)
     assert "on rank 0" not in results[0]["because"][1] and "on rank 2" not in results[0]["because"][1]
 
@@ -189,17 +193,21 @@ def test_a_gradient_that_never_is_finite_ends_the_run(on_ranks, changes: dict) -
     assert all(torch.equal(first[name], later[name]) for later in results[0]["weights"] for name in first)
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [(1, {}), (4, {"tp": 2, "pp": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [(1, {}), (4, {"tp": 2, "pp": 2}), (2, {"distributed_optimizer": True, "overlap_param_gather": True})],
+    ids=str,
+)
 def test_fp16_skips_until_its_scale_fits_and_then_learns(on_ranks, world_size: int, layout: dict) -> None:
     steps = 14
     changes = {"precision": "fp16", "initial_loss_scale": 2.0**24, "hysteresis": 1, "loss_scale_window": 1000}
     results = on_ranks(outcome, world_size, small(steps=steps, lr=1e-3, **changes, **layout))
-    skipped = results[0]["skipped"]
-    assert 3 <= skipped < steps - 3
+    counts = results[0]["counts"]
+    assert counts[:3] == [1, 2, 3] and 3 <= counts[-1] < steps - 3
     for result in results:
-        assert result["counts"] == [min(step + 1, skipped) for step in range(steps)]
+        assert result["counts"] == counts
         assert result["losses"] == results[0]["losses"]
-    assert results[0]["changed"] == [step + 1 >= skipped for step in range(steps - 1)]
+        assert result["changed"] == [later == earlier for earlier, later in zip(counts[:-1], counts[1:])]
     assert results[0]["losses"][-1] < results[0]["losses"][0] - 0.01
 
 
