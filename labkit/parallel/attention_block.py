@@ -42,9 +42,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, fused: bool = True)
         return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     if kernel == "gpu":
         return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    scores, _, v_n = _scores(q, k, v, causal)
-    lse = scores.logsumexp(dim=-1)
-    return ((scores - lse[..., None]).exp() @ v_n).to(q.dtype), lse
+    with torch.autocast(q.device.type, enabled=False):  # which would round scores to half precision
+        scores, _, v_n = _scores(q, k, v, causal)
+        lse = scores.logsumexp(dim=-1)
+        return ((scores - lse[..., None]).exp() @ v_n).to(q.dtype), lse
 
 
 def attend_backward(

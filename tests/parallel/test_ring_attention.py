@@ -14,10 +14,11 @@ from labkit.config import ParallelConfig
 from labkit.parallel import CommLedger, collectives, initialize_model_parallel
 from labkit.parallel import ring_attention as module
 from labkit.parallel.context import join_sequence, split_sequence
-from labkit.parallel.context_plan import LAYOUTS
+from labkit.parallel.context_plan import LAYOUTS, ring_plan
 from labkit.parallel.groups import Group
 from labkit.parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_tensor_model_parallel_region
 from labkit.parallel.ring_attention import _Ring, all_gather_attention, ring_attention
+from labkit.parallel.sleeping_ring import sleeping_ring
 
 FORMS = {"ring": ring_attention, "all-gather": all_gather_attention}
 HEADS = (4, 2)
@@ -230,3 +231,23 @@ def test_one_rank_is_plain_attention():
         for mine, theirs in zip(found, at_once(tensors, True), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
     assert math.isfinite(out.sum().item())
+
+
+def asleep(cp: int, layout: Any) -> list[tuple[str, str]]:
+    """Names and kinds of a sleeping ring's events on this rank, in order of their end."""
+    events = sleeping_ring(cp_group(cp), 8 * cp, layout=layout, seconds_per_pair=1e-5)
+    return [(event.name, event.kind) for event in events]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sleeping_ring_runs_the_plan(on_ranks, layout):
+    for rank, events in enumerate(on_ranks(asleep, 4, 4, layout)):
+        blocks = [name for name, kind in events if kind == "forward"]
+        plan = ring_plan(4, rank, layout=layout)
+        assert blocks == [f"kv {(rank - step) % 4}" for step, block in enumerate(plan) if block is not None]
+        assert [kind for _, kind in events].count("recv") == [kind for _, kind in events].count("send") == 3
+
+
+def test_a_sleeping_ring_refuses_a_length_that_cannot_be_cut():
+    with pytest.raises(ValueError, match="choose a multiple of 2"):
+        sleeping_ring(Group("cp", (0,), 0), 5)
