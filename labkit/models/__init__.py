@@ -6,9 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
+    "activation_bytes": ("Share", "layer_activation_bytes", "layer_parts", "paper_layer_bytes"),
     "convert": ("full_state_from_hugging_face", "load_full_state", "model_config_from_hugging_face"),
     "gpt": ("build_model_chunks", "GPTModel"),
     "placement": ("stage_contents", "stage_layers"),
+    "saved_tensors": ("SavedTensors",),
     "sleeping": ("SleepingStage", "sleep_through"),
 }
 """Module -> the names that this package offers from it."""
@@ -16,6 +18,10 @@ _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from labkit.models.activation_bytes import Share as Share
+    from labkit.models.activation_bytes import layer_activation_bytes as layer_activation_bytes
+    from labkit.models.activation_bytes import layer_parts as layer_parts
+    from labkit.models.activation_bytes import paper_layer_bytes as paper_layer_bytes
     from labkit.models.convert import full_state_from_hugging_face as full_state_from_hugging_face
     from labkit.models.convert import load_full_state as load_full_state
     from labkit.models.convert import model_config_from_hugging_face as model_config_from_hugging_face
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
     from labkit.models.gpt import build_model_chunks as build_model_chunks
     from labkit.models.placement import stage_contents as stage_contents
     from labkit.models.placement import stage_layers as stage_layers
+    from labkit.models.saved_tensors import SavedTensors as SavedTensors
     from labkit.models.sleeping import SleepingStage as SleepingStage
     from labkit.models.sleeping import sleep_through as sleep_through
 

@@ -1,0 +1,105 @@
+"""Exercise of chapter 05: a norm's gain and an MLP over simulated ranks, each with its own positions between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.check.scoring import Outcome, compare, exercise
+
+Array = NDArray[np.int64]
+Parts = list[Array]
+Case = tuple[Parts, Parts, Array, Parts, Parts]
+
+
+def _problem(tp: int) -> Case:
+    """x and dy: [2, 3] a rank; gain [3]; A [2, 3] and B [3, 2] a rank. Small integers, so that sums are exact."""
+    numbers = np.random.default_rng(40 + tp)
+    shapes = ((2, 3), (2, 3), (2, 3), (3, 2))
+    x, dy, a, b = ([numbers.integers(-3, 4, shape) for _ in range(tp)] for shape in shapes)
+    return x, dy, numbers.integers(1, 4, (3,)), a, b
+
+
+def _one_process(case: Case) -> tuple[Array, Array, Array]:
+    """y, dx and dgain of y = relu((x gain) A^T) B^T on whole arrays."""
+    x, dy, gain, a, b = (np.concatenate(part, axis) if isinstance(part, list) else part
+                         for part, axis in zip(case, (0, 0, 0, 0, 1), strict=True))  # fmt: skip
+    scaled = x * gain
+    hidden = np.maximum(scaled @ a.T, 0)
+    d_scaled = ((dy @ b) * (hidden > 0)) @ a
+    return hidden @ b.T, d_scaled * gain, (d_scaled * x).sum(0)
+
+
+def _collectives(tp: int) -> tuple[list[Callable[[Parts], Parts]], Counter[str]]:
+    """all_gather, reduce_scatter and all_reduce over lists with one array a rank, and how often each was called."""
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, function: Callable[[Parts], Parts]) -> Callable[[Parts], Parts]:
+        def call(parts: Parts) -> Parts:
+            assert len(parts) == tp, f"{name} was given {len(parts)} arrays for {tp} ranks"
+            calls[name] += 1
+            return function([np.asarray(part) for part in parts])
+
+        return call
+
+    def total(parts: Parts) -> Array:
+        return np.sum(parts, axis=0)
+
+    return [
+        counted("all_gather", lambda parts: [np.concatenate(parts) for _ in parts]),
+        counted("reduce_scatter", lambda parts: np.split(total(parts), len(parts))),
+        counted("all_reduce", lambda parts: [total(parts) for _ in parts]),
+    ], calls
+
+
+@exercise(
+    "05.sequence",
+    "Write block(x, dy, gain, A, B, all_gather, reduce_scatter, all_reduce) -> (outputs, gradients of x, gradients of "
+    "the gain), one of each per rank.",
+)
+def sequence_parallel(answer: Any) -> Iterator[Outcome]:
+    """At tp 1, 2 and 4: what every rank holds in the end, and what was sent for it.
+
+    Calls are not counted at tp 1, where each is the identity.
+    """
+    for tp in (1, 2, 4):
+        case = _problem(tp)
+        y, dx, dgain = _one_process(case)
+        collectives, calls = _collectives(tp)
+
+        def tried(what: int, tp: int = tp, case: Case = case, collectives: Any = collectives) -> Any:
+            copies = (list(map(np.copy, part)) if isinstance(part, list) else part.copy() for part in case)
+            found = answer(*copies, *collectives)[what]
+            assert len(found) == tp, f"{len(found)} entries for {tp} ranks"
+            return found
+
+        expected = (("its positions' output", np.split(y, tp)), ("its positions' gradient of x", np.split(dx, tp)))
+        for what, (name, parts) in enumerate((*expected, ("the gradient of the gain", [dgain] * tp))):
+            given = f"tp {tp}, on every rank {name}"
+            yield compare(given, parts, lambda t=tried, w=what: t(w), equal=_same)
+        if tp == 1:
+            continue
+        calls.clear()
+        for name, allowed in (("all_gather", (2, 3)), ("reduce_scatter", (2,)), ("all_reduce", (1,))):
+            given = f"tp {tp}, the number of {name.replace('_', '-')}s of one forward and one backward"
+            wanted = " or ".join(map(str, allowed)) if len(allowed) > 1 else allowed[0]
+            yield compare(given, wanted, lambda n=name, t=tried, c=calls: _calls(n, t, c), equal=_among(allowed))
+
+
+def _calls(name: str, tried: Callable[[int], Any], calls: Counter[str]) -> int:
+    calls.clear()
+    tried(0)
+    return calls[name]
+
+
+def _among(allowed: tuple[int, ...]) -> Callable[[Any, Any], bool]:
+    return lambda got, _: got in allowed
+
+
+def _same(got: Any, expected: Any) -> bool:
+    """Whether both lists hold the same arrays; exact, since all numbers are small integers."""
+    return all(np.array_equal(np.asarray(g), e) for g, e in zip(got, expected, strict=True))
