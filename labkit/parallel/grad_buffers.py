@@ -208,6 +208,10 @@ class GradBuffer:
             parameter.main_grad = self.view(self.grad_data, name)  # pyright: ignore[reportAttributeAccessIssue]
         self.buckets = [GradBucket(self, index) for index in range(len(self.plan.buckets))]
         """In the order in which a backward fills them."""
+        for bucket in self.buckets if reduction.scatter else ():
+            if any(getattr(parameter, "shared_embedding", False) for parameter in bucket.parameters):
+                (tied,) = bucket.parameters  # alone in its bucket
+                tied.main_grad_shard = bucket.reduced  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def group(self) -> Group:

@@ -79,11 +79,16 @@ def _sum_sequence_parallel(chunks: Sequence[nn.Module], tp: Group) -> None:
 
 
 def _sum_tied_embedding(chunks: Sequence[nn.Module], embd: Group) -> None:
-    """Both copies take the sum of the embedding's and the output layer's gradient, so they stay equal for ever."""
+    """Both copies take the sum of the embedding's and the output layer's gradient, so they stay equal for ever.
+
+    Under the distributed optimizer a rank has, and needs, its own shard of either (`main_grad_shard`): the two stages
+    cut the weight alike, and a d-th of it travels.
+    """
     if embd.size > 1:
         for parameter in _parameters(chunks):
             if getattr(parameter, "shared_embedding", False):
-                collectives.all_reduce(main_grad(parameter), embd)
+                shard = getattr(parameter, "main_grad_shard", None)
+                collectives.all_reduce(main_grad(parameter) if shard is None else shard, embd)
 
 
 def _divide_by_tokens(chunks: Sequence[nn.Module], groups: ParallelGroups, num_tokens: Tensor, last_stage: int) -> None:

@@ -209,6 +209,28 @@ def test_a_step_reduce_scatters_gradients_and_gathers_parameters(on_ranks, overl
         assert order == ["step: 1", "first: 3", "last: 5"]
 
 
+def tied_bytes(zero: bool) -> int:
+    """Bytes summed over embd in a step."""
+    config = presets.tiny().override(
+        {
+            "parallel.pp": 2,
+            "model.layers": 2,
+            "train.steps": 1,
+            "train.global_batch_size": 4,
+            "optim.distributed_optimizer": zero,
+        }
+    )
+    with CommLedger() as ledger:
+        pretrain(config)
+    return ledger.bytes(operation="all_reduce", group="embd")
+
+
+def test_of_a_tied_weight_only_the_own_shard_travels_between_the_stages(on_ranks) -> None:
+    size = 4 * presets.tiny().model.vocab_size * presets.tiny().model.hidden
+    assert on_ranks(tied_bytes, 4, False) == [size] * 4
+    assert on_ranks(tied_bytes, 4, True) == [size // 2] * 4
+
+
 class ReadsItself(Net):
     """Computes with `middle.weight` without calling `middle`."""
 
