@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from labkit.parallel.attention_block import attend, attend_backward, merge_
 
@@ -80,3 +81,15 @@ def test_half_precision_is_as_exact_as_the_type(dtype, fused):
     assert lse.dtype == torch.float32
     for mine, theirs in zip(found, expected, strict=True):
         assert ((mine.double() - theirs).norm() / theirs.norm()).item() < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
+def test_the_call_of_the_gpu_kernels_fits_their_signatures(heads):
+    """Without a GPU: torch's own shape functions of the kernels take the calls and give the shapes."""
+    with FakeTensorMode():
+        q = torch.empty(1, heads[0], 256, 64, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.empty(1, heads[1], 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        out, lse = attend(q, k, v, causal=False)
+        grads = attend_backward(torch.empty_like(out), q, k, v, out, lse, causal=False)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:-1], torch.float32)
+    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
