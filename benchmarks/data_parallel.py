@@ -20,8 +20,10 @@ import argparse
 import itertools
 import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +44,8 @@ from labkit.train.optimizer import build_optimizer
 MODEL = ModelConfig(layers=8, hidden=256, heads=8, vocab_size=1024, seq_length=64)
 """6.6 million parameters: 27 MB of gradients."""
 SAMPLES = 1
+MICROBATCHES = (1, 4)
+"""Of a step; gradients of all but the last only accumulate."""
 LR = 1e-4
 BUCKET = 1_700_000
 """Elements: four buckets of 7 MB."""
@@ -51,7 +55,7 @@ ALONE = "no communication"
 SLEEP = (0.004, 0.012)
 """Seconds of a sleeping layer's forward and backward."""
 NOTES = (
-    "8 layers, hidden 256, sequence 64, one sample a rank, vocabulary 1024, fp32; the same GPT module, fused AdamW.",
+    "8 layers, hidden 256, sequence 64, one sample a microbatch, vocabulary 1024, fp32; one GPT module, fused AdamW.",
     "Aim: at most 1.03 of the best peer (`of best peer`), with less optimizer memory than torch DDP.",
     "Ours in buckets of 1.7 million elements (7 MB); torch DDP with its defaults, gradients as bucket views.",
     "Exposed: time beyond the sleep over that when everything is sent after the backward; aim: at most 0.5.",
@@ -86,7 +90,19 @@ def plain_model(groups: ParallelGroups) -> GPTModel:
 # ---- steps ----
 
 
-def our_step(groups: ParallelGroups, **optim: Any) -> tuple[Step, Callable[[], int]]:
+def backwards(model: nn.Module, data: Any, microbatches: int, no_sync: Callable[[], Any]) -> float:
+    """Forward and backward of all microbatches, the last of them outside `no_sync`; returns their mean loss."""
+    total = 0.0
+    for left in reversed(range(microbatches)):
+        tokens, labels = next(data)
+        with no_sync() if left else nullcontext():
+            loss = model(tokens, labels_BS=labels).mean() / microbatches
+            loss.backward()
+        total += loss.item()
+    return total
+
+
+def our_step(groups: ParallelGroups, microbatches: int, **optim: Any) -> tuple[Step, Callable[[], int]]:
     """labkit's; and bytes of optimizer state on this rank."""
     config = run_config(**optim)
     (chunk,) = wrap_model_chunks([plain_model(groups)], groups, config.optim)
@@ -95,12 +111,10 @@ def our_step(groups: ParallelGroups, **optim: Any) -> tuple[Step, Callable[[], i
 
     def step() -> float:
         chunk.zero_grad_buffer()
-        tokens, labels = next(data)
-        loss = chunk(tokens, labels_BS=labels).mean()
-        loss.backward()
+        loss = backwards(chunk, data, microbatches, chunk.no_sync)
         chunk.finish_grad_sync()
         optimizer.step(LR)
-        return loss.item()
+        return loss
 
     def state() -> int:
         sizes = optimizer.state_bytes()
@@ -109,9 +123,18 @@ def our_step(groups: ParallelGroups, **optim: Any) -> tuple[Step, Callable[[], i
     return step, state
 
 
-def torch_step(groups: ParallelGroups, kind: str) -> tuple[Step, Callable[[], int]]:
+@contextmanager
+def fsdp_no_sync(model: Any) -> Iterator[None]:
+    """What `no_sync` of the others is, in FSDP2's words."""
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
+def torch_step(groups: ParallelGroups, microbatches: int, kind: str) -> tuple[Step, Callable[[], int]]:
     """A peer's, each as its documentation sets it up for speed; and bytes of optimizer state on this rank."""
     model: nn.Module = plain_model(groups)
+    no_sync: Callable[[], Any] = nullcontext
     adam: dict[str, Any] = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "fused": True}
     optimizer: Any
     if kind == "FSDP2":
@@ -121,11 +144,12 @@ def torch_step(groups: ParallelGroups, kind: str) -> tuple[Step, Callable[[], in
         mesh = init_device_mesh("cpu", (groups.dp.size,))
         for layer in model.layers.values():  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
             fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        no_sync = partial(fsdp_no_sync, fully_shard(model, mesh=mesh, reshard_after_forward=False))
         optimizer = torch.optim.AdamW(model.parameters(), **adam)
     else:
         if kind != ALONE:
             model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+            no_sync = model.no_sync
         if kind == "ZeroRedundancyOptimizer":
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -138,11 +162,9 @@ def torch_step(groups: ParallelGroups, kind: str) -> tuple[Step, Callable[[], in
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
-        tokens, labels = next(data)
-        loss = model(tokens, labels_BS=labels).mean()
-        loss.backward()
+        loss = backwards(model, data, microbatches, no_sync)
         optimizer.step()
-        return loss.item()
+        return loss
 
     def state() -> int:
         own = getattr(optimizer, "optim", optimizer).state.values()
@@ -152,14 +174,14 @@ def torch_step(groups: ParallelGroups, kind: str) -> tuple[Step, Callable[[], in
     return step, state
 
 
-def measure_steps(repetitions: int) -> Comparison:
+def measure_steps(microbatches: int, repetitions: int) -> Comparison:
     """On each rank: all kinds, checked against each other, then interleaved."""
     groups = initialize_model_parallel(ParallelConfig())
     warnings.filterwarnings("ignore", category=UserWarning)
     made = {
-        OURS[0]: our_step(groups, distributed_optimizer=True, overlap_param_gather=True),
-        OURS[1]: our_step(groups),
-        **{kind: torch_step(groups, kind) for kind in (*PEERS, ALONE)},
+        OURS[0]: our_step(groups, microbatches, distributed_optimizer=True, overlap_param_gather=True),
+        OURS[1]: our_step(groups, microbatches),
+        **{kind: torch_step(groups, microbatches, kind) for kind in (*PEERS, ALONE)},
     }
     losses = {name: [step() for _ in range(3)] for name, (step, _) in made.items() if name != ALONE}
     wanted = losses["torch DDP"]
@@ -167,7 +189,7 @@ def measure_steps(repetitions: int) -> Comparison:
         if max(abs(a - b) for a, b in zip(found, wanted)) > 1e-4:
             raise AssertionError(f"{name}: losses {found}, torch DDP {wanted}: these are not the same steps")
     steps = {name: step for name, (step, _) in made.items()}
-    found = interleave("all kinds", steps, repetitions=repetitions, across_ranks=True)
+    found = interleave(f"{microbatches} microbatches", steps, repetitions=repetitions, across_ranks=True)
     parameters = sum(p.numel() for p in plain_model(groups).parameters())
     state = {name: size() / parameters for name, (_, size) in made.items()}
     return replace(found, facts={"gradients_mb": 4 * parameters / 1e6, "optimizer_bytes": state})
@@ -176,7 +198,7 @@ def measure_steps(repetitions: int) -> Comparison:
 def beside_peers(found: Comparison, ours: str) -> Comparison:
     """One of ours with all peers, from the measurement of all kinds."""
     names = [ours, *PEERS, ALONE]
-    chosen = replace(found, case=f"GPT step, {ours}", seconds={name: found.seconds[name] for name in names})
+    chosen = replace(found, case=f"GPT, {found.case}: {ours}", seconds={name: found.seconds[name] for name in names})
     state = found.facts["optimizer_bytes"]
     facts = {
         "of_best_peer": round(max(chosen.ratio(peer) for peer in PEERS), 3),
@@ -348,8 +370,9 @@ def main() -> None:
     comparisons: list[Comparison] = []
     rows: list[dict[str, Any]] = []
     if "step" in options.only:
-        found = until_quiet(lambda: run(measure_steps, 2, options.repetitions, timeout=300.0)[0])
-        comparisons += [beside_peers(found, ours) for ours in OURS]
+        for count in MICROBATCHES:
+            found = until_quiet(lambda m=count: run(measure_steps, 2, m, options.repetitions, timeout=300.0)[0])
+            comparisons += [beside_peers(found, ours) for ours in OURS]
     if "exposed" in options.only:
         for sharded in (False, True):
             comparisons.append(
