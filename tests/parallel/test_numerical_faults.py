@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -195,7 +196,7 @@ def test_a_gradient_that_never_is_finite_ends_the_run(on_ranks, changes: dict) -
 
 @pytest.mark.parametrize(
     ("world_size", "layout"),
-    [(1, {}), (4, {"tp": 2, "pp": 2}), (2, {"distributed_optimizer": True, "overlap_param_gather": True})],
+    [(1, {}), (4, {"tp": 2, "pp": 2}), (2, {"distributed_optimizer": True})],
     ids=str,
 )
 def test_fp16_skips_until_its_scale_fits_and_then_learns(on_ranks, world_size: int, layout: dict) -> None:
@@ -207,8 +208,11 @@ def test_fp16_skips_until_its_scale_fits_and_then_learns(on_ranks, world_size: i
     for result in results:
         assert result["counts"] == counts
         assert result["losses"] == results[0]["losses"]
-        assert result["changed"] == [later == earlier for earlier, later in zip(counts[:-1], counts[1:])]
+        assert result["changed"] == [later == earlier for earlier, later in pairwise(counts)]
     assert results[0]["losses"][-1] < results[0]["losses"][0] - 0.01
+    if "distributed_optimizer" in layout:  # what the last good step left to gather survives the steps that are skipped
+        overlapped = small(steps=steps, lr=1e-3, overlap_param_gather=True, **changes, **layout)
+        assert on_ranks(outcome, world_size, overlapped)[0]["losses"] == results[0]["losses"]
 
 
 def norms(config: RunConfig) -> tuple[list[float], list[float]]:
