@@ -1,4 +1,5 @@
-"""What one GPU can show: step times and MFU in bf16, the attention kernel, ranks that share the GPU (rows G1, G2).
+"""What one GPU can show: step times and MFU in bf16 and fp8, the attention kernel, memory of recomputation, and ranks
+that share the GPU (rows G1, G2, G3).
 
     python benchmarks/gpu.py                 # writes results/gpu.json; needs CUDA, takes a few minutes
 
@@ -10,36 +11,28 @@ part is measured by itself: one that fails is reported as failed, and the others
 from __future__ import annotations
 
 import argparse
-import itertools
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import gpu_precision
 import pipeline
 import torch
-from harness import Comparison, interleave, report
+from gpu_steps import DEVICE, batches, layer_flops, layer_step, our_step, peak_memory_gib, rates, timed
+from harness import Comparison, report
 from plain_gpt import PlainGPT
 from torch import Tensor
 
-from labkit.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, presets
+from labkit.config import ModelConfig, ParallelConfig, presets
 from labkit.events import recording
 from labkit.launch import rank_info, run
 from labkit.models import GPTModel, counts
-from labkit.models.blocks import TransformerLayer
-from labkit.models.build import Build
 from labkit.parallel import initialize_model_parallel, single_process_groups
-from labkit.schedules import Schedule, one_f_one_b
-from labkit.train.forward_step import gpt_forward_step
-from labkit.train.metrics import Timers
-from labkit.train.pipeline import Pipeline
-from labkit.train.pretraining import Run, setup_model_and_optimizer
-from labkit.train.stepping import train_step
+from labkit.schedules import Schedule
 
-DEVICE = torch.device("cuda", 0)
 LAYER = ModelConfig(layers=1, hidden=4096, heads=32, seq_length=2048)
 LAYER_BATCH = 8
 GPT2 = replace(presets.gpt2_124m().model, embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0)
@@ -47,30 +40,6 @@ STACK = replace(presets.table1("1.2B").model, embedding_dropout=0.0, attention_d
 SHARED = ModelConfig(layers=4, hidden=256, heads=8, vocab_size=1024, seq_length=256)
 SECONDS = 420
 """No new part is begun after this time."""
-LOAD = float(os.cpu_count() or 1)
-"""The host only launches kernels: its load matters where it has no core left."""
-
-
-def timed(case: str, steps: dict[str, Callable[[], Any]], *, repetitions: int = 15, warmup: int = 3) -> Comparison:
-    """Interleaved, with the GPU idle at both ends of every repetition."""
-    return interleave(
-        case, steps, repetitions=repetitions, warmup=warmup, synchronize=torch.cuda.synchronize, max_load=LOAD
-    )
-
-
-def rates(found: Comparison, flops: float, gemm_rate: float, peak: float) -> Comparison:
-    """The comparison with TFLOP/s and both utilisations of ours; without them where it was rejected."""
-    if found.rejected:
-        return found
-    rate = flops / found.median(found.ours)
-    facts = {"tflop": round(flops / 1e12, 2), "tflop_per_s": round(rate / 1e12, 1), "mfu": round(rate / peak, 3)}
-    return replace(found, facts=found.facts | facts | {"share_of_gemm_rate": round(rate / gemm_rate, 3)})
-
-
-def peak_memory_gib() -> float:
-    """Largest memory that tensors took since the last reset."""
-    return round(torch.cuda.max_memory_allocated() / 2**30, 2)
-
 
 # ---- parts ----
 
@@ -87,27 +56,11 @@ def gemm() -> tuple[Comparison, float]:
     return replace(found, facts={"tflop_per_s": round(rate / 1e12, 1)}), rate
 
 
-def layer_step(config: ModelConfig, batch: int) -> Callable[[], None]:
-    """Forward and backward of one transformer layer in bf16, with gradients of weights and input."""
-    build = Build(config=config, group=single_process_groups().tp, seed=1, dtype=torch.bfloat16, device=DEVICE)
-    layer = TransformerLayer(0, build)
-    shape = (config.seq_length, batch, config.hidden)
-    x = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    grad = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
-
-    def step() -> None:
-        layer.zero_grad(set_to_none=True)
-        x.grad = None
-        layer(x).backward(grad)
-
-    return step
-
-
 def one_layer(gemm_rate: float, peak: float) -> list[Comparison]:
     """G1: aim at most 34 ms on an H200."""
     torch.cuda.reset_peak_memory_stats()
     found = timed("layer h4096 s2048 b8, forward and backward", {"labkit": layer_step(LAYER, LAYER_BATCH)})
-    flops = 3 * counts.forward_flops(LAYER, samples=LAYER_BATCH, causal=True, logits=False).total
+    flops = layer_flops(LAYER, LAYER_BATCH)
     facts = {"attention_kernel": attention_kernel(LAYER, LAYER_BATCH), "peak_gib": peak_memory_gib()}
     return [rates(replace(found, facts=facts), flops, gemm_rate, peak)]
 
@@ -124,30 +77,6 @@ def attention_kernel(config: ModelConfig, batch: int) -> str:
     names = {event.key.removeprefix("aten::") for event in seen.key_averages() if "scaled_dot_product" in event.key}
     chosen = sorted(name for name in names if name.startswith("_") and not name.endswith("_backward"))
     return ", ".join(chosen) or "unknown"
-
-
-def batches(model: ModelConfig, micro_batch: int) -> Iterator[dict[str, Tensor]]:
-    """Four microbatches of random tokens on the GPU, over and over."""
-    shape = (4, micro_batch, model.seq_length + 1)
-    tokens = torch.randint(0, model.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    mask = torch.ones(micro_batch, model.seq_length, device=DEVICE)
-    made = [
-        {"tokens_BS": t[:, :-1].contiguous(), "labels_BS": t[:, 1:].contiguous(), "loss_mask_BS": mask} for t in tokens
-    ]
-    return itertools.cycle(made)
-
-
-def our_step(model: ModelConfig, micro_batch: int) -> Callable[[], Any]:
-    """A whole training step in bf16 with float32 masters: forward, backward, clip, AdamW."""
-    optim = replace(presets.gpt2_124m().optim, lr_schedule="constant", warmup_steps=0)
-    train = TrainConfig(micro_batch_size=micro_batch, global_batch_size=micro_batch, record_events=False)
-    config = RunConfig(model=model, optim=optim, train=train)
-    groups = single_process_groups(device=DEVICE)
-    schedule = one_f_one_b(1, 1)
-    chunks, optimizer, _ = setup_model_and_optimizer(Run(config, groups, schedule, Timers(0)))
-    pipeline = Pipeline(config, groups, chunks, gpt_forward_step, schedule)
-    data, timers = batches(model, micro_batch), Timers(0)
-    return lambda: train_step(pipeline, optimizer, timers, data, step=0, lr=1e-4, clip_grad=1.0)
 
 
 def plain_step(model: ModelConfig, micro_batch: int) -> Callable[[], Any]:
@@ -308,14 +237,18 @@ def main() -> None:
     rate = measured[1] if measured else float("nan")
     if measured:
         comparisons.append(measured[0])
-    for name, part in (("layer h4096", one_layer), ("GPT-2 124M", gpt2_step), ("1.2B stack", stack_step)):
+    parts = {"layer h4096": one_layer, "fp8 layers": gpu_precision.fp8_layer, "GPT-2 124M": gpt2_step}
+    for name, part in (parts | {"1.2B stack": stack_step}).items():
         comparisons += attempt(name, lambda part=part: part(rate, peak), began, rows) or []
+    comparisons += attempt("types", lambda: gpu_precision.precisions(GPT2), began, rows) or []
+    rows += attempt("recomputation", gpu_precision.recomputation, began, rows) or []
+    rows += attempt("reduction behind the backward", gpu_precision.overlapped_reduction, began, rows) or []
     rows += attempt("ranks sharing a GPU", shared_gpu, began, rows) or []
     rows += attempt("pipeline ranks sharing a GPU", shared_gpu_pipeline, began, rows) or []
     report(
         "gpu",
         comparisons,
-        title="One GPU, bf16",
+        title="One GPU",
         rows=rows,
         notes=[
             f"mfu is against {options.peak:g} TFLOP/s, share_of_gemm_rate against the GEMM of this run.",

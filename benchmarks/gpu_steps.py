@@ -1,0 +1,124 @@
+"""Steps that the GPU benchmark times: one layer, a whole training step; and how they are timed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from harness import Comparison, interleave
+from torch import Tensor, nn
+
+from labkit.config import ModelConfig, RunConfig, TrainConfig, presets
+from labkit.models import counts
+from labkit.models.blocks import TransformerLayer
+from labkit.models.build import Build
+from labkit.parallel import single_process_groups
+from labkit.parallel.fp8 import Float8Recipe, Float8Scaling
+from labkit.parallel.te import EngineFloat8
+from labkit.schedules import one_f_one_b
+from labkit.train.forward_step import gpt_forward_step
+from labkit.train.metrics import Timers
+from labkit.train.pipeline import Pipeline
+from labkit.train.pretraining import Run, setup_model_and_optimizer
+from labkit.train.stepping import train_step
+
+DEVICE = torch.device("cuda", 0)
+LOAD = float(os.cpu_count() or 1)
+"""The host only launches kernels: its load matters where it has no core left."""
+
+
+def timed(case: str, steps: dict[str, Callable[[], Any]], *, repetitions: int = 15, warmup: int = 3) -> Comparison:
+    """Interleaved, with the GPU idle at both ends of every repetition."""
+    return interleave(
+        case, steps, repetitions=repetitions, warmup=warmup, synchronize=torch.cuda.synchronize, max_load=LOAD
+    )
+
+
+def rates(found: Comparison, flops: float, gemm_rate: float, peak: float) -> Comparison:
+    """The comparison with TFLOP/s and both utilisations of ours; without them where it was rejected."""
+    if found.rejected:
+        return found
+    rate = flops / found.median(found.ours)
+    facts = {"tflop": round(flops / 1e12, 2), "tflop_per_s": round(rate / 1e12, 1), "mfu": round(rate / peak, 3)}
+    return replace(found, facts=found.facts | facts | {"share_of_gemm_rate": round(rate / gemm_rate, 3)})
+
+
+def peak_memory_gib() -> float:
+    """Largest memory that tensors took since the last reset."""
+    return round(torch.cuda.max_memory_allocated() / 2**30, 2)
+
+
+def layer_flops(config: ModelConfig, batch: int) -> float:
+    """Operations of `layer_step`."""
+    return 3 * counts.forward_flops(config, samples=batch, causal=True, logits=False).total
+
+
+def layer_step(config: ModelConfig, batch: int, float8: Float8Recipe | None = None) -> Callable[[], None]:
+    """Forward and backward of one transformer layer in bf16, with gradients of weights and input; in fp8 a whole step,
+    so that the weights are cast every time."""
+    groups = single_process_groups(device=DEVICE)
+    scaling: Float8Scaling | EngineFloat8 | None = Float8Scaling(float8, groups) if float8 else None
+    build = Build(config=config, group=groups.tp, seed=1, dtype=torch.bfloat16, device=DEVICE, float8=scaling)
+    layer = TransformerLayer(0, build)
+    if float8 is not None and config.transformer_impl == "transformer_engine":
+        scaling = EngineFloat8(float8, groups, layer)
+    shape = (config.seq_length, batch, config.hidden)
+    x = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+
+    def step() -> None:
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+        with scaling.region() if scaling else nullcontext():
+            y = layer(x)
+        y.backward(grad)
+        if scaling:
+            scaling.end_step()
+
+    return step
+
+
+def stack_step(config: ModelConfig, batch: int) -> Callable[[], None]:
+    """Forward and backward of `config.layers` layers in bf16, recomputed as `config` says."""
+    groups = single_process_groups(device=DEVICE)
+    build = Build(config=config, group=groups.tp, seed=1, dtype=torch.bfloat16, device=DEVICE)
+    layers = nn.ModuleList([TransformerLayer(index, build) for index in range(config.layers)])
+    shape = (config.seq_length, batch, config.hidden)
+    x = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+
+    def step() -> None:
+        layers.zero_grad(set_to_none=True)
+        x.grad = None
+        build.recompute.through(layers, x, None).backward(grad)
+
+    return step
+
+
+def batches(model: ModelConfig, micro_batch: int) -> Iterator[dict[str, Tensor]]:
+    """Four microbatches of random tokens on the GPU, over and over."""
+    shape = (4, micro_batch, model.seq_length + 1)
+    tokens = torch.randint(0, model.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    mask = torch.ones(micro_batch, model.seq_length, device=DEVICE)
+    made = [
+        {"tokens_BS": t[:, :-1].contiguous(), "labels_BS": t[:, 1:].contiguous(), "loss_mask_BS": mask} for t in tokens
+    ]
+    return itertools.cycle(made)
+
+
+def our_step(model: ModelConfig, micro_batch: int, **optim: Any) -> Callable[[], Any]:
+    """A whole training step with float32 masters, in bf16 unless `optim` says else: forward, backward, clip, AdamW."""
+    chosen = replace(presets.gpt2_124m().optim, lr_schedule="constant", warmup_steps=0, **optim)
+    train = TrainConfig(micro_batch_size=micro_batch, global_batch_size=micro_batch, record_events=False)
+    config = RunConfig(model=model, optim=chosen, train=train)
+    groups = single_process_groups(device=DEVICE)
+    schedule = one_f_one_b(1, 1)
+    chunks, optimizer, _ = setup_model_and_optimizer(Run(config, groups, schedule, Timers(0)))
+    pipeline = Pipeline(config, groups, chunks, gpt_forward_step, schedule)
+    data, timers = batches(model, micro_batch), Timers(0)
+    return lambda: train_step(pipeline, optimizer, timers, data, step=0, lr=1e-4, clip_grad=1.0)
