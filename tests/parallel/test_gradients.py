@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from labkit.config import ParallelConfig
+from labkit.config import OptimConfig, ParallelConfig
 from labkit.parallel import (
     CommLedger,
     NaiveDataParallel,
@@ -18,8 +18,9 @@ from labkit.parallel import (
     initialize_model_parallel,
     single_process_groups,
 )
-from labkit.parallel.gradients import clip_grad_norm, finalize_model_grads, global_grad_norm
+from labkit.parallel.gradients import clip_grad_norm, finalize_model_grads, global_grad_norm, gradient_statistics
 from labkit.parallel.weights import make_parameter, tensor_part
+from labkit.train.optimizer import Optimizer, parameter_groups
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -160,3 +161,34 @@ def test_a_parameter_that_two_chunks_share_is_scaled_and_counted_once() -> None:
     torch.testing.assert_close(
         first.weight.main_grad, torch.tensor([0.75, 1.0], dtype=torch.float64), rtol=1e-6, atol=0
     )
+
+
+def counted(layout: dict[str, int]) -> tuple[int, int, float, float, dict[str, int]]:
+    """(elements that this rank counts, elements that it only looks at, norm, the norm over tp x pp, its parameters)."""
+    groups = initialize_model_parallel(ParallelConfig(**layout))
+    wrapped, _ = filled(groups)
+    finalize_model_grads([wrapped], groups)
+    optimizer = Optimizer(parameter_groups([wrapped]), OptimConfig(), layout=groups)
+    pieces, others = optimizer.gradient_pieces(), optimizer.uncounted_pieces()
+    statistics = gradient_statistics(pieces, others, optimizer.norm_groups, groups.device)
+    assert statistics.finite
+    if others:
+        others[-1].view(-1)[0] = math.nan if groups.rank == groups.world_size - 1 else 0.0
+    spoiled = gradient_statistics(pieces, others, optimizer.norm_groups, groups.device)
+    assert spoiled == (statistics.norm, False), "a replica that is not finite stops every rank and changes no norm"
+    sizes = {name: math.prod(p.full_shape) for name, p in wrapped.module.named_parameters()}
+    names = {name if name == "table" else f"{groups.pp.rank}.{name}": size for name, size in sizes.items()}
+    elements = (sum(x.numel() for x in pieces), sum(x.numel() for x in others))
+    return *elements, statistics.norm, global_grad_norm([wrapped], groups), names
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}], ids=str)
+def test_over_all_ranks_the_optimizer_counts_every_element_once(on_ranks, layout: dict[str, int]) -> None:
+    results = on_ranks(counted, 4, layout)
+    whole: dict[str, int] = {}
+    for *_, names in results:
+        whole |= names
+    assert sum(result[0] for result in results) == sum(whole.values())
+    assert all(result[0] + result[1] > 0 for result in results)
+    assert len({result[2] for result in results}) == 1
+    assert results[0][2] == pytest.approx(results[0][3], rel=1e-14), "replicas hold the same gradients"

@@ -123,6 +123,39 @@ def test_bf16_weights_follow_an_fp32_master_where_bf16_alone_would_stand_still()
     assert module.weight.item() == torch.tensor(0.99).bfloat16().item()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype", "per_parameter"),
+    [
+        (torch.float32, torch.float32, {"parameter": 4, "gradient": 4, "master": 0, "moments": 8}),
+        (torch.bfloat16, torch.float32, {"parameter": 2, "gradient": 4, "master": 4, "moments": 8}),
+        (torch.float16, torch.float32, {"parameter": 2, "gradient": 4, "master": 4, "moments": 8}),
+        (torch.float64, torch.float64, {"parameter": 8, "gradient": 8, "master": 0, "moments": 16}),
+    ],
+)
+def test_bytes_are_those_that_torch_holds(dtype, grad_dtype, per_parameter):
+    """16 bytes a parameter in fp32, 18 in bf16 (Megatron's table); the moments are looked up in AdamW's own state."""
+    module = block(dtype)
+    give_grads(module, 0, grad_dtype)
+    optimizer = build_optimizer([module], OPTIM)
+    count = sum(p.numel() for p in module.parameters())
+    expected = {name: size * count for name, size in per_parameter.items()} | {"padding": 0}
+    assert optimizer.state_bytes() == expected
+    optimizer.step(1e-3)
+    assert optimizer.state_bytes() == expected
+    held = [x for state in optimizer.adamw.state.values() for name, x in state.items() if name.startswith("exp_avg")]
+    assert sum(x.nbytes for x in held) == expected["moments"]
+
+
+def test_one_process_counts_every_gradient_but_the_copy_of_a_tied_weight():
+    module = block()
+    module.head.weight.shared = True
+    give_grads(module, 0)
+    optimizer = build_optimizer([module], OPTIM)
+    assert [x is module.head.weight.main_grad for x in optimizer.uncounted_pieces()] == [True]
+    counted = {id(x) for x in optimizer.gradient_pieces()}
+    assert counted == {id(p.main_grad) for p in module.parameters() if p is not module.head.weight}
+
+
 def test_no_parameters_is_an_error():
     with pytest.raises(ValueError, match="no parameter"):
         build_optimizer([nn.ReLU()], OPTIM)
