@@ -13,15 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig, ParallelConfig, presets
+from labkit.events import recording
 from labkit.launch import RankError
 from labkit.models import GPTModel, build_model_chunks
 from labkit.models.build import Build
 from labkit.parallel import (
+    ColumnParallelLinear,
     CommLedger,
     Group,
     NaiveDataParallel,
     finalize_model_grads,
     initialize_model_parallel,
+    linear_cross_entropy,
     single_process_groups,
 )
 from labkit.parallel.collectives import all_gather
@@ -223,6 +226,30 @@ def test_no_whole_sequence_is_kept_and_each_all_reduce_becomes_its_two_halves(on
         ends = [(r.operation, r.phase) for r in split.select(layer="loss")]
         assert ends[:3] == [("all_gather", "forward"), ("all_reduce", "forward"), ("all_reduce", "forward")]
         assert sorted(ends[3:]) == [("all_gather", "backward"), ("reduce_scatter", "backward")]
+
+
+def order_of_a_backward(kind: str) -> list[str]:
+    """What the backward of a layer that gathers its input begins, and what it waits for, in this order."""
+    group = initialize_model_parallel(ParallelConfig(tp=2)).tp
+    x = torch.ones(2, 1, 8, requires_grad=True)
+    if kind == "column":
+        made, _ = ColumnParallelLinear("fc", 8, 8, group=group, sequence_parallel=True)(x)
+    else:
+        weight, labels = torch.ones(8, 8, requires_grad=True), torch.zeros(4, 1, dtype=torch.long)
+        made = linear_cross_entropy(x, weight, labels, group, vocab_size=16, sequence_parallel=True)
+    with recording(group.rank) as recorder:
+        made.sum().backward()
+    named = [(e.start, e.kind if e.kind.endswith("_grad") else e.name) for e in recorder.events]
+    return [name for _, name in sorted(named)]
+
+
+@pytest.mark.parametrize("kind", ["column", "fused loss"])
+def test_the_second_gather_hides_behind_dgrad_and_the_reduce_scatter_behind_wgrad(on_ranks, kind: str) -> None:
+    for order in on_ranks(order_of_a_backward, 2, kind):
+        assert order == [
+            "all_gather tp", "input_grad", "reduce_scatter tp", "wait all_gather tp", "weight_grad",
+            "wait reduce_scatter tp",
+        ]  # fmt: skip
 
 
 # ---- dropout ----

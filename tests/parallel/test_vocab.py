@@ -90,7 +90,7 @@ def test_embedding_and_loss_equal_those_of_one_process(
     on_ranks(against_torch, world_size, vocab_size, divisible_by, alpha, fused, accumulate)
 
 
-def in_chunks(half: bool) -> None:
+def in_chunks(half: bool, sequence_parallel: bool) -> None:
     group = whole_world()
     usual = ce.FORWARD_ELEMENTS, ce.GRADIENT_ELEMENTS
     ce.FORWARD_ELEMENTS = ce.GRADIENT_ELEMENTS = 1  # as many chunks as the smallest chunk allows
@@ -99,28 +99,33 @@ def in_chunks(half: bool) -> None:
     hidden = torch.randn(300, 2, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
     labels = torch.randint(0, 50, (300, 2), generator=torch.Generator().manual_seed(1))
     with CommLedger() as ledger:
-        a, b = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
-        loss = ce.linear_cross_entropy(a, weight, labels, group, vocab_size=50)
+        part = hidden.chunk(2)[group.rank] if sequence_parallel else hidden
+        a, b = part.clone().requires_grad_(), hidden.double().requires_grad_()
+        options = {"vocab_size": 50, "sequence_parallel": sequence_parallel}
+        loss = ce.linear_cross_entropy(a, weight, labels, group, **options)
         loss.sum().backward()
-    assert ledger.count(operation="all_reduce", phase="backward") == 3  # 600 tokens in chunks of 256
+    reduction = "reduce_scatter" if sequence_parallel else "all_reduce"
+    assert ledger.count(operation=reduction, phase="backward") == 3  # 600 tokens in chunks of 256
     table = gather_parameter(weight, weight, group).double().requires_grad_()
     reference_loss(b, table, labels, 0.0).sum().backward()
     close = {"rtol": 2e-2, "atol": 2e-2} if half else EXACT
     torch.testing.assert_close(loss.double(), reference_loss(b, table, labels, 0.0), **close)
     scale = float(table.grad.abs().max()) if half else 1.0
-    torch.testing.assert_close(a.grad.double(), b.grad, rtol=close["rtol"], atol=close["atol"])
+    expected = b.grad.chunk(2)[group.rank] if sequence_parallel else b.grad
+    torch.testing.assert_close(a.grad.double(), expected, rtol=close["rtol"], atol=close["atol"])
     gathered = gather_parameter(weight.grad, weight, group).double()
     torch.testing.assert_close(gathered, table.grad, rtol=close["rtol"], atol=close["atol"] * scale)
     with torch.no_grad():
-        again = ce.linear_cross_entropy(hidden, weight, labels, group, vocab_size=50)
+        again = ce.linear_cross_entropy(part, weight, labels, group, **options)
     assert torch.equal(again, loss), "the same bits whether gradients are wanted or not"
     assert loss.dtype == (torch.float32 if half else torch.float64)
     ce.FORWARD_ELEMENTS, ce.GRADIENT_ELEMENTS = usual
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("half", [False, True])
-def test_chunks_change_no_result(on_ranks, half: bool) -> None:
-    on_ranks(in_chunks, 2, half)
+def test_chunks_change_no_result(on_ranks, half: bool, sequence_parallel: bool) -> None:
+    on_ranks(in_chunks, 2, half, sequence_parallel)
 
 
 def bytes_of_the_loss() -> list[tuple[str, str, int]]:
