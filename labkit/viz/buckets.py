@@ -81,8 +81,14 @@ def _draw_parameters(axes: Any, plan: BufferPlan, bucket: Bucket, row: float, lo
         start, end = (at - bucket.start for at in plan.ranges[name])
         fill = _SHADES[place % 2]
         axes.add_patch(Rectangle((start, low), end - start, height, facecolor=fill, edgecolor="#666666", linewidth=0.4))
-        if 8.2 * len(name) < 900 * (end - start) / longest:  # about the points that name and bar are wide
-            axes.text((start + end) / 2, low + height / 2, name, ha="center", va="center", fontsize=8)
+        if short := _fitting(name, 900 * (end - start) / longest):  # about the pixels that the bar is wide
+            axes.text((start + end) / 2, low + height / 2, short, ha="center", va="center", fontsize=8)
+
+
+def _fitting(name: str, width: float) -> str:
+    """The name, or as much of it as `width` pixels take: `layers.3.mlp.fc1.weight`, `3.mlp.fc1`, `fc1`, nothing."""
+    brief = name.removeprefix("layers.").removesuffix(".weight")
+    return next((text for text in (name, brief, brief.rsplit(".", 1)[-1]) if 7.2 * len(text) < width), "")
 
 
 def _draw_owners(axes: Any, bucket: Bucket, dp: int, row: float, longest: int) -> None:
