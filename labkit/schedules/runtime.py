@@ -45,7 +45,8 @@ from labkit.schedules.verifier import verify
 ForwardStep = Callable[[Any, nn.Module], tuple[Any, Callable[..., Any] | None]]
 """(data iterator, model chunk) -> (output, loss function). The output is a tensor, or a tuple of tensors where the next
 stage needs several. The loss function is called on the last stage alone and returns `(loss, metrics)` or `(sum of
-losses, number of tokens, metrics)`."""
+losses, number of tokens, metrics)`. Under context parallelism sum and number are of this rank's positions, and a `loss`
+is this rank's part of the sample's mean."""
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
