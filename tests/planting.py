@@ -13,6 +13,7 @@ A text that is not there exactly once is an error, never a fault that nobody fin
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,8 @@ from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import CodeType
 from typing import Any
+
+from labkit.train import compare
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ("config", "events", "launch")
@@ -200,3 +203,23 @@ def run_in_a_changed_copy(fault: Fault, folder: Path) -> subprocess.CompletedPro
 def _arguments(found_by: str) -> Sequence[str]:
     """`FILE::test OTHER::test -k word` as a list; a name after -k may hold no blanks."""
     return found_by.split()
+
+
+def find(fault: Fault, folder: Path) -> tuple[bool, str]:
+    """Plant the fault and look: whether it is found as it should be, and what was named or which test failed.
+
+    folder: an empty one, for a changed copy of the tree.
+    """
+    if isinstance(fault.found_by, str):
+        result = run_in_a_changed_copy(fault, folder)
+        failed = [line.split(" - ")[0] for line in result.stdout.splitlines() if line.startswith("FAILED ")]
+        if result.returncode not in (0, 1) or bool(failed) != (result.returncode == 1):
+            raise RuntimeError(f"fault {fault.name!r}: {fault.found_by} could not be run\n{result.stdout[-2000:]}")
+        return bool(failed), failed[0].removeprefix("FAILED ") if failed else "nothing"
+    wanted = fault.found_by
+    small = runpy.run_path(str(ROOT / "scripts" / "parity_matrix.py"))["small"]
+    report = compare(
+        small(wanted.preset).override(wanted.changes), [wanted.layout], steps=wanted.steps, pretrain=planted(fault)
+    )
+    named = report.rows[0].first_difference
+    return named == wanted.names, named or "nothing"

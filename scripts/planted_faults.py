@@ -1,0 +1,70 @@
+"""Plant every fault of tests/faults.py, see what finds it, and write the table docs/faults.md.
+
+.venv/bin/python scripts/planted_faults.py               # ten minutes on two cores
+.venv/bin/python scripts/planted_faults.py "ring" "norm" # only faults with such a word; the file is left alone
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).parents[1]
+TARGET = ROOT / "docs" / "faults.md"
+sys.path.insert(0, str(ROOT / "tests"))
+from faults import FAULTS  # pyright: ignore[reportMissingImports]
+from planting import find  # pyright: ignore[reportMissingImports]
+
+if TYPE_CHECKING:
+    from planting import Fault  # pyright: ignore[reportMissingImports]
+
+INTRODUCTION = """# Planted faults
+
+Each row is one change of the source, a mistake as a person could have typed it (tests/faults.py). Either the ranks of
+a layout train with it and the parity microscope, which holds them against one process, must name the tensor that the
+fault spoils first; or a test of the suite, run on a copy of the tree that has the fault, must fail. Written by
+`scripts/planted_faults.py`; `make sweep` asserts the same rows.
+
+"""
+
+
+def how(fault: Fault) -> str:
+    """What is to find it, in one cell: the microscope under a layout, or the tests."""
+    if isinstance(fault.found_by, str):
+        return f"`{fault.found_by}`"
+    layout = ", ".join(f"{key.split('.')[-1]} {value}" for key, value in fault.found_by.layout.items())
+    return f"microscope, {layout}: {fault.found_by.names}"
+
+
+def row(fault: Fault, found: bool, what: str) -> str:
+    """One line of the table."""
+    return f"| {fault.name} | {fault.file} | {how(fault)} | {'yes' if found else f'no: {what}'} |\n"
+
+
+def main(chosen: Sequence[str] = ()) -> int:
+    """Plant them all, or those whose names contain one of `chosen`; exit code 1 if fewer than 95% are found."""
+    tables, results = "", []
+    for title, faults in FAULTS.items():
+        rows = ""
+        for fault in faults:
+            if chosen and not any(word in fault.name for word in chosen):
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                found, what = find(fault, Path(folder) / "tree")
+            print(f"{'found ' if found else 'MISSED'} {fault.name}: {what}", flush=True)
+            results.append(found)
+            rows += row(fault, found, what)
+        tables += f"\n## {title}\n\n| fault | in | to be found by | found |\n|---|---|---|---|\n{rows}"
+    share = sum(results) / max(1, len(results))
+    sentence = f"{sum(results)} of {len(results)} planted faults are found ({share:.0%}).\n"
+    print(sentence, end="")
+    if not chosen:
+        TARGET.write_text(INTRODUCTION + sentence + tables, encoding="utf-8")
+    return 0 if share >= 0.95 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

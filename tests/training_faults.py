@@ -1,0 +1,296 @@
+"""Planted faults of what happens around the layers: gradients, updates, schedules, states (see `faults.py`)."""
+
+from __future__ import annotations
+
+from planting import Comparison, Fault
+
+TP = {"tp": 2}
+SP = {"tp": 2, "sequence_parallel": True}
+PP = {"pp": 2}
+DP = {"world_size": 2}
+ZERO = {"distributed_optimizer": True, "bucket_size": 10_000}
+EMBEDDING = "embedding.word.weight"
+
+GRADIENTS = [
+    Fault(
+        "the two copies of the word embedding keep their own gradients",
+        "parallel/gradients.py",
+        'if getattr(parameter, "shared_embedding", False):',
+        "if False:",
+        Comparison(PP, f"{EMBEDDING} gradient"),
+    ),
+    Fault(
+        "the norm counts parameters that all ranks of tp hold once a rank",
+        "parallel/gradients.py",
+        'getattr(parameter, "tensor_model_parallel", False) or tensor_parallel.rank == 0',
+        "True",
+        Comparison(TP, f"{EMBEDDING} parameter"),
+    ),
+    Fault(
+        "the norm counts the copy of the tied weight",
+        "parallel/gradients.py",
+        'if getattr(parameter, "shared", False):',
+        "if False:",
+        Comparison(PP, f"{EMBEDDING} parameter"),
+    ),
+    Fault(
+        "gradients are clipped where the norm is below the limit",
+        "parallel/gradients.py",
+        "return factor if factor < 1.0 and",
+        "return factor if factor > 1.0 and",
+        Comparison(DP, f"{EMBEDDING} parameter"),
+    ),
+    Fault(
+        "gradients of the step before are not cleared",
+        "train/stepping.py",
+        "chunk.zero_grad_buffer()",
+        "pass",
+        Comparison(TP, "final_norm.bias gradient of step 1", steps=2),
+    ),
+    Fault(
+        "norms and biases decay",
+        "parallel/parameter_groups.py",
+        'return param.ndim == 1 or name.endswith(".bias")',
+        "return False",
+        Comparison(TP, "layers.0.attention.norm.weight parameter"),
+    ),
+    Fault(
+        "replicas report their own loss",
+        "train/stepping.py",
+        "all_reduce(totals, groups.dp_cp)",
+        "pass",
+        Comparison(DP, "loss"),
+    ),
+    Fault(
+        "every replica reads the same samples",
+        "data/gpt_data.py",
+        "dp_rank=groups.dp.rank, step=step)",
+        "dp_rank=0, step=step)",
+        Comparison(DP, "loss"),
+    ),
+]
+
+DATA_PARALLEL = [
+    Fault(
+        "gradients are summed over replicas, not averaged",
+        "parallel/distributed_data_parallel.py",
+        'return 1.0 / replicas, "sum"',
+        'return 1.0, "sum"',
+        Comparison(DP, "final_norm.bias gradient"),
+    ),
+    Fault(
+        "the collective averages what was scaled already",
+        "parallel/distributed_data_parallel.py",
+        "is_expert else 1.0)",
+        "is_expert else 1.0 / replicas)",
+        Comparison({**DP, "average_in_collective": True}, "final_norm.bias gradient"),
+    ),
+    Fault(
+        "gradients of experts are divided by the ranks that hold them",
+        "parallel/distributed_data_parallel.py",
+        'return 1.0 / replicas, "sum"',
+        'return 1.0 / (groups.edp.size if is_expert else replicas), "sum"',
+        Comparison({**SP, "etp": 1, "world_size": 4}, "layers.3.mlp.fc2.bias gradient", experts=True),
+    ),
+    Fault(
+        "gradients of experts are reduced over the dense replicas",
+        "parallel/distributed_data_parallel.py",
+        "groups.edp if is_expert else groups.dp_cp",
+        "groups.dp_cp",
+        Comparison({**SP, "etp": 1, "world_size": 4}, "layers.3.mlp.fc2.bias gradient", experts=True),
+    ),
+    Fault(
+        "the last bucket is never reduced",
+        "parallel/distributed_data_parallel.py",
+        "under_way = self.buckets\n",
+        "under_way = self.buckets[:-1]\n",
+        Comparison({**DP, "bucket_size": 10_000}, "layers.0.attention.norm.bias gradient"),
+    ),
+    Fault(
+        "a tied weight is sent before the other stage has added to it",
+        "parallel/distributed_data_parallel.py",
+        "bucket.waits_for_other_chunk |= any(",
+        "bucket.waits_for_other_chunk |= bool(()) and any(",
+        "tests/parallel/test_distributed_data_parallel.py -k two_chunks",
+    ),
+    Fault(
+        "a bucket leaves before those ahead of it",
+        "parallel/distributed_data_parallel.py",
+        "            if not bucket.is_complete:\n                return\n",
+        "            if not bucket.is_complete:\n                continue\n",
+        "tests/parallel/test_distributed_data_parallel.py -k one_order",
+    ),
+    Fault(
+        "each replica divides by its own tokens",
+        "parallel/gradients.py",
+        "collectives.all_reduce(count, groups.dp_cp)",
+        "pass",
+        Comparison({**DP, "calculate_per_token_loss": True}, "final_norm.bias gradient"),
+    ),
+]
+
+DISTRIBUTED_OPTIMIZER = [
+    Fault(
+        "updated parameters are not gathered",
+        "parallel/distributed_optimizer.py",
+        "gather.updated()",
+        "pass",
+        Comparison({**DP, **ZERO}, f"{EMBEDDING} parameter"),
+    ),
+    Fault(
+        "the norm counts every instance",
+        "parallel/distributed_optimizer.py",
+        "first_instance and counts_once",
+        "counts_once",
+        Comparison({"world_size": 4, **ZERO, "num_distributed_optimizer_instances": 2}, f"{EMBEDDING} parameter"),
+    ),
+    Fault(
+        "instances keep their own gradients",
+        "parallel/grad_buffers.py",
+        "yield all_reduce_async(part, self.across, self.op)",
+        "pass",
+        Comparison({"world_size": 4, **ZERO, "num_distributed_optimizer_instances": 2}, "final_norm.bias gradient"),
+    ),
+    Fault(
+        "the tied embedding shares a bucket, which the two stages cut differently",
+        "parallel/bucket_plan.py",
+        "alone = parameter.shared_embedding and distributed_optimizer",
+        "alone = False",
+        Comparison({**PP, "world_size": 4, "distributed_optimizer": True}, f"{EMBEDDING} gradient"),
+    ),
+    Fault(
+        "a forward does not wait for the parameters that it reads",
+        "parallel/param_gather.py",
+        "for place in places:",
+        "for place in places[:0]:",
+        "tests/parallel/test_distributed_optimizer.py",
+    ),
+    Fault(
+        "buckets are not padded to a multiple of the ranks",
+        "parallel/bucket_plan.py",
+        "math.lcm(dp, BUCKET_ALIGNMENT, pad)",
+        "math.lcm(BUCKET_ALIGNMENT, pad)",
+        "tests/unit/test_bucket_plan.py",
+    ),
+    Fault(
+        "a piece forgets where in its parameter it begins",
+        "parallel/shard_map.py",
+        "yield Piece(rank, number, name, at, stop, at - start)",
+        "yield Piece(rank, number, name, at, stop, 0)",
+        "tests/unit/test_shard_map.py",
+    ),
+]
+
+PRECISION = [
+    Fault(
+        "the loss scale is lowered one overflow too late",
+        "train/loss_scaler.py",
+        "if self.hysteresis_left <= 0:",
+        "if self.hysteresis_left < 0:",
+        "tests/unit/test_train_loss_scaler.py",
+    ),
+    Fault(
+        "patience comes back with every good step",
+        "train/loss_scaler.py",
+        "        self.good_steps += 1\n",
+        "        self.good_steps += 1\n        self.hysteresis_left = self.hysteresis\n",
+        "tests/unit/test_train_loss_scaler.py",
+    ),
+    Fault(
+        "a rank skips a step by itself",
+        "parallel/gradients.py",
+        "return GradientStatistics(math.sqrt(squares), math.isfinite(squares) and math.isfinite(others))",
+        "return GradientStatistics(math.sqrt(squares), bool(_sum_of_squares(counted, device).isfinite()))",
+        "tests/parallel/test_numerical_faults.py -k planted",
+    ),
+    Fault(
+        "scaled gradients reach the optimizer",
+        "train/stepping.py",
+        "factor = clip_factor(norm, clip_grad or math.inf) / scale",
+        "factor = clip_factor(norm, clip_grad or math.inf)",
+        "tests/parallel/test_numerical_faults.py -k fp16_finds",
+    ),
+    Fault(
+        "16-bit weights are updated without a master",
+        "train/optimizer.py",
+        "return param.detach().float() if param.dtype in LOW_PRECISION else param",
+        "return param.detach().clone() if param.dtype in LOW_PRECISION else param",
+        "tests/unit/test_train_optimizer.py -k bf16",
+    ),
+    Fault(
+        "gradients in fp8 are cast to e4m3",
+        "parallel/fp8.py",
+        'return E5M2 if self.hybrid and kind == "grad" else E4M3',
+        "return E4M3",
+        "tests/unit/test_fp8.py -k hybrid",
+    ),
+    Fault(
+        "fp8 values beyond the format become NaN",
+        "parallel/fp8.py",
+        "return (wide * scale).clamp(-limit, limit).to(dtype)",
+        "return (wide * scale).to(dtype)",
+        "tests/unit/test_fp8.py -k saturates",
+    ),
+]
+
+PIPELINE = [
+    Fault(
+        "the loss is not divided by the number of microbatches",
+        "schedules/runtime.py",
+        "self._mean(loss, tokens) / count",
+        "self._mean(loss, tokens)",
+        Comparison(PP, "final_norm.bias gradient"),
+    ),
+    Fault(
+        "warm-up of interleaving counts the distance to the last rank once",
+        "schedules/tables.py",
+        "warmup = 2 * (pp_size - pp_rank - 1)",
+        "warmup = (pp_size - pp_rank - 1)",
+        "tests/unit/test_schedules_tables.py -k sources",
+    ),
+    Fault(
+        "backward passes the chunks in the order of forward",
+        "schedules/tables.py",
+        "backward = [chunk - num_model_chunks for chunk in chunks]",
+        "backward = [-chunk - 1 for chunk in chunks]",
+        "tests/unit/test_schedules_tables.py -k sources",
+    ),
+    Fault(
+        "a sent output keeps its memory",
+        "parallel/deallocation.py",
+        "output.data = torch.empty(1, dtype=output.dtype, device=output.device)",
+        "pass",
+        "tests/parallel/test_activation_release.py -k one_element",
+    ),
+    Fault(
+        "odd ranks issue their transfers in the order of even ones",
+        "schedules/lowering.py",
+        "_MEGATRON[t.operation, t.message.kind] ^ (rank % 2)",
+        "_MEGATRON[t.operation, t.message.kind]",
+        "tests/unit/test_schedules_transfers.py",
+    ),
+]
+
+RANDOM_STATES_AND_GROUPS = [
+    Fault(
+        "all ranks of tp drop the same elements inside a region",
+        "parallel/random.py",
+        "own + 2718 + groups.tp.rank",
+        "own + 2718",
+        "tests/parallel/test_random.py -k masks",
+    ),
+    Fault(
+        "a random state starts again with every region",
+        "parallel/random.py",
+        "            self._states[name] = self._current_state()\n            self._switch_to(outer)",
+        "            self._switch_to(outer)",
+        "tests/parallel/test_random.py -k forked",
+    ),
+    Fault(
+        "axes are laid out from the right of the order string",
+        "parallel/rank_generator.py",
+        "dict(zip(self.axes, prefix_product(self.ordered_size)))",
+        "dict(zip(self.axes[::-1], prefix_product(self.ordered_size[::-1])))",
+        "tests/unit/test_rank_generator.py -k one_ranks_group",
+    ),
+]
