@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).parents[1]
-TARGET = ROOT / "docs" / "faults.md"
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from faults import FAULTS  # pyright: ignore[reportMissingImports]
-from planting import find  # pyright: ignore[reportMissingImports]
+from planting import ROOT, find  # pyright: ignore[reportMissingImports]
 
 if TYPE_CHECKING:
     from planting import Fault  # pyright: ignore[reportMissingImports]
+
+TARGET = ROOT / "docs" / "faults.md"
 
 INTRODUCTION = """# Planted faults
 

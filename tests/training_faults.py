@@ -118,7 +118,7 @@ DATA_PARALLEL = [
         "parallel/distributed_data_parallel.py",
         "            if not bucket.is_complete:\n                return\n",
         "            if not bucket.is_complete:\n                continue\n",
-        "tests/parallel/test_distributed_data_parallel.py -k one_order",
+        "tests/parallel/test_distributed_data_parallel.py -k nothing_else",
     ),
     Fault(
         "each replica divides by its own tokens",
