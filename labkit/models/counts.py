@@ -178,7 +178,7 @@ def paper_step_flops(model: ModelConfig, *, samples: int = 1, recompute: bool = 
 
 # ---- bytes ----
 
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 """`optim.precision` -> bytes of a weight and of an activation."""
 
 
@@ -189,9 +189,9 @@ class StateBytes:
     weights: int
     """In the model's precision."""
     gradients: int
-    """`main_grad`: float32 for bf16."""
+    """`main_grad`: float32 for 16-bit weights."""
     optimizer: int
-    """Adam's two moments, and for bf16 the float32 master weights."""
+    """Adam's two moments, and for 16-bit weights their float32 masters."""
 
     @property
     def total(self) -> int:
@@ -200,7 +200,7 @@ class StateBytes:
 
 
 def state_bytes(parameters: int, precision: str = "fp32") -> StateBytes:
-    """Of `parameters` parameters: 16 bytes each in fp32 (4 + 4 + 8), 18 in bf16 (2 + 4 + 12), 32 in fp64 (8 + 8 + 16).
+    """Of `parameters` parameters: 16 bytes each in fp32 (4 + 4 + 8), 18 in bf16 and fp16 (2 + 4 + 12), 32 in fp64 (8 + 8 + 16).
 
     Raises:
         ValueError: unknown precision.
