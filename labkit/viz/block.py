@@ -39,11 +39,11 @@ def tensor_parallel_block(records: Sequence[CommRecord], layer: str = "layers.0"
     size = mine[0].group_size
     lanes = list(range(size)) if size <= MAX_LANES else [*range(MAX_LANES - 1), size - 1]
     with styled():
-        fig = new_figure(8.6, 1.7 + 0.5 * len(lanes) + (0.5 if _is_split(mine) else 0.0))
+        fig = new_figure(8.6, 1.7 + 0.5 * len(lanes) + (0.4 if _is_split(mine) else 0.0))
         axes = fig.subplots()
         for index, (part, boxes) in enumerate(PARTS):
             _draw_part(axes, index * _PART_WIDTH, part, boxes, lanes, [r for r in mine if _part_of(r, layer) == part])
-        _draw_frame(axes, len(lanes), 3.2 if _is_split(mine) else 2.05)
+        _draw_frame(axes, len(lanes), 2.95 if _is_split(mine) else 2.05)
     return Figure(fig, _sentence(mine, layer, size))
 
 
@@ -120,7 +120,7 @@ def _draw_operator(axes: Any, x: float, height: int, operator: str, records: Seq
         lines.append(f"{phase}\n{talk}\n{sum(r.bytes for r in calls):,} B" if calls else f"{phase}\nidentity")
     for row, text in enumerate(lines):
         axes.text(
-            x, -0.12 - (1.5 if split else 0.95) * row, text, ha="center", va="top", fontsize=7.5, linespacing=1.25
+            x, -0.12 - (1.25 if split else 0.95) * row, text, ha="center", va="top", fontsize=7.5, linespacing=1.25
         )
 
 

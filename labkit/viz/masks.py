@@ -29,6 +29,7 @@ def dropout_masks(masks: Mapping[str, Sequence[np.ndarray]]) -> Figure:
                 axes = panels[row][rank]
                 picture = np.where(np.asarray(mask)[..., None], (1.0, 1.0, 1.0), _rgb(SEQUENCE[row]))
                 axes.imshow(picture, interpolation="nearest", aspect="auto")
+                axes.spines[:].set_visible(True)
                 axes.set_xticks([])
                 axes.set_yticks([])
                 axes.set_title(f"{kind}, rank {rank}", fontsize=8)

@@ -134,4 +134,4 @@ def live_bytes(
         axes.set(xlabel="after forward", ylabel=unit_name, ylim=(0, None))
         fig.legend(loc="outside right center")
     peaks = ", ".join(f"{name} {max(values) / unit:.2f}" for name, values in series.items())
-    return Figure(fig, f"Largest number of {unit_name} alive on the rank, by what is recomputed: {peaks}.")
+    return Figure(fig, f"Most {unit_name} alive on the rank at once: {peaks}.")

@@ -58,6 +58,22 @@ CASES = {
             "2 backward (f) of 16,384 bytes each": "2 backward (f) of 32,768 bytes each",
         },
     ),
+    # at hidden 128 the probabilities weigh 5 a s / h = 20 instead of 40, so 34 + 20 of s b h, and what the norms' mean
+    # and deviation add to it is half; over 2 ranks 10 + 24/2 + 20/2, then (34 + 20)/2, 34/2, 30/2. In fp32 a microbatch
+    # kept whole is 66 + 9 a s / h = 102 and its input 4: three of them beside one whole make 1.12.
+    "05_sequence_parallel": Case(
+        {"hidden": 128},
+        {
+            "a layer of width 64, 64 tokens, over 2 ranks: bytes / s b h: one rank 74.1, tensor parallel 42.1, "
+            "+ sequence parallel 37.1, + core attention recomputed 17.1, + norms' outputs recomputed 15.1": (
+                "a layer of width 128, 64 tokens, over 2 ranks: bytes / s b h: one rank 54.1, tensor parallel 32.1, "
+                "+ sequence parallel 27.0, + core attention recomputed 17.0, + norms' outputs recomputed 15.0"
+            ),
+            "0 whole 0.12, 1 whole 1.09, 2 whole 2.06, 4 whole 4.00": (
+                "0 whole 0.16, 1 whole 1.12, 2 whole 2.08, 4 whole 4.00"
+            ),
+        },
+    ),
     # a layer has 12 h^2 + 13 h = 49,984 parameters at h = 64, the final norm 128: two layers and, of the third, its
     # MLP's norm, fc2 and fc1's bias make 116,928, fc1's weight of 16,384 fills the bucket: 133,312 of 269,696, the rest
     # is the second. Sharded, fc2's bias of 64 starts 64 later and 64 pad the end; word has a bucket. Of sleeping layers

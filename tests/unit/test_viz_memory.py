@@ -40,7 +40,7 @@ def test_a_measurement_that_is_off_is_named() -> None:
 
 def test_live_bytes_name_the_peaks() -> None:
     figure = live_bytes({"all": [1.0, 3.0, 2.0], "none": [1.0, 9.0, 1.0]}, ["0F0", "0F1", "0F2"], unit=2.0)
-    assert repr(figure).endswith("by what is recomputed: all 1.50, none 4.50.")
+    assert repr(figure).endswith("alive on the rank at once: all 1.50, none 4.50.")
     assert [line.get_ydata().tolist() for line in figure.fig.axes[0].lines] == [[0.5, 1.5, 1.0], [0.5, 4.5, 0.5]]
     with pytest.raises(ValueError, match="series of 2 values"):
         live_bytes({"all": [1.0]}, ["0F0", "0F1"])
