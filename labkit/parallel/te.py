@@ -286,14 +286,14 @@ class EngineFloat8:
     """
 
     def __init__(self, recipe: Float8Recipe, groups: ParallelGroups, chunk: nn.Module) -> None:
-        self.group = groups.tp_dp_cp
+        self.group, self._engine = groups.tp_dp_cp, engine()
         self.recipe = engine_recipe(recipe, reduces=self.group.size > 1)
         self._layers = [layer for layer in chunk.modules() if isinstance(layer, _EngineLinear)]
 
     def region(self) -> AbstractContextManager[Any]:
         """Forward of all layers of one microbatch runs inside; backward needs none."""
-        found = engine()
-        return found.autocast(enabled=True, recipe=self.recipe, amax_reduction_group=self.group.process_group)
+        group = self.group.process_group
+        return self._engine.autocast(enabled=True, recipe=self.recipe, amax_reduction_group=group)
 
     def end_step(self) -> None:
         """After the last microbatch: weights will change, so the next forward casts them again."""
@@ -307,4 +307,5 @@ def checkpoint(function: Callable[..., Any], *args: Any, rng: RngTracker | None 
     rng: named random states that `function` draws from.
     """
     tracker = None if rng is None else (lambda: rng)
-    return engine().checkpoint(function, *args, get_rng_state_tracker=tracker, use_reentrant=True)
+    found = importlib.import_module("transformer_engine.pytorch")  # a model of its layers has been built
+    return found.checkpoint(function, *args, get_rng_state_tracker=tracker, use_reentrant=True)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from labkit.config import OptimConfig
+from labkit.config import ConfigError, OptimConfig, presets
 from labkit.parallel import CommLedger, WeightGradStore, single_process_groups
 from labkit.parallel.fp8 import (
     BLOCK,
@@ -349,6 +349,13 @@ def test_recipes_of_a_config_and_names_that_clash() -> None:
     assert float8_recipe(OptimConfig()) is None
     found = float8_recipe(OptimConfig(fp8="e4m3", fp8_recipe="current", fp8_margin=1))
     assert found is not None and found.name == "current" and found.dtype("grad") == E4M3 and found.margin == 1
+    for bad, words in (
+        ({"optim.fp8": "hybrid", "optim.precision": "fp16"}, "fp8 goes with optim.precision bf16, fp32"),
+        ({"optim.fp8_recipe": "current"}, "optim.fp8_recipe.*has no effect with optim.fp8 = none"),
+        ({"optim.fp8": "e5m2"}, "must be one of none, e4m3, hybrid"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            presets.tiny().override(bad).validate(1)
     scaling = Float8Scaling(found, single_process_groups())
     scaling.gemms("layers.0.mlp.fc1")
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.fc1.*names must differ"):

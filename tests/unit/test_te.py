@@ -183,7 +183,8 @@ def test_recomputation_is_the_engines_where_it_casts(engine: te_stub.Record, flo
 
 
 def training(**more: Any) -> RunConfig:
-    return presets.tiny().override({"model.layers": 2, "model.hidden": 32, "train.steps": 3, "optim.lr": 1e-3} | more)
+    small = {"model.layers": 2, "model.hidden": 32, "model.seq_length": 16, "train.global_batch_size": 4}
+    return presets.tiny().override(small | {"train.steps": 3, "optim.lr": 1e-2} | more)
 
 
 def test_training_on_the_engine_follows_training_on_our_layers(engine: te_stub.Record) -> None:
