@@ -116,6 +116,13 @@ def test_parameters_and_norms_are_those_of_one_process(on_ranks, world_size: int
                 torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-13)
 
 
+def test_the_same_layout_twice_is_bit_equal_and_so_are_its_ranks(on_ranks) -> None:
+    first, second = (on_ranks(trained, 4, torch.float32, True, INSTANCES) for _ in range(2))
+    for norms, parameters in (*first, *second):
+        assert norms == first[0][0]
+        assert all(torch.equal(a, b) for a, b in zip(parameters, first[0][1], strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_two_ranks_have_the_bits_of_the_whole_optimizer(on_ranks, dtype: torch.dtype) -> None:
     """Both add two gradients, so a share of the state changes not a bit; and neither does the second time."""
