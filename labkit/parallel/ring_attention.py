@@ -95,7 +95,8 @@ class _Rows:
     def __init__(self, q: Tensor, fused: bool) -> None:
         wide = accumulator_dtype(q.dtype)
         self.q, self.fused, self.chunk = q, fused, q.shape[2] // 2
-        self.out = torch.zeros(q.shape, dtype=wide, device=q.device)
+        # The sequence first in memory, as the projection behind it reads the output: so both keep the same tensor.
+        self.out = torch.zeros(q.transpose(1, 2).shape, dtype=wide, device=q.device).transpose(1, 2)
         self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
 
     def add(self, block: Block | None, k: Tensor, v: Tensor) -> None:

@@ -68,6 +68,26 @@ def test_saved_bytes_of_a_rank_to_one_percent(config: ModelConfig, sequence_para
                 assert measured == pytest.approx(expected, rel=0.01), choice
 
 
+def layer_under_context_parallelism(config: ModelConfig, layout: dict[str, Any]) -> tuple[int, int]:
+    """(measured, closed form) of one layer."""
+    groups = initialize_model_parallel(ParallelConfig(**layout))
+    model = GPTModel(config, groups, layers=range(1), pre_process=False, post_process=False, seed=7)
+    length = config.seq_length // groups.cp.size
+    model.set_input_tensor(torch.randn(length, BATCH, config.hidden, requires_grad=True) * 1)
+    with SavedTensors(model) as saved:
+        _alive = model(None)
+        return saved.bytes, layer_activation_bytes(config, Share(samples=BATCH, cp=groups.cp.size))
+
+
+@pytest.mark.parametrize("how", ["p2p", "all_gather"])
+def test_context_parallelism_keeps_its_part_of_everything(how: str, on_ranks: Any) -> None:
+    """Neither the keys and values of others nor the output twice."""
+    for config in (GPT2, replace(GPT2, kv_heads=2, position="rope"), replace(GPT2, attention_backend="unfused")):
+        layout = {"cp": 2, "cp_comm_type": how}
+        for measured, expected in on_ranks(layer_under_context_parallelism, 2, config, layout):
+            assert measured == pytest.approx(expected, rel=0.01)
+
+
 def test_sequence_parallelism_leaves_nothing_whole(on_ranks: Any) -> None:
     """All of a layer over t: the paper's point, measured."""
     one = layer_activation_bytes(GPT2, Share(samples=BATCH))
@@ -132,6 +152,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zbv": (2, {"pp": 2, "schedule.name": "zbv"}),
     "tp": (2, {"tp": 2}),
     "dp": (2, {}),
+    "zero": (2, {"optim.distributed_optimizer": True, "optim.overlap_param_gather": True}),
+    "cp": (2, {"cp": 2, "model.attention_dropout": 0.0}),
+    "cp by gathering": (2, {"cp": 2, "model.attention_dropout": 0.0, "cp_comm_type": "all_gather"}),
     "gpipe": (2, {"pp": 2, "schedule.name": "gpipe"}),
     "dualpipe, sp": (4, {"tp": 2, "pp": 2, "sequence_parallel": True, "schedule.name": "dualpipe_v"}),
 }
