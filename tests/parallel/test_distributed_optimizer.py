@@ -85,9 +85,11 @@ def loss(chunk: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (chunk(x).to(wide) - y.to(wide)).square().mean() / 2
 
 
-def build(groups: ParallelGroups, dtype: torch.dtype, *, zero: bool, **wrapping: Any) -> tuple[Any, Any]:
+def build(
+    groups: ParallelGroups, dtype: torch.dtype, *, zero: bool, net: type[Net] = Net, **wrapping: Any
+) -> tuple[Any, Any]:
     wrapping = {"grad_dtype": grad_dtype_of(dtype), "bucket_size": BUCKET, **wrapping}
-    chunk = DistributedDataParallel(Net(dtype), groups, distributed_optimizer=zero, **wrapping)
+    chunk = DistributedDataParallel(net(dtype), groups, distributed_optimizer=zero, **wrapping)
     of = parameter_groups([chunk])
     return chunk, DistributedOptimizer(of, [chunk], groups, OPTIM) if zero else Optimizer(of, OPTIM, layout=groups)
 
@@ -131,6 +133,33 @@ def test_two_ranks_have_the_bits_of_the_whole_optimizer(on_ranks, dtype: torch.d
         for (_, mine), (_, theirs) in zip(on_ranks(trained, 2, dtype, True, way), whole):
             assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(whole[0][1], Net(dtype).parameters())), "something was learnt"
+
+
+class WithExpert(Net):
+    """`middle` belongs to an expert: other weights on each rank of ep, replicas on those of edp alone."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        for parameter in self.middle.parameters():
+            parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def with_experts(zero: bool) -> tuple[list[float], list[Tensor], set[str]]:
+    groups = initialize_model_parallel(ParallelConfig(ep=2))
+    chunk, optimizer = build(groups, torch.float64, zero=zero, net=WithExpert)
+    return *train(chunk, optimizer, groups, torch.float64), {buffer.group.name for buffer in chunk.buffers}
+
+
+def test_experts_are_sharded_over_their_own_replicas(on_ranks) -> None:
+    sharded, whole = (on_ranks(with_experts, 4, zero) for zero in (True, False))
+    for (norms, parameters, groups), (expected_norms, expected, _) in zip(sharded, whole):
+        assert groups == {"dp_cp", "edp"}
+        assert norms == pytest.approx(expected_norms, rel=1e-12)
+        for mine, theirs in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-13)
+    experts = [parameters[list(dict(Net(torch.float64).named_parameters())).index("middle.weight")]
+               for _, parameters, _ in sharded]  # fmt: skip
+    assert torch.equal(experts[0], experts[2]) and not torch.equal(experts[0], experts[1])
 
 
 def sizes_of_state(dtype: torch.dtype, grad_dtype: torch.dtype, instances: int) -> tuple[dict[str, int], int, int]:
