@@ -200,7 +200,8 @@ class StateBytes:
 
 
 def state_bytes(parameters: int, precision: str = "fp32") -> StateBytes:
-    """Of `parameters` parameters: 16 bytes each in fp32 (4 + 4 + 8), 18 in bf16 and fp16 (2 + 4 + 12), 32 in fp64 (8 + 8 + 16).
+    """Of `parameters` parameters: 16 bytes each in fp32 (4 + 4 + 8), 18 in bf16 and fp16 (2 + 4 + 12), 32 in fp64
+    (8 + 8 + 16).
 
     Raises:
         ValueError: unknown precision.

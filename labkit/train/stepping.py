@@ -20,11 +20,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from labkit.parallel.collectives import all_reduce, broadcast, comm_scope
 from labkit.parallel.fp8 import end_float8_step
-from labkit.parallel.gradients import clip_factor, finalize_model_grads, gradient_statistics, scale_gradients
+from labkit.parallel.gradients import (
+    GradientStatistics,
+    clip_factor,
+    finalize_model_grads,
+    gradient_statistics,
+    scale_gradients,
+)
 from labkit.parallel.groups import ParallelGroups
 from labkit.schedules.ir import Schedule
 from labkit.train.metrics import Timers
@@ -82,7 +88,7 @@ def train_step(
     Raises FloatingPointError on every rank, before any weight changes, if a loss is not finite on any rank, or for the
     `GIVE_UP_AFTER`th gradient in a row that is not.
     """
-    chunks, groups, scaler = pipeline.chunks, pipeline.groups, pipeline.loss_scaler
+    chunks, scaler = pipeline.chunks, pipeline.loss_scaler
     for chunk in chunks:
         chunk.zero_grad_buffer()
     with timers("forward-backward", log_level=1):
@@ -90,15 +96,10 @@ def train_step(
     end_float8_step(chunks)
     loss, scale = global_loss(reports, pipeline), scaler.scale
     with timers("finalize-grads", log_level=1):
-        finalize_model_grads(chunks, groups, num_tokens=pipeline.num_tokens, last_stage=pipeline.last_stage)
+        finalize_model_grads(chunks, pipeline.groups, num_tokens=pipeline.num_tokens, last_stage=pipeline.last_stage)
         if observer is not None:
             observer.on_gradients(step, chunks)
-        norm, finite = gradient_statistics(
-            optimizer.gradient_pieces(),
-            [*optimizer.uncounted_pieces(), *_losses(reports, groups.device)],
-            optimizer.norm_groups,
-            groups.device,
-        )
+        norm, finite = _norm_and_finite(optimizer, reports, pipeline.groups.device)
     norm /= scale
     fault = None if finite else _fault(reports, pipeline, step=step, lr=lr)
     scaler.update(found_inf=not finite)
@@ -118,9 +119,13 @@ def train_step(
     return StepResult(loss, norm, not finite, scale, fault)
 
 
-def _losses(reports: Sequence[dict[str, Any]], device: torch.device) -> list[Tensor]:
-    """The losses of this rank's microbatches, to be looked at as gradients are."""
-    return [torch.as_tensor(report["loss_sum"]).detach().to(device, torch.float64) for report in reports]
+def _norm_and_finite(
+    optimizer: MegatronOptimizer, reports: Sequence[dict[str, Any]], device: torch.device
+) -> GradientStatistics:
+    """The norm of the finalised gradients; the losses of this rank's microbatches are looked at as gradients are."""
+    losses = [torch.as_tensor(report["loss_sum"]).detach().to(device, torch.float64) for report in reports]
+    others = [*optimizer.uncounted_pieces(), *losses]
+    return gradient_statistics(optimizer.gradient_pieces(), others, optimizer.norm_groups, device)
 
 
 def _fault(reports: Sequence[dict[str, Any]], pipeline: Pipeline, *, step: int, lr: float) -> str:
