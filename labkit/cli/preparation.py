@@ -32,10 +32,21 @@ def prepared(command: Command, arguments: Arguments, world_sizes: Iterable[int])
 
 
 def input_problems(config: RunConfig, world_size: int) -> list[str]:
-    """What is wrong with the schedule, tokenizer and text of a configuration whose rules all hold."""
+    """What is wrong with schedule, tokenizer, text or machine for a configuration whose rules all hold."""
     from labkit.train.schedule_fit import schedule_problem
 
-    return [problem for problem in (schedule_problem(config, world_size), data_problem(config)) if problem]
+    found = (schedule_problem(config, world_size), data_problem(config), layer_problem(config))
+    return [problem for problem in found if problem]
+
+
+def layer_problem(config: RunConfig) -> str:
+    """Why the chosen layers cannot run here, or an empty string."""
+    if config.model.transformer_impl == "local":
+        return ""
+    from labkit.launch.transformer_engine import why_no_transformer_engine
+
+    missing = why_no_transformer_engine()
+    return f"model.transformer_impl = 'transformer_engine': {missing}; or set it to local" if missing else ""
 
 
 def data_problem(config: RunConfig) -> str:

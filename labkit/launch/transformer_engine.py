@@ -21,7 +21,8 @@ def why_no_transformer_engine() -> str | None:
     if not torch.cuda.is_available():
         gpu = "no GPU is visible" if torch.version.cuda else "this torch is the CPU build"
         there = "is installed, but" if installed else "is not installed, and"
-        return f"Transformer Engine {there} {gpu}: it runs on NVIDIA GPUs of the Ampere generation or later"
+        needs = "it needs an NVIDIA GPU of the Ampere generation or later"
+        return f"Transformer Engine {there} {gpu}: {needs}" + ("" if installed else f", and there {HOW_TO_GET_IT}")
     if not installed:
         return f"Transformer Engine is not installed: {HOW_TO_GET_IT}"
     try:

@@ -53,7 +53,7 @@ def test_transformer_engine_is_not_imported_without_a_gpu(monkeypatch, tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     found = doctor._transformer_engine()
     assert found.level == "note"
-    assert "is installed, but" in found.text and "runs on NVIDIA GPUs" in found.text
+    assert "is installed, but" in found.text and "needs an NVIDIA GPU" in found.text
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     found = doctor._transformer_engine()
     assert "cannot be imported (RuntimeError: found no CUDA)" in found.text and "pip install" in found.text
@@ -62,7 +62,7 @@ def test_transformer_engine_is_not_imported_without_a_gpu(monkeypatch, tmp_path)
 
 def test_without_transformer_engine_one_sentence_says_how_to_get_it(monkeypatch):
     found = doctor._transformer_engine()
-    assert found.level == "note" and "is not installed, and" in found.text
+    assert found.level == "note" and "is not installed, and" in found.text and "pip install" in found.text
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     found = doctor._transformer_engine()
     assert "is not installed: pip install" in found.text and "\n" not in found.text

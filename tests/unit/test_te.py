@@ -15,6 +15,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import te_stub
 
+from labkit.cli import main
 from labkit.config import ConfigError, ModelConfig, RunConfig, presets
 from labkit.models import GPTModel
 from labkit.parallel import single_process_groups, te
@@ -202,6 +203,12 @@ def test_without_the_engine_one_sentence_says_what_is_missing() -> None:
     with pytest.raises(ValueError, match=r"Transformer Engine is not installed, and .*; or set it to local") as raised:
         model(GPT2)
     assert "\n" not in str(raised.value)
+
+
+def test_the_command_line_says_so_before_it_starts_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--preset", "tiny", "--nproc", "2", "--model.transformer_impl", "transformer_engine"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "Transformer Engine is not installed, and" in err and "pip install" in err
 
 
 def test_the_stub_refuses_what_the_engine_would(engine: te_stub.Record) -> None:
