@@ -71,6 +71,7 @@ def test_a_cast_moves_a_value_by_half_a_bit_at_most(values: Any, dtype: torch.dt
 def test_too_large_saturates_and_what_is_not_finite_stays_so() -> None:
     x = torch.tensor([1e4, -1e4, math.nan])
     assert cast(x, torch.tensor(1.0), E4M3).float()[:2].tolist() == [448.0, -448.0]
+    assert cast(x * 10, torch.tensor(1.0), E5M2).float()[:2].tolist() == [57344.0, -57344.0]
     assert cast(x, torch.tensor(1.0), E4M3).float()[2].isnan()
     for bad in (math.inf, math.nan):
         for recipe in RECIPES:
@@ -178,6 +179,23 @@ def test_outputs_and_gradients_stay_inside_their_bounds(recipe: str, kind: type,
             assert 0.003 < relative < 2 * UNIT[gradients if name != "y" else E4M3], (name, relative)
         torch.testing.assert_close(layer.bias.grad, grad2.sum(0), rtol=1e-12, atol=0)  # not a product: exact
         layer.plan.gemms._scaling.end_step()
+
+
+def test_blocks_lie_along_the_dimension_that_a_product_sums_over() -> None:
+    """A tensor core multiplies one row of blocks by one scale: rows for y and dx, columns for dW."""
+    layer = linear("blockwise")
+    size = torch.exp(3 * random(40, 2, 1, seed=3))  # tokens of very different size: rows and columns cast differently
+    x, grad = (size * random(40, 2, 32, seed=1)).requires_grad_(), size * random(40, 2, 48, seed=2)
+    y, _ = layer(x)
+    y.backward(grad)
+    weight = through_blocks(layer.weight.detach(), SQUARE, E4M3)
+    rows, columns = (
+        [through_blocks(t.detach().reshape(80, -1), block, form) for t, form in ((x, E4M3), (grad, E5M2))]
+        for block in (ROWS, COLUMNS)
+    )
+    expected = rows[0] @ weight.t() + layer.bias.detach(), rows[1] @ weight, columns[1].t() @ columns[0]
+    for found, product_of_blocks in zip((y.detach(), x.grad, layer.weight.grad), expected, strict=True):
+        torch.testing.assert_close(found.reshape(product_of_blocks.shape), product_of_blocks, rtol=1e-12, atol=1e-12)
 
 
 def test_hybrid_keeps_range_where_e4m3_keeps_bits() -> None:
