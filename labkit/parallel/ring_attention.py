@@ -121,8 +121,7 @@ class _Gradients:
         if block is None:
             return
         rows, columns = block.rows(self.chunk), block.columns(self.chunk)
-        ours = (x[:, :, rows] for x in (self.q, self.out, self.lse))
-        q, out, lse = ours
+        q, out, lse = (x[:, :, rows] for x in (self.q, self.out, self.lse))
         k, v = kv[0][:, :, columns], kv[1][:, :, columns]
         dq, dk, dv = attend_backward(self.grad[:, :, rows], q, k, v, out, lse, causal=block.causal, fused=self.fused)
         self.dq[:, :, rows] += dq
@@ -148,11 +147,12 @@ class _Ring:
         )
 
     def finish(self) -> None:
-        """What came in is held now. Its predecessor has been sent, and takes the next one."""
+        """What came in is held now. Its predecessor has been sent, and takes the next one. No change without a start."""
         for pending in self._underway:
             pending.wait()
+        if self._underway:
+            self.held, self._spare = self._spare, self.held
         self._underway = []
-        self.held, self._spare = self._spare, self.held
 
 
 def ring_steps(own: Tensor, group: Group) -> Iterator[Tensor]:

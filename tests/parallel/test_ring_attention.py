@@ -114,6 +114,21 @@ def test_so_are_those_of_the_other_forms(on_ranks, form, causal):
     assert on_ranks(numerical_gradients, 4, form, 4, causal, True) == [True] * 4
 
 
+def on_dirty_memory(form: str, cp: int) -> bool:
+    """Whether the results are numbers where torch fills new memory with NaN."""
+    torch.use_deterministic_algorithms(True)  # which does so
+    try:
+        return all(x.isfinite().all().item() for x in in_pieces(form, cp, whole_tensors(8 * cp)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_no_buffer_is_read_before_it_is_written(on_ranks, form, cp):
+    assert on_ranks(on_dirty_memory, cp, form, cp) == [True] * cp
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_twice_is_bit_equal(on_ranks, form):
     tensors = whole_tensors(32, dtype=torch.float32)
