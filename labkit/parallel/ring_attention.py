@@ -147,7 +147,7 @@ class _Ring:
         )
 
     def finish(self) -> None:
-        """What came in is held now. Its predecessor has been sent, and takes the next one. No change without a start."""
+        """What came in is held now; its predecessor has been sent, and takes the next one. Without a start, nothing."""
         for pending in self._underway:
             pending.wait()
         if self._underway:
