@@ -17,11 +17,11 @@ float32: the same values as on a GPU but for the order of summation. On a GPU th
 per-tensor scales go to `torch._scaled_mm`.
 
 Two choices differ from Transformer Engine's. The history of `delayed` moves on once per optimizer step, not once per
-microbatch: scales then do not depend on how microbatches are spread over ranks, activations recomputed in backward
-are cast as they were the first time, a step costs one all-reduce, and every layout of tp, cp, dp and pp computes the
-same fp8 values as one process (in float64 to the last bits; `current` agrees over dp and pp only). And in the first step, before there is a
-history, a tensor is scaled by its own amax (agreed over tp_cp); a scale of 1 would flush the gradients of a mean loss
-to zero, since e5m2 has nothing between 0 and 2^-16.
+microbatch: scales then do not depend on how microbatches are spread over ranks, activations recomputed in backward are
+cast as they were the first time, a step costs one all-reduce, and every layout of tp, cp, dp and pp computes the same
+fp8 values as one process (in float64 to the last bits; `current` agrees over dp and pp only). And in the first step,
+before there is a history, a tensor is scaled by its own amax (agreed over tp_cp); a scale of 1 would flush the
+gradients of a mean loss to zero, since e5m2 has nothing between 0 and 2^-16.
 
 Shapes: N rows (sequence x batch), I input size, O output size, M layers of a model chunk, L steps of history.
 """
