@@ -68,7 +68,8 @@ def test_ways_to_write_one_field(words: list[str]) -> None:
 @pytest.mark.parametrize("alias", ALIASES)
 def test_every_long_name_with_dashes(alias: str) -> None:
     spec = SPECS[ALIASES[alias]]
-    word = {"int": "3", "float": "5e-1", "bool": "true", "str": "x", "tuple[str, ...]": "attn"}[spec.kind]
+    other = "false" if spec.default is True else "true"
+    word = {"int": "3", "float": "5e-1", "bool": other, "str": "x", "tuple[str, ...]": "attn"}[spec.kind]
     config = _config(f"--{alias.replace('_', '-')}", word)
     assert config == _config(f"--{spec.dotted}", word) != presets.tiny()
 
