@@ -14,6 +14,10 @@ Attributes on each parameter (the first three are Megatron's):
 - `shared_embedding`: either copy of a word embedding that first and last stage hold both; their gradients are added.
 - `sequence_parallel`: its gradient is a partial sum over the tensor-parallel group (norms and biases that saw only a
   part of the sequence).
+- `allreduce`: False on expert parameters (Megatron's), whose gradients are reduced over `edp` instead of `dp_cp`.
+
+The data-parallel wrappers add `main_grad`, where backwards add up, and the bucketed one `main_grad_hook`, to be called
+with the parameter by whoever has added to `main_grad` where autograd runs no hook.
 """
 
 from __future__ import annotations
