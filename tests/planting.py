@@ -27,6 +27,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from labkit.launch import RankError
 from labkit.train import compare
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -218,8 +219,10 @@ def find(fault: Fault, folder: Path) -> tuple[bool, str]:
         return bool(failed), failed[0].removeprefix("FAILED ") if failed else "nothing"
     wanted = fault.found_by
     small = runpy.run_path(str(ROOT / "scripts" / "parity_matrix.py"))["small"]
-    report = compare(
-        small(wanted.preset).override(wanted.changes), [wanted.layout], steps=wanted.steps, pretrain=planted(fault)
-    )
+    config = small(wanted.preset).override(wanted.changes)
+    try:
+        report = compare(config, [wanted.layout], steps=wanted.steps, pretrain=planted(fault))
+    except RankError as error:  # found, but not as it should be: no tensor is named
+        return False, str(error).split("\n", 1)[0]
     named = report.rows[0].first_difference
     return named == wanted.names, named or "nothing"

@@ -42,8 +42,8 @@ GRADIENTS = [
     ),
     Fault(
         "gradients of the step before are not cleared",
-        "train/stepping.py",
-        "chunk.zero_grad_buffer()",
+        "parallel/distributed_data_parallel.py",
+        "buffer.grad_data.zero_()",
         "pass",
         Comparison(TP, "final_norm.bias gradient of step 1", steps=2),
     ),

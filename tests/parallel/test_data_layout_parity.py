@@ -116,6 +116,6 @@ def test_float32():
 @pytest.mark.parametrize("title", MATRIX["DATA_SWEEPS"])
 def test_every_row(title):
     config, layouts, dtype = MATRIX["DATA_SWEEPS"][title]
-    report = compare(config, layouts, steps=MATRIX["DATA_STEPS"][dtype], dtype=dtype)
+    report = compare(config, layouts, steps=MATRIX["DATA_STEPS"], dtype=dtype)
     assert report.ok, f"\n{report}"
     assert len(report.rows) == len(layouts)
