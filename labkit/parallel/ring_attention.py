@@ -9,7 +9,10 @@
 
 Both compute the rectangles of `context_plan.py` and join them by their log-sum-exps (`attention_block.py`). Both hide
 transfers: step i of the ring computes while the keys of step i + 1 arrive; the all-gather runs behind the rank's own
-block. Saved for backward are this rank's q, k, v, output and one number per row; KV of other ranks are fetched again.
+block. Nothing is left to hide two of them: the ring's last hop, which brings the sums of dK and dV home, and the other
+form's reduce-scatter.
+
+Saved for backward are this rank's q, k, v, output and one number per row; KV of other ranks are fetched again.
 
 A KV that is underway is one tensor [2, 1, m, L, D], so that a step is one message each way.
 
@@ -180,7 +183,8 @@ class _RingAttention(Function):
 
     At step i rank r works on the KV of rank s = r - i. Forward, KV moves on cp - 1 times. Backward it does so again,
     and behind it come the sums of s's gradients: started by rank s + 1 at step 1, each rank adds its share and passes
-    them on, and after the last step they arrive at s, which keeps the share of step 0 itself. Sums of half precision
+    them on, and after the last step they arrive at s, which keeps the share of step 0 itself. That last hop is waited for
+    with no block left to compute; every other message travels behind one. Sums of half precision
     travel in float32 (twice the bytes): what they are rounded by does not grow with cp.
     """
 
@@ -220,7 +224,8 @@ class _RingAttention(Function):
 def _add_and_pass_on(gradients: _Gradients, block: Block | None, kv: Tensor, sums: _Ring, *, first: bool) -> None:
     """Add this rank's share for the keys at hand to what the ranks before it have summed, and send it on.
 
-    The share is computed before the sums are waited for, so that they travel behind the computation.
+    The share is computed before the sums are waited for, so that they travel behind the computation; what the last
+    step sends on has none to travel behind.
     """
     share = sums.held if first else torch.zeros_like(sums.held)
     gradients.add(block, kv, share)

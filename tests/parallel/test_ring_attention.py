@@ -214,7 +214,8 @@ def order_of_work(cp: int) -> list[str]:
 
 def test_transfers_run_behind_the_blocks(on_ranks):
     """Forward: every hand-over starts before a block and is waited for after it. Backward: so is KV's (outer), and the
-    sums of dK and dV are waited for (inner finish) after the next block has been computed."""
+    sums of dK and dV are waited for (inner finish) after the next block has been computed; only their last hop home
+    (the last start and finish) has no block between."""
     forward = ["start", "attend", "finish"] * 2 + ["attend"]
     first = ["start", "attend_backward", "finish"]
     second = ["start", "attend_backward", "start", "finish"]
