@@ -12,6 +12,15 @@ from labkit.viz.figure import Figure
 from labkit.viz.overlap import overlap_gantt
 from labkit.viz.widgets import is_live, spoken
 
+_ROWS = 10
+"""Rows for buckets, whatever their number: a picture that grows would push away what stands below it."""
+_SLIDERS = {
+    "bucket_mb": ("bucket size (MB)", -1.0, 3.0),
+    "latency_us": ("latency (\u00b5s)", 0.0, 4.0),
+    "gigabytes_per_second": ("bandwidth (GB/s)", -1.0, 3.0),
+}
+"""Setting -> (what its slider is called, powers of ten from which to which it goes)."""
+
 
 @dataclass(frozen=True)
 class _Model:
@@ -28,8 +37,8 @@ class _Model:
         plan = plan_buckets(self.parameters, dp=self.dp, bucket_size=size)
         link = Link(setting["latency_us"] / 1e6, setting["gigabytes_per_second"] * 1e9)
         events = predict_step(plan, self.backward, link=link, element_bytes=self.element_bytes)
-        name = f"buckets of {setting['bucket_mb']:g} MB or more"
-        return overlap_gantt({name: events}, numbers=True, time_limit=limit)
+        name = f"buckets of {setting['bucket_mb']:.3g} MB or more"
+        return overlap_gantt({name: events}, numbers=True, time_limit=limit, bucket_rows=_ROWS)
 
 
 def explore_buckets(
@@ -48,7 +57,8 @@ def explore_buckets(
     parameters: in the order of registration. backward: its pieces (`labkit.parallel.overlap`). time_limit: seconds at
     which the axis ends and stays, so that pictures can be compared by eye.
 
-    Returns a Figure, or in a live notebook an ipywidgets box that shows the same figure first.
+    Returns a Figure, or in a live notebook an ipywidgets box: sliders, and below them the same figure. Its height does
+    not change with the settings; of many buckets the first and the last are drawn.
     """
     model = _Model(parameters, backward, dp, element_bytes)
     start = {"bucket_mb": bucket_mb, "latency_us": latency_us, "gigabytes_per_second": gigabytes_per_second}
@@ -62,10 +72,9 @@ def _controls(model: _Model, figure: Figure, start: dict[str, float], limit: flo
     picture = widgets.Image(value=figure.png, format="png")
     words = widgets.HTML(value=spoken(figure.sentence))
     look: dict[str, Any] = {"style": {"description_width": "160px"}, "layout": widgets.Layout(width="460px")}
-    ranges = {"bucket_mb": (-1.0, 3.0), "latency_us": (0.0, 4.0), "gigabytes_per_second": (-1.0, 3.0)}
     inputs = {
-        name: widgets.FloatLogSlider(value=value, min=low, max=high, step=0.1, description=name, **look)
-        for (name, value), (low, high) in zip(start.items(), ranges.values(), strict=True)
+        name: widgets.FloatLogSlider(value=start[name], min=low, max=high, step=0.1, description=text, **look)
+        for name, (text, low, high) in _SLIDERS.items()
     }
 
     def redraw(_change: Any) -> None:
@@ -74,4 +83,4 @@ def _controls(model: _Model, figure: Figure, start: dict[str, float], limit: flo
 
     for control in inputs.values():
         control.observe(redraw, names="value")
-    return widgets.VBox([words, picture, *inputs.values()])
+    return widgets.VBox([*inputs.values(), words, picture])

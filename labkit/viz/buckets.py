@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, Rectangle
 
-from labkit.parallel.bucket_plan import Bucket, BufferPlan
+from labkit.parallel.bucket_plan import PARAMETER_ALIGNMENT, Bucket, BufferPlan
 from labkit.parallel.shard_map import Piece, shard_map, shard_range
 from labkit.parallel.zero_memory import STAGES, BytesPerParameter, bytes_per_parameter, formula
 from labkit.viz.figure import Figure
@@ -27,8 +28,9 @@ _WIDTH = 9.0
 _GAP = 0.45
 """Height of the space that stands for buckets left out; a row is 1."""
 _PADDING = {"facecolor": "#FFFFFF", "hatch": "////", "edgecolor": "#999999", "linewidth": 0.0}
+_GAPS = {"facecolor": "#FFFFFF", "hatch": "....", "edgecolor": "#666666", "linewidth": 0.0}
 _SHADES = ("#D9D9D9", "#BFBFBF")
-"""Neighbouring parameters."""
+"""Neighbouring parameters, in turn: two shades, so that one can see where the next begins."""
 _HATCHES = ("", "//", "..", "xx", "\\\\", "--", "++", "oo")
 """Ranks 0-7, 8-15, ..."""
 
@@ -61,7 +63,9 @@ def bucket_map(plan: BufferPlan, dp: int = 1) -> Figure:
         if len(plan.buckets) > len(rows):
             axes.text(0, MAX_BUCKETS / 2 + _GAP / 2, f"{_count(len(plan.buckets) - len(rows), 'bucket')} not drawn",
                       va="center", fontsize=8, color="#444444")  # fmt: skip
-        fig.legend(handles=_legend(dp), loc="outside upper right", ncols=3)
+        legend = _legend(plan, dp)
+        fig.legend(legend.values(), legend.keys(), loc="outside upper right", ncols=len(legend),
+                   handler_map={tuple: HandlerTuple(ndivide=None, pad=0)})  # fmt: skip
     return Figure(fig, _map_sentence(plan, dp, pieces))
 
 
@@ -76,7 +80,9 @@ def _rows(count: int) -> dict[int, float]:
 
 def _draw_parameters(axes: Any, plan: BufferPlan, bucket: Bucket, row: float, longest: int, *, alone: bool) -> None:
     low, height = row + 0.08, 0.84 if alone else 0.40
-    axes.add_patch(Rectangle((0, low), bucket.numel, height, **_PADDING))
+    length = bucket.unpadded_end - bucket.start
+    axes.add_patch(Rectangle((0, low), length, height, **_GAPS))  # what no parameter covers stays to be seen
+    axes.add_patch(Rectangle((length, low), bucket.end - bucket.unpadded_end, height, **_PADDING))
     for place, name in enumerate(bucket.names):
         start, end = (at - bucket.start for at in plan.ranges[name])
         fill = _SHADES[place % 2]
@@ -108,11 +114,17 @@ def _owner_style(rank: int, dp: int) -> tuple[str, str]:
     return SEQUENCE[rank % len(SEQUENCE)], _HATCHES[rank // len(SEQUENCE) % len(_HATCHES)]
 
 
-def _legend(dp: int) -> list[Patch]:
-    handles = [Patch(facecolor=_SHADES[0], edgecolor="#666666", linewidth=0.4, label="parameter")]
-    handles.append(Patch(**{**_PADDING, "linewidth": 0.4}, label="padding"))
+def _legend(plan: BufferPlan, dp: int) -> dict[str, Any]:
+    """Label -> handle, of what there is in the picture."""
+    shades = tuple(Patch(facecolor=shade, edgecolor="#666666", linewidth=0.4) for shade in _SHADES)
+    handles: dict[str, Any] = {"parameters, two shades in turn": shades}
+    at_ends = sum(bucket.end - bucket.unpadded_end for bucket in plan.buckets)
+    if plan.padding > at_ends:
+        handles[f"gap to a multiple of {PARAMETER_ALIGNMENT}"] = Patch(**{**_GAPS, "linewidth": 0.4})
+    if at_ends:
+        handles["padding at the end"] = Patch(**{**_PADDING, "linewidth": 0.4})
     if dp > 1:
-        handles.append(Patch(facecolor=_owner_style(0, dp)[0], label="below: the rank that owns it"))
+        handles["below: the rank that owns it"] = Patch(facecolor=_owner_style(0, dp)[0])
     return handles
 
 
@@ -123,7 +135,7 @@ def _map_sentence(plan: BufferPlan, dp: int, pieces: Sequence[Piece]) -> str:
     count = len(plan.buckets)
     parts = [
         f"{_count(len(plan.ranges), 'parameter')} of {elements:,} elements in {_count(count, 'bucket')} of {cut}",
-        f"{plan.padding:,} of padding ({plan.padding / elements:.1%})",
+        f"{plan.padding:,} of padding ({_percent(plan.padding / elements)})" if plan.padding else "no padding",
     ]
     if dp > 1:
         owners = Counter(piece.name for piece in pieces)
@@ -135,6 +147,11 @@ def _map_sentence(plan: BufferPlan, dp: int, pieces: Sequence[Piece]) -> str:
         else:
             parts.append(f"{name} alone has several owners: {most}" if several else "every parameter has one owner")
     return "; ".join(parts) + "."
+
+
+def _percent(share: float) -> str:
+    """One decimal, or one digit where that would read as nothing."""
+    return f"{share:.1%}" if share >= 0.0995 / 100 else f"{100 * share:.1g}%"
 
 
 def _count(number: int, noun: str) -> str:

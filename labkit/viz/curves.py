@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from labkit.viz.figure import Figure
 from labkit.viz.style import SEQUENCE, new_figure, styled
@@ -47,6 +48,7 @@ def loss_curves(
         if compared:
             _draw_differences(panels[1], compared, list(curves), tolerance or 0.0)
         panels[-1].set_xlabel("optimizer step")
+        panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     return Figure(fig, _sentence(curves, levels or {}, compared, tolerance, last, title))
 
 
@@ -86,7 +88,11 @@ def _draw_differences(axes: Any, differences: Mapping[str, np.ndarray], names: l
     axes.annotate(f"tolerance {tolerance:.0e}", (1, tolerance), xycoords=("axes fraction", "data"), xytext=(-2, 3),
                   textcoords="offset points", ha="right", fontsize=8, color="#444444")  # fmt: skip
     floor = min((float(v[v > 0].min()) for v in differences.values() if (v > 0).any()), default=_LEAST)
-    axes.set(yscale="log", ylim=(max(_LEAST, floor / 10), largest * 50))
+    exact = any((values == 0).any() for values in differences.values())
+    axes.set(yscale="log", ylim=(_LEAST / 5 if exact else max(_LEAST, floor / 10), largest * 50))
+    if exact:
+        axes.annotate("exactly equal", (1, _LEAST), xycoords=("axes fraction", "data"), xytext=(-2, 3),
+                      textcoords="offset points", ha="right", fontsize=8, color="#444444")  # fmt: skip
     axes.set_ylabel(f"relative to\n{names[0]}")
     axes.grid(axis="y")
 

@@ -6,8 +6,10 @@ Predicted and measured runs are drawn alike, below each other on one axis, so th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from matplotlib.patches import Patch
 
 from labkit.events import Event, shift_to_zero
 from labkit.parallel.overlap import COMPUTES, BucketSize, exposed_seconds
@@ -18,6 +20,8 @@ _ROW = 0.27
 """Inches of a row."""
 _MANY = 12
 """So many buckets are named one by one; of more only the first and the last."""
+QUEUED = "#F7DCCB"
+"""Colour of a bucket that has left while the link still carries the one before it."""
 
 
 @dataclass(frozen=True)
@@ -43,33 +47,62 @@ class _Run:
         """Buckets that leave before the backward ends."""
         return sum(event.start < self.backward_end for event in self.buckets)
 
+    def on_the_link(self, row: int) -> float:
+        """When the link begins to carry a bucket: it carries one after another."""
+        return max(self.buckets[row].start, self.buckets[row - 1].end) if row else self.buckets[row].start
+
 
 def overlap_gantt(
-    runs: Mapping[str, Iterable[Event]], *, numbers: bool = False, time_limit: float | None = None
+    runs: Mapping[str, Iterable[Event]],
+    *,
+    numbers: bool = False,
+    time_limit: float | None = None,
+    bucket_rows: int | None = None,
 ) -> Figure:
     """Draw steps of one rank: what it computes, below that a row per reduction from its start to its end.
 
+    A reduction that starts while the one before it is under way is pale until that one ends: all go over one link.
+
     runs: name -> Events of one rank during one step; collectives are drawn in the order of their start.
     numbers: put the exposed milliseconds into the sentence (measured ones change from run to run).
-    time_limit: seconds at which the axis ends; None fits the picture.
+    time_limit: seconds at which the axis ends, with a mark where a run goes on; None fits the picture.
+    bucket_rows: how many rows each run has for its reductions, at least 3: the picture has the same height whatever
+    it shows; of more reductions the first and the last are drawn. None: as many as there are reductions.
 
     The sentence says for each run how many reductions start before the backward ends. Raises ValueError for a run that
-    computes nothing.
+    computes nothing, and for fewer than 3 bucket_rows.
     """
+    if bucket_rows is not None and bucket_rows < 3:
+        raise ValueError(f"bucket_rows is {bucket_rows}: give 3 or more, for the first, the last and what lies between")
     steps = [_run(name, events) for name, events in runs.items()]
-    rows = sum(1 + len(step.buckets) for step in steps)
+    heights = [1 + (len(step.buckets) if bucket_rows is None else bucket_rows) for step in steps]
+    end = max(step.end for step in steps) if time_limit is None else time_limit
     with styled():
-        fig = new_figure(9.0, 1.0 + _ROW * (rows + len(steps)))
+        fig = new_figure(9.0, 1.0 + _ROW * (sum(heights) + len(steps)))
         axes = fig.subplots()
         ticks: list[tuple[float, str]] = []
         top = 0.0
-        for step in steps:
-            ticks += _draw_run(axes, step, top)
-            top += 2 + len(step.buckets)
-        _finish(axes, ticks, top - 1, time_limit if time_limit is not None else max(step.end for step in steps))
-        kinds = [k for k in ("forward", "backward", "collective", "wait") if any(_has(step, k) for step in steps)]
-        fig.legend(handles=legend_patches(kinds), loc="outside lower center", ncols=len(kinds))
+        for step, height in zip(steps, heights, strict=True):
+            ticks += _draw_run(axes, step, top, height - 1)
+            if step.end > end:
+                axes.text(1.0, top + 0.5, f"to {step.end * 1e3:,.0f} ms \u25b6", transform=axes.get_yaxis_transform(),
+                          ha="right", va="center", fontsize=8, bbox={"facecolor": "#FFFFFF", "pad": 1.5})  # fmt: skip
+            top += 1 + height
+        _finish(axes, ticks, top - 1, end)
+        handles = _handles(steps)
+        fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return Figure(fig, "; ".join(_words(step, numbers) for step in steps) + ".")
+
+
+def _handles(steps: Sequence[_Run]) -> list[Patch]:
+    """Legend: the kinds that occur, and the queue if there is one."""
+    kinds = [k for k in ("forward", "backward", "collective", "wait") if any(_has(step, k) for step in steps)]
+    handles = legend_patches(kinds)
+    if any(step.on_the_link(row) > step.buckets[row].start for step in steps for row in range(len(step.buckets))):
+        handles.append(
+            Patch(facecolor=QUEUED, edgecolor="#333333", linewidth=0.5, label="queued behind the bucket before")
+        )
+    return handles
 
 
 def _run(name: str, events: Iterable[Event]) -> _Run:
@@ -85,18 +118,37 @@ def _has(step: _Run, kind: str) -> bool:
     return any(event.kind == kind for event in (*step.computes, *step.buckets, *step.waits))
 
 
-def _draw_run(axes: Any, step: _Run, top: float) -> list[tuple[float, str]]:
+def _draw_run(axes: Any, step: _Run, top: float, rows: int) -> list[tuple[float, str]]:
     """The bars of one run from row `top` on; returns (height, label) of its rows."""
     for event in (*step.computes, *step.waits):
         _bar(axes, event, top)
-    for row, event in enumerate(step.buckets, start=1):
-        _bar(axes, event, top + row)
-    last = len(step.buckets)
+    drawn = _drawn(len(step.buckets), rows)
+    for row, bucket in enumerate(drawn, start=1):
+        if bucket is not None:
+            _draw_bucket(axes, step, bucket, top + row)
     edge = step.backward_end * 1e3
-    axes.plot([edge, edge], [top, top + 1 + last], color="#333333", lw=1.0, ls=(0, (4, 2)))
+    axes.plot([edge, edge], [top, top + 1 + len(drawn)], color="#333333", lw=1.0, ls=(0, (4, 2)))
     axes.text(0, top - 0.12, step.name, fontsize=9, ha="left", va="bottom")
-    named = range(last) if last <= _MANY else (0, last - 1)
-    return [(top + 0.5, "computes"), *((top + 1.5 + row, f"bucket {row}") for row in named)]
+    named = [(row, bucket) for row, bucket in enumerate(drawn) if len(drawn) <= _MANY or row in (0, len(drawn) - 1)]
+    hidden = len(step.buckets) - sum(bucket is not None for bucket in drawn)
+    labels = [f"{hidden} not drawn" if bucket is None else f"bucket {bucket}" for _, bucket in named]
+    return [(top + 0.5, "computes"), *((top + 1.5 + row, text) for (row, _), text in zip(named, labels, strict=True))]
+
+
+def _drawn(count: int, rows: int) -> list[int | None]:
+    """By row, the bucket that is drawn there; None is the row that stands for those left out."""
+    if count <= rows:
+        return list(range(count))
+    last = (rows - 1) // 2
+    return [*range(rows - 1 - last), None, *range(count - last, count)]
+
+
+def _draw_bucket(axes: Any, step: _Run, bucket: int, row: float) -> None:
+    event, begins = step.buckets[bucket], step.on_the_link(bucket)
+    if begins > event.start:
+        axes.broken_barh([(event.start * 1e3, (begins - event.start) * 1e3)], (row + 0.08, 0.84),
+                         facecolor=QUEUED, edgecolor="#555555", linewidth=0.6)  # fmt: skip
+    _bar(axes, replace(event, start=begins), row)
 
 
 def _bar(axes: Any, event: Event, row: float) -> None:

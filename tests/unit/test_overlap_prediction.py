@@ -1,13 +1,20 @@
 """A step of data parallelism, predicted: by hand, in its extremes, and as pictures."""
 
+import io
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.colors import to_rgba
+from PIL import Image
 
 from labkit.events import Event
 from labkit.parallel.bucket_plan import ParameterSpec, plan_buckets
 from labkit.parallel.overlap import BackwardPiece, Link, exposed_seconds, predict_step, sweep_bucket_sizes
 from labkit.viz import bucket_size_curve, explore_buckets, overlap_gantt
+from labkit.viz.figure import Figure
+from labkit.viz.overlap import QUEUED
+from labkit.viz.style import color
 
 LAYERS = [ParameterSpec(f"p{i}", 100) for i in range(4)]
 BACKWARD = [BackwardPiece(1.0, (f"p{i}",)) for i in reversed(range(4))]
@@ -68,6 +75,8 @@ def test_refusals():
             Link(latency, bandwidth)
     with pytest.raises(ValueError, match="nothing was computed in 1 Events"):
         overlap_gantt({"x": [Event(0, "all_reduce dp", "collective", 0.0, 1.0)]})
+    with pytest.raises(ValueError, match="bucket_rows is 2: give 3 or more"):
+        overlap_gantt({"x": predict_step(plan, BACKWARD, link=LINK)}, bucket_rows=2)
     with pytest.raises(ValueError, match="at least one curve"):
         bucket_size_curve({})
 
@@ -96,11 +105,49 @@ def test_pictures_say_what_they_show(monkeypatch):
     assert explored.png[:4] == b"\x89PNG"
 
 
-def test_sliders_redraw_the_step(monkeypatch):
+def bars(figure: Figure, kind: tuple[float, ...]) -> list[tuple[float, float]]:
+    """(start, end) in seconds of all bars of this colour."""
+    found = [c for c in figure.fig.axes[0].collections if tuple(c.get_facecolor()[0]) == kind]
+    xs = [path.vertices[:, 0] / 1e3 for collection in found for path in collection.get_paths()]
+    return [(float(x.min()), float(x.max())) for x in xs]
+
+
+def test_the_link_carries_one_bucket_at_a_time():
+    """Leaving at 1, 2, 3, 4 and 1.5 s each: on the link from 1, 2.5, 4, 5.5, before that in the queue."""
+    figure = overlap_gantt({"": predict_step(plan_buckets(LAYERS, dp=2, bucket_size=1), BACKWARD, link=LINK)})
+    assert bars(figure, to_rgba(color("collective"))) == [(1, 2.5), (2.5, 4), (4, 5.5), (5.5, 7)]
+    assert bars(figure, to_rgba(QUEUED)) == [(2, 2.5), (3, 4), (4, 5.5)]
+    (legend,) = figure.fig.legends
+    assert legend.get_texts()[-1].get_text() == "queued behind the bucket before"
+
+
+def test_a_picture_of_fixed_height_names_what_it_leaves_out_and_marks_where_it_is_cut():
+    specs = [ParameterSpec(f"p{i}", 100) for i in range(20)]
+    backward = [BackwardPiece(1.0, (f"p{i}",)) for i in reversed(range(20))]
+    many, few = (predict_step(plan_buckets(specs, dp=2, bucket_size=n), backward, link=LINK) for n in (1, 1000))
+    cut, whole = (overlap_gantt({"": each}, time_limit=25.0, bucket_rows=6) for each in (many, few))
+    assert tuple(cut.fig.get_size_inches()) == tuple(whole.fig.get_size_inches())
+    assert [tick.get_text() for tick in cut.fig.axes[0].get_yticklabels()] == [
+        "computes", "bucket 0", "bucket 1", "bucket 2", "15 not drawn", "bucket 18", "bucket 19"
+    ]  # fmt: skip
+    # 1 + 20 x 1.5 s against 10 + 2 x (0.5 + 10) s; both go on beyond the 25 s of the axis, and not beyond 31
+    ends = [[t.get_text() for t in each.fig.axes[0].texts if t.get_text().startswith("to ")] for each in (cut, whole)]
+    assert ends == [["to 31,000 ms \u25b6"], ["to 31,000 ms \u25b6"]]
+    (ample,) = overlap_gantt({"": many}, time_limit=31.0, bucket_rows=6).fig.axes
+    assert not [text for text in ample.texts if text.get_text().startswith("to ")]
+
+
+def test_sliders_redraw_the_step_in_a_picture_that_stays_where_it_is(monkeypatch):
     monkeypatch.setenv("JPY_SESSION_NAME", "somewhere")
     box = explore_buckets(LAYERS, BACKWARD, bucket_mb=0.1, latency_us=5000.0, gigabytes_per_second=1.0)
-    words, picture, size, *_ = box.children
+    size, latency, bandwidth, words, picture = box.children
+    units = [slider.description for slider in (size, latency, bandwidth)]
+    assert units == ["bucket size (MB)", "latency (\u00b5s)", "bandwidth (GB/s)"]
     assert "1 reduction," in words.value
     before = picture.value
     size.min, size.value = -4.0, 0.0004
     assert "4 reductions, 3 of them start" in words.value and picture.value != before
+    after = picture.value
+    latency.value, bandwidth.value = 10.0, 0.1
+    shown = [Image.open(io.BytesIO(value)).size for value in (before, after, picture.value)]
+    assert picture.value != after and len(set(shown)) == 1, shown

@@ -28,9 +28,34 @@ def test_every_rank_is_drawn_where_it_owns() -> None:
     assert (0, 100, 1.08) in drawn, "p0, from the start of bucket 1"
 
 
+def test_gaps_and_the_padding_at_the_end_are_told_apart() -> None:
+    """p2 ends at 50 and p1 starts at 64; p1 ends at 364 and its bucket at 384; p0 fills 100 of the last 128."""
+    figure = bucket_map(plan_buckets(THREE, dp=4, bucket_size=256, distributed_optimizer=True), 4)
+    axes, (legend,) = figure.fig.axes[0], figure.fig.legends
+    hatched = {
+        hatch: [(p.get_x(), p.get_width(), int(p.get_y())) for p in axes.patches
+                if isinstance(p, Rectangle) and p.get_hatch() == hatch and p.get_width()]
+        for hatch in ("....", "////")
+    }  # fmt: skip
+    assert hatched["...."] == [(0, 364, 0), (0, 100, 1)], "under the parameters, seen where none lies"
+    assert hatched["////"] == [(364, 20, 0), (100, 28, 1)]
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels[1:3] == ["gap to a multiple of 64", "padding at the end"]
+    assert "62 of padding (13.8%)" in figure.sentence
+    aligned = bucket_map(plan_buckets([ParameterSpec("a", 128)], dp=2, distributed_optimizer=True), 2)
+    (legend,) = aligned.fig.legends
+    assert not any(word in text.get_text() for text in legend.get_texts() for word in ("gap", "padding"))
+    assert "no padding" in aligned.sentence
+
+
+def test_a_little_padding_does_not_read_as_none() -> None:
+    figure = bucket_map(plan_buckets([ParameterSpec("a", 250_000)], dp=2, distributed_optimizer=True), 2)
+    assert "112 of padding (0.04%)" in figure.sentence  # 1954 x 128 = 250,112
+
+
 def test_without_owners_every_element_is_everybodys() -> None:
     figure = bucket_map(plan_buckets(THREE, dp=4, bucket_size=200))
-    assert figure.sentence == ("3 parameters of 450 elements in 2 buckets of 100 to 350; 0 of padding (0.0%).")
+    assert figure.sentence == ("3 parameters of 450 elements in 2 buckets of 100 to 350; no padding.")
 
 
 def test_of_many_buckets_the_first_and_the_last_are_drawn() -> None:
