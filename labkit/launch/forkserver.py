@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import os
 import signal
-from multiprocessing import popen_forkserver, reduction, spawn
+from multiprocessing import popen_forkserver, reduction, resource_tracker, spawn
 from multiprocessing.context import ForkServerProcess, set_spawning_popen
 from multiprocessing.forkserver import ForkServer, read_signed
 from multiprocessing.util import Finalize
@@ -39,7 +39,9 @@ def ensure_running() -> None:
     if not hasattr(signal, "pthread_sigmask"):
         _server.ensure_running()
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    resource_tracker.ensure_running()  # which the server would start first, and which unblocks SIGINT (CPython 3.11)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         _server.ensure_running()
     finally:

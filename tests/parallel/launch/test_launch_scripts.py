@@ -92,6 +92,22 @@ def test_ctrl_c_ends_everything_within_two_seconds(script, tmp_path, wait_until,
     assert wait_until(lambda: family.pids() == [], 2.0)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_fork_server_is_never_interrupted(script):
+    """Ctrl-C in the first seconds: the server still imports torch, and would print a traceback of its own."""
+    code, out, err = finish(
+        script("""
+from labkit.launch import forkserver
+import signal
+forkserver.ensure_running()
+status = open(f"/proc/{forkserver._server._forkserver_pid}/status").read()
+blocked = int(status.partition("SigBlk:")[2].split()[0], 16)
+print(bool(blocked >> (signal.SIGINT - 1) & 1), signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+""")
+    )
+    assert (code, out, err) == (0, "True set()\n", "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_no_rank_outlives_a_launcher_that_dies(script, tmp_path, wait_until, family, limit, number):
     """Nor do a stopped rank, one that holds the GIL, and the children of ranks."""
