@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.check.scoring import Outcome, compare, exercise
+from labkit.check.scoring import Outcome, compare, exercise, holds, plain, shown
 
 Array = NDArray[np.int64]
 Parts = list[Array]
@@ -62,10 +62,15 @@ def _collectives(tp: int) -> tuple[list[Callable[[Parts], Parts]], Counter[str]]
     "the gain), one of each per rank.",
 )
 def sequence_parallel(answer: Any) -> Iterator[Outcome]:
-    """At tp 1, 2 and 4: what every rank holds in the end, and what was sent for it.
+    """The form of what is returned, then at tp 1, 2 and 4 what every rank holds in the end, and what was sent for it.
 
-    Calls are not counted at tp 1, where each is the identity.
+    Calls are not counted at tp 1, where each is the identity. An answer in another form is told so once, and no more.
     """
+    form = "lists (y, dx, dgain) with one array per rank"
+    outcome = holds("tp 1, what is returned", form, lambda: _formed(answer(*_problem(1), *_collectives(1)[0])))
+    yield outcome
+    if not outcome.passed:
+        return
     for tp in (1, 2, 4):
         case = _problem(tp)
         y, dx, dgain = _one_process(case)
@@ -88,6 +93,18 @@ def sequence_parallel(answer: Any) -> Iterator[Outcome]:
             given = f"tp {tp}, the number of {name.replace('_', '-')}s of one forward and one backward"
             wanted = " or ".join(map(str, allowed)) if len(allowed) > 1 else allowed[0]
             yield compare(given, wanted, lambda n=name, t=tried, c=calls: _calls(n, t, c), equal=_among(allowed))
+
+
+def _formed(found: Any) -> bool | str:
+    """True, or in words what was returned for one rank instead of three lists with its [2, 3], [2, 3] and [3]."""
+    if not hasattr(found, "__len__") or len(found) != 3:
+        return f"{shown(found)}, which is not three lists"
+    for name, parts, shape in zip(("y", "dx", "dgain"), found, ((2, 3), (2, 3), (3,)), strict=True):
+        if not hasattr(parts, "__len__") or len(parts) != 1:
+            return f"{shown(parts)} as {name}, which is not a list with one array for the one rank"
+        if np.shape(plain(parts[0])) != shape:
+            return f"an array {list(np.shape(plain(parts[0])))} as {name} of a rank, which has {list(shape)}"
+    return True
 
 
 def _calls(name: str, tried: Callable[[int], Any], calls: Counter[str]) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.check.scoring import Outcome, compare, exercise, holds, shown
+from labkit.check.scoring import Outcome, compare, exercise, holds, plain, shown
 from labkit.parallel.context_plan import Layout, chunks_of_rank
 
 Array = NDArray[np.float64]
@@ -45,7 +45,14 @@ def _positions(cp: int, rank: int, layout: Layout) -> NDArray[np.int64]:
 
 @exercise("06.ring", "Write ring(parts, pass_on) -> the outputs of causal attention, one array per rank.")
 def ring(answer: Any) -> Iterator[Outcome]:
-    """One, two and four ranks, both ways to cut, large scores; and how often keys were handed over."""
+    """The form of what is returned; one, two and four ranks, both ways to cut, large scores; how often keys moved.
+
+    An answer in another form is told so once, and no more.
+    """
+    outcome = holds("cp 1, what is returned", "a list with one array per rank", lambda: _formed(answer))
+    yield outcome
+    if not outcome.passed:
+        return
     for cp, layout, scale in _CASES:
         q, k, v = _problem(cp, scale)
         at = [_positions(cp, rank, layout) for rank in range(cp)]
@@ -73,6 +80,17 @@ def ring(answer: Any) -> Iterator[Outcome]:
         if cp > 1 and scale == 1.0:
             count = lambda t=tried, c=calls: (t(), len(c))[1]  # noqa: E731
             yield compare(f"{words}, the number of times keys are passed on", cp - 1, count)
+
+
+def _formed(answer: Any) -> bool | str:
+    """True, or in words what was returned for one rank instead of a list with its one array [4, 3]."""
+    q, k, v = _problem(1, 1.0)
+    found = answer([(q, k, v, _positions(1, 0, "zigzag"))], lambda held: held)
+    if not hasattr(found, "__len__") or len(found) != 1:
+        return f"{shown(found)}, which is not a list with one array for the one rank"
+    if np.shape(plain(found[0])) != v.shape:
+        return f"an array {list(np.shape(plain(found[0])))} for a rank that holds {len(q)} rows of {v.shape[1]}"
+    return True
 
 
 def _first_wrong(outputs: list[Any], whole: Array, at: list[NDArray[np.int64]]) -> bool | str:
