@@ -1,7 +1,8 @@
 """Data parallelism in its naive form: one flat gradient buffer, one all-reduce after the last backward.
 
 Every replica holds all parameters of its stage and sees its own microbatches (arXiv 1909.08053, section 3). After the
-last backward of a step, the gradients of all replicas are averaged. Nothing overlaps here; that is the point of
+last backward of a step, the gradients of all replicas are averaged. Experts (`parameter.allreduce = False`) have a
+second buffer, reduced over the ranks that hold the same ones. Nothing overlaps here; that is the point of
 keeping it: it is the twin that the bucketed, overlapping form is held against.
 """
 
@@ -31,6 +32,7 @@ class NaiveDataParallel(nn.Module):
         self,
         module: nn.Module,
         group: Group,
+        expert_group: Group | None = None,
         *,
         grad_dtype: torch.dtype | None = None,
         average: bool = True,
@@ -38,8 +40,12 @@ class NaiveDataParallel(nn.Module):
         """Wrap `module`.
 
         group: the data-parallel (times context-parallel) ranks, whose gradients belong together.
-        grad_dtype: of the buffer; None is fp32 for 16-bit parameters, else the parameters' own.
-        average: divide by the group's size; False leaves the sum, for a loss normalised by a global token count.
+        expert_group: the ranks with the same experts (`edp`); may be left out where there are none. It has other ranks
+            than `group`, but an expert's tokens came from all replicas: its gradients are divided by `group`'s size.
+        grad_dtype: of the buffers; None is fp32 for 16-bit parameters, else the parameters' own.
+        average: divide by that size; False leaves the sum, for a loss normalised by a global token count.
+
+        Raises ValueError for experts without their group.
         """
         super().__init__()
         self.module = module
@@ -48,7 +54,15 @@ class NaiveDataParallel(nn.Module):
         self._may_sync = True
         self._not_finite: torch.Tensor | None = None
         params = [p for p in module.parameters() if p.requires_grad]
-        self.grad_buffer = _attach_main_grads(params, grad_dtype or _grad_dtype(params))
+        dense = [p for p in params if getattr(p, "allreduce", True)]
+        experts = [p for p in params if not getattr(p, "allreduce", True)]
+        if experts and expert_group is None:
+            raise ValueError("experts (parameters with allreduce = False) need expert_group; give it groups.edp")
+        dtype = grad_dtype or _grad_dtype(params)
+        self.grad_buffer = _attach_main_grads(dense, dtype)
+        self._reduced = [(self.grad_buffer, group)]
+        if expert_group is not None:
+            self._reduced.append((_attach_main_grads(experts, dtype), expert_group))
         for param in params:
             param.register_post_accumulate_grad_hook(_move_to_main_grad)
 
@@ -74,24 +88,29 @@ class NaiveDataParallel(nn.Module):
 
     def zero_grad_buffer(self) -> None:
         """Set every `main_grad` to zero, at the start of a step."""
-        self.grad_buffer.zero_()
+        for buffer, _ in self._reduced:
+            buffer.zero_()
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply every `main_grad`."""
-        self.grad_buffer.mul_(factor)
+        for buffer, _ in self._reduced:
+            buffer.mul_(factor)
 
     def start_grad_sync(self, *parameters: nn.Parameter) -> None:
         """Where an overlapping form would issue its all-reduce; the naive one does all in `finish_grad_sync`."""
         assert self._may_sync, "gradient synchronisation was asked for inside no_sync()"
 
     def finish_grad_sync(self) -> None:
-        """All-reduce the whole buffer over the group: scaled by 1/size first, so that the sum cannot overflow."""
+        """All-reduce each whole buffer over its group: scaled first, so that the sum cannot overflow."""
         assert self._may_sync, "gradient synchronisation was asked for inside no_sync()"
-        if self.group.size == 1:
-            return
-        self._not_finite = scale_and_look(self.grad_buffer, 1.0 / self.group.size if self.average else 1.0)
-        with comm_scope(phase="gradients"):
-            all_reduce(self.grad_buffer, self.group)
+        factor = 1.0 / self.group.size if self.average else 1.0
+        found: list[torch.Tensor] = []
+        for buffer, group in self._reduced:
+            if buffer.numel() and (factor, group.size) != (1.0, 1):
+                found.append(scale_and_look(buffer, factor))
+                with comm_scope(phase="gradients"):
+                    all_reduce(buffer, group)
+        self._not_finite = sum(found[1:], found[0]) if found else None
 
     def spoiled_before_reduction(self) -> list[nn.Parameter] | None:
         """All parameters, if a gradient of this rank was not finite before the last reduction, else []; None where

@@ -301,7 +301,7 @@ def wrap_model_chunks(
     grad_dtype = torch.float64 if optim.precision == "fp64" else torch.float32
     if optim.data_parallel == "naive":
         average = not optim.calculate_per_token_loss
-        return [NaiveDataParallel(c, groups.dp_cp, grad_dtype=grad_dtype, average=average) for c in chunks]
+        return [NaiveDataParallel(c, groups.dp_cp, groups.edp, grad_dtype=grad_dtype, average=average) for c in chunks]
     wrapped: list[DistributedDataParallel] = []
     for chunk in chunks:
         wrapped.append(

@@ -100,7 +100,8 @@ def test_experts_over_their_own_group():
     """MLPs that are whole on both ranks of tp, each of which gives them the tokens it holds: their gradients are summed
     over more ranks than others, divided by as many, and counted once in the norm."""
     layout = {"tp": 2, "etp": 1, **SP, "world_size": 4}
-    report = compare(wide("tiny"), [{**layout, **MEGATRON}, layout], steps=3, pretrain=with_experts)
+    naive = {**layout, "optim.data_parallel": "naive"}
+    report = compare(wide("tiny"), [{**layout, **MEGATRON}, layout, naive], steps=3, pretrain=with_experts)
     assert report.ok, f"\n{report}"
 
 

@@ -101,7 +101,8 @@ OPTIONS = [
 @pytest.fixture(scope="module")
 def alone():
     """Sums over the batches of four replicas, from one process."""
-    wrapped = NaiveDataParallel(Model(), single_process_groups().dp_cp)
+    groups = single_process_groups()
+    wrapped = NaiveDataParallel(Model(), groups.dp_cp, groups.edp)
     step(wrapped, range(4))
     return gradients(wrapped)
 
@@ -151,7 +152,7 @@ def test_the_same_run_twice_is_bit_equal(on_ranks):
 
 def _beside_the_naive_twin():
     groups = initialize_model_parallel(ParallelConfig())
-    naive = NaiveDataParallel(Model(), groups.dp_cp, grad_dtype=torch.float64)
+    naive = NaiveDataParallel(Model(), groups.dp_cp, groups.edp, grad_dtype=torch.float64)
     bucketed = DistributedDataParallel(Model(), groups, grad_dtype=torch.float64, bucket_size=40)
     for _ in range(2):
         step(naive, [groups.dp.rank])
@@ -168,11 +169,14 @@ def test_bit_equal_to_the_naive_twin_on_two_ranks(on_ranks):
 # ---- experts, shards, instances ----
 
 
-def _expert_gradients(average: bool, per_token: bool):
+def _expert_gradients(form: str, per_token: bool):
     groups = initialize_model_parallel(ParallelConfig(ep=2))
-    wrapped = DistributedDataParallel(
-        Model(groups.tp), groups, average_in_collective=average, calculate_per_token_loss=per_token
-    )
+    if form == "naive":
+        wrapped = NaiveDataParallel(Model(groups.tp), groups.dp_cp, groups.edp, average=not per_token)
+    else:
+        wrapped = DistributedDataParallel(
+            Model(groups.tp), groups, average_in_collective=form == "average", calculate_per_token_loss=per_token
+        )
     for parameter in wrapped.module.parameters():
         if parameter.requires_grad:
             parameter.main_grad.fill_(groups.rank + 1)
@@ -181,10 +185,12 @@ def _expert_gradients(average: bool, per_token: bool):
     return groups.edp.ranks, own["expert.weight"], own["table"]
 
 
-@pytest.mark.parametrize(("average", "per_token"), [(False, False), (True, False), (False, True)])
-def test_experts_are_summed_over_their_own_group_and_divided_by_all_replicas(on_ranks, average, per_token):
+@pytest.mark.parametrize(
+    ("form", "per_token"), [("sum", False), ("average", False), ("sum", True), ("naive", False), ("naive", True)]
+)
+def test_experts_are_summed_over_their_own_group_and_divided_by_all_replicas(on_ranks, form, per_token):
     replicas = 1 if per_token else 4
-    for edp, expert, dense in on_ranks(_expert_gradients, 4, average, per_token):
+    for edp, expert, dense in on_ranks(_expert_gradients, 4, form, per_token):
         assert len(edp) == 2
         assert expert == sum(rank + 1 for rank in edp) / replicas
         assert dense == sum(range(1, 5)) / replicas

@@ -103,6 +103,13 @@ def test_a_wrapped_chunk_answers_like_a_bare_one():
         _ = wrapped.no_such_thing
 
 
+def test_experts_without_their_group_are_refused():
+    module = model()
+    module[2].weight.allreduce = False
+    with pytest.raises(ValueError, match="give it groups.edp"):
+        NaiveDataParallel(module, single_process_groups().dp_cp)
+
+
 def test_synchronising_inside_no_sync_is_refused():
     wrapped = NaiveDataParallel(model(), single_process_groups().dp_cp)
     with wrapped.no_sync(), pytest.raises(AssertionError, match="no_sync"):
