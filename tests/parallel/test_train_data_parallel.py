@@ -106,7 +106,7 @@ def test_a_wrapped_chunk_answers_like_a_bare_one():
 def test_experts_without_their_group_are_refused():
     module = model()
     module[2].weight.allreduce = False
-    with pytest.raises(ValueError, match="give it groups.edp"):
+    with pytest.raises(ValueError, match=r"give it groups\.edp"):
         NaiveDataParallel(module, single_process_groups().dp_cp)
 
 
