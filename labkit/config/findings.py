@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from labkit.config.errors import shown
+from labkit.config.fields import SPECS
 
 
 class Findings:
@@ -21,6 +22,15 @@ class Findings:
         given = self.values[name] if value is ... else value
         self.problems.append(f"{name} = {shown(given)}: {rule}")
         self._bad.add(name)
+
+    def no_effect(self, names: Iterable[str], why: str) -> None:
+        """Refuse fields that nothing reads and that are set all the same: somebody has misunderstood something.
+
+        why: when that is, and what else to set, as in `with optim.fp8 = none; set that to e4m3`.
+        """
+        for name in names:
+            if self.sound(name) and self.values[name] != SPECS[name].default:
+                self.add(name, f"has no effect {why}, or leave this out")
 
     def get(self, *names: str) -> list[Any] | None:
         """The values of `names`, or None where one of them is bad."""

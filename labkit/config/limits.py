@@ -83,10 +83,11 @@ RANGES: dict[str, Interval] = {
     **dict.fromkeys(
         ("model.embedding_dropout", "model.attention_dropout", "model.hidden_dropout", "optim.beta1", "optim.beta2",
          "train.label_smoothing"), _SHARE),
-    **dict.fromkeys(("model.rope_theta", "model.norm_eps", "model.init_std", "optim.eps", "optim.loss_scale",
+    **dict.fromkeys(("model.rope_theta", "model.norm_eps", "model.init_std", "optim.eps",
          "optim.initial_loss_scale", "optim.min_loss_scale"), _POSITIVE),
     **dict.fromkeys(("optim.lr", "optim.min_lr", "optim.weight_decay", "optim.clip_grad"), _NOT_NEGATIVE),
     "parallel.distributed_timeout_minutes": Interval(0, 10_080, low_open=True),
+    "optim.loss_scale": Interval(1, 1e30),
     "optim.fp8_margin": Interval(0, 64),
     "train.timing_log_level": Interval(0, 2),
     "train.seed": Interval(0, 2**32 - 1),

@@ -215,6 +215,9 @@ def _scope_rule(scope: tuple[str, ...]) -> str:
 def _optimizer(found: Findings) -> None:
     if (got := found.get("optim.min_lr", "optim.lr")) and got[0] > got[1]:
         found.add("optim.min_lr", f"must be at most optim.lr = {got[1]:g}, from which the rate decays")
+    if (got := found.get("optim.lr_schedule")) and got[0] != "wsd":
+        why = f"with optim.lr_schedule = {got[0]}; set that to wsd"
+        found.no_effect(["optim.wsd_decay_steps", "optim.wsd_decay_style"], why)
     got = found.get("optim.warmup_steps", "optim.decay_steps", "train.steps")
     if got is None:
         return

@@ -213,7 +213,7 @@ class OptimConfig:
     """`fp32`, `bf16` or `fp16` (both with fp32 master weights and gradients; fp16 scales the loss), or `fp64` (for
     parity)."""
     loss_scale: float | None = None
-    """fp16: a constant factor of the loss; None adapts it (arXiv 1710.03740)."""
+    """fp16: a constant factor of the loss, at least 1; None adapts it (arXiv 1710.03740)."""
     initial_loss_scale: float = 65536.0
     """Adaptive loss scale: at the start."""
     min_loss_scale: float = 1.0
@@ -256,7 +256,7 @@ class OptimConfig:
     """Data-parallel ranks are cut into so many groups: reduce-scatter and shards within a group, all-reduce across."""
     check_for_nan_in_grad: bool = True
     """Name the parameter and the rank where a gradient is not finite. Either way all ranks skip the step; ten of them
-    in a row that no smaller loss scale could cure end the run."""
+    in a row end the run if the loss scale is constant or at its minimum."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from labkit.config.errors import nearest, shown
 from labkit.config.fields import SPECS
 from labkit.config.findings import Findings, divisors
@@ -27,19 +25,12 @@ def instance_rule(found: Findings, dp_cp: int) -> None:
         found.add(name, f"must divide dp x cp = {dp_cp}; choose {divisors(dp_cp)}")
 
 
-def _no_effect(found: Findings, names: Iterable[str], why: str) -> None:
-    """Whoever sets a field that nothing reads has misunderstood something."""
-    for name in names:
-        if found.sound(name) and found.values[name] != SPECS[name].default:
-            found.add(name, f"has no effect {why}, or leave this out")
-
-
 _RECOMPUTE_FIELDS = {
-    "none": ("model.recompute_method", "model.recompute_num_layers", "model.recompute_modules"),
-    "selective": ("model.recompute_method", "model.recompute_num_layers"),
-    "full": ("model.recompute_modules",),
+    "model.recompute_method": "full",
+    "model.recompute_num_layers": "full",
+    "model.recompute_modules": "selective",
 }
-"""Fields that a granularity does not read."""
+"""Fields that only one granularity reads, and which."""
 
 
 def _recompute(found: Findings) -> None:
@@ -60,9 +51,9 @@ def _recompute(found: Findings) -> None:
             found.add("model.recompute_modules", f"{rule}{nearest(unknown[0], RECOMPUTE_MODULES)}")
         elif not modules or len(set(modules)) < len(modules):
             found.add("model.recompute_modules", f"name one or more of {', '.join(RECOMPUTE_MODULES)}, each once")
-    other = "full" if granularity == "selective" else "selective" if granularity == "full" else "selective or full"
-    why = f"with model.recompute_granularity = {granularity}; set that to {other}"
-    _no_effect(found, _RECOMPUTE_FIELDS[granularity], why)
+    for name, reader in _RECOMPUTE_FIELDS.items():
+        if granularity != reader:
+            found.no_effect([name], f"with model.recompute_granularity = {granularity}; set that to {reader}")
 
 
 def _data_parallel(found: Findings) -> None:
@@ -70,10 +61,10 @@ def _data_parallel(found: Findings) -> None:
         for name in ("optim.distributed_optimizer", "optim.average_in_collective"):
             if found.values[name] is True:
                 found.add(name, "needs gradient buckets; set optim.data_parallel to bucketed")
-        _no_effect(found, ["optim.bucket_size"], "on the naive form; set optim.data_parallel to bucketed")
+        found.no_effect(["optim.bucket_size"], "on the naive form; set optim.data_parallel to bucketed")
     elif found.values["optim.overlap_grad_reduce"] is False:
         why = "without overlap, where all is one bucket; set optim.overlap_grad_reduce to true"
-        _no_effect(found, ["optim.bucket_size"], why)
+        found.no_effect(["optim.bucket_size"], why)
     if found.values["optim.distributed_optimizer"] is False:
         if found.values["optim.overlap_param_gather"] is True:
             found.add("optim.overlap_param_gather", "only the distributed optimizer gathers parameters; turn it on")
@@ -94,11 +85,11 @@ def _precision(found: Findings) -> None:
         found.add("optim.loss_scale", f"only fp16 scales the loss, and optim.precision = {precision}; leave it out")
     if (got := found.get("optim.min_loss_scale", "optim.initial_loss_scale")) and got[0] > got[1]:
         found.add("optim.min_loss_scale", f"must be at most optim.initial_loss_scale = {got[1]:g}")
-    if precision == "fp16" and found.values["optim.loss_scale"] is not None:
-        adaptive = [
-            f"optim.{name}" for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-        ]
-        _no_effect(found, adaptive, "on a constant scale; set optim.loss_scale to null")
+    adaptive = [f"optim.{name}" for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")]
+    if precision != "fp16":
+        found.no_effect(adaptive, f"with optim.precision = {precision}, which scales no loss; set that to fp16")
+    elif found.values["optim.loss_scale"] is not None:
+        found.no_effect(adaptive, "on a constant scale; set optim.loss_scale to null")
 
 
 def _fp8(found: Findings) -> None:
@@ -107,7 +98,14 @@ def _fp8(found: Findings) -> None:
         found.add("optim.fp8", "fp8 goes with optim.precision bf16, fp32 or (for parity) fp64, not fp16")
     if got and got[0] == "none":
         names = [name for name in SPECS if name.startswith("optim.fp8_")]
-        _no_effect(found, names, "with optim.fp8 = none; set that to e4m3 or hybrid")
+        found.no_effect(names, "with optim.fp8 = none; set that to e4m3 or hybrid")
+    got = found.get("optim.fp8", "optim.fp8_recipe")
+    if got and got[0] != "none" and got[1] != "delayed":
+        names = ("optim.fp8_amax_history_len", "optim.fp8_amax_compute_algo", "optim.fp8_margin")
+        found.no_effect(names, f"with optim.fp8_recipe = {got[1]}; set that to delayed")
+    elif got and got[0] != "none" and found.values["optim.fp8_amax_compute_algo"] == "most_recent":
+        why = "with optim.fp8_amax_compute_algo = most_recent; set that to max"
+        found.no_effect(["optim.fp8_amax_history_len"], why)
 
 
 def _transformer_engine(found: Findings) -> None:

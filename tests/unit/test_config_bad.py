@@ -172,7 +172,9 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({**SELECTIVE, "recompute_method": "block"}, None, "model.recompute_method", "no effect with model.recompute_gran"),
     ({**SELECTIVE, "recompute_num_layers": 2}, None, "model.recompute_num_layers", "selective; set that to full"),
     ({**FULL, "recompute_modules": ["mlp"]}, None, "model.recompute_modules", "full; set that to selective"),
-    ({"recompute_modules": ["mlp"]}, None, "model.recompute_modules", "none; set that to selective or full"),
+    ({"recompute_modules": ["mlp"]}, None, "model.recompute_modules", "none; set that to selective, or leave"),
+    ({"recompute_method": "block"}, None, "model.recompute_method", "none; set that to full, or leave this out"),
+    ({"recompute_num_layers": 2}, None, "model.recompute_num_layers", "none; set that to full, or leave this out"),
     ({"num_microbatches_with_partial_activation_checkpoints": 1}, None,
      "model.num_microbatches_with_partial_activation_checkpoints", "nothing is recomputed"),
     ({**FULL, "num_microbatches_with_partial_activation_checkpoints": -1}, None,
@@ -196,7 +198,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     # precision
     ({"loss_scale": 128.0}, None, "optim.loss_scale", "only fp16 scales the loss, and optim.precision = fp32"),
     ({"precision": "bf16", "loss_scale": 128.0}, None, "optim.loss_scale", "optim.precision = bf16; leave it out"),
-    ({**FP16, "loss_scale": 0.0}, None, "optim.loss_scale", "must be greater than 0"),
+    *[({**FP16, "loss_scale": scale}, None, "optim.loss_scale", "must be at least 1") for scale in (0.0, 0.5)],
     ({**FP16, "loss_scale": 1e38}, None, "optim.loss_scale", "must be at most 1e+30"),
     ({**FP16, "initial_loss_scale": -1.0}, None, "optim.initial_loss_scale", "must be greater than 0"),
     ({**FP16, "min_loss_scale": 1e6}, None, "optim.min_loss_scale", "at most optim.initial_loss_scale = 65536"),
@@ -204,6 +206,9 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({**FP16, "hysteresis": 0}, None, "optim.hysteresis", "must be at least 1"),
     *[({**FP16, "loss_scale": 128.0, name: 4}, None, f"optim.{name}", "no effect on a constant scale") for name in (
         "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")],
+    *[({"precision": precision, name: 4}, None, f"optim.{name}", f"no effect with optim.precision = {precision}")
+      for precision in ("fp32", "bf16", "fp64")
+      for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")],
     ({**FP16, "fp8": "hybrid"}, None, "optim.fp8", "not fp16"),
     ({"fp8": "e5m2"}, None, "optim.fp8", "must be one of none, e4m3, hybrid"),
     ({"fp8": "hybrid", "fp8_recipe": "block"}, None, "optim.fp8_recipe", "must be one of delayed, current, blockwise"),
@@ -211,6 +216,11 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"fp8": "hybrid", "fp8_amax_compute_algo": "mean"}, None, "optim.fp8_amax_compute_algo", "max, most_recent"),
     ({"fp8": "hybrid", "fp8_margin": -1}, None, "optim.fp8_margin", "must be at least 0"),
     ({"fp8_recipe": "current"}, None, "optim.fp8_recipe", "no effect with optim.fp8 = none"),
+    *[({"fp8": "hybrid", "fp8_recipe": recipe, name: value}, None, f"optim.{name}", f"recipe = {recipe}; set that to")
+      for recipe in ("current", "blockwise")
+      for name, value in (("fp8_margin", 1), ("fp8_amax_history_len", 4), ("fp8_amax_compute_algo", "most_recent"))],
+    ({"fp8": "e4m3", "fp8_amax_compute_algo": "most_recent", "fp8_amax_history_len": 4}, None,
+     "optim.fp8_amax_history_len", "algo = most_recent; set that to max"),
     ({**ENGINE, "precision": "fp64"}, None, "model.transformer_impl", "Transformer Engine has no fp64"),
     ({**ENGINE, "attention_backend": "unfused"}, None, "model.attention_backend", "Transformer Engine chooses"),
     ({**ENGINE, **SELECTIVE, "recompute_modules": ["layernorm"]}, None, "model.recompute_modules", "no output to drop"),
@@ -221,6 +231,8 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"warmup_steps": 20}, None, "optim.warmup_steps", "must be below train.steps = 20"),
     ({"lr_schedule": "wsd", "warmup_steps": 19}, None, "optim.wsd_decay_steps", "a tenth of the decay, 2 steps"),
     ({"lr_schedule": "wsd", "warmup_steps": 10, "wsd_decay_steps": 11}, None, "optim.wsd_decay_steps", "at most 10"),
+    ({"wsd_decay_steps": 2}, None, "optim.wsd_decay_steps", "no effect with optim.lr_schedule = cosine; set that to"),
+    ({"wsd_decay_style": "linear"}, None, "optim.wsd_decay_style", "no effect with optim.lr_schedule = cosine"),
     ({"micro_batch_size": 3}, None, "train.global_batch_size", "micro_batch_size = 3; try 18"),
     ({"micro_batch_size": 32}, None, "train.global_batch_size", "micro_batch_size = 32; try 32"),
     ({}, 3, "train.global_batch_size", "micro_batch_size x dp = 1 x 3 = 3; try 18"),
@@ -375,6 +387,23 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["run", "nowhere.ipynb"], "no such file"),
     (["run", "-p", "steps"], "needs a name and a value"),
 ]
+
+
+# changes to presets.tiny() in which every field has an effect
+SOUND: list[dict] = [
+    {**FP16, "initial_loss_scale": 4, "min_loss_scale": 2, "loss_scale_window": 7, "hysteresis": 3},
+    {**FP16, "loss_scale": 1.0},
+    {"fp8": "hybrid", "fp8_margin": 1, "fp8_amax_history_len": 4},
+    {"fp8": "e4m3", "fp8_amax_compute_algo": "most_recent"},
+    {"lr_schedule": "wsd", "wsd_decay_steps": 2, "wsd_decay_style": "linear"},
+    {**FULL, "recompute_method": "block", "recompute_num_layers": 2},
+    {**SELECTIVE, "recompute_modules": ["mlp"]},
+]
+
+
+@pytest.mark.parametrize("changes", SOUND, ids=str)
+def test_what_has_an_effect_is_allowed(changes: dict) -> None:
+    presets.tiny().override(changes).validate(4)
 
 
 def test_there_are_enough() -> None:
