@@ -30,7 +30,12 @@ class LossScaler(Protocol):
 
     @property
     def hopeless_steps(self) -> int:
-        """Skipped steps in a row that no smaller scale could have cured."""
+        """Skipped steps in a row for which this scaler has no smaller scale."""
+        ...
+
+    @property
+    def advice(self) -> str:
+        """What the user can do about many hopeless steps, as a sentence."""
         ...
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -50,6 +55,11 @@ class ConstantLossScaler:
         _check_positive("the loss scale", scale)
         self.scale = scale
         self.hopeless_steps = 0
+
+    @property
+    def advice(self) -> str:
+        """Above 1 the scale itself may be what overflows."""
+        return _lower("optim.loss_scale", self.scale, "lower it, or set it to null for a scale that adapts")
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """`loss` times `scale`."""
@@ -100,6 +110,11 @@ class DynamicLossScaler:
         """Overflows up to and with the one that lowers the scale; at or below 0 each does."""
         self.hopeless_steps = 0
 
+    @property
+    def advice(self) -> str:
+        """Above 1 the scale's minimum may be what overflows."""
+        return _lower("optim.min_loss_scale", self.min_scale, "lower it")
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """`loss` times `scale`."""
         return loss * self.scale
@@ -119,6 +134,13 @@ class DynamicLossScaler:
             self.hysteresis_left = self.hysteresis
             grown = self.scale * self.growth_factor
             self.scale = grown if grown <= LARGEST_SCALE else self.scale
+
+
+def _lower(name: str, value: float, how: str) -> str:
+    """Advice where gradients overflow at a scale that `name` holds in place; at most 1, it is not what overflows."""
+    if value > 1.0:
+        return f"{name} = {value:.10g} may be too large for fp16: {how}"
+    return "A smaller loss scale does not help: look for an operation without a finite gradient"
 
 
 def _check_positive(name: str, value: float) -> None:

@@ -39,7 +39,7 @@ from labkit.train.optimizer import MegatronOptimizer
 from labkit.train.pipeline import Batch, Pipeline
 
 GIVE_UP_AFTER = 10
-"""Skipped steps in a row, none of which a smaller loss scale could have cured, that end a run."""
+"""Skipped steps in a row, for none of which the scaler has a smaller loss scale, that end a run."""
 
 
 class Observer(Protocol):
@@ -112,7 +112,7 @@ def train_step(
     elif scaler.hopeless_steps >= GIVE_UP_AFTER:
         raise FloatingPointError(
             f"{GIVE_UP_AFTER} steps in a row were skipped, the last being step {step}, because {fault}; no weight was "
-            "changed in them. A smaller loss scale does not help: look for an operation without a finite gradient"
+            f"changed in them. {scaler.advice}"
         )
     if observer is not None:
         observer.on_update(step, chunks)

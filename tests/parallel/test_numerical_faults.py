@@ -194,6 +194,15 @@ def test_a_gradient_that_never_is_finite_ends_the_run(on_ranks, changes: dict) -
     assert all(torch.equal(first[name], later[name]) for later in results[0]["weights"] for name in first)
 
 
+def test_a_constant_scale_that_is_too_large_ends_the_run_and_is_named(on_ranks) -> None:
+    results = on_ranks(outcome, 2, small(steps=20, precision="fp16", loss_scale=2.0**40))
+    assert len({result["error"] for result in results}) == 1
+    error = results[0]["error"]
+    assert "10 steps in a row were skipped, the last being step 9, because the gradient of" in error
+    assert error.endswith("optim.loss_scale = 1.099511628e+12 may be too large for fp16: lower it, or set it to null "
+                          "for a scale that adapts")  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [(1, {}), (4, {"tp": 2, "pp": 2}), (2, {"distributed_optimizer": True})],

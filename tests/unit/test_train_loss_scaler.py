@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labkit.config import OptimConfig
-from labkit.train.loss_scaler import LARGEST_SCALE, ConstantLossScaler, DynamicLossScaler, build_loss_scaler
+from labkit.train.loss_scaler import (
+    LARGEST_SCALE,
+    ConstantLossScaler,
+    DynamicLossScaler,
+    LossScaler,
+    build_loss_scaler,
+)
 
 
 def scales(scaler: DynamicLossScaler, steps: str) -> list[float]:
@@ -80,6 +86,25 @@ def test_steps_that_no_smaller_scale_cures_are_counted():
     for found_inf in (True, True):
         constant.update(found_inf)
     assert (constant.scale, constant.hopeless_steps) == (8.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("scaler", "advice"),
+    [
+        (
+            ConstantLossScaler(2.0**26),
+            "optim.loss_scale = 67108864 may be too large for fp16: lower it, or set it to null",
+        ),
+        (
+            DynamicLossScaler(2.0**16, min_scale=2.0**15),
+            "optim.min_loss_scale = 32768 may be too large for fp16: lower",
+        ),
+        (ConstantLossScaler(), "A smaller loss scale does not help: look for an operation without a finite gradient"),
+        (DynamicLossScaler(2.0**16), "A smaller loss scale does not help"),
+    ],
+)
+def test_a_scale_that_is_held_too_large_is_what_the_advice_names(scaler: LossScaler, advice: str):
+    assert scaler.advice.startswith(advice)
 
 
 def test_the_gradient_is_that_of_the_scaled_loss():
