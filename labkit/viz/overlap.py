@@ -48,8 +48,9 @@ class _Run:
         return sum(event.start < self.backward_end for event in self.buckets)
 
     def on_the_link(self, row: int) -> float:
-        """When the link begins to carry a bucket: it carries one after another."""
-        return max(self.buckets[row].start, self.buckets[row - 1].end) if row else self.buckets[row].start
+        """When the link begins to carry a bucket, one after another; a wait too short to be seen counts as none."""
+        start, free = self.buckets[row].start, self.buckets[row - 1].end if row else 0.0
+        return free if free - start > 1e-3 * self.end else start
 
 
 def overlap_gantt(
