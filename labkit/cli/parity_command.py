@@ -14,6 +14,8 @@ from labkit.config.rules import world_size_problem
 
 STANDARD_LAYOUTS = "tp=2;pp=2;dp=2;tp=2,pp=2"
 """Compared where neither --layouts nor the configuration names a layout."""
+_SHORT = {"sp": "parallel.sequence_parallel"}
+"""Words of the table that are no field's name; alone they switch it on."""
 _FAULT_KEYS = ("operation", "group", "phase", "layer")
 
 
@@ -36,7 +38,7 @@ def execute(arguments: Arguments) -> int:
     fault, bad_fault = _read_fault(options["drop"])
     arguments.refuse(problems + bad_layouts + bad_fault)
     config = prepared(COMMAND, arguments, [])
-    arguments.refuse(_input_problems(layouts, config))
+    arguments.refuse(_input_problems(layouts, config, options["device"]))
     from labkit.train import compare
 
     with refusing_arguments():
@@ -60,12 +62,12 @@ def world_size_problems(world_size: int | None) -> list[str]:
     return [f"--world-size {world_size}: {problem}"] if problem else []
 
 
-def _input_problems(layouts: list[dict[str, Any]], config: RunConfig) -> list[str]:
-    """What is wrong with the files that the configuration and its layouts name."""
+def _input_problems(layouts: list[dict[str, Any]], config: RunConfig, device: str) -> list[str]:
+    """What is wrong with the files that the configuration and its layouts name, and with the devices they need."""
     problems = []
     for layout in layouts:
         fields = {name: value for name, value in layout.items() if name != "world_size"}
-        problems += input_problems(config.replaced(fields), layout["world_size"])
+        problems += input_problems(config.replaced(fields), layout["world_size"], device)
     return list(dict.fromkeys(problems))
 
 
@@ -94,6 +96,8 @@ def _read_layout(text: str, config: RunConfig, default_world_size: int | None) -
     problems: list[str] = []
     for item in filter(None, (item.strip() for item in text.split(","))):
         key, equals, value = (word.strip() for word in item.partition("="))
+        if not equals and key in _SHORT:
+            equals, value = "=", "true"
         if not equals:
             problems.append(f"{shown(item)}: write axis=size, as in tp=2,pp=2;dp=2")
         elif key in ("dp", "world_size", "world-size"):
@@ -102,7 +106,7 @@ def _read_layout(text: str, config: RunConfig, default_world_size: int | None) -
             else:
                 sizes[key] = int(value)
         else:
-            dotted, why = resolve(key)
+            dotted, why = resolve(_SHORT.get(key, key))
             if dotted is None:
                 problems.append(why)
                 continue

@@ -1,4 +1,4 @@
-"""What is checked between a sound configuration and its launch: the files that it names, read before any rank starts.
+"""What is checked between a sound configuration and its launch: the files that it names and the devices that it needs.
 
 The ranks check all of it again; here it costs one process's time, and a mistake becomes one message.
 """
@@ -21,8 +21,8 @@ def prepared(command: Command, arguments: Arguments, world_sizes: Iterable[int])
     world_sizes: of every launch that uses `arguments.config` as it stands.
     Raises ConfigError with what is wrong with the files that it names.
     """
-    config = arguments.config
-    arguments.refuse(list(dict.fromkeys(p for size in world_sizes for p in input_problems(config, size))))
+    config, device = arguments.config, arguments.options["device"]
+    arguments.refuse(list(dict.fromkeys(p for size in world_sizes for p in input_problems(config, size, device))))
     from labkit.cli.help_text import checked_config
 
     again = checked_config(command, arguments)
@@ -31,12 +31,33 @@ def prepared(command: Command, arguments: Arguments, world_sizes: Iterable[int])
     return again
 
 
-def input_problems(config: RunConfig, world_size: int) -> list[str]:
+def input_problems(config: RunConfig, world_size: int, device: str) -> list[str]:
     """What is wrong with schedule, tokenizer, text or machine for a configuration whose rules all hold."""
     from labkit.train.schedule_fit import schedule_problem
 
-    found = (schedule_problem(config, world_size), data_problem(config), layer_problem(config))
+    found = (
+        device_problem(device, config.parallel.distributed_backend, world_size),
+        schedule_problem(config, world_size),
+        data_problem(config),
+        layer_problem(config),
+    )
     return [problem for problem in found if problem]
+
+
+def device_problem(device: str, backend: str, world_size: int) -> str:
+    """Why ranks of this machine could not have the GPUs that are asked for by name, or an empty string.
+
+    Ranks of torchrun exist already, and those of one machine are not all: each of them says it for itself.
+    """
+    from labkit.launch import info, torchrun
+
+    if (device != "cuda" and backend != "nccl") or torchrun.started_us():
+        return ""
+    try:
+        info.choose_backend(backend, info.choose_device(device, 0, 0), world_size)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def layer_problem(config: RunConfig) -> str:

@@ -256,7 +256,7 @@ class OptimConfig:
     """Data-parallel ranks are cut into so many groups: reduce-scatter and shards within a group, all-reduce across."""
     check_for_nan_in_grad: bool = True
     """Name the parameter and the rank where a gradient is not finite. Either way all ranks skip the step; ten of them
-    in a row end the run if the loss scale is constant or at its minimum."""
+    in a row, with no smaller loss scale to try, end the run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ from labkit.cli.train_command import COMMAND as TRAIN
 from labkit.config import RunConfig, presets
 from labkit.config.fields import ALIASES, SPECS
 from labkit.config.limits import CHOICES
+from labkit.launch import forkserver, pool
 from labkit.parallel.rank_generator import rank_generators
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +34,30 @@ def _config(*words: str) -> RunConfig:
     arguments = read(TRAIN, ["--preset", "tiny", *words])
     assert arguments.problems == []
     return arguments.config
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "--device", "cuda"], 'device="cuda" was asked for, but torch sees no GPU'),
+        (["parity", "--device", "cuda"], 'device="cuda" was asked for, but torch sees no GPU'),
+        (["train", "--nproc", "2", "--distributed-backend", "nccl"], "a GPU for each of the 2 ranks on this machine"),
+        (["parity", "--layouts", "tp=2", "--distributed-backend", "nccl"], "a GPU for each of the 2 ranks"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_missed_before_any_rank_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    def started(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(forkserver, "ensure_running", started)
+    monkeypatch.setattr(pool.LaunchFolder, "__init__", started)
+    assert main([words[0], "--preset", "tiny", *words[1:]]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith(f"labkit {words[0]}: ") and message in err
 
 
 def test_help_is_short_and_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
