@@ -1,7 +1,7 @@
 """A transformer layer cut over a tensor-parallel group: where f and g sit, and what each sends, read from a ledger.
 
-Under sequence parallelism their places are taken by g and its conjugate (arXiv 2205.05198, section 4.2.2), drawn as
-g and g': an all-gather where f was, a reduce-scatter where g was.
+Under sequence parallelism their places are taken by what arXiv 2205.05198 (section 4.2.2) calls g and g-bar, drawn as
+f_s and g_s so that g keeps its meaning: an all-gather where f was, a reduce-scatter where g was.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def _draw_part(
             )
     split = _is_split(records)
     for operator, position, box in (
-        ("g" if split else "f", 0, boxes[0]),
-        ("g'" if split else "g", len(boxes) + 1, boxes[-1]),
+        ("$f_s$" if split else "f", 0, boxes[0]),
+        ("$g_s$" if split else "g", len(boxes) + 1, boxes[-1]),
     ):
         mine = [r for r in records if r.layer is not None and r.layer.endswith(f".{box}")]
         _draw_operator(axes, x + position * _STEP, height, operator, mine, split)
