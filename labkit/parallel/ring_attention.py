@@ -12,7 +12,10 @@ transfers: step i of the ring computes while the keys of step i + 1 arrive; the 
 block. Nothing is left to hide two of them: the ring's last hop, which brings the sums of dK and dV home, and the other
 form's reduce-scatter.
 
-Saved for backward are this rank's q, k, v, output and one number per row; KV of other ranks are fetched again.
+Saved for backward are this rank's q, k, v, output and one number per row; KV of other ranks are fetched again. So with
+its two buffers the ring has 3/cp of all keys and values in memory, forward and backward: the rank's own, which must
+outlive it, those at work, and those that arrive. Backward holds up to four sums of dK and dV besides, in the type of
+sums: two that travel, the rank's next share, and what its own keys get from it.
 
 A KV that is underway is one tensor [2, 1, m, L, D], so that a step is one message each way.
 
@@ -183,9 +186,9 @@ class _RingAttention(Function):
 
     At step i rank r works on the KV of rank s = r - i. Forward, KV moves on cp - 1 times. Backward it does so again,
     and behind it come the sums of s's gradients: started by rank s + 1 at step 1, each rank adds its share and passes
-    them on, and after the last step they arrive at s, which keeps the share of step 0 itself. That last hop is waited for
-    with no block left to compute; every other message travels behind one. Sums of half precision
-    travel in float32 (twice the bytes): what they are rounded by does not grow with cp.
+    them on, and after the last step they arrive at s, which keeps the share of step 0 itself. That last hop is waited
+    for with no block left to compute; every other message travels behind one. Sums of half precision travel in float32
+    (twice the bytes): what they are rounded by does not grow with cp.
     """
 
     @staticmethod
