@@ -46,7 +46,9 @@ ForwardStep = Callable[[Any, nn.Module], tuple[Any, Callable[..., Any] | None]]
 """(data iterator, model chunk) -> (output, loss function). The output is a tensor, or a tuple of tensors where the next
 stage needs several. The loss function is called on the last stage alone and returns `(loss, metrics)` or `(sum of
 losses, number of tokens, metrics)`. Under context parallelism sum and number are of this rank's positions, and a `loss`
-is this rank's part of the sample's mean."""
+is, as Megatron has it, this rank's part of the sample's mean: the parts add up to the mean over cp. A mean over the
+rank's own positions gives gradients cp times too large, and nothing here can tell; `pretrain` therefore takes three
+items under context parallelism. Without a loss function the output is the loss, and what is reported."""
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -289,6 +291,11 @@ class _Step:
         """Scale the loss so that the gradients of all microbatches add up to those of their mean."""
         runtime = self.runtime
         if loss_func is None:
+            if not self.forward_only and not (isinstance(output, Tensor) and output.numel() == 1):
+                raise ValueError(
+                    "the forward step of the last stage gave no loss function, and its output is not one number that "
+                    "could be the loss; return (output, loss function)"
+                )
             self.reports[microbatch] = output
             return output
         if self.non_loss:
@@ -296,15 +303,14 @@ class _Step:
             return output
         returned = loss_func(output)
         count = runtime.schedule.num_microbatches
+        if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
+            given = f"{len(returned)} items" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
+            raise ValueError(f"the loss function returned {given}: (loss, metrics) or (sum, tokens, metrics)")
         if len(returned) == 3:
             loss, tokens, self.reports[microbatch] = returned
             tokens = torch.as_tensor(tokens, device=loss.device)
             self.num_tokens += tokens.to(self.num_tokens)
             return loss if runtime.calculate_per_token_loss else self._mean(loss, tokens) / count
-        if len(returned) != 2:
-            raise ValueError(
-                f"the loss function returned {len(returned)} items: (loss, metrics) or (sum, tokens, metrics)"
-            )
         if runtime.calculate_per_token_loss:
             raise ValueError("calculate_per_token_loss needs a loss function that returns (sum, tokens, metrics)")
         loss, self.reports[microbatch] = returned

@@ -13,12 +13,19 @@ from labkit.parallel.distributed_data_parallel import DataParallel
 from labkit.parallel.groups import ParallelGroups
 from labkit.schedules.ir import Schedule
 from labkit.schedules.runtime import PipelineRuntime
+from labkit.train.loss_form import checked_forward_step
 from labkit.train.loss_scaler import LossScaler, build_loss_scaler
 from labkit.train.schedule_fit import check_schedule, transport_of
 
 Batch = dict[str, Tensor]
 ForwardStep = Callable[[Iterator[Batch], nn.Module], tuple[Tensor, Any]]
-"""(data iterator, model chunk) -> (output tensor, loss function)."""
+"""(data iterator, model chunk) -> (output tensor, loss function).
+
+The loss function is called with the output, on the last stage alone, and returns `(sum of losses, number of tokens,
+metrics)` of this rank's positions, or `(mean loss, metrics)`. With parallel.cp > 1 only the first form is taken: there
+the runtime, as Megatron's, reads `loss` as this rank's part of the sample's mean, and a mean over the rank's own
+positions would train with gradients cp times too large. `metrics` holds `loss_sum` and `tokens`, both of this rank's
+positions (see `labkit.train.loss_form`)."""
 
 
 class Pipeline:
@@ -47,7 +54,7 @@ class Pipeline:
             self.schedule,
             self.chunks,
             groups,
-            forward_step_func=forward_step,
+            forward_step_func=checked_forward_step(forward_step, cp=groups.cp.size),
             tensor_shape=None if config.schedule.variable_seq_lengths else shape,
             transport=transport_of(config),
             deallocate_pipeline_outputs=config.schedule.deallocate_pipeline_outputs,

@@ -29,6 +29,7 @@ from labkit.parallel.distributed_data_parallel import DataParallel, wrap_model_c
 from labkit.parallel.groups import ParallelGroups, initialize_model_parallel
 from labkit.parallel.param_gather import finish_param_sync
 from labkit.schedules.ir import Schedule
+from labkit.schedules.runtime import chunks_of
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.lr_schedule import LearningRate, build_lr_schedule
 from labkit.train.metrics import Timers
@@ -39,7 +40,7 @@ from labkit.train.schedule_fit import check_schedule, schedule_of
 from labkit.train.stepping import Observer, collect_non_loss_data, evaluate, train_step
 
 DatasetsProvider = Callable[[RunConfig], tuple[GPTDataset, GPTDataset, GPTDataset]]
-ModelProvider = Callable[[RunConfig, ParallelGroups], Sequence[nn.Module]]
+ModelProvider = Callable[[RunConfig, ParallelGroups], nn.Module | Sequence[nn.Module]]
 ProcessNonLossData = Callable[[list[Any], int], None]
 
 
@@ -92,9 +93,13 @@ def pretrain(
     """Train `config` on the ranks of this world, or on this process alone.
 
     datasets_provider: config -> (train, validation, test); default: the configured text.
-    model_provider: (config, groups) -> this rank's model chunks, one for each stage that the schedule runs here;
-        default: GPT.
-    forward_step: (data iterator, chunk) -> (output, loss function); default: next-token prediction.
+    model_provider: (config, groups) -> this rank's model chunks, one for each stage that the schedule runs here, or a
+        single module where it runs one; default: GPT.
+    forward_step: (data iterator, chunk) -> (output, loss function); default: next-token prediction. The loss function
+        takes the output of the last stage and returns `(sum of losses, number of tokens, metrics)`, or `(mean loss,
+        metrics)` without context parallelism: with cp > 1 a rank holds part of each sample and cannot form its mean, so
+        two items are refused. `metrics` is a dict that holds `loss_sum`, the sum of the losses of this rank's tokens,
+        and `tokens`, the number of them; the reported loss is their quotient over the global batch.
     process_non_loss_data: called after each validation on the last of the ranks that compute the loss, with what
         `forward_step`'s loss function returns for each microbatch of one more global batch under `non_loss_data=True`
         (the default one: `loss_BS` and `loss_mask_BS`), and the step. `process_non_loss_data_func`, Megatron's name, is
@@ -104,8 +109,8 @@ def pretrain(
     observer: sees model, gradients and parameters; the parity microscope is one.
 
     Writes metrics.jsonl and events.jsonl into `train.output_dir`, if one is given, as the run goes. Raises ValueError
-    for a configuration that cannot be trained (ConfigError lists all problems) and FloatingPointError for a loss that
-    is not finite.
+    for a configuration that cannot be trained (ConfigError lists all problems) and for functions that return what the
+    loop cannot use, FloatingPointError for a loss that is not finite.
     """
     if process_non_loss_data is not None and process_non_loss_data_func is not None:
         raise ValueError("process_non_loss_data and process_non_loss_data_func are two names of one argument; give one")
@@ -157,7 +162,12 @@ def setup_model_and_optimizer(
     if model_provider is None:
         built = build_model_chunks(run.config, run.groups, run.schedule)
     else:
-        built = model_provider(run.config, run.groups)
+        built = chunks_of(model_provider(run.config, run.groups))
+        if wrong := [chunk for chunk in built if not isinstance(chunk, nn.Module)]:
+            raise ValueError(
+                f"model_provider returned {'None' if wrong[0] is None else f'a {type(wrong[0]).__name__}'} where a "
+                "torch.nn.Module must be; return this rank's model chunks as a list, or a single module"
+            )
     chunks = wrap_model_chunks(built, run.groups, optim)
     optimizer = build_optimizer(
         chunks,

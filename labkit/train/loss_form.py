@@ -1,0 +1,96 @@
+"""What `pretrain` takes of a forward step and its loss function, and one sentence for whatever else they return.
+
+Megatron's `pretrain` and labkit's runtime leave the form of a loss to the caller. Here the loop itself reads the
+metrics, to report one mean over the global batch, and is to give no wrong gradients without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
+from typing import Any
+
+from torch import Tensor, nn
+
+REPORTED = ("loss_sum", "tokens")
+"""What the metrics of a loss function must hold."""
+FORMS = "(loss, metrics) or (sum of losses, number of tokens, metrics)"
+_KEYS = "loss_sum, the sum of this microbatch's losses on this rank, and tokens, the number of them"
+
+
+def checked_forward_step(forward_step: Callable[..., Any], *, cp: int) -> Callable[..., Any]:
+    """`forward_step` with a loss function that raises ValueError where it returns what the loop cannot use.
+
+    cp: context-parallel ranks. With more than one, a loss of two items would have to be this rank's part of the
+        sample's mean, as in Megatron; a mean over the rank's own positions makes gradients cp times too large and
+        cannot be told from it, so two items are refused.
+    """
+
+    def step(data_iterator: Iterator[Any], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+        returned = forward_step(data_iterator, model)
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            raise ValueError(
+                f"forward_step returned {_words(returned)}; it must return two things, (output of the model, loss "
+                "function)"
+            )
+        output, loss_func = returned
+        return output, _checked_loss(loss_func, cp)
+
+    return step
+
+
+def _checked_loss(loss_func: Any, cp: int) -> Callable[..., Any]:
+    """Only the last stage calls it: elsewhere a forward step may give anything."""
+
+    def loss(output: Any, **options: Any) -> Any:
+        if not callable(loss_func):
+            raise ValueError(
+                f"forward_step returned {_words(loss_func)} as its loss function on the last stage, where it is called "
+                f"with the model's output; give a function that returns {FORMS}"
+            )
+        returned = loss_func(output, **options)
+        if not options.get("non_loss_data", False):
+            _check_returned(returned, cp)
+        return returned
+
+    return loss
+
+
+def _check_returned(returned: Any, cp: int) -> None:
+    if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
+        raise ValueError(f"the loss function returned {_words(returned)}; it must return {FORMS}")
+    if len(returned) == 2 and cp > 1:
+        raise ValueError(
+            f"the loss function returned (loss, metrics), and with parallel.cp = {cp} a rank cannot form the mean of a "
+            "sample, of which it holds a part; return (sum of losses, number of tokens, metrics) of this rank's "
+            "positions, and the mean is formed over cp"
+        )
+    loss, metrics = returned[0], returned[-1]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ValueError(
+            f"the loss function returned {_words(loss)} as its loss; it must be a tensor of one number: with two items "
+            "the mean over tokens, with three their sum"
+        )
+    if not isinstance(metrics, Mapping):
+        raise ValueError(
+            f"the loss function returned {_words(metrics)} as its metrics; they must be a dict with {_KEYS}"
+        )
+    if missing := [key for key in REPORTED if key not in metrics]:
+        given = ", ".join(map(str, metrics)) or "no keys"
+        raise ValueError(
+            f"the loss function's metrics have {given}, and not {' and '.join(missing)}; pretrain reports the mean "
+            f"over the global batch from {_KEYS}: add them (others may stay)"
+        )
+    for key in REPORTED:
+        value = metrics[key]
+        if value.numel() != 1 if isinstance(value, Tensor) else not isinstance(value, Real):
+            raise ValueError(f"the loss function's metrics have {_words(value)} as {key}; it must be one number")
+
+
+def _words(value: Any) -> str:
+    """What was given: `a tensor of shape (4, 16)`, `4 items`, `None`, `a dict`."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"{len(value)} items" if len(value) != 1 else "one item"
+    return "None" if value is None else f"a value of type {type(value).__name__}"
