@@ -1,4 +1,4 @@
-"""The schedule explorer in a real JupyterLab, driven by a headless Chromium: what a reader sees and moves."""
+"""The explorers of schedules and buckets in a real JupyterLab, in headless Chromium: what a reader sees and moves."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ import pytest
 
 TOKEN = "explorer"
 CELL = "from labkit.viz import explore_schedule\n\nexplore_schedule(builder='1f1b', pp=4, microbatches=8)"
+BUCKETS = """from labkit.parallel import BackwardPiece
+from labkit.parallel.bucket_plan import ParameterSpec
+from labkit.viz import explore_buckets
+
+layers = [ParameterSpec(f"layer {i}", 1_000_000) for i in range(40)]
+backward = [BackwardPiece(0.004, (f"layer {i}",)) for i in reversed(range(40))]
+explore_buckets(layers, backward, bucket_mb=40.0, time_limit=0.25)"""
 PATIENCE = 60_000
 """Milliseconds for what a kernel start or a redraw may take on a busy machine."""
 
@@ -41,9 +48,9 @@ pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(_why_not()), reason=_
 
 
 @pytest.fixture
-def lab(tmp_path: Path) -> Iterator[str]:
-    """The address of a notebook with one cell, in a JupyterLab of its own."""
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
+def lab(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """The address of a notebook with one cell, the parameter or CELL, in a JupyterLab of its own."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(getattr(request, "param", CELL))])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, tmp_path / "explorer.ipynb")
     with socket.socket() as free:
@@ -130,6 +137,19 @@ def test_a_slider_redraws_and_a_refusal_takes_the_place_of_the_picture(page: Any
     _slider(page, "group_size").press("ArrowLeft")
     picture.wait_for(state="visible")
     _screenshot(page, "interleaved")
+
+
+@pytest.mark.parametrize("lab", [BUCKETS], indirect=True)
+def test_the_picture_of_buckets_stays_below_its_sliders(lab: str, page: Any) -> None:
+    picture, size = page.locator(".jp-OutputArea img"), _slider(page, "bucket size (MB)")
+    _says(page, "buckets of 40 MB or more: 4 reductions, 3 of them start")  # 40 layers of 4 MB, ten to a bucket
+    before, place = picture.get_attribute("src"), picture.bounding_box()
+    assert size.bounding_box()["y"] < place["y"]
+    size.press("Home")  # 0.1 MB: a bucket for each layer
+    _says(page, "buckets of 0.1 MB or more: 40 reductions, 39 of them start")
+    assert picture.get_attribute("src") != before
+    assert picture.bounding_box() == place
+    _screenshot(page, "buckets")
 
 
 def _screenshot(page: Any, name: str) -> None:

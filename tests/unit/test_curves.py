@@ -56,3 +56,15 @@ def test_one_step_is_drawn():
 def test_refusals(curves, message):
     with pytest.raises(ValueError, match=message):
         loss_curves(curves, tolerance=1e-5)
+
+
+def test_steps_are_whole_and_exact_agreement_is_named():
+    figure = loss_curves({"one": [3.0, 2.0, 1.0], "two": [3.0, 2.0 * (1 + 1e-15), 1.0]}, tolerance=1e-12)
+    lower = figure.fig.axes[1]
+    ticks = [tick for tick in lower.get_xticks() if 0 <= tick <= 2]
+    assert ticks == [0, 1, 2]
+    assert "exactly equal" in [text.get_text() for text in lower.texts]
+    low, _ = lower.get_ylim()
+    assert low < min(lower.lines[0].get_ydata()), "steps that agree exactly have their dot too"
+    apart = loss_curves({"one": [3.0, 2.0], "two": [3.1, 2.1]}, tolerance=1e-12)
+    assert "exactly equal" not in [text.get_text() for text in apart.fig.axes[1].texts]
