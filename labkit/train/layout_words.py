@@ -11,7 +11,7 @@ from labkit.config import ModelConfig, OptimConfig, RunConfig
 
 
 def layout_name(config: RunConfig, world_size: int) -> str:
-    """Sizes first, then stages and schedule, then what is recomputed, then how gradients are kept and reduced."""
+    """Sizes, stages and schedule, layers and fp8, what is recomputed, and how gradients are kept and reduced."""
     parallel = config.parallel
     sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp}
     sizes["dp"] = world_size // (parallel.tp * parallel.cp * parallel.pp)
@@ -19,7 +19,9 @@ def layout_name(config: RunConfig, world_size: int) -> str:
     words += [f"vpp{parallel.vpp}"] if parallel.vpp > 1 else []
     words += ["sp"] if parallel.sequence_parallel else []
     words += ["all-gather"] if parallel.cp > 1 and parallel.cp_comm_type == "all_gather" else []
-    return " ".join([*words, *_schedule(config), *_recomputed(config.model), *_gradients(config.optim)])
+    layers = ["transformer engine"] if config.model.transformer_impl == "transformer_engine" else []
+    layers += [f"fp8 {config.optim.fp8} {config.optim.fp8_recipe}"] if config.optim.fp8 != "none" else []
+    return " ".join([*words, *_schedule(config), *layers, *_recomputed(config.model), *_gradients(config.optim)])
 
 
 def _schedule(config: RunConfig) -> list[str]:

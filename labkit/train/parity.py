@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from labkit.config import ConfigError, ParallelConfig, RunConfig
+from labkit.config import ConfigError, RunConfig
+from labkit.config.fields import SPECS
 from labkit.train.fault import fault_problems, fault_words
 from labkit.train.joining import Whole, assemble
 from labkit.train.layout_words import layout_name
@@ -173,10 +174,9 @@ def compare(
     if problems:
         raise ConfigError(problems, source="the fault")
     base = _parity_config(config, steps, dtype)
-    planned = [_plan(base, layout) for layout in layouts]
+    planned = [_plan(base, layout, dtype) for layout in layouts]
     _, tolerance = PRECISIONS[dtype]
-    alone = base.override({"parallel": _one_process(base.parallel), "schedule": _one_stage(), **_PLAIN})
-    reference, _ = _observe(alone.validate(1), 1, None, None, timeout, device)
+    reference, _ = _observe(_alone(base), 1, None, None, timeout, device)
     rows = []
     for layout, (changed, world_size) in zip(layouts, planned):
         whole, calls = _observe(changed, world_size, fault, pretrain, timeout, device)
@@ -193,70 +193,99 @@ def _parity_config(config: RunConfig, steps: int, dtype: str) -> RunConfig:
         raise _refusal(f"dtype is {dtype!r}; parity is defined for {' and '.join(PRECISIONS)}")
     if steps < 1:
         raise _refusal(f"steps is {steps}; at least one optimizer step is needed to compare parameters")
+    if problem := _incomparable(config, dtype):
+        raise _refusal(problem)
+    return config.replaced(_common(config, steps, dtype))
+
+
+def _common(config: RunConfig, steps: int, dtype: str) -> dict[str, Any]:
+    """What the comparison decides, whatever configuration and layouts say; with what then has no effect left out."""
+    optim = config.optim
+    scales = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    reports = ("eval_interval", "eval_steps", "keep_event_steps", "timing_log_level", "output_dir")
+    return {
+        **_usual(*(f"optim.{name}" for name in scales), *(f"train.{name}" for name in reports)),
+        "optim.precision": PRECISIONS[dtype][0],
+        "optim.eps": max(optim.eps, 1e-5),
+        "optim.lr": min(optim.lr, 1e-3),
+        "optim.min_lr": min(optim.min_lr, 1e-3),
+        "optim.decay_steps": optim.decay_steps or config.train.steps,
+        "train.steps": steps,
+        "train.record_events": False,
+    }
+
+
+def _usual(*names: str) -> dict[str, Any]:
+    """Fields at their defaults."""
+    return {name: SPECS[name].default for name in names}
+
+
+def _incomparable(config: RunConfig, dtype: str) -> str:
+    """Why nothing can be said about `config` in `dtype`, or an empty string."""
     model = config.model
     for name in ("embedding_dropout", "attention_dropout", "hidden_dropout"):
         if getattr(model, name) > 0:
-            raise _refusal(
-                f"model.{name} is {getattr(model, name)}; masks differ between layouts by design, so set it to 0"
-            )
-    return config.override(
-        {
-            "optim.precision": PRECISIONS[dtype][0],
-            "optim.eps": max(config.optim.eps, 1e-5),
-            "optim.lr": min(config.optim.lr, 1e-3),
-            "optim.min_lr": min(config.optim.min_lr, 1e-3),
-            "optim.decay_steps": config.optim.decay_steps or config.train.steps,
-            "train.steps": steps,
-            "train.eval_steps": 0,
-            "train.record_events": False,
-            "train.output_dir": None,
-        }
-    )
+            return f"model.{name} is {getattr(model, name)}; masks differ between layouts by design, so set it to 0"
+    if model.transformer_impl == "transformer_engine" and dtype == "float64":
+        return (
+            "model.transformer_impl is 'transformer_engine', which has no float64; compare in float32, or set it to "
+            "local"
+        )
+    return ""
 
 
 def _refusal(problem: str) -> ConfigError:
     return ConfigError([problem], source="the comparison")
 
 
-def _one_process(parallel: ParallelConfig) -> dict[str, Any]:
-    """The layout of the reference."""
-    return {
-        "tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "etp": None, "sequence_parallel": False, "split_rank": None,
-        "standalone_embedding_stage": False, "pipeline_layout": None, "rank_offset": 0, "order": parallel.order,
-    }  # fmt: skip
+def _alone(base: RunConfig) -> RunConfig:
+    """The reference: one process, one stage, every activation kept, gradients in the one buffer of the naive twin."""
+    kept = ("parallel.distributed_backend", "parallel.distributed_timeout_minutes")
+    layout = [n for n, spec in SPECS.items() if spec.section in ("parallel", "schedule") and n not in kept]
+    return base.replaced(_usual(*layout, *_PLAIN) | {"optim.data_parallel": "naive"}).validate(1)
 
 
-def _one_stage() -> dict[str, Any]:
-    """The schedule of the reference: every option that only a pipeline has is left out."""
-    return {"name": "auto", "path": None, "microbatch_group_size": None, "overlap_p2p_comm": False}
+_PLAIN = (
+    "model.recompute_granularity",
+    "model.recompute_method",
+    "model.recompute_num_layers",
+    "model.recompute_modules",
+    "model.num_microbatches_with_partial_activation_checkpoints",
+    "optim.bucket_size",
+    "optim.overlap_grad_reduce",
+    "optim.average_in_collective",
+    "optim.distributed_optimizer",
+    "optim.overlap_param_gather",
+    "optim.num_distributed_optimizer_instances",
+)
+"""Fields that the reference leaves at their defaults, besides those of layout and schedule."""
 
 
-_PLAIN: dict[str, Any] = {
-    "model.recompute_granularity": "none",
-    "model.num_microbatches_with_partial_activation_checkpoints": None,
-    "optim.data_parallel": "naive",
-    "optim.bucket_size": None,
-    "optim.overlap_grad_reduce": True,
-    "optim.average_in_collective": False,
-    "optim.distributed_optimizer": False,
-    "optim.overlap_param_gather": False,
-    "optim.num_distributed_optimizer_instances": 1,
-}
-"""The reference keeps every activation, and its gradients in the one buffer of the naive twin."""
-
-
-def _plan(base: RunConfig, layout: Mapping[str, Any]) -> tuple[RunConfig, int]:
+def _plan(base: RunConfig, layout: Mapping[str, Any], dtype: str) -> tuple[RunConfig, int]:
     """A layout's configuration and number of ranks, checked before anything is launched."""
-    changes = {key: value for key, value in layout.items() if key != "world_size"}
-    changed = base.override(changes)
+    changed = base.override({key: value for key, value in layout.items() if key != "world_size"})
     world_size = int(layout.get("world_size", changed.parallel.smallest_world_size))
-    changed.validate(world_size)
-    unready = changed.not_yet_trainable()
-    if unready:
-        raise ConfigError(unready, source=f"layout {dict(layout)}")
-    if problem := schedule_problem(changed, world_size):
-        raise ConfigError([problem], source=f"layout {dict(layout)}")
+    problems = _decided_by_the_comparison(base, changed, dtype) or list(filter(None, [_incomparable(changed, dtype)]))
+    problems = problems or changed.problems(world_size) or changed.not_yet_trainable()
+    if not problems and (problem := schedule_problem(changed, world_size)):
+        problems = [problem]
+    if problems:
+        raise ConfigError(problems, source=f"layout {dict(layout)}")
     return changed, world_size
+
+
+def _decided_by_the_comparison(base: RunConfig, changed: RunConfig, dtype: str) -> list[str]:
+    """A sentence for each field that a layout changes and must not, because all runs share it."""
+    before, after = base.to_dict(), changed.to_dict()
+    problems = []
+    for name in _common(base, 1, dtype):
+        section, _, field = name.partition(".")
+        if (given := after[section][field]) != before[section][field]:
+            rule = "is the same in every run of a comparison, or they would train differently; leave it out of layouts"
+            if name == "optim.precision":
+                rule = f"dtype = {dtype} decides the precision of every run of a comparison; leave it out of layouts"
+            problems.append(f"{name} = {given!r}: {rule}")
+    return problems
 
 
 def _observe(

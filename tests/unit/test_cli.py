@@ -288,6 +288,8 @@ def test_layouts_of_parity() -> None:
     assert problems == [] and [layout["world_size"] for layout in layouts] == [8, 4, 8]
     layouts, problems = read_layouts("tp=3;dp=x;pp=3", config)
     assert layouts == [] and len(problems) == 3
+    layouts, problems = read_layouts("tp=2,sp;tp=2,sp=true;tp=2,sp=false", config)
+    assert problems == [] and [layout["parallel.sequence_parallel"] for layout in layouts] == [True, True, False]
 
 
 def test_doctor_says_what_it_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

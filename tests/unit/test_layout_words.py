@@ -47,6 +47,7 @@ from labkit.train.layout_words import layout_name
             4,
             "tp1 pp1 dp4 zero 2 instances",
         ),
+        ({"fp8": "hybrid"}, 2, "tp1 pp1 dp2 fp8 hybrid delayed"),
         ({"pp": 2, "vpp": 2, "schedule.name": "interleaved"}, 2, "tp1 pp2 dp1 vpp2 interleaved"),
     ],
 )
