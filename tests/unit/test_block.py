@@ -57,7 +57,7 @@ def test_under_sequence_parallelism_each_operator_talks_in_both_directions() -> 
         "backward 4 all-gathers and 2 reduce-scatters."
     )
     shown = texts(figure)
-    assert shown.count("g") == shown.count("g'") == 2
+    assert shown.count("$f_s$") == shown.count("$g_s$") == 2
     assert shown.count("forward\n1 x all_gather\n100 B") == shown.count("forward\n1 x reduce_scatter\n100 B") == 2
     assert shown.count("backward\n1 x reduce_scatter\n1 x all_gather\n200 B") == 2
 
