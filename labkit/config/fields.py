@@ -25,7 +25,7 @@ class FieldSpec(NamedTuple):
     section: str
     name: str
     kind: str
-    """`int`, `float`, `bool`, `str` or `tuple[str, ...]`."""
+    """`int`, `float`, `bool`, `str`, `tuple[str, ...]` or `tuple[int, ...]`."""
     optional: bool
     """Whether None is a value."""
     default: Any
@@ -75,6 +75,28 @@ ALIASES: dict[str, str] = {
     "num_moe_experts": "moe.num_experts",
     "moe_router_topk": "moe.top_k",
     "moe_token_dispatcher_type": "moe.dispatcher",
+    "moe_ffn_hidden_size": "moe.ffn_hidden",
+    "moe_layer_freq": "moe.layer_freq",
+    "moe_router_score_function": "moe.score_function",
+    "moe_router_pre_softmax": "moe.pre_softmax",
+    "moe_router_num_groups": "moe.num_groups",
+    "moe_router_group_topk": "moe.group_topk",
+    "moe_router_topk_scaling_factor": "moe.topk_scaling_factor",
+    "moe_router_dtype": "moe.router_dtype",
+    "moe_input_jitter_eps": "moe.input_jitter",
+    "moe_router_load_balancing_type": "moe.load_balancing",
+    "moe_aux_loss_coeff": "moe.aux_loss_coeff",
+    "moe_z_loss_coeff": "moe.z_loss_coeff",
+    "moe_router_enable_expert_bias": "moe.expert_bias",
+    "moe_router_bias_update_rate": "moe.expert_bias_update_rate",
+    "moe_expert_capacity_factor": "moe.capacity_factor",
+    "moe_token_drop_policy": "moe.drop_policy",
+    "moe_pad_expert_input_to_capacity": "moe.pad_to_capacity",
+    "moe_grouped_gemm": "moe.grouped_gemm",
+    "moe_shared_expert_intermediate_size": "moe.shared_expert_ffn_hidden",
+    "moe_use_shared_expert_gate": "moe.shared_expert_gate",
+    "moe_shared_expert_gate": "moe.shared_expert_gate",
+    "moe_shared_expert_overlap": "moe.shared_expert_overlap",
     "cuda_graph_modules": "graph.cuda_graph_scope",
     "data_path": "data.path",
     "tokenizer_model": "data.tokenizer",
@@ -178,6 +200,7 @@ _KIND_WORDS = {
     "bool": "true or false",
     "str": "text",
     "tuple[str, ...]": "a list of words",
+    "tuple[int, ...]": "a list of integers",
 }
 
 
@@ -214,8 +237,11 @@ def _typed(spec: FieldSpec, value: object) -> Any:
         return _finite(value)
     if spec.kind == "str" and isinstance(value, str):
         return str(value)
-    if spec.kind == "tuple[str, ...]" and isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
-        return tuple(value)
+    if isinstance(value, list | tuple):
+        if spec.kind == "tuple[str, ...]" and all(isinstance(v, str) for v in value):
+            return tuple(value)
+        if spec.kind == "tuple[int, ...]" and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
+            return tuple(value)
     hint = ""
     quoted = isinstance(value, str) and (_NUMBER.fullmatch(value) or value.lower() in ("true", "false"))
     if quoted and spec.kind in ("int", "float", "bool"):
@@ -241,9 +267,13 @@ def _from_text(spec: FieldSpec, value: str) -> Any:
     word = value.strip()
     if spec.kind == "str":
         return value
-    if spec.kind == "tuple[str, ...]":
+    if spec.kind in ("tuple[str, ...]", "tuple[int, ...]"):
         inside = word[1:-1] if word.startswith("[") and word.endswith("]") else word
-        return tuple(part.strip() for part in inside.split(",") if part.strip())
+        parts = tuple(part.strip() for part in inside.split(",") if part.strip())
+        if spec.kind == "tuple[str, ...]":
+            return parts
+        if all(_INTEGER.fullmatch(part) for part in parts):
+            return tuple(int(part) for part in parts)
     if spec.kind == "int" and _INTEGER.fullmatch(word):
         return int(word)
     if spec.kind == "float" and _NUMBER.fullmatch(word):

@@ -22,7 +22,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "parallel.cp_comm_type": ("p2p", "all_gather"),
     "parallel.distributed_backend": ("auto", "gloo", "nccl"),
     "schedule.name": ("auto", "gpipe", "1f1b", "interleaved", "zero_bubble_h1", "zbv", "dualpipe_v"),
-    "moe.dispatcher": ("allgather", "alltoall"),
+    "moe.dispatcher": ("allgather", "alltoall", "local"),
+    "moe.score_function": ("softmax", "sigmoid"),
+    "moe.router_dtype": ("fp32", "fp64", "model"),
+    "moe.load_balancing": ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
+    "moe.drop_policy": ("probs", "position"),
     "graph.cuda_graph_impl": ("none", "local", "transformer_engine", "emulated"),
     "optim.lr_schedule": ("constant", "cosine", "linear", "inverse-square-root", "wsd"),
     "optim.wsd_decay_style": ("exponential", "linear", "cosine", "minus-sqrt"),
@@ -37,7 +41,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 CHUNKS: dict[str, int] = {"gpipe": 1, "1f1b": 1, "zero_bubble_h1": 1, "zbv": 2, "dualpipe_v": 2}
 """Model chunks a rank of the schedules that fix their number; the others run `parallel.vpp`."""
 
-RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm")
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
 """Parts of a layer that `model.recompute_modules` may name."""
 
 GRAPH_SCOPES = ("full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
@@ -72,7 +76,8 @@ RANGES: dict[str, Interval] = {
         ("model.layers", "model.hidden", "model.heads", "model.kv_heads", "model.ffn_hidden", "model.vocab_size",
          "model.make_vocab_size_divisible_by", "model.seq_length", "parallel.tp", "parallel.pp", "parallel.vpp",
          "parallel.cp", "parallel.ep", "parallel.etp", "parallel.split_rank", "schedule.microbatch_group_size",
-         "moe.top_k", "optim.decay_steps", "optim.wsd_decay_steps", "train.steps", "train.micro_batch_size",
+         "moe.top_k", "moe.ffn_hidden", "moe.num_groups", "moe.group_topk", "moe.shared_expert_ffn_hidden",
+         "optim.decay_steps", "optim.wsd_decay_steps", "train.steps", "train.micro_batch_size",
          "train.global_batch_size", "train.log_interval", "train.keep_event_steps", "model.recompute_num_layers",
          "optim.bucket_size", "optim.num_distributed_optimizer_instances", "optim.loss_scale_window",
          "optim.hysteresis", "optim.fp8_amax_history_len"), COUNT),
@@ -82,10 +87,12 @@ RANGES: dict[str, Interval] = {
          "model.num_microbatches_with_partial_activation_checkpoints"), _COUNT_OR_NONE),
     **dict.fromkeys(
         ("model.embedding_dropout", "model.attention_dropout", "model.hidden_dropout", "optim.beta1", "optim.beta2",
-         "train.label_smoothing"), _SHARE),
+         "train.label_smoothing", "moe.input_jitter"), _SHARE),
     **dict.fromkeys(("model.rope_theta", "model.norm_eps", "model.init_std", "optim.eps",
-         "optim.initial_loss_scale", "optim.min_loss_scale"), _POSITIVE),
-    **dict.fromkeys(("optim.lr", "optim.min_lr", "optim.weight_decay", "optim.clip_grad"), _NOT_NEGATIVE),
+         "optim.initial_loss_scale", "optim.min_loss_scale", "moe.topk_scaling_factor", "moe.capacity_factor",
+         "moe.expert_bias_update_rate"), _POSITIVE),
+    **dict.fromkeys(("optim.lr", "optim.min_lr", "optim.weight_decay", "optim.clip_grad", "moe.aux_loss_coeff",
+         "moe.z_loss_coeff"), _NOT_NEGATIVE),
     "parallel.distributed_timeout_minutes": Interval(0, 10_080, low_open=True),
     "optim.loss_scale": Interval(1, 1e30),
     "optim.fp8_margin": Interval(0, 64),

@@ -15,6 +15,7 @@ from labkit.config.errors import nearest, shown
 from labkit.config.fields import SPECS, BadValueError, convert
 from labkit.config.findings import Findings, divisors, up
 from labkit.config.limits import AXES, CHOICES, COUNT, FILES, GRAPH_SCOPES, RANGES
+from labkit.config.moe_rules import moe_rules
 from labkit.config.pipeline_rules import microbatch_rules, pipeline_rules, split_rules
 from labkit.config.sections import ParallelConfig
 from labkit.config.training_rules import instance_rule, training_rules
@@ -30,7 +31,8 @@ def problems(config: RunConfig, world_size: int | None = None) -> list[str]:
     _model(found)
     _layout(found, world_size)
     pipeline_rules(found)
-    _experts_and_graphs(found)
+    moe_rules(found)
+    _graphs(found)
     _optimizer(found)
     training_rules(found)
     _batches(found, world_size)
@@ -176,24 +178,13 @@ def world_size_problem(world_size: object) -> str:
     return COUNT.broken(world_size)
 
 
-def _experts_and_graphs(found: Findings) -> None:
-    if got := found.get("moe.num_experts", "moe.top_k", "parallel.ep"):
-        experts, top_k, ep = got
-        if experts and top_k > experts:
-            found.add("moe.top_k", f"must be at most moe.num_experts = {experts}; choose 1 to {experts}")
-        if experts and experts % ep:
-            rule = f"must be a multiple of parallel.ep = {ep}"
-            found.add("moe.num_experts", f"{rule}; choose ep from {divisors(experts)}")
-        elif not experts and ep > 1:
-            found.add("parallel.ep", "splits experts, but moe.num_experts = 0; set the number of experts, or ep = 1")
+def _graphs(found: Findings) -> None:
     if (got := found.get("graph.cuda_graph_scope")) and (rule := _scope_rule(got[0])):
         found.add("graph.cuda_graph_scope", rule)
     elif got and got[0] and found.values["graph.cuda_graph_impl"] == "none":
         found.add(
             "graph.cuda_graph_scope", "nothing is captured with graph.cuda_graph_impl = none; set it, or drop this"
         )
-    if (got := found.get("moe.num_experts", "moe.top_k")) and not got[0] and got[1] != SPECS["moe.top_k"].default:
-        found.add("moe.top_k", "has no effect with moe.num_experts = 0; set the number of experts, or leave this out")
 
 
 def _scope_rule(scope: tuple[str, ...]) -> str:

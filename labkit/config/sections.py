@@ -3,7 +3,7 @@
 One section per concern. Each field is documented in the string under it; units are in the text. These strings are
 the command line's help and the reference page (`docs/config.md`).
 The names are the field's (Megatron's where it has one), in short form: `tp cp ep etp dp edp pp vpp`.
-A field's type is one of `int`, `float`, `bool`, `str`, `tuple[str, ...]`, or one of them `| None`.
+A field's type is one of `int`, `float`, `bool`, `str`, `tuple[str, ...]`, `tuple[int, ...]`, or one of them `| None`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class ModelConfig:
     recompute_num_layers: int = 1
     """See recompute_method."""
     recompute_modules: tuple[str, ...] = ("core_attn",)
-    """With `selective`: any of `core_attn` (softmax and both products), `mlp` and `layernorm`."""
+    """With `selective`: any of `core_attn` (softmax and both products), `mlp`, `layernorm`, `moe` (whole MoE layers) and
+    `shared_experts`."""
     num_microbatches_with_partial_activation_checkpoints: int | None = None
     """Of the microbatches in flight on a rank, so many keep everything; the others are recomputed as configured
     (arXiv 2205.05198, appendix C). None recomputes all, as 0 does."""
@@ -147,14 +148,64 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """Mixture of experts; num_experts = 0 means a dense model."""
+    """Mixture of experts (arXiv 1701.06538); num_experts = 0 means a dense model. Experts have no bias."""
 
     num_experts: int = 0
     """Experts per MoE layer over all ranks; 0 is a dense model."""
+    ffn_hidden: int | None = None
+    """Width of one expert; None means the dense width, model.ffn_hidden."""
+    layer_freq: tuple[int, ...] = (1,)
+    """Which layers are MoE layers: 1 MoE, 0 dense, repeated over the layers. `1` is every layer, `1,0` every second."""
     top_k: int = 2
     """Experts a token is sent to."""
+    score_function: str = "softmax"
+    """Scores from logits: `softmax` or `sigmoid` (arXiv 2412.19437)."""
+    pre_softmax: bool = False
+    """Softmax over all experts before the top-k; False: top-k on logits, softmax over the chosen (as Mixtral)."""
+    num_groups: int | None = None
+    """Group-limited routing: experts are cut into so many groups, and a token's experts come from group_topk of them."""
+    group_topk: int | None = None
+    """Groups that a token may choose from; given together with num_groups."""
+    topk_scaling_factor: float | None = None
+    """Multiplies the weights of the chosen experts (with pre_softmax or sigmoid, where they need not add up to 1)."""
+    router_dtype: str = "fp32"
+    """Type of the router's product and scores: `fp32`, `fp64` or `model` (that of the activations; fp64 runs keep fp64)."""
+    input_jitter: float = 0.0
+    """The router's input is multiplied by numbers drawn from 1 - x to 1 + x (arXiv 2101.03961); 0 draws none."""
+    load_balancing: str = "aux_loss"
+    """What evens the load: `aux_loss` (over the micro batch, arXiv 2101.03961), `seq_aux_loss` (each sequence by itself,
+    arXiv 2405.04434), `global_aux_loss` (over the global batch so far, arXiv 2501.11873), `sinkhorn` (by assignment, no
+    loss; arXiv 2103.16716) or `none`."""
+    aux_loss_coeff: float = 0.0
+    """Weight of the load-balancing loss; 0 adds none."""
+    z_loss_coeff: float = 0.0
+    """Weight of the mean squared log-sum-exp of the logits (arXiv 2202.08906); 0 adds none."""
+    expert_bias: bool = False
+    """A bias on sigmoid scores that only the choice of experts sees, moved after each step against the load (loss-free
+    balancing, arXiv 2408.15664)."""
+    expert_bias_update_rate: float = 1e-3
+    """Step of that bias."""
+    capacity_factor: float | None = None
+    """An expert takes at most ceil(tokens x top_k / experts x capacity_factor) tokens of a rank; None drops nothing."""
+    drop_policy: str = "probs"
+    """What a full expert keeps: `probs`, its best, or `position`, its first."""
+    pad_to_capacity: bool = False
+    """Every expert gets exactly its capacity, filled up with zeros of weight 0, so that all shapes are static."""
     dispatcher: str = "alltoall"
-    """How tokens reach their experts."""
+    """How tokens reach their experts: `alltoall`, `allgather` (each rank sees all tokens), or `local` (one rank has all
+    experts: ep = etp = 1)."""
+    grouped_gemm: bool = True
+    """All experts of a rank in one grouped product; False computes them one after the other."""
+    shared_expert_ffn_hidden: int | None = None
+    """Width of the experts that every token passes through, all together (arXiv 2401.06066); None means there is none."""
+    shared_expert_gate: bool = False
+    """Weight the shared experts' output by the sigmoid of a gate of its own."""
+    shared_expert_overlap: bool = False
+    """Compute the shared experts while tokens travel (dispatcher alltoall)."""
+
+    def is_moe_layer(self, index: int) -> bool:
+        """Whether layer `index` of the whole model has experts."""
+        return self.num_experts > 0 and self.layer_freq[index % len(self.layer_freq)] == 1
 
 
 @dataclass(frozen=True, kw_only=True)
