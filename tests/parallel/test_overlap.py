@@ -18,6 +18,8 @@ from labkit.parallel import Group, collectives, delayed, layers, transport
 from labkit.parallel.layers import ColumnParallelLinear
 
 COLLECTIVE, GEMM = 0.020, 0.030
+ROUNDING = 1e-6
+"""Seconds: an Event's duration is the difference of two clock readings, each a rounded double."""
 
 
 def loopback(x: Tensor, group: Group, op: str, in_place: bool) -> Callable[[], Tensor]:
@@ -61,7 +63,7 @@ def test_a_collective_of_20_ms_under_a_gemm_of_30_ms_costs_at_most_3_ms() -> Non
     named = {event.kind: event for event in events}
     assert named["input_grad"].end <= named["collective"].start <= named["weight_grad"].start, "issued before the GEMM"
     assert named["wait"].start >= named["weight_grad"].end, "awaited after the GEMM"
-    assert named["collective"].duration >= COLLECTIVE
+    assert named["collective"].duration >= COLLECTIVE - ROUNDING
 
 
 @pytest.mark.usefixtures("sleeping_gemm")
