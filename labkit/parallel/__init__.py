@@ -50,7 +50,7 @@ _EXPORTS = {
     "recompute": ("checkpoint", "CheckpointWithoutOutput"),
     "layers": ("ColumnParallelLinear", "RowParallelLinear"),
     "mlp": ("ParallelMLP",),
-    "weights": ("gather_parameter", "make_parameter"),
+    "weights": ("gather_expert_parameter", "gather_parameter", "make_expert_parameter", "make_parameter"),
     "vocab": ("padded_vocab_size", "parallel_lm_logits", "TokenIdError", "VocabParallelEmbedding"),
     "cross_entropy": ("linear_cross_entropy", "vocab_parallel_cross_entropy"),
     "context": (
@@ -217,7 +217,9 @@ if TYPE_CHECKING:
     from labkit.parallel.vocab import padded_vocab_size as padded_vocab_size
     from labkit.parallel.vocab import parallel_lm_logits as parallel_lm_logits
     from labkit.parallel.weight_grad_store import WeightGradStore as WeightGradStore
+    from labkit.parallel.weights import gather_expert_parameter as gather_expert_parameter
     from labkit.parallel.weights import gather_parameter as gather_parameter
+    from labkit.parallel.weights import make_expert_parameter as make_expert_parameter
     from labkit.parallel.weights import make_parameter as make_parameter
     from labkit.parallel.zero_memory import BytesPerParameter as BytesPerParameter
     from labkit.parallel.zero_memory import bytes_per_parameter as bytes_per_parameter

@@ -15,9 +15,14 @@ Attributes on each parameter (the first three are Megatron's):
 - `sequence_parallel`: its gradient is a partial sum over the tensor-parallel group (norms and biases that saw only a
   part of the sequence).
 - `allreduce`: False on expert parameters (Megatron's), whose gradients are reduced over `edp` instead of `dp_cp`.
+- `expert_parallel`: dimension 0 counts experts, of which the ranks of `ep` hold different ones; `partition_dim` and
+  `partition_stride` then say how `etp` cuts each of them, counted in the stacked tensor.
 
 The data-parallel wrappers add `main_grad`, where backwards add up, and the bucketed one `main_grad_hook`, to be called
-with the parameter by whoever has added to `main_grad` where autograd runs no hook.
+with the parameter by whoever has added to `main_grad` where autograd runs no hook. It does not zero buffers at the
+start of a step: what a parameter's `main_grad` holds is old while `main_grad_is_old` (`takes_first_gradient`). A
+parameter whose gradients somebody else adds, who knows nothing of this, is marked `main_grad_added_elsewhere`, and
+zeroed.
 """
 
 from __future__ import annotations
@@ -115,6 +120,64 @@ def make_parameter(
     )
 
 
+def make_expert_parameter(
+    name: str,
+    part: str,
+    full_shape: Sequence[int],
+    *,
+    ep: Group,
+    etp: Group,
+    partition_dim: int,
+    partition_stride: int = 1,
+    seed: int = 0,
+    std: float = 0.02,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> nn.Parameter:
+    """This rank's experts' weights, stacked along dimension 0: experts cut over `ep`, each of them over `etp`.
+
+    Expert e is drawn as `<name>.<e>.<part>`, so its values depend neither on the layout nor on how many there are.
+
+    Args:
+        name: of the experts in the whole model, `layers.3.mlp.experts`.
+        part: `fc1.weight`; the parameter's `full_name` is `<name>.<part>`.
+        full_shape: of the stack in one process, (E, ..).
+        ep: expert-parallel group, rank r of which holds the r-th 1/ep of the experts.
+        etp: expert-tensor-parallel group.
+        partition_dim: dimension of the stack that etp cuts; 1 or more.
+        partition_stride: blocks along it that are cut each by itself.
+        seed, std: of the normal draw.
+        dtype, device: as in `make_parameter`.
+
+    Raises:
+        ValueError: experts that ep does not divide, or a dimension that etp does not.
+    """
+    experts = full_shape[0]
+    if experts % ep.size:
+        raise ValueError(f"{name}: {experts} experts cannot be shared out over ep={ep.size}; choose a multiple of it")
+    local = experts // ep.size
+    drawn = [
+        tensor_part(
+            draw(f"{name}.{expert}.{part}", full_shape[1:], seed=seed, std=std, dtype=dtype),
+            etp.rank,
+            etp.size,
+            partition_dim - 1,
+            partition_stride,
+        ).to(device=device, dtype=dtype)
+        for expert in range(ep.rank * local, (ep.rank + 1) * local)
+    ]
+    parameter = tag_parameter(
+        nn.Parameter(torch.stack(drawn)),
+        full_name=f"{name}.{part}",
+        full_shape=full_shape,
+        tensor_model_parallel=etp.size > 1,
+        partition_dim=partition_dim if etp.size > 1 else -1,
+        partition_stride=partition_stride,
+    )
+    parameter.allreduce, parameter.expert_parallel = False, True  # type: ignore[attr-defined]
+    return parameter
+
+
 def tag_parameter(
     parameter: nn.Parameter,
     *,
@@ -142,6 +205,25 @@ def tag_parameter(
     return parameter
 
 
+def takes_first_gradient(parameter: Tensor) -> bool:
+    """Whether nothing was added to `main_grad` in this step, so that the gradient at hand replaces what is there.
+
+    True once a step: whoever asks must write. Writing once saves zeroing the buffer and reading it back.
+    """
+    first: bool = getattr(parameter, "main_grad_is_old", False)
+    if first:
+        parameter.main_grad_is_old = False  # type: ignore[attr-defined]
+    return first
+
+
+def put_gradient(gradient: Tensor, main_grad: Tensor, *, replace: bool) -> None:
+    """Add a gradient to `main_grad`, or with `replace` write it over what is there."""
+    if replace:
+        main_grad.copy_(gradient)
+    else:
+        main_grad.add_(gradient)
+
+
 def gather_parameter(tensor: Tensor, like: nn.Parameter, group: Group) -> Tensor:
     """The full, unpadded tensor of which `tensor` is this rank's part; the inverse of the slice that made `like`.
 
@@ -150,7 +232,23 @@ def gather_parameter(tensor: Tensor, like: nn.Parameter, group: Group) -> Tensor
     full = tensor.detach()
     if getattr(like, "tensor_model_parallel", False):
         dim, stride = like.partition_dim, like.partition_stride  # type: ignore[attr-defined]
-        parts = collectives.all_gather(full.contiguous(), group).chunk(group.size)
-        blocks = [part.chunk(stride, dim=dim) for part in parts]
-        full = torch.cat([blocks[rank][block] for block in range(stride) for rank in range(group.size)], dim=dim)
+        full = _joined(collectives.all_gather(full.contiguous(), group).chunk(group.size), dim, stride)
     return full[: like.full_shape[0]] if full.dim() else full  # type: ignore[attr-defined]
+
+
+def gather_expert_parameter(tensor: Tensor, like: nn.Parameter, *, etp: Group, ep: Group) -> Tensor:
+    """The full stack [E, ..] of which `tensor` is this rank's part; the inverse of the cut of `make_expert_parameter`.
+
+    `tensor` as in `gather_parameter`. Called by all ranks of etp x ep.
+    """
+    experts = tensor.detach().contiguous()
+    if getattr(like, "tensor_model_parallel", False):
+        dim, stride = like.partition_dim, like.partition_stride  # type: ignore[attr-defined]
+        experts = _joined(collectives.all_gather(experts, etp).chunk(etp.size), dim, stride)
+    return collectives.all_gather(experts.contiguous(), ep)
+
+
+def _joined(parts: Sequence[Tensor], dim: int, stride: int) -> Tensor:
+    """The tensor of which `tensor_part` made the ranks' parts."""
+    blocks = [part.chunk(stride, dim=dim) for part in parts]
+    return torch.cat([of_rank[block] for block in range(stride) for of_rank in blocks], dim=dim)

@@ -1,0 +1,148 @@
+"""The experts of one rank: feed-forward networks without bias, each on the rows that were routed to it.
+
+Rows arrive sorted by expert, with the weight that the router gave each of them. It is applied between activation and
+second projection: the product is linear in it, so the result is the same as weighting the output, and a weight per row
+of the smaller activation is cheaper than one per row of the output.
+
+Weights are stacked, so that a state_dict moves between the implementations:
+
+| name         | shape on a rank          | cut                                                                 |
+|--------------|--------------------------|---------------------------------------------------------------------|
+| `fc1.weight` | [E/ep, F'/etp, H]        | experts over ep, columns over etp; F' = 2F for `swiglu`: gate, up   |
+| `fc2.weight` | [E/ep, H, F/etp]         | experts over ep, rows over etp                                      |
+
+Under expert tensor parallelism each rank is given all rows of the group and returns a partial sum: the dispatcher
+gathers before and reduce-scatters after, so nothing here communicates.
+
+Shapes: N rows (tokens x experts of theirs on this rank), E experts, H hidden, F expert width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit.config import ModelConfig, MoEConfig
+from labkit.moe.grouped_gemm import GroupedPlan, Segments, grouped_linear
+from labkit.parallel.fp8 import Float8Scaling
+from labkit.parallel.groups import ParallelGroups
+from labkit.parallel.mlp import ACTIVATIONS
+from labkit.parallel.weights import make_expert_parameter
+
+
+def expert_width(model: ModelConfig, moe: MoEConfig) -> int:
+    """F: `moe.ffn_hidden`, or the dense width."""
+    return moe.ffn_hidden or model.ffn_hidden or 4 * model.hidden
+
+
+def weighted(inner_NF: Tensor, probs_N: Tensor) -> Tensor:
+    """Each row times its weight, in the type of the rows."""
+    return (inner_NF * probs_N.unsqueeze(-1)).to(inner_NF.dtype)
+
+
+class StackedLinear(nn.Module):
+    """One projection of all experts of this rank, as one grouped product.
+
+    Args:
+        name: of the experts in the whole model; the parameter is `<name>.<part>.weight`.
+        part: `fc1` or `fc2`.
+        full_shape: [E, O, I] in one process.
+        accumulate: add the weight gradient to `weight.main_grad` where it exists.
+        made: the rest of `make_expert_parameter`.
+    """
+
+    def __init__(
+        self, name: str, part: str, full_shape: tuple[int, int, int], *, accumulate: bool = False, **made: Any
+    ) -> None:
+        super().__init__()
+        self.weight = make_expert_parameter(name, f"{part}.weight", full_shape, **made)
+        self.plan = GroupedPlan(f"{name}.{part}", accumulate)
+
+    def forward(self, x_NI: Tensor, segments: Segments) -> Tensor:
+        """[N, I] -> [N, O]."""
+        return grouped_linear(x_NI, self.weight, segments, self.plan)
+
+
+class Experts(nn.Module):
+    """What all implementations hold: two projections and an activation.
+
+    Args:
+        name: in the whole model, `layers.3.mlp.experts`.
+        model: `hidden`, `activation` and widths.
+        moe: `num_experts` and `ffn_hidden`.
+        groups: `ep` and `etp`.
+        seed, std, output_std: of the initial weights; `output_std` is fc2's, None means std.
+        dtype, device: of the weights.
+        gradient_accumulation_fusion: add weight gradients to `main_grad` where it exists.
+        float8: refused.
+
+    Raises:
+        ValueError: fp8, or sizes that ep or etp do not divide.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: ModelConfig,
+        moe: MoEConfig,
+        groups: ParallelGroups,
+        *,
+        seed: int = 0,
+        std: float = 0.02,
+        output_std: float | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        gradient_accumulation_fusion: bool = False,
+        float8: Float8Scaling | None = None,
+    ) -> None:
+        super().__init__()
+        if float8 is not None:
+            raise ValueError(f"{name}: experts do not compute in fp8; set optim.fp8 to none")
+        experts, hidden, width = moe.num_experts, model.hidden, expert_width(model, moe)
+        blocks = 2 if model.activation == "swiglu" else 1
+        self.name, self.activation = name, ACTIVATIONS[model.activation]
+        made: dict[str, Any] = {"ep": groups.ep, "etp": groups.etp, "seed": seed, "dtype": dtype, "device": device}
+        made |= {"accumulate": gradient_accumulation_fusion}
+        self.fc1 = StackedLinear(
+            name, "fc1", (experts, blocks * width, hidden), partition_dim=1, partition_stride=blocks, std=std, **made
+        )
+        self.fc2 = StackedLinear(
+            name,
+            "fc2",
+            (experts, hidden, width),
+            partition_dim=2,
+            std=std if output_std is None else output_std,
+            **made,
+        )
+
+    def forward(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> Tensor:
+        """Rows sorted by expert, how many each has ([E/ep], on the host), and their weights -> [N, H]."""
+        raise NotImplementedError
+
+
+class SequentialExperts(Experts):
+    """One expert after the other, in plain autograd: slow where experts are many, and easy to read.
+
+    Its weight gradients arrive with the input gradients, never in a later W.
+    """
+
+    def forward(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> Tensor:
+        """As in `Experts`."""
+        counts = tokens_per_expert.tolist()
+        rows, weights = tokens_NH.split(counts), probs_N.split(counts)
+        outputs = [
+            weighted(self.activation(x @ fc1.t()), p) @ fc2.t()
+            for x, p, fc1, fc2 in zip(rows, weights, self.fc1.weight.unbind(), self.fc2.weight.unbind(), strict=True)
+        ]
+        return torch.cat(outputs)
+
+
+class GroupedExperts(Experts):
+    """All experts of a rank at once: one product a projection (`grouped_gemm`)."""
+
+    def forward(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> Tensor:
+        """As in `Experts`."""
+        segments = Segments(tokens_per_expert)
+        return self.fc2(weighted(self.activation(self.fc1(tokens_NH, segments)), probs_N), segments)

@@ -1,0 +1,183 @@
+"""One product for all experts of a rank: rows grouped by expert, each group times a matrix of its own.
+
+A loop over E experts launches 3 E small GEMMs a projection (forward, and two in backward), most of them too small to
+fill the machine; grouped, it is 3. Which operator makes the call depends on what the machine offers:
+
+| form    | operator                  | where                                                                         |
+|---------|---------------------------|-------------------------------------------------------------------------------|
+| batched | `torch.bmm` of views      | every expert has the same number of rows (drop-and-pad); nothing is copied    |
+| grouped | `torch._grouped_mm`       | GPU: bf16, one kernel that reads the group borders on the device              |
+|         |                           | CPU: fp32, bf16, fp16; one call whose loop over groups is inside, in C++      |
+| padded  | `torch.bmm` of copies     | what is left: float64, and widths that are no multiple of 16 bytes            |
+
+The padded form moves every group to a block of the largest one's size, so its work grows with the skew: up to E times
+as much if one expert takes all. It keeps float64, in which layouts are compared, to one call as well.
+
+Shapes: N rows (tokens x experts of theirs on this rank), E experts of this rank, C rows of the largest group, I input
+size, O output size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from labkit.events import span
+from labkit.parallel.weight_grad_store import deferred
+from labkit.parallel.weights import put_gradient, takes_first_gradient
+
+ALIGNMENT = 16
+"""Bytes of which `torch._grouped_mm` wants every row to be a multiple."""
+
+
+class Segments:
+    """Which rows belong to which expert: the first counts[0] to expert 0, the next counts[1] to expert 1, and so on.
+
+    Args:
+        tokens_per_expert: [E], integers. On the host nothing waits for a GPU; on the GPU the grouped form needs no
+            more, and any other form copies it to the host first.
+    """
+
+    def __init__(self, tokens_per_expert: Tensor | Sequence[int]) -> None:
+        self.tokens_per_expert = torch.as_tensor(tokens_per_expert)
+        self._offsets: dict[torch.device, Tensor] = {}
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Rows of each expert."""
+        return [int(count) for count in self.tokens_per_expert.tolist()]
+
+    @property
+    def equal(self) -> bool:
+        """Whether all experts are known to have as many rows; borders that are on a GPU are not looked at."""
+        return self.tokens_per_expert.device.type == "cpu" and len(set(self.counts)) <= 1
+
+    def offsets(self, device: torch.device) -> Tensor:
+        """The end of each group, [E] int32, on `device`; copied once."""
+        if device not in self._offsets:
+            ends = self.tokens_per_expert.cumsum(0).to(torch.int32)
+            if device.type == "cuda" and ends.device.type == "cpu":
+                ends = ends.pin_memory()  # a copy from pageable memory would hold the host up
+            self._offsets[device] = ends.to(device, non_blocking=True)
+        return self._offsets[device]
+
+    def blocks(self, rows: Tensor) -> Tensor:
+        """[N, ..] -> [E, C, ..]: each group in a block of its own, filled up with zeros; a view where all are equal."""
+        experts, largest = len(self.counts), max(self.counts)
+        if self.equal:
+            return rows.reshape(experts, largest, *rows.shape[1:])
+        padded = rows.new_zeros(experts * largest, *rows.shape[1:])
+        return padded.index_copy_(0, self._slots(rows.device), rows).view(experts, largest, *rows.shape[1:])
+
+    def rows(self, blocks: Tensor) -> Tensor:
+        """[E, C, ..] -> [N, ..]: the inverse of `blocks`."""
+        flat = blocks.flatten(0, 1)
+        return flat if self.equal else flat.index_select(0, self._slots(blocks.device))
+
+    def _slots(self, device: torch.device) -> Tensor:
+        """Where each row is in the blocks laid end to end, [N]."""
+        counts = torch.tensor(self.counts)
+        starts = torch.arange(len(counts)) * counts.max() - (counts.cumsum(0) - counts)
+        return (torch.arange(int(counts.sum())) + starts.repeat_interleave(counts)).to(device)
+
+
+# ---- the two kinds of products ----
+
+
+def _is_native(segments: Segments, first: Tensor, second: Tensor) -> bool:
+    """Whether `torch._grouped_mm` takes these operands as one call."""
+    types = (torch.bfloat16,) if first.is_cuda else (torch.float32, torch.bfloat16, torch.float16)
+    if segments.equal or first.dtype not in types:
+        return False
+    aligned = ALIGNMENT // first.element_size()
+    return all(size % aligned == 0 for size in (first.shape[-1], *second.shape[-2:]))
+
+
+def grouped_product(a_NI: Tensor, b_EIO: Tensor, segments: Segments) -> Tensor:
+    """Each group of rows times its expert's matrix: y_n = a_n b_e, [N, O]. b may be a transposed view."""
+    if _is_native(segments, a_NI, b_EIO):
+        return F.grouped_mm(a_NI, b_EIO, offs=segments.offsets(a_NI.device))
+    return segments.rows(torch.bmm(segments.blocks(a_NI), b_EIO))
+
+
+def grouped_weight_gradient(
+    grad_NO: Tensor, x_NI: Tensor, segments: Segments, main_grad: Tensor | None = None, *, replace: bool = False
+) -> Tensor | None:
+    """dL/dW_e = (rows of e in grad)^T (rows of e in x), [E, O, I]; zeros for an expert without rows.
+
+    With `main_grad` it is added there, or with `replace` put there, and None returned.
+    """
+    if _is_native(segments, grad_NO, x_NI):
+        made = F.grouped_mm(grad_NO.t(), x_NI, offs=segments.offsets(x_NI.device))
+        return made if main_grad is None else put_gradient(made, main_grad, replace=replace)
+    grad_EOC, x_ECI = segments.blocks(grad_NO).transpose(1, 2), segments.blocks(x_NI)
+    if main_grad is None:
+        return torch.bmm(grad_EOC, x_ECI)
+    if main_grad.dtype != x_NI.dtype:
+        return put_gradient(torch.bmm(grad_EOC, x_ECI), main_grad, replace=replace)
+    main_grad.baddbmm_(grad_EOC, x_ECI, beta=0.0 if replace else 1.0)
+    return None
+
+
+# ---- the linear layer ----
+
+
+@dataclass(frozen=True)
+class GroupedPlan:
+    """What a grouped linear layer does besides its products."""
+
+    name: str
+    """For Events."""
+    accumulate: bool = False
+    """Add the weight gradient to `weight.main_grad` where it exists."""
+
+
+class _GroupedLinear(Function):
+    """y_n = x_n W_e^T for every row n of expert e.
+
+    forward   y_e = x_e W_e^T            [N_e, I] x [O, I] -> [N_e, O] for all e in one call
+    dgrad     dx_e = dy_e W_e            [N_e, O] x [O, I] -> [N_e, I]
+    wgrad     dW_e = dy_e^T x_e          [O, N_e] x [N_e, I] -> [O, I]
+
+    Where a `WeightGradStore` collects, wgrad waits for its W. A rank without a row runs all three on empty tensors, so
+    that it stays in the graph and its weight gradients are zeros.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight_EOI: Tensor, segments: Segments, plan: GroupedPlan) -> Tensor:
+        ctx.save_for_backward(x_NI, weight_EOI)
+        ctx.weight, ctx.segments, ctx.plan = weight_EOI, segments, plan
+        return grouped_product(x_NI, weight_EOI.transpose(1, 2), segments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x_NI, weight_EOI = ctx.saved_tensors
+        grad_NO, segments, plan = grads[0].contiguous(), ctx.segments, ctx.plan
+        trained = ctx.weight if ctx.needs_input_grad[1] else None
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            with span(f"{plan.name} input_grad", "input_grad"):
+                grad_x = grouped_product(grad_NO, weight_EOI, segments)
+
+        def wgrad() -> tuple[Tensor | None]:
+            if trained is None:
+                return (None,)
+            with span(f"{plan.name} weight_grad", "weight_grad"):
+                main_grad = getattr(trained, "main_grad", None) if plan.accumulate else None
+                replace = main_grad is not None and takes_first_gradient(trained)
+                return (grouped_weight_gradient(grad_NO, x_NI, segments, main_grad, replace=replace),)
+
+        grad_weight = None if deferred((trained,), wgrad) else wgrad()[0]
+        return grad_x, grad_weight, None, None
+
+
+def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, segments: Segments, plan: GroupedPlan) -> Tensor:
+    """Rows by their experts' matrices, [N, O]: one product forward, one for each gradient."""
+    return _GroupedLinear.apply(x_NI.contiguous(), weight_EOI, segments, plan)  # type: ignore[no-any-return]

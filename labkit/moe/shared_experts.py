@@ -1,0 +1,181 @@
+"""Shared experts: an MLP that every token passes through, beside those that it is routed to (arXiv 2401.06066).
+
+It knows nothing of routing, so it can be computed while tokens travel. For that it comes in stages, which the
+dispatcher calls between the steps of its communication, on a stream of their own:
+
+| stage                          | what it does                                     | while                          |
+|--------------------------------|--------------------------------------------------|--------------------------------|
+| `pre_forward_comm(x)`          | gate; gathers the sequence over tp               | tokens are permuted            |
+| `linear_fc1_forward_and_act()` | first projection and activation                  | tokens travel to their experts |
+| `linear_fc2_forward()`         | second projection                                | results travel back            |
+| `post_forward_comm()`          | sums over tp, each rank its part of the sequence | results are put in order       |
+| `get_output()`                 | hands the result over, and joins the streams     |                                |
+
+Called as a module it does the same at once.
+
+Shapes: S sequence (this rank's part under sequence parallelism), B batch, H hidden, F width; t = size of tp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit.config import ModelConfig, MoEConfig
+from labkit.parallel import mappings
+from labkit.parallel.fp8 import Float8Scaling
+from labkit.parallel.groups import Group, ParallelGroups
+from labkit.parallel.layers import column_parallel_linear
+from labkit.parallel.ledger import comm_scope
+from labkit.parallel.mlp import ParallelMLP
+from labkit.parallel.weights import make_parameter
+
+
+class SharedExpertGate(nn.Module):
+    """sigmoid(x w): how much of the shared experts' output a token takes, in place of all of it.
+
+    Holds `weight` [1, H], whole on every rank.
+    """
+
+    def __init__(self, name: str, hidden: int, *, sequence_parallel: bool, **made: Any) -> None:
+        super().__init__()
+        self.weight = make_parameter(f"{name}.weight", (1, hidden), **made)
+        self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x_SBH: Tensor) -> Tensor:
+        """[S, B, H] -> [S, B, 1], between 0 and 1."""
+        return torch.sigmoid(x_SBH @ self.weight.t())
+
+
+class SharedExpertMLP(nn.Module):
+    """All shared experts of a layer as one MLP, cut over tp like a dense one; without bias.
+
+    Holds `fc1.weight`, `fc2.weight` and, with a gate, `gate.weight`.
+
+    Args:
+        name: in the whole model, `layers.3.mlp.shared_experts`.
+        model: `hidden` and `activation`.
+        moe: `shared_expert_ffn_hidden` and `shared_expert_gate`.
+        groups: `tp`.
+        sequence_parallel: x is this rank's part of the sequence.
+        The rest as in `ParallelMLP`.
+
+    Raises:
+        ValueError: tp does not divide the width.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: ModelConfig,
+        moe: MoEConfig,
+        groups: ParallelGroups,
+        *,
+        sequence_parallel: bool = False,
+        seed: int = 0,
+        std: float = 0.02,
+        output_std: float | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        gradient_accumulation_fusion: bool = False,
+        float8: Float8Scaling | None = None,
+    ) -> None:
+        super().__init__()
+        assert moe.shared_expert_ffn_hidden is not None, "built only where the configuration has shared experts"
+        self.name, self.group = name, groups.tp
+        self.sequence_parallel = sequence_parallel and groups.tp.size > 1
+        made: dict[str, Any] = {"seed": seed, "std": std, "dtype": dtype, "device": device}
+        mlp = ParallelMLP(
+            name,
+            model.hidden,
+            moe.shared_expert_ffn_hidden,
+            group=groups.tp,
+            activation=model.activation,
+            bias=False,
+            sequence_parallel=sequence_parallel,
+            gradient_accumulation_fusion=gradient_accumulation_fusion,
+            float8=float8,
+            output_std=output_std,
+            **made,
+        )
+        self.fc1, self.fc2, self.activation = mlp.fc1, mlp.fc2, mlp.activation
+        self.gate = None
+        if moe.shared_expert_gate:
+            self.gate = SharedExpertGate(f"{name}.gate", model.hidden, sequence_parallel=self.sequence_parallel, **made)
+        self._stream = torch.cuda.Stream() if moe.shared_expert_overlap and groups.device.type == "cuda" else None
+        self._stage: Tensor | None = None
+        """What the last stage made."""
+        self._weight: Tensor | None = None
+        """The gate's result, until the output."""
+
+    def forward(self, x_SBH: Tensor) -> Tensor:
+        """[S, B, H] -> [S, B, H], summed over tp."""
+        inner_SBF, _ = self.fc1(x_SBH)
+        output_SBH, _ = self.fc2(self.activation(inner_SBF))
+        return output_SBH if self.gate is None else output_SBH * self.gate(x_SBH)
+
+    # ---- the same in stages ----
+
+    def pre_forward_comm(self, x_SBH: Tensor) -> None:
+        """Take the layer's input: the gate, and f or the gather of the sequence."""
+        assert self._stage is None, "get_output ends a pass before the next one starts"
+        enter = mappings.copy_to_tensor_model_parallel_region
+        if self.sequence_parallel:
+            enter = mappings.gather_from_sequence_parallel_region
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            x_SBH.record_stream(self._stream)
+        with self._on_stream():
+            self._weight = None if self.gate is None else self.gate(x_SBH)
+            self._stage = enter(x_SBH, self.group)
+
+    def linear_fc1_forward_and_act(self) -> None:
+        """The first projection, without communication, and the activation."""
+        with self._on_stream():
+            self._stage = self.activation(self._alone(self.fc1))
+
+    def linear_fc2_forward(self) -> None:
+        """The second projection: this rank's part of the sum."""
+        with self._on_stream():
+            self._stage = self._alone(self.fc2)
+
+    def post_forward_comm(self) -> None:
+        """g, or the reduce-scatter of the sequence."""
+        leave = mappings.reduce_from_tensor_model_parallel_region
+        if self.sequence_parallel:
+            leave = mappings.reduce_scatter_to_sequence_parallel_region
+        with self._on_stream():
+            self._stage = leave(self._last(), self.group)
+
+    def get_output(self) -> Tensor:
+        """[S, B, H], gated; the current stream has waited for it."""
+        with self._on_stream():
+            output = self._last() if self._weight is None else self._last() * self._weight
+        self._stage = self._weight = None
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            output.record_stream(torch.cuda.current_stream())
+        return output
+
+    def _last(self) -> Tensor:
+        assert self._stage is not None, "the stages are called in their order, from pre_forward_comm on"
+        return self._stage
+
+    def _alone(self, layer: Any) -> Tensor:
+        """A projection as one process would do it: what communicates are the stages around it."""
+        plan = replace(layer.plan, group=Group("none", (0,), 0), sequence_parallel=False)
+        return column_parallel_linear(self._last(), layer.weight, None, plan)
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        with comm_scope(layer=self.name):
+            if self._stream is None:
+                yield
+                return
+            with torch.cuda.stream(self._stream):
+                yield
