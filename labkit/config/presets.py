@@ -1,4 +1,5 @@
-"""Ready configurations, as functions: small ones for a laptop, and the rows of Megatron-LM's paper (arXiv 1909.08053).
+"""Ready configurations, as functions: small ones for a laptop, the rows of Megatron-LM's paper (arXiv 1909.08053), and
+mixtures of experts.
 
 `get(name)` finds one by its command-line name; `names()` lists them.
 """
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 from labkit.config.errors import ConfigError, nearest
 from labkit.config.run_config import RunConfig
-from labkit.config.sections import ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from labkit.config.sections import ModelConfig, MoEConfig, OptimConfig, ParallelConfig, TrainConfig
 
 
 def tiny() -> RunConfig:
@@ -77,6 +78,119 @@ def _gpt2(*, layers: int, hidden: int, heads: int, tp: int, global_batch: int, p
     )
 
 
+def tiny_moe() -> RunConfig:
+    """`tiny` with 8 experts in every second layer, the first included, of which a token visits 2; none is ever full.
+
+    Expert parallelism up to 8 divides it. Load-balancing and z-loss have the weights of the Switch Transformer (arXiv
+    2101.03961) and ST-MoE (arXiv 2202.08906), so that parity covers both.
+    """
+    moe = MoEConfig(num_experts=8, ffn_hidden=128, layer_freq=(1, 0), top_k=2, aux_loss_coeff=1e-2, z_loss_coeff=1e-3)
+    return replace(tiny(), moe=moe)
+
+
+def mixtral_tiny() -> RunConfig:
+    """`llama_tiny` with Mixtral's experts (arXiv 2401.04088): 8 in every layer, 2 of them for a token."""
+    return replace(llama_tiny(), moe=_mixtral_experts())
+
+
+def mixtral_8x7b() -> RunConfig:
+    """Mixtral 8x7B (46.7 billion parameters, 12.9 billion of them for a token) in bf16, on 32 GPUs or more.
+
+    Its vocabulary needs a tokenizer file in `data.tokenizer`. Sequences are of 4,096 tokens; the released model takes
+    32,768.
+    """
+    model = ModelConfig(
+        layers=32,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        ffn_hidden=14336,
+        vocab_size=32000,
+        seq_length=4096,
+        position="rope",
+        rope_theta=1e6,
+        norm="rmsnorm",
+        activation="swiglu",
+        bias=False,
+        untie_embeddings_and_output_weights=True,
+    )
+    return _large_moe(model, _mixtral_experts(), ParallelConfig(pp=4, ep=8))
+
+
+def _mixtral_experts() -> MoEConfig:
+    return MoEConfig(num_experts=8, top_k=2, aux_loss_coeff=2e-2)
+
+
+def deepseek_tiny() -> RunConfig:
+    """`llama_tiny` with DeepSeek-V3's experts (arXiv 2412.19437), attention apart.
+
+    The first layer is dense. The others have 16 narrow experts in 4 groups, of which a token visits 4 in 2 groups,
+    chosen by sigmoid scores with a bias that evens the load, and a shared expert for all tokens.
+    """
+    moe = MoEConfig(
+        num_experts=16,
+        ffn_hidden=32,
+        layer_freq=(0, *[1] * 7),
+        top_k=4,
+        score_function="sigmoid",
+        num_groups=4,
+        group_topk=2,
+        topk_scaling_factor=2.5,
+        load_balancing="seq_aux_loss",
+        aux_loss_coeff=1e-4,
+        expert_bias=True,
+        shared_expert_ffn_hidden=64,
+    )
+    return replace(llama_tiny(), moe=moe)
+
+
+def deepseek_moe_16b() -> RunConfig:
+    """DeepSeekMoE 16B (arXiv 2401.06066; 16.4 billion parameters, 2.8 billion of them for a token) in bf16, on 8 GPUs
+    or more.
+
+    The first layer is dense; the others have 64 narrow experts, of which a token visits 6, and two shared ones, which
+    are one of twice the width. Its vocabulary needs a tokenizer file in `data.tokenizer`.
+    """
+    model = ModelConfig(
+        layers=28,
+        hidden=2048,
+        heads=16,
+        ffn_hidden=10944,
+        vocab_size=102400,
+        seq_length=4096,
+        position="rope",
+        norm="rmsnorm",
+        norm_eps=1e-6,
+        activation="swiglu",
+        bias=False,
+        untie_embeddings_and_output_weights=True,
+    )
+    moe = MoEConfig(
+        num_experts=64,
+        ffn_hidden=1408,
+        layer_freq=(0, *[1] * 27),
+        top_k=6,
+        pre_softmax=True,
+        load_balancing="seq_aux_loss",
+        aux_loss_coeff=1e-3,
+        shared_expert_ffn_hidden=2 * 1408,
+    )
+    return _large_moe(model, moe, ParallelConfig(ep=8))
+
+
+def _large_moe(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig) -> RunConfig:
+    """With the batch, warm-up, peak rate and number of steps of DeepSeekMoE 16B; the decay is a cosine."""
+    return RunConfig(
+        model=model,
+        parallel=parallel,
+        moe=moe,
+        optim=OptimConfig(lr=4.2e-4, warmup_steps=2_000, weight_decay=0.1, precision="bf16"),
+        train=TrainConfig(
+            steps=106_449, micro_batch_size=1, global_batch_size=4608, log_interval=100, record_events=False
+        ),
+    )
+
+
 class Row(NamedTuple):
     """One model of the paper's tables."""
 
@@ -128,6 +242,11 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
     "tiny": tiny,
     "llama_tiny": llama_tiny,
     "gpt2_124m": gpt2_124m,
+    "tiny_moe": tiny_moe,
+    "mixtral_tiny": mixtral_tiny,
+    "mixtral_8x7b": mixtral_8x7b,
+    "deepseek_tiny": deepseek_tiny,
+    "deepseek_moe_16b": deepseek_moe_16b,
     **{f"table1_{row.lower().replace('.', '_')}": partial(table1, row) for row in TABLE_1},
     **{f"table2_{row.lower().replace('.', '_')}": partial(table2, row) for row in TABLE_2},
 }
