@@ -6,6 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS: dict[str, tuple[str, ...]] = {
+    "allgather": ("MoEAllGatherTokenDispatcher",),
+    "alltoall": ("MoEAlltoAllTokenDispatcher",),
+    "dispatcher": ("build_dispatcher", "MoETokenDispatcher"),
+    "local": ("MoELocalTokenDispatcher",),
+    "permutation": ("permute", "sort_chunks_by_idxs", "unpermute"),
     "experts": ("Experts", "GroupedExperts", "SequentialExperts"),
     "shared_experts": ("SharedExpertMLP",),
 }
@@ -15,6 +20,14 @@ _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from labkit.moe.allgather import MoEAllGatherTokenDispatcher as MoEAllGatherTokenDispatcher
+    from labkit.moe.alltoall import MoEAlltoAllTokenDispatcher as MoEAlltoAllTokenDispatcher
+    from labkit.moe.dispatcher import MoETokenDispatcher as MoETokenDispatcher
+    from labkit.moe.dispatcher import build_dispatcher as build_dispatcher
+    from labkit.moe.local import MoELocalTokenDispatcher as MoELocalTokenDispatcher
+    from labkit.moe.permutation import permute as permute
+    from labkit.moe.permutation import sort_chunks_by_idxs as sort_chunks_by_idxs
+    from labkit.moe.permutation import unpermute as unpermute
     from labkit.moe.experts import Experts as Experts
     from labkit.moe.experts import GroupedExperts as GroupedExperts
     from labkit.moe.experts import SequentialExperts as SequentialExperts

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -179,6 +180,60 @@ class _ReduceScatter(Function):
             return collectives.all_gather(grads[0], ctx.group, ctx.dim), None, None
 
 
+# ---- the same with parts of unequal size, along the first dimension ----
+
+
+def _gather_unequal(x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
+    """All ranks' rows, rank r's part having sizes[r] of them."""
+    return collectives.all_to_all(x.repeat(group.size, *[1] * (x.dim() - 1)), group, sizes, [len(x)] * group.size)
+
+
+def _reduce_scatter_unequal(x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
+    """This rank's part of the ranks' sum, added in the order of ranks; half precision is summed in float32."""
+    own = sizes[group.rank]
+    parts = collectives.all_to_all(x, group, [own] * group.size, sizes).unflatten(0, (group.size, own))
+    dtype = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+    return parts.sum(dim=0, dtype=dtype).to(x.dtype)
+
+
+class _GatherUnequal(Function):
+    """Joins parts of unequal size for a layer of which each rank computes a part (gradients are partial sums).
+
+    forward   y = all-gather of x_r                      [n_r, ..] -> [sum n, ..]
+    backward  dL/dx_r = part r of sum_q dL/dy_q          [sum n, ..] -> [n_r, ..]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
+        ctx.sizes = sizes
+        with forward_scope(ctx, group):
+            return _gather_unequal(x, group, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with backward_scope(ctx):
+            return _reduce_scatter_unequal(grads[0], ctx.group, ctx.sizes), None, None
+
+
+class _ReduceScatterUnequal(Function):
+    """Adds partial results and keeps this rank's part, of a size of its own.
+
+    forward   y_r = part r of sum_q x_q                  [sum n, ..] -> [n_r, ..]
+    backward  dL/dx_q = all-gather of dL/dy_r            [n_r, ..] -> [sum n, ..]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
+        ctx.sizes = sizes
+        with forward_scope(ctx, group):
+            return _reduce_scatter_unequal(x, group, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with backward_scope(ctx):
+            return _gather_unequal(grads[0], ctx.group, ctx.sizes), None, None
+
+
 def scatter_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
     """Split the last dimension, [S, B, H] -> [S, B, H/t]; backward gathers. ValueError if t does not divide it."""
     return x if group.size == 1 else _Scatter.apply(x, group, x.dim() - 1)  # type: ignore[no-any-return]
@@ -195,7 +250,11 @@ def scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_from_sequence_parallel_region(
-    x: Tensor, group: Group, *, tensor_parallel_output_grad: bool = True
+    x: Tensor,
+    group: Group,
+    *,
+    tensor_parallel_output_grad: bool = True,
+    output_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
     """Gather along the first dimension, [S/t, B, H] -> [S, B, H].
 
@@ -205,16 +264,29 @@ def gather_from_sequence_parallel_region(
         tensor_parallel_output_grad: True if what follows is a tensor-parallel layer, whose gradients are partial sums
             and must be reduce-scattered; False if every rank computes the same, so that a split suffices. A wrong
             True multiplies the gradient by t, a wrong False loses the other ranks' share.
+        output_split_sizes: rows of each rank's part, where they differ (tokens of tensor-parallel experts).
     """
     if group.size == 1:
         return x
+    if output_split_sizes is not None:
+        assert tensor_parallel_output_grad, "unequal parts are gathered for tensor-parallel layers only"
+        return _GatherUnequal.apply(x, group, output_split_sizes)  # type: ignore[no-any-return]
     function = _GatherForPartial if tensor_parallel_output_grad else _Gather
     return function.apply(x, group, 0)  # type: ignore[no-any-return]
 
 
-def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
-    """Sum partial results and split the first dimension, [S, B, H] -> [S/t, B, H]; backward gathers."""
-    return x if group.size == 1 else _ReduceScatter.apply(x, group, 0)  # type: ignore[no-any-return]
+def reduce_scatter_to_sequence_parallel_region(
+    x: Tensor, group: Group, *, input_split_sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Sum partial results and split the first dimension, [S, B, H] -> [S/t, B, H]; backward gathers.
+
+    `input_split_sizes` are the rows of each rank's part, where they differ.
+    """
+    if group.size == 1:
+        return x
+    if input_split_sizes is not None:
+        return _ReduceScatterUnequal.apply(x, group, input_split_sizes)  # type: ignore[no-any-return]
+    return _ReduceScatter.apply(x, group, 0)  # type: ignore[no-any-return]
 
 
 # ---- all-to-all: its own conjugate ----

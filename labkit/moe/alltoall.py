@@ -1,0 +1,190 @@
+"""The all-to-all dispatcher: every token travels to the ranks of its experts, and to no other (arXiv 2006.16668).
+
+    counts -> permutation 1 -> all-to-all (ep) -> all-gather (etp) -> permutation 2 -> experts
+    result <- permutation 1 <- all-to-all (ep) <- reduce-scatter (etp) <- permutation 2 <-
+
+A rank counts its tokens for each expert, and an all-gather over tp_ep makes these counts known to all; every split size
+of the forward follows from that one table. The all-to-all sends a row for each (token, expert), which is what
+`traffic.py` counts. With tensor-parallel experts (etp) the ranks that share an expert then gather their rows, since
+each computes a slice of the expert's width for all of them, and reduce-scatter brings the partial sums back.
+
+With `pad_to_capacity` every expert gets the same number of rows from every rank: the table is known beforehand, nothing
+is counted, and no number comes from the GPU.
+
+Shapes: S, B, H, T, E, N as in `dispatcher.py`; L = E/ep local experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labkit.config import MoEConfig
+from labkit.moe.dispatcher import MoETokenDispatcher
+from labkit.moe.host_copy import HostCopy
+from labkit.moe.permutation import permute, sort_chunks_by_idxs, unpermute
+from labkit.parallel import collectives, mappings
+from labkit.parallel.groups import ParallelGroups
+from labkit.parallel.ledger import comm_scope, current_scope
+
+__all__ = ["MoEAlltoAllTokenDispatcher", "Splits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """What the table of counts means for one rank, in rows, on the host."""
+
+    num_out_tokens: int
+    """Rows that leave permutation 1."""
+    input_splits: list[int]
+    """Rows sent to each rank of ep."""
+    output_splits: list[int]
+    """Rows received from each rank of ep."""
+    output_splits_tp: list[int]
+    """Rows that each rank of etp holds after the all-to-all."""
+    chunks: list[int]
+    """Rows from each rank for each local expert: etp x ep x L, in the order in which they lie after the all-gather."""
+    tokens_per_expert: Tensor
+    """Rows of each local expert, int64 [L]."""
+
+    @classmethod
+    def of(cls, counts: Tensor, ep_rank: int, etp_rank: int) -> Splits:
+        """From the table of counts on the host, [etp, ep, E]: rows of each rank for each expert."""
+        ep, experts = counts.shape[1:]
+        per_rank = experts // ep
+        own = counts[etp_rank, ep_rank].to(torch.int64)
+        local = counts[:, :, ep_rank * per_rank : (ep_rank + 1) * per_rank].to(torch.int64)
+        return cls(
+            num_out_tokens=int(own.sum()),
+            input_splits=own.view(ep, per_rank).sum(dim=1).tolist(),
+            output_splits=local[etp_rank].sum(dim=1).tolist(),
+            output_splits_tp=local.sum(dim=(1, 2)).tolist(),
+            chunks=local.flatten().tolist(),
+            tokens_per_expert=local.sum(dim=(0, 1)),
+        )
+
+
+class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
+    """Sends each token to the ranks of its experts; any ep and etp."""
+
+    def __init__(self, moe: MoEConfig, groups: ParallelGroups, **options: Any) -> None:
+        super().__init__(moe, groups, **options)
+        self.cudagraph_attrs = ["num_global_tokens_per_expert", "reversed_local_input_permutation_mapping"]
+        sources, local = self.tp_ep.size, self.num_local_experts
+        by_source = torch.arange(sources * local)
+        self.sort_input_by_local_experts: list[int] = by_source.view(sources, local).t().flatten().tolist()
+        self.restore_output_by_local_experts: list[int] = by_source.view(local, sources).t().flatten().tolist()
+
+    def set_shared_experts(self, shared_experts: Any) -> None:
+        self.shared_experts = shared_experts
+
+    # ---- counts ----
+
+    def preprocess(self, map_TE: Tensor) -> None:
+        """Set `num_global_tokens_per_expert`: rows that each rank has for each expert, [etp, ep, E]."""
+        self._host_copy: HostCopy | None = None
+        self._splits: Splits | None = None
+        shape = (self.etp.size, self.ep.size, self.num_experts)
+        if self.moe.pad_to_capacity:
+            self.num_global_tokens_per_expert = torch.full(shape, self._capacity(map_TE.shape[0]))
+            return
+        counts_E = map_TE.sum(dim=0, dtype=torch.int32)
+        with comm_scope(phase=current_scope().phase or "forward"):
+            table = collectives.all_gather(counts_E, self.tp_ep)
+        self.num_global_tokens_per_expert = self._by_axes(table)
+
+    def _capacity(self, num_tokens: int) -> int:
+        """Rows of an expert from a rank under `pad_to_capacity`; it cannot choose more tokens than there are."""
+        from labkit.moe.routing import get_capacity
+
+        assert self.moe.capacity_factor is not None
+        capacity = get_capacity(num_tokens * self.moe.top_k, self.num_experts, self.moe.capacity_factor)
+        return min(capacity, num_tokens)
+
+    def _by_axes(self, table: Tensor) -> Tensor:
+        """Counts in the order of tp_ep's ranks to [etp, ep, E]; the order of axes says which varies faster."""
+        both = self.ep.size > 1 and self.etp.size > 1
+        if both and self.tp_ep.ranks.index(self.ep.ranks[1]) - self.tp_ep.ranks.index(self.ep.ranks[0]) == 1:
+            return table.view(self.etp.size, self.ep.size, self.num_experts)
+        return table.view(self.ep.size, self.etp.size, self.num_experts).transpose(0, 1)
+
+    def _copy_to_host(self, point: str) -> None:
+        """Start the one copy of the counts, if this is the point for it."""
+        if point == self.cuda_dtoh_point:
+            self._host_copy = HostCopy(self.num_global_tokens_per_expert.contiguous())
+
+    @property
+    def splits(self) -> Splits:
+        """The split sizes of this forward; waits for the copy of the counts on first use."""
+        if self._splits is None:
+            assert self._host_copy is not None, "counts are copied before the first use of split sizes"
+            self._splits = Splits.of(self._host_copy.wait(), self.ep.rank, self.etp.rank)
+        return self._splits
+
+    def _num_out_tokens(self, num_tokens: int) -> int:
+        """Rows that leave permutation 1, without waiting where the configuration tells."""
+        if self.moe.pad_to_capacity:
+            return self.num_experts * self._capacity(num_tokens)
+        return self.splits.num_out_tokens if self.drops_without_padding else num_tokens * self.moe.top_k
+
+    # ---- the six steps ----
+
+    def dispatch_preprocess(self, hidden_SBH: Tensor, probs_TE: Tensor, map_TE: Tensor) -> tuple[Tensor, Tensor]:
+        hidden_TH = self._flatten(hidden_SBH, probs_TE, map_TE)
+        with comm_scope(layer=self.name):
+            self.preprocess(map_TE)
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_SBH)
+        self._copy_to_host("before_permutation_1")
+        rows_NH, probs_N, self.reversed_local_input_permutation_mapping = permute(
+            hidden_TH, map_TE, probs_TE=probs_TE, num_out_tokens=self._num_out_tokens(hidden_TH.shape[0])
+        )
+        assert probs_N is not None
+        return rows_NH, probs_N
+
+    def token_dispatch(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        self._copy_to_host("before_ep_alltoall")
+        splits = self.splits
+        with comm_scope(layer=self.name):
+            hidden = mappings.all_to_all(hidden, self.ep, splits.output_splits, splits.input_splits)
+            probs = mappings.all_to_all(probs, self.ep, splits.output_splits, splits.input_splits)
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act()
+        return hidden, probs
+
+    def dispatch_postprocess(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        splits = self.splits
+        with comm_scope(layer=self.name):
+            gathered = [
+                mappings.gather_from_sequence_parallel_region(x, self.etp, output_split_sizes=splits.output_splits_tp)
+                for x in (hidden, probs)
+            ]
+        hidden, probs = (sort_chunks_by_idxs(x, splits.chunks, self.sort_input_by_local_experts) for x in gathered)
+        return hidden, splits.tokens_per_expert, probs
+
+    def combine_preprocess(self, output_NH: Tensor) -> Tensor:
+        splits = self.splits
+        by_expert = [splits.chunks[i] for i in self.sort_input_by_local_experts]
+        output_NH = sort_chunks_by_idxs(output_NH, by_expert, self.restore_output_by_local_experts)
+        with comm_scope(layer=self.name):
+            return mappings.reduce_scatter_to_sequence_parallel_region(
+                output_NH, self.etp, input_split_sizes=splits.output_splits_tp
+            )
+
+    def token_combine(self, hidden: Tensor) -> Tensor:
+        splits = self.splits
+        with comm_scope(layer=self.name):
+            hidden = mappings.all_to_all(hidden, self.ep, splits.input_splits, splits.output_splits)
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward()
+        return hidden
+
+    def combine_postprocess(self, hidden: Tensor) -> Tensor:
+        if self.shared_experts is not None:
+            self.shared_experts.post_forward_comm()
+        tokens = self.hidden_shape[:-1].numel()
+        output = unpermute(hidden, self.reversed_local_input_permutation_mapping, tokens).view(self.hidden_shape)
+        return output if self.shared_experts is None else output + self.shared_experts.get_output()

@@ -1,0 +1,182 @@
+"""How tokens reach the ranks that hold their experts, and how the results come back: the interface of all dispatchers.
+
+A forward through the layer calls six steps in this order; experts are computed in the middle:
+
+| step                   | work                                                     | communication        |
+|------------------------|----------------------------------------------------------|----------------------|
+| `dispatch_preprocess`  | count, sort this rank's tokens by expert (permutation 1) | counts               |
+| `token_dispatch`       | -                                                        | tokens go out        |
+| `dispatch_postprocess` | sort what came by local expert (permutation 2)           | over etp             |
+| experts                | probabilities applied between activation and projection  | -                    |
+| `combine_preprocess`   | undo permutation 2                                       | over etp             |
+| `token_combine`        | -                                                        | results come back    |
+| `combine_postprocess`  | undo permutation 1: add up each token's results          | -                    |
+
+They are separate methods because partial CUDA graphs cut between them: `dispatch_preprocess` can be captured, what
+follows depends on numbers of the host (`cuda_dtoh_point`). What a step leaves for later ones is an attribute of the
+dispatcher, valid for one forward; backward passes need none of it, since the operations save what they need.
+
+The split sizes of a transfer must be numbers on the host, and the router's map is on the GPU. There is one copy to the
+host in a forward, at `cuda_dtoh_point`; nothing else here makes the host wait.
+
+Every rank of the group runs every step, with zero tokens too: backward passes communicate in the same places, and a
+rank that left the autograd graph would leave the others waiting.
+
+Shapes: S sequence of this rank, B batch, H hidden, T = S B tokens of this rank, E experts, N rows for the experts of
+this rank (tokens x experts they go to), k = top_k.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labkit.config import MoEConfig
+from labkit.parallel.groups import ParallelGroups
+
+__all__ = ["CUDA_DTOH_POINTS", "MoETokenDispatcher", "build_dispatcher"]
+
+CUDA_DTOH_POINTS = ("before_permutation_1", "before_ep_alltoall")
+"""Where counts may be copied to the host."""
+
+
+class MoETokenDispatcher(ABC):
+    """Takes tokens to their experts and the results back; see the module for the six steps.
+
+    Args:
+        moe: the section of the configuration.
+        groups: this rank's groups; `ep`, `etp` and `tp_ep` are used.
+        name: under which communication is booked in the ledger.
+        cuda_dtoh_point: when counts are copied to the host. `before_permutation_1` is earliest; with
+            `before_ep_alltoall` the host needs no number before the tokens travel, so that all of
+            `dispatch_preprocess` can be captured in a CUDA graph.
+
+    Raises:
+        ValueError: experts that ep does not divide; an unknown `cuda_dtoh_point`, or one that comes after the first
+            use of the numbers.
+    """
+
+    def __init__(
+        self,
+        moe: MoEConfig,
+        groups: ParallelGroups,
+        *,
+        name: str = "moe",
+        cuda_dtoh_point: str = "before_permutation_1",
+    ) -> None:
+        if moe.num_experts % groups.ep.size:
+            raise ValueError(
+                f"moe.num_experts = {moe.num_experts} cannot be shared by the {groups.ep.size} ranks of ep: "
+                f"it must be a multiple of {groups.ep.size}"
+            )
+        self.moe, self.name = moe, name
+        self.ep, self.etp, self.tp_ep = groups.ep, groups.etp, groups.tp_ep
+        self.num_experts = moe.num_experts
+        self.num_local_experts = moe.num_experts // groups.ep.size
+        self.first_local_expert = groups.ep.rank * self.num_local_experts
+        self.shared_experts: Any = None
+        self.hidden_shape = torch.Size()
+        self.cudagraph_attrs: list[str] = []
+        """Attributes set by `dispatch_preprocess` that later steps read: outputs of a graph that ends there."""
+        self.valid_cudagraph_attrs: list[str] | None = None
+        """Those of them that held a tensor at the first capture; later captures must find the same."""
+        self.cuda_dtoh_point = cuda_dtoh_point
+
+    @property
+    def cuda_dtoh_point(self) -> str:
+        """Where the counts are copied to the host: one of `CUDA_DTOH_POINTS`."""
+        return self._cuda_dtoh_point
+
+    @cuda_dtoh_point.setter
+    def cuda_dtoh_point(self, point: str) -> None:
+        if point not in CUDA_DTOH_POINTS:
+            raise ValueError(f"cuda_dtoh_point is {point!r}; choose one of {', '.join(CUDA_DTOH_POINTS)}")
+        if point == "before_ep_alltoall" and self.drops_without_padding:
+            raise ValueError(
+                "cuda_dtoh_point = before_ep_alltoall needs sizes that are known before counting, and a capacity "
+                "without padding drops a number of tokens that only counting tells; set moe.pad_to_capacity, or leave "
+                "moe.capacity_factor out"
+            )
+        self._cuda_dtoh_point = point
+
+    @property
+    def drops_without_padding(self) -> bool:
+        """Whether the number of rows that leave this rank is known only after counting."""
+        return self.moe.capacity_factor is not None and not self.moe.pad_to_capacity
+
+    def set_shared_experts(self, shared_experts: Any) -> None:
+        """Have the stages of the shared experts computed while tokens travel, and their output added at the end."""
+        raise ValueError(
+            f"{type(self).__name__} has no transfer to hide the shared experts behind; set moe.dispatcher to alltoall, "
+            "or moe.shared_expert_overlap to false"
+        )
+
+    def _flatten(self, hidden_SBH: Tensor, probs_TE: Tensor, map_TE: Tensor) -> Tensor:
+        """Remember the shape and return the tokens as rows [T, H]."""
+        self.hidden_shape = hidden_SBH.shape
+        hidden_TH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
+        wanted = (hidden_TH.shape[0], self.num_experts)
+        for what, given in (("probs", probs_TE), ("map", map_TE)):
+            if tuple(given.shape) != wanted:
+                raise ValueError(f"{what} has shape {tuple(given.shape)}; tokens x experts is {wanted}")
+        if map_TE.dtype != torch.bool:
+            raise ValueError(f"the routing map is bool, got {map_TE.dtype}")
+        return hidden_TH
+
+    @abstractmethod
+    def dispatch_preprocess(self, hidden_SBH: Tensor, probs_TE: Tensor, map_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Count the tokens of each expert and bring this rank's tokens into the order in which they leave.
+
+        Args:
+            hidden_SBH: input of the layer on this rank.
+            probs_TE: weight of each expert for each token; read where the map is true.
+            map_TE: bool, which experts a token goes to.
+
+        Returns:
+            What `token_dispatch` takes: tokens and their weights.
+        """
+
+    @abstractmethod
+    def token_dispatch(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Send tokens and weights to the ranks of their experts; return what came."""
+
+    @abstractmethod
+    def dispatch_postprocess(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sort by local expert: rows [N, H], rows of each local expert (int64 on the host, [E/ep]), weights [N]."""
+
+    @abstractmethod
+    def combine_preprocess(self, output_NH: Tensor) -> Tensor:
+        """Bring the experts' output back into the order in which the tokens came."""
+
+    @abstractmethod
+    def token_combine(self, hidden: Tensor) -> Tensor:
+        """Send results back to the ranks of the tokens; return what came."""
+
+    @abstractmethod
+    def combine_postprocess(self, hidden: Tensor) -> Tensor:
+        """Add up each token's results (weights are in them already) and restore the shape [S, B, H]."""
+
+
+def build_dispatcher(
+    moe: MoEConfig,
+    groups: ParallelGroups,
+    *,
+    name: str = "moe",
+    cuda_dtoh_point: str = "before_permutation_1",
+) -> MoETokenDispatcher:
+    """The dispatcher that `moe.dispatcher` names; arguments and errors are those of `MoETokenDispatcher`."""
+    from labkit.moe.allgather import MoEAllGatherTokenDispatcher
+    from labkit.moe.alltoall import MoEAlltoAllTokenDispatcher
+    from labkit.moe.local import MoELocalTokenDispatcher
+
+    kinds: dict[str, type[MoETokenDispatcher]] = {
+        "alltoall": MoEAlltoAllTokenDispatcher,
+        "allgather": MoEAllGatherTokenDispatcher,
+        "local": MoELocalTokenDispatcher,
+    }
+    if moe.dispatcher not in kinds:
+        raise ValueError(f"moe.dispatcher is {moe.dispatcher!r}; choose one of {', '.join(kinds)}")
+    return kinds[moe.dispatcher](moe, groups, name=name, cuda_dtoh_point=cuda_dtoh_point)

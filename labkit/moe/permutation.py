@@ -1,0 +1,134 @@
+"""Rows of tokens into the order of their experts, and back.
+
+`permute` copies each token once for every expert it goes to, all rows of expert 0 first, then those of expert 1, and
+inside an expert in the order of tokens. `unpermute` adds a token's rows up again. They are each other's transpose: what
+one does forward the other does backward, so the pair needs two row operations and no others.
+
+Nothing here waits for the GPU when the number of rows is given: positions are found by `nonzero_static`, whose result
+has the size it was told.
+
+Shapes: T tokens of this rank, E experts, H hidden, N rows after permutation (tokens x experts they go to).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+__all__ = ["permute", "sort_chunks_by_idxs", "unpermute"]
+
+
+def _sum_rows(rows_NH: Tensor, index_N: Tensor, num_tokens: int) -> Tensor:
+    """Row t of the result is the sum of the rows whose index is t: [N, H] -> [T, H]."""
+    return rows_NH.new_zeros(num_tokens, *rows_NH.shape[1:]).index_add_(0, index_N, rows_NH)
+
+
+class _Permute(Function):
+    """Copies tokens to where the index says.
+
+    forward   y[n] = x[index[n]]                          [T, H] -> [N, H]
+    backward  dL/dx[t] = sum of dL/dy[n], index[n] = t    [N, H] -> [T, H]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens_TH: Tensor, index_N: Tensor) -> Tensor:
+        ctx.save_for_backward(index_N)
+        ctx.num_tokens = tokens_TH.shape[0]
+        return tokens_TH.index_select(0, index_N)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _sum_rows(grads[0], ctx.saved_tensors[0], ctx.num_tokens), None
+
+
+class _Unpermute(Function):
+    """Adds up the rows of each token.
+
+    forward   y[t] = sum of x[n], index[n] = t            [N, H] -> [T, H]
+    backward  dL/dx[n] = dL/dy[index[n]]                  [T, H] -> [N, H]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows_NH: Tensor, index_N: Tensor, num_tokens: int) -> Tensor:
+        ctx.save_for_backward(index_N)
+        return _sum_rows(rows_NH, index_N, num_tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def _positions(chosen: Tensor, size: int | None) -> Tensor:
+    """Where a flat bool tensor is true, in order. On a GPU a given size is trusted; checking it would wait."""
+    if size is not None and chosen.is_cuda:
+        return torch.nonzero_static(chosen, size=size).squeeze(1)
+    positions = chosen.nonzero().squeeze(1)
+    assert size is None or size == positions.numel(), f"the map has {positions.numel()} entries, {size} were announced"
+    return positions
+
+
+def permute(
+    tokens_TH: Tensor, map_TE: Tensor, *, probs_TE: Tensor | None = None, num_out_tokens: int | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Copy each token once for every expert it goes to, in the order of experts.
+
+    Args:
+        tokens_TH: the tokens.
+        map_TE: bool, which expert a token goes to.
+        probs_TE: weights of the experts; only entries of the map are read.
+        num_out_tokens: entries of the map, N; where None it is counted, which makes the host wait for a GPU.
+
+    Returns:
+        Rows [N, H], their weights [N] (None without probs_TE), and the token that each row is a copy of, int64 [N].
+    """
+    num_tokens = map_TE.shape[0]
+    positions = _positions(map_TE.t().reshape(-1), num_out_tokens)  # expert x T + token
+    index_N = positions % max(num_tokens, 1)
+    probs_N = None if probs_TE is None else probs_TE.t().reshape(-1).index_select(0, positions)
+    rows_NH: Tensor = _Permute.apply(tokens_TH, index_N)  # type: ignore[assignment]
+    return rows_NH, probs_N, index_N
+
+
+def unpermute(rows_NH: Tensor, index_N: Tensor, num_tokens: int) -> Tensor:
+    """Add up the rows of each token, [N, H] -> [T, H]; a token without rows gets zeros.
+
+    `index_N` is what `permute` returned last, `num_tokens` is T.
+    """
+    return _Unpermute.apply(rows_NH, index_N, num_tokens)  # type: ignore[no-any-return]
+
+
+class _SortChunks(Function):
+    """Puts chunks of rows into another order; gradients go back by the inverse order.
+
+    forward   y = chunk order[0] of x, chunk order[1] of x, ...        [N, ..] -> [N, ..]
+    backward  dL/dx = the same with the inverse of order               [N, ..] -> [N, ..]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split_sizes: Sequence[int], order: Sequence[int]) -> Tensor:
+        ctx.split_sizes, ctx.order = split_sizes, order
+        return _reorder(x, split_sizes, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        inverse = sorted(range(len(ctx.order)), key=ctx.order.__getitem__)
+        return _reorder(grads[0], [ctx.split_sizes[i] for i in ctx.order], inverse), None, None
+
+
+def _reorder(x: Tensor, split_sizes: Sequence[int], order: Sequence[int]) -> Tensor:
+    chunks = x.split(list(split_sizes))
+    return torch.cat([chunks[i] for i in order])
+
+
+def sort_chunks_by_idxs(x: Tensor, split_sizes: Sequence[int], sorted_idxs: Sequence[int]) -> Tensor:
+    """Cut x along its first dimension into chunks of `split_sizes` rows and put them into the order `sorted_idxs`.
+
+    x itself where they are in that order already.
+    """
+    if list(sorted_idxs) == list(range(len(sorted_idxs))):
+        return x
+    return _SortChunks.apply(x, split_sizes, sorted_idxs)  # type: ignore[no-any-return]
