@@ -6,6 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS: dict[str, tuple[str, ...]] = {
+    "balance": ("aux_loss_scale", "AuxLossAutoScaler", "AuxLossScale", "updated_expert_bias"),
+    "router": ("finish_router_step", "routers_of", "TopKRouter"),
+    "routing": ("apply_capacity", "get_capacity", "topk_routing"),
+    "replay": ("RoutingReplay",),
+    "statistics": ("RouterStatistics", "RouterSummary", "summarize"),
     "allgather": ("MoEAllGatherTokenDispatcher",),
     "alltoall": ("MoEAlltoAllTokenDispatcher",),
     "dispatcher": ("build_dispatcher", "MoETokenDispatcher"),
@@ -22,16 +27,30 @@ __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 if TYPE_CHECKING:
     from labkit.moe.allgather import MoEAllGatherTokenDispatcher as MoEAllGatherTokenDispatcher
     from labkit.moe.alltoall import MoEAlltoAllTokenDispatcher as MoEAlltoAllTokenDispatcher
+    from labkit.moe.balance import AuxLossAutoScaler as AuxLossAutoScaler
+    from labkit.moe.balance import AuxLossScale as AuxLossScale
+    from labkit.moe.balance import aux_loss_scale as aux_loss_scale
+    from labkit.moe.balance import updated_expert_bias as updated_expert_bias
     from labkit.moe.dispatcher import MoETokenDispatcher as MoETokenDispatcher
     from labkit.moe.dispatcher import build_dispatcher as build_dispatcher
+    from labkit.moe.experts import Experts as Experts
+    from labkit.moe.experts import GroupedExperts as GroupedExperts
+    from labkit.moe.experts import SequentialExperts as SequentialExperts
     from labkit.moe.local import MoELocalTokenDispatcher as MoELocalTokenDispatcher
     from labkit.moe.permutation import permute as permute
     from labkit.moe.permutation import sort_chunks_by_idxs as sort_chunks_by_idxs
     from labkit.moe.permutation import unpermute as unpermute
-    from labkit.moe.experts import Experts as Experts
-    from labkit.moe.experts import GroupedExperts as GroupedExperts
-    from labkit.moe.experts import SequentialExperts as SequentialExperts
+    from labkit.moe.replay import RoutingReplay as RoutingReplay
+    from labkit.moe.router import TopKRouter as TopKRouter
+    from labkit.moe.router import finish_router_step as finish_router_step
+    from labkit.moe.router import routers_of as routers_of
+    from labkit.moe.routing import apply_capacity as apply_capacity
+    from labkit.moe.routing import get_capacity as get_capacity
+    from labkit.moe.routing import topk_routing as topk_routing
     from labkit.moe.shared_experts import SharedExpertMLP as SharedExpertMLP
+    from labkit.moe.statistics import RouterStatistics as RouterStatistics
+    from labkit.moe.statistics import RouterSummary as RouterSummary
+    from labkit.moe.statistics import summarize as summarize
 
 
 def __getattr__(name: str) -> Any:

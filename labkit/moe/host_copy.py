@@ -1,6 +1,6 @@
 """One small tensor from the GPU to the host without stopping the GPU's queue.
 
-Split sizes of an all-to-all must be numbers on the host, and the router computes them on the GPU. `.tolist()` would wait
+Split sizes of an all-to-all must be numbers on the host; the router computes them on the GPU. `.tolist()` would wait
 for everything queued so far. `HostCopy` starts the copy on a stream of its own, so that the host can queue the
 permutation meanwhile, and waits for the copy alone when the numbers are needed.
 """
