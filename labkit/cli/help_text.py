@@ -11,7 +11,9 @@ from labkit.config.field_docs import field_docs, section_docs
 from labkit.config.fields import SPECS
 from labkit.config.sections import SECTIONS
 
-_TYPES: dict[str, Any] = {"tuple[str, ...]": tuple[str, ...]}
+_TYPES: dict[str, Any] = {"tuple[str, ...]": tuple[str, ...], "tuple[int, ...]": tuple[int, ...]}
+_LISTS = {"TUPLE[STR, ...]": "A,B", "TUPLE[INT, ...]": "1,0"}
+"""How a list is written, in place of its type."""
 
 
 def _type(kind: str) -> Any:
@@ -42,7 +44,7 @@ def parser_of(command: Command) -> Any:
                     f"--{spec.dotted}",
                     type=_type(spec.kind),
                     default=spec.default,
-                    metavar=doc.kind.upper().replace(" | NONE", "").replace("TUPLE[STR, ...]", "A,B"),
+                    metavar=_metavar(doc.kind),
                     help=text.replace("%", "%%"),
                 )
     return parser
@@ -54,10 +56,14 @@ def _add(parser: Any, option: Option) -> None:
     elif option.kind == "bool":
         parser.add_argument(f"--{option.name}", action="store_true", help=option.help)
     else:
-        metavar = option.kind.upper().replace("TUPLE[STR, ...]", "A,B")
-        parser.add_argument(
-            f"--{option.name}", type=_type(option.kind), default=option.default, metavar=metavar, help=option.help
-        )
+        kind, metavar = _type(option.kind), _metavar(option.kind)
+        parser.add_argument(f"--{option.name}", type=kind, default=option.default, metavar=metavar, help=option.help)
+
+
+def _metavar(kind: str) -> str:
+    """`INT`, `A,B`: what stands for a value in the help."""
+    word = kind.upper().replace(" | NONE", "")
+    return _LISTS.get(word, word)
 
 
 def checked_config(command: Command, arguments: Arguments) -> RunConfig:

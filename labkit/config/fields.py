@@ -143,6 +143,12 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
 }
 """Megatron-LM's words for values, taken for ours."""
 
+LIST_HINTS: dict[str, str] = {
+    "moe.layer_freq": "; 1 is a layer with experts and 0 a dense one, repeated over the layers: Megatron's N = 2, one "
+    "such layer in 2, is [1, 0], and its '[0]*1+[1]*3' is [0, 1, 1, 1]",
+}
+"""What to write instead, for lists that Megatron-LM has in other forms."""
+
 
 def _by_last_part() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
@@ -250,6 +256,8 @@ def _typed(spec: FieldSpec, value: object) -> Any:
         hint = "; write it without a decimal point or exponent"
     elif spec.kind == "str" and isinstance(value, int | float):
         hint = "; put it in quotes"
+    elif spec.kind == "tuple[int, ...]":
+        hint = LIST_HINTS.get(spec.dotted, "")
     raise BadValueError(f"must be {_kind_words(spec)}, not {_kind_of(value)}{hint}")
 
 
@@ -274,6 +282,7 @@ def _from_text(spec: FieldSpec, value: str) -> Any:
             return parts
         if all(_INTEGER.fullmatch(part) for part in parts):
             return tuple(int(part) for part in parts)
+        raise BadValueError(f"must be {_kind_words(spec)}, as in 1,0{LIST_HINTS.get(spec.dotted, '')}")
     if spec.kind == "int" and _INTEGER.fullmatch(word):
         return int(word)
     if spec.kind == "float" and _NUMBER.fullmatch(word):

@@ -15,7 +15,7 @@ from labkit.config.errors import nearest, shown
 from labkit.config.fields import SPECS, BadValueError, convert
 from labkit.config.findings import Findings, divisors, up
 from labkit.config.limits import AXES, CHOICES, COUNT, FILES, GRAPH_SCOPES, RANGES
-from labkit.config.moe_rules import moe_rules
+from labkit.config.moe_rules import expert_instance_rule, moe_rules
 from labkit.config.pipeline_rules import microbatch_rules, pipeline_rules, split_rules
 from labkit.config.sections import ParallelConfig
 from labkit.config.training_rules import instance_rule, training_rules
@@ -147,6 +147,7 @@ def _layout(found: Findings, world_size: int | None) -> None:
     if world_size is not None and found.sound("world_size"):
         dp, edp = world_size // dense, world_size // expert
         instance_rule(found, dp * cp)
+        expert_instance_rule(found, edp)
     if found.sound("parallel.order"):
         order = found.values["parallel.order"]
         used = {"tp": max(tp, etp), "cp": cp, "ep": ep, "dp": max(dp, edp), "pp": pp}

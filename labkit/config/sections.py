@@ -70,8 +70,8 @@ class ModelConfig:
     recompute_num_layers: int = 1
     """See recompute_method."""
     recompute_modules: tuple[str, ...] = ("core_attn",)
-    """With `selective`: any of `core_attn` (softmax and both products), `mlp`, `layernorm`, `moe` (whole MoE layers) and
-    `shared_experts`."""
+    """With `selective`: any of `core_attn` (softmax and both products), `mlp`, `layernorm`, `moe` (whole MoE layers)
+    and `shared_experts`."""
     num_microbatches_with_partial_activation_checkpoints: int | None = None
     """Of the microbatches in flight on a rank, so many keep everything; the others are recomputed as configured
     (arXiv 2205.05198, appendix C). None recomputes all, as 0 does."""
@@ -155,7 +155,8 @@ class MoEConfig:
     ffn_hidden: int | None = None
     """Width of one expert; None means the dense width, model.ffn_hidden."""
     layer_freq: tuple[int, ...] = (1,)
-    """Which layers are MoE layers: 1 MoE, 0 dense, repeated over the layers. `1` is every layer, `1,0` every second."""
+    """Which layers have experts: 1 experts, 0 dense, repeated over the layers. `1` is every layer, `1,0` every second
+    one from the first, `0,1,1,1` in four layers all but the first."""
     top_k: int = 2
     """Experts a token is sent to."""
     score_function: str = "softmax"
@@ -163,19 +164,21 @@ class MoEConfig:
     pre_softmax: bool = False
     """Softmax over all experts before the top-k; False: top-k on logits, softmax over the chosen (as Mixtral)."""
     num_groups: int | None = None
-    """Group-limited routing: experts are cut into so many groups, and a token's experts come from group_topk of them."""
+    """Group-limited routing: experts are cut into so many groups, and a token's experts come from group_topk of
+    them."""
     group_topk: int | None = None
     """Groups that a token may choose from; given together with num_groups."""
     topk_scaling_factor: float | None = None
-    """Multiplies the weights of the chosen experts (with pre_softmax or sigmoid, where they need not add up to 1)."""
+    """Multiplies the weights of the chosen experts; DeepSeek-V3 has 2.5 (arXiv 2412.19437). None is 1."""
     router_dtype: str = "fp32"
-    """Type of the router's product and scores: `fp32`, `fp64` or `model` (that of the activations; fp64 runs keep fp64)."""
+    """Type of the router's product and scores: `fp32`, `fp64` or `model` (that of the activations). With
+    optim.precision fp64 it is fp64."""
     input_jitter: float = 0.0
     """The router's input is multiplied by numbers drawn from 1 - x to 1 + x (arXiv 2101.03961); 0 draws none."""
     load_balancing: str = "aux_loss"
-    """What evens the load: `aux_loss` (over the micro batch, arXiv 2101.03961), `seq_aux_loss` (each sequence by itself,
-    arXiv 2405.04434), `global_aux_loss` (over the global batch so far, arXiv 2501.11873), `sinkhorn` (by assignment, no
-    loss; arXiv 2103.16716) or `none`."""
+    """What evens the load: `aux_loss` (over the micro batch, arXiv 2101.03961), `seq_aux_loss` (each sequence by
+    itself, arXiv 2405.04434), `global_aux_loss` (over the global batch so far, arXiv 2501.11873), `sinkhorn`
+    (by assignment, no loss; arXiv 2103.16716) or `none`."""
     aux_loss_coeff: float = 0.0
     """Weight of the load-balancing loss; 0 adds none."""
     z_loss_coeff: float = 0.0
@@ -197,7 +200,8 @@ class MoEConfig:
     grouped_gemm: bool = True
     """All experts of a rank in one grouped product; False computes them one after the other."""
     shared_expert_ffn_hidden: int | None = None
-    """Width of the experts that every token passes through, all together (arXiv 2401.06066); None means there is none."""
+    """Width of the experts that every token passes through, all together (arXiv 2401.06066); None means there is
+    none."""
     shared_expert_gate: bool = False
     """Weight the shared experts' output by the sigmoid of a gate of its own."""
     shared_expert_overlap: bool = False

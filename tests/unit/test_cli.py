@@ -95,7 +95,14 @@ def test_ways_to_write_one_field(words: list[str]) -> None:
 def test_every_long_name_with_dashes(alias: str) -> None:
     spec = SPECS[ALIASES[alias]]
     other = "false" if spec.default is True else "true"
-    word = {"int": "3", "float": "5e-1", "bool": other, "str": "x", "tuple[str, ...]": "attn"}[spec.kind]
+    word = {
+        "int": "3",
+        "float": "5e-1",
+        "bool": other,
+        "str": "x",
+        "tuple[str, ...]": "attn",
+        "tuple[int, ...]": "1,0",
+    }[spec.kind]
     config = _config(f"--{alias.replace('_', '-')}", word)
     assert config == _config(f"--{spec.dotted}", word) != presets.tiny()
 

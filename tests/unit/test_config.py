@@ -86,7 +86,9 @@ def test_paper_batches_and_layouts() -> None:
 @pytest.mark.parametrize(("alias", "dotted"), ALIASES.items())
 def test_every_alias_sets_its_field_with_dash_and_underscore(alias: str, dotted: str) -> None:
     spec = SPECS[dotted]
-    value = {"int": 2, "float": 0.5, "bool": True, "str": "x", "tuple[str, ...]": ["attn"]}[spec.kind]
+    value = {"int": 2, "float": 0.5, "bool": True, "str": "x", "tuple[str, ...]": ["attn"], "tuple[int, ...]": [1, 0]}[
+        spec.kind
+    ]
     expected = RunConfig().override({dotted: value})
     assert RunConfig().override({alias: value}) == expected
     assert RunConfig().override({alias.replace("_", "-"): value}) == expected

@@ -37,6 +37,11 @@ SELECTIVE = {"recompute_granularity": "selective"}
 ZERO = {"distributed_optimizer": True}
 FP16 = {"precision": "fp16"}
 ENGINE = {"transformer_impl": "transformer_engine"}
+MOE = {"num_experts": 8}
+SP = {"tp": 2, "sequence_parallel": True}
+GROUPS = {**MOE, "num_groups": 4, "group_topk": 2}
+SINKHORN = {**MOE, "load_balancing": "sinkhorn"}
+SHARED = {**MOE, "shared_expert_ffn_hidden": 64}
 
 # (changes to presets.tiny(), ranks or None, field that is named, part of the rule)
 RULES: list[tuple[dict, object, str, str]] = [
@@ -79,7 +84,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"tp": 3}, None, "model.heads", "multiple of parallel.tp = 3"),
     ({"tp": 16}, None, "model.heads", "choose tp from 1, 2, 4 or 8"),
     ({"tp": 4, "kv_heads": 2}, None, "model.kv_heads", "multiple of parallel.tp = 4"),
-    ({"tp": 4, "ffn_hidden": 30}, None, "model.ffn_hidden", "multiple of parallel.tp = 4"),
+    ({"tp": 4, "model.ffn_hidden": 30}, None, "model.ffn_hidden", "multiple of parallel.tp = 4"),
     ({"cp": 2, "seq_length": 66}, None, "model.seq_length", "2 x cp = 4"),
     ({"cp": 3}, None, "model.seq_length", "2 x cp = 6: context parallelism cuts"),
     ({"tp": 8, "sequence_parallel": True, "seq_length": 20}, None, "model.seq_length", "parallel.tp = 8; try 24"),
@@ -149,11 +154,76 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"pp": 2, "vpp": 2, "microbatch_group_size": 17}, 2, "schedule.microbatch_group_size", "16 microbatches"),
     ({"pp": 2, "vpp": 2, "microbatch_group_size": 5}, 2, "schedule.microbatch_group_size", "a last group of 1 of 16"),
     ({"pp": 4, "vpp": 2, "global_batch_size": 2}, 4, "schedule.microbatch_group_size", "raise train.global_batch_size"),
-    # experts and graphs
-    ({"top_k": 4}, None, "moe.top_k", "no effect with moe.num_experts = 0"),
+    # experts
+    ({"top_k": 4}, None, "moe.top_k", "no effect with moe.num_experts = 0; set the number of experts, or leave this"),
+    ({"etp": 2}, None, "parallel.etp", "splits experts, but moe.num_experts = 0; set the number of experts, or leave"),
+    *[({**SELECTIVE, "recompute_modules": [part]}, None, "model.recompute_modules",
+       f"names {part}, but moe.num_experts = 0; set the number of experts") for part in ("moe", "shared_experts")],
+    *[({**MOE, f"moe.{name}": 0}, None, f"moe.{name}", "must be at least 1") for name in (
+        "ffn_hidden", "num_groups", "group_topk", "shared_expert_ffn_hidden")],
+    *[({**MOE, f"moe.{name}": -0.1}, None, f"moe.{name}", "must be at least 0") for name in (
+        "aux_loss_coeff", "z_loss_coeff", "input_jitter")],
+    *[({**MOE, f"moe.{name}": 0.0}, None, f"moe.{name}", "must be greater than 0") for name in (
+        "topk_scaling_factor", "capacity_factor", "expert_bias_update_rate")],
+    ({**MOE, "input_jitter": 1.0}, None, "moe.input_jitter", "must be below 1"),
+    *[({**MOE, f"moe.{name}": "nonsense"}, None, f"moe.{name}", "must be one of") for name in (
+        "score_function", "router_dtype", "load_balancing", "drop_policy")],
+    ({"num_experts": 4, "top_k": 5}, None, "moe.top_k", "at most moe.num_experts = 4; choose 1 to 4"),
+    ({"num_experts": 6, "ep": 4}, None, "moe.num_experts", "choose ep from 1, 2, 3 or 6"),
+    ({**MOE, "ep": 3}, None, "moe.num_experts", "must be a multiple of parallel.ep = 3, which shares the experts out"),
+    ({**MOE, "ep": 4, "etp": 2}, 4, "world_size", "etp x ep x pp = 2 x 4 x 1 = 8; launch 8, 16 or 24 ranks"),
+    ({**MOE, "ep": 4, "pp": 2}, 12, "world_size", "multiple of etp x ep x pp = 1 x 4 x 2 = 8; launch 8, 16 or 24"),
+    ({**MOE, "tp": 2}, None, "parallel.sequence_parallel", "must be true with experts and parallel.tp = 2"),
+    ({**MOE, "moe.ffn_hidden": 30, "etp": 4}, None, "moe.ffn_hidden", "multiple of parallel.etp = 4, which cuts"),
+    ({**MOE, "model.ffn_hidden": 30, "etp": 4}, None, "model.ffn_hidden", "multiple of parallel.etp = 4, which cuts"),
+    ({**MOE, "etp": 3}, None, "parallel.etp", "4 x model.hidden = 256; set another, or moe.ffn_hidden = 258"),
+    ({**MOE, "layer_freq": [2]}, None, "moe.layer_freq", "one layer with experts in 2, as Megatron's integer has it"),
+    ({**MOE, "layer_freq": []}, None, "moe.layer_freq", "must be a list of 1 (a layer with experts) and 0 (a dense"),
+    ({**MOE, "layer_freq": [1, 3]}, None, "moe.layer_freq", "as in 1,0"),
+    ({**MOE, "layer_freq": [1, 0, 0]}, None, "moe.layer_freq", "model.layers = 8; give 1, 2, 4 or 8 entries"),
+    ({**MOE, "layer_freq": [0, 0]}, None, "moe.layer_freq", "makes every layer dense; give at least one 1, or set"),
+    ({**MOE, "top_k": 1}, None, "moe.pre_softmax", "must be true with moe.top_k = 1: a softmax over one chosen expert"),
+    ({**MOE, "score_function": "sigmoid", "pre_softmax": True}, None, "moe.pre_softmax", "no effect with moe.score"),
+    ({**MOE, "num_groups": 4}, None, "moe.group_topk", "must be given together with moe.num_groups; set both, or none"),
+    ({**MOE, "group_topk": 1}, None, "moe.num_groups", "must be given together with moe.group_topk; set both, or none"),
+    ({**GROUPS, "num_groups": 3}, None, "moe.num_groups", "divide moe.num_experts = 8; choose 1, 2, 4 or 8"),
+    ({**GROUPS, "group_topk": 5}, None, "moe.group_topk", "at most moe.num_groups = 4; choose 1 to 4"),
+    ({**GROUPS, "top_k": 3}, None, "moe.group_topk", "must divide moe.top_k = 3, as a group is judged by its best"),
+    ({**GROUPS, "top_k": 6}, None, "moe.group_topk", "groups of 2 experts hold 4, and moe.top_k = 6; raise it, or"),
+    *[({**MOE, "load_balancing": kind}, None, "moe.load_balancing", "set moe.aux_loss_coeff above 0, as in 0.01")
+      for kind in ("seq_aux_loss", "global_aux_loss")],
+    *[({**MOE, "load_balancing": kind, "aux_loss_coeff": 0.1}, None, "moe.aux_loss_coeff",
+       f"no effect with moe.load_balancing = {kind}; set that to aux_loss") for kind in ("sinkhorn", "none")],
+    ({**MOE, "expert_bias": True}, None, "moe.expert_bias", "moves sigmoid scores; set moe.score_function to sigmoid"),
+    ({**MOE, "expert_bias_update_rate": 0.1}, None, "moe.expert_bias_update_rate", "with moe.expert_bias = false"),
+    *[({**SINKHORN, **changes}, None, f"moe.{name}", "sinkhorn, which assigns by itself; choose another, or leave this")
+      for name, changes in (
+        ("score_function", {"score_function": "sigmoid"}), ("pre_softmax", {"pre_softmax": True}),
+        ("topk_scaling_factor", {"topk_scaling_factor": 2.5}), ("num_groups", {"num_groups": 4, "group_topk": 2}),
+        ("group_topk", {"num_groups": 4, "group_topk": 2}), ("expert_bias", {"expert_bias": True}),
+        ("capacity_factor", {"capacity_factor": 1.0}))],
+    ({**MOE, "capacity_factor": 1.0, "dispatcher": "allgather"}, None, "moe.capacity_factor",
+     "needs a dispatcher that drops before it sends, and allgather gives every rank all tokens; set moe.dispatcher"),
+    *[({**MOE, **changes}, None, f"moe.{name}", "no effect without moe.capacity_factor; set that, or leave")
+      for name, changes in (("drop_policy", {"drop_policy": "position"}),
+                            ("pad_to_capacity", {"pad_to_capacity": True}))],
+    ({**MOE, "ep": 2, "dispatcher": "local"}, None, "moe.dispatcher", "parallel.ep = 2 and etp = 1; set it to"),
+    ({**MOE, **SP, "dispatcher": "local"}, None, "moe.dispatcher", "parallel.ep = 1 and etp = 2; set it to alltoall"),
+    *[({**MOE, name: True}, None, f"moe.{name}", "no effect without moe.shared_expert_ffn_hidden; set that, or leave")
+      for name in ("shared_expert_gate", "shared_expert_overlap")],
+    ({**SHARED, **SP, "shared_expert_ffn_hidden": 33}, None, "moe.shared_expert_ffn_hidden", "parallel.tp = 2, which"),
+    ({**SHARED, "shared_expert_overlap": True, "dispatcher": "allgather"}, None, "moe.shared_expert_overlap",
+     "hides the all-to-all; set moe.dispatcher to alltoall, or this to false"),
+    ({**MOE, **SELECTIVE, "recompute_modules": ["shared_experts"]}, None, "model.recompute_modules", "there are none"),
+    ({**SHARED, **SELECTIVE, "recompute_modules": ["moe", "shared_experts"]}, None, "model.recompute_modules",
+     "moe contains shared_experts; name one of them"),
+    ({**SHARED, **SELECTIVE, "shared_expert_overlap": True, "recompute_modules": ["shared_experts"]}, None,
+     "model.recompute_modules", "while they are spread over the steps of the dispatch; set moe.shared_expert_overlap"),
+    ({**MOE, **SELECTIVE, "recompute_modules": ["mlp"]}, None, "model.recompute_modules", "name moe instead"),
+    ({**MOE, **ZERO, "ep": 4, "num_distributed_optimizer_instances": 2}, 4,
+     "optim.num_distributed_optimizer_instances", "must divide edp = world size / (etp x ep x pp) = 1"),
+    # graphs
     ({"cuda_graph_scope": ["attn"]}, None, "graph.cuda_graph_scope", "nothing is captured"),
-    ({"num_experts": 4, "top_k": 5}, None, "moe.top_k", "at most moe.num_experts = 4"),
-    ({"num_experts": 6, "ep": 4}, None, "moe.num_experts", "multiple of parallel.ep = 4; choose ep from 1, 2, 3 or 6"),
     ({"cuda_graph_scope": ["attention"]}, None, "graph.cuda_graph_scope", 'did you mean "attn"?'),
     ({"cuda_graph_scope": ["attn", "attn"]}, None, "graph.cuda_graph_scope", "names a part twice"),
     ({"cuda_graph_scope": ["attn", "full_iteration"]}, None, "graph.cuda_graph_scope", "stands alone"),
@@ -288,6 +358,10 @@ TEXTS: list[tuple[str, str]] = [
     ("optim: {lr: true}", "must be a number, not true/false"),
     ("data: {path: 5}", "data.path = 5: must be text, not an integer; put it in quotes"),
     ("graph: {cuda_graph_scope: attn}", "must be a list of words, not text"),
+    ("moe: {layer_freq: 2}", "must be a list of integers, not an integer; 1 is a layer with experts and 0 a dense one"),
+    ("moe_layer_freq: 2", "Megatron's N = 2, one such layer in 2, is [1, 0]"),
+    ("moe_layer_freq: '([0]*1+[1]*3)'", "its '[0]*1+[1]*3' is [0, 1, 1, 1]"),
+    ("moe: {layer_freq: [1, yes]}", "must be a list of integers, not a list"),
     ("graph: {cuda_graph_scope: [1]}", "must be a list of words, not a list"),
     ("1: 2", "a key must be a name, not an integer"),
     ("null: 2", "a key must be a name"),
@@ -348,6 +422,13 @@ COMMANDS: list[tuple[list[str], str]] = [
         "model.heads = 8: must be a multiple of parallel.tp = 3",
     ),
     (["train", "--preset", "tiny", "--ep", "2"], "splits experts, but moe.num_experts = 0"),
+    (["train", "--preset", "tiny", "--num-experts", "6", "--ep", "4", "--nproc", "4"], "moe.num_experts = 6: must be"),
+    (["train", "--preset", "tiny", "--num-moe-experts", "8", "--ep", "4", "--nproc", "6"], "world_size = 6: must be a"),
+    (
+        ["train", "--preset", "tiny", "--num-experts", "8", "--moe-layer-freq", "[1]*8"],
+        "must be a list of integers, as",
+    ),
+    (["train", "--preset", "tiny", "--num-experts", "8", "--moe-layer-freq", "2"], "Megatron's integer has it, is 1,0"),
     (["train", "--preset", "tiny", "--path", "x"], "several sections have this field"),
     (["train", "--preset", "tiny", "--dp", "2"], "data parallelism is what is left"),
     (["parity", "--preset", "tiny", "--layouts", "tp=3"], "layout tp=3: model.heads = 8"),
@@ -398,6 +479,17 @@ SOUND: list[dict] = [
     {"lr_schedule": "wsd", "wsd_decay_steps": 2, "wsd_decay_style": "linear"},
     {**FULL, "recompute_method": "block", "recompute_num_layers": 2},
     {**SELECTIVE, "recompute_modules": ["mlp"]},
+    {**MOE, "ep": 4, "aux_loss_coeff": 0.01, "z_loss_coeff": 1e-3, "input_jitter": 0.01},
+    {**MOE, "ep": 2, "etp": 2, "dispatcher": "allgather", "layer_freq": [1, 0]},
+    {**MOE, **SP, "etp": 1, "ep": 4, "capacity_factor": 1.0, "drop_policy": "position", "pad_to_capacity": True},
+    {**GROUPS, "top_k": 4, "score_function": "sigmoid", "expert_bias": True, "expert_bias_update_rate": 0.01},
+    {**MOE, "top_k": 1, "pre_softmax": True, "topk_scaling_factor": 2.5},
+    {**SINKHORN, "top_k": 1},
+    {**SHARED, "shared_expert_gate": True, "shared_expert_overlap": True, "layer_freq": [0, 1, 1, 1, 1, 1, 1, 1]},
+    {**SHARED, **SELECTIVE, "recompute_modules": ["shared_experts", "layernorm"], "dispatcher": "local"},
+    {**MOE, **SELECTIVE, "recompute_modules": ["moe", "core_attn"], "grouped_gemm": False},
+    {**MOE, **SELECTIVE, "recompute_modules": ["moe", "mlp"], "layer_freq": [1, 0]},
+    {"num_experts": 1, "top_k": 1},
 ]
 
 
