@@ -1,0 +1,111 @@
+"""What keeps the experts' load even: losses on the router, how they join the backward, and the bias that needs none.
+
+With n_e the tokens that chose expert e, P_e the sum of its normalised scores, T tokens and k experts a token:
+
+    switch loss  L = coefficient E / (k T^2) sum_e P_e n_e     1 x coefficient if all is even (arXiv 2101.03961, 2.2)
+    z loss       L = coefficient mean_t (log sum_e exp logit_te)^2                       (arXiv 2202.08906, 3.3)
+
+n_e has no gradient; P_e has. T and n_e are those of the whole scope (all ranks that hold pieces of it), P_e only of
+this rank's tokens: each rank has a part of L, and the parts add up to L.
+
+The losses never appear in the model's loss: `AuxLossAutoScaler` passes a tensor on unchanged and, in backward, starts
+the gradient of L. How large that must be depends on what becomes of gradients later: see `aux_loss_scale`.
+
+Shapes: T tokens of this rank, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+
+def switch_load_balancing_loss_func(
+    scores_TE: Tensor,
+    tokens_per_expert: Tensor,
+    total_num_tokens: int,
+    *,
+    top_k: int,
+    num_experts: int,
+    coefficient: float,
+) -> Tensor:
+    """This rank's part of the switch loss above, a scalar.
+
+    Args:
+        scores_TE: normalised scores of this rank's tokens. With a sequence a row (sequence by sequence: [S, B x E]) the
+            result is the sum of the losses of B sequences.
+        tokens_per_expert: n_e over the whole scope, one for each column of the scores.
+        total_num_tokens: T of the whole scope.
+        top_k: k.
+        num_experts: E.
+        coefficient: weight of the loss.
+    """
+    scale = num_experts * coefficient / (top_k * total_num_tokens * total_num_tokens)
+    return (scores_TE.sum(dim=0) * tokens_per_expert).sum() * scale
+
+
+def z_loss_func(logits_TE: Tensor, coefficient: float) -> Tensor:
+    """The z loss above over this rank's tokens, a scalar. For a part of n ranks' loss, give coefficient / n."""
+    return logits_TE.logsumexp(dim=-1).square().mean() * coefficient
+
+
+class AuxLossScale:
+    """What the gradient of an attached loss starts from: one number for all routers of a model chunk.
+
+    It is a tensor at a fixed address, so that a captured graph reads the value of the step in which it is replayed.
+    """
+
+    def __init__(self, value: float = 1.0, *, device: torch.device | str | None = None) -> None:
+        self.value = torch.tensor(value, dtype=torch.float64, device=device)
+
+    def set(self, value: float | Tensor) -> None:
+        """Before the forwards of a step, and whenever loss scale or number of microbatches change."""
+        if isinstance(value, Tensor):
+            self.value.copy_(value)
+        else:
+            self.value.fill_(value)
+
+
+def aux_loss_scale(
+    loss_scale: float, *, cp: int, num_microbatches: int, tokens_per_microbatch: int | None = None
+) -> float:
+    """The number for `AuxLossScale` that makes the attached losses a mean over the microbatches of the global batch.
+
+    Parts of L lie on tp x cp ranks. Gradients are summed over tp (`sequence_parallel` parameters), and over dp x cp
+    averaged: the average over cp must be undone, that over dp is wanted. So loss_scale x cp / microbatches.
+
+    With a loss summed over tokens (`tokens_per_microbatch` = B x S, of the whole sequence) gradients are summed over
+    dp x cp and divided by the tokens of the global batch at the end: loss_scale x tokens_per_microbatch.
+    """
+    if tokens_per_microbatch is not None:
+        return loss_scale * tokens_per_microbatch
+    return loss_scale * cp / num_microbatches
+
+
+class AuxLossAutoScaler(Function):
+    """Attaches a loss to a tensor that is on the way to the model's loss anyway.
+
+    forward   y = x                              [any] -> [any]
+    backward  dL/dx = dL/dy,  daux = scale       [any] -> [any], [] -> []
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, aux_loss: Tensor, scale: AuxLossScale) -> Tensor:
+        ctx.scale, ctx.dtype = scale, aux_loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], ctx.scale.value.to(ctx.dtype), None
+
+
+def updated_expert_bias(tokens_per_expert: Tensor, expert_bias: Tensor, update_rate: float) -> Tensor:
+    """Loss-free balancing (arXiv 2408.15664, algorithm 1): bias + rate x sign(mean load - load), in the bias's type.
+
+    Both tensors are [.., E]; the load is that of the global batch, over all ranks.
+    """
+    load = tokens_per_expert.double()
+    return expert_bias + update_rate * (load.mean(dim=-1, keepdim=True) - load).sign().to(expert_bias.dtype)

@@ -1,0 +1,281 @@
+"""The router of one MoE layer: logits, choice, weights, and the losses that keep the load even.
+
+    logits = x W^T  ->  z loss  ->  choice and weights  ->  capacity  ->  load-balancing loss attached to the weights
+
+Logits and scores are made in float32 (or wider) whatever the activations are: among close logits, bf16 decides by
+rounding. Under sequence parallelism a rank routes the S/(cp tp) positions it holds, so W's gradient is a part of a sum
+over tp (`sequence_parallel`), as a norm's is.
+
+A forward counts for losses, statistics and the expert bias only in training and where a graph is made. That is once a
+microbatch also under recomputation, whose first forward makes no graph.
+
+Shapes: S sequence and B batch of this rank, T = S x B tokens (token s B + b), H hidden, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from labkit.config import ModelConfig, MoEConfig
+from labkit.moe.balance import (
+    AuxLossAutoScaler,
+    AuxLossScale,
+    switch_load_balancing_loss_func,
+    updated_expert_bias,
+    z_loss_func,
+)
+from labkit.moe.replay import RoutingReplay, encode, is_second_forward
+from labkit.moe.routing import apply_capacity, normalized_scores, sinkhorn_routing, top_k_map, topk_routing
+from labkit.moe.statistics import RouterStatistics
+from labkit.parallel.collectives import all_reduce
+from labkit.parallel.groups import ParallelGroups
+from labkit.parallel.ledger import comm_scope, current_scope
+from labkit.parallel.random import RngTracker
+from labkit.parallel.weights import make_parameter
+
+ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+class _GatingLinear(Function):
+    """A linear layer computed in a wider type than its tensors, of which it keeps only the narrow ones.
+
+    forward   y = x W^T              [T, H] x [H, E] -> [T, E], in the wide type
+    dgrad     dx = dy W              [T, E] x [E, H] -> [T, H], rounded to x's type
+    wgrad     dW = dy^T x            [E, T] x [T, H] -> [E, H], rounded to W's type
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, weight_EH: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x_TH, weight_EH)
+        return x_TH.to(dtype) @ weight_EH.to(dtype).t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x_TH, weight_EH = ctx.saved_tensors
+        grad_TE = grads[0]
+        dx_TH = (grad_TE @ weight_EH.to(grad_TE.dtype)).to(x_TH.dtype) if ctx.needs_input_grad[0] else None
+        dw_EH = (grad_TE.t() @ x_TH.to(grad_TE.dtype)).to(weight_EH.dtype) if ctx.needs_input_grad[1] else None
+        return dx_TH, dw_EH, None
+
+
+class TopKRouter(nn.Module):
+    """Sends each token to top_k experts.
+
+    Args:
+        name: of the layer's router in the whole model, as `layers.3.mlp.router`.
+        model: shape of the model.
+        moe: how to route.
+        groups: of this rank.
+        sequence_parallel: whether the ranks of tp hold different positions.
+        seed: of the weights.
+        dtype: of the weight.
+        device: where it lives; None is the host.
+        aux_scale: shared by the routers of a model chunk; None makes one of its own, 1.
+        statistics: where the layer's load is counted; None makes one.
+        rng: random states for `input_jitter`; None draws from torch's own.
+
+    Attributes:
+        weight: [E, H].
+        expert_bias: buffer [E], float32; None without `moe.expert_bias`.
+        replay: a `RoutingReplay` to take choices from; None chooses.
+        record: a list that gets the record (see `replay.py`) of every forward; None keeps none.
+
+    Raises:
+        ValueError: tp > 1 without sequence parallelism.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: ModelConfig,
+        moe: MoEConfig,
+        groups: ParallelGroups,
+        *,
+        sequence_parallel: bool = False,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        aux_scale: AuxLossScale | None = None,
+        statistics: RouterStatistics | None = None,
+        rng: RngTracker | None = None,
+    ) -> None:
+        super().__init__()
+        if groups.tp.size > 1 and not sequence_parallel:
+            raise ValueError(
+                f"{name}: with tp = {groups.tp.size} every rank of tp would route all tokens; MoE layers need "
+                "sequence parallelism there (parallel.sequence_parallel: true)"
+            )
+        self.name, self.moe, self.groups, self.rng = name, moe, groups, rng
+        shape = (moe.num_experts, model.hidden)
+        self.weight = make_parameter(f"{name}.weight", shape, seed=seed, std=model.init_std, dtype=dtype, device=device)
+        self.weight.sequence_parallel = sequence_parallel and groups.tp.size > 1  # type: ignore[attr-defined]
+        self.aux_scale = aux_scale or AuxLossScale(device=device)
+        self.statistics = statistics or RouterStatistics(moe.num_experts, device=device)
+        self.replay: RoutingReplay | None = None
+        self.record: list[Tensor] | None = None
+        self._make_buffers(device)
+
+    def _make_buffers(self, device: torch.device | str | None) -> None:
+        zeros = torch.zeros(self.moe.num_experts, device=device)
+        with_bias, is_global = self.moe.expert_bias, self.moe.load_balancing == "global_aux_loss"
+        self.register_buffer("expert_bias", zeros if with_bias else None)
+        self.register_buffer("local_tokens_per_expert", zeros.to(torch.int64) if with_bias else None, persistent=False)
+        # Of the global loss: counts of this step's forwards, and how many they were.
+        counts_and_forwards = zeros.new_zeros(self.moe.num_experts + 1, dtype=torch.float64)
+        self.register_buffer("global_counts", counts_and_forwards if is_global else None, persistent=False)
+
+    def forward(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
+        """[S, B, H] -> weights [T, E], 0 where not chosen, and the choice [T, E], bool."""
+        with comm_scope(layer=self.name, phase=current_scope().phase or "forward"):
+            return self.routing(self.gating(self._jittered(x_SBH)), x_SBH.shape[0])
+
+    def _jittered(self, x_SBH: Tensor) -> Tensor:
+        """The input times numbers from 1 - jitter to 1 + jitter; each rank of tp holds other tokens and draws its own."""
+        jitter = self.moe.input_jitter
+        if not jitter or not self.training:
+            return x_SBH
+        own = self.rng is not None and self.groups.tp.size > 1
+        with self.rng.fork() if own and self.rng is not None else nullcontext():
+            return x_SBH * torch.empty_like(x_SBH).uniform_(1 - jitter, 1 + jitter)
+
+    def gating(self, x_SBH: Tensor) -> Tensor:
+        """Logits [T, E], in `router_dtype` or the input's, whichever is wider."""
+        dtype = torch.promote_types(x_SBH.dtype, ROUTER_DTYPES.get(self.moe.router_dtype, x_SBH.dtype))
+        return _GatingLinear.apply(x_SBH.flatten(0, 1), self.weight, dtype)  # type: ignore[no-any-return]
+
+    def routing(self, logits_TE: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
+        """Weights and choice from logits of `sequence` positions; counts and attaches losses where the forward counts."""
+        moe, counts = self.moe, self.training and torch.is_grad_enabled()
+        shape_SBE = (sequence, logits_TE.shape[0] // sequence, moe.num_experts)
+        replayed, replayed_counted = self.replay.take(shape_SBE) if self.replay is not None else (None, None)
+        if counts and moe.z_loss_coeff:
+            logits_TE = self._with_z_loss(logits_TE)
+        probs_TE, map_TE = self._choose(logits_TE, replayed)
+        with_loss = counts and moe.load_balancing.endswith("aux_loss") and moe.aux_loss_coeff > 0
+        scores_TE = counted_TE = None
+        if with_loss or self.record is not None:
+            scores_TE = normalized_scores(logits_TE, moe.score_function)
+            counted_TE = top_k_map(scores_TE, moe.top_k) if replayed_counted is None else replayed_counted
+            if self.record is not None and not is_second_forward():
+                self.record.append(encode(map_TE, counted_TE, sequence))
+        probs_TE, kept_TE = self._limit(probs_TE, map_TE)
+        if counts:
+            self._count(map_TE, kept_TE)
+        if with_loss:
+            assert scores_TE is not None and counted_TE is not None
+            probs_TE = self._with_balance_loss(probs_TE, scores_TE, counted_TE, sequence)
+        return probs_TE, kept_TE
+
+    def _choose(self, logits_TE: Tensor, replayed: Tensor | None) -> tuple[Tensor, Tensor]:
+        moe = self.moe
+        if moe.load_balancing == "sinkhorn":
+            return sinkhorn_routing(logits_TE, moe.top_k, balanced=self.training, map_TE=replayed)
+        return topk_routing(
+            logits_TE,
+            moe.top_k,
+            score_function=moe.score_function,
+            pre_softmax=moe.pre_softmax,
+            num_groups=moe.num_groups,
+            group_topk=moe.group_topk,
+            scaling_factor=moe.topk_scaling_factor,
+            expert_bias=self.expert_bias,
+            map_TE=replayed,
+        )
+
+    def _limit(self, probs_TE: Tensor, map_TE: Tensor) -> tuple[Tensor, Tensor]:
+        if self.moe.capacity_factor is None:
+            return probs_TE, map_TE
+        return apply_capacity(
+            probs_TE,
+            map_TE,
+            top_k=self.moe.top_k,
+            capacity_factor=self.moe.capacity_factor,
+            drop_policy=self.moe.drop_policy,
+            pad_to_capacity=self.moe.pad_to_capacity,
+        )
+
+    def _count(self, map_TE: Tensor, kept_TE: Tensor) -> None:
+        """The load is what tokens chose, not what a capacity left of it: a bias fed by clipped loads would not see how
+        far over an expert is, and one fed by padded loads would see them all equal."""
+        self.statistics.add_routing(map_TE, kept_TE if self.moe.capacity_factor is not None else None)
+        if self.local_tokens_per_expert is not None:
+            self.local_tokens_per_expert += map_TE.sum(dim=0)
+
+    # ---- losses ----
+
+    def _with_z_loss(self, logits_TE: Tensor) -> Tensor:
+        part = z_loss_func(logits_TE, 1.0 / self.groups.tp_cp.size)
+        self.statistics.add_loss("z_loss", part)
+        return AuxLossAutoScaler.apply(logits_TE, part * self.moe.z_loss_coeff, self.aux_scale)  # type: ignore[no-any-return]
+
+    def _with_balance_loss(self, probs_TE: Tensor, scores_TE: Tensor, counted_TE: Tensor, sequence: int) -> Tensor:
+        """Attach the loss over the micro batch, over each sequence, or over the global batch so far."""
+        kind, batch, scope = self.moe.load_balancing, 1, self.groups.tp_cp
+        if kind == "seq_aux_loss":  # each sequence's experts are columns of their own; then the mean over sequences
+            batch = counted_TE.shape[0] // sequence
+            scores_TE, counted_TE = scores_TE.reshape(sequence, -1), counted_TE.reshape(sequence, -1)
+        if kind == "global_aux_loss":
+            scope = self.groups.tp_dp_cp
+        counts = all_reduce(counted_TE.sum(dim=0), scope)
+        if kind == "global_aux_loss":
+            counts = self._mean_counts(counts)
+        part = switch_load_balancing_loss_func(
+            scores_TE,
+            counts.to(scores_TE.dtype),
+            scores_TE.shape[0] * scope.size,
+            top_k=self.moe.top_k,
+            num_experts=self.moe.num_experts,
+            coefficient=1.0 / batch,
+        )
+        if kind == "global_aux_loss":
+            # Its parts lie on the ranks of dp too, over which gradients are averaged: undone here.
+            part = part * self.groups.dp.size
+        self.statistics.add_loss("load_balancing_loss", part)
+        return AuxLossAutoScaler.apply(probs_TE, part * self.moe.aux_loss_coeff, self.aux_scale)  # type: ignore[no-any-return]
+
+    def _mean_counts(self, counts_E: Tensor) -> Tensor:
+        """Mean counts of the forwards of this step so far (arXiv 2501.11873, section 3: a buffer over microbatches)."""
+        assert self.global_counts is not None
+        self.global_counts[:-1] += counts_E
+        self.global_counts[-1] += 1
+        return self.global_counts[:-1] / self.global_counts[-1]
+
+    def reset_global_aux_loss_tracker(self) -> None:
+        """Forget the counts of the global loss, at the end of a step."""
+        if self.global_counts is not None:
+            self.global_counts.zero_()
+
+
+# ---- the end of a step ----
+
+
+def routers_of(chunks: Iterable[nn.Module]) -> Iterator[TopKRouter]:
+    """All routers of a rank's model chunks, in order of layers within each chunk."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                yield module
+
+
+def finish_router_step(chunks: Sequence[nn.Module], groups: ParallelGroups) -> None:
+    """Once an optimizer step, after gradients are final: moves the expert biases by the load of the global batch, and
+    forgets the counts of the step. Called by all ranks; one all-reduce over tp x dp x cp for all layers of the rank."""
+    routers = list(routers_of(chunks))
+    biased = [router for router in routers if router.expert_bias is not None]
+    if biased:
+        loads_LE = torch.stack([router.local_tokens_per_expert for router in biased])
+        with comm_scope(layer="finalize", phase="expert bias"):
+            all_reduce(loads_LE, groups.tp_dp_cp)
+        for router, load_E in zip(biased, loads_LE, strict=True):
+            router.expert_bias.copy_(
+                updated_expert_bias(load_E, router.expert_bias, router.moe.expert_bias_update_rate)
+            )
+            router.local_tokens_per_expert.zero_()
+    for router in routers:
+        router.reset_global_aux_loss_tracker()
