@@ -90,6 +90,13 @@ class TopKRouter(nn.Module):
         ValueError: tp > 1 without sequence parallelism.
     """
 
+    weight: nn.Parameter
+    expert_bias: Tensor | None
+    local_tokens_per_expert: Tensor | None
+    """[E], tokens of this step so far, for the bias."""
+    global_counts: Tensor | None
+    """[E + 1], of the global loss: counts of this step's forwards, and how many forwards they are."""
+
     def __init__(
         self,
         name: str,
@@ -126,9 +133,8 @@ class TopKRouter(nn.Module):
         with_bias, is_global = self.moe.expert_bias, self.moe.load_balancing == "global_aux_loss"
         self.register_buffer("expert_bias", zeros if with_bias else None)
         self.register_buffer("local_tokens_per_expert", zeros.to(torch.int64) if with_bias else None, persistent=False)
-        # Of the global loss: counts of this step's forwards, and how many they were.
-        counts_and_forwards = zeros.new_zeros(self.moe.num_experts + 1, dtype=torch.float64)
-        self.register_buffer("global_counts", counts_and_forwards if is_global else None, persistent=False)
+        global_counts = zeros.new_zeros(self.moe.num_experts + 1, dtype=torch.float64)
+        self.register_buffer("global_counts", global_counts if is_global else None, persistent=False)
 
     def forward(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
         """[S, B, H] -> weights [T, E], 0 where not chosen, and the choice [T, E], bool."""
@@ -136,7 +142,7 @@ class TopKRouter(nn.Module):
             return self.routing(self.gating(self._jittered(x_SBH)), x_SBH.shape[0])
 
     def _jittered(self, x_SBH: Tensor) -> Tensor:
-        """The input times numbers from 1 - jitter to 1 + jitter; each rank of tp holds other tokens and draws its own."""
+        """The input times numbers from 1 - jitter to 1 + jitter; ranks of tp hold other tokens and draw their own."""
         jitter = self.moe.input_jitter
         if not jitter or not self.training:
             return x_SBH
@@ -150,7 +156,7 @@ class TopKRouter(nn.Module):
         return _GatingLinear.apply(x_SBH.flatten(0, 1), self.weight, dtype)  # type: ignore[no-any-return]
 
     def routing(self, logits_TE: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
-        """Weights and choice from logits of `sequence` positions; counts and attaches losses where the forward counts."""
+        """Weights and choice from logits of `sequence` positions; adds to counts and losses where the forward counts."""
         moe, counts = self.moe, self.training and torch.is_grad_enabled()
         shape_SBE = (sequence, logits_TE.shape[0] // sequence, moe.num_experts)
         replayed, replayed_counted = self.replay.take(shape_SBE) if self.replay is not None else (None, None)
@@ -267,15 +273,14 @@ def finish_router_step(chunks: Sequence[nn.Module], groups: ParallelGroups) -> N
     """Once an optimizer step, after gradients are final: moves the expert biases by the load of the global batch, and
     forgets the counts of the step. Called by all ranks; one all-reduce over tp x dp x cp for all layers of the rank."""
     routers = list(routers_of(chunks))
-    biased = [router for router in routers if router.expert_bias is not None]
-    if biased:
-        loads_LE = torch.stack([router.local_tokens_per_expert for router in biased])
+    loads = [router.local_tokens_per_expert for router in routers if router.local_tokens_per_expert is not None]
+    biases = [(router.expert_bias, router.moe) for router in routers if router.expert_bias is not None]
+    if loads:
+        total_LE = torch.stack(loads)
         with comm_scope(layer="finalize", phase="expert bias"):
-            all_reduce(loads_LE, groups.tp_dp_cp)
-        for router, load_E in zip(biased, loads_LE, strict=True):
-            router.expert_bias.copy_(
-                updated_expert_bias(load_E, router.expert_bias, router.moe.expert_bias_update_rate)
-            )
-            router.local_tokens_per_expert.zero_()
+            all_reduce(total_LE, groups.tp_dp_cp)
+        for (bias_E, moe), load_E, total_E in zip(biases, loads, total_LE, strict=True):
+            bias_E.copy_(updated_expert_bias(total_E, bias_E, moe.expert_bias_update_rate))
+            load_E.zero_()
     for router in routers:
         router.reset_global_aux_loss_tracker()

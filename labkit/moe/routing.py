@@ -3,16 +3,16 @@
 Routing is two decisions. The *choice* is a boolean map [T, E] with top_k entries a row; it has no gradient. The
 *weights* are a function of logits and map alone, so a recorded map can be replayed with the weights of the own logits:
 
-| scores              | choice: top-k of             | weight of a chosen expert e                          |
-|---------------------|------------------------------|------------------------------------------------------|
-| softmax (default)   | logits                       | softmax over the chosen (arXiv 2401.04088)           |
-| softmax, pre        | softmax over all             | its softmax over all: they add up to less than 1     |
-| sigmoid             | sigmoid, plus expert bias    | its sigmoid / (sum over the chosen + 1e-20); for k = 1 its sigmoid (arXiv 2412.19437) |
-| sinkhorn (training) | balanced assignment          | its softmax over all; for k = 1 its sigmoid          |
+| scores              | choice: top-k of          | weight of a chosen expert                                     |
+|---------------------|---------------------------|---------------------------------------------------------------|
+| softmax (default)   | logits                    | softmax over the chosen (arXiv 2401.04088)                    |
+| softmax, pre        | softmax over all          | its softmax over all: the chosen add up to less than 1        |
+| sigmoid             | sigmoid, plus expert bias | its sigmoid over the sum of theirs; k = 1: its sigmoid         |
+| sinkhorn (training) | balanced assignment       | its softmax over all; k = 1: its sigmoid                      |
 
-All weights are times `scaling_factor`. The bias moves the choice only. Group-limited choice first takes the `group_topk`
-best groups of experts (device-limited routing, arXiv 2405.04434, 2.2.2), where a group is as good as the sum of its best
-top_k / group_topk experts.
+All but sinkhorn's weights are times `scaling_factor`. The bias moves the choice only. Group-limited choice first takes
+the `group_topk` best groups of experts (device-limited routing, arXiv 2405.04434, 2.2.2), where a group is as good as
+the sum of its best top_k / group_topk experts.
 
 A capacity then limits how many tokens of a rank an expert takes (arXiv 2006.16668). Dropped tokens lose that expert's
 weight; what remains is not rescaled.

@@ -39,7 +39,7 @@ class RouterSummary:
 
     @classmethod
     def of(cls, totals: Sequence[float], parts: int = 1) -> RouterSummary:
-        """From `RouterStatistics.totals`, added up over ranks; a microbatch's losses lie in parts on `parts` of them."""
+        """From `RouterStatistics.totals`, added up over ranks; a microbatch's losses lie in parts on `parts` ranks."""
         *counts, dropped, balance, z, forwards = totals
         load = torch.tensor(counts, dtype=torch.float64)
         share = load / load.sum().clamp(min=1)
