@@ -17,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from labkit.config import ModelConfig
+from labkit.config import ModelConfig, MoEConfig
 from labkit.models.core_attention import drop
 from labkit.models.recomputation import Recomputation
+from labkit.moe.balance import AuxLossScale
 from labkit.parallel import te
 from labkit.parallel.fp8 import Float8Scaling
-from labkit.parallel.groups import Group
+from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.random import RngTracker
 from labkit.parallel.recompute import checkpoint
 from labkit.parallel.weights import make_parameter
@@ -38,8 +39,14 @@ class Build:
     """Tensor-parallel group."""
     seed: int
     """Of the weights."""
+    groups: ParallelGroups | None = None
+    """All groups of this rank; only layers with experts need them."""
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    """Which layers have experts, and how."""
+    aux_loss_scale: AuxLossScale | None = None
+    """Scale of what routers add to the gradient, one for all of the chunk."""
     rng: RngTracker | None = None
-    """States for dropout; None where the model drops nothing."""
+    """States for dropout and jitter; None where the model draws nothing."""
     dtype: torch.dtype = torch.float32
     """Of parameters and activations."""
     device: torch.device | str | None = None

@@ -11,127 +11,30 @@ Shapes: S sequence, B batch, H hidden, V this rank's columns of the padded vocab
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from labkit.config import ModelConfig, RunConfig
+from labkit.config import ModelConfig, MoEConfig, RunConfig
 from labkit.models.attention import Rotary, rotary_table
 from labkit.models.blocks import TransformerLayer
-from labkit.models.build import Build, Norm, dropout
+from labkit.models.build import Build, Norm
+from labkit.models.ends import Embedding, OutputLayer, named_as_given
 from labkit.models.placement import stage_contents
+from labkit.moe.balance import AuxLossScale
+from labkit.moe.layer import MoELayer
 from labkit.parallel import te
 from labkit.parallel.context import zigzag_positions
 from labkit.parallel.cross_entropy import linear_cross_entropy
 from labkit.parallel.fp8 import Float8Recipe, Float8Scaling, float8_recipe
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.random import RngTracker, model_parallel_seed
-from labkit.parallel.vocab import (
-    TokenIdError,
-    VocabParallelEmbedding,
-    check_token_ids,
-    make_vocab_parameter,
-    parallel_lm_logits,
-)
-from labkit.parallel.weights import make_parameter
+from labkit.parallel.vocab import parallel_lm_logits
 from labkit.schedules import Schedule, build_schedule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """`optim.precision` -> type of parameters and activations."""
-
-
-@contextmanager
-def _named_as_given(ids_BS: Tensor, vocab_size: int, what: str) -> Iterator[None]:
-    """An id outside the vocabulary is named by its place in what the caller gave, not in the transpose used inside."""
-    try:
-        yield
-    except TokenIdError:
-        check_token_ids(ids_BS, vocab_size, what)
-        raise
-
-
-class PositionEmbedding(nn.Module):
-    """A learned vector per position (`position = learned`), whole on every rank of the first stage.
-
-    Under sequence parallelism a rank adds the vectors of its own positions to its part of the words, whose sum is
-    reduce-scattered and never whole; so its gradient lacks the other ranks' rows until `finalize_model_grads`.
-    """
-
-    def __init__(self, name: str, build: Build) -> None:
-        super().__init__()
-        config = build.config
-        shape = (config.seq_length, config.hidden)
-        weight = make_parameter(f"{name}.weight", shape, seed=build.seed, std=config.init_std, **build.made)
-        self.weight, self.own = build.whole_here(weight), build.own_positions
-
-    def forward(self, length: int, position_ids_BS: Tensor | None) -> Tensor:
-        """This rank's part of the vectors of positions 0, 1, .. as [S, 1, H], or of the given ones as [S, B, H]."""
-        own = self.own(length)
-        if position_ids_BS is None:
-            return self.weight[own, None]
-        return nn.functional.embedding(position_ids_BS.t()[own], self.weight)
-
-
-class Embedding(nn.Module):
-    """Tokens and, where they are learned, positions: [B, S] -> [S, B, H]."""
-
-    def __init__(self, build: Build) -> None:
-        super().__init__()
-        config = build.config
-        self.word = VocabParallelEmbedding(
-            "embedding.word",
-            config.vocab_size,
-            config.hidden,
-            group=build.group,
-            divisible_by=config.make_vocab_size_divisible_by,
-            reduce_scatter_embeddings=build.sequence_parallel,
-            seed=build.seed,
-            std=config.init_std,
-            **build.made,
-        )
-        tied = not config.untie_embeddings_and_output_weights
-        self.word.weight.shared_embedding = tied  # type: ignore[attr-defined]
-        self.position = PositionEmbedding("embedding.position", build) if config.position == "learned" else None
-        self.dropout = dropout(config.embedding_dropout, build)
-
-    def forward(self, tokens_BS: Tensor, position_ids_BS: Tensor | None = None) -> Tensor:
-        """[B, S] -> [S, B, H]. TokenIdError for an id outside the vocabulary."""
-        with _named_as_given(tokens_BS, self.word.vocab_size, "token"):
-            x_SBH = self.word(tokens_BS.t())  # transposing ids is cheaper than transposing vectors
-        if self.position is not None:
-            x_SBH = x_SBH + self.position(tokens_BS.shape[1], position_ids_BS)
-        return self.dropout(x_SBH)
-
-
-class OutputLayer(nn.Module):
-    """Holds the output weight: its own where untied, or the last stage's copy of the word embedding.
-
-    The copy is drawn under the embedding's name and therefore starts equal to it; `gradients.finalize_model_grads` sums
-    the gradients of both (`shared_embedding`), so they stay equal. Only the copy is marked `shared`, so that norms and
-    checkpoints count the weight once.
-    """
-
-    def __init__(self, build: Build) -> None:
-        super().__init__()
-        config = build.config
-        tied = not config.untie_embeddings_and_output_weights
-        self.weight = make_vocab_parameter(
-            "embedding.word.weight" if tied else "output.weight",
-            config.vocab_size,
-            config.hidden,
-            group=build.group,
-            divisible_by=config.make_vocab_size_divisible_by,
-            seed=build.seed,
-            std=config.init_std,
-            **build.made,
-        )
-        self.weight.shared = self.weight.shared_embedding = tied  # type: ignore[attr-defined]
-
-    def forward(self) -> Tensor:
-        """The weight; called like any layer, so that what waits for a layer's parameters waits here too."""
-        return self.weight
 
 
 class GPTModel(nn.Module):
@@ -140,6 +43,7 @@ class GPTModel(nn.Module):
     Args:
         config: shape of the whole model. GPT-2 by default; RoPE, RMSNorm, SwiGLU, grouped-query attention, an untied
             output and no biases give Llama.
+        moe: which layers have experts, and how; None means none.
         groups: this rank's groups.
         layers: global indices of the layers held here (`stage_layers`).
         pre_process: hold the embeddings; otherwise the input comes through `set_input_tensor`.
@@ -149,7 +53,7 @@ class GPTModel(nn.Module):
         device: None means `groups.device`.
         gradient_accumulation_fusion: linear layers add weight gradients to `main_grad` where it exists.
         label_smoothing: of the loss.
-        rng: random states for dropout, shared by the chunks of a rank; made here where dropout needs them.
+        rng: random states for dropout and jitter, shared by the chunks of a rank; made here where dropout needs them.
         float8: formats and scaling of the layers' products in fp8; embedding and output layer keep `dtype`.
         tied_weight_VH: the word embedding of the first stage, where that is another chunk of this rank: the output
             layer then uses it, and this chunk has no weight of its own to count, update or save.
@@ -164,6 +68,7 @@ class GPTModel(nn.Module):
         groups: ParallelGroups,
         *,
         layers: range,
+        moe: MoEConfig | None = None,
         pre_process: bool = True,
         post_process: bool = True,
         seed: int,
@@ -177,11 +82,16 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         _check(config, groups)
-        self.rng = rng or (model_parallel_seed(seed, groups) if _drops(config) else None)
+        moe = moe or MoEConfig()
+        self.rng = rng or (model_parallel_seed(seed, groups) if _draws(config, moe) else None)
+        self.aux_loss_scale = AuxLossScale(device=groups.device if device is None else device)
         scaling = None if float8 is None else Float8Scaling(float8, groups, device)
         build = Build(
             config=config,
             group=groups.tp,
+            groups=groups,
+            moe=moe,
+            aux_loss_scale=self.aux_loss_scale,
             seed=seed,
             rng=self.rng,
             dtype=dtype,
@@ -226,6 +136,10 @@ class GPTModel(nn.Module):
         """What the previous stage computed; the next `forward` starts from it. Ignored by the first stage."""
         self._input_SBH = x_SBH
 
+    def moe_layers(self) -> list[MoELayer]:
+        """The layers of this chunk that have experts, in their order."""
+        return [layer.mlp for layer in self.layers.values() if isinstance(layer.mlp, MoELayer)]
+
     def set_activation_checkpointing(self, on: bool) -> None:
         """Whether the next forwards recompute what the configuration says; False keeps everything."""
         self.recompute.active = on
@@ -261,7 +175,7 @@ class GPTModel(nn.Module):
             return parallel_lm_logits(
                 x_SBH, self.output_weight_VH, self.group, sequence_parallel=self.sequence_parallel
             )
-        with _named_as_given(labels_BS, self.config.vocab_size, "label"):
+        with named_as_given(labels_BS, self.config.vocab_size, "label"):
             loss_SB = linear_cross_entropy(
                 x_SBH,
                 self.output_weight_VH,
@@ -333,8 +247,10 @@ class GPTModel(nn.Module):
         return self.rotary_cos[positions].unsqueeze(2), self.rotary_sin[positions].unsqueeze(2)
 
 
-def _drops(config: ModelConfig) -> bool:
-    return bool(config.embedding_dropout or config.attention_dropout or config.hidden_dropout)
+def _draws(config: ModelConfig, moe: MoEConfig) -> bool:
+    """Whether a forward draws random numbers."""
+    drops = config.embedding_dropout or config.attention_dropout or config.hidden_dropout
+    return bool(drops or (moe.num_experts and moe.input_jitter))
 
 
 def _check(config: ModelConfig, groups: ParallelGroups) -> None:
@@ -362,10 +278,10 @@ def build_model_chunks(config: RunConfig, groups: ParallelGroups, schedule: Sche
         schedule = build_schedule(config.schedule, pp=groups.pp.size, vpp=vpp, microbatches=microbatches)
     if schedule.pp != groups.pp.size:
         raise ValueError(f"{schedule.name} is for {schedule.pp} ranks, the pipeline has {groups.pp.size}")
-    model, drops = config.model, _drops(config.model)
+    model, draws = config.model, _draws(config.model, config.moe)
     if not model.untie_embeddings_and_output_weights:
         _check_embedding_group(schedule, groups)
-    rng = model_parallel_seed(config.train.seed, groups) if drops else None
+    rng = model_parallel_seed(config.train.seed, groups) if draws else None
     contents = stage_contents(config, schedule.num_stages)
     chunks: list[GPTModel] = []
     for stage in schedule.stages_of(groups.pp.rank):
@@ -376,6 +292,7 @@ def build_model_chunks(config: RunConfig, groups: ParallelGroups, schedule: Sche
             model,
             groups,
             layers=held.layers,
+            moe=config.moe,
             pre_process=held.embedding,
             post_process=held.loss,
             seed=config.train.seed,

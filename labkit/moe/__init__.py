@@ -14,6 +14,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "allgather": ("MoEAllGatherTokenDispatcher",),
     "alltoall": ("MoEAlltoAllTokenDispatcher",),
     "dispatcher": ("build_dispatcher", "MoETokenDispatcher"),
+    "layer": ("MoELayer",),
     "local": ("MoELocalTokenDispatcher",),
     "permutation": ("permute", "sort_chunks_by_idxs", "unpermute"),
     "experts": ("Experts", "GroupedExperts", "SequentialExperts"),
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from labkit.moe.experts import Experts as Experts
     from labkit.moe.experts import GroupedExperts as GroupedExperts
     from labkit.moe.experts import SequentialExperts as SequentialExperts
+    from labkit.moe.layer import MoELayer as MoELayer
     from labkit.moe.local import MoELocalTokenDispatcher as MoELocalTokenDispatcher
     from labkit.moe.permutation import permute as permute
     from labkit.moe.permutation import sort_chunks_by_idxs as sort_chunks_by_idxs

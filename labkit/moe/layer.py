@@ -1,0 +1,156 @@
+"""The MoE layer: each token visits the experts that a router chooses for it, on whatever ranks they are.
+
+One forward is a chain of methods under Megatron's names. They are apart because a captured graph may end between any
+two of them: what is captured has fixed shapes, and how many rows travel is known only after routing.
+
+| method                   | takes                | gives                     | work                                   |
+|--------------------------|----------------------|---------------------------|----------------------------------------|
+| `shared_experts_compute` | x_SBH                | y_SBH or None             | the MLP that all tokens pass through   |
+| `route`                  | x_SBH                | probs_TE, map_TE          | which experts, with which weights      |
+| `preprocess`             | x_SBH, probs, map    | rows_NH, probs_N          | counts; rows in the order of experts   |
+| `dispatch`               | rows_NH, probs_N     | rows and weights received | all-to-all over ep                     |
+| `routed_experts_compute` | rows and weights     | rows_NH                   | gather over etp, experts, and back     |
+| `combine`                | rows_NH, y_SBH       | x_SBH                     | all-to-all back; sum per token, plus y |
+
+With `moe.shared_expert_overlap` the dispatcher computes the shared experts while rows travel, and the first method does
+nothing.
+
+Shapes: S sequence of this rank (S/(cp tp) under sequence parallelism), B batch, H hidden, T = S B tokens of this rank,
+E experts, N rows: one for each token and expert that it visits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit.config import ModelConfig, MoEConfig
+from labkit.moe.balance import AuxLossScale
+from labkit.moe.dispatcher import build_dispatcher
+from labkit.moe.experts import GroupedExperts, SequentialExperts
+from labkit.moe.router import TopKRouter
+from labkit.moe.shared_experts import SharedExpertMLP
+from labkit.parallel.fp8 import Float8Scaling
+from labkit.parallel.groups import ParallelGroups
+from labkit.parallel.ledger import comm_scope
+from labkit.parallel.random import RngTracker
+
+Part = Callable[..., Tensor]
+"""`part(name, function, x)` is `function(x)`, computed again in backward where the part called `name` is selected."""
+
+
+def _keep(_: str, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return function(x)
+
+
+class MoELayer(nn.Module):
+    """Router, dispatcher, routed experts and shared experts in the place of an MLP.
+
+    Args:
+        name: name in the whole model, such as `layers.3.mlp`; its parts are `router`, `experts`, `shared_experts`.
+        model: shape of the model.
+        moe: experts, routing and dispatch.
+        groups: of this rank.
+        sequence_parallel: x is this rank's part of the sequence; needed where tp > 1.
+        seed: of the weights.
+        output_std: of the last projections of the experts; None means model.init_std.
+        gradient_accumulation_fusion: add weight gradients to `main_grad` where it exists.
+        float8: refused by the experts.
+        aux_loss_scale: what the gradient of the routers' losses starts from, shared within a model chunk.
+        rng: random states for `moe.input_jitter`.
+        part: how a part is called that may be recomputed; here that is `shared_experts`.
+        dtype, device: of the parameters.
+
+    Attributes:
+        router, experts, shared_experts (None without), token_dispatcher.
+
+    Raises:
+        ValueError: tp > 1 without sequence parallelism, sizes that ep, etp or tp do not divide, fp8, or shared experts
+            to be overlapped with a dispatcher that has no transfer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: ModelConfig,
+        moe: MoEConfig,
+        groups: ParallelGroups,
+        *,
+        sequence_parallel: bool = False,
+        seed: int = 0,
+        output_std: float | None = None,
+        gradient_accumulation_fusion: bool = False,
+        float8: Float8Scaling | None = None,
+        aux_loss_scale: AuxLossScale | None = None,
+        rng: RngTracker | None = None,
+        part: Part = _keep,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.name, self.moe, self._part = name, moe, part
+        made: dict[str, Any] = {"seed": seed, "dtype": dtype, "device": device}
+        self.router = TopKRouter(
+            f"{name}.router",
+            model,
+            moe,
+            groups,
+            sequence_parallel=sequence_parallel,
+            aux_scale=aux_loss_scale,
+            rng=rng,
+            **made,
+        )
+        made |= {"std": model.init_std, "output_std": output_std, "float8": float8}
+        made |= {"gradient_accumulation_fusion": gradient_accumulation_fusion}
+        experts = GroupedExperts if moe.grouped_gemm else SequentialExperts
+        self.experts = experts(f"{name}.experts", model, moe, groups, **made)
+        self.shared_experts: SharedExpertMLP | None = None
+        if moe.shared_expert_ffn_hidden is not None:
+            self.shared_experts = SharedExpertMLP(
+                f"{name}.shared_experts", model, moe, groups, sequence_parallel=sequence_parallel, **made
+            )
+        self.token_dispatcher = build_dispatcher(moe, groups, name=name)
+        if moe.shared_expert_overlap:
+            self.token_dispatcher.set_shared_experts(self.shared_experts)
+
+    def forward(self, x_SBH: Tensor) -> Tensor:
+        """[S, B, H] -> [S, B, H], to be added to the residual stream."""
+        with comm_scope(layer=self.name):
+            shared_SBH = self.shared_experts_compute(x_SBH)
+            probs_TE, map_TE = self.route(x_SBH)
+            rows, probs = self.preprocess(x_SBH, probs_TE, map_TE)
+            rows, probs = self.dispatch(rows, probs)
+            rows = self.routed_experts_compute(rows, probs)
+            return self.combine(rows, shared_SBH)
+
+    def shared_experts_compute(self, x_SBH: Tensor) -> Tensor | None:
+        """The shared experts' output; None where there are none, or where the dispatcher computes them."""
+        if self.shared_experts is None or self.moe.shared_expert_overlap:
+            return None
+        with comm_scope(layer=self.shared_experts.name):
+            return self._part("shared_experts", self.shared_experts, x_SBH)
+
+    def route(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights [T, E], 0 where not chosen, and the choice [T, E], bool."""
+        return self.router(x_SBH)
+
+    def preprocess(self, x_SBH: Tensor, probs_TE: Tensor, map_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows and weights in the order in which they leave this rank."""
+        return self.token_dispatcher.dispatch_preprocess(x_SBH, probs_TE, map_TE)
+
+    def dispatch(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows and weights that came to this rank."""
+        return self.token_dispatcher.token_dispatch(rows, probs)
+
+    def routed_experts_compute(self, rows: Tensor, probs: Tensor) -> Tensor:
+        """The experts' output, in the order in which the rows came."""
+        rows_NH, tokens_per_expert, probs_N = self.token_dispatcher.dispatch_postprocess(rows, probs)
+        return self.token_dispatcher.combine_preprocess(self.experts(rows_NH, tokens_per_expert, probs_N))
+
+    def combine(self, rows: Tensor, shared_SBH: Tensor | None = None) -> Tensor:
+        """[S, B, H]: each token's results added up, and the shared experts' output."""
+        output_SBH = self.token_dispatcher.combine_postprocess(self.token_dispatcher.token_combine(rows))
+        return output_SBH if shared_SBH is None else output_SBH + shared_SBH
