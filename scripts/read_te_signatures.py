@@ -20,6 +20,7 @@ from typing import Any
 WANTED = {
     "transformer_engine/pytorch/module/linear.py": ("Linear",),
     "transformer_engine/pytorch/module/layernorm_linear.py": ("LayerNormLinear",),
+    "transformer_engine/pytorch/module/grouped_linear.py": ("GroupedLinear",),
     "transformer_engine/pytorch/module/base.py": ("TransformerEngineBaseModule",),
     "transformer_engine/pytorch/attention/dot_product_attention/dot_product_attention.py": ("DotProductAttention",),
     "transformer_engine/pytorch/quantization.py": ("autocast",),

@@ -205,6 +205,28 @@ class LayerNormLinear(Linear):
         return F.layer_norm(x, shape, self.layer_norm_weight, self.layer_norm_bias, eps)
 
 
+class GroupedLinear(_Base):
+    """Constructor and call of the engine's `GroupedLinear` without bias, on its path for splits on the host."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.given = given = bound("GroupedLinear", "__init__", args, kwargs)
+        assert not given["bias"] and not given["fuse_wgrad_accumulation"] and given["use_grouped_tensor"] is False
+        shape, made = (given["out_features"], given["in_features"]), {"dtype": given["params_dtype"]}
+        for expert in range(given["num_gemms"]):
+            weight = nn.Parameter(torch.empty(shape, device=given["device"], **made))
+            self.register_parameter(f"weight{expert}", weight, init_fn=None)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = bound("GroupedLinear", "forward", args, kwargs)
+        splits, x = given["m_splits"], given["inp"]
+        assert splits.shape == (self.given["num_gemms"],), "one split for each product"
+        assert splits.device.type == "cpu" and splits.dtype == torch.int64, "the engine would wait for the GPU"
+        weights = [getattr(self, f"weight{expert}") for expert in range(self.given["num_gemms"])]
+        rows = x.split(splits.tolist())
+        return torch.cat([_Gemm.apply(r, w, False, None) for r, w in zip(rows, weights, strict=True)])
+
+
 class DotProductAttention(_Base):
     """Constructor and call of the engine's attention, for causal self-attention in `sbhd`."""
 
@@ -282,7 +304,7 @@ def _recipe(name: str) -> type:
 def installed() -> Iterator[Record]:
     """Inside, `import transformer_engine.pytorch` finds the stub, and labkit takes it for the engine."""
     offered = {"Linear": Linear, "LayerNormLinear": LayerNormLinear, "DotProductAttention": DotProductAttention}
-    offered |= {"autocast": autocast, "checkpoint": checkpoint}
+    offered |= {"GroupedLinear": GroupedLinear, "autocast": autocast, "checkpoint": checkpoint}
     assert set(offered) <= set(KNOWN["pytorch"]), "not offered by transformer_engine.pytorch"
     recipes = {name: _recipe(name) for name in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling")}
     modules = {name: ModuleType(name) for name in (

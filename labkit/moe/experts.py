@@ -19,13 +19,16 @@ Shapes: N rows (tokens x experts of theirs on this rank), E experts, H hidden, F
 
 from __future__ import annotations
 
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig, MoEConfig
 from labkit.moe.grouped_gemm import GroupedPlan, Segments, grouped_linear
+from labkit.parallel import te
 from labkit.parallel.fp8 import Float8Scaling
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.mlp import ACTIVATIONS
@@ -65,12 +68,12 @@ class StackedLinear(nn.Module):
         return grouped_linear(x_NI, self.weight, segments, self.plan)
 
 
-class Experts(nn.Module):
+class Experts(nn.Module, ABC):
     """What all implementations hold: two projections and an activation.
 
     Args:
         name: in the whole model, `layers.3.mlp.experts`.
-        model: `hidden`, `activation` and widths.
+        model: `hidden`, `activation`, `ffn_hidden` and, for grouped products, `transformer_impl`.
         moe: `num_experts` and `ffn_hidden`.
         groups: `ep` and `etp`.
         seed, std, output_std: of the initial weights; `output_std` is fc2's, None means std.
@@ -81,6 +84,9 @@ class Experts(nn.Module):
     Raises:
         ValueError: fp8, or sizes that ep or etp do not divide.
     """
+
+    grouped: ClassVar[bool]
+    """Whether the projections are called, each for all experts; else only their weights are used."""
 
     def __init__(
         self,
@@ -103,23 +109,18 @@ class Experts(nn.Module):
         experts, hidden, width = moe.num_experts, model.hidden, expert_width(model, moe)
         blocks = 2 if model.activation == "swiglu" else 1
         self.name, self.activation = name, ACTIVATIONS[model.activation]
+        in_engine = self.grouped and model.transformer_impl == "transformer_engine"
+        linear: Callable[..., Any] = te.GroupedLinear if in_engine else StackedLinear
         made: dict[str, Any] = {"ep": groups.ep, "etp": groups.etp, "seed": seed, "dtype": dtype, "device": device}
         made |= {"accumulate": gradient_accumulation_fusion}
-        self.fc1 = StackedLinear(
-            name, "fc1", (experts, blocks * width, hidden), partition_dim=1, partition_stride=blocks, std=std, **made
-        )
-        self.fc2 = StackedLinear(
-            name,
-            "fc2",
-            (experts, hidden, width),
-            partition_dim=2,
-            std=std if output_std is None else output_std,
-            **made,
-        )
+        columns: dict[str, Any] = {"partition_dim": 1, "partition_stride": blocks, "std": std}
+        rows: dict[str, Any] = {"partition_dim": 2, "std": std if output_std is None else output_std}
+        self.fc1 = linear(name, "fc1", (experts, blocks * width, hidden), **columns, **made)
+        self.fc2 = linear(name, "fc2", (experts, hidden, width), **rows, **made)
 
+    @abstractmethod
     def forward(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> Tensor:
         """Rows sorted by expert, how many each has ([E/ep], on the host), and their weights -> [N, H]."""
-        raise NotImplementedError
 
 
 class SequentialExperts(Experts):
@@ -128,19 +129,24 @@ class SequentialExperts(Experts):
     Its weight gradients arrive with the input gradients, never in a later W.
     """
 
+    grouped = False
+
     def forward(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> Tensor:
         """As in `Experts`."""
         counts = tokens_per_expert.tolist()
         rows, weights = tokens_NH.split(counts), probs_N.split(counts)
+        own = (self.fc1.weight.unbind(), self.fc2.weight.unbind())
         outputs = [
             weighted(self.activation(x @ fc1.t()), p) @ fc2.t()
-            for x, p, fc1, fc2 in zip(rows, weights, self.fc1.weight.unbind(), self.fc2.weight.unbind(), strict=True)
+            for x, p, fc1, fc2 in zip(rows, weights, *own, strict=True)
         ]
         return torch.cat(outputs)
 
 
 class GroupedExperts(Experts):
-    """All experts of a rank at once: one product a projection (`grouped_gemm`)."""
+    """All experts of a rank at once: one product a projection (`grouped_gemm`), or Transformer Engine's layers."""
+
+    grouped = True
 
     def forward(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> Tensor:
         """As in `Experts`."""

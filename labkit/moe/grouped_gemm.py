@@ -91,18 +91,17 @@ class Segments:
 # ---- the two kinds of products ----
 
 
-def _is_native(segments: Segments, first: Tensor, second: Tensor) -> bool:
-    """Whether `torch._grouped_mm` takes these operands as one call."""
-    types = (torch.bfloat16,) if first.is_cuda else (torch.float32, torch.bfloat16, torch.float16)
-    if segments.equal or first.dtype not in types:
+def _is_native(segments: Segments, rows: Tensor, *widths: int) -> bool:
+    """Whether `torch._grouped_mm` takes rows of this type, with operands of these widths, as one call."""
+    types = (torch.bfloat16,) if rows.is_cuda else (torch.float32, torch.bfloat16, torch.float16)
+    if segments.equal or rows.dtype not in types:
         return False
-    aligned = ALIGNMENT // first.element_size()
-    return all(size % aligned == 0 for size in (first.shape[-1], *second.shape[-2:]))
+    return all(width * rows.element_size() % ALIGNMENT == 0 for width in widths)
 
 
 def grouped_product(a_NI: Tensor, b_EIO: Tensor, segments: Segments) -> Tensor:
     """Each group of rows times its expert's matrix: y_n = a_n b_e, [N, O]. b may be a transposed view."""
-    if _is_native(segments, a_NI, b_EIO):
+    if _is_native(segments, a_NI, *b_EIO.shape[1:]):
         return F.grouped_mm(a_NI, b_EIO, offs=segments.offsets(a_NI.device))
     return segments.rows(torch.bmm(segments.blocks(a_NI), b_EIO))
 
@@ -114,7 +113,7 @@ def grouped_weight_gradient(
 
     With `main_grad` it is added there, or with `replace` put there, and None returned.
     """
-    if _is_native(segments, grad_NO, x_NI):
+    if _is_native(segments, x_NI, grad_NO.shape[1], x_NI.shape[1]):
         made = F.grouped_mm(grad_NO.t(), x_NI, offs=segments.offsets(x_NI.device))
         return made if main_grad is None else put_gradient(made, main_grad, replace=replace)
     grad_EOC, x_ECI = segments.blocks(grad_NO).transpose(1, 2), segments.blocks(x_NI)

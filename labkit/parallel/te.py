@@ -5,6 +5,7 @@
 | norm, then ColumnParallelLinear  | LayerNormLinear          | `norm.weight`, `norm.bias`, `qkv.weight`, ..      |
 | RowParallelLinear                | Linear                   | `proj.weight`, `proj.bias`                        |
 | core attention, any cp_comm_type | DotProductAttention      | none                                              |
+| moe's StackedLinear              | GroupedLinear            | `fc1.weight`, `fc2.weight`, stacked               |
 | Float8Recipe                     | DelayedScaling, Float8CurrentScaling, Float8BlockScaling                     ||
 | recompute.checkpoint, with fp8   | checkpoint               | (replays the fp8 scales of the first pass)        |
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from labkit.launch.transformer_engine import why_no_transformer_engine
 from labkit.parallel.fp8 import Float8Recipe, Float8Scaling
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.random import RngTracker
-from labkit.parallel.weights import make_parameter
+from labkit.parallel.weights import make_expert_parameter, make_parameter
 
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 """Our name of a norm -> the engine's."""
@@ -84,6 +85,7 @@ class _EngineLinear(nn.Module):
         for theirs, parameter in parameters.items():
             layer.register_parameter(theirs, parameter)
         self.weight = parameters["weight"]
+        self.weight.main_grad_added_elsewhere = True  # type: ignore[attr-defined]
         self.bias = parameters.get("bias")
         self.engine_layer = (layer,)  # in a tuple: no child, so its names stay out of ours
         self.is_first_microbatch = True if caches else None
@@ -185,6 +187,55 @@ class RowParallelLinear(_EngineLinear):
         options = _linear_options(group, bias, sequence_parallel, gradient_accumulation_fusion, dtype)
         layer = engine().Linear(input_size, output_size, parallel_mode="row", name=name, **options)
         super().__init__(name, layer, parameters, caches=float8 is not None)
+
+
+class Rows(Protocol):
+    """Which rows belong to which expert (`moe.grouped_gemm.Segments`)."""
+
+    tokens_per_expert: Tensor
+
+
+class GroupedLinear(nn.Module):
+    """One projection of all experts of a rank as the engine's `GroupedLinear`; constructed as `moe`'s `StackedLinear`.
+
+    The engine knows one weight per expert. Ours is one stack: before each call the engine's module is given views of
+    it, so that gradients travel back through them and arrive stacked (one copy of the weight gradients). They come
+    with the input gradients, never in a later W, and are added to `main_grad` by the data-parallel wrapper.
+    """
+
+    def __init__(
+        self, name: str, part: str, full_shape: tuple[int, int, int], *, accumulate: bool = False, **made: Any
+    ) -> None:
+        """As in `StackedLinear`; `accumulate` is left to the wrapper."""
+        super().__init__()
+        self.weight = make_expert_parameter(name, f"{part}.weight", full_shape, **made)
+        experts, outputs, inputs = self.weight.shape
+        layer = engine().GroupedLinear(
+            experts,
+            inputs,
+            outputs,
+            bias=False,
+            fuse_wgrad_accumulation=False,
+            params_dtype=self.weight.dtype,
+            device="meta",
+            name=f"{name}.{part}",
+            use_grouped_tensor=False,
+        )
+        self.names = [f"weight{expert}" for expert in range(experts)]
+        for own in self.names:
+            delattr(layer, own)  # a Parameter would take no view in its place
+        self.engine_layer = (layer,)
+
+    def forward(self, x_NI: Tensor, segments: Rows) -> Tensor:
+        """[N, I] -> [N, O]."""
+        (layer,) = self.engine_layer
+        for own, weight_OI in zip(self.names, self.weight.unbind(), strict=True):
+            setattr(layer, own, weight_OI)
+        try:
+            return layer(x_NI, segments.tokens_per_expert)
+        finally:
+            for own in self.names:
+                setattr(layer, own, None)  # a view kept here would keep the graph
 
 
 class CoreAttention(nn.Module):
