@@ -26,8 +26,10 @@ from labkit.config import MoEConfig
 from labkit.moe.dispatcher import MoETokenDispatcher
 from labkit.moe.host_copy import HostCopy
 from labkit.moe.permutation import permute, sort_chunks_by_idxs, unpermute
+from labkit.moe.routing import get_capacity
 from labkit.parallel import collectives, mappings
 from labkit.parallel.groups import ParallelGroups
+from labkit.parallel.in_flight import all_to_all_start
 from labkit.parallel.ledger import comm_scope, current_scope
 
 __all__ = ["MoEAlltoAllTokenDispatcher", "Splits"]
@@ -97,12 +99,14 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.num_global_tokens_per_expert = self._by_axes(table)
 
     def _capacity(self, num_tokens: int) -> int:
-        """Rows of an expert from a rank under `pad_to_capacity`; it cannot choose more tokens than there are."""
-        from labkit.moe.routing import get_capacity
-
+        """Rows of an expert from a rank under `pad_to_capacity`."""
         assert self.moe.capacity_factor is not None
-        capacity = get_capacity(num_tokens * self.moe.top_k, self.num_experts, self.moe.capacity_factor)
-        return min(capacity, num_tokens)
+        return get_capacity(
+            num_tokens=num_tokens,
+            top_k=self.moe.top_k,
+            num_experts=self.num_experts,
+            capacity_factor=self.moe.capacity_factor,
+        )
 
     def _by_axes(self, table: Tensor) -> Tensor:
         """Counts in the order of tp_ep's ranks to [etp, ep, E]; the order of axes says which varies faster."""
@@ -149,10 +153,13 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         self._copy_to_host("before_ep_alltoall")
         splits = self.splits
         with comm_scope(layer=self.name):
-            hidden = mappings.all_to_all(hidden, self.ep, splits.output_splits, splits.input_splits)
-            probs = mappings.all_to_all(probs, self.ep, splits.output_splits, splits.input_splits)
-        if self.shared_experts is not None:
-            self.shared_experts.linear_fc1_forward_and_act()
+            # both at once, and the shared experts while they travel
+            under_way = [
+                all_to_all_start(x, self.ep, splits.output_splits, splits.input_splits) for x in (hidden, probs)
+            ]
+            if self.shared_experts is not None:
+                self.shared_experts.linear_fc1_forward_and_act()
+            hidden, probs = (transfer.wait() for transfer in under_way)
         return hidden, probs
 
     def dispatch_postprocess(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,10 +184,10 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
     def token_combine(self, hidden: Tensor) -> Tensor:
         splits = self.splits
         with comm_scope(layer=self.name):
-            hidden = mappings.all_to_all(hidden, self.ep, splits.input_splits, splits.output_splits)
-        if self.shared_experts is not None:
-            self.shared_experts.linear_fc2_forward()
-        return hidden
+            under_way = all_to_all_start(hidden, self.ep, splits.input_splits, splits.output_splits)
+            if self.shared_experts is not None:
+                self.shared_experts.linear_fc2_forward()
+            return under_way.wait()
 
     def combine_postprocess(self, hidden: Tensor) -> Tensor:
         if self.shared_experts is not None:

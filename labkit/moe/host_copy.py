@@ -33,7 +33,8 @@ class HostCopy:
         with torch.cuda.stream(stream):
             self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
             self._host.copy_(x, non_blocking=True)
-            self._done = stream.record_event()
+            self._done = torch.cuda.Event()
+            self._done.record(stream)
         x.record_stream(stream)  # its memory must not be reused before the copy has read it
 
     def wait(self) -> Tensor:

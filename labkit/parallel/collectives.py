@@ -141,13 +141,19 @@ class _Done(Pending):
         self._finish, self._result = None, result
 
 
-def _start(
-    operation: str, x: Tensor, group: Group, finish_of: Callable[[], Callable[[], Tensor]], *, kind: str = "collective"
+def start(
+    operation: str,
+    x: Tensor,
+    group: Group,
+    finish_of: Callable[[], Callable[[], Tensor]],
+    *,
+    kind: str = "collective",
+    kept: int = 0,
 ) -> Pending:
-    """Book the call, start it and wrap what finishes it."""
+    """Book the call, start it and wrap what finishes it; `kept` bytes of x stay on this rank."""
     size = x.numel() * x.element_size()
     dtype = str(x.dtype)[6:]
-    book(operation, group.name, group.size, size, dtype)
+    book(operation, group.name, group.size, size, dtype, kept)
     key = (group.name, group.ranks[0])
     _issued[key] += 1
     label = f"{operation} {group.name} #{_issued[key]} {tuple(x.shape)} {dtype}"
@@ -177,7 +183,7 @@ def _all_reduce(x: Tensor, group: Group, op: str, in_place: bool) -> Pending:
         return _Done(x)
     if is_dropped("all_reduce", group.name):
         return _Done(x if in_place else x.clone())
-    return _start("all_reduce", x, group, lambda: transport.all_reduce(x, group, op, in_place))
+    return start("all_reduce", x, group, lambda: transport.all_reduce(x, group, op, in_place))
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum", *, in_place: bool = True) -> Tensor:
@@ -212,7 +218,7 @@ def all_gather_async(x: Tensor, group: Group, dim: int = 0, *, out: Tensor | Non
         finish = transport.all_gather(x, group, out)
         return lambda: _join_rows(finish(), dim) if out is None else (finish(), out)[1]
 
-    return _start("all_gather", x, group, finish_of)
+    return start("all_gather", x, group, finish_of)
 
 
 def _join_rows(rows: Tensor, dim: int) -> Tensor:
@@ -248,7 +254,7 @@ def reduce_scatter_async(
     rows = torch.stack(x.chunk(group.size, dim=dim)) if dim % x.dim() else x.unflatten(0, (group.size, -1))
     if is_dropped("reduce_scatter", group.name):
         return _Done(_kept(rows[group.rank], out) if out is not None else rows[group.rank].clone())
-    return _start("reduce_scatter", x, group, lambda: transport.reduce_scatter(rows, group, op, out))
+    return start("reduce_scatter", x, group, lambda: transport.reduce_scatter(rows, group, op, out))
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum") -> Tensor:
@@ -278,7 +284,8 @@ def all_to_all_async(
             )
         return _Done(x.clone())
     splits = [None if s is None else list(s) for s in (output_splits, input_splits)]
-    return _start("all_to_all", x, group, lambda: transport.all_to_all(x, group, *splits))
+    own = x.shape[0] // group.size if input_splits is None else input_splits[group.rank]
+    return start("all_to_all", x, group, lambda: transport.all_to_all(x, group, *splits), kept=x[:own].nbytes)
 
 
 def _check_splits(
@@ -312,7 +319,7 @@ def broadcast_async(x: Tensor, group: Group, src: int = 0) -> Pending:
         raise ValueError(f"src is a position in group {group.name} of {group.size} ranks, got {src}")
     if group.size == 1 or is_dropped("broadcast", group.name):
         return _Done(x)
-    return _start("broadcast", x, group, lambda: transport.broadcast(x, group, src))
+    return start("broadcast", x, group, lambda: transport.broadcast(x, group, src))
 
 
 def broadcast(x: Tensor, group: Group, src: int = 0) -> Tensor:
@@ -369,13 +376,13 @@ def _check_peer(group: Group, peer: int, own: int) -> None:
 def isend(x: Tensor, group: Group, dst: int) -> Pending:
     """Start sending x to global rank `dst`. Messages between two ranks of a group arrive in the order of sending."""
     _check_peer(group, dst, group.ranks[group.rank])
-    return _start("send", x, group, lambda: transport.send(x, group, dst), kind="send")
+    return start("send", x, group, lambda: transport.send(x, group, dst), kind="send")
 
 
 def irecv(x: Tensor, group: Group, src: int) -> Pending:
     """Start receiving from global rank `src` into x, whose shape and type must be the sender's; `.wait()` returns x."""
     _check_peer(group, src, group.ranks[group.rank])
-    return _start("recv", x, group, lambda: transport.recv(x, group, src), kind="recv")
+    return start("recv", x, group, lambda: transport.recv(x, group, src), kind="recv")
 
 
 def batch(messages: Sequence[Message]) -> list[Pending]:
@@ -390,4 +397,4 @@ def batch(messages: Sequence[Message]) -> list[Pending]:
     for m in ops:
         _check_peer(m.group, m.peer, m.group.ranks[m.group.rank])
     finishes = transport.batch_nccl([(m.operation, m.tensor, m.group, m.peer) for m in ops])
-    return [_start(m.operation, m.tensor, m.group, lambda f=f: f, kind=m.operation) for m, f in zip(ops, finishes)]
+    return [start(m.operation, m.tensor, m.group, lambda f=f: f, kind=m.operation) for m, f in zip(ops, finishes)]

@@ -84,6 +84,8 @@ class CommRecord:
     """Layer of the scope, None outside any."""
     phase: str | None
     """`forward`, `backward`, `recompute`, `gradients`, ...; None outside any scope."""
+    kept: int = 0
+    """Bytes of an `all_to_all` that stay on this rank: `bytes - kept` leave it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +167,10 @@ def is_watched() -> bool:
     return bool(_ledgers or _hooks)
 
 
-def book(operation: str, group: str, group_size: int, size: int, dtype: str) -> None:
+def book(operation: str, group: str, group_size: int, size: int, dtype: str, kept: int = 0) -> None:
     """Write one call into every open ledger."""
     if _ledgers:
-        record = CommRecord(operation, group, group_size, size, dtype, *_current.scope)
+        record = CommRecord(operation, group, group_size, size, dtype, *_current.scope, kept)
         for ledger in _ledgers:
             ledger.records.append(record)
 

@@ -13,7 +13,8 @@ An operator and its conjugate are each other's transpose: what one does forward 
 | reduce_scatter_to_sequence_parallel_region   | reduce-scatter first | all-gather first dim |
 | all_to_all                                   | all-to-all           | all-to-all, splits swapped |
 
-The sequence-parallel ones are those of arXiv 2205.05198 (there: g and g-bar). A group of size 1 bypasses them all.
+The sequence-parallel ones are those of arXiv 2205.05198 (there: g and g-bar); their parts may differ in size. An
+all-to-all in two halves, with other work in between, is in `in_flight.py`. A group of size 1 bypasses them all.
 
 Shapes: S sequence, B batch, H hidden; t = size of the group; x_r is rank r's tensor; L the loss.
 """
@@ -23,13 +24,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from labkit.parallel import collectives
 from labkit.parallel.groups import Group
 from labkit.parallel.ledger import comm_scope, current_scope
+from labkit.parallel.unequal import all_gather_unequal, reduce_scatter_unequal
 
 
 def forward_scope(ctx: Any, group: Group) -> comm_scope:
@@ -183,19 +184,6 @@ class _ReduceScatter(Function):
 # ---- the same with parts of unequal size, along the first dimension ----
 
 
-def _gather_unequal(x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
-    """All ranks' rows, rank r's part having sizes[r] of them."""
-    return collectives.all_to_all(x.repeat(group.size, *[1] * (x.dim() - 1)), group, sizes, [len(x)] * group.size)
-
-
-def _reduce_scatter_unequal(x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
-    """This rank's part of the ranks' sum, added in the order of ranks; half precision is summed in float32."""
-    own = sizes[group.rank]
-    parts = collectives.all_to_all(x, group, [own] * group.size, sizes).unflatten(0, (group.size, own))
-    dtype = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
-    return parts.sum(dim=0, dtype=dtype).to(x.dtype)
-
-
 class _GatherUnequal(Function):
     """Joins parts of unequal size for a layer of which each rank computes a part (gradients are partial sums).
 
@@ -207,12 +195,12 @@ class _GatherUnequal(Function):
     def forward(ctx: Any, x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
         ctx.sizes = sizes
         with forward_scope(ctx, group):
-            return _gather_unequal(x, group, sizes)
+            return all_gather_unequal(x, group, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         with backward_scope(ctx):
-            return _reduce_scatter_unequal(grads[0], ctx.group, ctx.sizes), None, None
+            return reduce_scatter_unequal(grads[0], ctx.group, ctx.sizes), None, None
 
 
 class _ReduceScatterUnequal(Function):
@@ -226,12 +214,12 @@ class _ReduceScatterUnequal(Function):
     def forward(ctx: Any, x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
         ctx.sizes = sizes
         with forward_scope(ctx, group):
-            return _reduce_scatter_unequal(x, group, sizes)
+            return reduce_scatter_unequal(x, group, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         with backward_scope(ctx):
-            return _gather_unequal(grads[0], ctx.group, ctx.sizes), None, None
+            return all_gather_unequal(grads[0], ctx.group, ctx.sizes), None, None
 
 
 def scatter_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:

@@ -1,0 +1,91 @@
+"""All-gather and reduce-scatter of parts whose numbers of rows differ between ranks.
+
+Tensor-parallel experts need them: the ranks that share an expert have received different numbers of tokens. Every rank
+knows all the sizes. gloo has no such all-gather, so there both are an all-to-all (the gather sends the same rows to
+everyone, which costs no more bytes than any other gather); NCCL takes lists of unequal tensors. Booked as `all_gather`
+and `reduce_scatter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labkit.parallel import transport
+from labkit.parallel.collectives import start
+from labkit.parallel.groups import Group
+from labkit.parallel.ledger import is_dropped
+
+__all__ = ["all_gather_unequal", "reduce_scatter_unequal"]
+
+
+def _check(group: Group, sizes: Sequence[int]) -> None:
+    if len(sizes) != group.size:
+        raise ValueError(f"sizes has {len(sizes)} entries; group {group.name} has {group.size} ranks")
+
+
+def all_gather_unequal(x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
+    """Concatenate the ranks' rows in the order of ranks; rank r has sizes[r] of them, [n_r, ..] -> [sum n, ..].
+
+    Raises:
+        ValueError: sizes that do not fit the group or x.
+    """
+    if group.size == 1:
+        return x
+    _check(group, sizes)
+    if sizes[group.rank] != len(x):
+        raise ValueError(f"sizes gives this rank {sizes[group.rank]} rows; x has {len(x)}")
+    if is_dropped("all_gather", group.name):
+        raise ValueError("an all_gather of unequal parts cannot be dropped: there is nothing of that shape here")
+    return start("all_gather", x, group, lambda: _gather(x, group, list(sizes)))._complete(waits=False)
+
+
+def _gather(x: Tensor, group: Group, sizes: list[int]) -> Callable[[], Tensor]:
+    if transport.on_gloo(x, group):
+        everyone = x.expand(group.size, *x.shape).flatten(0, 1)
+        return transport.all_to_all(everyone, group, sizes, [len(x)] * group.size)
+    gathered = x.new_empty(sum(sizes), *x.shape[1:])
+    work: Any = dist.all_gather(list(gathered.split(sizes)), x.contiguous(), group=group.process_group, async_op=True)
+    return lambda: (work.wait(), gathered)[1]
+
+
+def reduce_scatter_unequal(x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
+    """Sum x over the ranks and return this rank's rows of it, sizes[r] on rank r: [sum n, ..] -> [n_r, ..].
+
+    On gloo parts are added in the order of ranks, half precision in float32, rounded once.
+
+    Raises:
+        ValueError: sizes that do not fit the group or x.
+    """
+    if group.size == 1:
+        return x
+    _check(group, sizes)
+    if sum(sizes) != len(x):
+        raise ValueError(f"sizes add up to {sum(sizes)}; x has {len(x)} rows")
+    if is_dropped("reduce_scatter", group.name):
+        return x.split(list(sizes))[group.rank].clone()
+    return start("reduce_scatter", x, group, lambda: _scatter(x, group, list(sizes)))._complete(waits=False)
+
+
+def _scatter(x: Tensor, group: Group, sizes: list[int]) -> Callable[[], Tensor]:
+    own = sizes[group.rank]
+    if transport.on_gloo(x, group):
+        finish = transport.all_to_all(x, group, [own] * group.size, sizes)
+        return lambda: _sum_in_order(finish().unflatten(0, (group.size, own)))
+    part = x.new_empty(own, *x.shape[1:])
+    parts = list(x.contiguous().split(sizes))
+    work: Any = dist.reduce_scatter(part, parts, group=group.process_group, async_op=True)
+    return lambda: (work.wait(), part)[1]
+
+
+def _sum_in_order(parts: Tensor) -> Tensor:
+    """[ranks, n, ..] -> [n, ..]"""
+    half = parts.dtype in (torch.bfloat16, torch.float16)
+    total = parts[0].float() if half else parts[0]
+    for part in parts[1:]:
+        total = total.add_(part)
+    return total.to(parts.dtype)
