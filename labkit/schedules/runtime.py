@@ -32,6 +32,7 @@ from labkit.parallel.p2p import second_communicator
 from labkit.parallel.payload import Format, Payload
 from labkit.parallel.stream_clock import StreamClock, span_on, stream_clock
 from labkit.parallel.weight_grad_store import WeightGradStore
+from labkit.schedules.attached_losses import AttachedLosses
 from labkit.schedules.builders import without_backward
 from labkit.schedules.gradient_sync import GradientSync, NoSync, SyncFunc, check_sync_functions
 from labkit.schedules.ir import EVENT_KINDS, Schedule
@@ -82,6 +83,7 @@ class PipelineRuntime:
         timers: Any = None,
         autocast_dtype: torch.dtype | None = None,
         num_microbatches_with_partial_activation_checkpoints: int | None = None,
+        tokens_per_microbatch: int | None = None,
     ) -> None:
         """Check that the schedule can run and fits this rank. The first of a layout makes its second communicator.
 
@@ -101,6 +103,7 @@ class PipelineRuntime:
         autocast_dtype: run forwards, but not the loss function, under torch.autocast with this type; None does not.
         num_microbatches_with_partial_activation_checkpoints: of those in flight on this rank, so many recompute nothing
             (`kept_whole`): their forwards run under the chunk's `set_activation_checkpointing(False)`.
+        tokens_per_microbatch: B x S; needed with calculate_per_token_loss and experts alone (`AttachedLosses`).
 
         Raises ScheduleError for a schedule that cannot run, ValueError where it does not fit the groups or the chunks.
         """
@@ -123,6 +126,8 @@ class PipelineRuntime:
         self.num_tokens = torch.zeros((), dtype=torch.int64)
         """Tokens of the last run on the last stage, summed over microbatches; 0 where the loss gives two items."""
         self._check()
+        tokens = tokens_per_microbatch
+        self.attached_losses = AttachedLosses(self.chunks, schedule.num_microbatches, calculate_per_token_loss, tokens)
         schedule.derived(f"verified, {transport}", lambda rows: verify(rows, transport))
         self.shapes = shapes = shapes_of_messages(tensor_shape, schedule.num_stages)
         self.form = Format[Message](
@@ -210,6 +215,9 @@ class PipelineRuntime:
         iterators = list(data_iterators) if isinstance(data_iterators, list | tuple) else [data_iterators]
         if len(iterators) != len(self.chunks):
             raise ValueError(f"{len(iterators)} data iterators for {len(self.chunks)} model chunks: give one each")
+        if not forward_only and self.attached_losses.modules:
+            one = torch.ones((), dtype=torch.float64, device=self.groups.device)
+            self.attached_losses.set_scale(one if self.grad_scaler is None else self.grad_scaler(one))
         state = _Step(self, self._program(forward_only), iterators, forward_only, collect_non_loss_data)
         with _timed(self.timers, "forward-backward", 1), torch.set_grad_enabled(not forward_only):
             state.walk()

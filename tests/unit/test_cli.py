@@ -179,7 +179,7 @@ def test_a_flag_leaves_the_words_of_its_command_alone() -> None:
 def _text(spec, value) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
-    return ",".join(value) if isinstance(value, tuple) else str(value)
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 _WORDS = st.text(alphabet="abcxyz019-_./ :#{}[]'\"", min_size=1, max_size=10).filter(lambda s: not s.startswith("-"))
@@ -187,6 +187,7 @@ _BY_KIND = {
     "int": st.integers(-5, 2**31), "float": st.floats(0, 1e6), "bool": st.booleans(),
     "str": _WORDS.filter(lambda s: s.strip().lower() not in ("null", "none", "~", "")),
     "tuple[str, ...]": st.lists(st.sampled_from(["attn", "mlp", "moe"]), max_size=3).map(tuple),
+    "tuple[int, ...]": st.lists(st.integers(0, 3), max_size=3).map(tuple),
 }  # fmt: skip
 
 
