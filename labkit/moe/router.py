@@ -14,7 +14,7 @@ Shapes: S sequence and B batch of this rank, T = S x B tokens (token s B + b), H
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,6 +26,7 @@ from labkit.config import ModelConfig, MoEConfig
 from labkit.moe.balance import (
     AuxLossAutoScaler,
     AuxLossScale,
+    aux_loss_scale,
     switch_load_balancing_loss_func,
     updated_expert_bias,
     z_loss_func,
@@ -139,9 +140,9 @@ class TopKRouter(nn.Module):
     def forward(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
         """[S, B, H] -> weights [T, E], 0 where not chosen, and the choice [T, E], bool."""
         with comm_scope(layer=self.name, phase=current_scope().phase or "forward"):
-            return self.routing(self.gating(self._jittered(x_SBH)), x_SBH.shape[0])
+            return self.routing(self.gating(self.jittered(x_SBH)), x_SBH.shape[0])
 
-    def _jittered(self, x_SBH: Tensor) -> Tensor:
+    def jittered(self, x_SBH: Tensor) -> Tensor:
         """The input times numbers from 1 - jitter to 1 + jitter; ranks of tp hold other tokens and draw their own."""
         jitter = self.moe.input_jitter
         if not jitter or not self.training:
@@ -156,7 +157,7 @@ class TopKRouter(nn.Module):
         return _GatingLinear.apply(x_SBH.flatten(0, 1), self.weight, dtype)  # type: ignore[no-any-return]
 
     def routing(self, logits_TE: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
-        """Weights and choice from logits of `sequence` positions; adds to counts and losses where the forward counts."""
+        """Weights and choice from logits of `sequence` positions; adds to losses and load where the forward counts."""
         moe, counts = self.moe, self.training and torch.is_grad_enabled()
         shape_SBE = (sequence, logits_TE.shape[0] // sequence, moe.num_experts)
         replayed, replayed_counted = self.replay.take(shape_SBE) if self.replay is not None else (None, None)
@@ -167,7 +168,7 @@ class TopKRouter(nn.Module):
         scores_TE = counted_TE = None
         if with_loss or self.record is not None:
             scores_TE = normalized_scores(logits_TE, moe.score_function)
-            counted_TE = top_k_map(scores_TE, moe.top_k) if replayed_counted is None else replayed_counted
+            counted_TE = top_k_map(logits_TE, moe.top_k) if replayed_counted is None else replayed_counted
             if self.record is not None and not is_second_forward():
                 self.record.append(encode(map_TE, counted_TE, sequence))
         probs_TE, kept_TE = self._limit(probs_TE, map_TE)
@@ -252,6 +253,14 @@ class TopKRouter(nn.Module):
         self.global_counts[-1] += 1
         return self.global_counts[:-1] / self.global_counts[-1]
 
+    def set_aux_loss_scale(
+        self, loss_scale: float | Tensor, *, num_microbatches: int, tokens_per_microbatch: int | None = None
+    ) -> None:
+        """Called by the pipeline runtime before the forwards of a step; see `aux_loss_scale`."""
+        cp, tokens = self.groups.cp.size, tokens_per_microbatch
+        mean = aux_loss_scale(1.0, cp=cp, num_microbatches=num_microbatches, tokens_per_microbatch=tokens)
+        self.aux_scale.set(loss_scale * mean)
+
     def reset_global_aux_loss_tracker(self) -> None:
         """Forget the counts of the global loss, at the end of a step."""
         if self.global_counts is not None:
@@ -269,18 +278,21 @@ def routers_of(chunks: Iterable[nn.Module]) -> Iterator[TopKRouter]:
                 yield module
 
 
-def finish_router_step(chunks: Sequence[nn.Module], groups: ParallelGroups) -> None:
+def finish_router_step(chunks: Iterable[nn.Module], groups: ParallelGroups, *, move_biases: bool = True) -> None:
     """Once an optimizer step, after gradients are final: moves the expert biases by the load of the global batch, and
-    forgets the counts of the step. Called by all ranks; one all-reduce over tp x dp x cp for all layers of the rank."""
+    forgets the counts of the step. Called by all ranks; one all-reduce over tp x dp x cp for all layers of the rank.
+
+    move_biases: False only forgets: a step that is skipped changes nothing.
+    """
     routers = list(routers_of(chunks))
     loads = [router.local_tokens_per_expert for router in routers if router.local_tokens_per_expert is not None]
     biases = [(router.expert_bias, router.moe) for router in routers if router.expert_bias is not None]
-    if loads:
-        total_LE = torch.stack(loads)
+    if loads and move_biases:
         with comm_scope(layer="finalize", phase="expert bias"):
-            all_reduce(total_LE, groups.tp_dp_cp)
-        for (bias_E, moe), load_E, total_E in zip(biases, loads, total_LE, strict=True):
+            total_LE = all_reduce(torch.stack(loads), groups.tp_dp_cp)
+        for (bias_E, moe), total_E in zip(biases, total_LE, strict=True):
             bias_E.copy_(updated_expert_bias(total_E, bias_E, moe.expert_bias_update_rate))
-            load_E.zero_()
+    for load_E in loads:
+        load_E.zero_()
     for router in routers:
         router.reset_global_aux_loss_tracker()

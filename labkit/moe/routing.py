@@ -91,17 +91,19 @@ def choose(
 ) -> Tensor:
     """The choice of `topk_routing`: bool [T, E] with top_k entries a row."""
     _check_choice(logits_TE.shape[1], top_k, score_function, num_groups, group_topk, expert_bias)
+    if expert_bias is None and num_groups is None:
+        # Scores order the experts of a token as logits do, but may round two of them to the same number.
+        return top_k_map(logits_TE, top_k)
     scores_TE = _at_least_fp32(logits_TE)
     if score_function == "sigmoid":
         scores_TE = scores_TE.sigmoid()
     elif pre_softmax:
-        scores_TE = scores_TE.softmax(dim=-1)  # orders experts as logits do, but not sums over groups
+        scores_TE = scores_TE.softmax(dim=-1)
     if expert_bias is not None:
         scores_TE = scores_TE + expert_bias
-    if num_groups is not None and group_topk is not None:
-        _, chosen_TK = group_limited_topk(scores_TE, top_k, num_groups=num_groups, group_topk=group_topk)
-    else:
-        chosen_TK = scores_TE.topk(top_k, dim=-1).indices
+    if num_groups is None or group_topk is None:
+        return _map_of(scores_TE.topk(top_k, dim=-1).indices, logits_TE)
+    _, chosen_TK = group_limited_topk(scores_TE, top_k, num_groups=num_groups, group_topk=group_topk)
     return _map_of(chosen_TK, logits_TE)
 
 
@@ -250,9 +252,9 @@ def apply_capacity(
 # ---- shared ----
 
 
-def top_k_map(scores_TE: Tensor, top_k: int) -> Tensor:
-    """The top_k largest of every row as a bool map [T, E]."""
-    return _map_of(scores_TE.detach().topk(top_k, dim=-1).indices, scores_TE)
+def top_k_map(logits_TE: Tensor, top_k: int) -> Tensor:
+    """The top_k largest of every row, bool [T, E]: the choice without bias and groups."""
+    return _map_of(logits_TE.detach().topk(top_k, dim=-1).indices, logits_TE)
 
 
 def _map_of(chosen_TK: Tensor, like_TE: Tensor) -> Tensor:
