@@ -155,6 +155,11 @@ def make_expert_parameter(
     experts = full_shape[0]
     if experts % ep.size:
         raise ValueError(f"{name}: {experts} experts cannot be shared out over ep={ep.size}; choose a multiple of it")
+    if full_shape[partition_dim] % (etp.size * partition_stride):
+        raise ValueError(
+            f"{name}.{part}: dimension {partition_dim} of {tuple(full_shape)} cannot be cut over etp={etp.size} in "
+            f"{partition_stride} block(s); it must be a multiple of {etp.size * partition_stride}"
+        )
     local = experts // ep.size
     drawn = [
         tensor_part(

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labkit.parallel import Group
-from labkit.parallel.weights import draw, gather_parameter, make_parameter, parameter_seed, tensor_part
+from labkit.parallel.weights import (
+    draw,
+    gather_expert_parameter,
+    gather_parameter,
+    make_expert_parameter,
+    make_parameter,
+    parameter_seed,
+    tensor_part,
+)
 
 
 def member(rank: int, size: int) -> Group:
@@ -72,8 +80,37 @@ def test_padding_is_zero_and_moves_no_real_row() -> None:
     assert torch.equal(gather_parameter(padded, padded, member(0, 1)), whole.detach())
 
 
+@given(
+    ep=st.sampled_from([1, 2, 3]), etp=st.sampled_from([1, 2]), each=st.integers(1, 2), dim=st.sampled_from([1, 2]),
+    stride=st.sampled_from([1, 2]),
+)  # fmt: skip
+def test_an_expert_has_the_same_weights_wherever_it_is(ep: int, etp: int, each: int, dim: int, stride: int) -> None:
+    shape = (ep * each, 4, 8)
+    cut = {"partition_dim": dim, "partition_stride": stride, "seed": 3, "std": 0.5}
+    alone = {"ep": member(0, 1), "etp": member(0, 1)}
+    whole = make_expert_parameter("layers.0.mlp.experts", "fc1.weight", shape, **alone, **cut)
+    assert whole.allreduce is False and whole.expert_parallel is True and not whole.tensor_model_parallel
+    assert torch.equal(gather_expert_parameter(whole, whole, **alone), whole.detach())
+    for expert in range(shape[0]):
+        drawn = draw(f"layers.0.mlp.experts.{expert}.fc1.weight", shape[1:], seed=3, std=0.5)
+        assert torch.equal(whole.detach()[expert], drawn)
+    for one in range(ep):
+        for other in range(etp):
+            groups = {"ep": member(one, ep), "etp": member(other, etp)}
+            part = make_expert_parameter("layers.0.mlp.experts", "fc1.weight", shape, **groups, **cut)
+            own = whole.detach()[one * each : (one + 1) * each]
+            assert torch.equal(part.detach(), tensor_part(own, other, etp, dim, stride))
+            assert part.full_name == "layers.0.mlp.experts.fc1.weight" and part.full_shape == shape
+            assert part.partition_dim == (dim if etp > 1 else -1) and part.partition_stride == stride
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="either std or fill, got std=None, fill=None"):
         make_parameter("a", (2,))
     with pytest.raises(ValueError, match="7 must be a multiple of 2"):
         make_parameter("a", (7, 4), std=1.0, group=member(0, 2), partition_dim=0)
+    cut = {"partition_dim": 1, "partition_stride": 2}
+    with pytest.raises(ValueError, match="experts: 5 experts cannot be shared out over ep=2; choose a multiple of it"):
+        make_expert_parameter("experts", "fc1.weight", (5, 4, 4), ep=member(0, 2), etp=member(0, 1), **cut)
+    with pytest.raises(ValueError, match=r"experts.fc1.weight: dimension 1 of \(4, 6, 4\) cannot be cut over etp=2"):
+        make_expert_parameter("experts", "fc1.weight", (4, 6, 4), ep=member(0, 2), etp=member(0, 2), **cut)
