@@ -129,7 +129,7 @@ def small(preset: str) -> RunConfig:
     """A preset with its kinds of blocks at sizes that 8 ranks on two cores train in seconds."""
     shape = {"layers": 4, "hidden": 32, "heads": 4, "seq_length": 16, "global_batch_size": 4}
     if preset == "llama_tiny":
-        shape |= {"kv_heads": 4, "heads": 8, "ffn_hidden": 64}
+        shape |= {"kv_heads": 4, "heads": 8, "model.ffn_hidden": 64}
     return presets.get(preset).override(shape)
 
 

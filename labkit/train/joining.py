@@ -10,16 +10,24 @@ fault in the communication or in a split cannot hide itself. Each axis is undone
 | dp   | other samples: the first replica's are kept       | alike, or shards (distributed optimizer)          |
 | pp   | other layers                                      | other layers; tied copies alike                   |
 
+The same ranks share out experts along axes of their own, of which outputs know nothing:
+
+| axis | parameters and gradients of experts                                                  |
+|------|--------------------------------------------------------------------------------------|
+| ep   | other experts: parts along dim 0 (`expert_parallel`), else alike                     |
+| etp  | parts of each expert along `partition_dim`, counted in the stacked tensor, or alike  |
+| edp  | alike, or shards (distributed optimizer)                                             |
+
 What should be alike has to be so bit for bit, otherwise the run disagrees with itself and that is said.
 
-Shapes: S sequence, B micro batch, H hidden.
+Shapes: S sequence, B micro batch, H hidden (of a router's output: experts).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -41,6 +49,8 @@ class Whole:
     """By step, then by parameter in order of first use."""
     disagreements: list[str]
     """Tensors that should be the same on several ranks, bit for bit, and are not."""
+    routings: dict[str, list[Tensor]] = field(default_factory=dict)
+    """What a run in one process wrote down of its routers (`labkit.train.routing_trace`)."""
 
 
 def join_shards(shards: Sequence[Tensor], dim: int, stride: int = 1) -> Tensor:
@@ -95,7 +105,7 @@ def assemble(snapshots: Sequence[Snapshot], *, sequence_parallel: bool = False) 
         steps.update(ordered)
     if any(s.losses != ranks[0].losses for s in ranks):
         disagreements.append("loss")
-    return Whole(ranks[0].losses, activations, gradients, parameters, disagreements)
+    return Whole(ranks[0].losses, activations, gradients, parameters, disagreements, ranks[0].routings)
 
 
 def _join_activations(stage: list[Snapshot], split: bool, disagreements: list[str]) -> dict[str, Tensor]:
@@ -121,22 +131,44 @@ def _join_parameters(ranks: list[Snapshot], what: str, step: int, disagreements:
     for pp in sorted({s.pp for s in ranks}):
         stage = [s for s in ranks if s.pp == pp]
         for name, first in getattr(stage[0], what)[step].items():
-            shards: list[Shard] = [getattr(s, what)[step][name] for s in stage]
-            by_tp = [[sh for sh, s in zip(shards, stage) if s.tp == tp] for tp in range(1 + max(s.tp for s in stage))]
-            if first.expert and first.partition_dim is None:  # whole on every rank: all of them are replicas
-                by_tp = [shards]
-            joined = [join_replicas(replicas) for replicas in by_tp]
-            if not all(agree for _, agree in joined):
-                disagreements.append(f"{name} {label} (dp replicas)")
-            parts = [part for part, _ in joined]
-            if first.partition_dim is not None:
-                full = join_shards(parts, first.partition_dim, first.partition_stride)
-            else:
-                full = parts[0]
-                if not all(torch.equal(full, part) for part in parts):
-                    disagreements.append(f"{name} {label} (tp replicas)")
+            held: list[tuple[Snapshot, Shard]] = [(s, getattr(s, what)[step][name]) for s in stage]
+            full, differing = join_expert(held) if first.expert else join_dense(held)
+            disagreements += [f"{name} {label} ({axis} replicas)" for axis in differing]
             (tied if first.shared else whole)[name] = full[: first.full_rows]
     for name, copy in tied.items():
         if not torch.equal(copy, whole["embedding.word.weight"]):
             disagreements.append(f"{name} {label} (tied copies)")
     return whole
+
+
+def join_dense(held: Sequence[tuple[Snapshot, Shard]]) -> tuple[Tensor, list[str]]:
+    """One parameter of one stage from all its ranks, and the axes along which ranks that should agree do not."""
+    return _join_axis(held, "tp", "dp")
+
+
+def join_expert(held: Sequence[tuple[Snapshot, Shard]]) -> tuple[Tensor, list[str]]:
+    """The same for experts: replicas over edp, parts over etp, other experts over ep (dim 0 of the whole)."""
+    by_ep = [[pair for pair in held if pair[0].ep == ep] for ep in sorted({s.ep for s, _ in held})]
+    joined = [_join_axis(pairs, "etp", "edp") for pairs in by_ep]
+    parts = [part for part, _ in joined]
+    differing = [axis for axis in ("edp", "etp") if any(axis in axes for _, axes in joined)]
+    if held[0][1].expert_parallel:
+        return torch.cat(parts), differing
+    alike = all(torch.equal(parts[0], part) for part in parts)
+    return parts[0], [*differing, *([] if alike else ["ep"])]
+
+
+def _join_axis(held: Sequence[tuple[Snapshot, Shard]], split: str, replicated: str) -> tuple[Tensor, list[str]]:
+    """Shards over the axis `split`, each of whose ranks has replicas over `replicated`."""
+    first = held[0][1]
+    by_rank = [
+        [shard for snapshot, shard in held if getattr(snapshot, split) == rank]
+        for rank in sorted({getattr(snapshot, split) for snapshot, _ in held})
+    ]
+    joined = [join_replicas(replicas) for replicas in by_rank]
+    parts = [part for part, _ in joined]
+    differing = [] if all(agree for _, agree in joined) else [replicated]
+    if first.partition_dim is not None:
+        return join_shards(parts, first.partition_dim, first.partition_stride), differing
+    alike = all(torch.equal(parts[0], part) for part in parts)
+    return parts[0], [*differing, *([] if alike else [split])]

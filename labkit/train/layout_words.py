@@ -11,7 +11,7 @@ from labkit.config import ModelConfig, OptimConfig, RunConfig
 
 
 def layout_name(config: RunConfig, world_size: int) -> str:
-    """Sizes, stages and schedule, layers and fp8, what is recomputed, and how gradients are kept and reduced."""
+    """Sizes, experts, stages and schedule, layers and fp8, what is recomputed, how gradients are kept and reduced."""
     parallel = config.parallel
     sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp}
     sizes["dp"] = world_size // (parallel.tp * parallel.cp * parallel.pp)
@@ -21,7 +21,23 @@ def layout_name(config: RunConfig, world_size: int) -> str:
     words += ["all-gather"] if parallel.cp > 1 and parallel.cp_comm_type == "all_gather" else []
     layers = ["transformer engine"] if config.model.transformer_impl == "transformer_engine" else []
     layers += [f"fp8 {config.optim.fp8} {config.optim.fp8_recipe}"] if config.optim.fp8 != "none" else []
-    return " ".join([*words, *_schedule(config), *layers, *_recomputed(config.model), *_gradients(config.optim)])
+    words += [*_experts(config), *_schedule(config), *layers]
+    return " ".join([*words, *_recomputed(config.model), *_gradients(config.optim)])
+
+
+def _experts(config: RunConfig) -> list[str]:
+    """How experts are shared out, how tokens reach them, what becomes of tokens that are too many."""
+    parallel, moe = config.parallel, config.moe
+    if moe.num_experts == 0:
+        return []
+    etp = parallel.tp if parallel.etp is None else parallel.etp
+    words = [f"ep{parallel.ep}"] if parallel.ep > 1 else []
+    words += [f"etp{etp}"] if max(etp, parallel.tp) > 1 else []
+    words += [moe.dispatcher] if moe.dispatcher != "alltoall" else []
+    words += [] if moe.grouped_gemm else ["sequential"]
+    words += [] if moe.capacity_factor is None else [f"capacity {moe.capacity_factor:g}"]
+    words += ["padded"] if moe.pad_to_capacity else []
+    return words + (["shared overlapped"] if moe.shared_expert_overlap else [])
 
 
 def _schedule(config: RunConfig) -> list[str]:

@@ -5,6 +5,9 @@ of the global norm for gradients (a key bias has a gradient of pure rounding noi
 Adam moves in one step). `compare` launches every layout with real processes and says which tensor differs first, in
 the order in which a training step makes them: block outputs of the first microbatch, the loss, gradients from the
 output back to the input, updated parameters, then the later steps.
+
+A mixture of experts is compared in float64 as it is. In float32 the layouts route as the reference did
+(`labkit.train.routing_trace`): one choice of experts that rounding turns over would change everything after it.
 """
 
 from __future__ import annotations
@@ -19,18 +22,15 @@ import torch
 from torch import Tensor
 
 from labkit.config import ConfigError, RunConfig
-from labkit.config.fields import SPECS
+from labkit.train.comparison_plan import PRECISIONS, alone, placement, plan_layout, shared_config
 from labkit.train.fault import fault_problems, fault_words
 from labkit.train.joining import Whole, assemble
 from labkit.train.layout_words import layout_name
-from labkit.train.schedule_fit import schedule_problem
+from labkit.train.routing_trace import Routings
 from labkit.train.snapshots import Recorder, Snapshot
 
 if TYPE_CHECKING:
     from labkit.train.pretraining import TrainResult
-
-PRECISIONS = {"float64": ("fp64", 1e-10), "float32": ("fp32", 1e-5)}
-"""dtype -> (optim.precision, largest difference that is rounding)."""
 
 
 def tensor_difference(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
@@ -94,6 +94,8 @@ class ParityReport:
     """Of the one process, by step."""
     fault: dict[str, str] | None = None
     """What was left out in the layouts on purpose."""
+    reference: str = "one process"
+    """What the layouts are held against."""
 
     @property
     def fault_missed(self) -> bool:
@@ -102,7 +104,7 @@ class ParityReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every layout agrees with one process, and a fault that was asked for was really planted."""
+        """Whether every layout agrees with the reference, and a fault that was asked for was really planted."""
         return not self.fault_missed and all(row.first_difference is None for row in self.rows)
 
     @property
@@ -116,10 +118,10 @@ class ParityReport:
         wrong = [row for row in self.rows if row.first_difference is not None]
         if not wrong:
             return (
-                f"{len(self.rows)} of {len(self.rows)} layouts agree with one process to {self.tolerance:.0e} "
+                f"{len(self.rows)} of {len(self.rows)} layouts agree with {self.reference} to {self.tolerance:.0e} "
                 f"over {self.steps} optimizer steps in {self.dtype}."
             )
-        return " ".join(f"{row.name} differs from one process, first in {row.first_difference}." for row in wrong)
+        return " ".join(f"{row.name} differs from {self.reference}, first in {row.first_difference}." for row in wrong)
 
     def table(self) -> str:
         """The rows, aligned."""
@@ -147,17 +149,20 @@ def compare(
     steps: int = 3,
     dtype: str = "float64",
     *,
+    reference: Mapping[str, Any] | None = None,
     fault: Mapping[str, str] | None = None,
     pretrain: Callable[..., TrainResult] | None = None,
     timeout: float = 600.0,
     device: str = "auto",
     on_row: Callable[[ParityRow], None] | None = None,
 ) -> ParityReport:
-    """Train `config` for `steps` steps in every layout and in one process, and compare.
+    """Train `config` for `steps` steps in every layout and in one process (or `reference`), and compare.
 
     layouts: overrides such as `{"tp": 2, "pp": 2}` or `{"parallel.tp": 2, "world_size": 4}`; world_size defaults to the
         least common multiple of tp cp pp and etp ep pp.
-    dtype: `float64` (agreement to 1e-10) or `float32` (to 1e-5).
+    dtype: `float64` (agreement to 1e-10) or `float32` (to 1e-5; layouts choose experts as the one process did).
+    reference: a layout that the others are held against instead of one process. Where experts have a capacity, what
+        they drop goes by the tokens that a rank holds, so only layouts that share these are comparable.
     fault: arguments of `labkit.parallel.collectives.dropped`; the matching communication is left out in the layouts.
         The report is not `ok` where it matches none.
     pretrain: what the ranks of a layout run, called as `pretrain(config, observer=...)`: a training of one's own (with
@@ -173,134 +178,49 @@ def compare(
     problems = fault_problems(fault) if fault is not None else []
     if problems:
         raise ConfigError(problems, source="the fault")
-    base = _parity_config(config, steps, dtype)
-    planned = [_plan(base, layout, dtype) for layout in layouts]
+    base = shared_config(config, steps, dtype)
+    if reference is not None and dtype == "float32" and base.moe.num_experts:
+        problem = "in float32 layouts replay the choice of experts of one process; leave it out, or compare in float64"
+        raise ConfigError([problem], source=f"reference {dict(reference)}")
+    first, first_size = (alone(base), 1) if reference is None else plan_layout(base, reference, dtype, None)
+    planned = [plan_layout(base, layout, dtype, placement(first, first_size)) for layout in layouts]
     _, tolerance = PRECISIONS[dtype]
-    reference, _ = _observe(_alone(base), 1, None, None, timeout, device)
+    replays = dtype == "float32" and base.moe.num_experts > 0
+    expected, _ = _observe(first, first_size, _Observation(records_routing=replays), timeout, device)
+    watched = _Observation(dict(fault) if fault is not None else None, pretrain, expected.routings if replays else None)
     rows = []
     for layout, (changed, world_size) in zip(layouts, planned):
-        whole, calls = _observe(changed, world_size, fault, pretrain, timeout, device)
-        row = _row(dict(layout), changed, world_size, whole, reference, tolerance)
+        whole, calls = _observe(changed, world_size, watched, timeout, device)
+        row = _row(dict(layout), changed, world_size, whole, expected, tolerance)
         rows.append(replace(row, dropped_calls=calls))
         if on_row is not None:
             on_row(rows[-1])
-    return ParityReport(rows, steps, dtype, tolerance, reference.losses, dict(fault) if fault is not None else None)
+    name = "one process" if reference is None else layout_name(first, first_size)
+    return ParityReport(rows, steps, dtype, tolerance, expected.losses, watched.fault, name)
 
 
-def _parity_config(config: RunConfig, steps: int, dtype: str) -> RunConfig:
-    """The configuration that every run of a comparison shares."""
-    if dtype not in PRECISIONS:
-        raise _refusal(f"dtype is {dtype!r}; parity is defined for {' and '.join(PRECISIONS)}")
-    if steps < 1:
-        raise _refusal(f"steps is {steps}; at least one optimizer step is needed to compare parameters")
-    if problem := _incomparable(config, dtype):
-        raise _refusal(problem)
-    return config.replaced(_common(config, steps, dtype))
+@dataclass(frozen=True)
+class _Observation:
+    """How the ranks of one run are watched, and what is done to them."""
 
-
-def _common(config: RunConfig, steps: int, dtype: str) -> dict[str, Any]:
-    """What the comparison decides, whatever configuration and layouts say; with what then has no effect left out."""
-    optim = config.optim
-    scales = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-    reports = ("eval_interval", "eval_steps", "keep_event_steps", "timing_log_level", "output_dir")
-    return {
-        **_usual(*(f"optim.{name}" for name in scales), *(f"train.{name}" for name in reports)),
-        "optim.precision": PRECISIONS[dtype][0],
-        "optim.eps": max(optim.eps, 1e-5),
-        "optim.lr": min(optim.lr, 1e-3),
-        "optim.min_lr": min(optim.min_lr, 1e-3),
-        "optim.decay_steps": optim.decay_steps or config.train.steps,
-        "train.steps": steps,
-        "train.record_events": False,
-    }
-
-
-def _usual(*names: str) -> dict[str, Any]:
-    """Fields at their defaults."""
-    return {name: SPECS[name].default for name in names}
-
-
-def _incomparable(config: RunConfig, dtype: str) -> str:
-    """Why nothing can be said about `config` in `dtype`, or an empty string."""
-    model = config.model
-    for name in ("embedding_dropout", "attention_dropout", "hidden_dropout"):
-        if getattr(model, name) > 0:
-            return f"model.{name} is {getattr(model, name)}; masks differ between layouts by design, so set it to 0"
-    if model.transformer_impl == "transformer_engine" and dtype == "float64":
-        return (
-            "model.transformer_impl is 'transformer_engine', which has no float64; compare in float32, or set it to "
-            "local"
-        )
-    return ""
-
-
-def _refusal(problem: str) -> ConfigError:
-    return ConfigError([problem], source="the comparison")
-
-
-def _alone(base: RunConfig) -> RunConfig:
-    """The reference: one process, one stage, every activation kept, gradients in the one buffer of the naive twin."""
-    kept = ("parallel.distributed_backend", "parallel.distributed_timeout_minutes")
-    layout = [n for n, spec in SPECS.items() if spec.section in ("parallel", "schedule") and n not in kept]
-    return base.replaced(_usual(*layout, *_PLAIN) | {"optim.data_parallel": "naive"}).validate(1)
-
-
-_PLAIN = (
-    "model.recompute_granularity",
-    "model.recompute_method",
-    "model.recompute_num_layers",
-    "model.recompute_modules",
-    "model.num_microbatches_with_partial_activation_checkpoints",
-    "optim.bucket_size",
-    "optim.overlap_grad_reduce",
-    "optim.average_in_collective",
-    "optim.distributed_optimizer",
-    "optim.overlap_param_gather",
-    "optim.num_distributed_optimizer_instances",
-)
-"""Fields that the reference leaves at their defaults, besides those of layout and schedule."""
-
-
-def _plan(base: RunConfig, layout: Mapping[str, Any], dtype: str) -> tuple[RunConfig, int]:
-    """A layout's configuration and number of ranks, checked before anything is launched."""
-    changed = base.override({key: value for key, value in layout.items() if key != "world_size"})
-    world_size = int(layout.get("world_size", changed.parallel.smallest_world_size))
-    problems = _decided_by_the_comparison(base, changed, dtype) or list(filter(None, [_incomparable(changed, dtype)]))
-    problems = problems or changed.problems(world_size) or changed.not_yet_trainable()
-    if not problems and (problem := schedule_problem(changed, world_size)):
-        problems = [problem]
-    if problems:
-        raise ConfigError(problems, source=f"layout {dict(layout)}")
-    return changed, world_size
-
-
-def _decided_by_the_comparison(base: RunConfig, changed: RunConfig, dtype: str) -> list[str]:
-    """A sentence for each field that a layout changes and must not, because all runs share it."""
-    before, after = base.to_dict(), changed.to_dict()
-    problems = []
-    for name in _common(base, 1, dtype):
-        section, _, field = name.partition(".")
-        if (given := after[section][field]) != before[section][field]:
-            rule = "is the same in every run of a comparison, or they would train differently; leave it out of layouts"
-            if name == "optim.precision":
-                rule = f"dtype = {dtype} decides the precision of every run of a comparison; leave it out of layouts"
-            problems.append(f"{name} = {given!r}: {rule}")
-    return problems
+    fault: dict[str, str] | None = None
+    """Communication to leave out."""
+    pretrain: Callable[..., TrainResult] | None = None
+    """What they run; None is labkit's."""
+    replay: Routings | None = None
+    """Choices of experts to follow."""
+    records_routing: bool = False
+    """Whether the choices of experts are kept."""
 
 
 def _observe(
-    config: RunConfig,
-    world_size: int,
-    fault: Mapping[str, str] | None,
-    own: Callable[..., TrainResult] | None,
-    timeout: float,
-    device: str,
+    config: RunConfig, world_size: int, watched: _Observation, timeout: float, device: str
 ) -> tuple[Whole, int]:
     """Train in fresh processes and put what the ranks saw together; also how many calls the fault left out."""
     from labkit.launch import run
 
     seen = run(
-        _snapshot, world_size, config, dict(fault) if fault else None, own, timeout=timeout, device=device,
+        _snapshot, world_size, config, watched, timeout=timeout, device=device,
         backend=config.parallel.distributed_backend,
         distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
     )  # fmt: skip
@@ -308,16 +228,15 @@ def _observe(
     return whole, sum(calls for _, calls in seen)
 
 
-def _snapshot(
-    config: RunConfig, fault: dict[str, str] | None, own: Callable[..., TrainResult] | None
-) -> tuple[Snapshot, int]:
+def _snapshot(config: RunConfig, watched: _Observation) -> tuple[Snapshot, int]:
     """What one rank sees, and how many of its calls the fault left out; runs inside it."""
     from labkit.parallel.collectives import dropped
     from labkit.train.pretraining import pretrain
 
-    recorder = Recorder(steps=(0, config.train.steps - 1))
-    with dropped(**fault) if fault else nullcontext() as hook:
-        result = (own or pretrain)(config, observer=recorder)
+    steps = (0, config.train.steps - 1)
+    recorder = Recorder(steps, config, replay=watched.replay, records_routing=watched.records_routing)
+    with dropped(**watched.fault) if watched.fault else nullcontext() as hook:
+        result = (watched.pretrain or pretrain)(config, observer=recorder)
     recorder.snapshot.losses = result.losses
     return recorder.snapshot, hook.calls if hook is not None else 0
 

@@ -2,6 +2,11 @@
 
 A rank keeps the outputs of its blocks for the first microbatch, and its gradients and parameters after chosen steps.
 It keeps what it holds, and communicates nothing; `labkit.train.joining` makes whole tensors of it.
+
+Of a mixture of experts it also keeps the weights that each router gives out, so that a wrong routing is named before
+the block whose output it spoils, and, as parameters, the biases that move the choice of experts (they are buffers).
+
+Shapes: S sequence, B micro batch, T tokens (S x B), E experts.
 """
 
 from __future__ import annotations
@@ -10,10 +15,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
+from labkit.config import RunConfig
 from labkit.parallel.distributed_data_parallel import DistributedDataParallel
 from labkit.parallel.gradients import main_grad
 from labkit.parallel.groups import ParallelGroups
@@ -21,11 +27,14 @@ from labkit.parallel.param_gather import ParamGather
 from labkit.parallel.shard_map import pieces_of_rank
 from labkit.schedules.ir import Schedule
 from labkit.train.optimizer import named_parameters
+from labkit.train.routing_trace import Routings, record_routings, replay_routings
 
 Ranges = tuple[tuple[int, int], ...]
 """Parts of a flat tensor, each from its first element up to but without its end."""
-BOUNDARIES = re.compile(r"embedding|layers\.\d+(\.attention|\.mlp)?|final_norm")
+BOUNDARIES = re.compile(r"embedding|layers\.\d+(\.attention|\.mlp(\.router)?)?|final_norm")
 """Modules whose output is recorded."""
+EXPERT_BIAS = "expert_bias"
+"""Name of the buffer that a router adds to its scores to choose, moved after each step."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,7 @@ class Shard:
     tensor: Tensor
     """The local values."""
     partition_dim: int | None
-    """Dim along which tensor-parallel ranks hold different parts; None where all hold the same."""
+    """Dim along which the ranks of tp (of etp, for an expert) hold different parts; None where all hold the same."""
     partition_stride: int
     """Stacked blocks that are each split (2 for SwiGLU's [gate; up])."""
     full_rows: int
@@ -46,7 +55,9 @@ class Shard:
     """What is this rank's to say: after a reduce-scatter it has the gradient of its own shard, and leftovers beside
     it. None means all."""
     expert: bool = False
-    """Whether it is an expert's, whose replicas are on the ranks of edp, not of dp x cp."""
+    """Whether it is an expert's: cut over etp, with replicas on the ranks of edp, not over tp and dp x cp."""
+    expert_parallel: bool = False
+    """Whether dim 0 counts experts and the ranks of ep hold different ones."""
 
 
 @dataclass
@@ -71,20 +82,40 @@ class Snapshot:
     """By step, then by parameter: after the update."""
     order: list[str] = field(default_factory=list)
     """Parameters in the order in which the first forward pass uses them."""
+    routings: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Every choice of experts, where it is asked for."""
+    ep: int = 0
+    """Expert-parallel rank."""
+    etp: int = 0
+    """Tensor-parallel rank inside an expert."""
+    edp: int = 0
+    """Data-parallel rank of the experts."""
 
 
 class Recorder:
     """Observes a training run (see `labkit.train.pretraining.Observer`) and fills a `Snapshot`."""
 
-    def __init__(self, steps: Sequence[int]) -> None:
-        """steps: those after which gradients and parameters are kept."""
+    def __init__(
+        self, steps: Sequence[int], config: RunConfig, *, replay: Routings | None = None, records_routing: bool = False
+    ) -> None:
+        """steps: those after which gradients and parameters are kept.
+        config: of the run.
+        replay: choices of experts that the routers follow instead of making their own.
+        records_routing: keep all choices of experts (of a run in one process).
+        """
         self.snapshot = Snapshot()
         self._steps = frozenset(steps)
+        self._config, self._replay, self._records_routing = config, replay, records_routing
 
     def on_model(self, groups: ParallelGroups, chunks: Sequence[nn.Module], schedule: Schedule) -> None:
         """Hook the outputs of all blocks for microbatch 0, and the first use of all parameters."""
         here = self.snapshot
-        here.tp, here.cp, here.dp, here.pp = groups.tp.rank, groups.cp.rank, groups.dp.rank, groups.pp.rank
+        for axis in ("tp", "cp", "dp", "pp", "ep", "etp", "edp"):
+            setattr(here, axis, getattr(groups, axis).rank)
+        if self._records_routing:
+            here.routings = record_routings(chunks)
+        if self._replay is not None:
+            replay_routings(self._replay, self._config, groups, chunks, schedule)
         names = {param: name for name, param in named_parameters(chunks).items()}
         forwards = [action for action in schedule.actions(groups.pp.rank) if action.kind == "F"]
         for chunk, stage in zip(chunks, schedule.stages_of(groups.pp.rank), strict=True):
@@ -110,15 +141,17 @@ class Recorder:
         if step in self._steps:
             own = _own_ranges([chunk for chunk in chunks if not _is_ready(chunk)])
             kept = {name: _shard(p, p, own) for name, p in named_parameters(chunks).items()}
-            self.snapshot.parameters[step] = kept
+            self.snapshot.parameters[step] = kept | _expert_biases(chunks)
 
     def _keep_output(self, name: str, module: nn.Module, is_due: Callable[[], bool]) -> None:
         """Keep what the module returns when it is due for the first time."""
 
-        def keep(_: nn.Module, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        def keep(_: nn.Module, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
             if not is_due():
                 return
             tensor = output[0] if isinstance(output, tuple) else output
+            if name.endswith(".router"):  # [T, E], of the input's S and B
+                tensor = tensor.view(*inputs[0].shape[:2], -1)
             self.snapshot.activations[name] = tensor.detach().cpu().clone()
             handle.remove()
 
@@ -165,6 +198,16 @@ def _is_ready(chunk: nn.Module) -> bool:
     return gather is None or gather.is_ready
 
 
+def _expert_biases(chunks: Sequence[nn.Module]) -> dict[str, Shard]:
+    """The routers' biases, alike on all ranks that hold the layer; named as in the whole model."""
+    buffers = (item for chunk in chunks for item in getattr(chunk, "module", chunk).named_buffers())
+    return {
+        name: Shard(bias.detach().cpu().clone(), None, 1, len(bias), False)
+        for name, bias in buffers
+        if name.rpartition(".")[2] == EXPERT_BIAS
+    }
+
+
 def _shard(param: nn.Parameter, values: Tensor, own: Mapping[int, Ranges]) -> Shard:
     split = getattr(param, "tensor_model_parallel", False)
     return Shard(
@@ -175,4 +218,5 @@ def _shard(param: nn.Parameter, values: Tensor, own: Mapping[int, Ranges]) -> Sh
         getattr(param, "shared", False),
         own.get(id(param)),
         not getattr(param, "allreduce", True),
+        getattr(param, "expert_parallel", False),
     )

@@ -49,6 +49,20 @@ from labkit.train.layout_words import layout_name
         ),
         ({"fp8": "hybrid"}, 2, "tp1 pp1 dp2 fp8 hybrid delayed"),
         ({"pp": 2, "vpp": 2, "schedule.name": "interleaved"}, 2, "tp1 pp2 dp1 vpp2 interleaved"),
+        ({"num_experts": 8, "ep": 4}, 8, "tp1 pp1 dp8 ep4"),
+        ({"num_experts": 8, "tp": 2, "sequence_parallel": True, "pp": 2}, 4, "tp2 pp2 dp1 sp etp2"),
+        (
+            {"num_experts": 8, "tp": 2, "sequence_parallel": True, "etp": 1, "ep": 2, "distributed_optimizer": True},
+            4,
+            "tp2 pp1 dp2 sp ep2 etp1 zero",
+        ),
+        ({"num_experts": 8, "dispatcher": "allgather", "grouped_gemm": False}, 2, "tp1 pp1 dp2 allgather sequential"),
+        ({"num_experts": 8, "capacity_factor": 1.25, "pad_to_capacity": True}, 2, "tp1 pp1 dp2 capacity 1.25 padded"),
+        (
+            {"num_experts": 8, "shared_expert_ffn_hidden": 64, "shared_expert_overlap": True},
+            2,
+            "tp1 pp1 dp2 shared overlapped",
+        ),
     ],
 )
 def test_a_name_says_what_is_not_as_usual(changes, world_size, name):
