@@ -3,7 +3,11 @@
 Everything here is equal to what is measured, and tested to be: parameters exactly, in every layout; operations exactly
 against torch's counter; messages exactly against the ledger. Saved activations: `activation_bytes.py`.
 
-Notation: S sequence, B samples, H hidden, F ffn_hidden, V vocabulary, L layers, D = H / heads; t tensor-parallel size.
+Of a layer with experts, routing decides which of them work for a token, not how many: k. So its operations and what
+it sends in all are known beforehand, as long as no capacity drops or pads; only who gets how much is not.
+
+Notation: S sequence, B samples, H hidden, F ffn_hidden, V vocabulary, L layers, D = H / heads; t tensor-parallel size;
+E experts, k of them for a token; G width of an expert.
 An operation is one addition or one multiplication, so a GEMM [m, k] x [k, n] has 2 m k n.
 """
 
@@ -11,9 +15,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from labkit.config import ModelConfig, RunConfig
+from labkit.config import ModelConfig, MoEConfig, RunConfig
 from labkit.models.placement import stage_contents
 from labkit.schedules import Schedule, build_schedule
+
+DENSE = MoEConfig()
+"""No layer has experts."""
 
 
 def kv_width(model: ModelConfig) -> int:
@@ -28,7 +35,28 @@ def ffn_width(model: ModelConfig) -> int:
 
 def fc1_width(model: ModelConfig) -> int:
     """Columns of the first matrix of the MLP: F, or 2F where a gate stands beside them."""
-    return ffn_width(model) * (2 if model.activation == "swiglu" else 1)
+    return ffn_width(model) * gate_and_up(model)
+
+
+def gate_and_up(model: ModelConfig) -> int:
+    """2 where a gate stands beside the columns of the first matrix of an MLP or expert, else 1."""
+    return 2 if model.activation == "swiglu" else 1
+
+
+def expert_width(model: ModelConfig, moe: MoEConfig) -> int:
+    """G."""
+    return moe.ffn_hidden or ffn_width(model)
+
+
+def moe_layers(model: ModelConfig, moe: MoEConfig, layers: int | range | None = None) -> int:
+    """How many of `layers` have experts: of those in a range, of the first so many, or of all."""
+    return sum(map(moe.is_moe_layer, _indices(model, layers)))
+
+
+def _indices(model: ModelConfig, layers: int | range | None) -> range:
+    if isinstance(layers, range):
+        return layers
+    return range(model.layers if layers is None else layers)
 
 
 def padded_vocab(model: ModelConfig, tp: int = 1) -> int:
@@ -45,26 +73,59 @@ def norm_parameters(model: ModelConfig) -> int:
     return model.hidden * (2 if model.norm == "layernorm" else 1)
 
 
-def layer_parameters(model: ModelConfig, tp: int = 1) -> int:
-    """Of one transformer layer on one rank.
-
-    Column-parallel layers divide weight and bias by t, row-parallel ones the weight only; norms are whole everywhere.
-    """
+def attention_parameters(model: ModelConfig, tp: int = 1) -> int:
+    """Of qkv and proj on one rank: column-parallel layers divide weight and bias by t, row-parallel ones the weight."""
     h, qkv = model.hidden, model.hidden + 2 * kv_width(model)
-    column = (qkv + fc1_width(model)) * (h + model.bias) // tp
-    row = (h + ffn_width(model)) * h // tp + 2 * h * model.bias
-    return column + row + 2 * norm_parameters(model)
+    return (qkv * (h + model.bias) + h * h) // tp + h * model.bias
+
+
+def mlp_parameters(model: ModelConfig, tp: int = 1) -> int:
+    """Of fc1 and fc2 on one rank."""
+    h = model.hidden
+    return (fc1_width(model) * (h + model.bias) + ffn_width(model) * h) // tp + h * model.bias
+
+
+def expert_parameters(model: ModelConfig, moe: MoEConfig) -> int:
+    """Of one expert: H G (gate_and_up + 1)."""
+    return model.hidden * expert_width(model, moe) * (gate_and_up(model) + 1)
+
+
+def moe_parameters(model: ModelConfig, moe: MoEConfig, *, tp: int = 1, ep: int = 1, etp: int = 1) -> int:
+    """Of router, experts and shared experts of one layer on one rank: H E, whole; E / ep experts cut over etp; shared
+    ones cut over t, with a gate of H, whole."""
+    shared = model.hidden * (moe.shared_expert_ffn_hidden or 0) * (gate_and_up(model) + 1) // tp
+    gate = model.hidden if moe.shared_expert_gate else 0
+    experts = moe.num_experts // ep * expert_parameters(model, moe) // etp
+    return model.hidden * moe.num_experts + experts + shared + gate
+
+
+def layer_parameters(
+    model: ModelConfig, tp: int = 1, *, moe: MoEConfig = DENSE, index: int = 0, ep: int = 1, etp: int = 1
+) -> int:
+    """Of transformer layer `index` on one rank; norms are whole everywhere."""
+    mlp = moe_parameters(model, moe, tp=tp, ep=ep, etp=etp) if moe.is_moe_layer(index) else mlp_parameters(model, tp)
+    return attention_parameters(model, tp) + mlp + 2 * norm_parameters(model)
 
 
 def stage_parameters(
-    model: ModelConfig, *, layers: int, pre_process: bool = True, post_process: bool = True, tp: int = 1
+    model: ModelConfig,
+    *,
+    layers: int | range,
+    pre_process: bool = True,
+    post_process: bool = True,
+    tp: int = 1,
+    moe: MoEConfig = DENSE,
+    ep: int = 1,
+    etp: int = 1,
 ) -> int:
     """Of one model chunk on one rank, padding included, as `GPTModel(...).parameters()` holds them.
 
-    A last stage that is not also the first has an output weight of its own: untied, or the tied weight's second copy.
+    `layers` are their indices in the model, or how many the first ones are. A last stage that is not also the first has
+    an output weight of its own: untied, or the tied weight's second copy.
     """
     table = padded_vocab(model, tp) // tp * model.hidden
-    total = layers * layer_parameters(model, tp)
+    indices = _indices(model, layers)
+    total = sum(layer_parameters(model, tp, moe=moe, index=index, ep=ep, etp=etp) for index in indices)
     if pre_process:
         total += table + (model.seq_length * model.hidden if model.position == "learned" else 0)
     if post_process:
@@ -74,11 +135,18 @@ def stage_parameters(
     return total
 
 
-def model_parameters(model: ModelConfig) -> int:
+def model_parameters(model: ModelConfig, moe: MoEConfig = DENSE) -> int:
     """Of the whole model without padding and with tied weights counted once: the number that names it."""
     unpadded = model.vocab_size * model.hidden * (2 if model.untie_embeddings_and_output_weights else 1)
     positions = model.seq_length * model.hidden if model.position == "learned" else 0
-    return unpadded + positions + model.layers * layer_parameters(model) + norm_parameters(model)
+    layers = sum(layer_parameters(model, moe=moe, index=index) for index in range(model.layers))
+    return unpadded + positions + layers + norm_parameters(model)
+
+
+def active_parameters(model: ModelConfig, moe: MoEConfig = DENSE) -> int:
+    """Those of them that work for one token: k experts of a layer's E, and all that is no expert's."""
+    idle = (moe.num_experts - moe.top_k) * moe_layers(model, moe)
+    return model_parameters(model, moe) - idle * expert_parameters(model, moe)
 
 
 def rank_parameters(config: RunConfig, *, pp_rank: int = 0, schedule: Schedule | None = None) -> int:
@@ -94,7 +162,14 @@ def rank_parameters(config: RunConfig, *, pp_rank: int = 0, schedule: Schedule |
     held = [contents[stage] for stage in schedule.stages_of(pp_rank)]
     total = sum(
         stage_parameters(
-            model, layers=len(stage.layers), pre_process=stage.embedding, post_process=stage.loss, tp=parallel.tp
+            model,
+            layers=stage.layers,
+            pre_process=stage.embedding,
+            post_process=stage.loss,
+            tp=parallel.tp,
+            moe=config.moe,
+            ep=parallel.ep,
+            etp=parallel.tp if parallel.etp is None else parallel.etp,
         )
         for stage in held
     )
@@ -113,24 +188,32 @@ class Flops:
     """Operations of the GEMMs of a pass; norms, activations and softmax are not counted, as is the custom."""
 
     linear: int
-    """Of the four matrices of every layer (five with a gate)."""
+    """Of the matrices that all tokens meet: attention, MLP (three matrices with a gate), router and shared experts."""
     attention: int
     """q k^T and probabilities x v."""
     logits: int
     """Of the output layer."""
+    experts: int = 0
+    """Of the routed experts, k for each token."""
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.linear + self.attention + self.logits
+        return self.linear + self.attention + self.logits + self.experts
 
     def times(self, factor: int) -> Flops:
         """`factor` such passes."""
-        return Flops(self.linear * factor, self.attention * factor, self.logits * factor)
+        return Flops(self.linear * factor, self.attention * factor, self.logits * factor, self.experts * factor)
 
 
 def forward_flops(
-    model: ModelConfig, *, samples: int = 1, causal: bool = False, layers: int | None = None, logits: bool = True
+    model: ModelConfig,
+    *,
+    samples: int = 1,
+    causal: bool = False,
+    layers: int | range | None = None,
+    logits: bool = True,
+    moe: MoEConfig = DENSE,
 ) -> Flops:
     """One forward pass of `samples` whole sequences.
 
@@ -139,30 +222,40 @@ def forward_flops(
         samples: sequences.
         causal: count only the pairs a causal mask leaves, S (S + 1) / 2 a head, which is the least that must be
             computed. False counts all S^2, as the literature and torch's counter do.
-        layers: of a part of the model; None means all.
+        layers: of a part of the model: indices, or how many the first ones are; None means all.
         logits: whether the output layer is in it (its real columns; padding takes no part in the loss).
+        moe: which layers have experts. Every token meets k of them: a capacity that drops or pads is not considered.
     """
     tokens, h = samples * model.seq_length, model.hidden
-    layers = model.layers if layers is None else layers
-    weights = h * (h + 2 * kv_width(model)) + h * h + h * (fc1_width(model) + ffn_width(model))
+    count = len(_indices(model, layers))
+    with_experts = moe_layers(model, moe, layers)
+    attention = h * (h + 2 * kv_width(model)) + h * h
+    mlp = h * (fc1_width(model) + ffn_width(model))
+    beside_experts = moe_parameters(model, moe) - moe.num_experts * expert_parameters(model, moe)
+    weights = count * attention + (count - with_experts) * mlp + with_experts * beside_experts
     pairs = model.seq_length * (model.seq_length + 1) // 2 if causal else model.seq_length**2
     return Flops(
-        linear=2 * tokens * weights * layers,
-        attention=4 * samples * pairs * h * layers,
+        linear=2 * tokens * weights,
+        attention=4 * samples * pairs * h * count,
         logits=2 * tokens * h * model.vocab_size if logits else 0,
+        experts=2 * tokens * with_experts * moe.top_k * expert_parameters(model, moe),
     )
 
 
-def step_flops(model: ModelConfig, *, samples: int = 1, causal: bool = False, recompute: bool = False) -> Flops:
+def step_flops(
+    model: ModelConfig, *, samples: int = 1, causal: bool = False, recompute: bool = False, moe: MoEConfig = DENSE
+) -> Flops:
     """Forward and backward of `samples` sequences: a backward GEMM costs two of the forward's, one for each operand.
 
     With `recompute` (activation checkpointing of every layer) the layers run forward twice, the output layer once.
     """
-    once = forward_flops(model, samples=samples, causal=causal)
+    once = forward_flops(model, samples=samples, causal=causal, moe=moe)
     total = once.times(3)
     if not recompute:
         return total
-    return Flops(total.linear + once.linear, total.attention + once.attention, total.logits)
+    return Flops(
+        total.linear + once.linear, total.attention + once.attention, total.logits, total.experts + once.experts
+    )
 
 
 def paper_step_flops(model: ModelConfig, *, samples: int = 1, recompute: bool = True) -> float:
@@ -220,3 +313,17 @@ def layer_communication_bytes(model: ModelConfig, *, samples: int = 1, tp: int =
     On the wire a ring all-reduce moves 2 (t - 1) / t of it out of each rank.
     """
     return 4 * samples * model.seq_length * model.hidden * element_bytes if tp > 1 else 0
+
+
+def all_to_all_bytes(
+    model: ModelConfig, moe: MoEConfig, *, tokens: int, ep: int, element_bytes: int = 4, weight_bytes: int = 4
+) -> int:
+    """Payload of the all-to-alls of one layer, forward and backward, of a rank with `tokens` tokens; 0 at ep = 1.
+
+    Each token leaves k times as a row of H with its weight, and comes back k times as a row of H; gradients travel the
+    same ways. What a rank puts in on the way back is what it received, so the number is the mean over the ranks of
+    `ep`; how much of it stays where it is, the routing decides (`labkit.moe.traffic`).
+
+    element_bytes: of an activation. weight_bytes: of a routing weight, which is made in float32 or wider.
+    """
+    return 2 * tokens * moe.top_k * (2 * model.hidden * element_bytes + weight_bytes) if ep > 1 else 0
