@@ -19,6 +19,15 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "permutation": ("permute", "sort_chunks_by_idxs", "unpermute"),
     "experts": ("Experts", "GroupedExperts", "SequentialExperts"),
     "shared_experts": ("SharedExpertMLP",),
+    "traffic": (
+        "all_to_all_bytes",
+        "AllToAllBytes",
+        "dedup_factor",
+        "expected_destinations",
+        "extra_bytes",
+        "send_matrix",
+        "send_matrix_without_copies",
+    ),
 }
 """Module -> public names in it."""
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -53,6 +62,13 @@ if TYPE_CHECKING:
     from labkit.moe.statistics import RouterStatistics as RouterStatistics
     from labkit.moe.statistics import RouterSummary as RouterSummary
     from labkit.moe.statistics import summarize as summarize
+    from labkit.moe.traffic import AllToAllBytes as AllToAllBytes
+    from labkit.moe.traffic import all_to_all_bytes as all_to_all_bytes
+    from labkit.moe.traffic import dedup_factor as dedup_factor
+    from labkit.moe.traffic import expected_destinations as expected_destinations
+    from labkit.moe.traffic import extra_bytes as extra_bytes
+    from labkit.moe.traffic import send_matrix as send_matrix
+    from labkit.moe.traffic import send_matrix_without_copies as send_matrix_without_copies
 
 
 def __getattr__(name: str) -> Any:

@@ -18,13 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional as F
 
 __all__ = ["permute", "sort_chunks_by_idxs", "unpermute"]
 
 
 def _sum_rows(rows_NH: Tensor, index_N: Tensor, num_tokens: int) -> Tensor:
-    """Row t of the result is the sum of the rows whose index is t: [N, H] -> [T, H]."""
-    return rows_NH.new_zeros(num_tokens, *rows_NH.shape[1:]).index_add_(0, index_N, rows_NH)
+    """Row t of the result is the sum of the rows whose index is t, added in their order: [N, H] -> [T, H].
+
+    Half precision is summed in float32 and rounded once. On a GPU, `index_add_` would add in the order in which threads
+    come; a bag of rows is summed by one thread, so there too the same input gives the same bits.
+    """
+    if rows_NH.is_cuda and rows_NH.numel() and num_tokens:
+        tokens_N, order_N = index_N.sort(stable=True)
+        starts_T = torch.searchsorted(tokens_N, torch.arange(num_tokens, device=tokens_N.device))
+        return F.embedding_bag(order_N, rows_NH, starts_T, mode="sum")
+    wide = torch.promote_types(rows_NH.dtype, torch.float32)
+    total_TH = rows_NH.new_zeros(num_tokens, rows_NH.shape[1], dtype=wide)
+    return total_TH.index_add_(0, index_N, rows_NH.to(wide)).to(rows_NH.dtype)
 
 
 class _Permute(Function):
@@ -88,7 +99,7 @@ def permute(
     num_tokens = map_TE.shape[0]
     positions = _positions(map_TE.t().reshape(-1), num_out_tokens)  # expert x T + token
     index_N = positions % max(num_tokens, 1)
-    probs_N = None if probs_TE is None else probs_TE.t().reshape(-1).index_select(0, positions)
+    probs_N = None if probs_TE is None else probs_TE.t().reshape(-1).index_select(0, positions)  # each is read once
     rows_NH: Tensor = _Permute.apply(tokens_TH, index_N)  # type: ignore[assignment]
     return rows_NH, probs_N, index_N
 

@@ -1,0 +1,122 @@
+"""How many rows and bytes a routing has to move between ranks: pure numbers, before anything is sent.
+
+A token that goes to k experts is sent as k rows of H values, and a row stays at home if its expert does. What leaves a
+rank in `token_dispatch` is the off-diagonal part of the send matrix; `token_combine` sends the same rows back, and in
+backward both happen once more with gradients:
+
+    bytes of a forward = 2 x rows off rank x H x size        and the same again backward
+
+That is the least a transfer row by row can move, and `MoEAlltoAllTokenDispatcher` moves just that, plus one weight a
+row and one table of counts (`extra_bytes`).
+
+Fewer bytes need another form of transfer. Where two of a token's experts are on one rank, its row is needed there only
+once, if the receiver makes the copies and adds up its experts' results before it sends them back. The same holds for
+nodes, where the network between them is the bottleneck (DeepEP; arXiv 2412.19437, 3.2.2). What is left of the rows is
+`dedup_factor`: 0.679 for 64 experts on 8 ranks at k = 8, and 0.786 for 8 experts on 2 ranks at k = 2.
+
+Shapes: R ranks of ep, T tokens of a rank, E experts, k = top_k, H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import comb
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+__all__ = [
+    "AllToAllBytes",
+    "all_to_all_bytes",
+    "dedup_factor",
+    "expected_destinations",
+    "extra_bytes",
+    "send_matrix",
+    "send_matrix_without_copies",
+]
+
+
+def _per_place(experts: int, places: int) -> int:
+    if places < 1 or experts % places:
+        raise ValueError(f"{experts} experts cannot be shared by {places} places; the number must divide {experts}")
+    return experts // places
+
+
+def send_matrix(counts_RE: ArrayLike, ep: int) -> np.ndarray:
+    """Rows that rank r sends to rank q, int64 [R, R], from the number of tokens that each rank has for each expert.
+
+    Raises:
+        ValueError: not one row of counts per rank, or experts that ep does not divide.
+    """
+    counts = np.asarray(counts_RE)
+    if counts.ndim != 2 or len(counts) != ep:
+        raise ValueError(f"counts have shape {counts.shape}; one row for each of the {ep} ranks of ep is needed")
+    return counts.reshape(ep, ep, _per_place(counts.shape[1], ep)).sum(axis=2)
+
+
+def send_matrix_without_copies(maps_RTE: ArrayLike, places: int) -> np.ndarray:
+    """The same if a token travelled once to each place (rank, or node of several ranks) where it has experts.
+
+    `maps_RTE` is which token of which rank goes to which expert; the result is [R, places].
+    """
+    maps = np.asarray(maps_RTE, dtype=bool)
+    per_place = _per_place(maps.shape[2], places)
+    return maps.reshape(*maps.shape[:2], places, per_place).any(axis=3).sum(axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAllBytes:
+    """Bytes that leave each rank in one forward through a layer; backward moves the same (the two exchanged)."""
+
+    dispatch: np.ndarray
+    """With tokens to their experts, int64 [R]."""
+    combine: np.ndarray
+    """With results on their way back, int64 [R]."""
+
+    @property
+    def forward(self) -> np.ndarray:
+        """Both, int64 [R]."""
+        return self.dispatch + self.combine
+
+
+def all_to_all_bytes(counts_RE: ArrayLike, ep: int, hidden: int, element_size: int) -> AllToAllBytes:
+    """The exact minimum of this routing, row by row; arguments and errors as in `send_matrix`."""
+    matrix = send_matrix(counts_RE, ep)
+    away = matrix - np.diag(np.diag(matrix))
+    return AllToAllBytes(away.sum(axis=1) * hidden * element_size, away.sum(axis=0) * hidden * element_size)
+
+
+def extra_bytes(
+    counts_RE: ArrayLike, ep: int, *, etp: int = 1, weight_size: int = 4, count_size: int = 4
+) -> np.ndarray:
+    """Bytes beyond the minimum that leave each rank in one forward: a weight with each row, and the table of counts.
+
+    A rank sends its E counts to the other ranks of tp_ep once. Int64 [R].
+    """
+    counts = np.asarray(counts_RE)
+    weights = all_to_all_bytes(counts, ep, 1, weight_size).dispatch
+    return weights + counts.shape[1] * count_size * (ep * etp - 1)
+
+
+def expected_destinations(experts: int, places: int, top_k: int) -> float:
+    """In how many of `places` equal shares of the experts a token's k different ones lie, if drawn uniformly.
+
+    A share of E/P experts holds none of them with probability C(E - E/P, k) / C(E, k), hence
+
+        P (1 - C(E - E/P, k) / C(E, k)).
+
+    Raises:
+        ValueError: experts that `places` does not divide, or k not from 1 to E.
+    """
+    per_place = _per_place(experts, places)
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"top_k is {top_k}; a token goes to 1 to {experts} experts")
+    return places * (1 - comb(experts - per_place, top_k) / comb(experts, top_k))
+
+
+def dedup_factor(experts: int, places: int, top_k: int) -> float:
+    """Share of the rows that is left if a token travels once to each place: `expected_destinations` / k.
+
+    It holds for the rows that leave a rank as for all rows, since every place is as likely as the own.
+    """
+    return expected_destinations(experts, places, top_k) / top_k
