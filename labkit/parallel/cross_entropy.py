@@ -27,6 +27,7 @@ from labkit.parallel.ledger import comm_scope
 from labkit.parallel.mappings import backward_scope, forward_scope
 from labkit.parallel.vocab import check_token_ids
 from labkit.parallel.weight_grad_store import deferred
+from labkit.parallel.weights import takes_first_gradient
 
 CACHE_ELEMENTS = 1 << 18
 """Logits of one chunk of tokens where they are only read: a chunk stays in a core's cache between its passes."""
@@ -293,6 +294,8 @@ def _accumulator(parameter: Tensor, plan: LinearPlan) -> tuple[Tensor, Tensor | 
     """Where a weight gradient is added up, and what autograd is given of it: nothing where that is `main_grad`."""
     main_grad: Tensor | None = getattr(parameter, "main_grad", None) if plan.accumulate else None
     if main_grad is not None:
+        if takes_first_gradient(parameter):
+            main_grad.zero_()
         return main_grad, None
     zeros = torch.zeros_like(parameter)
     return zeros, zeros

@@ -8,19 +8,16 @@ keeping it: it is the twin that the bucketed, overlapping form is held against.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import torch
 from torch import nn
 
+from labkit.parallel.chunk_wrapper import ChunkWrapper
 from labkit.parallel.collectives import all_reduce, comm_scope
 from labkit.parallel.finite import scale_and_look
 from labkit.parallel.groups import Group
 
 
-class NaiveDataParallel(nn.Module):
+class NaiveDataParallel(ChunkWrapper):
     """Gives each parameter of `module` a `main_grad` and averages them over `group` when asked.
 
     Gradients arrive in `main_grad` in one of two ways: a hook adds `.grad` to it and drops `.grad`, or a linear layer
@@ -47,11 +44,9 @@ class NaiveDataParallel(nn.Module):
 
         Raises ValueError for experts without their group.
         """
-        super().__init__()
-        self.module = module
+        super().__init__(module)
         self.group = group
         self.average = average
-        self._may_sync = True
         self._not_finite: torch.Tensor | None = None
         params = [p for p in module.parameters() if p.requires_grad]
         dense = [p for p in params if getattr(p, "allreduce", True)]
@@ -66,26 +61,6 @@ class NaiveDataParallel(nn.Module):
         for param in params:
             param.register_post_accumulate_grad_hook(_move_to_main_grad)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Whatever the module returns."""
-        return self.module(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        """Attributes that the wrapper lacks are the module's, so that a wrapped chunk answers like a bare one."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside the block only accumulate; asking for a synchronisation there is an error."""
-        outer, self._may_sync = self._may_sync, False
-        try:
-            yield
-        finally:
-            self._may_sync = outer
-
     def zero_grad_buffer(self) -> None:
         """Set every `main_grad` to zero, at the start of a step."""
         for buffer, _ in self._reduced:
@@ -98,11 +73,11 @@ class NaiveDataParallel(nn.Module):
 
     def start_grad_sync(self, *parameters: nn.Parameter) -> None:
         """Where an overlapping form would issue its all-reduce; the naive one does all in `finish_grad_sync`."""
-        assert self._may_sync, "gradient synchronisation was asked for inside no_sync()"
+        self._check_may_sync("start_grad_sync")
 
     def finish_grad_sync(self) -> None:
         """All-reduce each whole buffer over its group: scaled first, so that the sum cannot overflow."""
-        assert self._may_sync, "gradient synchronisation was asked for inside no_sync()"
+        self._check_may_sync("finish_grad_sync")
         factor = 1.0 / self.group.size if self.average else 1.0
         found: list[torch.Tensor] = []
         for buffer, group in self._reduced:

@@ -21,7 +21,6 @@ rank (a V placement) is complete only after the backwards of both, so its bucket
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,13 +29,15 @@ from torch import Tensor, nn
 
 from labkit.config import OptimConfig
 from labkit.parallel.bucket_plan import default_bucket_size
+from labkit.parallel.chunk_wrapper import ChunkWrapper
 from labkit.parallel.data_parallel import NaiveDataParallel
 from labkit.parallel.grad_buffers import GradBucket, GradBuffer, Reduction
 from labkit.parallel.groups import ParallelGroups, cut_group
 from labkit.parallel.param_gather import ParamGather
+from labkit.parallel.weights import put_gradient, takes_first_gradient
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(ChunkWrapper):
     """Gives each parameter of `module` a `main_grad` in a buffer, and reduces the buffers bucket by bucket.
 
     A step is: `zero_grad_buffer`, backwards (all but the last inside `no_sync`), `finish_grad_sync`. Hooks start the
@@ -78,15 +79,14 @@ class DistributedDataParallel(nn.Module):
 
         Raises ValueError for options that exclude each other, and instances that do not divide a group.
         """
-        super().__init__()
+        super().__init__(module)
         if average_in_collective and calculate_per_token_loss:
             raise ValueError("average_in_collective excludes calculate_per_token_loss, which divides once by tokens")
         if overlap_param_gather and not distributed_optimizer:
             raise ValueError("overlap_param_gather needs distributed_optimizer; without it every rank has them all")
-        self.module, self.groups = module, groups
+        self.groups = groups
         self.overlap_grad_reduce, self.overlap_param_gather = overlap_grad_reduce, overlap_param_gather
         self.distributed_optimizer = distributed_optimizer
-        self._may_sync = True
         one_bucket = not overlap_grad_reduce or groups.pp.rank > 0 or bool(earlier_chunks)
         size = bucket_size or default_bucket_size(groups.dp_cp.size)
         buffers: list[GradBuffer] = []
@@ -115,34 +115,13 @@ class DistributedDataParallel(nn.Module):
             for parameter in bucket.parameters:
                 _on_gradient(parameter, partial(self._arrived, bucket))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Whatever the module returns."""
-        return self.module(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        """Attributes that the wrapper lacks are the module's, so that a wrapped chunk answers like a bare one."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
     # ---- gradients ----
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside the block only accumulate; asking for a synchronisation there is an error."""
-        outer, self._may_sync = self._may_sync, False
-        try:
-            yield
-        finally:
-            self._may_sync = outer
-
     def zero_grad_buffer(self) -> None:
-        """Set every `main_grad` to zero, at the start of a step."""
+        """Start a step: gradients begin anew. Nothing is zeroed; the first to come for a parameter replaces what its
+        `main_grad` held, and what got none by the time of its reduction is zeroed then."""
         for bucket in self.buckets:
             bucket.reset()
-        for buffer in self.buffers:
-            buffer.grad_data.zero_()
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply every gradient by `factor`; with the distributed optimizer those that this rank has the sum of."""
@@ -182,12 +161,6 @@ class DistributedDataParallel(nn.Module):
         while under_way:
             under_way = [bucket for bucket in under_way if bucket.proceed()]
 
-    def _check_may_sync(self, what: str) -> None:
-        if not self._may_sync:
-            raise RuntimeError(
-                f"{what} was called inside no_sync(), where backwards only accumulate; leave the block first"
-            )
-
     def _arrived(self, bucket: GradBucket, parameter: Tensor) -> None:
         """Hook: add `.grad` to `main_grad` and drop it, then start what has become complete."""
         if bucket.started:
@@ -197,7 +170,8 @@ class DistributedDataParallel(nn.Module):
                 "zero_grad_buffer. Run backwards that only accumulate inside no_sync(), or without overlap_grad_reduce"
             )
         if parameter.grad is not None:
-            parameter.main_grad.add_(parameter.grad)  # pyright: ignore[reportAttributeAccessIssue]
+            main_grad: Tensor = parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue]
+            put_gradient(parameter.grad, main_grad, replace=takes_first_gradient(parameter))
             parameter.grad = None
         if self._may_sync and self._hooks_start and bucket.note(parameter):
             self._start_complete()

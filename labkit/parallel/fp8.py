@@ -42,6 +42,7 @@ from labkit.parallel import collectives
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.layers import Gemms, Packed
 from labkit.parallel.ledger import comm_scope
+from labkit.parallel.weights import put_gradient
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = ("input", "weight", "grad")
@@ -198,10 +199,13 @@ class Float8Gemms(Gemms):
         grad_x = product(self._rows(grad, "grad"), weight8.t(), (grad[1], weight_scale), weight.dtype)
         return grad_x.view(*grad[0].shape[:-1], -1)
 
-    def wgrad(self, grad: Packed, x: Packed, weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
+    def wgrad(
+        self, grad: Packed, x: Packed, weight: Tensor, main_grad: Tensor | None, *, replace: bool = False
+    ) -> Tensor | None:
         grad8, x8 = self._rows(grad, "grad"), self._rows(x, "input")
         out = weight.dtype if main_grad is None else main_grad.dtype
-        return _accumulated(product(grad8.t(), x8.t(), (grad[1], x[1]), out), main_grad)
+        grad_weight = product(grad8.t(), x8.t(), (grad[1], x[1]), out)
+        return grad_weight if main_grad is None else put_gradient(grad_weight, main_grad, replace=replace)
 
     def _rows(self, packed: Packed, kind: str) -> Tensor:
         """The fp8 values, [N, K]."""
@@ -237,22 +241,19 @@ class BlockwiseGemms(Float8Gemms):
         grad_x = self._blocks(grad[0], "grad", ROWS) @ self._cast_weight(weight)[0]
         return grad_x.to(weight.dtype).view(*grad[0].shape[:-1], -1)
 
-    def wgrad(self, grad: Packed, x: Packed, weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
+    def wgrad(
+        self, grad: Packed, x: Packed, weight: Tensor, main_grad: Tensor | None, *, replace: bool = False
+    ) -> Tensor | None:
         grad_weight = self._blocks(grad[0], "grad", COLUMNS).t() @ self._blocks(x[0], "input", COLUMNS)
-        return _accumulated(grad_weight.to(weight.dtype if main_grad is None else main_grad.dtype), main_grad)
+        if main_grad is None:
+            return grad_weight.to(weight.dtype)
+        return put_gradient(grad_weight.to(main_grad.dtype), main_grad, replace=replace)
 
     def _blocks(self, x: Tensor, kind: str, block: tuple[int, int]) -> Tensor:
         return through_blocks(_flat(x.detach()), block, self._recipe.dtype(kind))
 
     def _cast(self, x: Tensor, kind: str, group: Group | None, *, trains: bool) -> tuple[Tensor, Tensor]:
         return self._blocks(x, kind, SQUARE), x.new_ones(())
-
-
-def _accumulated(grad_weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
-    if main_grad is None:
-        return grad_weight
-    main_grad.add_(grad_weight)
-    return None
 
 
 # ---- scales ----

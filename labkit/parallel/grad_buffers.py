@@ -29,6 +29,7 @@ from labkit.parallel.bucket_plan import Bucket, BufferPlan, ParameterSpec, plan_
 from labkit.parallel.collectives import Pending, all_gather_async, all_reduce_async, comm_scope, reduce_scatter_async
 from labkit.parallel.finite import scale_and_look
 from labkit.parallel.groups import Group
+from labkit.parallel.weights import takes_first_gradient
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,14 @@ class GradBucket:
             self._expected = dict(self._seen)
 
     def reset(self) -> None:
-        """At the start of a step."""
+        """At the start of a step: what the gradients are is forgotten, and the first to come replaces it."""
         while self.proceed():  # left over from a step that was broken off
             pass
+        for parameter in self.parameters:
+            if getattr(parameter, "main_grad_added_elsewhere", False):
+                parameter.main_grad.zero_()  # pyright: ignore[reportAttributeAccessIssue]
+            else:
+                parameter.main_grad_is_old = True  # pyright: ignore[reportAttributeAccessIssue]
         self.started = False
         self._seen.clear()
         self._complete = 0
@@ -143,6 +149,9 @@ class GradBucket:
         """Start the reduction; gradients that arrive later would be lost."""
         assert not self.started, f"bucket {self.index} was started twice in one step"
         self.started = True
+        for parameter in self.parameters:
+            if takes_first_gradient(parameter):  # none has come
+                parameter.main_grad.zero_()  # pyright: ignore[reportAttributeAccessIssue]
         self.not_finite = self.reduction.prepare(self.grad_data)
         self._collectives = self.reduction.run(self.grad_data)
         with self._scope():

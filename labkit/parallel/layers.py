@@ -28,20 +28,25 @@ from labkit.parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from labkit.parallel.weight_grad_store import deferred
-from labkit.parallel.weights import make_parameter
+from labkit.parallel.weights import make_parameter, put_gradient, takes_first_gradient
 
 if TYPE_CHECKING:
     from labkit.parallel.fp8 import Float8Scaling
 
 
-def weight_gradient(grad_NO: Tensor, x_NI: Tensor, main_grad: Tensor | None = None) -> Tensor | None:
-    """dL/dW = grad^T x, [O, I]. With `main_grad` it is added there and None returned: no gradient tensor is made."""
+def weight_gradient(
+    grad_NO: Tensor, x_NI: Tensor, main_grad: Tensor | None = None, *, replace: bool = False
+) -> Tensor | None:
+    """dL/dW = grad^T x, [O, I]. With `main_grad` it is added there, or with `replace` put there, and None returned: no
+    gradient tensor is made."""
     if main_grad is None:
         return grad_NO.t() @ x_NI
-    if main_grad.dtype == x_NI.dtype:
-        main_grad.addmm_(grad_NO.t(), x_NI)
+    if main_grad.dtype != x_NI.dtype:
+        return put_gradient(grad_NO.t() @ x_NI, main_grad, replace=replace)
+    if replace:
+        torch.mm(grad_NO.t(), x_NI, out=main_grad)
     else:
-        main_grad.add_(grad_NO.t() @ x_NI)
+        main_grad.addmm_(grad_NO.t(), x_NI)
     return None
 
 
@@ -69,9 +74,12 @@ class Gemms:
         """dy W: [.., O] -> [.., I]."""
         return grad[0] @ weight
 
-    def wgrad(self, grad: Packed, x: Packed, weight: Tensor, main_grad: Tensor | None) -> Tensor | None:
-        """dy^T x, [O, I]; with `main_grad` it is added there and None returned."""
-        return weight_gradient(grad[0].reshape(-1, grad[0].shape[-1]), x[0].reshape(-1, x[0].shape[-1]), main_grad)
+    def wgrad(
+        self, grad: Packed, x: Packed, weight: Tensor, main_grad: Tensor | None, *, replace: bool = False
+    ) -> Tensor | None:
+        """dy^T x, [O, I]; with `main_grad` it is added there, with `replace` put there, and None returned."""
+        grad_NO, x_NI = (packed[0].reshape(-1, packed[0].shape[-1]) for packed in (grad, x))
+        return weight_gradient(grad_NO, x_NI, main_grad, replace=replace)
 
 
 IN_OWN_TYPE = Gemms()
@@ -201,7 +209,8 @@ def _parameter_gradients(plan: LinearPlan, trained: Trained, grad: Packed, bias_
     with span(f"{plan.name} weight_grad", "weight_grad"):
         if weight is not None:
             main_grad = getattr(weight, "main_grad", None) if plan.accumulate else None
-            grad_weight = plan.gemms.wgrad(grad, x, weight, main_grad)
+            replace = main_grad is not None and takes_first_gradient(weight)
+            grad_weight = plan.gemms.wgrad(grad, x, weight, main_grad, replace=replace)
         if bias is not None:
             grad_bias = bias_grad.reshape(-1, bias_grad.shape[-1]).sum(0)
     return grad_weight, grad_bias

@@ -1,5 +1,6 @@
 """Bucketed data parallelism: equal to one process in every form, and what decides when a bucket may be sent."""
 
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -480,8 +481,32 @@ def test_buffers_are_kept_by_type_and_sixteen_bits_are_summed_in_fp32():
     module[0].main_grad.fill_(2.0)
     wrapped.scale_gradients(0.25)
     assert module[0].main_grad.tolist() == [0.5] * 3
+
+
+def test_a_step_forgets_the_gradients_of_the_one_before():
+    """The first gradient replaces what was there, the second is added; a parameter that got none has zero."""
+    module = nn.ParameterList([nn.Parameter(torch.zeros(3)) for _ in range(2)])
+    wrapped = DistributedDataParallel(module, single_process_groups())
+    for parameter in module:
+        parameter.main_grad.fill_(math.nan)
     wrapped.zero_grad_buffer()
-    assert not module[0].main_grad.any()
+    for _ in range(2):
+        with wrapped.no_sync():
+            (3 * module[0]).sum().backward()
+    wrapped.finish_grad_sync()
+    assert [parameter.main_grad.tolist() for parameter in module] == [[6.0] * 3, [0.0] * 3]
+
+
+def test_gradients_that_somebody_else_adds_start_from_zero():
+    """As those of Transformer Engine's layers, which add to `main_grad` and know nothing of a first gradient."""
+    module = nn.ParameterList([nn.Parameter(torch.zeros(3))])
+    module[0].main_grad_added_elsewhere = True
+    wrapped = DistributedDataParallel(module, single_process_groups())
+    module[0].main_grad.fill_(math.nan)
+    wrapped.zero_grad_buffer()
+    module[0].main_grad.add_(1.0)
+    wrapped.finish_grad_sync()
+    assert module[0].main_grad.tolist() == [1.0] * 3
 
 
 def test_later_pipeline_ranks_and_no_overlap_make_one_bucket():

@@ -31,9 +31,9 @@ def loopback(x: Tensor, group: Group, op: str, in_place: bool) -> Callable[[], T
 def sleeping_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     real = layers.weight_gradient
 
-    def slow(grad_NO: Tensor, x_NI: Tensor, main_grad: Tensor | None = None) -> Tensor | None:
+    def slow(grad_NO: Tensor, x_NI: Tensor, main_grad: Tensor | None = None, **how: bool) -> Tensor | None:
         time.sleep(GEMM)
-        return real(grad_NO, x_NI, main_grad)
+        return real(grad_NO, x_NI, main_grad, **how)
 
     monkeypatch.setattr(layers, "weight_gradient", slow)
     monkeypatch.setattr(transport, "all_reduce", loopback)
@@ -100,9 +100,9 @@ def seconds_on_a_rank() -> dict[str, float]:
     layer = ColumnParallelLinear("fc1", 4, 4, group=group)
     real_gemm, real_reduce = layers.weight_gradient, collectives.all_reduce_async
 
-    def slow(grad_NO: Tensor, x_NI: Tensor, main_grad: Tensor | None = None) -> Tensor | None:
+    def slow(grad_NO: Tensor, x_NI: Tensor, main_grad: Tensor | None = None, **how: bool) -> Tensor | None:
         time.sleep(GEMM)
-        return real_gemm(grad_NO, x_NI, main_grad)
+        return real_gemm(grad_NO, x_NI, main_grad, **how)
 
     def awaited_at_once(x: Tensor, *args, **settings) -> collectives.Pending:
         pending = real_reduce(x, *args, **settings)
