@@ -16,6 +16,8 @@ _EXPORTS = {
     "timeline": ("gantt", "gantt_overlay"),
     "overlap": ("bucket_size_curve", "overlap_gantt"),
     "bucket_explorer": ("explore_buckets",),
+    "folding": ("fold_grid", "folded_digits", "readings"),
+    "folding_explorer": ("explore_folding",),
     "trace": ("write_trace",),
     "context": ("context_mask", "measured_ring", "ring_timeline"),
     "curves": ("loss_curves",),
@@ -40,6 +42,10 @@ if TYPE_CHECKING:
     from labkit.viz.context import ring_timeline as ring_timeline
     from labkit.viz.curves import loss_curves as loss_curves
     from labkit.viz.figure import Figure as Figure
+    from labkit.viz.folding import fold_grid as fold_grid
+    from labkit.viz.folding import folded_digits as folded_digits
+    from labkit.viz.folding import readings as readings
+    from labkit.viz.folding_explorer import explore_folding as explore_folding
     from labkit.viz.masks import dropout_masks as dropout_masks
     from labkit.viz.memory import Kept as Kept
     from labkit.viz.memory import live_bytes as live_bytes

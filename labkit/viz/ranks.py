@@ -25,7 +25,7 @@ _HATCHES = ("", "//", "..", "xx")
 Sizes = ParallelConfig | Mapping[str, Any]
 
 
-class _Grid:
+class Grid:
     """Where a rank's cell lies: node and GPU to x and y."""
 
     def __init__(self, world_size: int, gpus_per_node: int, first: int = 0) -> None:
@@ -42,6 +42,7 @@ class _Grid:
         return (gpu, node) if self.tall else (node, gpu)
 
     def prepare(self, axes: Any, title: str) -> None:
+        """Limits, ticks and title of a panel for this grid."""
         axes.set(xlim=(-0.05, self.columns + 0.05), ylim=(self.rows + 0.05, -0.05), aspect="equal")
         axes.set_title(title, loc="left")
         steps = {True: 1, False: max(1, self.columns // 8)}[self.columns <= 16]
@@ -52,28 +53,29 @@ class _Grid:
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
 
-    def draw(self, axes: Any, rank: int, fill: str, pattern: str, text: str) -> None:
+    def draw(self, axes: Any, rank: int, fill: str, pattern: str, text: str, size: float = 8) -> None:
+        """The cell of `rank` in this colour and hatch; its text where there is room for one."""
         x, y = self.cell(rank)
         edge = "#FFFFFF" if self.world_size > MAX_LABELLED else "#BBBBBB"
         axes.add_patch(Rectangle((x, y), 1, 1, facecolor=fill, edgecolor=edge, linewidth=0.4, hatch=pattern))
         if self.world_size <= MAX_LABELLED:
             box = {"facecolor": fill, "edgecolor": "none", "pad": 0.8} if pattern else None
-            axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=text_color(fill), fontsize=8, bbox=box)
+            axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=text_color(fill), fontsize=size, bbox=box)
 
-    def outline(self, axes: Any, groups: np.ndarray) -> None:
+    def outline(self, axes: Any, groups: Sequence[Sequence[int]], width: float = 1.1) -> None:
         """A dark line wherever two neighbouring cells belong to different groups."""
-        owner = {rank: number for number, group in enumerate(groups.tolist()) for rank in group}
+        owner = {rank: number for number, group in enumerate(groups) for rank in group}
         at = {self.cell(rank): number for rank, number in owner.items()}
         for (x, y), number in at.items():
             for dx, dy, line in ((1, 0, ((1, 1), (0, 1))), (0, 1, ((0, 1), (1, 1)))):
                 if at.get((x + dx, y + dy), -1) != number:
                     axes.plot(
-                        [x + line[0][0], x + line[0][1]], [y + line[1][0], y + line[1][1]], color="#222222", lw=1.1
+                        [x + line[0][0], x + line[0][1]], [y + line[1][0], y + line[1][1]], color="#222222", lw=width
                     )
             for dx, dy, line in ((-1, 0, ((0, 0), (0, 1))), (0, -1, ((0, 1), (0, 0)))):
                 if (x + dx, y + dy) not in at:
                     axes.plot(
-                        [x + line[0][0], x + line[0][1]], [y + line[1][0], y + line[1][1]], color="#222222", lw=1.1
+                        [x + line[0][0], x + line[0][1]], [y + line[1][0], y + line[1][1]], color="#222222", lw=width
                     )
 
     def span(self, group: Sequence[int]) -> int:
@@ -91,7 +93,7 @@ def rank_grid(
     """
     kinds = _known([kinds] if isinstance(kinds, str) else list(kinds))
     plan = all_groups(sizes, world_size)
-    grid = _Grid(world_size, gpus_per_node, int(plan["tp"].min()))
+    grid = Grid(world_size, gpus_per_node, int(plan["tp"].min()))
     scale = 0.42 if grid.columns <= 16 else 0.15
     width, height = grid.columns * scale + 0.9, grid.rows * scale + 0.9
     across = min(len(kinds), max(1, int(MAX_WIDTH // width)))
@@ -108,7 +110,7 @@ def rank_grid(
                 fill, pattern = SEQUENCE[number % 8], _HATCHES[number // 8 % 4] if world_size <= MAX_LABELLED else ""
                 for rank in group:
                     grid.draw(axes, rank, fill, pattern, f"{rank}\ng{number}")
-            grid.outline(axes, groups)
+            grid.outline(axes, groups.tolist())
     parts = "; ".join(f"{kind} {_count(plan[kind])}, {_spans(grid, plan[kind])}" for kind in kinds)
     return Figure(fig, f"{_place(grid)}: {parts}.")
 
@@ -128,7 +130,7 @@ def rank_neighbours(
     mine = groups_of_rank(rank, sizes, world_size)
     kinds = [kind for kind in _known(list(kinds)) if len(mine[kind]) > 1]
     offset = sizes.rank_offset if isinstance(sizes, ParallelConfig) else int(sizes.get("rank_offset", 0))
-    grid = _Grid(world_size, gpus_per_node, offset)
+    grid = Grid(world_size, gpus_per_node, offset)
     role = {member: kind for kind in reversed(kinds) for member in mine[kind].tolist()} | {rank: "self"}
     with styled():
         scale = 0.42 if grid.columns <= 16 else 0.15
@@ -146,7 +148,9 @@ def rank_neighbours(
         handles.append(Patch(facecolor="#000000", label=f"rank {rank}"))
         axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.01, 0.5))
     members = {kind: mine[kind].tolist() for kind in kinds}
-    parts = "; ".join(f"{kind} {_short(group)} on {_nodes(grid.span(group))}" for kind, group in members.items())
+    parts = "; ".join(
+        f"{kind} {_short(group)} on {nodes_in_words(grid.span(group))}" for kind, group in members.items()
+    )
     return Figure(fig, f"{_place(grid)}, rank {rank}: {parts or 'no group larger than 1'}.")
 
 
@@ -157,19 +161,20 @@ def _known(kinds: list[str]) -> list[str]:
     return kinds
 
 
-def _nodes(count: int) -> str:
+def nodes_in_words(count: int) -> str:
+    """`1 node`, `2 nodes`."""
     return f"{count} node{'s' if count > 1 else ''}"
 
 
-def _place(grid: _Grid) -> str:
-    return f"{grid.world_size} ranks on {_nodes(grid.nodes)} of {grid.gpus}"
+def _place(grid: Grid) -> str:
+    return f"{grid.world_size} ranks on {nodes_in_words(grid.nodes)} of {grid.gpus}"
 
 
 def _count(groups: np.ndarray) -> str:
     return f"{groups.shape[0]} group{'s' if groups.shape[0] > 1 else ''} of {groups.shape[1]}"
 
 
-def _spans(grid: _Grid, groups: np.ndarray) -> str:
+def _spans(grid: Grid, groups: np.ndarray) -> str:
     crossing = sum(grid.span(group) > 1 for group in groups.tolist())
     if not crossing:
         return "all inside a node"

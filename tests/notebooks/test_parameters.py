@@ -50,6 +50,24 @@ CASES = {
             "dp [1, 5] on 1 node": "dp [1, 5] on 2 nodes",
         },
     ),
+    # cp = ep = 4: 4 x 4 ranks without folding on 2 nodes of 8, ep with stride 4 (0, 4 | 8, 12) across them; 4 ranks
+    # folded, one node that has no more; cp 2 and ep 2 leave dp 2 and edp 2
+    "02_moe_folding": Case(
+        {"world_size": 4},
+        {
+            "64 ranks on 8 nodes of 8, not folded: attention cp 8 dp 8, experts ep 8 edp 8; cp groups all inside a "
+            "node; ep groups all across nodes": (
+                "16 ranks on 2 nodes of 8, not folded: attention cp 4 dp 4, experts ep 4 edp 4; cp groups all inside a "
+                "node; ep groups all across nodes"
+            ),
+            "8 ranks on 1 node of 8: attention cp 8, experts ep 8": (
+                "4 ranks on 1 node of 4: attention cp 4, experts ep 4"
+            ),
+            "dp_cp 1 group of 8, all inside a node; edp 4 groups of 2": (
+                "dp_cp 1 group of 4, all inside a node; edp 2 groups of 2"
+            ),
+        },
+    ),
     # an all-reduce moves s b h float64 values: 16 x 2 x 64 x 8 = 16,384 bytes, twice that at hidden 128; still 2 and 2
     "03_f_and_g": Case(
         {"hidden": 128},

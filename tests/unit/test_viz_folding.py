@@ -1,0 +1,118 @@
+"""Folding drawn: readings against the library's groups, sentences counted by hand, refusals, controls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labkit.parallel import GROUP_TOKENS, RankGenerator, all_groups
+from labkit.viz import explore_folding, fold_grid, folded_digits, readings
+
+AXES = {"dense": ("tp", "cp", "dp", "pp"), "expert": ("etp", "ep", "edp", "pp")}
+SMALL = st.sampled_from([1, 2, 3, 4])
+
+
+def as_sets(groups: Any) -> set[tuple[int, ...]]:
+    return {tuple(sorted(map(int, group))) for group in groups}
+
+
+@settings(max_examples=40, deadline=None)
+@given(tp=SMALL, cp=SMALL, pp=SMALL, etp=SMALL, ep=SMALL, times=st.sampled_from([1, 2]))
+def test_readings_give_the_groups_of_the_library(tp, cp, pp, etp, ep, times) -> None:
+    sizes = {"tp": tp, "cp": cp, "pp": pp, "etp": etp, "ep": ep}
+    world = times * pp * int(np.lcm(tp * cp, etp * ep))
+    plan = all_groups(sizes, world)
+    dense, expert = readings(sizes, world)
+    for kind in (*AXES["dense"], "dp_cp", "tp_cp"):
+        axes = GROUP_TOKENS[kind][1].split("-")
+        assert as_sets(dense.groups(*axes)) == as_sets(plan[kind]), kind
+    for kind in AXES["expert"]:
+        assert as_sets(expert.groups(kind)) == as_sets(plan[kind]), kind
+    assert as_sets(expert.groups("etp", "ep")) == as_sets(plan["tp_ep"])
+
+
+def test_without_folding_ep_is_cut_out_of_dp_and_copies_lie_along_cp() -> None:
+    # 16 ranks, tp 2, cp 2, dp 4: dp has stride 4. ep 2 takes neighbours along dp; the copies are cp and the rest of dp.
+    _, expert = readings({"tp": 2, "cp": 2, "ep": 2}, 16, folded=False)
+    assert expert.groups("ep")[:3] == [[0, 4], [1, 5], [2, 6]]
+    assert expert.groups("edp") == [[0, 2, 8, 10], [1, 3, 9, 11], [4, 6, 12, 14], [5, 7, 13, 15]]
+    assert as_sets(expert.groups("etp")) == as_sets(RankGenerator(tp=2, dp=8).get_ranks("tp"))
+
+
+def test_sentences_of_the_question() -> None:
+    both = {"cp": 8, "ep": 8}
+    assert fold_grid(both, world_size=8).sentence == (
+        "8 ranks on 1 node of 8: attention cp 8, experts ep 8; "
+        "cp groups all inside a node; ep groups all inside a node."
+    )
+    # unfolded: cp has stride 1, ep stride 8, which is a node
+    assert fold_grid(both, world_size=64, folded=False).sentence == (
+        "64 ranks on 8 nodes of 8, not folded: attention cp 8 dp 8, experts ep 8 edp 8; "
+        "cp groups all inside a node; ep groups all across nodes."
+    )
+    # nodes of 3: the ep pairs (0 1) (2 3) (4 5): only the middle one crosses
+    assert fold_grid({"ep": 2}, world_size=6, gpus_per_node=3).sentence == (
+        "6 ranks on 2 nodes of 3: attention dp 6, experts ep 2 edp 3; ep groups 1 of 3 across nodes."
+    )
+
+
+def test_one_colour_is_one_job_and_every_cell_names_its_digits() -> None:
+    """16 ranks, tp 2 cp 2 dp 2 pp 2 against ep 4 edp 2 pp 2: rank 13 is t1 c0 d1 p1, and e1 d1 p1."""
+    figure = fold_grid({"tp": 2, "cp": 2, "pp": 2, "etp": 1, "ep": 4}, world_size=16)
+    attention, experts = figure.fig.axes
+    for axes, job_size, text in ((attention, 4, "13\nt1c0\nd1p1"), (experts, 4, "13\ne1d1\np1")):
+        fills = [cell.get_facecolor() for cell in axes.patches]
+        assert len(fills) == 16 and len(set(fills)) == job_size
+        assert fills[5] == fills[13] == fills[1] != fills[0]
+        assert [label.get_text() for label in axes.texts][13] == text
+
+
+def test_digits_mark_the_ranks_whose_pipelines_differ() -> None:
+    good = folded_digits({"tp": 2, "pp": 2, "etp": 1, "ep": 2}, world_size=8)
+    assert good.sentence == (
+        "8 ranks: attention tp 2 in steps of 1, dp 2 in steps of 2, pp 2 in steps of 4; experts ep 2 in steps of 1, "
+        "edp 2 in steps of 2, pp 2 in steps of 4; both put every rank into the same pipeline."
+    )
+    # tp-pp-...: attention's stage is (rank // 2) % 2, the experts' rank % 2: they differ where the last two bits do
+    bad = folded_digits({"tp": 2, "pp": 2, "etp": 1, "ep": 2, "order": "tp-pp-cp-ep-dp"}, world_size=8)
+    assert bad.sentence.endswith("the pipelines differ: ranks 1, 2, 5, 6 would be in two stages at once.")
+    framed = [patch for patch in bad.fig.axes[0].patches if not patch.get_fill()]
+    assert sorted(int(patch.get_x()) for patch in framed) == [1, 1, 2, 2, 5, 5, 6, 6]
+    assert [patch for patch in good.fig.axes[0].patches if not patch.get_fill()] == []
+
+
+def test_what_cannot_be_is_refused_with_the_reason() -> None:
+    clash = {"tp": 2, "pp": 2, "etp": 1, "ep": 2, "order": "tp-pp-cp-ep-dp"}
+    with pytest.raises(ValueError, match="disagree on the pipelines"):
+        fold_grid(clash, world_size=8)
+    with pytest.raises(ValueError, match="ep 8 does not divide dp 1"):
+        fold_grid({"cp": 8, "ep": 8}, world_size=8, folded=False)
+    with pytest.raises(ValueError, match="etp is 1, tp 2"):
+        fold_grid({"tp": 2, "ep": 2, "etp": 1}, world_size=8, folded=False)
+    with pytest.raises(ValueError, match="33 ranks make too many columns"):
+        folded_digits({}, world_size=33)
+    with pytest.raises(ValueError, match="1024 ranks make cells too small"):
+        fold_grid({}, world_size=1024)
+
+
+def test_controls_follow_the_sizes_and_keep_the_picture_where_a_layout_cannot_be(monkeypatch) -> None:
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    start = {"world_size": 8, "tp": 1, "cp": 4, "pp": 1, "ep": 2, "etp": 1}
+    alone = explore_folding(**start)
+    assert alone.sentence.startswith("8 ranks on 1 node of 8: attention cp 4 dp 2, experts ep 2 edp 4")
+    monkeypatch.setenv("JPY_SESSION_NAME", "chapter.ipynb")
+    *rows, words, picture = explore_folding(**start).children
+    inputs = {control.description: control for row in rows for control in row.children}
+    assert picture.value == alone.png
+    inputs["ep"].value = 8
+    assert "experts ep 8;" in words.value and picture.value != alone.png
+    kept = picture.value
+    inputs["folded"].value = False
+    assert words.value.startswith("<b>without folding ep is cut out of dp: ep 8 does not divide dp 2")
+    assert picture.value == kept
+    inputs["ep"].value = 2
+    assert "not folded" in words.value and picture.value != kept
