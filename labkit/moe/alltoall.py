@@ -26,7 +26,6 @@ from labkit.config import MoEConfig
 from labkit.moe.dispatcher import MoETokenDispatcher
 from labkit.moe.host_copy import HostCopy
 from labkit.moe.permutation import permute, sort_chunks_by_idxs, unpermute
-from labkit.moe.routing import get_capacity
 from labkit.parallel import collectives, mappings
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.in_flight import all_to_all_start
@@ -79,6 +78,8 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         by_source = torch.arange(sources * local)
         self.sort_input_by_local_experts: list[int] = by_source.view(sources, local).t().flatten().tolist()
         self.restore_output_by_local_experts: list[int] = by_source.view(local, sources).t().flatten().tolist()
+        self.num_global_tokens_per_expert: Tensor | None = None
+        self._splits: Splits | None = None
 
     def set_shared_experts(self, shared_experts: Any) -> None:
         self.shared_experts = shared_experts
@@ -86,53 +87,43 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
     # ---- counts ----
 
     def preprocess(self, map_TE: Tensor) -> None:
-        """Set `num_global_tokens_per_expert`: rows that each rank has for each expert, [etp, ep, E]."""
-        self._host_copy: HostCopy | None = None
-        self._splits: Splits | None = None
-        shape = (self.etp.size, self.ep.size, self.num_experts)
+        """Set `num_global_tokens_per_expert`, rows that each rank has for each expert: int32 [etp, ep, E].
+
+        None under `pad_to_capacity`, where nothing need be counted.
+        """
         if self.moe.pad_to_capacity:
-            self.num_global_tokens_per_expert = torch.full(shape, self._capacity(map_TE.shape[0]))
             return
         counts_E = map_TE.sum(dim=0, dtype=torch.int32)
         with comm_scope(phase=current_scope().phase or "forward"):
             table = collectives.all_gather(counts_E, self.tp_ep)
         self.num_global_tokens_per_expert = self._by_axes(table)
 
-    def _capacity(self, num_tokens: int) -> int:
-        """Rows of an expert from a rank under `pad_to_capacity`."""
-        assert self.moe.capacity_factor is not None
-        return get_capacity(
-            num_tokens=num_tokens,
-            top_k=self.moe.top_k,
-            num_experts=self.num_experts,
-            capacity_factor=self.moe.capacity_factor,
-        )
-
     def _by_axes(self, table: Tensor) -> Tensor:
         """Counts in the order of tp_ep's ranks to [etp, ep, E]; the order of axes says which varies faster."""
         both = self.ep.size > 1 and self.etp.size > 1
         if both and self.tp_ep.ranks.index(self.ep.ranks[1]) - self.tp_ep.ranks.index(self.ep.ranks[0]) == 1:
             return table.view(self.etp.size, self.ep.size, self.num_experts)
-        return table.view(self.ep.size, self.etp.size, self.num_experts).transpose(0, 1)
+        return table.view(self.ep.size, self.etp.size, self.num_experts).transpose(0, 1).contiguous()
 
     def _copy_to_host(self, point: str) -> None:
         """Start the one copy of the counts, if this is the point for it."""
         if point == self.cuda_dtoh_point:
-            self._host_copy = HostCopy(self.num_global_tokens_per_expert.contiguous())
+            self._splits = None
+            if self.num_global_tokens_per_expert is not None:
+                self._host_copy = HostCopy(self.num_global_tokens_per_expert)
 
     @property
     def splits(self) -> Splits:
         """The split sizes of this forward; waits for the copy of the counts on first use."""
         if self._splits is None:
-            assert self._host_copy is not None, "counts are copied before the first use of split sizes"
-            self._splits = Splits.of(self._host_copy.wait(), self.ep.rank, self.etp.rank)
+            if self.moe.pad_to_capacity:
+                capacity = self.capacity(self.hidden_shape[:-1].numel())
+                counts = torch.full((self.etp.size, self.ep.size, self.num_experts), capacity)
+            else:
+                assert self._host_copy is not None, "counts are copied before the first use of split sizes"
+                counts = self._host_copy.wait()
+            self._splits = Splits.of(counts, self.ep.rank, self.etp.rank)
         return self._splits
-
-    def _num_out_tokens(self, num_tokens: int) -> int:
-        """Rows that leave permutation 1, without waiting where the configuration tells."""
-        if self.moe.pad_to_capacity:
-            return self.num_experts * self._capacity(num_tokens)
-        return self.splits.num_out_tokens if self.drops_without_padding else num_tokens * self.moe.top_k
 
     # ---- the six steps ----
 
@@ -143,8 +134,9 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_SBH)
         self._copy_to_host("before_permutation_1")
+        rows = self._num_out_tokens(hidden_TH.shape[0], lambda: self.splits.num_out_tokens)
         rows_NH, probs_N, self.reversed_local_input_permutation_mapping = permute(
-            hidden_TH, map_TE, probs_TE=probs_TE, num_out_tokens=self._num_out_tokens(hidden_TH.shape[0])
+            hidden_TH, map_TE, probs_TE=probs_TE, num_out_tokens=rows
         )
         assert probs_N is not None
         return rows_NH, probs_N

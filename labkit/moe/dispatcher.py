@@ -29,12 +29,15 @@ this rank (tokens x experts they go to), k = top_k.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from labkit.config import MoEConfig
+from labkit.moe.host_copy import HostCopy
+from labkit.moe.routing import get_capacity
 from labkit.parallel.groups import ParallelGroups
 
 __all__ = ["CUDA_DTOH_POINTS", "MoETokenDispatcher", "build_dispatcher"]
@@ -79,8 +82,10 @@ class MoETokenDispatcher(ABC):
         self.first_local_expert = groups.ep.rank * self.num_local_experts
         self.shared_experts: Any = None
         self.hidden_shape = torch.Size()
+        self._host_copy: HostCopy | None = None
         self.cudagraph_attrs: list[str] = []
-        """Attributes set by `dispatch_preprocess` that later steps read: outputs of a graph that ends there."""
+        """Attributes set by `dispatch_preprocess` that later steps read: outputs of a graph that ends there. Beside
+        these they read only what shapes and configuration fix."""
         self.valid_cudagraph_attrs: list[str] | None = None
         """Those of them that held a tensor at the first capture; later captures must find the same."""
         self.cuda_dtoh_point = cuda_dtoh_point
@@ -106,6 +111,23 @@ class MoETokenDispatcher(ABC):
     def drops_without_padding(self) -> bool:
         """Whether the number of rows that leave this rank is known only after counting."""
         return self.moe.capacity_factor is not None and not self.moe.pad_to_capacity
+
+    def capacity(self, num_tokens: int) -> int:
+        """Rows of an expert from each rank under `pad_to_capacity`."""
+        moe = self.moe
+        assert moe.capacity_factor is not None
+        return get_capacity(
+            num_tokens=num_tokens,
+            top_k=moe.top_k,
+            num_experts=moe.num_experts,
+            capacity_factor=moe.capacity_factor,
+        )
+
+    def _num_out_tokens(self, num_tokens: int, counted: Callable[[], int]) -> int:
+        """Rows that leave permutation 1. Only where tokens are dropped without padding must they be counted."""
+        if self.moe.pad_to_capacity:
+            return self.num_experts * self.capacity(num_tokens)
+        return counted() if self.drops_without_padding else num_tokens * self.moe.top_k
 
     def set_shared_experts(self, shared_experts: Any) -> None:
         """Have the stages of the shared experts computed while tokens travel, and their output added at the end."""

@@ -35,23 +35,28 @@ class MoELocalTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(self, hidden_SBH: Tensor, probs_TE: Tensor, map_TE: Tensor) -> tuple[Tensor, Tensor]:
         hidden_TH = self._flatten(hidden_SBH, probs_TE, map_TE)
         self.tokens_per_expert = map_TE.sum(dim=0)
-        self._host_copy: HostCopy | None = None
-        if self.cuda_dtoh_point == "before_permutation_1":
-            self._host_copy = HostCopy(self.tokens_per_expert)
-        # Without drops the number of rows is known beforehand, and nothing waits here.
-        rows = None if self.moe.capacity_factor is not None else hidden_TH.shape[0] * self.moe.top_k
+        self._copy_to_host("before_permutation_1")
+        rows = self._num_out_tokens(hidden_TH.shape[0], lambda: int(self._counts().sum()))
         rows_NH, probs_N, self.reversed_local_input_permutation_mapping = permute(
             hidden_TH, map_TE, probs_TE=probs_TE, num_out_tokens=rows
         )
         assert probs_N is not None
         return rows_NH, probs_N
 
+    def _copy_to_host(self, point: str) -> None:
+        if point == self.cuda_dtoh_point:
+            self._host_copy = HostCopy(self.tokens_per_expert)
+
+    def _counts(self) -> Tensor:
+        assert self._host_copy is not None, "counts are copied before their first use"
+        return self._host_copy.wait()
+
     def token_dispatch(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        self._copy_to_host("before_ep_alltoall")
         return hidden, probs
 
     def dispatch_postprocess(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        copy = self._host_copy or HostCopy(self.tokens_per_expert)
-        return hidden, copy.wait(), probs
+        return hidden, self._counts(), probs
 
     def combine_preprocess(self, output_NH: Tensor) -> Tensor:
         return output_NH
