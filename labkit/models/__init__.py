@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
     "activation_bytes": ("Share", "layer_activation_bytes", "layer_parts", "paper_layer_bytes"),
-    "convert": ("full_state_from_hugging_face", "load_full_state", "model_config_from_hugging_face"),
+    "convert": (
+        "full_state_from_hugging_face",
+        "full_state_to_hugging_face",
+        "model_config_from_hugging_face",
+        "moe_config_from_hugging_face",
+    ),
+    "full_state": ("gather_full_state", "load_full_state"),
     "gpt": ("build_model_chunks", "GPTModel"),
     "placement": ("stage_contents", "stage_layers"),
     "saved_tensors": ("SavedTensors",),
@@ -23,8 +29,11 @@ if TYPE_CHECKING:
     from labkit.models.activation_bytes import layer_parts as layer_parts
     from labkit.models.activation_bytes import paper_layer_bytes as paper_layer_bytes
     from labkit.models.convert import full_state_from_hugging_face as full_state_from_hugging_face
-    from labkit.models.convert import load_full_state as load_full_state
+    from labkit.models.convert import full_state_to_hugging_face as full_state_to_hugging_face
     from labkit.models.convert import model_config_from_hugging_face as model_config_from_hugging_face
+    from labkit.models.convert import moe_config_from_hugging_face as moe_config_from_hugging_face
+    from labkit.models.full_state import gather_full_state as gather_full_state
+    from labkit.models.full_state import load_full_state as load_full_state
     from labkit.models.gpt import GPTModel as GPTModel
     from labkit.models.gpt import build_model_chunks as build_model_chunks
     from labkit.models.placement import stage_contents as stage_contents

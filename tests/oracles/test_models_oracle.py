@@ -1,15 +1,28 @@
-"""Our GPT against Hugging Face's GPT-2 and Llama with the same random weights: logits, loss and gradients."""
+"""Our GPT against Hugging Face's GPT-2, Llama and Mixtral with the same weights: logits, loss and gradients; and
+weights there and back, through the files of a checkpoint.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
-from labkit.models.convert import full_state_from_hugging_face, load_full_state, model_config_from_hugging_face
-from labkit.models.gpt import GPTModel
+from labkit.config import MoEConfig, presets
+from labkit.models import (
+    GPTModel,
+    full_state_from_hugging_face,
+    full_state_to_hugging_face,
+    gather_full_state,
+    load_full_state,
+    model_config_from_hugging_face,
+    moe_config_from_hugging_face,
+)
 from labkit.parallel import single_process_groups
 
 transformers = pytest.importorskip("transformers", reason="the Hugging Face oracle needs transformers")
@@ -24,6 +37,7 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 32,
     "vocab_size": 99,
 }
+MIXTRAL: dict[str, Any] = LLAMA | {"num_local_experts": 6, "num_experts_per_tok": 2, "num_key_value_heads": 3}
 
 
 def hugging_face(kind: str, **options: Any) -> Any:
@@ -32,8 +46,11 @@ def hugging_face(kind: str, **options: Any) -> Any:
     if kind == "gpt2":
         drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2 | drops | options))
-    else:
+    elif kind == "llama":
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA | options))
+    else:
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**MIXTRAL | options))
+        model.set_experts_implementation("eager")  # its grouped product knows no float64
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -42,11 +59,12 @@ def hugging_face(kind: str, **options: Any) -> Any:
 
 def ours_from(model: Any) -> GPTModel:
     """Our model with the same weights, by way of what a checkpoint folder holds: config.json and tensors."""
-    config = model_config_from_hugging_face(json.loads(model.config.to_json_string(use_diff=False)))
+    read = json.loads(model.config.to_json_string(use_diff=False))
+    config, moe = model_config_from_hugging_face(read), moe_config_from_hugging_face(read)
     groups = single_process_groups()
     dtype = next(model.parameters()).dtype
-    ours = GPTModel(config, groups, layers=range(config.layers), seed=1, dtype=dtype)
-    load_full_state([ours], full_state_from_hugging_face(config, model.state_dict()), groups.tp)
+    ours = GPTModel(config, groups, layers=range(config.layers), moe=moe, seed=1, dtype=dtype)
+    load_full_state([ours], full_state_from_hugging_face(config, model.state_dict(), moe), groups)
     return ours
 
 
@@ -56,6 +74,8 @@ CASES = [
     ("llama", {"num_key_value_heads": 6}),
     ("llama", {"num_key_value_heads": 2, "rope_theta": 500.0}),
     ("llama", {"num_key_value_heads": 3, "tie_word_embeddings": True}),
+    ("mixtral", {}),
+    ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3}),
 ]
 
 
@@ -70,7 +90,7 @@ def test_logits_equal_hugging_face(kind: str, options: dict[str, Any]) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "options"), [CASES[0], CASES[3]], ids=str)
+@pytest.mark.parametrize(("kind", "options"), [CASES[0], CASES[3], CASES[5]], ids=str)
 def test_loss_and_gradients_equal_hugging_face(kind: str, options: dict[str, Any]) -> None:
     theirs = hugging_face(kind, **options).double()
     ours = ours_from(theirs)
@@ -85,7 +105,8 @@ def test_loss_and_gradients_equal_hugging_face(kind: str, options: dict[str, Any
     gradients = {name: p.grad for name, p in theirs.named_parameters()}
     if kind == "gpt2":
         gradients["lm_head.weight"] = gradients["transformer.wte.weight"]
-    full = full_state_from_hugging_face(ours.config, gradients)  # type: ignore[arg-type]
+    moe = moe_config_from_hugging_face(theirs.config.to_dict())
+    full = full_state_from_hugging_face(ours.config, gradients, moe)  # type: ignore[arg-type]
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None
         grad = parameter.grad[:99] if name in ("embedding.word.weight", "output.weight") else parameter.grad
@@ -99,6 +120,7 @@ def test_loss_and_gradients_equal_hugging_face(kind: str, options: dict[str, Any
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type"),
         ("llama", {"attention_bias": True}, "attention_bias"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+        ("mixtral", {"sliding_window": 16}, "sliding_window"),
         ("gpt2", {"activation_function": "relu"}, "activation_function"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -116,3 +138,48 @@ def test_a_tensor_without_a_place_is_refused() -> None:
     config = model_config_from_hugging_face(theirs.config.to_dict() | {"n_layer": 4})
     with pytest.raises(ValueError, match=r"no tensor 'h\.3\."):
         full_state_from_hugging_face(config, theirs.state_dict())
+
+
+@pytest.mark.parametrize(("kind", "options"), [CASES[1], CASES[3], CASES[4], CASES[5]], ids=str)
+def test_hugging_face_reads_what_we_write_and_we_read_what_it_writes(
+    kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    theirs = hugging_face(kind, **options)
+    config, moe = (
+        model_config_from_hugging_face(theirs.config.to_dict()),
+        moe_config_from_hugging_face(theirs.config.to_dict()),
+    )
+    groups = single_process_groups()
+    ours = GPTModel(replace(config, init_std=0.2), groups, layers=range(config.layers), moe=moe, seed=7)
+    full = gather_full_state([ours], groups)
+    theirs.config.save_pretrained(tmp_path)
+    safetensors.torch.save_file(
+        full_state_to_hugging_face(config, full, moe), tmp_path / "model.safetensors", {"format": "pt"}
+    )
+    again = type(theirs).from_pretrained(tmp_path)
+    tokens = torch.randint(0, 99, (2, 32))
+    expected = again(tokens).logits
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(ours(tokens).transpose(0, 1)[..., :99], expected, rtol=1e-5, atol=1e-5)
+
+    again.save_pretrained(tmp_path / "theirs")
+    written = safetensors.torch.load_file(tmp_path / "theirs" / "model.safetensors")
+    back = full_state_from_hugging_face(config, written, moe)
+    assert back.keys() == full.keys()
+    assert all(torch.equal(back[name], full[name]) for name in full)
+
+
+@pytest.mark.parametrize(
+    ("model", "moe", "words"),
+    [
+        ({"position": "rope"}, {}, "neither a GPT-2 nor a Llama"),
+        ({}, {"num_experts": 4}, "here it is a GPT-2"),
+        (None, {"num_experts": 4, "layer_freq": (1, 0), "pre_softmax": True}, "moe.pre_softmax = True, moe.layer_freq"),
+        (None, {"num_experts": 4, "shared_expert_ffn_hidden": 8}, "moe.shared_expert_ffn_hidden = 8"),
+    ],
+    ids=["mixed", "gpt2 with experts", "deepseek routing", "shared"],
+)
+def test_models_that_hugging_face_does_not_have_are_not_written(model: Any, moe: dict[str, Any], words: str) -> None:
+    config = presets.llama_tiny().model if model is None else replace(presets.tiny().model, **model)
+    with pytest.raises(ValueError, match=words):
+        full_state_to_hugging_face(config, {}, MoEConfig(**moe))

@@ -1,0 +1,59 @@
+"""Whole tensors into the parts that ranks hold, and back: `full_name` -> tensor as one process would have it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from labkit.parallel.groups import Group, ParallelGroups
+from labkit.parallel.weights import gather_expert_parameter, gather_parameter, tensor_part
+
+
+def load_full_state(chunks: Sequence[nn.Module], full: Mapping[str, Tensor], groups: ParallelGroups) -> None:
+    """Copy whole tensors, by `full_name`, into this rank's parameters: its slice by tp, or by ep and etp; rows that pad
+    the vocabulary are zero.
+
+    Raises:
+        ValueError: a tensor that is missing or has another shape than the model's.
+    """
+    with torch.no_grad():
+        for parameter in _parameters(chunks):
+            name, shape = parameter.full_name, parameter.full_shape  # type: ignore[attr-defined]
+            if name not in full or tuple(full[name].shape) != shape:
+                found = f"has shape {tuple(full[name].shape)}" if name in full else "is missing"
+                raise ValueError(f"{name} {found}; the model needs {shape}")
+            parameter.copy_(_local_part(full[name], parameter, groups))
+
+
+def gather_full_state(chunks: Sequence[nn.Module], groups: ParallelGroups) -> dict[str, Tensor]:
+    """The inverse of `load_full_state`: whole tensors of this rank's chunks, by `full_name`, on each rank of the stage.
+    Called by all of its ranks."""
+    return {
+        parameter.full_name: gather_expert_parameter(parameter, parameter, etp=groups.etp, ep=groups.ep)  # type: ignore[attr-defined]
+        if _is_expert(parameter)
+        else gather_parameter(parameter, parameter, groups.tp)
+        for parameter in _parameters(chunks)
+    }
+
+
+def _parameters(chunks: Sequence[nn.Module]) -> Iterable[nn.Parameter]:
+    return (parameter for chunk in chunks for parameter in chunk.parameters())
+
+
+def _is_expert(parameter: nn.Parameter) -> bool:
+    return getattr(parameter, "expert_parallel", False)
+
+
+def _local_part(full: Tensor, like: nn.Parameter, groups: ParallelGroups) -> Tensor:
+    tp: Group = groups.tp
+    if _is_expert(like):
+        full, tp = tensor_part(full, groups.ep.rank, groups.ep.size, 0), groups.etp
+    dim: int = like.partition_dim  # type: ignore[attr-defined]
+    rows = like.shape[0] * (tp.size if dim == 0 else 1)
+    if rows > full.shape[0]:  # a vocabulary table: its padding depends on tp
+        full = torch.cat([full, full.new_zeros(rows - full.shape[0], *full.shape[1:])])
+    if dim < 0:
+        return full
+    return tensor_part(full, tp.rank, tp.size, dim, like.partition_stride)  # type: ignore[attr-defined]
