@@ -341,7 +341,7 @@ class TrainConfig:
     keep_event_steps: int = 100
     """Steps whose Events stay in memory, counted from the end; events.jsonl has those of all steps."""
     output_dir: str | None = None
-    """Folder for metrics.jsonl and events.jsonl; None writes nothing."""
+    """Folder for metrics.jsonl, scalars.jsonl and events.jsonl; None writes nothing."""
 
 
 SECTIONS: dict[str, type] = {

@@ -15,7 +15,7 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -99,6 +99,29 @@ def min_max_over_ranks(seconds_by_rank: Sequence[Mapping[str, float]]) -> dict[s
     names = dict.fromkeys(name for seconds in seconds_by_rank for name in seconds)
     found = {name: [seconds[name] for seconds in seconds_by_rank if name in seconds] for name in names}
     return {name: (min(values), max(values)) for name, values in found.items()}
+
+
+def scalars(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every number of a line of metrics by itself, as `{"step": 3, "tag": "timers/step/max", "value": 0.5}`.
+
+    Lists become `tag/0`, `tag/1`, ..; a timer's pair `tag/min` and `tag/max`. Texts are left out.
+    """
+    for name, value in line.items():
+        if name != "step":
+            for tag, number in _numbers(name, value):
+                yield {"step": line["step"], "tag": tag, "value": number}
+
+
+def _numbers(tag: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, int | float):
+        yield tag, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _numbers(f"{tag}/{name}", inner)
+    elif isinstance(value, tuple | list):
+        names = ("min", "max") if isinstance(value, tuple) else range(len(value))
+        for name, inner in zip(names, value, strict=True):
+            yield from _numbers(f"{tag}/{name}", inner)
 
 
 def strict(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from labkit.train.metrics import Timers
 from labkit.train.optimizer import Condition, MegatronOptimizer, build_optimizer
 from labkit.train.pipeline import Batch, ForwardStep, Pipeline
 from labkit.train.reporting import Report
+from labkit.train.router_metrics import RouterMetrics
 from labkit.train.schedule_fit import check_schedule, schedule_of
 from labkit.train.stepping import Observer, collect_non_loss_data, evaluate, train_step
 
@@ -108,9 +109,9 @@ def pretrain(
     no_wd_decay_cond, scale_lr_cond, lr_mult: see `labkit.train.optimizer.parameter_groups`.
     observer: sees model, gradients and parameters; the parity microscope is one.
 
-    Writes metrics.jsonl and events.jsonl into `train.output_dir`, if one is given, as the run goes. Raises ValueError
-    for a configuration that cannot be trained (ConfigError lists all problems) and for functions that return what the
-    loop cannot use, FloatingPointError for a loss that is not finite.
+    Writes metrics.jsonl, scalars.jsonl and events.jsonl into `train.output_dir`, if one is given, as the run goes
+    (`labkit.train.reporting`). Raises ValueError for a configuration that cannot be trained (ConfigError lists all
+    problems) and for functions that return what the loop cannot use, FloatingPointError for a loss that is not finite.
     """
     if process_non_loss_data is not None and process_non_loss_data_func is not None:
         raise ValueError("process_non_loss_data and process_non_loss_data_func are two names of one argument; give one")
@@ -227,7 +228,7 @@ def train(
         observer.on_model(run.groups, chunks, run.schedule)
     with (
         recording(run.groups.rank) if _records(config) else nullcontext() as recorder,
-        Report(config, run.groups, timers, recorder) as report,
+        Report(config, run.groups, timers, recorder, RouterMetrics(chunks, run.groups)) as report,
     ):
         for step in range(config.train.steps):
             lr = lr_schedule(step - report.skipped_steps)  # a skipped step uses up nothing of the schedule

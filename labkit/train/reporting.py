@@ -1,6 +1,10 @@
 """What a run writes down: a line of metrics per step, all ranks' Events, progress for whoever launched it.
 
-Both files grow as the run goes, so that a run that dies leaves what it had, and memory does not grow with the steps.
+    metrics.jsonl   a line a step: loss, norm, rates, timers, and of experts what `router_metrics` says
+    scalars.jsonl   the same numbers one by one, as TensorBoard takes them: {"step": 3, "tag": "loss", "value": 2.5}
+    events.jsonl    an Event a line
+
+All grow as the run goes, so that a run that dies leaves what it had, and memory does not grow with the steps.
 """
 
 from __future__ import annotations
@@ -17,25 +21,32 @@ from labkit.events import Event, EventRecorder, recording
 from labkit.launch import report_progress
 from labkit.parallel.collectives import comm_scope, gather_objects
 from labkit.parallel.groups import ParallelGroups
-from labkit.train.metrics import JsonLines, Timers, min_max_over_ranks
+from labkit.train.metrics import JsonLines, Timers, min_max_over_ranks, scalars
+from labkit.train.router_metrics import LayerMetrics, RouterMetrics, router_line
 from labkit.train.stepping import StepResult
 
 
 class Report:
-    """Collects metrics on every rank; rank 0 writes metrics.jsonl and events.jsonl and reports progress."""
+    """Collects metrics on every rank; rank 0 writes the files and reports progress."""
 
     def __init__(
-        self, config: RunConfig, groups: ParallelGroups, timers: Timers, recorder: EventRecorder | None
+        self,
+        config: RunConfig,
+        groups: ParallelGroups,
+        timers: Timers,
+        recorder: EventRecorder | None,
+        routers: RouterMetrics,
     ) -> None:
         """recorder: what this rank does lands there; after each step it is added to the timers and moved on."""
         self.losses: list[float] = []
         self.metrics: list[dict[str, Any]] = []
         self._events_of_steps: deque[list[Event]] = deque(maxlen=config.train.keep_event_steps)
         self._recorder = recorder
-        self._config, self._groups, self._timers = config, groups, timers
+        self._config, self._groups, self._timers, self._routers = config, groups, timers, routers
         self._writes = groups.world.rank == 0
         self._folder = Path(config.train.output_dir) if config.train.output_dir is not None else None
         self._lines = self._file("metrics.jsonl")
+        self._scalar_lines = self._file("scalars.jsonl")
         self._event_lines = self._file("events.jsonl")
         self.skipped_steps = 0
         self._skipped_because: str | None = None
@@ -58,8 +69,8 @@ class Report:
             self._take_events(ends_step=False)
         elif self._recorder is not None and self._config.train.record_events:
             self._write_events(self._recorder.events)
-        self._lines.close()
-        self._event_lines.close()
+        for lines in (self._lines, self._scalar_lines, self._event_lines):
+            lines.close()
 
     @contextmanager
     def naming_what_is_kept(self) -> Iterator[None]:
@@ -88,7 +99,7 @@ class Report:
         self._progress(step=step + 1, steps=self._config.train.steps, loss=result.loss, **skipped)
         if (step + 1) % self._config.train.log_interval and step + 1 < self._config.train.steps:
             return
-        timers = self._timers_over_ranks()
+        timers, routers = self._over_ranks()
         slowest = timers["step"][1]
         train, model = self._config.train, self._config.model
         tokens = train.global_batch_size * model.seq_length * self._since_last_line
@@ -104,6 +115,7 @@ class Report:
                 "skipped_steps": self.skipped_steps,
                 **because,
                 "tokens_per_second": tokens / slowest,
+                **routers,
                 "timers": timers,
             }
         )
@@ -137,12 +149,15 @@ class Report:
     def _add(self, line: dict[str, Any]) -> None:
         self.metrics.append(line)
         self._lines.write(line)
+        self._scalar_lines.write(*scalars(line))
 
     def _progress(self, **values: Any) -> None:
         if self._writes:
             report_progress(values)
 
-    def _timers_over_ranks(self) -> dict[str, tuple[float, float]]:
-        """(minimum, maximum) seconds of each timer over all ranks, since the last line."""
+    def _over_ranks(self) -> tuple[dict[str, tuple[float, float]], dict[str, Any]]:
+        """Since the last line: (minimum, maximum) seconds of each timer over all ranks, and what the routers did."""
+        own: tuple[dict[str, float], LayerMetrics] = self._timers.take(), self._routers.take()
         with comm_scope(layer="timers", phase="report"):
-            return min_max_over_ranks(gather_objects(self._timers.take(), self._groups.world))
+            timers, routers = zip(*gather_objects(own, self._groups.world))
+        return min_max_over_ranks(timers), router_line(routers)

@@ -1,8 +1,9 @@
 """One optimizer step and one evaluation, over any schedule.
 
 A step is: zero gradients, run the schedule over all microbatches, finalise gradients (data-parallel average, sums over
-tensor-parallel and tied copies), agree whether everything is finite, clip by the global norm, update. The loss that is
-reported is the token-weighted mean over the global batch, and every rank has the same bits of it.
+tensor-parallel and tied copies), agree whether everything is finite, move the biases of routers against their load,
+clip by the global norm, update. The loss that is reported is the token-weighted mean over the global batch, and every
+rank has the same bits of it.
 
 One exchange carries the norm and the question whether any loss or gradient on any rank is not finite, replicas
 included; so all ranks take a step or none does. A loss that is not finite ends the run, a gradient skips the step: with
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from labkit.moe.router import finish_router_step
 from labkit.parallel.collectives import all_reduce, broadcast, comm_scope
 from labkit.parallel.fp8 import end_float8_step
 from labkit.parallel.gradients import (
@@ -103,6 +105,7 @@ def train_step(
     norm /= scale
     fault = None if finite else _fault(reports, pipeline, step=step, lr=lr)
     scaler.update(found_inf=not finite)
+    finish_router_step(chunks, pipeline.groups, move_biases=finite)
     if finite:
         with timers("optimizer", log_level=1):
             factor = clip_factor(norm, clip_grad or math.inf) / scale

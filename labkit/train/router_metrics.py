@@ -1,0 +1,81 @@
+"""What routers did, as lines of metrics: load of the experts, dropped tokens, losses and biases, layer by layer.
+
+Routers count on their device (`labkit.moe.statistics`). Where a line is due, the ranks of a stage add their counts up,
+and every rank gets the layers of all stages. What a line says is about the steps since the line before.
+
+    moe/load_balancing_loss   mean over layers and microbatches, without its coefficient: 1 where the load is even
+    moe/z_loss                the same of the mean squared log-sum-exp of the logits
+    moe/max_over_mean         load of the fullest expert over the mean load, in the worst layer
+    moe/load_entropy          entropy of the load over that of an even one, in the worst layer
+    moe/dropped_share         choices that exceeded a capacity, of all choices of all layers
+    moe/layers.3/...          the same of one layer, and there tokens_per_expert and expert_bias, both by expert
+
+A loss without coefficient is not computed and not named, nor are drops without a capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from labkit.moe.router import TopKRouter, routers_of
+from labkit.moe.statistics import RouterSummary, summarize
+from labkit.parallel.groups import ParallelGroups
+
+LayerMetrics = dict[str, dict[str, Any]]
+"""Layer, as `layers.3`, to what its line says by name."""
+
+
+class RouterMetrics:
+    """The routers of one rank."""
+
+    def __init__(self, chunks: Iterable[nn.Module], groups: ParallelGroups) -> None:
+        """chunks: of this rank."""
+        self._routers, self._groups = list(routers_of(chunks)), groups
+
+    def take(self) -> LayerMetrics:
+        """The layers of this rank's stages over tp x dp x cp, since the last call; called by all ranks."""
+        summaries = summarize([router.statistics for router in self._routers], self._groups)
+        for router in self._routers:
+            router.statistics.reset()
+        return {
+            router.name.partition(".mlp")[0]: _of_layer(router, summary)
+            for router, summary in zip(self._routers, summaries, strict=True)
+        }
+
+
+def _of_layer(router: TopKRouter, summary: RouterSummary) -> dict[str, Any]:
+    moe = router.moe
+    found: dict[str, Any] = {"max_over_mean": summary.max_over_mean, "load_entropy": summary.load_entropy}
+    if moe.aux_loss_coeff:
+        found["load_balancing_loss"] = summary.load_balancing_loss
+    if moe.z_loss_coeff:
+        found["z_loss"] = summary.z_loss
+    if moe.capacity_factor is not None:
+        found["dropped_share"] = summary.dropped / max(1, sum(summary.tokens_per_expert))
+    found["tokens_per_expert"] = list(summary.tokens_per_expert)
+    if router.expert_bias is not None:
+        found["expert_bias"] = router.expert_bias.tolist()
+    return found
+
+
+def router_line(by_rank: Iterable[LayerMetrics]) -> dict[str, Any]:
+    """What a line of metrics says of all layers of the model, from what each rank has; empty without experts."""
+    layers = {name: layer for rank in by_rank for name, layer in rank.items()}
+    if not layers:
+        return {}
+    ordered = sorted(layers.items(), key=lambda item: int(item[0].rpartition(".")[2]))
+    line: dict[str, Any] = {f"moe/{name}": value for name, value in _overall([layer for _, layer in ordered]).items()}
+    return line | {f"moe/{name}/{key}": value for name, layer in ordered for key, value in layer.items()}
+
+
+def _overall(layers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    def mean(name: str) -> float:
+        return sum(layer[name] for layer in layers) / len(layers)
+
+    found = {name: mean(name) for name in ("load_balancing_loss", "z_loss", "dropped_share") if name in layers[0]}
+    found["max_over_mean"] = max(layer["max_over_mean"] for layer in layers)
+    found["load_entropy"] = min(layer["load_entropy"] for layer in layers)
+    return found
