@@ -315,7 +315,7 @@ def layer_communication_bytes(model: ModelConfig, *, samples: int = 1, tp: int =
     return 4 * samples * model.seq_length * model.hidden * element_bytes if tp > 1 else 0
 
 
-def all_to_all_bytes(
+def layer_all_to_all_bytes(
     model: ModelConfig, moe: MoEConfig, *, tokens: int, ep: int, element_bytes: int = 4, weight_bytes: int = 4
 ) -> int:
     """Payload of the all-to-alls of one layer, forward and backward, of a rank with `tokens` tokens; 0 at ep = 1.

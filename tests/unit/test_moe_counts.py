@@ -131,4 +131,4 @@ def test_operations_of_a_part_of_the_layers_add_up() -> None:
 
 
 def test_without_ep_nothing_is_sent() -> None:
-    assert counts.all_to_all_bytes(GPT2, PLAIN, tokens=10, ep=1) == 0
+    assert counts.layer_all_to_all_bytes(GPT2, PLAIN, tokens=10, ep=1) == 0
