@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from labkit.config import ModelConfig, MoEConfig
 from labkit.moe.grouped_gemm import GroupedPlan, Segments, grouped_linear
+from labkit.moe.weighted_activation import weighted, weighted_activation
 from labkit.parallel import te
 from labkit.parallel.fp8 import Float8Scaling
 from labkit.parallel.groups import ParallelGroups
@@ -38,11 +39,6 @@ from labkit.parallel.weights import make_expert_parameter
 def expert_width(model: ModelConfig, moe: MoEConfig) -> int:
     """F: `moe.ffn_hidden`, or the dense width."""
     return moe.ffn_hidden or model.ffn_hidden or 4 * model.hidden
-
-
-def weighted(inner_NF: Tensor, probs_N: Tensor) -> Tensor:
-    """Each row times its weight, in the type of the rows."""
-    return (inner_NF * probs_N.unsqueeze(-1)).to(inner_NF.dtype)
 
 
 class StackedLinear(nn.Module):
@@ -109,6 +105,7 @@ class Experts(nn.Module, ABC):
         experts, hidden, width = moe.num_experts, model.hidden, expert_width(model, moe)
         blocks = 2 if model.activation == "swiglu" else 1
         self.name, self.activation = name, ACTIVATIONS[model.activation]
+        self.weighted_activation = weighted_activation(model.activation)
         in_engine = self.grouped and model.transformer_impl == "transformer_engine"
         linear: Callable[..., Any] = te.GroupedLinear if in_engine else StackedLinear
         made: dict[str, Any] = {"ep": groups.ep, "etp": groups.etp, "seed": seed, "dtype": dtype, "device": device}
@@ -151,4 +148,4 @@ class GroupedExperts(Experts):
     def forward(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> Tensor:
         """As in `Experts`."""
         segments = Segments(tokens_per_expert)
-        return self.fc2(weighted(self.activation(self.fc1(tokens_NH, segments)), probs_N), segments)
+        return self.fc2(self.weighted_activation(self.fc1(tokens_NH, segments), probs_N), segments)

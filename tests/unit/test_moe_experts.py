@@ -22,6 +22,7 @@ import te_stub
 from labkit.config import ModelConfig, MoEConfig
 from labkit.moe.experts import Experts, GroupedExperts, SequentialExperts
 from labkit.moe.grouped_gemm import Segments, grouped_product, grouped_weight_gradient
+from labkit.moe.weighted_activation import weighted_swiglu
 from labkit.parallel import WeightGradStore, checkpoint, single_process_groups
 from labkit.parallel.fp8 import Float8Recipe, Float8Scaling
 
@@ -149,6 +150,16 @@ def test_products_of_any_groups(counts: list[int], width: int, dtype: torch.dtyp
     torch.testing.assert_close(
         gradient, torch.stack([y.t() @ a for y, a in zip(product.split(counts), parts, strict=True)])
     )
+
+
+@pytest.mark.parametrize("rows_", [0, 1, 7])
+def test_weighted_swiglu_has_the_gradients_of_its_formula(rows_: int) -> None:
+    random = torch.Generator().manual_seed(rows_)
+    x = torch.randn(rows_, 10, generator=random, dtype=torch.float64, requires_grad=True)
+    probs = torch.rand(rows_, generator=random, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(weighted_swiglu, (x, probs))
+    gate, up = x.chunk(2, dim=-1)
+    torch.testing.assert_close(weighted_swiglu(x, probs), F.silu(gate) * up * probs[:, None], **EXACT)
 
 
 # ---- how many products ----
