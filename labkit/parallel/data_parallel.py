@@ -47,7 +47,7 @@ class NaiveDataParallel(ChunkWrapper):
         super().__init__(module)
         self.group = group
         self.average = average
-        self._not_finite: torch.Tensor | None = None
+        self._not_finite: list[torch.Tensor | None] = []
         params = [p for p in module.parameters() if p.requires_grad]
         dense = [p for p in params if getattr(p, "allreduce", True)]
         experts = [p for p in params if not getattr(p, "allreduce", True)]
@@ -55,8 +55,10 @@ class NaiveDataParallel(ChunkWrapper):
             raise ValueError("experts (parameters with allreduce = False) need expert_group; give it groups.edp")
         dtype = grad_dtype or _grad_dtype(params)
         self.grad_buffer = _attach_main_grads(dense, dtype)
+        self._kinds = [dense]
         self._reduced = [(self.grad_buffer, group)]
         if expert_group is not None:
+            self._kinds.append(experts)
             self._reduced.append((_attach_main_grads(experts, dtype), expert_group))
         for param in params:
             param.register_post_accumulate_grad_hook(_move_to_main_grad)
@@ -79,20 +81,21 @@ class NaiveDataParallel(ChunkWrapper):
         """All-reduce each whole buffer over its group: scaled first, so that the sum cannot overflow."""
         self._check_may_sync("finish_grad_sync")
         factor = 1.0 / self.group.size if self.average else 1.0
-        found: list[torch.Tensor] = []
-        for buffer, group in self._reduced:
+        self._not_finite = [None] * len(self._reduced)
+        for kind, (buffer, group) in enumerate(self._reduced):
             if buffer.numel() and (factor, group.size) != (1.0, 1):
-                found.append(scale_and_look(buffer, factor))
+                self._not_finite[kind] = scale_and_look(buffer, factor)
                 with comm_scope(phase="gradients"):
                     all_reduce(buffer, group)
-        self._not_finite = sum(found[1:], found[0]) if found else None
 
     def spoiled_before_reduction(self) -> list[nn.Parameter] | None:
-        """All parameters, if a gradient of this rank was not finite before the last reduction, else []; None where
-        there was no reduction. Waits for the device."""
-        if self._not_finite is None:
+        """All dense parameters, if one of their gradients was not finite on this rank before the last reduction, and
+        all of experts likewise, or because nothing is reduced; None where there was no reduction. Waits for the device.
+        """
+        if all(found is None for found in self._not_finite):
             return None
-        return list(self.module.parameters()) if self._not_finite.item() else []
+        pairs = zip(self._kinds, self._not_finite, strict=True)
+        return [param for params, found in pairs if found is None or found.item() for param in params]
 
 
 def _grad_dtype(params: list[nn.Parameter]) -> torch.dtype:

@@ -129,11 +129,11 @@ class DistributedDataParallel(ChunkWrapper):
             bucket.reduced.mul_(factor)
 
     def spoiled_before_reduction(self) -> list[nn.Parameter] | None:
-        """Parameters of the buckets in which a gradient of this rank was not finite before the last reduction; None if
-        nobody looked. Waits for the device."""
+        """Parameters of the buckets in which a gradient of this rank may have been bad before the last reduction: that
+        was seen, or nothing is reduced (experts without replicas). None if nobody looked. Waits for the device."""
         if all(bucket.not_finite is None for bucket in self.buckets):
             return None
-        spoiled = [bucket for bucket in self.buckets if bucket.not_finite is not None and bucket.not_finite.item()]
+        spoiled = [b for b in self.buckets if b.not_finite is None or b.not_finite.item()]
         return [parameter for bucket in spoiled for parameter in bucket.parameters]
 
     def start_grad_sync(self, *parameters: nn.Parameter) -> None:

@@ -185,12 +185,22 @@ def clip_factor(norm: float, max_norm: float) -> float:
 def global_grad_norm(chunks: Sequence[nn.Module], groups: ParallelGroups) -> float:
     """L2 norm of the gradient of the whole model, bit-identical on every rank.
 
-    Tied copies (`shared`) count once, and so do parameters that all ranks of tp hold alike. Data-parallel replicas
-    hold the same gradients after `finalize_model_grads`, so the sum runs over tp x pp only. Squares are added in
-    float64 in the order of ranks. One collective and one synchronisation with the host.
+    Tied copies (`shared`) count once, and so do parameters that all ranks of tp (of etp, for experts) hold alike.
+    Data-parallel replicas hold the same gradients after `finalize_model_grads`, so the sum runs over tp x pp for dense
+    parameters and over etp x ep x pp for those of experts; where these are the same ranks, over both at once. Squares
+    are added in float64 in the order of ranks. One collective and one synchronisation with the host, or two.
     """
-    counted = counted_gradients(_parameters(chunks), groups)
-    return gradient_statistics(counted, (), (groups.mp,), groups.device).norm
+    kinds: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+    for parameter in _parameters(chunks):
+        kinds[is_expert(parameter)].append(parameter)
+    dense, experts = (counted_gradients(kinds[kind], groups) for kind in (False, True))
+    if groups.mp.ranks == groups.tp_ep_pp.ranks:
+        return gradient_statistics([*dense, *experts], (), (groups.mp,), groups.device).norm
+    norms = [
+        gradient_statistics(counted, (), (group,), groups.device).norm
+        for counted, group in ((dense, groups.mp), (experts, groups.tp_ep_pp))
+    ]
+    return math.hypot(*norms)
 
 
 def clip_grad_norm(chunks: Sequence[nn.Module], groups: ParallelGroups, max_norm: float) -> float:

@@ -1,7 +1,8 @@
 """Where a step went wrong: which loss, parameter or gradient is not finite, and on which rank.
 
 Nothing here runs in a good step. Once all ranks agree that a number is not finite (`gradient_statistics`), each looks
-through what it holds, and the findings of all ranks make one sentence, the same on every rank.
+through what it holds, and the findings of all ranks make one sentence, the same on every rank. Of experts, whose
+weights are stacked, it says which, by their numbers in the whole layer.
 
 A reduction spreads a NaN to all its ranks. The data-parallel wrappers therefore note, in the pass over memory that
 scales a buffer before its reduction, whether this rank's own share was finite (`spoiled_before_reduction`); ranks that
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from labkit.parallel.collectives import comm_scope, gather_objects
-from labkit.parallel.gradients import main_grad
-from labkit.parallel.groups import ParallelGroups
+from labkit.parallel.gradients import is_expert, main_grad
+from labkit.parallel.groups import Group, ParallelGroups
 
 KINDS = ("parameter", "loss", "gradient")
 """What may be not finite, causes first: a bad weight makes a bad loss, and that bad gradients."""
@@ -89,10 +90,22 @@ def _own(
         if values := _bad_values(torch.as_tensor(report["loss_sum"])):
             yield Finding("loss", f"microbatch {microbatch}", values, *where, (0, microbatch))
     for name, parameter, depth, own in _parameters(chunks, stages):
+        where = groups.rank, coordinates(groups, of_experts=is_expert(parameter))
         if values := _bad_values(parameter.detach()):
-            yield Finding("parameter", name, values, *where, depth)
-        if gradients and parameter.requires_grad and (values := _bad_values(main_grad(parameter))):
-            yield Finding("gradient", name, values, *where, depth, received=not own)
+            yield Finding("parameter", name + _which_experts(parameter, parameter, groups), values, *where, depth)
+        if gradients and parameter.requires_grad and (values := _bad_values(grad := main_grad(parameter))):
+            experts = _which_experts(parameter, grad, groups)
+            yield Finding("gradient", name + experts, values, *where, depth, received=not own)
+
+
+def _which_experts(parameter: nn.Parameter, tensor: Tensor, groups: ParallelGroups) -> str:
+    """` of expert 5`, ` of experts 4, 5 and 2 more`: whose part of stacked weights [E/ep, ..] is not finite."""
+    if not getattr(parameter, "expert_parallel", False):
+        return ""
+    first, finite = groups.ep.rank * len(tensor), tensor.detach().flatten(1).isfinite().all(dim=1).tolist()
+    bad = [first + place for place, fine in enumerate(finite) if not fine]
+    more = f" and {len(bad) - NAMED} more" if len(bad) > NAMED else ""
+    return f" of expert{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad[:NAMED]))}{more}"
 
 
 def _parameters(
@@ -117,9 +130,13 @@ def _bad_values(x: Tensor) -> str:
     return f"{' and '.join(words)} of {x.numel()}" if words else ""
 
 
-def coordinates(groups: ParallelGroups) -> str:
-    """`tp 1, dp 0, pp 1`: this rank's place along each axis of more than one rank; `alone` without any."""
-    axes = {"tp": groups.tp, "cp": groups.cp, "dp": groups.dp, "pp": groups.pp}
+def coordinates(groups: ParallelGroups, *, of_experts: bool = False) -> str:
+    """`tp 1, dp 0, pp 1`: this rank's place along each axis of more than one rank; `alone` without any.
+
+    of_experts: along the axes of expert parameters, as in `etp 0, ep 1, edp 0, pp 1`.
+    """
+    names = ("etp", "ep", "edp", "pp") if of_experts else ("tp", "cp", "dp", "pp")
+    axes: dict[str, Group] = {name: getattr(groups, name) for name in names}
     return ", ".join(f"{name} {group.rank}" for name, group in axes.items() if group.size > 1) or "alone"
 
 

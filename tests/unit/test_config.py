@@ -39,7 +39,7 @@ def test_defaults_and_presets_are_sound() -> None:
         assert presets.get(name).problems() == [], name
 
 
-@pytest.mark.parametrize("name", ["tiny", "llama_tiny"])
+@pytest.mark.parametrize("name", ["tiny", "llama_tiny", "tiny_moe", "mixtral_tiny", "deepseek_tiny"])
 def test_tiny_presets_fit_every_layout(name: str) -> None:
     config = presets.get(name)
     assert config.model.layers == 8 and config.model.heads % 4 == 0 and (config.model.kv_heads or 8) % 4 == 0
@@ -50,7 +50,7 @@ def test_tiny_presets_fit_every_layout(name: str) -> None:
     for tp in (1, 2, 4):
         for pp in (1, 2, 4):
             for dp in (1, 2):
-                layout = config.override({"parallel.tp": tp, "parallel.pp": pp})
+                layout = config.override({"tp": tp, "pp": pp, "sequence_parallel": tp > 1})
                 assert layout.problems(tp * pp * dp) == []
 
 
@@ -159,6 +159,8 @@ def _values(dotted: str) -> st.SearchStrategy:
         return st.booleans()
     if spec.kind == "tuple[str, ...]":
         return st.lists(st.text(max_size=5), max_size=3).map(tuple)
+    if spec.kind == "tuple[int, ...]":
+        return st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple)
     if spec.kind == "str":
         return st.text(max_size=12)
     if spec.kind == "int":
