@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,77 @@ ZERO_LAYOUTS = [
     *grid({**MEGATRON, **SEQUENCE_PARALLEL, **FULL}, [(2, 1, 1, 2), (2, 2, 1, 2), (2, 1, 2, 2)]),
 ]
 """The distributed optimizer, always over two replicas or more."""
+EXPERT_STEPS, EXPERT_BATCH, MOST_RANKS = 3, 16, 8
+EXPERT_AXES: dict[str, tuple[Any, ...]] = {
+    "ep": (1, 2, 4, 8),
+    "etp": (1, 2),
+    "tp": (1, 2),
+    "cp": (1, 2),
+    "pp": (1, 2),
+    "distributed_optimizer": (False, True),
+}
+"""What is folded over one set of ranks."""
+
+
+def ranks_of(layout: dict[str, Any]) -> int:
+    """Fewest ranks on which attention and experts both fit; the distributed optimizer gets two replicas or more."""
+    dense, experts = (layout["pp"] * math.prod(layout[a] for a in axes) for axes in (("tp", "cp"), ("etp", "ep")))
+    alone = layout["cp"] == 1 and math.lcm(dense, experts) == dense
+    return math.lcm(dense, experts) * (2 if layout["distributed_optimizer"] and alone else 1)
+
+
+def covering(layouts: list[dict[str, Any]], strength: int) -> list[dict[str, Any]]:
+    """Few of `layouts`, in which every `strength` values of different axes that occur together in one of them do.
+
+    Greedy: always the one with most of what is missing, first for 2 values, then for 3, ..; so the rows that cover all
+    pairs are the first ones, whatever the strength.
+    """
+    chosen: list[dict[str, Any]] = []
+    for size in range(2, strength + 1):
+        values = [set(combinations(layout.items(), size)) for layout in layouts]
+        missing = set[Any]().union(*values) - set[Any]().union(*(combinations(c.items(), size) for c in chosen))
+        while missing:
+            best = max(range(len(layouts)), key=lambda number: len(values[number] & missing))
+            chosen.append(layouts[best])
+            missing -= values[best]
+    return chosen
+
+
+def expert_layouts(strength: int) -> list[dict[str, Any]]:
+    """Layouts of up to 8 ranks that cover all `strength` values of `EXPERT_AXES` that can occur together."""
+    every = [dict(zip(EXPERT_AXES, values)) for values in product(*EXPERT_AXES.values())]
+    fitting = [layout for layout in every if 1 < ranks_of(layout) <= MOST_RANKS]
+    return [
+        {**layout, "sequence_parallel": layout["tp"] > 1, "world_size": ranks_of(layout)}
+        for layout in covering(fitting, strength)
+    ]
+
+
+EXPERT_LAYOUTS = expert_layouts(strength=4)
+PAIRS = len(expert_layouts(strength=2))
+"""So many of the first rows have every pair."""
+FOLDED = {"tp": 2, **SEQUENCE_PARALLEL, "etp": 1, "ep": 4}
+DISPATCH_LAYOUTS = [
+    *grid({"dispatcher": "allgather", "ep": 2}, [(1, 1, 1, 2), (1, 2, 1, 1), (1, 1, 2, 2)]),
+    *grid({"dispatcher": "allgather", **SEQUENCE_PARALLEL, "ep": 2}, [(2, 1, 1, 2), (2, 2, 1, 1)]),
+    *grid({"dispatcher": "allgather", "etp": 2}, [(1, 1, 1, 2)]),
+    *grid({"dispatcher": "local"}, [(1, 1, 1, 2), (1, 2, 1, 1)]),
+    *grid({"grouped_gemm": False, "ep": 4}, [(1, 1, 1, 4), (1, 2, 1, 2)]),
+    *grid({"shared_expert_overlap": True, "ep": 2}, [(1, 1, 1, 2), (1, 2, 1, 1), (1, 1, 2, 2)]),
+    {**FOLDED, "world_size": 4, "shared_expert_overlap": True},
+    {**FOLDED, "world_size": 4, "recompute_granularity": "full"},
+    {**FOLDED, "world_size": 4, "recompute_granularity": "selective", "recompute_modules": ("moe",)},
+    {**FOLDED, "world_size": 4, "recompute_granularity": "selective", "recompute_modules": ("shared_experts",)},
+    {**FOLDED, "world_size": 8, **MEGATRON},
+    {**FOLDED, "world_size": 8, "pp": 2, "schedule.name": "interleaved", "vpp": 2},
+    {**FOLDED, "world_size": 8, "pp": 2, "schedule.name": "zero_bubble_h1"},
+    *grid({"ep": 2, "schedule.name": "zbv"}, [(1, 1, 2, 2)]),
+    *grid({"ep": 2, "calculate_per_token_loss": True}, [(1, 1, 1, 2), (1, 2, 1, 2)]),
+    *grid({"ep": 2, "average_in_collective": True}, [(1, 1, 1, 2), (1, 1, 1, 4)]),
+    *grid({"ep": 2, "optim.data_parallel": "naive"}, [(1, 1, 1, 4)]),
+    *grid({"ep": 2, **ZERO, "num_distributed_optimizer_instances": 2}, [(1, 1, 1, 4)]),
+]
+"""Every way to send tokens and to compute experts, with what else touches their gradients."""
 PRESETS = {"tiny": "GPT-2's blocks, tied embeddings", "llama_tiny": "Llama's blocks, untied output"}
 
 INTRODUCTION = f"""# Parity of all layouts with one process
@@ -121,7 +193,9 @@ lr·√n for parameters. "First difference" is the first tensor, in the order of
 rounding: 1e-10 in float64, 1e-5 in float32. Layouts run {STEPS} steps. Schedules run {SCHEDULE_STEPS}, with 16 layers
 and {MICROBATCHES} microbatches, so that pp4 vpp4 is 16 stages of one layer. Parts of the sequence,
 recomputation, gradient buckets and the distributed optimizer run {DATA_STEPS}, with 4 layers and {DATA_BATCH} samples.
-Written by `scripts/parity_matrix.py`; `make sweep` asserts the same rows.
+Experts run {EXPERT_STEPS}, with 8 experts or more in every second layer and micro batches of 2 samples, and are held
+against experts that are computed one after the other from tokens that are never sent; in float32 the layouts choose
+experts as the one process did. Written by `scripts/parity_matrix.py`; `make sweep` asserts the same rows.
 """
 
 
@@ -178,6 +252,25 @@ float32 every third. Those have no biases: the gradient of a key bias is zero bu
 replicas or a sum over tokens rounds it so that it moves by 1e-5 of a step."""
 
 
+def sparse(preset: str) -> RunConfig:
+    """A preset with experts, at sizes that 8 ranks on two cores train in seconds; an expert may get no token at all."""
+    shape: dict[str, Any] = {"layers": 4, "hidden": 32, "heads": 4, "seq_length": 16, "micro_batch_size": 2}
+    if preset != "tiny_moe":
+        shape |= {"kv_heads": 2, "model.ffn_hidden": 64}
+    if preset == "deepseek_tiny":
+        shape["layer_freq"] = (0, 1)
+    return presets.get(preset).override({**shape, "global_batch_size": EXPERT_BATCH, "moe.ffn_hidden": 32})
+
+
+EXPERT_SWEEPS: dict[str, tuple[RunConfig, list[dict[str, Any]], str]] = {
+    "Experts, tiny_moe, float64": (sparse("tiny_moe"), EXPERT_LAYOUTS, "float64"),
+    "Experts, deepseek_tiny, float64": (sparse("deepseek_tiny"), EXPERT_LAYOUTS[::2], "float64"),
+    "Experts, mixtral_tiny, float32": (sparse("mixtral_tiny"), EXPERT_LAYOUTS[::3], "float32"),
+    "Ways to experts, deepseek_tiny, float64": (sparse("deepseek_tiny"), DISPATCH_LAYOUTS, "float64"),
+}
+"""Mixtures of experts. All layouts of the first table together have every four values of `EXPERT_AXES`."""
+
+
 def section(title: str, about: str, report: ParityReport) -> str:
     """One table in Markdown."""
     head = (
@@ -200,6 +293,8 @@ def planned() -> list[tuple[str, str, RunConfig, list[dict[str, Any]], int, str]
     rows += [(title, "", config, layouts, SCHEDULE_STEPS, dtype) for title, (config, layouts, dtype) in SWEEPS.items()]
     for title, (config, layouts, dtype) in DATA_SWEEPS.items():
         rows.append((title, "", config, layouts, DATA_STEPS, dtype))
+    for title, (config, layouts, dtype) in EXPERT_SWEEPS.items():
+        rows.append((title, "", config, layouts, EXPERT_STEPS, dtype))
     return rows
 
 

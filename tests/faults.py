@@ -10,6 +10,7 @@ spoils what lies below it; a wrong norm or update spoils the first parameter, th
 
 from __future__ import annotations
 
+import expert_faults
 import layer_faults
 import training_faults
 from planting import Fault
@@ -25,6 +26,9 @@ FAULTS: dict[str, list[Fault]] = {
     "Precision": training_faults.PRECISION,
     "Pipeline": training_faults.PIPELINE,
     "Random states and groups": training_faults.RANDOM_STATES_AND_GROUPS,
+    "Routing of experts": expert_faults.ROUTING,
+    "Experts": expert_faults.EXPERTS,
+    "Dispatch to experts": expert_faults.DISPATCH,
 }
 """By what they break."""
 

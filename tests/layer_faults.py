@@ -83,6 +83,13 @@ SEQUENCE_PARALLEL = [
         Comparison(SP, "final_norm.bias gradient"),
     ),
     Fault(
+        "the gradient of a column layer's input is awaited before that of its weight",
+        "parallel/layers.py",
+        "                pending = start(grad_x, plan.group)\n",
+        "                pending = start(grad_x, plan.group)\n                pending.wait()\n",
+        "tests/parallel/test_sequence_parallel.py -k hides_behind",
+    ),
+    Fault(
         "every rank adds the vectors of the first positions",
         "models/build.py",
         "first = self.group.rank * part if",

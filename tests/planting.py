@@ -27,6 +27,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from labkit.config import presets
 from labkit.launch import RankError
 from labkit.train import compare
 
@@ -218,8 +219,9 @@ def find(fault: Fault, folder: Path) -> tuple[bool, str]:
             raise RuntimeError(f"fault {fault.name!r}: {fault.found_by} could not be run\n{result.stdout[-2000:]}")
         return bool(failed), failed[0].removeprefix("FAILED ") if failed else "nothing"
     wanted = fault.found_by
-    small = runpy.run_path(str(ROOT / "scripts" / "parity_matrix.py"))["small"]
-    config = small(wanted.preset).override(wanted.changes)
+    matrix = runpy.run_path(str(ROOT / "scripts" / "parity_matrix.py"))
+    has_experts = presets.get(wanted.preset).moe.num_experts > 0
+    config = matrix["sparse" if has_experts else "small"](wanted.preset).override(wanted.changes)
     try:
         report = compare(config, [wanted.layout], steps=wanted.steps, pretrain=planted(fault))
     except RankError as error:  # found, but not as it should be: no tensor is named

@@ -211,6 +211,13 @@ PRECISION = [
         "tests/parallel/test_numerical_faults.py -k fp16_trains",
     ),
     Fault(
+        "the gradient norm keeps the loss scale",
+        "train/stepping.py",
+        "norm /= scale",
+        "pass",
+        "tests/parallel/test_numerical_faults.py -k fp16_trains",
+    ),
+    Fault(
         "16-bit weights are updated without a master",
         "train/optimizer.py",
         "return param.detach().float() if param.dtype in LOW_PRECISION else param",
@@ -278,6 +285,13 @@ RANDOM_STATES_AND_GROUPS = [
         "own + 2718 + groups.tp.rank",
         "own + 2718",
         "tests/parallel/test_random.py -k masks",
+    ),
+    Fault(
+        "the same experts of other ranks drop the same elements",
+        "parallel/random.py",
+        "own + 1024 + 100 * groups.ep.rank + groups.etp.rank",
+        "own + 1024 + groups.etp.rank",
+        "tests/parallel/test_random.py -k seed_of_the_table",
     ),
     Fault(
         "a random state starts again with every region",

@@ -56,6 +56,21 @@ def test_seeds_follow_the_table() -> None:
     assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(7)))
 
 
+def test_experts_of_every_rank_draw_by_the_seed_of_the_table() -> None:
+    """seed + 1024 + 100 ep_rank + etp_rank, with s = seed + 100 pp_rank: 8 ranks, of which no two draw the same."""
+    parallel = ParallelConfig(tp=2, sequence_parallel=True, etp=2, ep=2, pp=2)
+    drawn = []
+    for rank in range(8):
+        groups = initialize_model_parallel(parallel, rank=rank, world_size=8)
+        tracker = model_parallel_seed(7, groups, device="cpu")
+        seed = 7 + 100 * groups.pp.rank + 1024 + 100 * groups.ep.rank + groups.etp.rank
+        with tracker.fork(EXPERT_PARALLEL):
+            drawn.append(torch.rand(3))
+        assert torch.equal(drawn[-1], torch.rand(3, generator=torch.Generator().manual_seed(seed)))
+        for other in (at for at in range(rank) if (at ^ rank) in (1, 2)):  # of one stage, differing in etp or in ep
+            assert not torch.equal(drawn[-1], drawn[other])
+
+
 @given(draws=st.lists(st.tuples(st.booleans(), st.integers(1, 5)), max_size=12), seed=st.integers(0, 10**6))
 def test_forked_and_outer_draws_never_disturb_each_other(draws: list[tuple[bool, int]], seed: int) -> None:
     tracker = RngTracker()

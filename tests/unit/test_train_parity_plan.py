@@ -28,6 +28,13 @@ CONTEXTS: tuple[dict[str, Any], ...] = (
     {"train.eval_steps": 1},
     {"moe.num_experts": 4},
     {"moe.num_experts": 4, "parallel.ep": 2},
+    {"moe.num_experts": 4, "parallel.tp": 2, "parallel.sequence_parallel": True},
+    {"moe.num_experts": 4, "moe.capacity_factor": 1.0},
+    {"moe.num_experts": 4, "moe.aux_loss_coeff": 0.01},
+    {"moe.num_experts": 4, "moe.num_groups": 2, "moe.group_topk": 1},
+    {"moe.num_experts": 4, "moe.score_function": "sigmoid"},
+    {"moe.num_experts": 4, "moe.score_function": "sigmoid", "moe.expert_bias": True},
+    {"moe.num_experts": 4, "moe.shared_expert_ffn_hidden": 64},
     {"graph.cuda_graph_impl": "local"},
 )
 """What makes a field count for something: one of these goes with every field."""
@@ -35,6 +42,9 @@ GIVEN = {
     "parallel.order": ["tp-cp-ep-pp-dp"],
     "parallel.pipeline_layout": ["E t*4|t*4 L"],
     "parallel.etp": [1],
+    "moe.layer_freq": [(1, 0)],
+    "moe.num_groups": [4, 1],
+    "moe.group_topk": [2],
     "graph.cuda_graph_scope": [("attn",)],
     "model.recompute_modules": [("mlp",), ("core_attn", "layernorm")],
     "optim.min_lr": [1e-4],
@@ -134,4 +144,61 @@ def test_recomputation_and_loss_scales_are_no_reason_to_refuse(changes, launched
 def test_a_layout_changes_how_is_computed_not_what(layout, message, launched):
     with pytest.raises(ConfigError, match=message):
         compare(BASE, [layout])
+    assert not launched
+
+
+EXPERTS = {"num_experts": 4, "dispatcher": "alltoall"}
+DROPS = {**EXPERTS, "capacity_factor": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "message"),
+    [
+        ({**EXPERTS, "input_jitter": 0.1}, {}, "moe.input_jitter is 0.1; each rank draws its own factors"),
+        (DROPS, {"cp": 2}, "capacity_factor = 1.0: goes by the tokens that one rank holds, 1/2 of a micro batch here"),
+        (DROPS, {"tp": 2, "sequence_parallel": True, "cp": 2}, "1/4 of a micro batch here and 1/1 in what it is held"),
+        ({**EXPERTS, "load_balancing": "sinkhorn"}, {"cp": 2}, "load_balancing = 'sinkhorn': goes by the tokens"),
+        (
+            {**EXPERTS, "load_balancing": "global_aux_loss", "aux_loss_coeff": 0.01},
+            {"world_size": 2},
+            "'global_aux_loss': goes by the micro batches seen so far, 2 at once here and 1 in what",
+        ),
+    ],
+)
+def test_a_routing_that_goes_by_who_holds_which_token_is_not_compared(changes, layout, message, launched):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        compare(BASE.override(changes), [layout])
+    assert not launched
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "reference"),
+    [
+        (DROPS, {"ep": 2, "world_size": 4}, None),
+        (DROPS, {"cp": 2, "ep": 2}, {"cp": 2, "dispatcher": "local"}),
+        ({**EXPERTS, "load_balancing": "sinkhorn"}, {"world_size": 2}, None),
+        ({**EXPERTS, "load_balancing": "global_aux_loss", "aux_loss_coeff": 0.01}, {"pp": 2, "cp": 2}, None),
+    ],
+)
+def test_it_is_compared_where_the_same_ranks_hold_the_same_tokens(changes, layout, reference, launched):
+    report = compare(BASE.override(changes), [layout], reference=reference)
+    first, first_size = launched[0]
+    assert first_size == (1 if reference is None else 2)
+    assert first.moe.dispatcher == "local"
+    assert report.reference == ("one process" if reference is None else "tp1 cp2 pp1 dp1 local capacity 1")
+    assert report.reference in report.sentence
+
+
+def test_the_one_process_computes_experts_one_after_the_other_and_sends_nothing(launched):
+    shared = {"shared_expert_ffn_hidden": 64, "shared_expert_overlap": True, "pad_to_capacity": True}
+    compare(BASE.override(DROPS | shared), [{"ep": 2}], steps=2)
+    alone, layout = (config for config, _ in launched)
+    assert (alone.moe.dispatcher, alone.moe.grouped_gemm, alone.moe.shared_expert_overlap) == ("local", False, False)
+    assert not alone.moe.pad_to_capacity and alone.parallel.ep == 1
+    assert (layout.moe.dispatcher, layout.moe.grouped_gemm, layout.moe.pad_to_capacity) == ("alltoall", True, True)
+
+
+def test_in_float32_only_one_process_can_say_which_experts_are_chosen(launched):
+    with pytest.raises(ConfigError, match="layouts replay the choice of experts of one process"):
+        compare(BASE.override(EXPERTS), [{"ep": 2}], dtype="float32", reference={"world_size": 2})
     assert not launched

@@ -1,0 +1,199 @@
+"""Planted faults of a mixture of experts: who has which tokens, weights, gradients and losses (see `faults.py`).
+
+`tiny_moe` has experts in layers 0 and 2 of 4, `deepseek_tiny`, with a shared expert and biases, in layers 1 and 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planting import Comparison, Fault
+
+EP: dict[str, Any] = {"ep": 2}
+REPLICAS: dict[str, Any] = {"ep": 2, "world_size": 4}
+ETP: dict[str, Any] = {"ep": 2, "etp": 2}
+SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True, "etp": 1, "ep": 2}
+CP: dict[str, Any] = {"cp": 2, "ep": 2}
+LAST_ROUTER = "layers.2.mlp.router.weight gradient"
+LAST_EXPERTS = "layers.2.mlp.experts.fc2.weight gradient"
+
+
+def tiny(layout: dict[str, Any], names: str, **changes: Any) -> Comparison:
+    return Comparison(layout, names, preset="tiny_moe", changes=changes)
+
+
+def deepseek(layout: dict[str, Any], names: str, *, steps: int = 1, **changes: Any) -> Comparison:
+    return Comparison(layout, names, preset="deepseek_tiny", changes=changes, steps=steps)
+
+
+ROUTING = [
+    Fault(
+        "the load-balancing loss is not divided by the microbatches",
+        "moe/balance.py",
+        "return loss_scale * cp / num_microbatches",
+        "return loss_scale * cp",
+        tiny(EP, LAST_ROUTER),
+    ),
+    Fault(
+        "the load-balancing loss forgets that its gradients are averaged over cp",
+        "moe/balance.py",
+        "return loss_scale * cp / num_microbatches",
+        "return loss_scale / num_microbatches",
+        tiny(CP, LAST_ROUTER),
+    ),
+    Fault(
+        "each rank counts the load of its own tokens",
+        "moe/router.py",
+        "counts = all_reduce(counted_TE.sum(dim=0), scope)",
+        "counts = counted_TE.sum(dim=0) * scope.size",
+        tiny(CP, LAST_ROUTER),
+    ),
+    Fault(
+        "every rank adds the whole z loss",
+        "moe/router.py",
+        "part = z_loss_func(logits_TE, 1.0 / self.groups.tp_cp.size)",
+        "part = z_loss_func(logits_TE, 1.0)",
+        tiny(SP, LAST_ROUTER),
+    ),
+    Fault(
+        "nobody adds up the router's gradients over tp",
+        "moe/router.py",
+        "self.weight.sequence_parallel = sequence_parallel and groups.tp.size > 1",
+        "self.weight.sequence_parallel = False",
+        tiny(SP, LAST_ROUTER),
+    ),
+    Fault(
+        "the bias of experts enters their weights",
+        "moe/routing.py",
+        "combine_weights(logits_TE, map_TE, top_k,",
+        "combine_weights(logits_TE if expert_bias is None else logits_TE + expert_bias, map_TE, top_k,",
+        deepseek(EP, "loss of step 1", steps=2),
+    ),
+    Fault(
+        "biases of experts follow the load of one rank",
+        "moe/router.py",
+        "total_LE = all_reduce(torch.stack(loads), groups.tp_dp_cp)",
+        "total_LE = torch.stack(loads)",
+        deepseek(EP, "layers.1.mlp.router.expert_bias parameter"),
+    ),
+    Fault(
+        "the capacity is one token too small",
+        "moe/routing.py",
+        "return min(math.ceil(num_tokens * top_k / num_experts * capacity_factor), num_tokens)",
+        "return min(math.floor(num_tokens * top_k / num_experts * capacity_factor), num_tokens)",
+        tiny(EP, "layers.0.mlp.router output", capacity_factor=0.7),
+    ),
+    Fault(
+        "a full expert keeps the tokens with the smallest weights",
+        "moe/routing.py",
+        "argsort(dim=0, descending=True, stable=True)",
+        "argsort(dim=0, descending=False, stable=True)",
+        tiny(EP, "layers.0.mlp.router output", capacity_factor=0.7),
+    ),
+]
+
+EXPERTS = [
+    Fault(
+        "experts are drawn by their number on the rank",
+        "parallel/weights.py",
+        'draw(f"{name}.{expert}.{part}"',
+        'draw(f"{name}.{expert % local}.{part}"',
+        tiny(EP, "layers.0.mlp output"),
+    ),
+    Fault(
+        "the weight of a row is applied before the activation",
+        "moe/experts.py",
+        "self.weighted_activation(self.fc1(tokens_NH, segments), probs_N)",
+        "self.activation(self.fc1(tokens_NH, segments) * probs_N.unsqueeze(-1))",
+        tiny(EP, "layers.0.mlp output"),
+    ),
+    Fault(
+        "the weight of a row is applied after the second projection",
+        "moe/experts.py",
+        "return self.fc2(self.weighted_activation(self.fc1(tokens_NH, segments), probs_N), segments)",
+        "return self.fc2(self.activation(self.fc1(tokens_NH, segments)), segments) * probs_N.unsqueeze(-1)",
+        "tests/unit/test_moe_weight_of_rows.py",
+    ),
+    Fault(
+        "gradients of an expert are divided by its own replicas only",
+        "parallel/distributed_data_parallel.py",
+        'return 1.0 / replicas, "sum"',
+        'return 1.0 / (groups.edp.size if is_expert else replicas), "sum"',
+        tiny(REPLICAS, LAST_EXPERTS),
+    ),
+    Fault(
+        "gradients of different experts are added up",
+        "parallel/distributed_data_parallel.py",
+        "groups.edp if is_expert else groups.dp_cp",
+        "groups.dp_cp",
+        tiny(REPLICAS, LAST_EXPERTS),
+    ),
+    Fault(
+        "a collective that averages forgets how few hold an expert",
+        "parallel/distributed_data_parallel.py",
+        "(groups.edp.size / replicas if is_expert else 1.0)",
+        "1.0",
+        tiny({**REPLICAS, "average_in_collective": True}, LAST_EXPERTS),
+    ),
+    Fault(
+        "the shared experts' gate keeps its own gradients under sequence parallelism",
+        "moe/shared_experts.py",
+        "self.weight.sequence_parallel = sequence_parallel",
+        "self.weight.sequence_parallel = False",
+        deepseek(SP, "layers.3.mlp.shared_experts.gate.weight gradient", shared_expert_gate=True),
+    ),
+    Fault(
+        "shared experts in stages leave their partial sums apart",
+        "moe/shared_experts.py",
+        "self._stage = leave(self._last(), self.group)",
+        "self._stage = self._last().chunk(self.group.size)[self.group.rank]",
+        deepseek({**SP, "shared_expert_overlap": True}, "layers.1.mlp output"),
+    ),
+]
+
+DISPATCH = [
+    Fault(
+        "results go back in the order in which rows came",
+        "moe/alltoall.py",
+        "sort_chunks_by_idxs(output_NH, by_expert, self.restore_output_by_local_experts)",
+        "sort_chunks_by_idxs(output_NH, by_expert, self.sort_input_by_local_experts)",
+        tiny(EP, "layers.0.mlp output"),
+    ),
+    Fault(
+        "a rank of etp keeps its partial sum",
+        "moe/alltoall.py",
+        """            return mappings.reduce_scatter_to_sequence_parallel_region(
+                output_NH, self.etp, input_split_sizes=splits.output_splits_tp
+            )""",
+        "            return output_NH.split(splits.output_splits_tp)[self.etp.rank]",
+        tiny(ETP, "layers.0.mlp output"),
+    ),
+    Fault(
+        "the table of counts is read with ep and etp in the other order",
+        "moe/alltoall.py",
+        "return table.view(self.ep.size, self.etp.size, self.num_experts).transpose(0, 1)",
+        "return table.view(self.etp.size, self.ep.size, self.num_experts)",
+        "tests/parallel/test_moe_dispatchers.py -k computes_the_layer",
+    ),
+    Fault(
+        "results return by the splits with which rows left",
+        "moe/alltoall.py",
+        "all_to_all_start(hidden, self.ep, splits.input_splits, splits.output_splits)",
+        "all_to_all_start(hidden, self.ep, splits.output_splits, splits.input_splits)",
+        "tests/parallel/test_moe_dispatchers.py -k computes_the_layer",
+    ),
+    Fault(
+        "gathered tokens are taken for the experts of the first rank",
+        "moe/dispatcher.py",
+        "self.first_local_expert = groups.ep.rank * self.num_local_experts",
+        "self.first_local_expert = 0",
+        tiny({**EP, "dispatcher": "allgather"}, "layers.0.mlp output"),
+    ),
+    Fault(
+        "a token's rows replace each other instead of being added",
+        "moe/permutation.py",
+        "return total_TH.index_add_(0, index_N, rows_NH.to(wide)).to(rows_NH.dtype)",
+        "return total_TH.index_copy_(0, index_N, rows_NH.to(wide)).to(rows_NH.dtype)",
+        tiny(EP, "layers.0.mlp output"),
+    ),
+]
