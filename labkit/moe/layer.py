@@ -130,6 +130,9 @@ class MoELayer(nn.Module):
         """The shared experts' output; None where there are none, or where the dispatcher computes them."""
         if self.shared_experts is None or self.moe.shared_expert_overlap:
             return None
+        # MLP and gate both read x. Their gradients are added up here before they join the others', as a recomputed part
+        # adds them, so that recomputation changes no bit.
+        x_SBH = x_SBH.view_as(x_SBH)
         with comm_scope(layer=self.shared_experts.name):
             return self._part("shared_experts", self.shared_experts, x_SBH)
 
