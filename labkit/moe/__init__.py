@@ -10,6 +10,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "router": ("finish_router_step", "routers_of", "TopKRouter"),
     "routing": ("apply_capacity", "get_capacity", "topk_routing"),
     "replay": ("RoutingReplay",),
+    "logit_record": ("LogitRecord",),
     "statistics": ("RouterStatistics", "RouterSummary", "summarize"),
     "allgather": ("MoEAllGatherTokenDispatcher",),
     "alltoall": ("MoEAlltoAllTokenDispatcher",),
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from labkit.moe.experts import SequentialExperts as SequentialExperts
     from labkit.moe.layer import MoELayer as MoELayer
     from labkit.moe.local import MoELocalTokenDispatcher as MoELocalTokenDispatcher
+    from labkit.moe.logit_record import LogitRecord as LogitRecord
     from labkit.moe.permutation import permute as permute
     from labkit.moe.permutation import sort_chunks_by_idxs as sort_chunks_by_idxs
     from labkit.moe.permutation import unpermute as unpermute

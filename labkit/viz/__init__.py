@@ -10,7 +10,9 @@ _EXPORTS = {
     "block": ("tensor_parallel_block",),
     "buckets": ("bucket_map", "zero_stages"),
     "placement": ("layer_placement",),
+    "policy_bars": ("compare_policies", "explore_policies", "policy_loads"),
     "ranks": ("rank_grid", "rank_neighbours"),
+    "router_lab": ("replay", "replay_policies", "skewed_logits", "standard_policies"),
     "comms": ("TransformerTraffic", "bytes_between_nodes", "compare_orders", "order_traffic"),
     "widgets": ("explore_layout", "explore_schedule", "is_live"),
     "timeline": ("gantt", "gantt_overlay"),
@@ -53,8 +55,15 @@ if TYPE_CHECKING:
     from labkit.viz.overlap import bucket_size_curve as bucket_size_curve
     from labkit.viz.overlap import overlap_gantt as overlap_gantt
     from labkit.viz.placement import layer_placement as layer_placement
+    from labkit.viz.policy_bars import compare_policies as compare_policies
+    from labkit.viz.policy_bars import explore_policies as explore_policies
+    from labkit.viz.policy_bars import policy_loads as policy_loads
     from labkit.viz.ranks import rank_grid as rank_grid
     from labkit.viz.ranks import rank_neighbours as rank_neighbours
+    from labkit.viz.router_lab import replay as replay
+    from labkit.viz.router_lab import replay_policies as replay_policies
+    from labkit.viz.router_lab import skewed_logits as skewed_logits
+    from labkit.viz.router_lab import standard_policies as standard_policies
     from labkit.viz.timeline import gantt as gantt
     from labkit.viz.timeline import gantt_overlay as gantt_overlay
     from labkit.viz.trace import write_trace as write_trace

@@ -1,0 +1,258 @@
+"""The router lab: one recording of logits, routed again by any policy, and the policies side by side.
+
+A recording holds the logits of N microbatches on R ranks, [N, R, T, E]. A policy is a few fields of `MoEConfig`, and
+it is applied by the router that training uses, so the lab shows what would have been chosen, dropped and sent. What it
+cannot show is what the policy would have made of the *weights*: load-balancing losses act over a training run, and are
+refused. An expert bias does act within a recording: it moves after each microbatch, by the load of all ranks.
+
+Costs of balance that are shown beside it: choices that are not among the token's own best, and weight that is dropped.
+Recordings come from `LogitRecord` or `skewed_logits`; pictures are in `policy_bars`:
+
+    replayed = replay_policies(logits_NRTE, standard_policies(experts=8, top_k=2, groups=4))
+    compare_policies(replayed, hidden=1024)
+    policy_loads(replayed)
+    load_over_training({each.name: each.load_by_microbatch for each in replayed})     # how a bias finds its way
+
+Shapes: N microbatches, R ranks of ep, T tokens of a rank, E experts, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from labkit.config import ModelConfig, MoEConfig
+from labkit.config.errors import nearest
+from labkit.moe.replay import decode
+from labkit.moe.router import TopKRouter, finish_router_step
+from labkit.moe.routing import get_capacity, sinkhorn_routing, top_k_map, topk_routing
+from labkit.moe.traffic import all_to_all_bytes, send_matrix_without_copies
+from labkit.parallel.groups import single_process_groups
+
+REPLAYED = (
+    "top_k",
+    "score_function",
+    "pre_softmax",
+    "num_groups",
+    "group_topk",
+    "topk_scaling_factor",
+    "load_balancing",
+    "expert_bias",
+    "expert_bias_update_rate",
+    "capacity_factor",
+    "drop_policy",
+    "pad_to_capacity",
+)
+"""Fields of `MoEConfig` that a policy may set."""
+
+Policy = Mapping[str, Any]
+
+
+def skewed_logits(
+    *, microbatches: int = 1, ranks: int = 4, tokens: int = 128, experts: int = 8, skew: float = 1.0, seed: int = 0
+) -> Tensor:
+    """A recording of nobody: normal logits [N, R, T, E], float64, some experts being liked by every token.
+
+    Expert i has -skew log(1 + i) more than the others, in a random order: by softmax alone, their popularity would
+    follow Zipf's law with this exponent. The same seed gives the same noise at every skew.
+    """
+    random = torch.Generator().manual_seed(seed)
+    noise = torch.randn(microbatches, ranks, tokens, experts, generator=random, dtype=torch.float64)
+    place = torch.randperm(experts, generator=random)
+    return noise - skew * torch.log1p(place.double())
+
+
+def standard_policies(experts: int, top_k: int = 2, *, groups: int = 4, bias_rate: float = 0.01) -> dict[str, Policy]:
+    """Name -> policy: the ways to balance, and the ways to limit, with these sizes.
+
+    groups: of the group-limited one, which takes two of a token's experts from each chosen group, if it can; with a
+        group a rank of ep, it halves the ranks that a token goes to.
+    bias_rate: by which the bias moves after each microbatch.
+    """
+    per_group = 2 if top_k % 2 == 0 and experts // groups >= 2 else 1
+    limited = {"num_groups": groups, "group_topk": top_k // per_group}
+    policies: dict[str, Policy] = {
+        "top-k softmax": {},
+        "group-limited": limited,
+        "sigmoid + bias": {"score_function": "sigmoid", "expert_bias": True, "expert_bias_update_rate": bias_rate},
+        "sinkhorn": {"load_balancing": "sinkhorn"},
+        "capacity 1 by weight": {"capacity_factor": 1.0, "drop_policy": "probs"},
+        "capacity 1 by position": {"capacity_factor": 1.0, "drop_policy": "position"},
+        "capacity 1.25 padded": {"capacity_factor": 1.25, "pad_to_capacity": True},
+    }
+    return {name: {"top_k": top_k, **policy} for name, policy in policies.items()}
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What one policy did with a recording; all but `load` speaks of its last microbatch."""
+
+    name: str
+    """Of the policy."""
+    load: np.ndarray
+    """Choices of each expert from each rank by microbatch, before any capacity: int64 [N, R, E]."""
+    rows: np.ndarray
+    """Rows that each rank sends to each expert, after capacity and with padding: int64 [R, E]."""
+    maps: np.ndarray
+    """Which token goes to which expert, the same rows one by one: bool [R, T, E]."""
+    dropped: float
+    """Share of the choices that exceed a capacity."""
+    weight_dropped: float
+    """Share of the weights that these choices had."""
+    own_choice: float
+    """Share of the choices, before capacity, that are among the token's top_k logits."""
+    capacity: int | None
+    """Tokens of a rank that an expert takes; None without a limit."""
+
+    @property
+    def load_by_microbatch(self) -> np.ndarray:
+        """Choices of each expert over all ranks, int64 [N, E]."""
+        return self.load.sum(axis=1)
+
+    @property
+    def fullest_expert(self) -> float:
+        """Choices of the fullest expert over the mean expert's, before any capacity."""
+        return _over_mean(self.load_by_microbatch[-1])
+
+    @property
+    def rows_by_rank(self) -> np.ndarray:
+        """Rows that each rank computes, int64 [R]."""
+        ranks, experts = self.rows.shape
+        return self.rows.sum(axis=0).reshape(ranks, experts // ranks).sum(axis=1)
+
+    @property
+    def fullest_rank(self) -> float:
+        """Rows of the fullest rank over the mean: how much longer a step of the experts takes than it needs to."""
+        return _over_mean(self.rows_by_rank)
+
+    def sent_bytes(self, hidden: int, element_size: int = 2) -> int:
+        """Bytes that leave ranks in one forward, to the experts and back, each row by itself (`moe.traffic`)."""
+        return int(all_to_all_bytes(self.rows, len(self.rows), hidden, element_size).forward.sum())
+
+    def sent_once_bytes(self, hidden: int, element_size: int = 2) -> int:
+        """The same if a token travelled once to each rank where it has experts, and came back once."""
+        matrix = send_matrix_without_copies(self.maps, len(self.maps))
+        return int(2 * (matrix.sum() - np.trace(matrix)) * hidden * element_size)
+
+
+def replay(logits_NRTE: Tensor, policy: Policy, *, name: str = "policy") -> Replayed:
+    """Route a recording by one policy.
+
+    Args:
+        logits_NRTE: [N, R, T, E], or [R, T, E] for one microbatch. Expert e lives on rank e // (E / R).
+        policy: fields of `MoEConfig` among REPLAYED; all others have their defaults.
+        name: of the policy, for pictures.
+
+    Raises:
+        ValueError: another shape, experts that the ranks do not divide, an unknown field, or numbers that do not fit.
+    """
+    logits = logits_NRTE if logits_NRTE.dim() == 4 else logits_NRTE[None]
+    if logits.dim() != 4 or not logits.numel() or logits.shape[3] % logits.shape[1]:
+        raise ValueError(
+            f"the logits have shape {tuple(logits_NRTE.shape)}; give [microbatches, ranks, tokens, experts], where the "
+            "ranks divide the experts"
+        )
+    moe = _config(policy, logits.shape[3], name)
+    router = TopKRouter("lab", ModelConfig(hidden=1), moe, single_process_groups(), dtype=torch.float64)
+    load, routed = [], []
+    with torch.enable_grad(), _one_thread():
+        for logits_RTE in logits.detach():
+            try:
+                routed = [_route(router, logits_TE) for logits_TE in logits_RTE]
+            except ValueError as problem:
+                raise ValueError(f"policy {name!r}: {problem}") from None
+            load.append([chosen_TE.sum(0).tolist() for _, _, chosen_TE in routed])
+            finish_router_step([router], router.groups)
+        return _summed(name, moe, np.array(load, dtype=np.int64), logits[-1], routed)
+
+
+def replay_policies(logits_NRTE: Tensor, policies: Mapping[str, Policy]) -> list[Replayed]:
+    """`replay` for each policy, in their order."""
+    if not policies:
+        raise ValueError("there is no policy to replay; give a mapping from names to fields of MoEConfig")
+    return [replay(logits_NRTE, policy, name=name) for name, policy in policies.items()]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """For tables as small as these a second thread costs more than it brings."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+_Routed = tuple[Tensor, Tensor, Tensor]
+"""Weights and choice after the capacity, and the choice before it, all [T, E]."""
+
+
+def _route(router: TopKRouter, logits_TE: Tensor) -> _Routed:
+    router.record = []
+    probs_TE, kept_TE = router.routing(logits_TE, len(logits_TE))
+    (code_SBE,) = router.record
+    return probs_TE, kept_TE, decode(code_SBE)[0]
+
+
+def _config(policy: Policy, experts: int, name: str) -> MoEConfig:
+    known = {field.name for field in fields(MoEConfig)}
+    for field in policy:
+        if field in REPLAYED:
+            continue
+        why = "does not change what a recording routes" if field in known else f"is unknown{nearest(field, REPLAYED)}"
+        raise ValueError(f"policy {name!r}: {field} {why}; a policy sets {', '.join(REPLAYED)}")
+    if (kind := policy.get("load_balancing", "none")) not in ("none", "sinkhorn"):
+        raise ValueError(f"policy {name!r}: {kind} acts on the weights over a training run; replay none or sinkhorn")
+    return replace(MoEConfig(num_experts=experts, load_balancing="none"), **policy)
+
+
+def _summed(name: str, moe: MoEConfig, load: np.ndarray, logits_RTE: Tensor, routed: Sequence[_Routed]) -> Replayed:
+    kept = torch.stack([kept_TE for _, kept_TE, _ in routed])
+    chosen = torch.stack([chosen_TE for _, _, chosen_TE in routed])
+    best = torch.stack([top_k_map(logits_TE, moe.top_k) for logits_TE in logits_RTE])
+    whole = sum(_weights(moe, logits_TE, c).sum().item() for logits_TE, c in zip(logits_RTE, chosen))
+    left = sum(probs_TE.sum().item() for probs_TE, _, _ in routed)
+    choices = chosen.sum().item()
+    limit = None
+    if moe.capacity_factor is not None:
+        limit = get_capacity(
+            num_tokens=logits_RTE.shape[1],
+            top_k=moe.top_k,
+            num_experts=moe.num_experts,
+            capacity_factor=moe.capacity_factor,
+        )
+    return Replayed(
+        name=name,
+        load=load,
+        rows=kept.sum(dim=1).numpy(),
+        maps=kept.numpy(),
+        dropped=(chosen & ~kept).sum().item() / choices,
+        weight_dropped=max(0.0, 1 - left / whole) if whole else 0.0,
+        own_choice=(chosen & best).sum().item() / choices,
+        capacity=limit,
+    )
+
+
+def _weights(moe: MoEConfig, logits_TE: Tensor, chosen_TE: Tensor) -> Tensor:
+    """What a choice would weigh without a capacity."""
+    if moe.load_balancing == "sinkhorn":
+        return sinkhorn_routing(logits_TE, moe.top_k, map_TE=chosen_TE)[0]
+    return topk_routing(
+        logits_TE,
+        moe.top_k,
+        score_function=moe.score_function,
+        pre_softmax=moe.pre_softmax,
+        scaling_factor=moe.topk_scaling_factor,
+        map_TE=chosen_TE,
+    )[0]
+
+
+def _over_mean(counts: np.ndarray) -> float:
+    return float(counts.max() / counts.mean()) if counts.any() else 1.0
