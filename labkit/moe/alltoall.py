@@ -83,6 +83,9 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     def set_shared_experts(self, shared_experts: Any) -> None:
         self.shared_experts = shared_experts
+        self.cudagraph_attrs.append("shared_experts.cached_stage")
+        if shared_experts.gate is not None:
+            self.cudagraph_attrs.append("shared_experts.gate_score")
 
     # ---- counts ----
 

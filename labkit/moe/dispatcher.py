@@ -84,8 +84,8 @@ class MoETokenDispatcher(ABC):
         self.hidden_shape = torch.Size()
         self._host_copy: HostCopy | None = None
         self.cudagraph_attrs: list[str] = []
-        """Attributes set by `dispatch_preprocess` that later steps read: outputs of a graph that ends there. Beside
-        these they read only what shapes and configuration fix."""
+        """Attributes (dotted paths) set by `dispatch_preprocess` that later steps read: outputs of a graph that ends
+        there. Beside these they read only what shapes and configuration fix."""
         self.valid_cudagraph_attrs: list[str] | None = None
         """Those of them that held a tensor at the first capture; later captures must find the same."""
         self.cuda_dtoh_point = cuda_dtoh_point

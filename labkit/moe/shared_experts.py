@@ -108,9 +108,9 @@ class SharedExpertMLP(nn.Module):
         if moe.shared_expert_gate:
             self.gate = SharedExpertGate(f"{name}.gate", model.hidden, sequence_parallel=self.sequence_parallel, **made)
         self._stream = torch.cuda.Stream() if moe.shared_expert_overlap and groups.device.type == "cuda" else None
-        self._stage: Tensor | None = None
+        self.cached_stage: Tensor | None = None
         """What the last stage made."""
-        self._weight: Tensor | None = None
+        self.gate_score: Tensor | None = None
         """The gate's result, until the output."""
 
     def forward(self, x_SBH: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class SharedExpertMLP(nn.Module):
 
     def pre_forward_comm(self, x_SBH: Tensor) -> None:
         """Take the layer's input: the gate, and f or the gather of the sequence."""
-        assert self._stage is None, "get_output ends a pass before the next one starts"
+        assert self.cached_stage is None, "get_output ends a pass before the next one starts"
         enter = mappings.copy_to_tensor_model_parallel_region
         if self.sequence_parallel:
             enter = mappings.gather_from_sequence_parallel_region
@@ -131,18 +131,18 @@ class SharedExpertMLP(nn.Module):
             self._stream.wait_stream(torch.cuda.current_stream())
             x_SBH.record_stream(self._stream)
         with self._on_stream():
-            self._weight = None if self.gate is None else self.gate(x_SBH)
-            self._stage = enter(x_SBH, self.group)
+            self.gate_score = None if self.gate is None else self.gate(x_SBH)
+            self.cached_stage = enter(x_SBH, self.group)
 
     def linear_fc1_forward_and_act(self) -> None:
         """The first projection, without communication, and the activation."""
         with self._on_stream():
-            self._stage = self.activation(self._alone(self.fc1))
+            self.cached_stage = self.activation(self._alone(self.fc1))
 
     def linear_fc2_forward(self) -> None:
         """The second projection: this rank's part of the sum."""
         with self._on_stream():
-            self._stage = self._alone(self.fc2)
+            self.cached_stage = self._alone(self.fc2)
 
     def post_forward_comm(self) -> None:
         """g, or the reduce-scatter of the sequence."""
@@ -150,21 +150,21 @@ class SharedExpertMLP(nn.Module):
         if self.sequence_parallel:
             leave = mappings.reduce_scatter_to_sequence_parallel_region
         with self._on_stream():
-            self._stage = leave(self._last(), self.group)
+            self.cached_stage = leave(self._last(), self.group)
 
     def get_output(self) -> Tensor:
         """[S, B, H], gated; the current stream has waited for it."""
         with self._on_stream():
-            output = self._last() if self._weight is None else self._last() * self._weight
-        self._stage = self._weight = None
+            output = self._last() if self.gate_score is None else self._last() * self.gate_score
+        self.cached_stage = self.gate_score = None
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
             output.record_stream(torch.cuda.current_stream())
         return output
 
     def _last(self) -> Tensor:
-        assert self._stage is not None, "the stages are called in their order, from pre_forward_comm on"
-        return self._stage
+        assert self.cached_stage is not None, "the stages are called in their order, from pre_forward_comm on"
+        return self.cached_stage
 
     def _alone(self, layer: Any) -> Tensor:
         """A projection as one process would do it: what communicates are the stages around it."""

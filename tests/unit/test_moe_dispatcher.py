@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -10,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from labkit.config import MoEConfig, ParallelConfig
-from labkit.moe import MoETokenDispatcher, build_dispatcher
+from labkit.config import ModelConfig, MoEConfig, ParallelConfig
+from labkit.moe import MoETokenDispatcher, SharedExpertMLP, build_dispatcher
 from labkit.moe import alltoall as alltoall_module
 from labkit.moe.alltoall import Splits
 from labkit.moe.host_copy import HostCopy
@@ -72,24 +74,33 @@ def test_split_sizes_follow_from_the_table_of_counts() -> None:
     assert splits.tokens_per_expert.tolist() == [2 + 12 + 22 + 32, 3 + 13 + 23 + 33]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("capacity", [None, 1.0])
-def test_later_steps_read_only_what_a_captured_preprocess_hands_over(kind: str, capacity: float | None) -> None:
-    moe = MoEConfig(
-        num_experts=4, top_k=2, capacity_factor=capacity, pad_to_capacity=capacity is not None, dispatcher=kind
-    )
-    captured, replayed = (
-        build_dispatcher(moe, single_process_groups(), cuda_dtoh_point=BEFORE_ALL_TO_ALL) for _ in range(2)
-    )
+CAPTURED = [MoEConfig(num_experts=4, top_k=2, dispatcher=kind) for kind in KINDS]
+CAPTURED += [replace(moe, capacity_factor=1.0, pad_to_capacity=True) for moe in CAPTURED]
+CAPTURED += [replace(CAPTURED[1], shared_expert_ffn_hidden=6, shared_expert_gate=True, shared_expert_overlap=True)]
+
+
+def dispatcher_of(moe: MoEConfig) -> MoETokenDispatcher:
+    dispatcher = build_dispatcher(moe, single_process_groups(), cuda_dtoh_point=BEFORE_ALL_TO_ALL)
+    if moe.shared_expert_overlap:
+        model = ModelConfig(layers=1, hidden=3, heads=1, vocab_size=8, seq_length=5)
+        shared = SharedExpertMLP("mlp.shared_experts", model, moe, single_process_groups(), dtype=torch.float64)
+        dispatcher.set_shared_experts(shared)
+    return dispatcher
+
+
+@pytest.mark.parametrize("moe", CAPTURED)
+def test_later_steps_read_only_what_a_captured_preprocess_hands_over(moe: MoEConfig) -> None:
+    captured, replayed = dispatcher_of(moe), dispatcher_of(moe)
     for seed in (0, 1):  # the second time, what the first left behind must not be used
         hidden, probs, map_TE = routing(5, 4, 2, seed)
-        if capacity is not None:
-            probs, map_TE = apply_capacity(probs, map_TE, top_k=2, capacity_factor=capacity, pad_to_capacity=True)
+        if moe.pad_to_capacity:
+            probs, map_TE = apply_capacity(probs, map_TE, top_k=2, capacity_factor=1.0, pad_to_capacity=True)
         graph_outputs = captured.dispatch_preprocess(hidden, probs, map_TE)
         for name in captured.cudagraph_attrs:
-            value = getattr(captured, name)
+            value = attrgetter(name)(captured)
             assert value is None or isinstance(value, Tensor)
-            setattr(replayed, name, value)
+            *path, last = name.split(".")
+            setattr(attrgetter(*path)(replayed) if path else replayed, last, value)
         replayed.hidden_shape = captured.hidden_shape  # fixed by shapes
         results = []
         for dispatcher in (captured, replayed):
