@@ -50,8 +50,6 @@ class Comparison:
     """To the configuration, in the layout and in the one process."""
     steps: int = 1
     """Optimizer steps."""
-    experts: bool = False
-    """Train `mlps_as_experts` instead of a plain GPT."""
 
 
 @dataclass(frozen=True)
@@ -139,49 +137,16 @@ def changed_modules(module: str, file: str, text: str) -> Iterator[None]:
             setattr(package, name, value)
 
 
-def mlps_as_experts(config: Any, groups: Any) -> list[Any]:
-    """A GPT whose MLPs are experts, one per layer that takes all tokens: whole on every rank (etp 1), each of which
-    gives it the tokens that it holds, so that its gradients are sums over `edp`, as those of experts are."""
-    from labkit.models.gpt import build_model_chunks
-    from labkit.parallel.mlp import ParallelMLP
-    from labkit.train.schedule_fit import schedule_of
-
-    chunks = build_model_chunks(config, groups, schedule_of(config, groups.world_size))
-    model = config.model
-    for layer in (layer for chunk in chunks for layer in chunk.layers.values()):
-        norm, name = layer.mlp.norm, layer.mlp.fc1.name.removesuffix(".fc1")
-        weight = layer.mlp.fc1.weight
-        layer.mlp = ParallelMLP(
-            name,
-            model.hidden,
-            model.ffn_hidden or 4 * model.hidden,
-            activation=model.activation,
-            output_std=model.init_std / (2 * model.layers) ** 0.5,
-            group=groups.etp,
-            bias=model.bias,
-            seed=config.train.seed,
-            std=model.init_std,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
-        for parameter in layer.mlp.parameters():
-            parameter.allreduce = False
-        layer.mlp.norm = norm
-    return chunks
-
-
 def planted(fault: Fault) -> Callable[..., Any]:
     """`pretrain` with the fault, to be given to `labkit.train.compare`: it runs in the ranks of the layouts alone."""
     module, file, text = fault.module, str(ROOT / "labkit" / fault.file), fault.changed_source()
-    comparison = fault.found_by
-    assert isinstance(comparison, Comparison), "a test of the suite finds it"
-    options = {"model_provider": mlps_as_experts} if comparison.experts else {}
+    assert isinstance(fault.found_by, Comparison), "a test of the suite finds it"
 
     def pretrain(config: Any, observer: Any) -> Any:
         with changed_modules(module, file, text):
             from labkit.train.pretraining import pretrain as faulty
 
-            return faulty(config, observer=observer, **options)
+            return faulty(config, observer=observer)
 
     return pretrain
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from planting import Comparison, Fault
 
 TP = {"tp": 2}
-SP = {"tp": 2, "sequence_parallel": True}
 PP = {"pp": 2}
 DP = {"world_size": 2}
 ZERO = {"distributed_optimizer": True, "bucket_size": 10_000}
@@ -84,20 +83,6 @@ DATA_PARALLEL = [
         "is_expert else 1.0)",
         "is_expert else 1.0 / replicas)",
         Comparison({**DP, "average_in_collective": True}, "final_norm.bias gradient"),
-    ),
-    Fault(
-        "gradients of experts are divided by the ranks that hold them",
-        "parallel/distributed_data_parallel.py",
-        'return 1.0 / replicas, "sum"',
-        'return 1.0 / (groups.edp.size if is_expert else replicas), "sum"',
-        Comparison({**SP, "etp": 1, "world_size": 4}, "layers.3.mlp.fc2.bias gradient", experts=True),
-    ),
-    Fault(
-        "gradients of experts are reduced over the dense replicas",
-        "parallel/distributed_data_parallel.py",
-        "groups.edp if is_expert else groups.dp_cp",
-        "groups.dp_cp",
-        Comparison({**SP, "etp": 1, "world_size": 4}, "layers.3.mlp.fc2.bias gradient", experts=True),
     ),
     Fault(
         "the last bucket is never reduced",

@@ -7,7 +7,6 @@ twice (sp, buckets), weights that two stages share (pp, zero; a V), forwards tha
 """
 
 import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,10 @@ import pytest
 
 from labkit.config import RunConfig
 from labkit.parallel.collectives import gather_objects
-from labkit.train import TrainResult, compare, pretrain
+from labkit.train import TrainResult, compare
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.optimizer import named_parameters
 from labkit.train.pretraining import build_data_iterators, initialize, setup_model_and_optimizer, train
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from planting import mlps_as_experts
 
 MATRIX = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "parity_matrix.py"))
 SP, FULL, ZERO, MEGATRON = (MATRIX[name] for name in ("SEQUENCE_PARALLEL", "FULL", "ZERO", "MEGATRON"))
@@ -90,19 +86,6 @@ def test_the_distributed_optimizer_and_its_bytes():
     report = compare(wide("tiny", hidden=64), layouts, steps=5, pretrain=weighing)
     assert report.ok, f"\n{report}"
     assert max(row.largest for row in report.rows) <= 1e-10
-
-
-def with_experts(config: RunConfig, observer: Any) -> TrainResult:
-    return pretrain(config, observer=observer, model_provider=mlps_as_experts)
-
-
-def test_experts_over_their_own_group():
-    """MLPs that are whole on both ranks of tp, each of which gives them the tokens it holds: their gradients are summed
-    over more ranks than others, divided by as many, and counted once in the norm."""
-    layout = {"tp": 2, "etp": 1, **SP, "world_size": 4}
-    naive = {**layout, "optim.data_parallel": "naive"}
-    report = compare(wide("tiny"), [{**layout, **MEGATRON}, layout, naive], steps=3, pretrain=with_experts)
-    assert report.ok, f"\n{report}"
 
 
 def test_float32():

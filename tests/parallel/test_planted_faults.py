@@ -16,7 +16,7 @@ from planting import Comparison, Fault, find
 FAULTS = {fault.name: fault for fault in every_fault()}
 SUBSET = [
     "nobody adds up the gradients of norms over tp",
-    "gradients of experts are divided by the ranks that hold them",
+    "gradients of an expert are divided by its own replicas only",
     "the two copies of the word embedding keep their own gradients",
     "every rank rotates by the positions of the first",
     "updated parameters are not gathered",

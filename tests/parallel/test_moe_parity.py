@@ -1,0 +1,124 @@
+"""A GPT with experts under every fold against one process: loss, gradients, parameters over three optimizer steps.
+
+All of docs/parity.md's tables of experts are a sweep (`make sweep`): {ep1, 2, 4, 8} x {etp1, 2} x {tp1, 2} x {cp1, 2} x
+{pp1, 2} x {data parallel, distributed optimizer} up to 8 ranks, in rows that have every four values that can occur
+together. The subset here has every pair.
+
+Tokens that an expert is too full for are dropped by what one rank holds. So layouts with a capacity are held against
+one process only where a rank holds whole micro batches, else against another way to send the same tokens.
+"""
+
+import runpy
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from labkit.config import RunConfig
+from labkit.train import ParityReport, compare
+
+MATRIX = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "parity_matrix.py"))
+LAYOUTS, PAIRS, AXES = (MATRIX[name] for name in ("EXPERT_LAYOUTS", "PAIRS", "EXPERT_AXES"))
+FOLDED = {"tp": 2, "sequence_parallel": True, "etp": 1, "ep": 4, "world_size": 4}
+
+
+def sparse(preset: str, **changes: Any) -> RunConfig:
+    """The configuration of the tables, in as few layers as have a dense one among them."""
+    return MATRIX["sparse"](preset).override({"layers": 2, **changes})
+
+
+def agrees(report: ParityReport, tolerance: float = 1e-10) -> None:
+    assert report.ok, f"\n{report}"
+    assert max(row.largest for row in report.rows) <= tolerance
+
+
+def values_of(layout: dict[str, Any]) -> dict[str, Any]:
+    return {axis: layout[axis] for axis in AXES}
+
+
+@pytest.mark.parametrize("strength", [2, 4])
+def test_the_rows_have_all_values_that_can_occur_together(strength):
+    """Held against every combination that fits 8 ranks, written out once more."""
+    rows = LAYOUTS[:PAIRS] if strength == 2 else LAYOUTS
+    wanted = set()
+    for values in product(*AXES.values()):
+        layout = dict(zip(AXES, values))
+        dense = layout["tp"] * layout["cp"] * layout["pp"]
+        experts = layout["etp"] * layout["ep"] * layout["pp"]
+        ranks = next(n for n in range(1, 65) if n % dense == 0 and n % experts == 0)
+        replicas = ranks // dense * layout["cp"]
+        ranks *= 2 if layout["distributed_optimizer"] and replicas == 1 else 1
+        if 1 < ranks <= 8:
+            wanted |= set(combinations(layout.items(), strength))
+    found = set().union(*(combinations(values_of(layout).items(), strength) for layout in rows))
+    assert found == wanted
+    assert len({tuple(values_of(layout).items()) for layout in LAYOUTS}) == len(LAYOUTS) >= 40
+
+
+def test_every_pair_of_sizes():
+    agrees(compare(sparse("tiny_moe"), LAYOUTS[:PAIRS], steps=3))
+
+
+def test_every_way_to_send_tokens():
+    """Groups of experts, a bias on their scores, a shared expert; 16 experts, of which some get no token."""
+    layouts = [
+        {"dispatcher": "allgather", "ep": 2, "cp": 2},
+        {"dispatcher": "allgather", **FOLDED, "ep": 2, "etp": 2},
+        {**FOLDED, "shared_expert_overlap": True, "recompute_granularity": "full"},
+        {"ep": 2, "pp": 2, "grouped_gemm": False, "world_size": 4, "schedule.name": "zero_bubble_h1"},
+    ]
+    agrees(compare(sparse("deepseek_tiny"), layouts, steps=3))
+
+
+def test_float32_along_the_routing_of_one_process():
+    layouts = [{"tp": 2, "cp": 2, "sequence_parallel": True, "ep": 2, "world_size": 8}, {"pp": 2, "ep": 2}]
+    agrees(compare(sparse("mixtral_tiny"), layouts, steps=3, dtype="float32"), 1e-5)
+
+
+def test_gradients_of_experts_over_their_own_replicas():
+    """Attention over 2 replicas, experts over 4, or over 2 others: by every way to reduce gradients and count a norm."""
+    layouts = [
+        {**FOLDED, "ep": 2, "world_size": 4, **MATRIX["MEGATRON"], "bucket_size": 4000},
+        {**FOLDED, "ep": 1, "world_size": 4, "optim.data_parallel": "naive"},
+    ]
+    agrees(compare(sparse("tiny_moe"), layouts, steps=3))
+
+
+DROPS = {"capacity_factor": 0.75, "moe.aux_loss_coeff": 0.01}
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_dropped_tokens_where_a_rank_holds_whole_micro_batches(policy):
+    layouts = [{"ep": 4, "pad_to_capacity": padded, "distributed_optimizer": padded} for padded in (False, True)]
+    agrees(compare(sparse("tiny_moe", **DROPS, drop_policy=policy), layouts, steps=3))
+
+
+def test_dropped_tokens_do_not_depend_on_how_the_others_are_sent():
+    """cp 2 with sequence parallelism: a rank holds a quarter of a micro batch, whoever has the experts."""
+    tokens = {"cp": 2, "tp": 2, "sequence_parallel": True}
+    layouts = [
+        {**tokens, "etp": 1, "ep": 4},
+        {**tokens, "etp": 1, "ep": 4, "pad_to_capacity": True},
+        {**tokens, "etp": 2, "ep": 2, "pad_to_capacity": True},
+    ]
+    agrees(
+        compare(sparse("tiny_moe", **DROPS), layouts, steps=3, reference={**tokens, "dispatcher": "local", "etp": 1})
+    )
+
+
+def test_dropping_changes_the_training():
+    """Otherwise the tests above would compare nothing."""
+    whole, dropping = sparse("tiny_moe"), sparse("tiny_moe", **DROPS)
+    losses = [compare(config, [], steps=2).reference_losses for config in (whole, dropping)]
+    assert abs(losses[0][1] - losses[1][1]) > 1e-6
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("title", MATRIX["EXPERT_SWEEPS"])
+def test_every_row_with_experts(title):
+    config, layouts, dtype = MATRIX["EXPERT_SWEEPS"][title]
+    report = compare(config, layouts, steps=MATRIX["EXPERT_STEPS"], dtype=dtype)
+    assert report.ok, f"\n{report}"
+    assert len(report.rows) == len(layouts)
