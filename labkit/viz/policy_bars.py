@@ -18,6 +18,7 @@ from labkit.viz.widgets import is_live, spoken
 
 _INK = "#333333"
 _FULL, _PART = color("forward"), color("idle")
+_UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("bytes", 1))
 _OVER, _UNDER = (0xD5, 0x5E, 0x00), (0x00, 0x72, 0xB2)
 """Above and below the mean load."""
 
@@ -73,6 +74,7 @@ def _balance(axes: Any, replayed: Sequence[Replayed]) -> None:
 
 def _dropped(axes: Any, replayed: Sequence[Replayed]) -> None:
     rows, weight = [each.dropped for each in replayed], [each.weight_dropped for each in replayed]
+    axes.update_datalim([(0.1, 0)])  # the axis is one also where nothing is dropped
     _pair(axes, rows, weight, ("choices dropped", "their weight"), "{:.1%}")
     axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set_xlabel("of all")
@@ -90,10 +92,12 @@ def _own(axes: Any, replayed: Sequence[Replayed]) -> None:
 
 
 def _bytes(axes: Any, replayed: Sequence[Replayed], hidden: int, element_size: int) -> None:
-    rows = [each.sent_bytes(hidden, element_size) / 1e6 for each in replayed]
-    once = [each.sent_once_bytes(hidden, element_size) / 1e6 for each in replayed]
-    _pair(axes, rows, once, ("sent row by row", "once to a rank"), "{:.3g}")
-    axes.set_xlabel("MB, all ranks, one forward")
+    rows = [each.sent_bytes(hidden, element_size) for each in replayed]
+    once = [each.sent_once_bytes(hidden, element_size) for each in replayed]
+    name, size = next(((name, size) for name, size in _UNITS if max(rows) >= size), _UNITS[-1])
+    above, below = ([value / size for value in values] for values in (rows, once))
+    _pair(axes, above, below, ("sent row by row", "once to a rank"), "{:.3g}")
+    axes.set_xlabel(f"{name}, all ranks, one forward")
 
 
 def _sentence(replayed: Sequence[Replayed], hidden: int, element_size: int) -> str:
@@ -102,14 +106,22 @@ def _sentence(replayed: Sequence[Replayed], hidden: int, element_size: int) -> s
     balance = ", ".join(f"{each.name} {each.fullest_expert:.2f}" for each in free)
     dropping = [f"{each.name} {each.dropped:.1%} ({each.weight_dropped:.1%} of the weight)"
                 for each in replayed if each.dropped]  # fmt: skip
-    sent = sorted(replayed, key=lambda each: each.sent_bytes(hidden, element_size))
-    least, most = (
-        f"{each.sent_bytes(hidden, element_size) / 1e6:.3g} MB ({each.name})" for each in (sent[0], sent[-1])
-    )
     parts = [f"fullest expert against the mean: {balance}"]
     parts += [f"dropped: {', '.join(dropping)}"] if dropping else []
-    parts += [f"sent {least} to {most}"]
+    parts += [_traffic_words({each.name: each.sent_bytes(hidden, element_size) for each in replayed})]
     return f"{ranks} ranks of {tokens} tokens, {experts} experts; {'; '.join(parts)}."
+
+
+def _traffic_words(sent: Mapping[str, int]) -> str:
+    least, most = min(sent, key=lambda name: sent[name]), max(sent, key=lambda name: sent[name])
+    if sent[least] == sent[most]:
+        return f"every policy sends {_amount(sent[least])}"
+    return f"sent {_amount(sent[least])} ({least}) to {_amount(sent[most])} ({most})"
+
+
+def _amount(size: int) -> str:
+    name, unit = next(((name, unit) for name, unit in _UNITS if size >= unit), _UNITS[-1])
+    return f"{size / unit:.3g} {name}"
 
 
 # ---- the load of every expert ----
@@ -138,11 +150,15 @@ def policy_loads(replayed: Sequence[Replayed]) -> Figure:
         axes.set_yticks(range(len(replayed)), [each.name for each in replayed])
         middles = [(each_rank - 1) / 2 + rank * (each_rank + gap) for rank in range(ranks)]
         axes.set_xticks(middles, [_rank_words(rank, each_rank) for rank in range(ranks)], fontsize=7)
-        axes.set_xlabel("rows that each expert computes, as a multiple of the mean of all choices")
+        axes.set_xlabel("rows of an expert / mean of all choices")
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-    words = ", ".join(f"{each.name} {load.min():.2f} to {load.max():.2f}" for each, load in zip(replayed, loads))
+    words = ", ".join(f"{each.name} {_range(load)}" for each, load in zip(replayed, loads))
     return Figure(fig, f"Rows of {experts} experts on {ranks} ranks against the mean of all choices: {words}.")
+
+
+def _range(load: np.ndarray) -> str:
+    return f"{load.min():.2f} to {load.max():.2f}" if load.min() < load.max() else f"{load.max():.2f} everywhere"
 
 
 def _rank_words(rank: int, each: int) -> str:

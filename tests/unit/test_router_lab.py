@@ -202,6 +202,12 @@ def test_sentences_say_what_was_counted_by_hand() -> None:
     )
 
 
+def test_policies_that_send_the_same_are_said_to() -> None:
+    """4 rows of 3 values of 2 bytes, there and back."""
+    replayed = replay_policies(HAND, {"plain": TOP_1, "wide": {**TOP_1, "capacity_factor": 4.0}})
+    assert compare_policies(replayed, hidden=3).sentence.endswith("plain 2.67; every policy sends 48 bytes.")
+
+
 def test_bars_have_the_values() -> None:
     figure = compare_policies(by_hand(), hidden=250_000)
     balance, dropped, own, sent = ([bar.get_width() for bar in axes.patches] for axes in figure.fig.axes)
