@@ -156,11 +156,12 @@ def test_layers_with_experts_are_those_of_the_pattern() -> None:
     kinds = [type(block.mlp) for block in model.layers.values()]
     assert kinds == [ParallelMLP] + [MoELayer] * 7
     assert [made.name for made in model.moe_layers()] == [f"layers.{i}.mlp" for i in range(1, 8)]
-    assert [*dict(model.layers["2"].mlp.named_parameters())] == [
+    made: Any = model.layers["2"].mlp
+    assert [*dict(made.named_parameters())] == [
         "router.weight", "experts.fc1.weight", "experts.fc2.weight", "shared_experts.fc1.weight",
         "shared_experts.fc2.weight", "norm.weight",
     ]  # fmt: skip
-    assert [name for name, _ in model.layers["2"].mlp.named_buffers()] == [
+    assert [name for name, _ in made.named_buffers()] == [
         "router.expert_bias", "router.local_tokens_per_expert",
     ]  # fmt: skip
     names = {p.full_name: name for name, p in model.named_parameters()}  # type: ignore[attr-defined]
