@@ -165,19 +165,23 @@ class TopKRouter(nn.Module):
             logits_TE = self._with_z_loss(logits_TE)
         probs_TE, map_TE = self._choose(logits_TE, replayed)
         with_loss = counts and moe.load_balancing.endswith("aux_loss") and moe.aux_loss_coeff > 0
-        scores_TE = counted_TE = None
-        if with_loss or self.record is not None:
-            scores_TE = normalized_scores(logits_TE, moe.score_function)
-            counted_TE = top_k_map(logits_TE, moe.top_k) if replayed_counted is None else replayed_counted
-            if self.record is not None and not is_second_forward():
-                self.record.append(encode(map_TE, counted_TE, sequence))
+        counted_TE = map_TE if replayed_counted is None else replayed_counted
+        if self._chooses_by_more and replayed is None and (with_loss or self.record is not None):
+            counted_TE = top_k_map(logits_TE, moe.top_k)
+        if self.record is not None and not is_second_forward():
+            self.record.append(encode(map_TE, counted_TE, sequence))
         probs_TE, kept_TE = self._limit(probs_TE, map_TE)
         if counts:
             self._count(map_TE, kept_TE)
         if with_loss:
-            assert scores_TE is not None and counted_TE is not None
+            scores_TE = normalized_scores(logits_TE, moe.score_function)
             probs_TE = self._with_balance_loss(probs_TE, scores_TE, counted_TE, sequence)
         return probs_TE, kept_TE
+
+    @property
+    def _chooses_by_more(self) -> bool:
+        """Whether something besides the logits has a say, which the load-balancing loss must not hear."""
+        return self.moe.expert_bias or self.moe.num_groups is not None
 
     def _choose(self, logits_TE: Tensor, replayed: Tensor | None) -> tuple[Tensor, Tensor]:
         moe = self.moe
@@ -210,9 +214,11 @@ class TopKRouter(nn.Module):
     def _count(self, map_TE: Tensor, kept_TE: Tensor) -> None:
         """The load is what tokens chose, not what a capacity left of it: a bias fed by clipped loads would not see how
         far over an expert is, and one fed by padded loads would see them all equal."""
-        self.statistics.add_routing(map_TE, kept_TE if self.moe.capacity_factor is not None else None)
+        load_E = map_TE.sum(dim=0)
+        dropped = None if self.moe.capacity_factor is None else (map_TE & ~kept_TE).sum()
+        self.statistics.add_routing(load_E, dropped)
         if self.local_tokens_per_expert is not None:
-            self.local_tokens_per_expert += map_TE.sum(dim=0)
+            self.local_tokens_per_expert += load_E
 
     # ---- losses ----
 

@@ -243,8 +243,9 @@ def apply_capacity(
         return probs_TE, map_TE
     # Tokens in the order in which each expert takes them: those that chose it, best or first; then the others.
     wish_TE = probs_TE.detach() if drop_policy == "probs" else torch.zeros_like(probs_TE)
-    queue_TE = wish_TE.masked_fill(~map_TE, -math.inf).argsort(dim=0, descending=True, stable=True)
-    taken_TE = torch.zeros_like(map_TE).scatter_(0, queue_TE[:capacity], True)
+    wish_ET = wish_TE.masked_fill(~map_TE, -math.inf).t().contiguous()  # sorts faster along neighbours in memory
+    queue_ET = wish_ET.argsort(dim=1, descending=True, stable=True)
+    taken_TE = torch.zeros_like(map_TE).t().scatter_(1, queue_ET[:, :capacity], True).t()
     kept_TE = taken_TE if pad_to_capacity else taken_TE & map_TE
     return probs_TE * kept_TE, kept_TE
 

@@ -75,12 +75,11 @@ class RouterStatistics:
         self.forwards = self.totals[-1]
         """Microbatches counted."""
 
-    @torch.no_grad()
-    def add_routing(self, map_TE: Tensor, kept_TE: Tensor | None = None) -> None:
-        """Count a microbatch's choice; `kept_TE` is what a capacity left of it (padding does not matter)."""
-        self.tokens_per_expert += map_TE.sum(dim=0)
-        if kept_TE is not None:
-            self.dropped += (map_TE & ~kept_TE).sum()
+    def add_routing(self, tokens_per_expert: Tensor, dropped: Tensor | None = None) -> None:
+        """Count a microbatch: [E] choices before any capacity, and how many of them it dropped."""
+        self.tokens_per_expert += tokens_per_expert
+        if dropped is not None:
+            self.dropped += dropped
         self.forwards += 1
 
     def add_loss(self, name: str, part: Tensor) -> None:
