@@ -41,11 +41,10 @@ def execute(arguments: Arguments) -> int:
     arguments.refuse([*config.problems(world_size), *config.not_yet_trainable()])
     assert world_size is not None, "a sound layout has a smallest world"
     config = prepared(COMMAND, arguments, [world_size])
-    p = config.parallel
-    dp, microbatches = config.data_parallel_size(world_size), config.num_microbatches(world_size)
+    microbatches = config.num_microbatches(world_size)
     on_first_rank(
-        f"{world_size} {'rank' if world_size == 1 else 'ranks'}: tp {p.tp} x cp {p.cp} x dp {dp} x pp {p.pp}, "
-        f"{config.train.steps} steps of {config.train.global_batch_size} samples, {microbatches} microbatches each"
+        f"{layout_words(config, world_size)}, {config.train.steps} steps of {config.train.global_batch_size} samples, "
+        f"{microbatches} microbatches each"
     )
     with ProgressBar("train", config.train.steps) as bar:
         results = launch(train_on_rank, world_size, config, timeout, device, bar.update)
@@ -53,6 +52,16 @@ def execute(arguments: Arguments) -> int:
     for line in final_lines(results[0], config):
         on_first_rank(line)
     return 0
+
+
+def layout_words(config: RunConfig, world_size: int) -> str:
+    """`8 ranks: tp 2 x cp 1 x dp 2 x pp 2, experts etp 1 x ep 4 x edp 1 x pp 2`."""
+    p, dp = config.parallel, config.data_parallel_size(world_size)
+    words = f"{world_size} {'rank' if world_size == 1 else 'ranks'}: tp {p.tp} x cp {p.cp} x dp {dp} x pp {p.pp}"
+    if not config.moe.num_experts:
+        return words
+    etp = p.tp if p.etp is None else p.etp
+    return f"{words}, experts etp {etp} x ep {p.ep} x edp {world_size // (etp * p.ep * p.pp)} x pp {p.pp}"
 
 
 def device_problems(device: str) -> list[str]:
@@ -134,7 +143,7 @@ def refuse_if_any(results: list[Any]) -> None:
 
 
 def final_lines(result: Trained, config: RunConfig) -> list[str]:
-    """The final losses, and where the files are."""
+    """The final losses, the load of experts, and where the files are."""
     lines = [f"step {len(result.losses)} of {config.train.steps}: training loss {result.losses[-1]:.4f}"]
     skipped = [(line["skipped_steps"], line.get("skipped_because")) for line in result.metrics if "loss_scale" in line]
     if skipped and (count := skipped[-1][0]):
@@ -143,6 +152,8 @@ def final_lines(result: Trained, config: RunConfig) -> list[str]:
     for name in ("validation_loss", "test_loss"):
         values = [line[name] for line in result.metrics if name in line]
         lines += [f"{name.replace('_', ' ')} {values[-1]:.4f}"] if values else []
+    worst = [line["moe/max_over_mean"] for line in result.metrics if "moe/max_over_mean" in line]
+    lines += [f"the fullest expert has {worst[-1]:.2f} times the mean load"] if worst else []
     if config.train.output_dir is not None:
         lines.append(f"metrics and events: {config.train.output_dir}")
     return lines
