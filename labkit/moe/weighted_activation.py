@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from labkit.parallel.mlp import ACTIVATIONS
 
@@ -36,7 +35,6 @@ class _WeightedSwiGLU(Function):
         return F.silu(gate).mul_(up).mul_(probs_N.unsqueeze(-1))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         x, probs_N = ctx.saved_tensors
         (gate, up), grad, weight = x.chunk(2, dim=-1), grads[0], probs_N.unsqueeze(-1)
