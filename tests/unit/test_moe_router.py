@@ -125,6 +125,8 @@ def test_the_scale_is_read_in_backward() -> None:
     scale.set(torch.tensor(5.0))
     y.sum().backward()
     assert x.grad is not None and x.grad.tolist() == [11.0] * 3
+    third = aux_loss_scale(1.0, cp=1, num_microbatches=3)
+    assert AuxLossScale(third).value.item() == 1 / 3  # float64, for runs that are
     assert aux_loss_scale(8.0, cp=2, num_microbatches=4) == 4.0
     assert aux_loss_scale(8.0, cp=2, num_microbatches=4, tokens_per_microbatch=32) == 256.0
 
