@@ -86,8 +86,8 @@ ROUTING = [
     Fault(
         "a full expert keeps the tokens with the smallest weights",
         "moe/routing.py",
-        "argsort(dim=0, descending=True, stable=True)",
-        "argsort(dim=0, descending=False, stable=True)",
+        "argsort(dim=1, descending=True, stable=True)",
+        "argsort(dim=1, descending=False, stable=True)",
         tiny(EP, "layers.0.mlp.router output", capacity_factor=0.7),
     ),
 ]
@@ -145,8 +145,8 @@ EXPERTS = [
     Fault(
         "shared experts in stages leave their partial sums apart",
         "moe/shared_experts.py",
-        "self._stage = leave(self._last(), self.group)",
-        "self._stage = self._last().chunk(self.group.size)[self.group.rank]",
+        "self.cached_stage = leave(self._last(), self.group)",
+        "self.cached_stage = self._last().chunk(self.group.size)[self.group.rank]",
         deepseek({**SP, "shared_expert_overlap": True}, "layers.1.mlp output"),
     ),
 ]

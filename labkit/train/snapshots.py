@@ -125,9 +125,8 @@ class Recorder:
             for name, module in model.named_modules():
                 if BOUNDARIES.fullmatch(name):
                     self._keep_output(name, module, lambda forward=forward, before=before: forward() == before)
-                used = [names[param] for param in module.parameters(recurse=False)]
-                if used:
-                    self._keep_first_use(used, module)
+                self._note_use([names[param] for param in module.parameters(recurse=False)], module, before=True)
+                self._note_use([names[param] for param in module.parameters()], module, before=False)
 
     def on_gradients(self, step: int, chunks: Sequence[nn.Module]) -> None:
         """Keep a copy of every `main_grad`, and note which part of it is this rank's to say."""
@@ -157,12 +156,17 @@ class Recorder:
 
         handle = module.register_forward_hook(keep)
 
-    def _keep_first_use(self, names: list[str], module: nn.Module) -> None:
-        def keep(_: nn.Module, __: object) -> None:
-            self.snapshot.order.extend(names)
+    def _note_use(self, names: list[str], module: nn.Module, *, before: bool) -> None:
+        """Put parameters in order when the module is first called; or, those that are in no order yet, when it is done:
+        a child whose weights are used without calling it has been used by then."""
+
+        def note(*_: object) -> None:
+            known = set(self.snapshot.order)
+            self.snapshot.order.extend(name for name in names if name not in known)
             handle.remove()
 
-        handle = module.register_forward_pre_hook(keep)
+        if names:
+            handle = module.register_forward_pre_hook(note) if before else module.register_forward_hook(note)
 
 
 def _count_forwards(model: nn.Module) -> Callable[[], int]:

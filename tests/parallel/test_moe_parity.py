@@ -77,7 +77,7 @@ def test_float32_along_the_routing_of_one_process():
 
 
 def test_gradients_of_experts_over_their_own_replicas():
-    """Attention over 2 replicas, experts over 4, or over 2 others: by every way to reduce gradients and count a norm."""
+    """Attention over 2 replicas, experts over 4, or over 2 others: all ways to reduce gradients and count a norm."""
     layouts = [
         {**FOLDED, "ep": 2, "world_size": 4, **MATRIX["MEGATRON"], "bucket_size": 4000},
         {**FOLDED, "ep": 1, "world_size": 4, "optim.data_parallel": "naive"},
