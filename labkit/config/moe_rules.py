@@ -21,6 +21,7 @@ def moe_rules(found: Findings) -> None:
     _dispatch(found)
     _shared_experts(found)
     _recompute(found)
+    _fp8(found)
 
 
 def expert_instance_rule(found: Findings, edp: int) -> None:
@@ -207,3 +208,9 @@ def _recompute(found: Findings) -> None:
         found.add(name, f"{rule}; set moe.shared_expert_overlap to false, or leave it out")
     elif "mlp" in modules and pattern and 0 not in pattern[0]:
         found.add(name, "mlp is that of a dense layer, and moe.layer_freq has none; name moe instead")
+
+
+def _fp8(found: Findings) -> None:
+    if (got := found.get("optim.fp8")) and got[0] != "none":
+        rule = "experts do not compute in fp8: their products take as many rows as are routed to them"
+        found.add("optim.fp8", f"{rule}; set it to none, or moe.num_experts to 0")
