@@ -88,6 +88,8 @@ class SharedExpertMLP(nn.Module):
         super().__init__()
         assert moe.shared_expert_ffn_hidden is not None, "built only where the configuration has shared experts"
         self.name, self.group = name, groups.tp
+        self.computed_in_stages = moe.shared_expert_overlap
+        """Whether the stages are called in place of `forward`, so that hooks of modules do not run (`ParamGather`)."""
         self.sequence_parallel = sequence_parallel and groups.tp.size > 1
         made: dict[str, Any] = {"seed": seed, "std": std, "dtype": dtype, "device": device}
         mlp = ParallelMLP(

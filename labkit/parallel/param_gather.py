@@ -32,8 +32,8 @@ class ParamGather:
     def __init__(self, module: nn.Module, buckets: Sequence[GradBucket], *, overlap: bool) -> None:
         """buckets: of the chunk, in the order of their reduction; each has its `param_data`.
 
-        overlap: hook the modules. A module without a `forward` of its own, whose parameters another one reads, leaves
-        its waiting to the module around it.
+        overlap: hook the modules. A module whose parameters another one reads without calling it leaves its waiting to
+        the module around it: one without a `forward`, and one marked `computed_in_stages`, with all inside it.
         """
         self.overlap = overlap
         self._buckets = list(reversed(buckets))
@@ -101,15 +101,16 @@ class ParamGather:
         """By module whose forward is hooked, the buckets that it waits for."""
         readers: dict[nn.Module, set[int]] = {}
 
-        def visit(inner: nn.Module, around: nn.Module) -> None:
-            reader = around if _has_no_forward(inner) else inner
+        def visit(inner: nn.Module, around: nn.Module, staged: bool) -> None:
+            staged |= getattr(inner, "computed_in_stages", False)
+            reader = around if staged or _has_no_forward(inner) else inner
             for parameter in inner.parameters(recurse=False):
                 if id(parameter) in self._place:  # else frozen, or another chunk's
                     readers.setdefault(reader, set()).add(self._place[id(parameter)])
             for child in inner.children():
-                visit(child, reader)
+                visit(child, reader, staged)
 
-        visit(module, module)
+        visit(module, module, False)
         return readers
 
     def _hook(self, places: list[int]) -> Any:

@@ -109,6 +109,7 @@ def test_metrics_are_those_of_one_process(on_ranks, world_size: int, layout: dic
     [
         (2, {**SP, "etp": 1, "ep": 2, "shared_expert_overlap": True}),
         (4, {"cp": 2, "ep": 4, "recompute_granularity": "selective", "recompute_modules": ["moe"], **ZERO}),
+        (2, {"ep": 2, "shared_expert_overlap": True, **ZERO, "bucket_size": 100}),
         (4, {"pp": 2, "schedule.name": "zbv", "ep": 2, "shared_expert_overlap": True, **ZERO}),
     ],
     ids=str,
