@@ -47,6 +47,8 @@ _EXPORTS = {
         "scatter_to_sequence_parallel_region",
         "scatter_to_tensor_model_parallel_region",
     ),
+    "in_flight": ("all_to_all_start", "AllToAllInFlight"),
+    "unequal": ("all_gather_unequal", "reduce_scatter_unequal"),
     "recompute": ("checkpoint", "CheckpointWithoutOutput"),
     "layers": ("ColumnParallelLinear", "RowParallelLinear"),
     "mlp": ("ParallelMLP",),
@@ -151,6 +153,8 @@ if TYPE_CHECKING:
     from labkit.parallel.groups import ParallelGroups as ParallelGroups
     from labkit.parallel.groups import initialize_model_parallel as initialize_model_parallel
     from labkit.parallel.groups import single_process_groups as single_process_groups
+    from labkit.parallel.in_flight import AllToAllInFlight as AllToAllInFlight
+    from labkit.parallel.in_flight import all_to_all_start as all_to_all_start
     from labkit.parallel.layers import ColumnParallelLinear as ColumnParallelLinear
     from labkit.parallel.layers import RowParallelLinear as RowParallelLinear
     from labkit.parallel.ledger import CommLedger as CommLedger
@@ -212,6 +216,8 @@ if TYPE_CHECKING:
     from labkit.parallel.shard_map import owned_bytes as owned_bytes
     from labkit.parallel.shard_map import pieces_of_rank as pieces_of_rank
     from labkit.parallel.shard_map import shard_range as shard_range
+    from labkit.parallel.unequal import all_gather_unequal as all_gather_unequal
+    from labkit.parallel.unequal import reduce_scatter_unequal as reduce_scatter_unequal
     from labkit.parallel.vocab import TokenIdError as TokenIdError
     from labkit.parallel.vocab import VocabParallelEmbedding as VocabParallelEmbedding
     from labkit.parallel.vocab import padded_vocab_size as padded_vocab_size

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ["labkit.parallel", "labkit.viz", "labkit.check"]
+PACKAGES = ["labkit.parallel", "labkit.moe", "labkit.viz", "labkit.check"]
 
 
 @pytest.mark.parametrize("name", PACKAGES)
