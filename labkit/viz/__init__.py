@@ -24,6 +24,8 @@ _EXPORTS = {
     "context": ("context_mask", "measured_ring", "ring_timeline"),
     "curves": ("loss_curves",),
     "masks": ("dropout_masks",),
+    "moe": ("dispatch_steps", "send_matrix_figure"),
+    "moe_load": ("capacity_curve", "explore_skew", "load_over_training", "skew_curve"),
     "memory": ("Kept", "live_bytes", "saved_waterfall"),
 }
 """Module -> the names that this package offers from it."""
@@ -52,6 +54,12 @@ if TYPE_CHECKING:
     from labkit.viz.memory import Kept as Kept
     from labkit.viz.memory import live_bytes as live_bytes
     from labkit.viz.memory import saved_waterfall as saved_waterfall
+    from labkit.viz.moe import dispatch_steps as dispatch_steps
+    from labkit.viz.moe import send_matrix_figure as send_matrix_figure
+    from labkit.viz.moe_load import capacity_curve as capacity_curve
+    from labkit.viz.moe_load import explore_skew as explore_skew
+    from labkit.viz.moe_load import load_over_training as load_over_training
+    from labkit.viz.moe_load import skew_curve as skew_curve
     from labkit.viz.overlap import bucket_size_curve as bucket_size_curve
     from labkit.viz.overlap import overlap_gantt as overlap_gantt
     from labkit.viz.placement import layer_placement as layer_placement

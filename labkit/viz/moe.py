@@ -20,7 +20,7 @@ from labkit.viz.style import SEQUENCE, color, new_figure, styled, text_color
 
 MOST_LETTERED = 16
 """Ranks up to which the cells of a send matrix carry their numbers."""
-MOST_ROWS = 72
+MOST_ROWS = 128
 """Rows that `dispatch_steps` draws at most; more cannot be read."""
 _INK = "#333333"
 _PAPER = "#FFFFFF"

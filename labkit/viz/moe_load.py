@@ -18,8 +18,8 @@ _INK = "#333333"
 _LINES = ("-", "--", "-.", ":")
 _RUNS = ("#000000", "#882255", "#44AA99", "#999933")
 """Of runs: none is the colour of an expert."""
-_ENDS = 5
-"""Steps from either end that a sentence averages over; one batch is noisy."""
+_LAST = 5
+"""Steps that a sentence averages over for the end; one batch is noisy."""
 
 
 # ---- over training ----
@@ -61,10 +61,10 @@ def _draw_shares(axes: Any, table: NDArray[Any]) -> None:
     for border in range(1, experts):
         axes.axhline(border / experts, color="black", lw=0.7, ls=":")
     if experts <= len(SEQUENCE):
-        middle = shares[0].cumsum() - shares[0] / 2
+        middle = shares[-1].cumsum() - shares[-1] / 2
         for expert in range(experts):
-            if shares[0, expert] > 0.05:
-                axes.text(0.02 * (steps - 1), middle[expert], expert, fontsize=7, va="center",
+            if shares[-1, expert] > 0.05:
+                axes.text(0.98 * (steps - 1), middle[expert], expert, fontsize=7, ha="right", va="center",
                           color=text_color(shades[expert]))  # fmt: skip
     axes.set(xlim=(0, max(1, steps - 1)), ylim=(0, 1), xlabel="step")
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -90,11 +90,10 @@ def _training_sentence(loads: Mapping[str, NDArray[Any]]) -> str:
     first = next(iter(loads.values()))
     words = []
     for name, table in loads.items():
-        ratio, ends = _fullest(table), min(_ENDS, len(table))
-        words.append(f"{name} {ratio[:ends].mean():.1f} to {ratio[-ends:].mean():.1f}")
+        ratio = _fullest(table)
+        words.append(f"{name} {ratio[0]:.1f}, at most {ratio.max():.1f}, at the end {ratio[-_LAST:].mean():.1f}")
     return (
-        f"Load of {first.shape[1]} experts over {len(first)} steps, the fullest against the mean, first and last "
-        f"{min(_ENDS, len(first))} steps: {'; '.join(words)}."
+        f"Load of {first.shape[1]} experts over {len(first)} steps, the fullest against the mean: {'; '.join(words)}."
     )
 
 

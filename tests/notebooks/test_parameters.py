@@ -125,6 +125,23 @@ CASES = {
             ),
         },
     ),
+    # top_k = E = 8: every token makes 8 rows, 2 for each of 4 ranks. Drawn is 1 token a rank: 4 x 8 = 32 rows, 24 of
+    # them away. Of all 4 x 64 x 8 = 2,048 rows a quarter stays. No rank has more than another, and no expert is over
+    # capacity (64 tokens x 8 / 8 = 64); at factor 2 the limit is the tokens there are, so nothing is empty.
+    "13_moe_layer": Case(
+        {"top_k": 8, "steps": 20},
+        {
+            "16 tokens of 4 ranks make 32 rows for 8 experts: 26 go": (
+                "4 tokens of 4 ranks make 32 rows for 8 experts: 24 go to another rank, rank 0 gets the most, 8."
+            ),
+            "512 rows over ep 4": "2,048 rows over ep 4: 512 stay on their rank, 1,536 travel; each computes 512.",
+            "1.07 at skew 0, 1.95 at skew 1": "1.00 at skew 0, 1.00 at skew 1, 1.00 at skew 2",
+            "Load of 8 experts over 60 steps": "Load of 8 experts over 20 steps",
+            "at capacity factor 2 this router drops 0.0% and leaves 50.0% empty": (
+                "at capacity factor 2 this router drops 0.0% and leaves 0.0% empty"
+            ),
+        },
+    ),
     # bubble (p-1)/(m+p-1): 3/11 = 27.3% for 8 microbatches, 3/19 = 15.8% for 16; GPipe holds all m, 1F1B at most p
     "08_p2p_and_1f1b": Case(
         {"microbatches": 16},
