@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import Tensor
 
 from labkit.viz.figure import Figure
-from labkit.viz.router_lab import Policy, Replayed, replay_policies
+from labkit.viz.router_lab import Policy, Replayed, replay, replay_policies
 from labkit.viz.style import color, new_figure, styled, text_color
 from labkit.viz.widgets import is_live, spoken
 
@@ -180,21 +180,47 @@ def _cell(axes: Any, x: float, row: int, value: float, experts: int) -> None:
 def explore_policies(logits_NRTE: Tensor, policies: Mapping[str, Policy], *, hidden: int, element_size: int = 2) -> Any:
     """`compare_policies` of a recording; in a live notebook with controls for experts a token, capacity and bias rate.
 
-    A control sets its field in every policy that has it: top_k in all of them.
+    A control sets its field in every policy that has it. Policies that cannot be with what is set are left out, and the
+    words say why.
 
-    Returns a Figure, or in a live notebook an ipywidgets box that shows the same figure. A setting that cannot be keeps
-    the last picture and shows the reason.
+    Returns a Figure, or in a live notebook an ipywidgets box that shows the same figure. Raises ValueError for policies
+    that cannot be replayed as they are given.
     """
+    sizes = {"hidden": hidden, "element_size": element_size}
+    figure = compare_policies(replay_policies(logits_NRTE, policies), **sizes)
+    if not is_live():
+        return figure
 
-    def drawn(changes: Mapping[str, Any]) -> Figure:
-        changed = {
-            name: {field: changes.get(field, value) for field, value in policy.items()}
-            for name, policy in policies.items()
-        }
-        return compare_policies(replay_policies(logits_NRTE, changed), hidden=hidden, element_size=element_size)
+    def drawn(changes: Mapping[str, Any]) -> tuple[Figure | None, list[str]]:
+        """The picture of the policies that can be, and why the others cannot."""
+        replayed, refused = [], []
+        for name, policy in policies.items():
+            changed = {field: changes.get(field, value) for field, value in policy.items()}
+            try:
+                replayed.append(replay(logits_NRTE, changed, name=name))
+            except ValueError as problem:
+                refused.append(f"left out: {problem}")
+        return (compare_policies(replayed, **sizes) if replayed else None), refused
 
-    figure = drawn({})
-    return _controls(figure, drawn, policies, logits_NRTE.shape[-1]) if is_live() else figure
+    return _controls(figure, drawn, policies, logits_NRTE.shape[-1])
+
+
+def _inputs(policies: Mapping[str, Policy], experts: int) -> dict[str, Any]:
+    """A slider for each field that some policy has, where the first of them has it."""
+    import ipywidgets as widgets
+
+    look: dict[str, Any] = {"style": {"description_width": "170px"}, "layout": widgets.Layout(width="460px")}
+    kinds: dict[str, tuple[Any, dict[str, float]]] = {
+        "top_k": (widgets.IntSlider, {"min": 1, "max": experts}),
+        "capacity_factor": (widgets.FloatSlider, {"min": 0.25, "max": 4.0, "step": 0.25}),
+        "expert_bias_update_rate": (widgets.FloatLogSlider, {"min": -4, "max": 0, "step": 0.25}),
+    }
+    first = {field: value for policy in reversed([*policies.values()]) for field, value in policy.items()}
+    return {
+        field: kind(value=first[field], description=field, **limits, **look)
+        for field, (kind, limits) in kinds.items()
+        if first.get(field) is not None
+    }
 
 
 def _controls(figure: Figure, drawn: Any, policies: Mapping[str, Policy], experts: int) -> Any:
@@ -202,31 +228,15 @@ def _controls(figure: Figure, drawn: Any, policies: Mapping[str, Policy], expert
 
     picture = widgets.Image(value=figure.png, format="png")
     words = widgets.HTML(value=spoken(figure.sentence))
-    look: dict[str, Any] = {"style": {"description_width": "170px"}, "layout": widgets.Layout(width="460px")}
-    inputs: dict[str, Any] = {
-        "top_k": widgets.IntSlider(value=2, min=1, max=experts, description="top_k", **look),
-        "capacity_factor": widgets.FloatSlider(
-            value=1.0, min=0.25, max=4, step=0.25, description="capacity_factor", **look
-        ),
-        "expert_bias_update_rate": widgets.FloatLogSlider(
-            value=0.01, min=-4, max=0, step=0.25, description="expert_bias_update_rate", **look
-        ),
-    }
-    used = {field: value for policy in policies.values() for field, value in policy.items() if field in inputs}
-    inputs = {field: control for field, control in inputs.items() if field in used}
-    for field, control in inputs.items():
-        control.value = used[field]
-    moved: dict[str, Any] = {}
+    inputs, moved = _inputs(policies, experts), {}
 
     def redraw(change: Any) -> None:
         moved[change["owner"].description] = change["new"]
-        try:
-            fresh = drawn(moved)
-        except ValueError as problem:
-            words.value = f"<b>{html.escape(str(problem))}</b>"
-            return
-        picture.value, words.value = fresh.png, spoken(fresh.sentence)
+        fresh, refused = drawn(moved)
+        reasons = "".join(f"<b>{html.escape(reason)}</b><br>" for reason in refused)
+        picture.value = fresh.png if fresh else picture.value
+        words.value = reasons + (spoken(fresh.sentence) if fresh else "")
 
     for control in inputs.values():
         control.observe(redraw, names="value")
-    return widgets.VBox([*inputs.values(), words, picture])
+    return widgets.VBox([*inputs.values(), picture, words])

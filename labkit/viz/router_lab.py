@@ -68,23 +68,25 @@ def skewed_logits(
     return noise - skew * torch.log1p(place.double())
 
 
-def standard_policies(experts: int, top_k: int = 2, *, groups: int = 4, bias_rate: float = 0.01) -> dict[str, Policy]:
+def standard_policies(
+    experts: int, top_k: int = 2, *, groups: int = 4, bias_rate: float = 0.01, capacity_factor: float = 1.25
+) -> dict[str, Policy]:
     """Name -> policy: the ways to balance, and the ways to limit, with these sizes.
 
     groups: of the group-limited one, which takes two of a token's experts from each chosen group, if it can; with a
         group a rank of ep, it halves the ranks that a token goes to.
     bias_rate: by which the bias moves after each microbatch.
+    capacity_factor: of those that drop.
     """
     per_group = 2 if top_k % 2 == 0 and experts // groups >= 2 else 1
-    limited = {"num_groups": groups, "group_topk": top_k // per_group}
     policies: dict[str, Policy] = {
         "top-k softmax": {},
-        "group-limited": limited,
+        "group-limited": {"num_groups": groups, "group_topk": top_k // per_group},
         "sigmoid + bias": {"score_function": "sigmoid", "expert_bias": True, "expert_bias_update_rate": bias_rate},
         "sinkhorn": {"load_balancing": "sinkhorn"},
-        "capacity 1 by weight": {"capacity_factor": 1.0, "drop_policy": "probs"},
-        "capacity 1 by position": {"capacity_factor": 1.0, "drop_policy": "position"},
-        "capacity 1.25 padded": {"capacity_factor": 1.25, "pad_to_capacity": True},
+        "drop by weight": {"capacity_factor": capacity_factor, "drop_policy": "probs"},
+        "drop by position": {"capacity_factor": capacity_factor, "drop_policy": "position"},
+        "drop and pad": {"capacity_factor": capacity_factor, "pad_to_capacity": True},
     }
     return {name: {"top_k": top_k, **policy} for name, policy in policies.items()}
 

@@ -186,6 +186,11 @@ def test_recordings_of_another_shape_are_refused() -> None:
 # ---- pictures ----
 
 
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JPY_SESSION_NAME", "chapter.ipynb")
+
+
 def by_hand() -> list[Replayed]:
     return replay_policies(HAND, {"plain": TOP_1, "limited": {**TOP_1, "capacity_factor": 1.0}})
 
@@ -222,10 +227,22 @@ def test_controls_set_their_field_where_a_policy_has_it(monkeypatch) -> None:
     policies = {"plain": {"top_k": 1}, "limited": {"top_k": 1, "capacity_factor": 1.0}}
     alone = explore_policies(HAND, policies, hidden=8)
     monkeypatch.setenv("JPY_SESSION_NAME", "chapter.ipynb")
-    *controls, words, picture = explore_policies(HAND, policies, hidden=8).children
+    *controls, picture, words = explore_policies(HAND, policies, hidden=8).children
     inputs = {control.description: control for control in controls}
     assert sorted(inputs) == ["capacity_factor", "top_k"] and picture.value == alone.png
     inputs["capacity_factor"].value = 4.0
     assert "dropped" not in words.value and picture.value != alone.png
     inputs["top_k"].value = 4
     assert "plain 1.00" in words.value
+
+
+@pytest.mark.usefixtures("live")
+def test_a_policy_that_cannot_be_is_left_out_and_said_to_be() -> None:
+    policies = {"plain": {"top_k": 2}, "limited": {"top_k": 2, "num_groups": 2, "group_topk": 1}}
+    top_k, picture, words = explore_policies(HAND, policies, hidden=8).children
+    top_k.value = 3
+    assert words.value.startswith("<b>left out: policy &#x27;limited&#x27;: a group has 2 experts, and top_k / ")
+    assert "mean: plain 1.33;" in words.value  # six tokens, 18 choices over 4 experts: expert 0 takes all 6
+    before = picture.value
+    top_k.value = 2
+    assert "limited" in words.value and "left out" not in words.value and picture.value != before
