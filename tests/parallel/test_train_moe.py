@@ -18,7 +18,10 @@ from torch import nn
 from labkit.cli import main
 from labkit.config import RunConfig, presets
 from labkit.launch import rank_info
+from labkit.models.gpt import build_model_chunks
 from labkit.moe.router import routers_of
+from labkit.parallel import initialize_model_parallel
+from labkit.parallel.distributed_data_parallel import wrap_model_chunks
 from labkit.parallel.gradients import global_grad_norm
 from labkit.train import pretrain
 from labkit.train.optimizer import named_parameters
@@ -162,6 +165,30 @@ def test_a_bad_gradient_of_an_expert_names_it_and_its_place(on_ranks, wrapper: d
         )
         assert not any(map(any, biases[0].values())), "a skipped step moves no bias"
         assert any(map(any, biases[1].values()))
+
+
+def spoiled(config: RunConfig) -> list[str]:
+    """Parameters whose gradient this rank may have spoiled, where rank 1 has a bad one of an expert before the sync."""
+    groups = initialize_model_parallel(config.parallel)
+    chunks = wrap_model_chunks(build_model_chunks(config, groups), groups, config.optim)
+    chunks[0].zero_grad_buffer()
+    for name, parameter in named_parameters(chunks).items():
+        parameter.main_grad.fill_(math.nan if groups.rank == 1 and "experts.fc1" in name else 1.0)  # type: ignore[attr-defined]
+        parameter.main_grad_is_old = False  # type: ignore[attr-defined]
+    chunks[0].finish_grad_sync()
+    found = chunks[0].spoiled_before_reduction()
+    assert found is not None
+    return [name for name, p in named_parameters(chunks).items() if any(p is other for other in found)]
+
+
+@pytest.mark.parametrize("wrapper", [{}, {"data_parallel": "naive"}], ids=["bucketed", "naive"])
+def test_experts_without_replicas_receive_no_bad_gradient(on_ranks, wrapper: dict[str, Any]) -> None:
+    """With edp 1 their buffer is not reduced: what is bad there is the rank's own. With replicas only the rank that
+    brought it is named."""
+    other, own = on_ranks(spoiled, 2, small(ep=2, **wrapper))
+    assert all("experts" in name for name in other + own) and any("experts.fc1" in name for name in own)
+    replicated = on_ranks(spoiled, 2, small(**wrapper))
+    assert replicated[0] == [] and any("experts.fc1" in name for name in replicated[1])
 
 
 def fp16(config: RunConfig) -> tuple[list[float], list[float]]:

@@ -11,18 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from labkit.config import MoEConfig, RunConfig, presets
 from labkit.models.gpt import build_model_chunks
 from labkit.moe.router import routers_of
-from labkit.parallel import NaiveDataParallel, single_process_groups
+from labkit.parallel import NaiveDataParallel, initialize_model_parallel, single_process_groups
+from labkit.parallel.distributed_data_parallel import wrap_model_chunks
 from labkit.parallel.gradients import main_grad
 from labkit.schedules import PipelineRuntime, one_f_one_b
 from labkit.train import pretrain
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.metrics import scalars
 from labkit.train.not_finite import find, sentence
+from labkit.train.optimizer import build_optimizer
 from labkit.train.router_metrics import router_line
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "seq_length": 16, "global_batch_size": 4, "layer_freq": [1],
@@ -134,6 +138,38 @@ def test_a_loss_per_token_needs_the_tokens_of_a_microbatch() -> None:
         assert torch.allclose(gradient * 3 * 16, summed[name], rtol=1e-12, atol=1e-14), name
     dense = replace(small(), moe=MoEConfig())
     assert gradients_of(dense, calculate_per_token_loss=True), "without experts nothing is needed"
+
+
+# ---- which rank counts what ----
+
+SIZES = st.fixed_dictionaries(
+    {"tp": st.sampled_from([1, 2]), "cp": st.sampled_from([1, 2]), "pp": st.sampled_from([1, 2]),
+     "dp": st.sampled_from([1, 2]), "etp": st.sampled_from([1, 2]), "ep": st.sampled_from([1, 2, 4])}
+).filter(lambda s: s["tp"] * s["cp"] * s["dp"] % (s["etp"] * s["ep"]) == 0)  # fmt: skip
+
+
+@settings(max_examples=12, deadline=None)
+@given(SIZES, st.booleans(), st.booleans())
+def test_every_element_counts_once_in_the_norm(sizes: dict[str, int], sharded: bool, untied: bool) -> None:
+    """Over all ranks of the norm's groups: dense elements over tp x pp, those of experts over etp x ep x pp, whatever
+    replicas there are and however the optimizer cuts the buffers."""
+    layout = {name: size for name, size in sizes.items() if name != "dp"}
+    changes = {"sequence_parallel": sizes["tp"] > 1, "distributed_optimizer": sharded, "hidden": 16, **BIASED}
+    changes |= {"untie_embeddings_and_output_weights": untied, "shared_expert_ffn_hidden": 16}
+    config = small(**changes, **layout)
+    world = math.prod(sizes[name] for name in ("tp", "cp", "pp", "dp"))
+    config.validate(world)
+    counted, looked_at = 0, set()
+    for rank in range(world):
+        groups = initialize_model_parallel(config.parallel, rank=rank, world_size=world)
+        chunks = wrap_model_chunks(build_model_chunks(config, groups), groups, config.optim)
+        optimizer = build_optimizer(chunks, config.optim, layout=groups)
+        counted += sum(piece.numel() for piece in optimizer.gradient_pieces())
+        if not sharded:
+            looked_at |= {name for group in optimizer.groups for name in group.names}
+    (whole,) = build_model_chunks(small(**changes), single_process_groups())
+    assert counted == sum(parameter.numel() for parameter in whole.parameters())
+    assert sharded or {name.split(" (")[0] for name in looked_at} == {p.full_name for p in whole.parameters()}  # type: ignore[attr-defined]
 
 
 # ---- expert bias ----
