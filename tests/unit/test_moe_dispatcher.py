@@ -104,7 +104,8 @@ def test_later_steps_read_only_what_a_captured_preprocess_hands_over(moe: MoECon
         replayed.hidden_shape = captured.hidden_shape  # fixed by shapes
         results = []
         for dispatcher in (captured, replayed):
-            rows, _, weights = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*graph_outputs))
+            rows, counts, weights = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*graph_outputs))
+            assert counts.tolist() == map_TE.sum(dim=0).tolist()
             results.append(back(dispatcher, rows * weights[:, None]))
         assert torch.equal(*results)
 
