@@ -65,4 +65,4 @@ def _controls(figure: Figure, start: dict[str, Any]) -> Any:
     for control in inputs.values():
         control.observe(redraw, names="value")
     rows = (("world_size", "gpus_per_node"), ("tp", "cp", "pp"), ("etp", "ep"), ("order", "folded"))
-    return widgets.VBox([*(widgets.HBox([inputs[name] for name in row]) for row in rows), words, picture])
+    return widgets.VBox([*(widgets.HBox([inputs[name] for name in row]) for row in rows), picture, words])

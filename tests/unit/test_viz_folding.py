@@ -105,7 +105,7 @@ def test_controls_follow_the_sizes_and_keep_the_picture_where_a_layout_cannot_be
     alone = explore_folding(**start)
     assert alone.sentence.startswith("8 ranks on 1 node of 8: attention cp 4 dp 2, experts ep 2 edp 4")
     monkeypatch.setenv("JPY_SESSION_NAME", "chapter.ipynb")
-    *rows, words, picture = explore_folding(**start).children
+    *rows, picture, words = explore_folding(**start).children
     inputs = {control.description: control for row in rows for control in row.children}
     assert picture.value == alone.png
     inputs["ep"].value = 8
