@@ -153,7 +153,7 @@ def dispatch_steps(maps: Sequence[ArrayLike]) -> Figure:
         ValueError: experts that the ranks do not divide, maps that disagree about them, or more than MOST_ROWS rows.
     """
     dispatch = _followed([np.asarray(each, dtype=bool) for each in maps])
-    lowest = len(dispatch.columns[1]) + _GAP * (len(dispatch.maps) - 1)
+    lowest = max((1 + height for places in dispatch.heights for height in places.values()), default=1.0)
     with styled():
         fig = new_figure(7.4, 0.7 + 0.155 * lowest)
         axes = fig.add_subplot()
@@ -191,20 +191,21 @@ def _followed(maps: list[NDArray[np.bool_]]) -> _Dispatch:
         sorted(rows, key=lambda row: (found.owner(row, 2), row.sender, row.expert, row.token)),
         sorted(rows, key=lambda row: (row.expert, row.token)),
     ]
-    for column, order in enumerate(found.columns):
-        found.heights.append({row: place + _GAP * found.owner(row, column) for place, row in enumerate(order)})
-    _spread_tokens(found)
+    _place(found)
     return found
 
 
-def _spread_tokens(dispatch: _Dispatch) -> None:
-    """Tokens stand evenly over the height that the rows of their rank take."""
-    start = 0.0
-    for sender, each in enumerate(dispatch.maps):
-        taken = max(int(each.sum()), len(each))
-        for place, row in enumerate(row for row in dispatch.columns[0] if row.sender == sender):
-            dispatch.heights[0][row] = start - 0.5 + (place + 0.5) * taken / len(each)
-        start += int(each.sum()) + _GAP
+def _place(dispatch: _Dispatch) -> None:
+    """Rows stand one below the other, with a gap between ranks; tokens evenly beside the rows of their rank."""
+    dispatch.heights = [{} for _ in dispatch.columns]
+    for column, order in enumerate(dispatch.columns):
+        start = 0.0
+        for rank, chosen in enumerate(dispatch.maps):
+            mine = [row for row in order if dispatch.owner(row, column) == rank]
+            taken = max(int(chosen.sum()), len(chosen)) if column < 2 else len(mine)
+            step = taken / len(mine) if column == 0 and mine else 1.0
+            dispatch.heights[column] |= {row: start + (place + 0.5) * step - 0.5 for place, row in enumerate(mine)}
+            start += taken + _GAP
 
 
 def _shade(expert: int) -> str:
@@ -249,8 +250,8 @@ def _label_ranks(axes: Any, dispatch: _Dispatch) -> None:
 def _steps_sentence(dispatch: _Dispatch) -> str:
     rows, ep = dispatch.columns[1], len(dispatch.maps)
     by_rank = [sum(dispatch.owner(row, 2) == rank for row in rows) for rank in range(ep)]
-    most, tokens = int(np.argmax(by_rank)), len(dispatch.columns[0])
+    most, tokens, away = int(np.argmax(by_rank)), len(dispatch.columns[0]), sum(map(dispatch.travels, rows))
     return (
         f"{tokens} tokens of {ep} ranks make {len(rows)} rows for {dispatch.local * ep} experts: "
-        f"{sum(map(dispatch.travels, rows))} go to another rank, rank {most} gets the most, {by_rank[most]}."
+        f"{away} go{'es' * (away == 1)} to another rank, rank {most} gets the most, {by_rank[most]}."
     )
