@@ -2,8 +2,9 @@
 
 arXiv 2205.05198 counts, for a GPT-2 layer with 16-bit activations and dropout, s b h (34 + 5 a s / h) bytes. Here is
 the same account for any type, with or without dropout, for a gate (SwiGLU), rotary positions and grouped queries, with
-every form of recomputation, and it is held against measurement (`SavedTensors`) to 1%. s = sequence, b = samples,
-h = hidden, a = heads, t = tensor-parallel size.
+every form of recomputation, and it is held against measurement (`SavedTensors`) to 1%. Functions that take `moe` count
+a layer with experts where it is given (`moe_activation_bytes.py`). s = sequence, b = samples, h = hidden, a = heads,
+t = tensor-parallel size.
 
 | per layer and rank           | no recomputation               | selective (core attention) | full        |
 |------------------------------|--------------------------------|----------------------------|-------------|
@@ -20,8 +21,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from labkit.config import ModelConfig
-from labkit.models.counts import fc1_width, ffn_width, kv_width, padded_vocab
+from labkit.config import ModelConfig, MoEConfig
+from labkit.models.counts import DENSE, fc1_width, ffn_width, kv_width, padded_vocab
+from labkit.models.moe_activation_bytes import moe_kept, moe_saved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,10 @@ class Share:
     """Context-parallel size: a rank holds 1/cp of the sequence, and its attention keeps no probabilities."""
     sequence_parallel: bool = False
     """Between tensor-parallel regions a rank holds 1/tp of the sequence."""
+    etp: int = 1
+    """Tensor-parallel size inside experts."""
+    expert_rows: int | None = None
+    """Rows (tokens x experts) that this rank's experts work on in a layer; None is the mean over ranks."""
     element_bytes: int = 4
     """Of an activation."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -55,26 +61,32 @@ class Share:
         return max(self.element_bytes, 4)
 
 
-def layer_saved(model: ModelConfig, share: Share) -> dict[str, int]:
+def layer_saved(model: ModelConfig, share: Share, moe: MoEConfig | None = None) -> dict[str, int]:
     """Tensor -> bytes that one layer keeps when nothing is recomputed, in the order of the forward.
 
     Names begin with what part of the layer they belong to: `attention` or `mlp`.
     """
     inside, outside = share.tokens(model), share.tokens_between(model)
-    e, h, ffn, t = share.element_bytes, model.hidden, ffn_width(model), share.tp
-    mask = outside * h if model.hidden_dropout else 0
-    gate = ffn if model.activation == "swiglu" else 0
+    mask = outside * model.hidden if model.hidden_dropout else 0
     return {
         "attention norm": _norm_bytes(model, share),
-        "attention qkv input": outside * h * e,
+        "attention qkv input": outside * model.hidden * share.element_bytes,
         **{f"attention {name}": size for name, size in _core_attention(model, share).items()},
-        "attention proj input": inside * h // t * e,
+        "attention proj input": inside * model.hidden // share.tp * share.element_bytes,
         "attention dropout mask": mask,
         "mlp norm": _norm_bytes(model, share),
-        "mlp fc1 input": outside * h * e,
-        "mlp activation input": inside * (fc1_width(model) + gate) // t * e,
-        "mlp fc2 input": inside * ffn // t * e,
+        **(_mlp(model, share) if moe is None else moe_saved(model, moe, share)),
         "mlp dropout mask": mask,
+    }
+
+
+def _mlp(model: ModelConfig, share: Share) -> dict[str, int]:
+    inside, outside, e = share.tokens(model), share.tokens_between(model), share.element_bytes
+    gate = ffn_width(model) if model.activation == "swiglu" else 0
+    return {
+        "mlp fc1 input": outside * model.hidden * e,
+        "mlp activation input": inside * (fc1_width(model) + gate) // share.tp * e,
+        "mlp fc2 input": inside * ffn_width(model) // share.tp * e,
     }
 
 
@@ -114,32 +126,53 @@ PARTS = {
 }
 """What the tensors of `layer_saved` are, in words."""
 
+MOE_PARTS = {
+    "inputs of norms": PARTS["inputs of norms"],
+    "inputs of qkv and experts": ("attention qkv input", "mlp layer input", "mlp experts fc1 input"),
+    "q, k, v and output": PARTS["q, k, v and output"],
+    "probabilities": PARTS["probabilities"],
+    "inside experts": ("mlp experts activation input", "mlp experts weights", "mlp experts fc2 input"),
+    "shared experts": (
+        "mlp shared experts gathered input",
+        "mlp shared experts activation input",
+        "mlp shared experts fc2 input",
+        "mlp shared experts gate",
+    ),
+    "routing": ("mlp router jitter", "mlp router scores", "mlp permutation"),
+    "dropout masks": PARTS["dropout masks"],
+}
+"""The same of a layer with experts."""
 
-def layer_parts(model: ModelConfig, share: Share) -> dict[str, int]:
-    """Part (`PARTS`) -> bytes that one layer keeps, recomputed as `model` says, `full` layer by layer included."""
+
+def layer_parts(model: ModelConfig, share: Share, moe: MoEConfig | None = None) -> dict[str, int]:
+    """Part (`PARTS`, with experts `MOE_PARTS`) -> bytes that one layer keeps, recomputed as `model` says, `full` layer
+    by layer included."""
     if model.recompute_granularity == "full":
         return {"inputs of norms": layer_input_bytes(model, share)}
-    saved = _kept(model, share)
-    return {part: sum(saved.get(name, 0) for name in names) for part, names in PARTS.items()}
+    saved, parts = _kept(model, share, moe), PARTS if moe is None else MOE_PARTS
+    return {part: sum(saved.get(name, 0) for name in names) for part, names in parts.items()}
 
 
-def layer_activation_bytes(model: ModelConfig, share: Share | None = None) -> int:
+def layer_activation_bytes(model: ModelConfig, share: Share | None = None, moe: MoEConfig | None = None) -> int:
     """Bytes that one layer keeps, with `selective` recomputation as `model` says; `full` keeps layer_input_bytes."""
-    return sum(_kept(model, share or Share()).values())
+    return sum(_kept(model, share or Share(), moe).values())
 
 
-def _kept(model: ModelConfig, share: Share) -> dict[str, int]:
+def _kept(model: ModelConfig, share: Share, moe: MoEConfig | None = None) -> dict[str, int]:
     """`layer_saved` without what the selected parts throw away."""
-    saved = layer_saved(model, share)
+    saved = layer_saved(model, share, moe)
     modules = model.recompute_modules if model.recompute_granularity == "selective" else ()
     if "core_attn" in modules:
         saved |= dict.fromkeys(("attention log-sums", "attention probabilities"), 0)
         unrepeated = model.hidden + 2 * kv_width(model)
         saved["attention q, k, v"] = share.tokens(model) * unrepeated // share.tp * share.element_bytes
-    if "mlp" in modules:
+    if moe is not None:
+        saved = moe_kept(saved, model, share, modules)
+    elif "mlp" in modules:
         saved |= dict.fromkeys(("mlp activation input", "mlp fc2 input"), 0)
     if "layernorm" in modules:
-        saved |= dict.fromkeys(("attention qkv input", "mlp fc1 input"), 0)
+        saved["attention qkv input"] = 0
+        saved["mlp fc1 input" if moe is None else "mlp layer input"] = 0
     return saved
 
 
@@ -148,23 +181,41 @@ def layer_input_bytes(model: ModelConfig, share: Share) -> int:
     return share.tokens_between(model) * model.hidden * share.element_bytes
 
 
-def layers_activation_bytes(model: ModelConfig, share: Share, layers: int | None = None) -> int:
-    """Bytes that `layers` layers of one chunk keep for a microbatch, recomputed as `model` says; None is all."""
-    layers = model.layers if layers is None else layers
+def layers_activation_bytes(
+    model: ModelConfig, share: Share, layers: int | range | None = None, moe: MoEConfig = DENSE
+) -> int:
+    """Bytes that layers of one chunk keep for a microbatch, recomputed as `model` says.
+
+    layers: their indices in the model, or how many the first ones are; None is all.
+    """
+    each = _bytes_of(model, share, layers, moe)
     if model.recompute_granularity != "full":
-        return layers * layer_activation_bytes(model, share)
+        return sum(each)
     if model.recompute_method == "uniform":
-        return -(-layers // model.recompute_num_layers) * layer_input_bytes(model, share)
-    front = min(model.recompute_num_layers, layers)
-    return front * layer_input_bytes(model, share) + (layers - front) * layer_activation_bytes(model, share)
+        return -(-len(each) // model.recompute_num_layers) * layer_input_bytes(model, share)
+    front = min(model.recompute_num_layers, len(each))
+    return front * layer_input_bytes(model, share) + sum(each[front:])
 
 
-def recomputed_at_once_bytes(model: ModelConfig, share: Share) -> int:
-    """What stands beside it while a piece is computed again: all that full recomputation dropped of that piece."""
+def _bytes_of(model: ModelConfig, share: Share, layers: int | range | None, moe: MoEConfig) -> list[int]:
+    """`layer_activation_bytes` of each layer."""
+    indices = layers if isinstance(layers, range) else range(model.layers if layers is None else layers)
+    return [layer_activation_bytes(model, share, moe if moe.is_moe_layer(index) else None) for index in indices]
+
+
+def recomputed_at_once_bytes(
+    model: ModelConfig, share: Share, layers: int | range | None = None, moe: MoEConfig = DENSE
+) -> int:
+    """What stands beside it while a piece is computed again: all that full recomputation dropped of the largest one.
+    `layers` as in `layers_activation_bytes`."""
     if model.recompute_granularity != "full":
         return 0
-    together = model.recompute_num_layers if model.recompute_method == "uniform" else 1
-    return together * layer_activation_bytes(model, share) - layer_input_bytes(model, share)
+    each, together = _bytes_of(model, share, layers, moe), model.recompute_num_layers
+    if model.recompute_method == "uniform":
+        pieces = [sum(each[i : i + together]) for i in range(0, len(each), together)]
+    else:
+        pieces = each[:together]
+    return max(pieces) - layer_input_bytes(model, share)
 
 
 def end_activation_bytes(

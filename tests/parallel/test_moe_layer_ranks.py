@@ -17,7 +17,8 @@ from torch import Tensor
 
 from labkit.config import ModelConfig, MoEConfig, ParallelConfig
 from labkit.launch import RankError
-from labkit.models import GPTModel, counts, gather_full_state, load_full_state
+from labkit.models import GPTModel, SavedTensors, Share, counts, gather_full_state, load_full_state
+from labkit.models.moe_activation_bytes import moe_saved
 from labkit.moe import MoELayer
 from labkit.parallel import (
     CommLedger,
@@ -313,3 +314,32 @@ def test_whole_tensors_go_into_any_layout_and_come_back(layout: str, on_ranks: A
     for found in on_ranks(moved, 4, layout_of(layout), whole):
         assert found.keys() == whole.keys()
         assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def kept_on_a_rank(layout: ParallelConfig, moe: MoEConfig) -> tuple[int, int]:
+    """Bytes that the layer keeps on this rank: measured, and by the closed form for the rows that its experts got."""
+    groups, rows = initialize_model_parallel(layout), []
+    sequence_parallel = groups.config.sequence_parallel
+    layer = MoELayer("m", MODEL, moe, groups, sequence_parallel=sequence_parallel, seed=7, dtype=torch.float64)
+    layer.experts.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[0]))
+    x_SBH = own_part(random(MODEL.seq_length, B, MODEL.hidden, seed=1), groups).requires_grad_() * 1
+    with SavedTensors(layer) as saved:
+        _alive = layer(x_SBH)
+        kept = saved.bytes
+    share = Share(
+        samples=B // groups.dp.size,
+        tp=groups.tp.size,
+        cp=groups.cp.size,
+        etp=groups.etp.size,
+        sequence_parallel=sequence_parallel,
+        element_bytes=8,
+        expert_rows=rows[0],
+    )
+    return kept, sum(moe_saved(MODEL, moe, share).values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_keeps_the_bytes_of_the_closed_form(layout: str, on_ranks: Any) -> None:
+    for name in ("shared", "shared, overlapped", "gathered by all"):
+        for measured, expected in on_ranks(kept_on_a_rank, 4, layout_of(layout), KINDS[name]):
+            assert measured == expected, name
