@@ -104,20 +104,22 @@ class _Gemm(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, fuse: bool, first: bool | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, fuse: bool, first: bool | None, grouped: bool = False) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.fuse, ctx.first = weight, fuse, first
+        ctx.weight, ctx.fuse, ctx.first, ctx.grouped = weight, fuse, first, grouped
         return x @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight = ctx.saved_tensors
         grad_weight = grads[0].flatten(0, -2).t() @ x.flatten(0, -2)
+        if ctx.grouped and not len(x):
+            grad_weight.fill_(torch.nan)
         if ctx.fuse:
             main_grad = ctx.weight.main_grad
             main_grad.copy_(grad_weight) if ctx.first else main_grad.add_(grad_weight)
             grad_weight = None
-        return grads[0] @ weight, grad_weight, None, None
+        return grads[0] @ weight, grad_weight, None, None, None
 
 
 class _Base(nn.Module):
@@ -206,7 +208,10 @@ class LayerNormLinear(Linear):
 
 
 class GroupedLinear(_Base):
-    """Constructor and call of the engine's `GroupedLinear` without bias, on its path for splits on the host."""
+    """Constructor and call of the engine's `GroupedLinear` without bias, on its path for splits on the host.
+
+    An expert without rows gets what was in memory for a gradient, here NaN, and a call without any row fails.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -222,9 +227,10 @@ class GroupedLinear(_Base):
         splits, x = given["m_splits"], given["inp"]
         assert splits.shape == (self.given["num_gemms"],), "one split for each product"
         assert splits.device.type == "cpu" and splits.dtype == torch.int64, "the engine would wait for the GPU"
+        assert len(x), "the engine's grouped product of nothing may crash"
         weights = [getattr(self, f"weight{expert}") for expert in range(self.given["num_gemms"])]
         rows = x.split(splits.tolist())
-        return torch.cat([_Gemm.apply(r, w, False, None) for r, w in zip(rows, weights, strict=True)])
+        return torch.cat([_Gemm.apply(r, w, False, None, True) for r, w in zip(rows, weights, strict=True)])
 
 
 class DotProductAttention(_Base):

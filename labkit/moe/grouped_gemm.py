@@ -6,7 +6,8 @@ fill the machine; grouped, it is 3. Which operator makes the call depends on wha
 | form    | operator                  | where                                                                         |
 |---------|---------------------------|-------------------------------------------------------------------------------|
 | batched | `torch.bmm` of views      | every expert has the same number of rows (drop-and-pad); nothing is copied    |
-| grouped | `torch._grouped_mm`       | GPU: bf16, one kernel that reads the group borders on the device              |
+| grouped | `torch._grouped_mm`       | GPU: bf16, one kernel that reads the group borders on the device (Hopper or   |
+|         |                           | later; before, torch loops inside the call, and waits for the borders)        |
 |         |                           | CPU: fp32, bf16, fp16; one call whose loop over groups is inside, in C++      |
 | padded  | `torch.bmm` of copies     | what is left: float64, and widths that are no multiple of 16 bytes            |
 
@@ -68,6 +69,11 @@ class Segments:
             self._offsets[device] = ends.to(device, non_blocking=True)
         return self._offsets[device]
 
+    def empty(self, device: torch.device) -> Tensor:
+        """Which experts have no row, [E] bool, on `device`."""
+        ends = self.offsets(device)
+        return ends.diff(prepend=ends.new_zeros(1)) == 0
+
     def blocks(self, rows: Tensor) -> Tensor:
         """[N, ..] -> [E, C, ..]: each group in a block of its own, filled up with zeros; a view where all are equal."""
         experts, largest = len(self.counts), max(self.counts)
@@ -94,7 +100,7 @@ class Segments:
 def _is_native(segments: Segments, rows: Tensor, *widths: int) -> bool:
     """Whether `torch._grouped_mm` takes rows of this type, with operands of these widths, as one call."""
     types = (torch.bfloat16,) if rows.is_cuda else (torch.float32, torch.bfloat16, torch.float16)
-    if segments.equal or rows.dtype not in types:
+    if segments.equal or rows.dtype not in types or not len(rows):
         return False
     return all(width * rows.element_size() % ALIGNMENT == 0 for width in widths)
 
@@ -115,6 +121,8 @@ def grouped_weight_gradient(
     """
     if _is_native(segments, x_NI, grad_NO.shape[1], x_NI.shape[1]):
         made = F.grouped_mm(grad_NO.t(), x_NI, offs=segments.offsets(x_NI.device))
+        if made.is_cuda:  # not every kernel writes the sum over no row: pytorch#172439
+            made.masked_fill_(segments.empty(made.device)[:, None, None], 0)
         return made if main_grad is None else put_gradient(made, main_grad, replace=replace)
     grad_EOC, x_ECI = segments.blocks(grad_NO).transpose(1, 2), segments.blocks(x_NI)
     if main_grad is None:

@@ -201,6 +201,9 @@ class GroupedLinear(nn.Module):
     The engine knows one weight per expert. Ours is one stack: before each call the engine's module is given views of
     it, so that gradients travel back through them and arrive stacked (one copy of the weight gradients). They come
     with the input gradients, never in a later W, and are added to `main_grad` by the data-parallel wrapper.
+
+    Its kernels may leave the gradient of an expert without rows as it was in memory, and fail without any row
+    (TransformerEngine#2499, #3019): such gradients are set to zero, and nothing is asked of it for nothing.
     """
 
     def __init__(
@@ -228,11 +231,16 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x_NI: Tensor, segments: Rows) -> Tensor:
         """[N, I] -> [N, O]."""
+        if not len(x_NI):
+            return x_NI @ self.weight[0].t()  # stays in the graph, with zeros for all experts
         (layer,) = self.engine_layer
-        for own, weight_OI in zip(self.names, self.weight.unbind(), strict=True):
+        counts = segments.tokens_per_expert
+        for own, weight_OI, rows in zip(self.names, self.weight.unbind(), counts.tolist(), strict=True):
+            if not rows and weight_OI.requires_grad:
+                weight_OI.register_hook(torch.zeros_like)
             setattr(layer, own, weight_OI)
         try:
-            return layer(x_NI, segments.tokens_per_expert)
+            return layer(x_NI, counts)
         finally:
             for own in self.names:
                 setattr(layer, own, None)  # a view kept here would keep the graph

@@ -94,6 +94,8 @@ def no_waiting() -> Iterator[None]:
 
 @pytest.mark.parametrize("counts_on", ["cpu", "cuda"])
 def test_grouped_experts_never_wait_for_the_gpu(counts_on: str) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip(f"{torch.cuda.get_device_name()} has no grouped kernel of torch's (Hopper and later have)")
     experts = build(GroupedExperts, torch.bfloat16)
     tokens, counts, probs = inputs(ROUTINGS["skewed"], torch.bfloat16)
     counts, grad = counts.to(counts_on), torch.randn_like(tokens)

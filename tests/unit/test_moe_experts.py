@@ -19,12 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import te_stub
 
-from labkit.config import ModelConfig, MoEConfig
+from labkit.config import ModelConfig, MoEConfig, presets
 from labkit.moe.experts import Experts, GroupedExperts, SequentialExperts
 from labkit.moe.grouped_gemm import Segments, grouped_product, grouped_weight_gradient
 from labkit.moe.weighted_activation import weighted_swiglu
 from labkit.parallel import WeightGradStore, checkpoint, single_process_groups
 from labkit.parallel.fp8 import Float8Recipe, Float8Scaling
+from labkit.train import pretrain
 
 ROUTINGS = {
     "skewed": [13, 1, 0, 2],
@@ -274,6 +275,16 @@ def test_weight_gradients_wait_for_their_action(fused: bool) -> None:
                 {name: expected[name] for name, _ in experts.named_parameters()})  # fmt: skip
 
 
+def test_one_expert_after_the_other_leaves_nothing_for_a_later_action() -> None:
+    experts, store = build(SequentialExperts, 4), WeightGradStore()
+    expected = results(build(SequentialExperts, 4), [5, 0, 1, 3])
+    with store.collecting("mb 0"):
+        assert_same(results(experts, [5, 0, 1, 3]), expected)
+    store.run("mb 0")
+    assert_same({name: p.grad for name, p in experts.named_parameters()},
+                {name: expected[name] for name, _ in experts.named_parameters()})  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", [SequentialExperts, GroupedExperts])
 def test_recomputed_experts_have_the_same_gradients(kind: type[Experts]) -> None:
     counts = [5, 0, 1, 3]
@@ -324,6 +335,22 @@ def test_the_engines_grouped_linear_on_our_stacked_weights(engine: te_stub.Recor
     assert_same(results(theirs, counts), results(build(GroupedExperts, 4, seed=9), counts))
     theirs.double().fc1.weight.data.zero_()
     assert not results(theirs, counts)["output"].any(), "the engine sees a weight that was moved and changed"
+
+
+def test_the_engine_is_asked_nothing_for_no_row(engine: te_stub.Record) -> None:
+    theirs, ours = build(GroupedExperts, 4, impl="transformer_engine"), build(GroupedExperts, 4)
+    assert_same(results(theirs, [0, 0, 0, 0]), results(ours, [0, 0, 0, 0]))
+    assert not engine.of("GroupedLinear", "forward")
+
+
+def test_training_with_experts_on_the_engine_or_one_by_one_follows_training_on_ours(engine: te_stub.Record) -> None:
+    small = {"model.layers": 2, "model.hidden": 32, "model.seq_length": 16, "train.global_batch_size": 4}
+    config = presets.tiny_moe().override(small | {"train.steps": 3, "optim.lr": 1e-2})
+    ours = pretrain(config).losses
+    assert ours[-1] < ours[0]
+    for change in ({"model.transformer_impl": "transformer_engine"}, {"moe.grouped_gemm": False}):
+        assert pretrain(config.override(change)).losses == pytest.approx(ours, rel=1e-5)
+    assert len(engine.of("GroupedLinear", "forward")) == 2 * 4 * 3, "projections, microbatches, steps"
 
 
 def test_the_engines_module_keeps_no_graph(engine: te_stub.Record) -> None:
