@@ -26,16 +26,14 @@ __all__ = ["permute", "sort_chunks_by_idxs", "unpermute"]
 def _sum_rows(rows_NH: Tensor, index_N: Tensor, num_tokens: int) -> Tensor:
     """Row t of the result is the sum of the rows whose index is t, added in their order: [N, H] -> [T, H].
 
-    Half precision is summed in float32 and rounded once. On a GPU, `index_add_` would add in the order in which threads
-    come; a bag of rows is summed by one thread, so there too the same input gives the same bits.
+    Half precision is summed in float32 and rounded once. On a GPU, `index_add_` would round after every row, and add in
+    the order in which threads come; a bag of rows is summed by one thread in float32, so the bits repeat there too.
     """
     if rows_NH.is_cuda and rows_NH.numel() and num_tokens:
         tokens_N, order_N = index_N.sort(stable=True)
         starts_T = torch.searchsorted(tokens_N, torch.arange(num_tokens, device=tokens_N.device))
         return F.embedding_bag(order_N, rows_NH, starts_T, mode="sum")
-    wide = torch.promote_types(rows_NH.dtype, torch.float32)
-    total_TH = rows_NH.new_zeros(num_tokens, rows_NH.shape[1], dtype=wide)
-    return total_TH.index_add_(0, index_N, rows_NH.to(wide)).to(rows_NH.dtype)
+    return rows_NH.new_zeros(num_tokens, rows_NH.shape[1]).index_add_(0, index_N, rows_NH)
 
 
 class _Permute(Function):
