@@ -20,14 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from labkit.config import ModelConfig, MoEConfig
+from labkit.config import ModelConfig, MoEConfig, RunConfig
 from labkit.config.errors import nearest
 from labkit.moe.replay import decode
 from labkit.moe.router import TopKRouter, finish_router_step
@@ -77,16 +77,20 @@ def standard_policies(
         group a rank of ep, it halves the ranks that a token goes to.
     bias_rate: by which the bias moves after each microbatch.
     capacity_factor: of those that drop.
+
+    With one expert a token, weights are those of a softmax over all experts: over the one chosen it would be 1.
     """
     per_group = 2 if top_k % 2 == 0 and experts // groups >= 2 else 1
+    softmax: Policy = {"pre_softmax": True} if top_k == 1 else {}
+    limit: Policy = {**softmax, "capacity_factor": capacity_factor}
     policies: dict[str, Policy] = {
-        "top-k softmax": {},
-        "group-limited": {"num_groups": groups, "group_topk": top_k // per_group},
+        "top-k softmax": softmax,
+        "group-limited": {**softmax, "num_groups": groups, "group_topk": top_k // per_group},
         "sigmoid + bias": {"score_function": "sigmoid", "expert_bias": True, "expert_bias_update_rate": bias_rate},
         "sinkhorn": {"load_balancing": "sinkhorn"},
-        "drop by weight": {"capacity_factor": capacity_factor, "drop_policy": "probs"},
-        "drop by position": {"capacity_factor": capacity_factor, "drop_policy": "position"},
-        "drop and pad": {"capacity_factor": capacity_factor, "pad_to_capacity": True},
+        "drop by weight": {**limit, "drop_policy": "probs"},
+        "drop by position": {**limit, "drop_policy": "position"},
+        "drop and pad": {**limit, "pad_to_capacity": True},
     }
     return {name: {"top_k": top_k, **policy} for name, policy in policies.items()}
 
@@ -152,7 +156,7 @@ def replay(logits_NRTE: Tensor, policy: Policy, *, name: str = "policy") -> Repl
         name: of the policy, for pictures.
 
     Raises:
-        ValueError: another shape, experts that the ranks do not divide, an unknown field, or numbers that do not fit.
+        ValueError: another shape, experts that the ranks do not divide, or a policy that a configuration would refuse.
     """
     logits = logits_NRTE if logits_NRTE.dim() == 4 else logits_NRTE[None]
     if logits.dim() != 4 or not logits.numel() or logits.shape[3] % logits.shape[1]:
@@ -165,10 +169,7 @@ def replay(logits_NRTE: Tensor, policy: Policy, *, name: str = "policy") -> Repl
     load, routed = [], []
     with torch.enable_grad(), _one_thread():
         for logits_RTE in logits.detach():
-            try:
-                routed = [_route(router, logits_TE) for logits_TE in logits_RTE]
-            except ValueError as problem:
-                raise ValueError(f"policy {name!r}: {problem}") from None
+            routed = [_route(router, logits_TE) for logits_TE in logits_RTE]
             load.append([chosen_TE.sum(0).tolist() for _, _, chosen_TE in routed])
             finish_router_step([router], router.groups)
         return _summed(name, moe, np.array(load, dtype=np.int64), logits[-1], routed)
@@ -212,7 +213,11 @@ def _config(policy: Policy, experts: int, name: str) -> MoEConfig:
         raise ValueError(f"policy {name!r}: {field} {why}; a policy sets {', '.join(REPLAYED)}")
     if (kind := policy.get("load_balancing", "none")) not in ("none", "sinkhorn"):
         raise ValueError(f"policy {name!r}: {kind} acts on the weights over a training run; replay none or sinkhorn")
-    return replace(MoEConfig(num_experts=experts, load_balancing="none"), **policy)
+    given = {"num_experts": experts, "load_balancing": "none", **policy}
+    config = RunConfig().override({f"moe.{field}": value for field, value in given.items()})
+    if problems := config.problems():
+        raise ValueError(f"policy {name!r}: {'; '.join(problems)}")
+    return config.moe
 
 
 def _summed(name: str, moe: MoEConfig, load: np.ndarray, logits_RTE: Tensor, routed: Sequence[_Routed]) -> Replayed:

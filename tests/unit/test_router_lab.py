@@ -122,13 +122,20 @@ def test_the_lab_moves_the_bias_as_algorithm_1_says() -> None:
 def test_counts_add_up_and_capacities_hold(ranks, tokens, top_k, factor, drop, seed) -> None:
     logits = skewed_logits(microbatches=2, ranks=ranks, tokens=tokens, experts=8, seed=seed)
     limit = {} if factor is None else {"capacity_factor": factor, "drop_policy": drop}
-    found = replay(logits, {"top_k": top_k, **limit})
+    found = replay(logits, {"top_k": top_k, "pre_softmax": True, **limit})
     assert (found.load.sum(axis=2) == tokens * top_k).all()
     assert (found.rows <= found.load[-1]).all()
     assert found.dropped == pytest.approx(1 - found.rows.sum() / found.load[-1].sum())
     assert found.capacity is None or found.rows.max() <= found.capacity
     assert found.rows_by_rank.sum() == found.rows.sum() == found.maps.sum()
     assert 0 <= found.weight_dropped <= 1 and found.own_choice == 1
+
+
+@pytest.mark.parametrize(("experts", "top_k", "groups"), [(8, 1, 4), (8, 2, 4), (4, 2, 4), (16, 3, 4), (64, 8, 8)])
+def test_standard_policies_are_ones_that_a_configuration_takes(experts, top_k, groups) -> None:
+    logits = skewed_logits(ranks=2, tokens=16, experts=experts)
+    replayed = replay_policies(logits, standard_policies(experts, top_k, groups=groups))
+    assert len(replayed) == 7 and all((each.load.sum(axis=2) == 16 * top_k).all() for each in replayed)
 
 
 def test_same_recording_same_replay_and_the_reader_keeps_his_threads() -> None:
@@ -163,7 +170,9 @@ def test_logits_of_a_router_are_kept_and_replay_its_own_choice() -> None:
         ({"topk": 2}, r"policy 'policy': topk is unknown; did you mean \"top_k\"\?"),
         ({"dispatcher": "local"}, "dispatcher does not change what a recording routes"),
         ({"load_balancing": "aux_loss"}, "aux_loss acts on the weights over a training run"),
-        ({"top_k": 9}, "policy 'policy': top_k is 9; with 4 experts"),
+        ({"top_k": 9}, "policy 'policy': moe.top_k = 9: must be at most moe.num_experts = 4"),
+        ({"load_balancing": "sinkhorn", "capacity_factor": 1.0}, "has no effect with moe.load_balancing = sinkhorn"),
+        ({"expert_bias": True}, "moves sigmoid scores"),
     ],
 )
 def test_policies_that_cannot_be_replayed_are_refused(policy, words) -> None:
@@ -224,7 +233,7 @@ def test_bars_have_the_values() -> None:
 
 def test_controls_set_their_field_where_a_policy_has_it(monkeypatch) -> None:
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
-    policies = {"plain": {"top_k": 1}, "limited": {"top_k": 1, "capacity_factor": 1.0}}
+    policies = {"plain": TOP_1, "limited": {**TOP_1, "capacity_factor": 1.0}}
     alone = explore_policies(HAND, policies, hidden=8)
     monkeypatch.setenv("JPY_SESSION_NAME", "chapter.ipynb")
     *controls, picture, words = explore_policies(HAND, policies, hidden=8).children
@@ -241,7 +250,7 @@ def test_a_policy_that_cannot_be_is_left_out_and_said_to_be() -> None:
     policies = {"plain": {"top_k": 2}, "limited": {"top_k": 2, "num_groups": 2, "group_topk": 1}}
     top_k, picture, words = explore_policies(HAND, policies, hidden=8).children
     top_k.value = 3
-    assert words.value.startswith("<b>left out: policy &#x27;limited&#x27;: a group has 2 experts, and top_k / ")
+    assert words.value.startswith("<b>left out: policy &#x27;limited&#x27;: moe.group_topk = 1: so many groups of 2 ")
     assert "mean: plain 1.33;" in words.value  # six tokens, 18 choices over 4 experts: expert 0 takes all 6
     before = picture.value
     top_k.value = 2
