@@ -39,7 +39,7 @@ class SleepingExperts(nn.Module):
         return tokens_NH * probs_N.unsqueeze(-1)
 
 
-def skewed_logits(tokens: int, num_experts: int, skew: float, *, seed: int = 0) -> Tensor:
+def zipf_logits(tokens: int, num_experts: int, skew: float, *, seed: int = 0) -> Tensor:
     """Logits [T, E], float64, whose top-k draws experts without replacement with chances that fall as (e + 1)^-skew.
 
     It is Zipf's law: skew 0 is even, at 1 expert 0 is twice as popular as expert 1, at 3 eight times. The Gumbel noise

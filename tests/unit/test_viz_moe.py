@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from labkit.moe.sleeping_experts import SleepingExperts, skewed_logits
+from labkit.moe.sleeping_experts import SleepingExperts, zipf_logits
 from labkit.viz import capacity_curve, dispatch_steps, explore_skew, load_over_training, send_matrix_figure, skew_curve
 
 
@@ -180,8 +180,8 @@ def test_sleeping_experts_sleep_for_their_rows_and_weigh_them():
 def test_skew_draws_experts_with_chances_that_fall_as_a_power():
     """Top-1 of Gumbel noise plus log p draws from p: at skew 1 shares are 1/(e + 1) over their sum."""
     for skew in (0.0, 1.0, 2.0):
-        drawn = skewed_logits(40_000, 4, skew).argmax(1).bincount(minlength=4) / 40_000
+        drawn = zipf_logits(40_000, 4, skew).argmax(1).bincount(minlength=4) / 40_000
         chances = torch.arange(1, 5, dtype=torch.float64) ** -skew
         torch.testing.assert_close(drawn.double(), chances / chances.sum(), atol=0.01, rtol=0)
-    assert torch.equal(skewed_logits(8, 4, 1.0), skewed_logits(8, 4, 1.0))
-    assert not torch.equal(skewed_logits(8, 4, 1.0), skewed_logits(8, 4, 1.0, seed=1))
+    assert torch.equal(zipf_logits(8, 4, 1.0), zipf_logits(8, 4, 1.0))
+    assert not torch.equal(zipf_logits(8, 4, 1.0), zipf_logits(8, 4, 1.0, seed=1))
