@@ -28,7 +28,7 @@ class AttachedLosses:
             raise ValueError(
                 "calculate_per_token_loss divides all gradients by the tokens of the global batch, also those of "
                 "load-balancing losses, which must be multiplied by them before: give tokens_per_microbatch = "
-                "micro batch x sequence length"
+                "micro batch x sequence length, or to an entry point seq_length and micro_batch_size"
             )
         self._count, self._tokens = num_microbatches, tokens_per_microbatch if per_token else None
 

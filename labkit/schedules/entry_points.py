@@ -45,7 +45,8 @@ class StepArguments(TypedDict, total=False):
     dtype: Any
     """Of the tensors between stages; None is that of the first floating-point parameter."""
     calculate_per_token_loss: bool
-    """Leave a loss of three items unscaled: gradients are divided by the number of tokens at the end of the step."""
+    """Leave a loss of three items unscaled: gradients are divided by the number of tokens at the end of the step. A
+    model with experts then needs seq_length and micro_batch_size."""
     no_sync_func: Any
     """A context in which backwards only accumulate, or a list with one per chunk; None takes the chunks' `no_sync`."""
     grad_sync_func: Any
@@ -246,6 +247,7 @@ def _run(
         transport=_transport(overlap_p2p_comm, batch_p2p_comm, use_ring_exchange_p2p),
         deallocate_pipeline_outputs=deallocate_pipeline_outputs,
         autocast_dtype=dtype if enable_autocast else None,
+        tokens_per_microbatch=seq_length * micro_batch_size if seq_length and micro_batch_size else None,
         **others,
     )
     return runtime.run(data_iterator, None, forward_only, collect_non_loss_data=collect_non_loss_data)

@@ -21,7 +21,7 @@ from labkit.moe.router import routers_of
 from labkit.parallel import NaiveDataParallel, initialize_model_parallel, single_process_groups
 from labkit.parallel.distributed_data_parallel import wrap_model_chunks
 from labkit.parallel.gradients import main_grad
-from labkit.schedules import PipelineRuntime, one_f_one_b
+from labkit.schedules import PipelineRuntime, forward_backward_no_pipelining, one_f_one_b
 from labkit.train import pretrain
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.metrics import scalars
@@ -108,16 +108,23 @@ def test_gradients_are_those_of_the_loss_and_the_reported_losses_of_routers(chan
 
 
 def gradients_of(config: RunConfig, **options: Any) -> dict[str, Tensor]:
-    """Gradients of one step of the runtime alone, over tokens drawn at random."""
+    """Gradients of one step of the runtime alone, or of an entry point, over tokens drawn at random."""
     groups, count = single_process_groups(), 3
     chunks = build_model_chunks(config, groups)
     wrapped = NaiveDataParallel(chunks[0], groups.dp_cp, groups.edp, grad_dtype=torch.float64)
-    runtime = PipelineRuntime(one_f_one_b(1, count), [wrapped], groups, forward_step_func=gpt_forward_step, **options)
     tokens = torch.randint(0, 1024, (count, 1, 17), generator=torch.Generator().manual_seed(1))
     batches = [
         {"tokens_BS": t[:, :-1], "labels_BS": t[:, 1:], "loss_mask_BS": torch.ones(1, 16)} for t in tokens.unbind(0)
     ]
-    runtime.run(iter(batches))
+    if "seq_length" in options:
+        forward_backward_no_pipelining(
+            forward_step_func=gpt_forward_step, data_iterator=iter(batches), model=wrapped, num_microbatches=count,
+            groups=groups, **options,
+        )  # fmt: skip
+    else:
+        schedule = one_f_one_b(1, count)
+        runtime = PipelineRuntime(schedule, [wrapped], groups, forward_step_func=gpt_forward_step, **options)
+        runtime.run(iter(batches))
     return {name: main_grad(p).clone() for name, p in wrapped.module.named_parameters()}
 
 
@@ -136,6 +143,9 @@ def test_a_loss_per_token_needs_the_tokens_of_a_microbatch() -> None:
     summed = gradients_of(small(aux_loss_coeff=1.0), calculate_per_token_loss=True, tokens_per_microbatch=16)
     for name, gradient in mean.items():
         assert torch.allclose(gradient * 3 * 16, summed[name], rtol=1e-12, atol=1e-14), name
+    through = {"seq_length": 16, "micro_batch_size": 1}
+    for name, gradient in gradients_of(small(aux_loss_coeff=1.0), calculate_per_token_loss=True, **through).items():
+        assert torch.equal(gradient, summed[name]), f"{name} through an entry point"
     dense = replace(small(), moe=MoEConfig())
     assert gradients_of(dense, calculate_per_token_loss=True), "without experts nothing is needed"
 
