@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,17 +55,18 @@ class Splits:
     @classmethod
     def of(cls, counts: Tensor, ep_rank: int, etp_rank: int) -> Splits:
         """From the table of counts on the host, [etp, ep, E]: rows of each rank for each expert."""
-        ep, experts = counts.shape[1:]
+        table = counts.numpy().astype(np.int64)
+        ep, experts = table.shape[1:]
         per_rank = experts // ep
-        own = counts[etp_rank, ep_rank].to(torch.int64)
-        local = counts[:, :, ep_rank * per_rank : (ep_rank + 1) * per_rank].to(torch.int64)
+        own = table[etp_rank, ep_rank]
+        local = table[:, :, ep_rank * per_rank : (ep_rank + 1) * per_rank]
         return cls(
             num_out_tokens=int(own.sum()),
-            input_splits=own.view(ep, per_rank).sum(dim=1).tolist(),
-            output_splits=local[etp_rank].sum(dim=1).tolist(),
-            output_splits_tp=local.sum(dim=(1, 2)).tolist(),
-            chunks=local.flatten().tolist(),
-            tokens_per_expert=local.sum(dim=(0, 1)),
+            input_splits=own.reshape(ep, per_rank).sum(axis=1).tolist(),
+            output_splits=local[etp_rank].sum(axis=1).tolist(),
+            output_splits_tp=local.sum(axis=(1, 2)).tolist(),
+            chunks=local.ravel().tolist(),
+            tokens_per_expert=torch.from_numpy(local.sum(axis=(0, 1))),
         )
 
 

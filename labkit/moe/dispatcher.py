@@ -17,7 +17,8 @@ follows depends on numbers of the host (`cuda_dtoh_point`). What a step leaves f
 dispatcher, valid for one forward; backward passes need none of it, since the operations save what they need.
 
 The split sizes of a transfer must be numbers on the host, and the router's map is on the GPU. There is one copy to the
-host in a forward, at `cuda_dtoh_point`; nothing else here makes the host wait.
+host in a forward, at `cuda_dtoh_point`; nothing else here makes the host wait. (The all-gather needs no split sizes; it
+copies its counts in `dispatch_postprocess`, when it has them.)
 
 Every rank of the group runs every step, with zero tokens too: backward passes communicate in the same places, and a
 rank that left the autograd graph would leave the others waiting.

@@ -141,9 +141,7 @@ def unequal_books() -> None:
         ("all_gather", 2 * 2 * sizes[group.rank], "mlp", "forward"),
         ("reduce_scatter", 2 * 2 * 5, "mlp", "backward"),
     ]
-    # summed in float32 and rounded once: 256 + 1 + 1 would stay 256 in bfloat16
-    part = torch.tensor([[256.0 if group.rank == 0 else 2.0]] * 2).bfloat16()
-    assert reduce_scatter_unequal(part, group, [2, 0]).tolist() == ([[258.0]] * 2 if group.rank == 0 else [])
+    part = torch.full((2, 1), 1.0 + group.rank)
     with dropped(operation="reduce_scatter", group="etp") as hook:
         assert torch.equal(reduce_scatter_unequal(part, group, [1, 1]), part[:1])
     assert hook.calls == 1
@@ -151,8 +149,19 @@ def unequal_books() -> None:
         all_gather_unequal(part, group, [2, 2])
 
 
-def test_they_are_booked_as_what_they_are_and_round_once(on_ranks) -> None:
+def test_they_are_booked_and_dropped_as_what_they_are(on_ranks) -> None:
     on_ranks(unequal_books, 2)
+
+
+def half_precision() -> list[list[float]]:
+    group = whole_world("etp")
+    part = torch.tensor([[256.0 if group.rank == 0 else 1.0]] * 2).bfloat16()
+    return reduce_scatter_unequal(part, group, [0, 2, 0, 0]).tolist()
+
+
+def test_half_precision_is_summed_in_float32_and_rounded_once(on_ranks) -> None:
+    # 259, which bfloat16 has not; adding the ones to 256 one by one in bfloat16 would leave it at 256
+    assert on_ranks(half_precision, 4) == [[], [[260.0]] * 2, [], []]
 
 
 def test_unequal_sizes_that_do_not_fit_are_refused() -> None:

@@ -79,7 +79,9 @@ def test_half_precision_is_summed_in_float32_and_rounded_once() -> None:
     # 256 + 1 is 256 in bfloat16: sums rounded after every row would lose all of the ones
     rows = torch.tensor([[256.0], *[[1.0]] * 4]).bfloat16()
     assert unpermute(rows, torch.zeros(5, dtype=torch.int64), 1).item() == 260
-    many, index = torch.randn(3000, 64).bfloat16(), torch.randint(0, 500, (3000,))
+    generator = torch.Generator().manual_seed(0)
+    many = torch.randn(3000, 64, generator=generator).bfloat16()
+    index = torch.randint(0, 500, (3000,), generator=generator)
     exact = torch.zeros(500, 64).index_add_(0, index, many.float())
     assert torch.equal(unpermute(many, index, 500), exact.bfloat16())
 
