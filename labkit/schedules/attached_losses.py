@@ -20,7 +20,9 @@ class AttachedLosses:
     ) -> None:
         """per_token: the model's loss is a sum over tokens, divided by their number in the global batch at the end.
 
-        tokens_per_microbatch: B x S of the whole sequence, for `per_token`. Raises ValueError where it is missing.
+        tokens_per_microbatch: B x S of the whole sequence, for `per_token`; not this rank's part of it, as Megatron-LM
+            had until its pull request 5047, or the losses would be tp x cp times too weak. Raises ValueError where it
+            is missing.
         """
         all_modules = [module for chunk in chunks for module in chunk.modules()]
         self.modules = [module for module in all_modules if hasattr(module, "set_aux_loss_scale")]
