@@ -27,6 +27,9 @@ class LogitRecord:
             model(tokens)
         torch.stack(kept.logits["layers.3.mlp.router"])      # [forwards, T, E]
 
+    Of a training run, where the model is made inside: make the chunks in `pretrain`'s `model_provider`, and the record
+    of them there.
+
     Args:
         modules: model chunks, or routers.
 

@@ -10,10 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labkit.config import ModelConfig, MoEConfig
+from labkit.config import ModelConfig, MoEConfig, presets
+from labkit.models import build_model_chunks
 from labkit.moe.logit_record import LogitRecord
 from labkit.moe.router import TopKRouter
 from labkit.parallel import single_process_groups
+from labkit.train import pretrain
 from labkit.viz import compare_policies, explore_policies, policy_loads, replay, replay_policies
 from labkit.viz.router_lab import Replayed, skewed_logits, standard_policies
 
@@ -162,6 +164,26 @@ def test_logits_of_a_router_are_kept_and_replay_its_own_choice() -> None:
     assert replay(torch.stack(logits)[:, None], {"top_k": 2}).maps[0].tolist() == map_TE.tolist()
     with pytest.raises(ValueError, match="no router in these modules"):
         LogitRecord([torch.nn.Linear(2, 2)])
+
+
+def test_logits_of_a_training_run_give_the_loads_that_it_counted() -> None:
+    """Recomputed layers come by twice and are kept once; the first step's choices are those of the router itself."""
+    changes = {"layers": 2, "layer_freq": [0, 1], "steps": 1, "global_batch_size": 2, "recompute_granularity": "full"}
+    config = presets.tiny_moe().override(changes)
+    kept: list[LogitRecord] = []
+
+    def provided(config, groups):
+        chunks = build_model_chunks(config, groups)
+        kept.append(LogitRecord(chunks))
+        return chunks
+
+    result = pretrain(config, model_provider=provided)
+    ((name, logits),) = kept[0].logits.items()
+    assert name == "layers.1.mlp.router" and len(logits) == 2
+    replayed = replay(torch.stack(logits)[:, None], {"top_k": config.moe.top_k})
+    load = replayed.load_by_microbatch.sum(axis=0)
+    counted = [value for key, value in result.metrics[0].items() if "max_over_mean" in key]
+    assert counted and counted == pytest.approx([load.max() / load.mean()] * len(counted))
 
 
 @pytest.mark.parametrize(
