@@ -264,8 +264,8 @@ def sparse(preset: str) -> RunConfig:
 
 EXPERT_SWEEPS: dict[str, tuple[RunConfig, list[dict[str, Any]], str]] = {
     "Experts, tiny_moe, float64": (sparse("tiny_moe"), EXPERT_LAYOUTS, "float64"),
-    "Experts, deepseek_tiny, float64": (sparse("deepseek_tiny"), EXPERT_LAYOUTS[::2], "float64"),
-    "Experts, mixtral_tiny, float32": (sparse("mixtral_tiny"), EXPERT_LAYOUTS[::3], "float32"),
+    "Experts, deepseek_tiny, float64": (sparse("deepseek_tiny"), EXPERT_LAYOUTS[1::4], "float64"),
+    "Experts, mixtral_tiny, float32": (sparse("mixtral_tiny"), EXPERT_LAYOUTS[3::4], "float32"),
     "Ways to experts, deepseek_tiny, float64": (sparse("deepseek_tiny"), DISPATCH_LAYOUTS, "float64"),
 }
 """Mixtures of experts. All layouts of the first table together have every four values of `EXPERT_AXES`."""

@@ -14,6 +14,8 @@ from labkit.config.rules import world_size_problem
 
 STANDARD_LAYOUTS = "tp=2;pp=2;dp=2;tp=2,pp=2"
 """Compared where neither --layouts nor the configuration names a layout."""
+STANDARD_EXPERT_LAYOUTS = "ep=2;tp=2,sp;pp=2;dp=2;ep=4,tp=2,etp=1,sp"
+"""The same for a mixture of experts, which tp cuts under sequence parallelism only."""
 _SHORT = {"sp": "parallel.sequence_parallel"}
 """Words of the table that are no field's name; alone they switch it on."""
 _FAULT_KEYS = ("operation", "group", "phase", "layer")
@@ -33,7 +35,7 @@ def execute(arguments: Arguments) -> int:
     text = options["layouts"]
     if text is None:
         named = config.parallel.smallest_world_size > 1 or options["world_size"] is not None
-        text = "" if named else STANDARD_LAYOUTS
+        text = "" if named else STANDARD_EXPERT_LAYOUTS if config.moe.num_experts else STANDARD_LAYOUTS
     layouts, bad_layouts = read_layouts(text, config, options["world_size"]) if not problems else ([], [])
     fault, bad_fault = _read_fault(options["drop"])
     arguments.refuse(problems + bad_layouts + bad_fault)

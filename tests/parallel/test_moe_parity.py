@@ -85,6 +85,32 @@ def test_gradients_of_experts_over_their_own_replicas():
     agrees(compare(sparse("tiny_moe"), layouts, steps=3))
 
 
+LAST_EXPERTS = "layers.1.mlp.experts.fc2.weight gradient"
+LEFT_OUT = [
+    ({"operation": "all_to_all", "group": "ep", "phase": "forward"}, {"ep": 2}, "layers.1.mlp output"),
+    ({"operation": "all_to_all", "group": "ep", "phase": "backward"}, {"ep": 2}, LAST_EXPERTS),
+    ({"operation": "reduce_scatter", "group": "etp", "phase": "forward"}, {"etp": 2}, "layers.1.mlp output"),
+    (
+        {"operation": "all_reduce", "group": "edp"},
+        {"ep": 2, "world_size": 4},
+        LAST_EXPERTS,
+    ),
+    ({"operation": "all_reduce", "phase": "expert bias"}, {"ep": 2}, "layers.1.mlp.router.expert_bias parameter"),
+    ({"operation": "all_reduce", "layer": "layers.1.mlp.router"}, {"cp": 2}, "layers.1.mlp.router.weight gradient"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "named"),
+    [pytest.param(*row, marks=[] if number == 1 else [pytest.mark.sweep]) for number, row in enumerate(LEFT_OUT)],
+    ids=["-".join(fault.values()) for fault, _, _ in LEFT_OUT],
+)
+def test_communication_of_experts_that_is_left_out_is_named(fault, layout, named):
+    """Of an all-to-all that is left out a rank keeps its own rows, as many as were to come."""
+    report = compare(sparse("deepseek_tiny", global_batch_size=8), [layout], steps=1, fault=fault)
+    assert report.rows[0].first_difference == named, f"\n{report}"
+
+
 DROPS = {"capacity_factor": 0.75, "moe.aux_loss_coeff": 0.01}
 
 

@@ -18,7 +18,7 @@ from labkit.cli import main
 from labkit.cli.arguments import CONFIG_OPTIONS, read
 from labkit.cli.command_line import COMMANDS
 from labkit.cli.help_text import checked_config, parser_of
-from labkit.cli.parity_command import read_layouts
+from labkit.cli.parity_command import STANDARD_EXPERT_LAYOUTS, STANDARD_LAYOUTS, read_layouts
 from labkit.cli.run_command import COMMAND as RUN
 from labkit.cli.train_command import COMMAND as TRAIN
 from labkit.config import RunConfig, presets
@@ -298,6 +298,13 @@ def test_layouts_of_parity() -> None:
     assert layouts == [] and len(problems) == 3
     layouts, problems = read_layouts("tp=2,sp;tp=2,sp=true;tp=2,sp=false", config)
     assert problems == [] and [layout["parallel.sequence_parallel"] for layout in layouts] == [True, True, False]
+
+
+@pytest.mark.parametrize("preset", ["tiny", "llama_tiny", "tiny_moe", "mixtral_tiny", "deepseek_tiny"])
+def test_layouts_that_parity_compares_unasked_are_sound(preset: str) -> None:
+    config = presets.get(preset)
+    layouts, problems = read_layouts(STANDARD_EXPERT_LAYOUTS if config.moe.num_experts else STANDARD_LAYOUTS, config)
+    assert problems == [] and max(layout["world_size"] for layout in layouts) == 4
 
 
 def test_doctor_says_what_it_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
