@@ -65,9 +65,17 @@ def _as_on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = F
 
 
 def layer(
-    model: ModelConfig, moe: MoEConfig, groups: ParallelGroups, *, dtype: torch.dtype = torch.float32
+    model: ModelConfig,
+    moe: MoEConfig,
+    groups: ParallelGroups,
+    *,
+    dtype: torch.dtype = torch.float32,
+    compiled: bool = False,
 ) -> nn.Module:
-    """Its MoE layer with the all-to-all dispatcher and sequential experts, for this rank."""
+    """Its MoE layer with the all-to-all dispatcher and sequential experts, for this rank.
+
+    compiled: its fused activation, which goes through `torch.compile` and so needs a C++ compiler.
+    """
     mcore = load()
     parallel = groups.config
     if not mcore.parallel_state.model_parallel_is_initialized():
@@ -98,7 +106,7 @@ def layer(
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,
         use_cpu_initialization=True,
-        bias_activation_fusion=False,
+        bias_activation_fusion=compiled,
         gradient_accumulation_fusion=False,
     )
     spec = mcore.module_spec(use_te=False, num_experts=moe.num_experts, moe_grouped_gemm=False)

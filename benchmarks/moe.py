@@ -5,7 +5,8 @@
 layer    Forward and backward of one MoE layer (router, all-to-all dispatcher, SwiGLU experts; no drops), from the same
          weights and inputs as megatron-core's, on one rank and on two with the experts shared out (ep2). Outputs and
          every gradient must agree before anything is timed. Its grouped experts need a GPU, so its experts run one
-         after the other (SequentialMLP); ours do both.
+         after the other (SequentialMLP); ours do both. Where there is a C++ compiler it is measured with its compiled
+         activation as well.
 experts  The experts alone on one rank: one product for all, beside one product for each; rows spread evenly, and so
          that each expert has half as many as the one before.
 bytes    Counted, not timed: what leaves the ranks in the all-to-alls of a forward, over what this routing needs at
@@ -15,6 +16,7 @@ bytes    Counted, not timed: what leaves the ranks in the all-to-alls of a forwa
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -42,7 +44,7 @@ HIDDEN, WIDTH, ROWS = 256, 256, 2048
 """Of the experts alone."""
 NOTES = (
     f"Layer: {TOKENS} tokens over all ranks, SwiGLU, fp32, one thread a rank; weights random, so the load is uneven.",
-    "Aim of the layer: at most 0.9 of megatron-core's time.",
+    "Aim of the layer: at most 0.9 of megatron-core's time, compiled or not.",
     f"Experts alone: {ROWS} rows, hidden {HIDDEN}, width {WIDTH}.",
     "Bytes: 1.00 is the exact minimum of row-by-row transfer; aim: at most 1% more for weights and counts.",
 )
@@ -57,8 +59,10 @@ def model_config(hidden: int) -> ModelConfig:
 # ---- the layer ----
 
 
-def measure_layer(case: str, ep: int, repetitions: int, max_load: float) -> tuple[Comparison, dict[str, Any]]:
-    """On each rank: (times of the layers in turn, bytes of all ranks)."""
+def measure_layer(
+    case: str, ep: int, repetitions: int, max_load: float, compiled: bool = False
+) -> tuple[Comparison, dict[str, Any]]:
+    """On each rank: (times of the layers in turn, bytes of all ranks). compiled: a third layer of megatron-core's."""
     import megatron_moe
 
     hidden, moe = LAYERS[case]
@@ -66,8 +70,11 @@ def measure_layer(case: str, ep: int, repetitions: int, max_load: float) -> tupl
     ours, one_by_one = (
         MoELayer("layers.0.mlp", model, replace(moe, grouped_gemm=grouped), groups) for grouped in (True, False)
     )
-    theirs = megatron_moe.layer(model, moe, groups)
-    megatron_moe.copy_weights(ours, theirs)
+    theirs = {"megatron-core": megatron_moe.layer(model, moe, groups)}
+    if compiled:
+        theirs["megatron-core, compiled"] = megatron_moe.layer(model, moe, groups, compiled=True)
+    for their in theirs.values():
+        megatron_moe.copy_weights(ours, their)
     torch.manual_seed(groups.rank)
     x_SBH, grad_SBH = (torch.randn(TOKENS // ep, 1, hidden) for _ in range(2))
     outputs: dict[str, Tensor] = {}
@@ -81,13 +88,14 @@ def measure_layer(case: str, ep: int, repetitions: int, max_load: float) -> tupl
 
         return step
 
-    layers = {"labkit": ours, "labkit, one by one": one_by_one, "megatron-core": theirs}
+    layers = {"labkit": ours, "labkit, one by one": one_by_one} | theirs
     steps = {name: stepper(name, layer) for name, layer in layers.items()}
     with CommLedger() as ledger:
         steps["labkit"]()
-    steps["megatron-core"]()
-    torch.testing.assert_close(outputs["labkit"], outputs["megatron-core"], rtol=1e-4, atol=1e-6)
-    assert megatron_moe.largest_gradient_difference(ours, theirs) < 1e-4, "the layers do not compute the same"
+    for name, their in theirs.items():
+        steps[name]()
+        torch.testing.assert_close(outputs["labkit"], outputs[name], rtol=1e-4, atol=1e-6)
+        assert megatron_moe.largest_gradient_difference(ours, their) < 1e-4, f"{name} does not compute the same"
     words = f"layer, {case}, ep{ep}, forward and backward"
     found = interleave(words, steps, repetitions=repetitions, across_ranks=True, max_load=max_load)
     return found, bytes_row(case, ours, ledger, hidden)
@@ -173,14 +181,14 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="print only, write no result")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    given = (options.repetitions, options.max_load)
+    given, compiled = (options.repetitions, options.max_load), shutil.which("g++") is not None
     comparisons, rows = [], []
     for ep in (1, 2):
         for case in LAYERS:
             counted: list[dict[str, Any]] = []
 
             def layer(case: str = case, ep: int = ep, counted: list[dict[str, Any]] = counted) -> Comparison:
-                found, row = run(measure_layer, ep, case, ep, *given, device="cpu", timeout=600.0)[0]
+                found, row = run(measure_layer, ep, case, ep, *given, compiled, device="cpu", timeout=600.0)[0]
                 counted[:] = [row]
                 return found
 
