@@ -16,6 +16,7 @@ import torch
 from labkit.config import MoEConfig, presets
 from labkit.models import (
     GPTModel,
+    counts,
     full_state_from_hugging_face,
     full_state_to_hugging_face,
     gather_full_state,
@@ -167,6 +168,17 @@ def test_hugging_face_reads_what_we_write_and_we_read_what_it_writes(
     back = full_state_from_hugging_face(config, written, moe)
     assert back.keys() == full.keys()
     assert all(torch.equal(back[name], full[name]) for name in full)
+
+
+def test_mixtral_8x7b_has_as_many_parameters_as_hugging_faces() -> None:
+    """Whose MixtralConfig describes it by default; built without memory."""
+    with torch.device("meta"):
+        theirs = transformers.MixtralForCausalLM(transformers.MixtralConfig())
+    config = presets.mixtral_8x7b()
+    assert counts.model_parameters(config.model, config.moe) == theirs.num_parameters() == 46_702_792_704
+    read = theirs.config.to_dict()
+    assert replace(model_config_from_hugging_face(read), seq_length=4096) == config.model
+    assert moe_config_from_hugging_face(read) == replace(config.moe, aux_loss_coeff=0.0)
 
 
 @pytest.mark.parametrize(

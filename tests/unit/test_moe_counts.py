@@ -121,6 +121,8 @@ def counted(model: ModelConfig, moe: MoEConfig, *, backward: bool) -> int:
 def test_operations_equal_torchs_counter(model: ModelConfig, moe: MoEConfig) -> None:
     assert counted(model, moe, backward=False) == counts.forward_flops(model, samples=3, moe=moe).total
     assert counted(model, moe, backward=True) == counts.step_flops(model, samples=3, moe=moe).total
+    again = replace(model, recompute_granularity="full")
+    assert counted(again, moe, backward=True) == counts.step_flops(model, samples=3, moe=moe, recompute=True).total
 
 
 def test_operations_of_a_part_of_the_layers_add_up() -> None:
