@@ -1,8 +1,8 @@
 """The experts of one rank: feed-forward networks without bias, each on the rows that were routed to it.
 
 Rows arrive sorted by expert, with the weight that the router gave each of them. It is applied between activation and
-second projection: the product is linear in it, so the result is the same as weighting the output, and a weight per row
-of the smaller activation is cheaper than one per row of the output.
+second projection, which is linear, so the result is that of weighting the output. But the gradient of the weight would
+then need the output of every expert in backward; so it needs only what is kept anyway.
 
 Weights are stacked, so that a state_dict moves between the implementations:
 

@@ -2,7 +2,7 @@
 
 In plain autograd silu(gate) * up * p keeps four tensors as wide as the activation and writes five in backward before
 its two halves are joined. Here the projection's output and p are kept, and backward writes both halves of its result in
-place. On a CPU, where a large new tensor costs more than the arithmetic in it, this is a tenth of a MoE layer's time.
+place. On a CPU, where a large new tensor costs more than the arithmetic in it, this saves about a tenth of a layer.
 
 Shapes: N rows, F expert width.
 """
