@@ -52,6 +52,8 @@ CASES: dict[str, MoEConfig] = {
     "shared with gate": replace(SHARED, shared_expert_gate=True),
     "shared, overlapped": replace(SHARED, shared_expert_gate=True, shared_expert_overlap=True),
 }
+TYPED = ("plain", "one by one", "losses", "sigmoid", "wide router", "router like the model", "shared with gate")
+"""Cases whose tensors are of several types, as those of the router and its weights."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -78,7 +80,8 @@ def experts_part(sizes: dict[str, int], prefix: str) -> int:
 @pytest.mark.parametrize("config", [GELU, GATED], ids=["gelu", "gated"])
 def test_the_experts_branch_byte_for_byte(config: ModelConfig, dtype: str) -> None:
     kind = DTYPES[dtype]
-    for name, moe in CASES.items():
+    for name in CASES if dtype == "fp32" else TYPED:
+        moe = CASES[name]
         found = measured(config, moe, kind)
         saved = layer_saved(config, share(kind), moe)
         mask = saved["mlp dropout mask"]
