@@ -192,8 +192,8 @@ DISPATCH = [
     Fault(
         "a token's rows replace each other instead of being added",
         "moe/permutation.py",
-        "return total_TH.index_add_(0, index_N, rows_NH.to(wide)).to(rows_NH.dtype)",
-        "return total_TH.index_copy_(0, index_N, rows_NH.to(wide)).to(rows_NH.dtype)",
+        ".index_add_(0, index_N,",
+        ".index_copy_(0, index_N,",
         tiny(EP, "layers.0.mlp output"),
     ),
 ]
