@@ -195,7 +195,8 @@ and {MICROBATCHES} microbatches, so that pp4 vpp4 is 16 stages of one layer. Par
 recomputation, gradient buckets and the distributed optimizer run {DATA_STEPS}, with 4 layers and {DATA_BATCH} samples.
 Experts run {EXPERT_STEPS}, with 4 layers, all or every second of which have 8 experts or 16, and micro batches of 2
 samples. They are held against experts that are computed one after the other from tokens that are never sent; in float32
-the layouts choose experts as the one process did. Written by `scripts/parity_matrix.py`; `make sweep` asserts the same rows.
+the layouts choose experts as the one process did. Written by `scripts/parity_matrix.py`; `make sweep` asserts the same
+rows.
 """
 
 

@@ -9,13 +9,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from labkit.config import ConfigError, presets
+from labkit.parallel.groups import initialize_model_parallel
 from labkit.parallel.weights import tensor_part
+from labkit.schedules import build_schedule
 from labkit.train.joining import Whole, assemble, join_replicas, join_shards, join_zigzag
 from labkit.train.lr_schedule import build_lr_schedule
 from labkit.train.parity import ParityReport, ParityRow, compare, differences, tensor_difference
-from labkit.train.snapshots import Shard, Snapshot
+from labkit.train.snapshots import Recorder, Shard, Snapshot
 
 
 def test_difference_is_relative_to_the_reference():
@@ -304,3 +307,63 @@ def test_a_table_that_cannot_drive_a_layout_is_refused_before_any_process_starts
         compare(presets.tiny(), [layout])
     with pytest.raises(ConfigError, match="7 layers cannot be shared evenly by 2 stages"):
         compare(presets.tiny().override({"layers": 7, "global_batch_size": 2}), [layout])
+
+
+class Child(nn.Module):
+    """A layer whose weight its parent uses without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+
+class Parent(nn.Module):
+    """Uses a layer by calling it, then the weights of two others, registered before and behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.called, self.late = Child(), nn.Linear(1, 1, bias=False), Child()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.called(x) * self.late.weight * self.early.weight
+
+
+def test_weights_whose_module_is_not_called_come_after_what_was_called_before_them():
+    chunk = nn.Sequential(Parent(), nn.Linear(1, 1, bias=False))
+    for name, parameter in chunk.named_parameters():
+        parameter.full_name = name
+    groups = initialize_model_parallel(presets.tiny().parallel, rank=0, world_size=1)
+    recorder = Recorder((0,), presets.tiny())
+    recorder.on_model(groups, [chunk], build_schedule(presets.tiny().schedule, pp=1, vpp=1, microbatches=1))
+    for _ in range(2):
+        chunk(torch.ones(1, 1))
+    assert recorder.snapshot.order == ["0.called.weight", "0.early.weight", "0.late.weight", "1.weight"]
+
+
+def test_a_routers_weights_are_kept_by_position_and_its_bias_among_the_parameters():
+    """[T, E] is laid out as the input's [S, B]; the bias is a buffer, and alike on all ranks."""
+
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(3))
+            self.register_buffer("expert_bias", torch.arange(3.0))
+
+        def forward(self, x_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            scores_TE = x_SBH.flatten(0, 1) @ self.weight
+            return scores_TE, scores_TE > 0
+
+    chunk = nn.ModuleDict({"layers": nn.ModuleDict({"3": nn.ModuleDict({"mlp": nn.ModuleDict({"router": Router()})})})})
+    router = chunk["layers"]["3"]["mlp"]["router"]
+    router.weight.full_name = "layers.3.mlp.router.weight"
+    chunk.forward = lambda x: router(x)
+    groups = initialize_model_parallel(presets.tiny().parallel, rank=0, world_size=1)
+    recorder = Recorder((0,), presets.tiny())
+    recorder.on_model(groups, [chunk], build_schedule(presets.tiny().schedule, pp=1, vpp=1, microbatches=1))
+    x_SBH = torch.randn(4, 2, 3)
+    chunk(x_SBH)
+    assert torch.equal(recorder.snapshot.activations["layers.3.mlp.router"], x_SBH)
+    recorder.on_update(0, [chunk])
+    kept = recorder.snapshot.parameters[0]["layers.3.mlp.router.expert_bias"]
+    assert torch.equal(kept.tensor, torch.arange(3.0)) and kept.partition_dim is None
+    assert kept.tensor is not router.expert_bias, "a copy, which later steps leave alone"
