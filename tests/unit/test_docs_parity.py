@@ -23,7 +23,7 @@ def _without_numbers(text):
 
 def test_the_committed_tables_are_those_of_the_script_but_for_the_numbers(tmp_path, monkeypatch):
     """Nothing is trained: every layout is planned and named as ever, and two empty runs are compared."""
-    nothing = SimpleNamespace(losses=[], disagreements=[])
+    nothing = SimpleNamespace(losses=[], disagreements=[], routings={})
     monkeypatch.setattr(parity, "_observe", lambda *arguments, **options: (nothing, 0))
     monkeypatch.setattr(parity, "differences", lambda *runs, **options: iter(()))
     matrix = _matrix()
