@@ -18,7 +18,7 @@ _WORLDS: tuple[Sizes, ...] = (
     {"tp": 1, "cp": 6, "pp": 2, "etp": 1, "ep": 4},
     {"tp": 2, "cp": 3, "pp": 1, "etp": 2, "ep": 2},
 )
-"""Equal products, the seed's second example, more experts than attention has ranks, and two that do not divide."""
+"""tp cp = etp ep without and with a pipeline, ep beyond tp cp, and two where neither product divides the other."""
 
 _PLACES: tuple[tuple[int, int, int, Sizes], ...] = (
     (5, 8, 8, {"tp": 1, "cp": 8, "pp": 1, "etp": 1, "ep": 8}),

@@ -28,7 +28,7 @@ def explore_folding(
     """`fold_grid` of the given layout; in a live notebook with controls for every size, the order, and folding.
 
     Returns a Figure, or in a live notebook an ipywidgets box that shows the same figure first. A layout that cannot be
-    keeps the last picture and shows the reason.
+    hides the picture and shows the reason.
     """
     sizes = {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp}
     setting = {"world_size": world_size, "gpus_per_node": gpus_per_node, **sizes, "order": order, "folded": folded}
@@ -58,11 +58,11 @@ def _controls(figure: Figure, start: dict[str, Any]) -> Any:
         try:
             drawn = _drawn({name: control.value for name, control in inputs.items()})
         except ValueError as problem:
-            words.value = f"<b>{html.escape(str(problem))}</b>"
+            words.value, picture.layout.visibility = f"<b>{html.escape(str(problem))}</b>", "hidden"
             return
-        picture.value, words.value = drawn.png, spoken(drawn.sentence)
+        picture.value, words.value, picture.layout.visibility = drawn.png, spoken(drawn.sentence), "visible"
 
     for control in inputs.values():
         control.observe(redraw, names="value")
     rows = (("world_size", "gpus_per_node"), ("tp", "cp", "pp"), ("etp", "ep"), ("order", "folded"))
-    return widgets.VBox([*(widgets.HBox([inputs[name] for name in row]) for row in rows), picture, words])
+    return widgets.VBox([*(widgets.HBox([inputs[name] for name in row]) for row in rows), words, picture])

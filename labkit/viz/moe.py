@@ -106,7 +106,12 @@ def _matrix_sentence(table: NDArray[Any]) -> str:
 
 # ---- where rows lie ----
 
-_STEPS = ("tokens", "1  permute:\nby expert", "2  all-to-all:\nby sender", "3  sort chunks:\nby local expert")
+_STEPS = (
+    "1  route:\nby token",
+    "2  permute:\nby expert",
+    "3  all-to-all:\nby sender",
+    "4  sort chunks:\nby local expert",
+)
 _X = (0.0, 1.0, 2.4, 3.4)
 """Where the columns stand; the all-to-all has the longest way."""
 _WIDTH = 0.34
@@ -252,6 +257,6 @@ def _steps_sentence(dispatch: _Dispatch) -> str:
     by_rank = [sum(dispatch.owner(row, 2) == rank for row in rows) for rank in range(ep)]
     most, tokens, away = int(np.argmax(by_rank)), len(dispatch.columns[0]), sum(map(dispatch.travels, rows))
     return (
-        f"{tokens} tokens of {ep} ranks make {len(rows)} rows for {dispatch.local * ep} experts: "
+        f"{tokens} tokens of {ep} rank{'s' * (ep != 1)} make {len(rows)} rows for {dispatch.local * ep} experts: "
         f"{away} go{'es' * (away == 1)} to another rank, rank {most} gets the most, {by_rank[most]}."
     )

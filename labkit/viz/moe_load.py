@@ -48,6 +48,8 @@ def load_over_training(runs: Mapping[str, ArrayLike]) -> Figure:
             axes.set_title(name, loc="left")
             if column:
                 axes.tick_params(labelleft=False)
+            else:
+                axes.set_ylabel("share of rows")
         _draw_fullest(fig.add_subplot(grid[1, :]), loads)
     return Figure(fig, _training_sentence(loads))
 
@@ -162,11 +164,12 @@ def _slowest(by_rank: Sequence[int]) -> float:
 def _skew_sentence(rows: Mapping[float, Sequence[int]], chosen: float, measured: Mapping[float, float] | None) -> str:
     shown = sorted(measured or {min(rows), chosen, max(rows)})
     words = ", ".join(f"{_slowest(rows[skew]):.2f} at skew {skew:g}" for skew in shown)
-    text = f"A step over {len(rows[chosen])} ranks takes, against an even load, {words}"
+    ranks = len(rows[chosen])
+    text = f"A step over {ranks} rank{'s' * (ranks != 1)} takes, against an even load, {words}"
     if measured:
-        order = sorted(measured, key=lambda skew: measured[skew])
-        as_counted = sorted(measured, key=lambda skew: _slowest(rows[skew]))
-        text += "; measured, the steps come in the same order" if order == as_counted else "; measured in another order"
+        counted = [_slowest(rows[skew]) for skew in sorted(measured, key=lambda skew: measured[skew])]
+        agrees = counted == sorted(counted)  # equal loads may come in any order
+        text += "; measured, the steps come in the same order" if agrees else "; measured in another order"
     busy = 1 / _slowest(rows[chosen])
     return f"{text}; at skew {chosen:g} the ranks compute for {busy:.0%} of it."
 

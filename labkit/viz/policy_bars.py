@@ -109,7 +109,7 @@ def _sentence(replayed: Sequence[Replayed], hidden: int, element_size: int) -> s
     parts = [f"fullest expert against the mean: {balance}"]
     parts += [f"dropped: {', '.join(dropping)}"] if dropping else []
     parts += [_traffic_words({each.name: each.sent_bytes(hidden, element_size) for each in replayed})]
-    return f"{ranks} ranks of {tokens} tokens, {experts} experts; {'; '.join(parts)}."
+    return f"{ranks} rank{'s' * (ranks != 1)} of {tokens} tokens, {experts} experts; {'; '.join(parts)}."
 
 
 def _traffic_words(sent: Mapping[str, int]) -> str:
@@ -150,11 +150,13 @@ def policy_loads(replayed: Sequence[Replayed]) -> Figure:
         axes.set_yticks(range(len(replayed)), [each.name for each in replayed])
         middles = [(each_rank - 1) / 2 + rank * (each_rank + gap) for rank in range(ranks)]
         axes.set_xticks(middles, [_rank_words(rank, each_rank) for rank in range(ranks)], fontsize=7)
-        axes.set_xlabel("rows of an expert / mean of all choices")
+        axes.set_xlabel("ranks, and their experts; in a cell: rows of the expert / mean of all choices\n"
+                        "(orange: above 1, blue: below)", fontsize=8)  # fmt: skip
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
     words = ", ".join(f"{each.name} {_range(load)}" for each, load in zip(replayed, loads))
-    return Figure(fig, f"Rows of {experts} experts on {ranks} ranks against the mean of all choices: {words}.")
+    many = "s" * (ranks != 1)
+    return Figure(fig, f"Rows of {experts} experts on {ranks} rank{many} against the mean of all choices: {words}.")
 
 
 def _range(load: np.ndarray) -> str:
@@ -181,7 +183,7 @@ def explore_policies(logits_NRTE: Tensor, policies: Mapping[str, Policy], *, hid
     """`compare_policies` of a recording; in a live notebook with controls for experts a token, capacity and bias rate.
 
     A control sets its field in every policy that has it. Policies that cannot be with what is set are left out, and the
-    words say why.
+    words say why; where none can be, the picture is hidden.
 
     Returns a Figure, or in a live notebook an ipywidgets box that shows the same figure. Raises ValueError for policies
     that cannot be replayed as they are given.
@@ -210,6 +212,7 @@ def _inputs(policies: Mapping[str, Policy], experts: int) -> dict[str, Any]:
     import ipywidgets as widgets
 
     look: dict[str, Any] = {"style": {"description_width": "170px"}, "layout": widgets.Layout(width="460px")}
+    look["continuous_update"] = False  # a redraw routes the whole recording again
     kinds: dict[str, tuple[Any, dict[str, float]]] = {
         "top_k": (widgets.IntSlider, {"min": 1, "max": experts}),
         "capacity_factor": (widgets.FloatSlider, {"min": 0.25, "max": 4.0, "step": 0.25}),
@@ -234,9 +237,10 @@ def _controls(figure: Figure, drawn: Any, policies: Mapping[str, Policy], expert
         moved[change["owner"].description] = change["new"]
         fresh, refused = drawn(moved)
         reasons = "".join(f"<b>{html.escape(reason)}</b><br>" for reason in refused)
-        picture.value = fresh.png if fresh else picture.value
         words.value = reasons + (spoken(fresh.sentence) if fresh else "")
+        picture.layout.visibility = "visible" if fresh else "hidden"
+        picture.value = fresh.png if fresh else picture.value
 
     for control in inputs.values():
         control.observe(redraw, names="value")
-    return widgets.VBox([*inputs.values(), picture, words])
+    return widgets.VBox([*inputs.values(), words, picture])

@@ -99,13 +99,13 @@ def test_what_cannot_be_is_refused_with_the_reason() -> None:
         fold_grid({}, world_size=1024)
 
 
-def test_controls_follow_the_sizes_and_keep_the_picture_where_a_layout_cannot_be(monkeypatch) -> None:
+def test_controls_follow_the_sizes_and_hide_the_picture_where_a_layout_cannot_be(monkeypatch) -> None:
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     start = {"world_size": 8, "tp": 1, "cp": 4, "pp": 1, "ep": 2, "etp": 1}
     alone = explore_folding(**start)
     assert alone.sentence.startswith("8 ranks on 1 node of 8: attention cp 4 dp 2, experts ep 2 edp 4")
     monkeypatch.setenv("JPY_SESSION_NAME", "chapter.ipynb")
-    *rows, picture, words = explore_folding(**start).children
+    *rows, words, picture = explore_folding(**start).children
     inputs = {control.description: control for row in rows for control in row.children}
     assert picture.value == alone.png
     inputs["ep"].value = 8
@@ -113,6 +113,6 @@ def test_controls_follow_the_sizes_and_keep_the_picture_where_a_layout_cannot_be
     kept = picture.value
     inputs["folded"].value = False
     assert words.value.startswith("<b>without folding ep is cut out of dp: ep 8 does not divide dp 2")
-    assert picture.value == kept
+    assert picture.value == kept and picture.layout.visibility == "hidden"
     inputs["ep"].value = 2
-    assert "not folded" in words.value and picture.value != kept
+    assert "not folded" in words.value and picture.value != kept and picture.layout.visibility == "visible"

@@ -121,6 +121,8 @@ def test_a_step_takes_as_long_as_the_fullest_rank():
     assert [bar.get_width() for bar in computes] == [15, 5]
     assert [bar.get_width() for bar in waits] == [0, 10]
     assert "in another order" in skew_curve(ROWS, 1.0, measured={0.0: 0.3, 2.0: 0.2}).sentence
+    even = {skew: [10, 10] for skew in ROWS}  # equal loads have no order that a measurement could miss
+    assert "in the same order" in skew_curve(even, 1.0, measured={0.0: 0.3, 2.0: 0.2}).sentence
     with pytest.raises(ValueError, match="no rows for skew 3"):
         skew_curve(ROWS, 3.0)
     with pytest.raises(ValueError, match="at least one row"):
