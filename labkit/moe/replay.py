@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from labkit.parallel.ledger import current_scope
+from labkit.parallel.recompute import once
 
 CHOSEN, COUNTED = 1, 2
 
@@ -38,7 +39,7 @@ def decode(code_SBE: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class RoutingReplay:
-    """Records to be used in order, one for each forward of a layer; recomputation gets them again, in order too.
+    """Records to be used in order, one for each forward of a layer; its recomputation gets the same one again.
 
     Args:
         records: [S, B, E] each, in the order of the layer's forwards on this rank.
@@ -46,7 +47,7 @@ class RoutingReplay:
 
     def __init__(self, records: Sequence[Tensor]) -> None:
         self.records = list(records)
-        self._next = {False: 0, True: 0}
+        self._used = 0
 
     def take(self, shape_SBE: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Choice and counted map of the forward at hand.
@@ -54,15 +55,17 @@ class RoutingReplay:
         Raises:
             ValueError: no record is left, or it is of another shape.
         """
-        again = is_second_forward()
-        position = self._next[again]
-        if position == len(self.records):
-            raise ValueError(f"all {position} recorded routings are used; a replay needs one for each forward")
+        position = once(self._next)
         record = self.records[position]
         if tuple(record.shape) != tuple(shape_SBE):
             raise ValueError(
                 f"recorded routing {position} has shape {tuple(record.shape)}, this forward {tuple(shape_SBE)} "
                 "(sequence, batch, experts of the rank); cut the record as the tokens are cut"
             )
-        self._next[again] += 1
         return decode(record)
+
+    def _next(self) -> int:
+        if self._used == len(self.records):
+            raise ValueError(f"all {self._used} recorded routings are used; a replay needs one for each forward")
+        self._used += 1
+        return self._used - 1

@@ -7,7 +7,8 @@ rounding. Under sequence parallelism a rank routes the S/(cp tp) positions it ho
 over tp (`sequence_parallel`), as a norm's is.
 
 A forward counts for losses, statistics and the expert bias only in training and where a graph is made. That is once a
-microbatch also under recomputation, whose first forward makes no graph.
+microbatch also under recomputation, whose first forward makes no graph. The global loss alone counts in the first one:
+its mean is over the microbatches so far, and second forwards come when the schedule wants them.
 
 Shapes: S sequence and B batch of this rank, T = S x B tokens (token s B + b), H hidden, E experts.
 """
@@ -38,6 +39,7 @@ from labkit.parallel.collectives import all_reduce
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.ledger import comm_scope, current_scope
 from labkit.parallel.random import RngTracker
+from labkit.parallel.recompute import once, will_run_again
 from labkit.parallel.weights import make_parameter
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -164,10 +166,13 @@ class TopKRouter(nn.Module):
         if counts and moe.z_loss_coeff:
             logits_TE = self._with_z_loss(logits_TE)
         probs_TE, map_TE = self._choose(logits_TE, replayed)
-        with_loss = counts and moe.load_balancing.endswith("aux_loss") and moe.aux_loss_coeff > 0
+        has_loss = self.training and moe.load_balancing.endswith("aux_loss") and moe.aux_loss_coeff > 0
+        with_loss = has_loss and counts
+        with_mean = has_loss and moe.load_balancing == "global_aux_loss" and (counts or will_run_again())
         counted_TE = map_TE if replayed_counted is None else replayed_counted
-        if self._chooses_by_more and replayed is None and (with_loss or self.record is not None):
+        if self._chooses_by_more and replayed is None and (with_loss or with_mean or self.record is not None):
             counted_TE = top_k_map(logits_TE, moe.top_k)
+        mean_E = once(lambda: self._mean_counts(counted_TE)) if with_mean else None
         if self.record is not None and not is_second_forward():
             self.record.append(encode(map_TE, counted_TE, sequence))
         probs_TE, kept_TE = self._limit(probs_TE, map_TE)
@@ -175,7 +180,7 @@ class TopKRouter(nn.Module):
             self._count(map_TE, kept_TE)
         if with_loss:
             scores_TE = normalized_scores(logits_TE, moe.score_function)
-            probs_TE = self._with_balance_loss(probs_TE, scores_TE, counted_TE, sequence)
+            probs_TE = self._with_balance_loss(probs_TE, scores_TE, counted_TE, sequence, mean_E)
         return probs_TE, kept_TE
 
     @property
@@ -227,17 +232,17 @@ class TopKRouter(nn.Module):
         self.statistics.add_loss("z_loss", part)
         return AuxLossAutoScaler.apply(logits_TE, part * self.moe.z_loss_coeff, self.aux_scale)  # type: ignore[no-any-return]
 
-    def _with_balance_loss(self, probs_TE: Tensor, scores_TE: Tensor, counted_TE: Tensor, sequence: int) -> Tensor:
-        """Attach the loss over the micro batch, over each sequence, or over the global batch so far."""
+    def _with_balance_loss(
+        self, probs_TE: Tensor, scores_TE: Tensor, counted_TE: Tensor, sequence: int, mean_E: Tensor | None
+    ) -> Tensor:
+        """Attach the loss over the micro batch, over each sequence, or over the global batch so far (`mean_E`)."""
         kind, batch, scope = self.moe.load_balancing, 1, self.groups.tp_cp
         if kind == "seq_aux_loss":  # each sequence's experts are columns of their own; then the mean over sequences
             batch = counted_TE.shape[0] // sequence
             scores_TE, counted_TE = scores_TE.reshape(sequence, -1), counted_TE.reshape(sequence, -1)
-        if kind == "global_aux_loss":
+        if mean_E is not None:
             scope = self.groups.tp_dp_cp
-        counts = all_reduce(counted_TE.sum(dim=0), scope)
-        if kind == "global_aux_loss":
-            counts = self._mean_counts(counts)
+        counts = all_reduce(counted_TE.sum(dim=0), scope) if mean_E is None else mean_E
         part = switch_load_balancing_loss_func(
             scores_TE,
             counts.to(scores_TE.dtype),
@@ -246,16 +251,16 @@ class TopKRouter(nn.Module):
             num_experts=self.moe.num_experts,
             coefficient=1.0 / batch,
         )
-        if kind == "global_aux_loss":
+        if mean_E is not None:
             # Its parts lie on the ranks of dp too, over which gradients are averaged: undone here.
             part = part * self.groups.dp.size
         self.statistics.add_loss("load_balancing_loss", part)
         return AuxLossAutoScaler.apply(probs_TE, part * self.moe.aux_loss_coeff, self.aux_scale)  # type: ignore[no-any-return]
 
-    def _mean_counts(self, counts_E: Tensor) -> Tensor:
+    def _mean_counts(self, counted_TE: Tensor) -> Tensor:
         """Mean counts of the forwards of this step so far (arXiv 2501.11873, section 3: a buffer over microbatches)."""
         assert self.global_counts is not None
-        self.global_counts[:-1] += counts_E
+        self.global_counts[:-1] += all_reduce(counted_TE.sum(dim=0), self.groups.tp_dp_cp)
         self.global_counts[-1] += 1
         return self.global_counts[:-1] / self.global_counts[-1]
 

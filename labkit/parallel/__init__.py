@@ -49,7 +49,7 @@ _EXPORTS = {
     ),
     "in_flight": ("all_to_all_start", "AllToAllInFlight"),
     "unequal": ("all_gather_unequal", "reduce_scatter_unequal"),
-    "recompute": ("checkpoint", "CheckpointWithoutOutput"),
+    "recompute": ("checkpoint", "CheckpointWithoutOutput", "once", "will_run_again"),
     "layers": ("ColumnParallelLinear", "RowParallelLinear"),
     "mlp": ("ParallelMLP",),
     "weights": ("gather_expert_parameter", "gather_parameter", "make_expert_parameter", "make_parameter"),
@@ -212,6 +212,8 @@ if TYPE_CHECKING:
     from labkit.parallel.rank_generator import rank_generators as rank_generators
     from labkit.parallel.recompute import CheckpointWithoutOutput as CheckpointWithoutOutput
     from labkit.parallel.recompute import checkpoint as checkpoint
+    from labkit.parallel.recompute import once as once
+    from labkit.parallel.recompute import will_run_again as will_run_again
     from labkit.parallel.shard_map import Piece as Piece
     from labkit.parallel.shard_map import owned_bytes as owned_bytes
     from labkit.parallel.shard_map import pieces_of_rank as pieces_of_rank

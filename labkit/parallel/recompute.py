@@ -12,14 +12,18 @@ the same autocast. What it communicates is booked under the phase `recompute`.
 
 The first is for layers, core attention and MLPs, the second for norms, whose output is as large as their input.
 Under a split backward the recomputation belongs to I, as the input gradient needs it; W then finds what it needs.
+
+A part that counts, or takes the next of something, must do so once a microbatch, and in the order of the forwards:
+that of the second forwards is the schedule's, and a microbatch that is kept whole has none. See `once`.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -81,6 +85,54 @@ def _autocast_now() -> list[dict[str, Any]]:
     ]
 
 
+T = TypeVar("T")
+
+
+class _Run:
+    """One run of a recomputed part, the first or the second, inside a run of another part or of none."""
+
+    def __init__(self, notes: list[Any], *, second: bool) -> None:
+        """notes: what `once` made in the first run."""
+        self.notes, self.second, self.read = notes, second, 0
+        self.outer: _Run | None = None
+
+    def once(self, make: Callable[[], T]) -> T:
+        if self.second:
+            assert self.read < len(self.notes), "the second run of a recomputed part asks for what the first did not"
+            self.read += 1
+            return self.notes[self.read - 1]
+        made = make() if self.outer is None else self.outer.once(make)
+        self.notes.append(made)
+        return made
+
+    def __enter__(self) -> None:
+        self.outer, _current.run = _current.run, self
+
+    def __exit__(self, *exception: object) -> None:
+        _current.run = self.outer
+
+
+class _Current(threading.local):  # of a thread, as autograd makes second runs on threads of its own
+    run: _Run | None = None
+
+
+_current = _Current()
+
+
+def once(make: Callable[[], T]) -> T:
+    """`make()`; in the second run of a recomputed part instead what the same call made in the first.
+
+    For what must happen once for each forward of a microbatch. Both runs call it equally often, in the same order.
+    Outside recomputed parts, and so in evaluation, it is a plain call.
+    """
+    return make() if _current.run is None else _current.run.once(make)
+
+
+def will_run_again() -> bool:
+    """Whether the code at hand is in the first run of a recomputed part: backward will run it again."""
+    return _current.run is not None and not _current.run.second
+
+
 class _Again:
     """A function with all that its second run needs besides its inputs."""
 
@@ -88,13 +140,20 @@ class _Again:
         self.function, self.rng = function, rng
         self.states, self.autocast = RandomStates.now(rng), _autocast_now()
         self.scope = Scope(current_scope().layer, "recompute")
+        self.notes: list[Any] = []
+
+    def first(self, *args: Any) -> Any:
+        """The first run."""
+        with _Run(self.notes, second=False):
+            return self.function(*args)
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:
-        """Random states, autocast and ledger scope of the first run."""
+        """Random states, autocast, ledger scope and notes of the first run."""
         with ExitStack() as stack:
             stack.enter_context(self.states.replayed(self.rng))
             stack.enter_context(comm_scope(*self.scope))
+            stack.enter_context(_Run(self.notes, second=True))
             for arguments in self.autocast:
                 stack.enter_context(torch.autocast(**arguments))
             yield
@@ -114,7 +173,7 @@ class _Checkpoint(Function):
     @staticmethod
     def forward(ctx: Any, again: _Again, group: Group | None, anchor: Tensor | None, *args: Any) -> Any:
         ctx.set_materialize_grads(False)
-        outputs = again.function(*args)
+        outputs = again.first(*args)
         tensors = [x for x in args if isinstance(x, Tensor)]
         ctx.shape = None
         if group is not None and group.size > 1:
@@ -178,7 +237,8 @@ def checkpoint(
     recomputation, also under `WeightGradStore` and with dropout.
 
     Args:
-        function: returns a tensor or a tuple of tensors. It is called twice, so it must have no other effect.
+        function: returns a tensor or a tuple of tensors. It is called twice, so it must have no other effect, except
+            by `once`.
         args: what a gradient is wanted of must be given here as a tensor; all else may also come with the function.
         rng: named random states that `function` draws from; torch's own generators are always replayed.
         distribute_saved_activations: a group whose ranks all hold the same first tensor: each keeps 1/t of it, and
@@ -221,7 +281,7 @@ class CheckpointWithoutOutput:
         """`function(*args)`, remembered. It must return a tensor of its own, not a view of an argument."""
         self._again = _Again(function, self._rng)
         self._args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
-        self._output = output = function(*args)
+        self._output = output = self._again.first(*args)
         shared = {x.untyped_storage().data_ptr() for x in self._args if isinstance(x, Tensor)}
         if output._base is not None or output.untyped_storage().data_ptr() in shared:
             self._forget()

@@ -80,6 +80,22 @@ def test_float32_along_the_routing_of_one_process():
     agrees(compare(sparse("mixtral_tiny"), layouts, steps=3, dtype="float32"), 1e-5)
 
 
+PARTIAL = {"recompute_granularity": "full", "num_microbatches_with_partial_activation_checkpoints": 1}
+
+
+def test_float32_where_some_microbatches_are_recomputed():
+    """A second forward takes its own microbatch's choices, though others have none."""
+    layouts = [{"pp": 2, **PARTIAL}, {"pp": 2, **PARTIAL, "schedule.name": "interleaved", "vpp": 2}]
+    config = sparse("mixtral_tiny", layers=4, micro_batch_size=1, global_batch_size=4)
+    agrees(compare(config, layouts, steps=2, dtype="float32"), 1e-5)
+
+
+def test_the_global_loss_where_some_microbatches_are_recomputed():
+    """Its mean over the microbatches so far is that of the forwards, as without recomputation."""
+    config = sparse("tiny_moe", layers=4, load_balancing="global_aux_loss", aux_loss_coeff=0.1, micro_batch_size=1)
+    agrees(compare(config, [{"pp": 2, **PARTIAL}, {"pp": 2, **PARTIAL, "schedule.name": "zbv"}], steps=2))
+
+
 def test_gradients_of_experts_over_their_own_replicas():
     """Attention over 2 replicas, experts over 4, or over 2 others: all ways to reduce gradients and count a norm."""
     layouts = [

@@ -178,6 +178,14 @@ def test_the_weight_is_named_and_drawn_as_any_other() -> None:
 # ---- what counts ----
 
 
+def attached_to(router: TopKRouter, probs_TE: Tensor, target: Tensor) -> Tensor:
+    """The weight's gradient of one microbatch, by `backward`, as a recomputed part wants it."""
+    router.weight.grad = None
+    (probs_TE * target).sum().backward()
+    assert router.weight.grad is not None
+    return router.weight.grad.clone()
+
+
 def counted(router: TopKRouter) -> tuple[list[float], list[int]]:
     assert router.local_tokens_per_expert is not None
     return router.statistics.totals.tolist(), router.local_tokens_per_expert.tolist()
@@ -209,6 +217,31 @@ def test_recomputation_counts_once_and_changes_no_bit(kind: str) -> None:
         counts.append(counted(router))
     assert torch.equal(gradients[0], gradients[1]) and counts[0] == counts[1]
     assert sum(counts[0][1]) == 2 * S * B * K
+
+
+KEPT_WHOLE = [(True, False, False), (False, True, False), (False, False, True)]
+"""Of three microbatches one recomputes nothing."""
+
+
+@pytest.mark.parametrize("kept_whole", [(False, False, False), *KEPT_WHOLE])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_the_global_loss_means_over_forwards_in_their_order(order, kept_whole) -> None:
+    """Whichever microbatches are recomputed, and in whatever order backwards come."""
+    x_MSBH, target = random(3, S, B, H).requires_grad_(), random(S * B, E)
+
+    def trained(kept_whole: tuple[bool, ...], order: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        router = router_of(**{**COUNTING, "load_balancing": "global_aux_loss"})
+        with torch.no_grad():
+            router(x_MSBH[0])  # evaluation in between counts nothing
+        runs = [router(x)[0] if kept else checkpoint(router, x)[0] for x, kept in zip(x_MSBH, kept_whole)]
+        gradients = {m: attached_to(router, runs[m], target) for m in order}
+        assert router.global_counts is not None
+        return torch.stack([gradients[m] for m in range(3)]), router.global_counts, router.statistics.totals
+
+    found, expected = trained(kept_whole, order), trained((True, True, True), (0, 1, 2))
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    assert torch.allclose(found[2], expected[2], rtol=1e-6)
+    assert found[1][-1] == 3 and found[1][:-1].sum() == 3 * S * B * K
 
 
 def test_the_load_is_counted_before_the_capacity() -> None:
@@ -261,6 +294,26 @@ def test_a_replay_takes_every_choice_from_the_record(recompute: bool) -> None:
         assert torch.equal(router.statistics.tokens_per_expert, source.statistics.tokens_per_expert)
     free = Layers(**options)
     assert not torch.equal(free.routers[0](x_MSBH[0])[1], decode(recorded.routers[0].record[0])[0])
+
+
+@pytest.mark.parametrize("kept_whole", KEPT_WHOLE)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_a_recomputed_microbatch_gets_its_own_record_again(order, kept_whole) -> None:
+    """Evaluation before it takes a record of its own, which no second forward asks for."""
+    x_MSBH = random(4, S, B, H).requires_grad_()
+    choices = [
+        torch.zeros(S, B, E, dtype=torch.uint8).index_fill(2, torch.tensor([m, (m + 1) % E]), 3) for m in range(4)
+    ]
+    router = router_of()
+    router.replay = RoutingReplay(choices)
+    with torch.no_grad():
+        checkpoint(router, x_MSBH[3])
+    runs = [router(x)[0] if kept else checkpoint(router, x)[0] for x, kept in zip(x_MSBH, kept_whole)]
+    for m in order:
+        found = attached_to(router, runs[m], random(S * B, E))
+        alone = router_of()
+        alone.replay = RoutingReplay([choices[m + 1]])
+        assert torch.equal(found, attached_to(alone, alone(x_MSBH[m])[0], random(S * B, E)))
 
 
 def test_a_record_is_laid_out_as_the_tokens_are() -> None:

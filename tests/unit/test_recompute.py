@@ -18,6 +18,8 @@ from labkit.parallel import (
     RngTracker,
     WeightGradStore,
     checkpoint,
+    once,
+    will_run_again,
 )
 
 ALONE = Group("tp", (0,), 0)
@@ -225,3 +227,64 @@ def test_a_dropped_output_is_kept_outside_grad_mode_and_a_shared_one_is_refused(
     for shares in (nn.Identity(), lambda t: t[:2]):
         with pytest.raises(ValueError, match="shares its memory with another tensor"):
             CheckpointWithoutOutput().checkpoint(shares, x)
+
+
+# ---- what happens once ----
+
+
+def numbered(made: list[int], seen: list[tuple[int, bool]]) -> Any:
+    """A part that takes the next number each time it is called, and writes down which, and whether it runs again."""
+
+    def take() -> int:
+        made.append(len(made))
+        return made[-1]
+
+    def part(x: Tensor) -> Tensor:
+        seen.append((once(take), will_run_again()))
+        return x * 2
+
+    return part
+
+
+@given(parts=st.lists(st.sampled_from(["plain", "recomputed", "nested"]), min_size=1, max_size=5), data=st.data())
+def test_a_second_run_gets_what_its_own_first_run_made_whatever_the_order(parts, data) -> None:
+    """Some parts are recomputed, some in a recomputed part, and backwards come in any order."""
+    made: list[int] = []
+    seen: list[tuple[int, bool]] = []
+    part, x = numbered(made, seen), torch.ones(2, requires_grad=True)
+    calls = {"plain": part, "recomputed": lambda x: checkpoint(part, x)}
+    calls["nested"] = lambda x: checkpoint(lambda y: checkpoint(part, y), x)
+    outputs = [calls[kind](x) for kind in parts]
+    assert seen == [(number, kind != "plain") for number, kind in enumerate(parts)]
+    for number in data.draw(st.permutations(range(len(parts)))):
+        seen.clear()
+        outputs[number].sum().backward()
+        again = {"plain": [], "recomputed": [(number, False)], "nested": [(number, True), (number, False)]}
+        assert seen == again[parts[number]]
+    assert made == list(range(len(parts)))
+
+
+def test_evaluation_leaves_nothing_to_repeat_and_a_second_backward_repeats_the_same() -> None:
+    made: list[int] = []
+    seen: list[tuple[int, bool]] = []
+    part, x = numbered(made, seen), torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        checkpoint(part, x)
+    checkpoint(part, x)  # a graph that nobody goes back through
+    output = checkpoint(part, x).sum()
+    output.backward(retain_graph=True)
+    output.backward()
+    assert seen == [(0, False), (1, True), (2, True), (2, False), (2, False)] and made == [0, 1, 2]
+
+
+def test_a_second_run_that_asks_for_more_than_the_first_is_stopped() -> None:
+    calls: list[int] = []
+
+    def part(x: Tensor) -> Tensor:
+        for _ in calls:
+            once(int)
+        calls.append(0)
+        return x * 2
+
+    with pytest.raises(AssertionError, match="asks for what the first did not"):
+        checkpoint(part, torch.ones(2, requires_grad=True)).sum().backward()
