@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from labkit import config as config
     from labkit import data as data
     from labkit import events as events
+    from labkit import graphs as graphs
     from labkit import launch as launch
     from labkit import models as models
     from labkit import parallel as parallel
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from labkit import viz as viz
 
 _PACKAGES = (
-    "check", "cli", "config", "data", "events", "launch", "models", "parallel", "schedules", "train", "viz",
+    "check", "cli", "config", "data", "events", "graphs", "launch", "models", "parallel", "schedules", "train", "viz",
 )  # fmt: skip
 
 

@@ -1,0 +1,110 @@
+"""An order table read as passes: which chunk runs which microbatch, in which direction, at which step.
+
+An order is the row of one rank as signed chunk numbers from 1, the form Transformer Engine takes as `_order`: c is a
+forward of chunk c, -c its backward, -c - 0.5 the weight gradients of a backward that ran before (Transformer Engine
+calls it c_id - 0.5). The microbatch is not written: each chunk runs its forwards, its backwards and its weight
+gradients in ascending order. `1 1 -1 1 -1 -1` is a chunk with three microbatches, one of them in warm-up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Pass(NamedTuple):
+    """One entry of an order."""
+
+    step: int
+    """Place in the order, 0 first."""
+    kind: str
+    """F forward, B backward, W weight gradients of a backward that left them out."""
+    chunk: int
+    """Model chunk of the rank, 0 first."""
+    microbatch: int
+    """Microbatch, 0 first."""
+
+
+def read_order(order: Sequence[float]) -> list[Pass]:
+    """The passes of an order, one per entry.
+
+    Raises:
+        ValueError: an entry that is no signed chunk number, a chunk left out, a backward before its forward, weight
+            gradients before their backward, a forward without a backward, chunks with unequal numbers of microbatches.
+    """
+    passes: list[Pass] = []
+    seen: Counter[tuple[str, int]] = Counter()
+    for step, entry in enumerate(order):
+        kind, chunk = _kind_and_chunk(entry, step)
+        before = {"F": None, "B": "F", "W": "B"}[kind]
+        if before is not None and seen[kind, chunk] >= seen[before, chunk]:
+            missing = {"F": "forward", "B": "backward"}[before]
+            raise ValueError(
+                f"order[{step}] is {entry}: chunk {chunk + 1} has had {seen[kind, chunk]} such entries and as many "
+                f"{missing}s; a {missing} must come first. The order: {_shown(order)}"
+            )
+        passes.append(Pass(step, kind, chunk, seen[kind, chunk]))
+        seen[kind, chunk] += 1
+    _require_whole(seen, order)
+    return passes
+
+
+def order_sizes(passes: Sequence[Pass]) -> tuple[int, int]:
+    """(number of model chunks, number of microbatches) of an order that `read_order` has read."""
+    return 1 + max(one.chunk for one in passes), 1 + max(one.microbatch for one in passes)
+
+
+def sample_index(layers_per_chunk: Sequence[int], microbatches: int, chunk: int, layer: int, microbatch: int) -> int:
+    """Where a layer's microbatch stands among the sample arguments, and among the graphed callables that come back.
+
+    Transformer Engine's layout: all microbatches of a chunk before the next chunk, in them all layers of a microbatch
+    before the next: prefix_layers[c] M + m L_c + l.
+    """
+    return sum(layers_per_chunk[:chunk]) * microbatches + microbatch * layers_per_chunk[chunk] + layer
+
+
+def layers_of_chunks(layers_per_chunk: int | Sequence[int], chunks: int) -> tuple[int, ...]:
+    """Layers of each chunk; a single number holds for all.
+
+    Raises:
+        ValueError: another number of chunks than the order has, or a number of layers below 0.
+    """
+    layers = (layers_per_chunk,) * chunks if isinstance(layers_per_chunk, int) else tuple(layers_per_chunk)
+    if len(layers) != chunks or any(count < 0 for count in layers):
+        raise ValueError(
+            f"layers_per_chunk is {layers_per_chunk!r}: the order has chunks 1 to {chunks}; give one number of layers "
+            "for each, or one number for all"
+        )
+    return layers
+
+
+def _kind_and_chunk(entry: float, step: int) -> tuple[str, int]:
+    chunk = abs(math.ceil(entry))  # -1.5 is chunk 1, like -1
+    whole = math.ceil(entry) == entry
+    if chunk < 1 or not (whole or (entry < 0 and math.ceil(entry) - entry == 0.5)):
+        raise ValueError(
+            f"order[{step}] is {entry!r}: write c for a forward of chunk c (1 first), -c for its backward, "
+            "-c - 0.5 for its weight gradients"
+        )
+    return ("F" if entry > 0 else "B" if whole else "W"), chunk - 1
+
+
+def _require_whole(seen: Counter[tuple[str, int]], order: Sequence[float]) -> None:
+    chunks = 1 + max((chunk for _, chunk in seen), default=-1)
+    if not chunks:
+        raise ValueError("the order is empty: give at least one forward and its backward, as in [1, -1]")
+    forwards = [seen["F", chunk] for chunk in range(chunks)]
+    backwards = [seen["B", chunk] for chunk in range(chunks)]
+    weights = {seen["W", chunk] for chunk in range(chunks)}
+    if len(set(forwards)) > 1 or forwards != backwards or weights - {0, forwards[0]}:
+        raise ValueError(
+            f"the order has {forwards} forwards and {backwards} backwards of chunks 1 to {chunks}: every chunk runs "
+            f"every microbatch once forward and once backward. The order: {_shown(order)}"
+        )
+
+
+def _shown(order: Sequence[float]) -> str:
+    text = " ".join(f"{entry:g}" for entry in order[:40])
+    return text + (" .." if len(order) > 40 else "")
