@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from labkit.config.errors import nearest, shown
 from labkit.config.fields import SPECS, BadValueError, convert
 from labkit.config.findings import Findings, divisors, up
-from labkit.config.limits import AXES, CHOICES, COUNT, FILES, GRAPH_SCOPES, RANGES
+from labkit.config.graph_rules import graph_rules
+from labkit.config.limits import AXES, CHOICES, COUNT, FILES, RANGES
 from labkit.config.moe_rules import expert_instance_rule, moe_rules
 from labkit.config.pipeline_rules import microbatch_rules, pipeline_rules, split_rules
 from labkit.config.sections import ParallelConfig
@@ -32,7 +33,7 @@ def problems(config: RunConfig, world_size: int | None = None) -> list[str]:
     _layout(found, world_size)
     pipeline_rules(found)
     moe_rules(found)
-    _graphs(found)
+    graph_rules(found)
     _optimizer(found)
     training_rules(found)
     _batches(found, world_size)
@@ -177,31 +178,6 @@ def world_size_problem(world_size: object) -> str:
     if not isinstance(world_size, int) or isinstance(world_size, bool):
         return f"must be an integer, not {type(world_size).__name__}"
     return COUNT.broken(world_size)
-
-
-def _graphs(found: Findings) -> None:
-    if (got := found.get("graph.cuda_graph_scope")) and (rule := _scope_rule(got[0])):
-        found.add("graph.cuda_graph_scope", rule)
-    elif got and got[0] and found.values["graph.cuda_graph_impl"] == "none":
-        found.add(
-            "graph.cuda_graph_scope", "nothing is captured with graph.cuda_graph_impl = none; set it, or drop this"
-        )
-
-
-def _scope_rule(scope: tuple[str, ...]) -> str:
-    for part in scope:
-        if part not in GRAPH_SCOPES:
-            known = ", ".join(GRAPH_SCOPES)
-            return f"{shown(part)} is no part of a layer; choose from {known}{nearest(part, GRAPH_SCOPES)}"
-    if len(set(scope)) < len(scope):
-        return "names a part twice"
-    if "full_iteration" in scope and len(scope) > 1:
-        return "full_iteration captures everything, so it stands alone"
-    if {"moe", "moe_router"} <= set(scope):
-        return "moe contains moe_router; name one of them"
-    if "moe_preprocess" in scope and "moe_router" not in scope:
-        return "moe_preprocess works on the router's output; add moe_router"
-    return ""
 
 
 def _optimizer(found: Findings) -> None:

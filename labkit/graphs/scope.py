@@ -1,0 +1,61 @@
+"""What of one transformer layer is in its graph: `graph.cuda_graph_scope`, read for a layer with experts or without.
+
+| scope            | dense layer      | layer with experts                                              |
+|------------------|------------------|-----------------------------------------------------------------|
+| (empty)          | all              | all (drop-and-pad only)                                         |
+| `attn`           | attention        | attention                                                       |
+| `mlp`            | norm and MLP     | -                                                               |
+| `moe`            | -                | norm, router, dispatch, experts (drop-and-pad only)             |
+| `moe_router`     | -                | norm, shared experts unless overlapped, router                  |
+| `moe_preprocess` | -                | the above, counts, and rows sorted by expert                    |
+
+A graph of a layer is one piece: attention, if it is in it, then what follows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from labkit.config import GraphConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LayerScope:
+    """The captured parts of one layer; false where there is none."""
+
+    attention: bool
+    """Norm and attention, and their residual."""
+    mlp: bool
+    """Norm and the whole MLP, with or without experts, and their residual."""
+    router: bool
+    """Norm, shared experts unless they are overlapped, and router."""
+    preprocess: bool
+    """Counts and the first permutation."""
+
+    def __bool__(self) -> bool:
+        return self.attention or self.mlp or self.router
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the graph ends inside the layer of experts."""
+        return self.router and not self.mlp
+
+    @property
+    def ends_at(self) -> str | None:
+        """The last captured step of a graph that ends inside the layer of experts: `route` or `preprocess`."""
+        return ("preprocess" if self.preprocess else "route") if self.is_partial else None
+
+
+NOTHING = LayerScope(False, False, False, False)
+
+
+def layer_scope(graph: GraphConfig, *, has_experts: bool) -> LayerScope:
+    """The table above; nothing without graphs, and nothing of its own for a layer inside a graph of the iteration."""
+    scope = graph.cuda_graph_scope
+    if graph.cuda_graph_impl == "none" or "full_iteration" in scope:
+        return NOTHING
+    if not scope:
+        return LayerScope(True, True, has_experts, has_experts)
+    whole = ("moe" if has_experts else "mlp") in scope
+    router = has_experts and (whole or "moe_router" in scope)
+    return LayerScope("attn" in scope, whole, router, router and (whole or "moe_preprocess" in scope))
