@@ -19,6 +19,7 @@ _EXPORTS = {
     "group_plan": ("all_groups", "embedding_columns", "GROUP_KINDS", "GROUP_TOKENS", "groups_of_rank"),
     "groups": ("Group", "initialize_model_parallel", "ParallelGroups", "single_process_groups"),
     "ledger": ("comm_scope", "CommLedger", "CommRecord", "delayed", "dropped"),
+    "capturing": ("GraphCaptureError", "is_graph_capturing", "is_graph_warmup"),
     "collectives": (
         "all_gather",
         "all_gather_async",
@@ -102,6 +103,9 @@ if TYPE_CHECKING:
     from labkit.parallel.bucket_plan import ParameterSpec as ParameterSpec
     from labkit.parallel.bucket_plan import default_bucket_size as default_bucket_size
     from labkit.parallel.bucket_plan import plan_buckets as plan_buckets
+    from labkit.parallel.capturing import GraphCaptureError as GraphCaptureError
+    from labkit.parallel.capturing import is_graph_capturing as is_graph_capturing
+    from labkit.parallel.capturing import is_graph_warmup as is_graph_warmup
     from labkit.parallel.collectives import Message as Message
     from labkit.parallel.collectives import Pending as Pending
     from labkit.parallel.collectives import all_gather as all_gather

@@ -1,0 +1,157 @@
+"""Whether a CUDA graph is being captured, and what code below the graphs does differently then.
+
+A graph records what the device does. What Python does happens at capture alone, and is not repeated at replay. Most
+code need not care. Three things must: code that makes the host wait for the device (it cannot be captured: refuse it
+here, with the user's line), code whose effect on the host belongs to the device's work (switching random states: it is
+recorded and called again), and code that registers or skips hooks.
+
+This module lies below all of them, so that layers and collectives can ask without importing `labkit.graphs`. The state
+belongs to the process, not to a thread: on CUDA autograd runs backward passes on threads of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from labkit.parallel.collectives import Pending
+
+T = TypeVar("T")
+
+__all__ = [
+    "GraphCaptureError",
+    "Recorder",
+    "active_capture",
+    "call_site",
+    "graph_capturing",
+    "graph_warmup",
+    "is_graph_capturing",
+    "is_graph_warmup",
+    "recorded_call",
+    "refuse_host_sync",
+]
+
+
+class GraphCaptureError(RuntimeError):
+    """What a CUDA graph cannot hold was done during capture, or a replay would not be what was captured."""
+
+
+class Recorder(Protocol):
+    """What an emulated capture offers to code that dispatch does not see (`labkit.graphs.recording`)."""
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run `function` now, unrecorded, and again at each replay."""
+        ...
+
+    def transfer(self, start: Callable[..., Pending], *args: Any, **kwargs: Any) -> Pending:
+        """Start a transfer now and at each replay; what is returned records its `wait()` in the same way."""
+        ...
+
+
+class _State:
+    """Of this process."""
+
+    capturing: int = 0
+    """Captures under way, one inside the other (a helper's around a backend's)."""
+    warmup: int = 0
+    recorder: Recorder | None = None
+
+
+_state = _State()
+
+
+def is_graph_capturing() -> bool:
+    """Whether a graph is being captured: by one of our backends, or by anybody on the current CUDA stream."""
+    if _state.capturing:
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def is_graph_warmup() -> bool:
+    """Whether a callable runs before its capture, so that what is made lazily is made outside the graph."""
+    return _state.warmup > 0
+
+
+def active_capture() -> Recorder | None:
+    """The emulated capture that records what this process computes; None outside one, and inside a recorded call."""
+    return _state.recorder
+
+
+@contextmanager
+def graph_capturing(recorder: Recorder | None = None) -> Iterator[None]:
+    """Inside the block `is_graph_capturing()` is true; `recorder` is told what dispatch does not see."""
+    outer = _state.recorder
+    _state.capturing += 1
+    _state.recorder = recorder if recorder is not None else outer
+    try:
+        yield
+    finally:
+        _state.capturing -= 1
+        _state.recorder = outer
+
+
+@contextmanager
+def graph_warmup() -> Iterator[None]:
+    """Inside the block `is_graph_warmup()` is true."""
+    _state.warmup += 1
+    try:
+        yield
+    finally:
+        _state.warmup -= 1
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """For recorders: inside the block `active_capture()` is None, so that what is called there records nothing."""
+    outer, _state.recorder = _state.recorder, None
+    try:
+        yield
+    finally:
+        _state.recorder = outer
+
+
+def recorded_call(function: Callable[[], T]) -> T:
+    """`function()`; under an emulated capture it is called again at each replay, at this place of the graph.
+
+    For what must follow the device's work although the host does it. On CUDA that is a plain call: what corresponds to
+    it there (registered generators) is replayed by the graph itself.
+    """
+    recorder = _state.recorder
+    return function() if recorder is None else recorder.call(function)
+
+
+def refuse_host_sync(what: str) -> None:
+    """Raise GraphCaptureError if a graph is being captured: `what` would make the host wait for the device."""
+    if is_graph_capturing():
+        caller = sys._getframe(1).f_code.co_filename
+        raise GraphCaptureError(
+            f"{call_site(caller)}: {what} makes the host wait for the device, which a CUDA graph cannot hold: while it "
+            "is captured nothing has been computed yet. Move it out of the captured part, or compute on the device"
+        )
+
+
+_INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1] / "graphs"), __file__, "<frozen")
+
+
+def call_site(*also_skipped: str) -> str:
+    """`file:line (code)` of the innermost frame that is neither torch's nor of the graphs: the line of the user.
+
+    also_skipped: starts of further file names to pass over.
+    """
+    skipped = (*_INTERNAL, *also_skipped)
+    frame: FrameType | None = sys._getframe(1)
+    found = frame
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(skipped) and Path(frame.f_code.co_filename).name != "contextlib.py":
+            found = frame
+            break
+        frame = frame.f_back
+    assert found is not None
+    return f"{found.f_code.co_filename}:{found.f_lineno} (in {found.f_code.co_name})"
