@@ -1,4 +1,4 @@
-"""The explorers of schedules and buckets in a real JupyterLab, in headless Chromium: what a reader sees and moves."""
+"""The explorers in a real JupyterLab, in headless Chromium: what a reader of a chapter sees and moves."""
 
 from __future__ import annotations
 
@@ -28,6 +28,19 @@ from labkit.viz import explore_buckets
 layers = [ParameterSpec(f"layer {i}", 1_000_000) for i in range(40)]
 backward = [BackwardPiece(0.004, (f"layer {i}",)) for i in reversed(range(40))]
 explore_buckets(layers, backward, bucket_mb=40.0, time_limit=0.25)"""
+SKEW = """from labkit.viz import explore_skew
+
+explore_skew(lambda skew: [100 + round(50 * skew), 100 - round(50 * skew)], chosen=0.5, largest=2.0)"""
+POLICIES = """import torch
+from labkit.viz import explore_policies
+
+# 4 tokens choose expert 0 first, 1 second: with capacity ceil(4 x 2 / 4 x 1) = 2 half of the choices are dropped
+logits = torch.tensor([3.0, 2.0, 1.0, 0.0]).repeat(1, 4, 1)
+grouped = {"top_k": 2, "num_groups": 2, "group_topk": 1}
+explore_policies(logits, {"limit": {"top_k": 2, "capacity_factor": 1.0}, "grouped": grouped}, hidden=8)"""
+FOLDING = """from labkit.viz import explore_folding
+
+explore_folding(world_size=16, tp=2, cp=2, pp=2, ep=4, etp=2, gpus_per_node=8)"""
 PATIENCE = 60_000
 """Milliseconds for what a kernel start or a redraw may take on a busy machine."""
 
@@ -150,6 +163,44 @@ def test_the_picture_of_buckets_stays_below_its_sliders(lab: str, page: Any) -> 
     assert picture.get_attribute("src") != before
     assert picture.bounding_box() == place
     _screenshot(page, "buckets")
+
+
+@pytest.mark.parametrize("lab", [SKEW], indirect=True)
+def test_more_skew_makes_a_step_longer(lab: str, page: Any) -> None:
+    picture = page.locator(".jp-OutputArea img")
+    _says(page, "1.25 at skew 0.5, 2.00 at skew 2; at skew 0.5 the ranks compute for 80% of it")  # 125 against 100
+    before = picture.get_attribute("src")
+    _slider(page, "skew").press("End")
+    _says(page, "at skew 2 the ranks compute for 50% of it")
+    assert picture.get_attribute("src") != before
+    _screenshot(page, "skew")
+
+
+@pytest.mark.parametrize("lab", [POLICIES], indirect=True)
+def test_controls_of_the_router_lab_change_policies_and_leave_out_what_cannot_be(lab: str, page: Any) -> None:
+    picture = page.locator(".jp-OutputArea img")
+    _says(page, "dropped: limit 50.0%")
+    before = picture.get_attribute("src")
+    for _ in range(4):
+        _slider(page, "capacity_factor").press("ArrowRight")  # 2.0: an expert takes all 4
+    page.locator(".widget-html", has_text="dropped").wait_for(state="detached")
+    assert picture.get_attribute("src") != before
+    _slider(page, "top_k").press("ArrowRight")  # a group has two experts, so no token finds three in one
+    page.locator(".widget-html b", has_text="left out: policy 'grouped'").wait_for()
+    picture.wait_for(state="visible")
+    _screenshot(page, "policies")
+
+
+@pytest.mark.parametrize("lab", [FOLDING], indirect=True)
+def test_a_layout_that_folding_alone_allows_is_refused_without_it(lab: str, page: Any) -> None:
+    picture = page.locator(".jp-OutputArea img")
+    _says(page, "attention tp 2 cp 2 dp 2 pp 2, experts etp 2 ep 4 pp 2")
+    _screenshot(page, "folding")
+    page.get_by_label("folded").uncheck()
+    page.locator(".widget-html b", has_text="ep 4 does not divide dp 2").wait_for()
+    picture.wait_for(state="hidden")
+    page.get_by_label("folded").check()
+    picture.wait_for(state="visible")
 
 
 def _screenshot(page: Any, name: str) -> None:
