@@ -15,7 +15,6 @@ Legend: S = sequence, B = microbatch, H = hidden; tensors between stages are (S,
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -24,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from labkit.events import active_recorder
-from labkit.parallel.agreement import Agreement
 from labkit.parallel.collectives import all_reduce, comm_scope
 from labkit.parallel.deallocation import custom_backward, deallocate_output_tensor
 from labkit.parallel.groups import ParallelGroups
@@ -32,6 +30,7 @@ from labkit.parallel.p2p import second_communicator
 from labkit.parallel.payload import Format, Payload
 from labkit.parallel.stream_clock import StreamClock, span_on, stream_clock
 from labkit.parallel.weight_grad_store import WeightGradStore
+from labkit.schedules.agreement import pipeline_agreement
 from labkit.schedules.attached_losses import AttachedLosses
 from labkit.schedules.builders import without_backward
 from labkit.schedules.gradient_sync import GradientSync, NoSync, SyncFunc, check_sync_functions
@@ -128,6 +127,8 @@ class PipelineRuntime:
         self._check()
         tokens = tokens_per_microbatch
         self.attached_losses = AttachedLosses(self.chunks, schedule.num_microbatches, calculate_per_token_loss, tokens)
+        self.counting = [[m for m in chunk.modules() if hasattr(m, "current_microbatch")] for chunk in self.chunks]
+        """By chunk, the modules that want to know whose forward is next: those that have a CUDA graph for each."""
         schedule.derived(f"verified, {transport}", lambda rows: verify(rows, transport))
         self.shapes = shapes = shapes_of_messages(tensor_shape, schedule.num_stages)
         self.form = Format[Message](
@@ -167,26 +168,6 @@ class PipelineRuntime:
         return schedule.derived(
             f"program of rank {rank}, {self.transport}", lambda rows: lower(rows, rank, self.transport)
         )
-
-    def _agreement(self, program: Program, forward_only: bool) -> Agreement | None:
-        """What the ranks it exchanges messages with must have been given too: asked before the first run of a kind."""
-        if forward_only in self._agreed:
-            return None
-        schedule, form = self.schedule, self.form
-        messages = [message for step in program.steps for message in (step.needs, step.gives) if message is not None]
-        peers = {rank for message in messages for rank in (message.source, message.target)} - {self.groups.pp.rank}
-        given = {
-            "the schedule": f"{schedule.name} of {schedule.num_stages} stages and {schedule.num_microbatches} "
-            f"microbatches (checksum {schedule.derived('checksum', _checksum):08x})",
-            "transport": self.transport,
-            "dtype": str(form.dtype),
-            "forward_only": str(forward_only),
-            "variable_seq_lengths": str(form.variable_lengths),
-        }
-        for stage, shapes in enumerate(self.shapes):
-            text = f"{len(shapes)} tensors" if form.variable_lengths else ", ".join(map(str, shapes))
-            given[f"tensor_shape of what stage {stage} sends"] = text
-        return Agreement(self.groups, given, peers)
 
     def run(
         self,
@@ -236,8 +217,9 @@ class _Step:
     ) -> None:
         self.runtime, self.program, self.forward_only, self.non_loss = runtime, program, forward_only, non_loss
         self.iterators = [reader(iterator, program, chunk) for chunk, iterator in enumerate(iterators)]
-        agreement = runtime._agreement(program, forward_only)
-        greet = None if agreement is None else agreement.confirm
+        greet = None
+        if forward_only not in runtime._agreed:
+            greet = pipeline_agreement(runtime, program, forward_only).confirm
         self.transfers = transfers(runtime.groups, program, runtime.form, runtime.transport, greet)
         self.saved: dict[tuple[int, int], tuple[Payload | None, Payload]] = {}
         self.weight_gradients = WeightGradStore()
@@ -285,6 +267,8 @@ class _Step:
         source = self.iterators[step.chunk]
         action, kept_whole = step.action, self.runtime.kept_whole
         source.reads(action.microbatch)
+        for module in self.runtime.counting[step.chunk]:
+            module.current_microbatch = action.microbatch  # pyright: ignore[reportAttributeAccessIssue]
         if kept_whole is not None:
             chunk.set_activation_checkpointing((action.stage, action.microbatch) not in kept_whole)  # pyright: ignore[reportCallIssue]
         try:
@@ -362,14 +346,6 @@ class _Step:
 def _dtype_of(chunks: Sequence[nn.Module]) -> torch.dtype:
     floating = (p.dtype for chunk in chunks for p in chunk.parameters() if p.is_floating_point())
     return next(floating, torch.get_default_dtype())
-
-
-def _checksum(schedule: Schedule) -> int:
-    columns = (schedule.stages, schedule.kinds, schedule.microbatches, schedule.offsets)
-    total = 0
-    for column in columns:
-        total = zlib.crc32(column.tobytes(), total)
-    return total
 
 
 def _measured(step: Step, clock: StreamClock | None) -> AbstractContextManager[None]:
