@@ -163,6 +163,14 @@ def test_weighted_swiglu_has_the_gradients_of_its_formula(rows_: int) -> None:
     torch.testing.assert_close(weighted_swiglu(x, probs), F.silu(gate) * up * probs[:, None], **EXACT)
 
 
+def test_gradients_of_weights_are_summed_in_their_own_type() -> None:
+    """257 terms of silu(32) x 1 = 32 in bf16: their sum, 8224, lies between two bf16 numbers."""
+    x = torch.cat([torch.full((2, 257), 32.0), torch.ones(2, 257)], dim=1).bfloat16()
+    probs = torch.ones(2, requires_grad=True)
+    weighted_swiglu(x, probs).backward(torch.ones(2, 257, dtype=torch.bfloat16))
+    assert probs.grad is not None and probs.grad.tolist() == [8224.0, 8224.0]
+
+
 # ---- how many products ----
 
 
@@ -368,3 +376,32 @@ def test_fp8_is_refused_in_one_sentence() -> None:
     scaling = Float8Scaling(Float8Recipe("current"), single_process_groups())
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts: experts do not compute in fp8; .* none$"):
         build(GroupedExperts, 4, float8=scaling)
+
+
+@pytest.mark.parametrize("kind", [SequentialExperts, GroupedExperts])
+@pytest.mark.parametrize(
+    ("shape", "counts", "probs", "words"),
+    [
+        ((8, HIDDEN), [2, 2, 2, 1], (8,), r"\[2, 2, 2, 1\] rows per expert for 8 rows"),
+        ((8, HIDDEN), [2, 2, 2, 3], (8,), "their sum the number of rows"),
+        ((8, HIDDEN), [3, -1, 3, 3], (8,), "none of them negative"),
+        ((8, HIDDEN), [4, 4], (8,), r"4 integers, one for each expert, got torch\.int64 \[2\]"),
+        ((8, HIDDEN), [2.0, 2.0, 2.0, 2.0], (8,), r"got torch\.float32 \[4\]"),
+        ((8, HIDDEN), [2, 2, 2, 2], (8, 1), r"weights of shape \[8\], got \[8, 1\]"),
+        ((8, HIDDEN), [2, 2, 2, 2], (7,), r"weights of shape \[8\], got \[7\]"),
+        ((8, HIDDEN + 1), [2, 2, 2, 2], (8,), rf"rows are \[N, {HIDDEN}\], got \[8, {HIDDEN + 1}\]"),
+        ((4, 2, HIDDEN), [2, 2, 2, 2], (8,), rf"rows are \[N, {HIDDEN}\], got \[4, 2, {HIDDEN}\]"),
+    ],
+    ids=["too few", "too many", "negative", "experts", "floats", "2d weights", "weights", "hidden", "3d rows"],
+)
+def test_counts_that_are_not_those_of_the_rows_are_refused(
+    kind: type[Experts], shape: tuple[int, ...], counts: list[Any], probs: tuple[int, ...], words: str
+) -> None:
+    experts = build(kind, 4)
+    with pytest.raises(ValueError, match=rf"^layers\.0\.mlp\.experts: .*{words}"):
+        experts(torch.randn(shape, dtype=torch.float64), torch.tensor(counts), torch.ones(probs, dtype=torch.float64))
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    with pytest.raises(ValueError, match="activation 'relu' is none of gelu, gelu_tanh, swiglu"):
+        build(GroupedExperts, 4, activation="relu")

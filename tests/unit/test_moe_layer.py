@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import te_stub
 
-from labkit.config import ModelConfig, MoEConfig, ParallelConfig, presets
+from labkit.config import ConfigError, ModelConfig, MoEConfig, ParallelConfig, presets
 from labkit.models import GPTModel, SavedTensors, build_model_chunks
 from labkit.models.build import Norm
 from labkit.moe import MoELayer
@@ -169,10 +170,12 @@ def test_layers_with_experts_are_those_of_the_pattern() -> None:
 
 
 def test_last_projections_of_experts_are_scaled_down_as_those_of_an_mlp() -> None:
-    (made, *_) = gpt(replace(SHARED, num_experts=64), replace(MODEL, init_std=0.2)).moe_layers()
-    experts: Any = made.experts
-    assert experts.fc1.weight.std().item() == pytest.approx(0.2, rel=0.05)
-    assert experts.fc2.weight.std().item() == pytest.approx(0.2 / 2, rel=0.05)  # sqrt(2 x 2 layers)
+    moe = replace(SHARED, num_experts=64, shared_expert_ffn_hidden=1024)
+    (made, *_) = gpt(moe, replace(MODEL, init_std=0.2)).moe_layers()
+    experts: Any
+    for experts in (made.experts, made.shared_experts):
+        assert experts.fc1.weight.std().item() == pytest.approx(0.2, rel=0.05)
+        assert experts.fc2.weight.std().item() == pytest.approx(0.2 / 2, rel=0.05)  # sqrt(2 x 2 layers)
 
 
 def test_routers_of_a_chunk_share_the_scale_of_their_losses() -> None:
@@ -305,3 +308,47 @@ def test_what_cannot_be_is_refused(moe: MoEConfig, parallel: dict[str, Any], mor
     recipe = Float8Recipe("delayed") if more else None
     with pytest.raises(ValueError, match=words):
         GPTModel(MODEL, groups, moe=moe, layers=range(1), seed=1, float8=recipe)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_experts": 0}, "moe.top_k = 2: must be at most moe.num_experts = 0"),
+        ({"top_k": 9}, "moe.top_k = 9: must be at most moe.num_experts = 8"),
+        ({"load_balancing": "aux"}, "moe.load_balancing = 'aux': must be one of aux_loss, seq_aux_loss"),
+        ({"router_dtype": "bf16"}, "moe.router_dtype = 'bf16': must be one of fp32, fp64, model"),
+        ({"capacity_factor": -1.0}, "moe.capacity_factor = -1.0: must be greater than 0"),
+        ({"z_loss_coeff": float("nan")}, "moe.z_loss_coeff = nan: must be at least 0"),
+        ({"pad_to_capacity": True}, "there is no capacity to pad to; set moe.capacity_factor"),
+        ({"shared_expert_overlap": True}, "there are none; set moe.shared_expert_ffn_hidden"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_layer_by_hand_refuses_what_a_run_would(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^layers\.0\.mlp: .*{re.escape(words)}"):
+        layer(replace(MOE, **changes))
+
+
+@pytest.mark.parametrize(
+    ("x", "got"),
+    [
+        (torch.zeros(7, 3, MODEL.hidden + 1, dtype=torch.float64), r"torch\.float64 \[7, 3, 17\]"),
+        (torch.zeros(7, MODEL.hidden, dtype=torch.float64), r"torch\.float64 \[7, 16\]"),
+        (torch.zeros(7, 3, MODEL.hidden), r"torch\.float32 \[7, 3, 16\]"),
+    ],
+    ids=["hidden", "2d", "type"],
+)
+def test_inputs_of_another_shape_or_type_are_refused(x: Tensor, got: str) -> None:
+    with pytest.raises(ValueError, match=rf"^layers\.0\.mlp: the input is torch\.float64 \[S, B, 16\], got {got}$"):
+        layer(MOE)(x)
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_a_layer_without_a_token_stays_connected(kind: str, capacity: float | None) -> None:
+    moe = replace(MOE, load_balancing=kind, aux_loss_coeff=0.1, z_loss_coeff=0.1, capacity_factor=capacity)
+    made, x = layer(moe), hidden(batch=0)
+    made(x).sum().backward()
+    assert x.grad is not None
+    for name, parameter in made.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name

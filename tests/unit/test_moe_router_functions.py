@@ -194,6 +194,17 @@ def test_what_a_full_expert_keeps(policy: str, padded: bool, kept: list[list[int
     assert torch.equal(probs_TE, PROBS * map_TE)
 
 
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_among_equals_the_first_are_kept(policy: str) -> None:
+    """As many as a sort may put in any order: the same tokens on every rank that holds them, whatever sorts there."""
+    tokens, experts = 200, 4
+    probs_TE = torch.full((tokens, experts), 0.5)
+    _, map_TE = apply_capacity(
+        probs_TE, probs_TE > 0, top_k=experts, capacity_factor=0.3, drop_policy=policy, pad_to_capacity=True
+    )
+    assert torch.equal(map_TE, (torch.arange(tokens) < 60)[:, None].expand(-1, experts))
+
+
 @given(
     tokens=st.integers(1, 16),
     top_k=st.integers(1, 4),
