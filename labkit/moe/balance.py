@@ -38,18 +38,20 @@ def switch_load_balancing_loss_func(
         scores_TE: normalised scores of this rank's tokens. With a sequence a row (sequence by sequence: [S, B x E]) the
             result is the sum of the losses of B sequences.
         tokens_per_expert: n_e over the whole scope, one for each column of the scores.
-        total_num_tokens: T of the whole scope.
+        total_num_tokens: T of the whole scope; without a token the loss is 0.
         top_k: k.
         num_experts: E.
         coefficient: weight of the loss.
     """
-    scale = num_experts * coefficient / (top_k * total_num_tokens * total_num_tokens)
+    scale = num_experts * coefficient / (top_k * max(total_num_tokens, 1) ** 2)
     return (scores_TE.sum(dim=0) * tokens_per_expert).sum() * scale
 
 
 def z_loss_func(logits_TE: Tensor, coefficient: float) -> Tensor:
-    """The z loss above over this rank's tokens, a scalar. For a part of n ranks' loss, give coefficient / n."""
-    return logits_TE.logsumexp(dim=-1).square().mean() * coefficient
+    """The z loss above over this rank's tokens, a scalar; 0 without one. For a part of n ranks' loss, give coefficient
+    / n."""
+    squares_T = logits_TE.logsumexp(dim=-1).square()
+    return (squares_T.mean() if len(squares_T) else squares_T.sum()) * coefficient
 
 
 class AuxLossScale:

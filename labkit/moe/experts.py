@@ -104,6 +104,8 @@ class Experts(nn.Module, ABC):
             raise ValueError(f"{name}: experts do not compute in fp8; set optim.fp8 to none")
         experts, hidden, width = moe.num_experts, model.hidden, expert_width(model, moe)
         blocks = 2 if model.activation == "swiglu" else 1
+        if model.activation not in ACTIVATIONS:
+            raise ValueError(f"{name}: activation {model.activation!r} is none of {', '.join(ACTIVATIONS)}")
         self.name, self.activation = name, ACTIVATIONS[model.activation]
         self.weighted_activation = weighted_activation(model.activation)
         in_engine = self.grouped and model.transformer_impl == "transformer_engine"
@@ -114,10 +116,38 @@ class Experts(nn.Module, ABC):
         rows: dict[str, Any] = {"partition_dim": 2, "std": std if output_std is None else output_std}
         self.fc1 = linear(name, "fc1", (experts, blocks * width, hidden), **columns, **made)
         self.fc2 = linear(name, "fc2", (experts, hidden, width), **rows, **made)
+        self.input_shape = (experts // groups.ep.size, hidden)
+
+    def forward(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> Tensor:
+        """Rows sorted by expert, how many each has ([E/ep], on the host), and their weights -> [N, H].
+
+        Raises:
+            ValueError: shapes that do not fit together, or counts that are not those of the rows: a grouped kernel
+                would leave rows as its memory was, or read behind them. Counts on a GPU are not looked at.
+        """
+        self._check(tokens_NH, tokens_per_expert, probs_N)
+        return self.compute(tokens_NH, tokens_per_expert, probs_N)
 
     @abstractmethod
-    def forward(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> Tensor:
-        """Rows sorted by expert, how many each has ([E/ep], on the host), and their weights -> [N, H]."""
+    def compute(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> Tensor:
+        """`forward` after its checks."""
+
+    def _check(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> None:
+        experts, hidden = self.input_shape
+        if tokens_NH.dim() != 2 or tokens_NH.shape[1] != hidden:
+            raise ValueError(f"{self.name}: rows are [N, {hidden}], got {list(tokens_NH.shape)}")
+        rows = tokens_NH.shape[0]
+        if tuple(probs_N.shape) != (rows,):
+            raise ValueError(f"{self.name}: {rows} rows have weights of shape [{rows}], got {list(probs_N.shape)}")
+        if tuple(tokens_per_expert.shape) != (experts,) or tokens_per_expert.is_floating_point():
+            got = f"{tokens_per_expert.dtype} {list(tokens_per_expert.shape)}"
+            raise ValueError(f"{self.name}: tokens_per_expert are {experts} integers, one for each expert, got {got}")
+        if tokens_per_expert.device.type != "cpu":
+            return
+        counts = tokens_per_expert.tolist()
+        if sum(counts) != rows or min(counts) < 0:
+            rule = "none of them negative and their sum the number of rows"
+            raise ValueError(f"{self.name}: {counts} rows per expert for {rows} rows; they must be {rule}")
 
 
 class SequentialExperts(Experts):
@@ -128,8 +158,7 @@ class SequentialExperts(Experts):
 
     grouped = False
 
-    def forward(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> Tensor:
-        """As in `Experts`."""
+    def compute(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> Tensor:
         counts = tokens_per_expert.tolist()
         rows, weights = tokens_NH.split(counts), probs_N.split(counts)
         own = (self.fc1.weight.unbind(), self.fc2.weight.unbind())
@@ -145,7 +174,6 @@ class GroupedExperts(Experts):
 
     grouped = True
 
-    def forward(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> Tensor:
-        """As in `Experts`."""
+    def compute(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> Tensor:
         segments = Segments(tokens_per_expert)
         return self.fc2(self.weighted_activation(self.fc1(tokens_NH, segments), probs_N), segments)
