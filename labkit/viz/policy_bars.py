@@ -237,9 +237,9 @@ def _controls(figure: Figure, drawn: Any, policies: Mapping[str, Policy], expert
         moved[change["owner"].description] = change["new"]
         fresh, refused = drawn(moved)
         reasons = "".join(f"<b>{html.escape(reason)}</b><br>" for reason in refused)
-        words.value = reasons + (spoken(fresh.sentence) if fresh else "")
-        picture.layout.visibility = "visible" if fresh else "hidden"
         picture.value = fresh.png if fresh else picture.value
+        picture.layout.visibility = "visible" if fresh else "hidden"
+        words.value = reasons + (spoken(fresh.sentence) if fresh else "")
 
     for control in inputs.values():
         control.observe(redraw, names="value")

@@ -184,9 +184,12 @@ def test_controls_of_the_router_lab_change_policies_and_leave_out_what_cannot_be
     for _ in range(4):
         _slider(page, "capacity_factor").press("ArrowRight")  # 2.0: an expert takes all 4
     page.locator(".widget-html", has_text="dropped").wait_for(state="detached")
-    assert picture.get_attribute("src") != before
+    after = picture.get_attribute("src")
+    assert after != before
     _slider(page, "top_k").press("ArrowRight")  # a group has two experts, so no token finds three in one
     page.locator(".widget-html b", has_text="left out: policy 'grouped'").wait_for()
+    _says(page, "fullest expert against the mean: limit 1.33")  # 4 rows, the mean is 4 x 3 / 4
+    page.wait_for_function("src => document.querySelector('.jp-OutputArea img').src !== src", arg=after)
     picture.wait_for(state="visible")
     _screenshot(page, "policies")
 
