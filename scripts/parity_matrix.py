@@ -182,6 +182,15 @@ DISPATCH_LAYOUTS = [
     *grid({"ep": 2, **ZERO, "num_distributed_optimizer_instances": 2}, [(1, 1, 1, 4)]),
 ]
 """Every way to send tokens and to compute experts, with what else touches their gradients."""
+SAME_RANKS_LAYOUTS = [
+    *grid({"ep": 8}, [(1, 8, 1, 1)]),
+    *grid({"ep": 8, **ZERO}, [(1, 8, 1, 1)]),
+    *grid({"ep": 8, "cp_comm_type": "all_gather"}, [(1, 8, 1, 1)]),
+    *grid({"ep": 4, "etp": 2}, [(1, 8, 1, 1)]),
+    *grid({"ep": 8, "etp": 1, **SEQUENCE_PARALLEL}, [(2, 4, 1, 1)]),
+    *grid({"ep": 4}, [(1, 4, 2, 1)]),
+]
+"""cp8 ep8 on 8 ranks and its neighbours: ranks that share one sequence share out the experts (arXiv 2504.14960)."""
 PRESETS = {"tiny": "GPT-2's blocks, tied embeddings", "llama_tiny": "Llama's blocks, untied output"}
 
 INTRODUCTION = f"""# Parity of all layouts with one process
@@ -268,6 +277,8 @@ EXPERT_SWEEPS: dict[str, tuple[RunConfig, list[dict[str, Any]], str]] = {
     "Experts, deepseek_tiny, float64": (sparse("deepseek_tiny"), EXPERT_LAYOUTS[1::4], "float64"),
     "Experts, mixtral_tiny, float32": (sparse("mixtral_tiny"), EXPERT_LAYOUTS[3::4], "float32"),
     "Ways to experts, deepseek_tiny, float64": (sparse("deepseek_tiny"), DISPATCH_LAYOUTS, "float64"),
+    "One sequence and all experts on the same ranks, float64": (sparse("tiny_moe"), SAME_RANKS_LAYOUTS, "float64"),
+    "One sequence and all experts on the same ranks, float32": (sparse("mixtral_tiny"), SAME_RANKS_LAYOUTS, "float32"),
 }
 """Mixtures of experts. All layouts of the first table together have every four values of `EXPERT_AXES`."""
 

@@ -64,6 +64,13 @@ def test_every_pair_of_sizes():
         agrees(compare(sparse("tiny_moe", global_batch_size=batch), layouts, steps=3))
 
 
+def test_one_sequence_and_all_experts_on_the_same_eight_ranks():
+    """cp8 ep8, the first of its table."""
+    layout = MATRIX["SAME_RANKS_LAYOUTS"][0]
+    assert (layout["cp"], layout["ep"], layout["world_size"]) == (8, 8, 8)
+    agrees(compare(sparse("tiny_moe"), [layout], steps=2))
+
+
 def test_every_way_to_send_tokens():
     """Groups of experts, a bias on their scores, a shared expert; 16 experts, of which some get no token."""
     layouts = [
