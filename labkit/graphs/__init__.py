@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from labkit.graphs.buffers import BufferPlan, PlanError, check_plan, plan_buffers
+    from labkit.graphs.graphable import GraphableMegatronModule
     from labkit.graphs.passes import read_order, sample_index
 
 _WHERE = {
     "BufferPlan": "buffers",
+    "GraphableMegatronModule": "graphable",
     "PlanError": "buffers",
     "check_plan": "buffers",
     "plan_buffers": "buffers",
@@ -19,6 +21,7 @@ _WHERE = {
 }
 __all__ = [
     "BufferPlan",
+    "GraphableMegatronModule",
     "PlanError",
     "check_plan",
     "plan_buffers",

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from labkit.config import ModelConfig, MoEConfig, RunConfig
+from labkit.config import GraphConfig, ModelConfig, MoEConfig, RunConfig
 from labkit.models.attention import Rotary, rotary_table
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build, Norm
@@ -55,6 +55,7 @@ class GPTModel(nn.Module):
         label_smoothing: of the loss.
         rng: random states for dropout and jitter, shared by the chunks of a rank; made here where dropout needs them.
         float8: formats and scaling of the layers' products in fp8; embedding and output layer keep `dtype`.
+        graph: what of a layer is captured in CUDA graphs (`labkit.graphs.CudaGraphHelper` does it); None is nothing.
         tied_weight_VH: the word embedding of the first stage, where that is another chunk of this rank: the output
             layer then uses it, and this chunk has no weight of its own to count, update or save.
 
@@ -78,6 +79,7 @@ class GPTModel(nn.Module):
         label_smoothing: float = 0.0,
         rng: RngTracker | None = None,
         float8: Float8Recipe | None = None,
+        graph: GraphConfig | None = None,
         tied_weight_VH: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
@@ -101,6 +103,7 @@ class GPTModel(nn.Module):
             cp=groups.cp,
             cp_comm_type=groups.config.cp_comm_type,
             float8=scaling,
+            graph=graph or GraphConfig(),
         )
         self.sequence_parallel, self.sequence_parts = build.sequence_parallel, build.sequence_parts
         self.config, self.group, self.recompute = config, groups.tp, build.recompute
@@ -139,6 +142,14 @@ class GPTModel(nn.Module):
     def moe_layers(self) -> list[MoELayer]:
         """The layers of this chunk that have experts, in their order."""
         return [layer.mlp for layer in self.layers.values() if isinstance(layer.mlp, MoELayer)]
+
+    def layer_context(self, seq_length: int) -> tuple[Tensor, ...]:
+        """Tensors of the shapes that every layer is given beside its input, for sequences of `seq_length`: the rotary
+        tables, new ones, or nothing."""
+        if self.rotary_cos is None or self.rotary_sin is None:
+            return ()
+        rows = slice(seq_length // self.cp.size)
+        return tuple(table[rows, None, None].clone() for table in (self.rotary_cos, self.rotary_sin))
 
     def set_activation_checkpointing(self, on: bool) -> None:
         """Whether the next forwards recompute what the configuration says; False keeps everything."""
@@ -301,6 +312,7 @@ def build_model_chunks(config: RunConfig, groups: ParallelGroups, schedule: Sche
             label_smoothing=config.train.label_smoothing,
             rng=rng,
             float8=float8_recipe(config.optim),
+            graph=config.graph,
             tied_weight_VH=first.word.weight if tied and first is not None else None,
         )
         chunks.append(chunk)

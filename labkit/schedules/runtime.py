@@ -268,7 +268,7 @@ class _Step:
         action, kept_whole = step.action, self.runtime.kept_whole
         source.reads(action.microbatch)
         for module in self.runtime.counting[step.chunk]:
-            module.current_microbatch = action.microbatch  # pyright: ignore[reportAttributeAccessIssue]
+            module.current_microbatch = action.microbatch  # type: ignore[assignment]
         if kept_whole is not None:
             chunk.set_activation_checkpointing((action.stage, action.microbatch) not in kept_whole)  # pyright: ignore[reportCallIssue]
         try:
