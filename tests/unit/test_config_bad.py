@@ -157,6 +157,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     # experts
     ({"top_k": 4}, None, "moe.top_k", "no effect with moe.num_experts = 0; set the number of experts, or leave this"),
     ({"etp": 2}, None, "parallel.etp", "splits experts, but moe.num_experts = 0; set the number of experts, or leave"),
+    ({"tp": 2, "etp": 1}, 2, "parallel.etp", "splits experts, but moe.num_experts = 0; set the number of experts, or"),
     *[({**SELECTIVE, "recompute_modules": [part]}, None, "model.recompute_modules",
        f"names {part}, but moe.num_experts = 0; set the number of experts") for part in ("moe", "shared_experts")],
     *[({**MOE, f"moe.{name}": 0}, None, f"moe.{name}", "must be at least 1") for name in (

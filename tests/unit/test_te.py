@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +19,7 @@ import te_stub
 from labkit.cli import main
 from labkit.config import ConfigError, ModelConfig, RunConfig, presets
 from labkit.models import GPTModel
-from labkit.parallel import single_process_groups, te
+from labkit.parallel import ColumnParallelLinear, RowParallelLinear, single_process_groups, te
 from labkit.parallel.fp8 import Float8Recipe, end_float8_step
 from labkit.schedules import zero_bubble_h1
 from labkit.train import pretrain
@@ -197,6 +198,22 @@ def test_training_on_the_engine_follows_training_on_our_layers(engine: te_stub.R
         training(**{"model.transformer_impl": "transformer_engine", "optim.fp8": "hybrid", "optim.precision": "bf16"})
     )
     assert len(cached.losses) == 3 and cached.losses[-1] < cached.losses[0]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "added", "left_out"),
+    [
+        (te.NormColumnParallelLinear, ColumnParallelLinear, {"norm"}, {"gather_output", "skip_bias_add"}),
+        (te.RowParallelLinear, RowParallelLinear, set(), {"input_is_parallel", "skip_bias_add"}),
+    ],
+)
+def test_linear_layers_are_constructed_as_ours(theirs: type, ours: type, added: set[str], left_out: set[str]) -> None:
+    """The same names, in the same order, with the same defaults, but for what only one of them has."""
+    found, wanted = (inspect.signature(kind).parameters for kind in (theirs, ours))
+    assert found.keys() - wanted.keys() == added and wanted.keys() - found.keys() == left_out
+    assert [found[name] for name in found if name not in added] == [
+        wanted[name] for name in wanted if name not in left_out
+    ]
 
 
 def test_without_the_engine_one_sentence_says_what_is_missing() -> None:
