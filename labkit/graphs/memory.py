@@ -1,0 +1,218 @@
+"""What graphs cost in memory: how many there are, what is held for them, and whether that was foreseen.
+
+| part                | what it is                                               | grows with                       |
+|---------------------|----------------------------------------------------------|----------------------------------|
+| graphs              | one forward, one backward per layer and microbatch       | layers x microbatches, but small |
+| static inputs       | where a call copies its input to (`plan_buffers`)        | layers x in flight               |
+| static gradients    | where a backward finds the gradients of its outputs      | kinds of outputs                 |
+| pool                | what the captured operations make, held until a backward | layers x in flight               |
+| of it, break points | outputs of graphs that end inside a layer of experts     | such layers x in flight          |
+| fragmentation       | what the pool holds of the machine beyond its peak       |                                  |
+
+In flight is the warm-up and one more: p - r microbatches under 1F1B. What is new against a run without graphs is the
+first three, and the break points so far as the eager run would have let them go earlier; the rest of the pool is the
+activations that any run keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from labkit.graphs.buffers import plan_buffers
+from labkit.graphs.passes import layers_of_chunks, order_sizes, read_order, sample_index
+from labkit.graphs.pool import LayerMemory, predict_pool
+
+
+class GraphCounts(NamedTuple):
+    """Forward and backward graphs of a rank's layers."""
+
+    one_microbatch: int
+    """2 L: without a pipeline each backward follows its forward, and all microbatches replay the same graphs."""
+    bound: int
+    """2 L PP: no rank has more than PP microbatches in flight under 1F1B, so no schedule of that kind needs more."""
+    captured: int
+    """2 L M: one per microbatch, as Transformer Engine and Megatron capture them in a pipeline."""
+
+
+def graph_counts(layers: int, pp: int, microbatches: int) -> GraphCounts:
+    """How many graphs a rank with `layers` layers needs and has.
+
+    Raises:
+        ValueError: sizes below 1.
+    """
+    if min(layers, pp, microbatches) < 1:
+        raise ValueError(f"layers={layers}, pp={pp}, microbatches={microbatches}: all must be at least 1")
+    return GraphCounts(2 * layers, 2 * layers * pp, 2 * layers * microbatches)
+
+
+@dataclass(frozen=True)
+class GraphMemory:
+    """The parts of the table above, in bytes; None where nobody knows."""
+
+    graphs: int
+    """How many, not bytes."""
+    graph_objects: int | None
+    """What the machine keeps for the graphs themselves."""
+    static_inputs: int
+    static_gradients: int
+    break_points: int
+    """Part of the pool."""
+    pool_peak: int
+    """Most that was held at once."""
+    pool_reserved: int | None
+    """What the pool holds of the machine, used or not."""
+
+    @property
+    def fragmentation(self) -> int | None:
+        """What the pool holds beyond its peak."""
+        return None if self.pool_reserved is None else self.pool_reserved - self.pool_peak
+
+
+@dataclass(frozen=True)
+class GraphMemoryReport:
+    """Measured beside predicted; `str` gives a table."""
+
+    measured: GraphMemory
+    predicted: GraphMemory | None = None
+
+    def rows(self) -> list[tuple[str, int | None, int | None]]:
+        """(part, predicted, measured); bytes, but for the number of graphs."""
+        names = (
+            ("graphs", "graphs"),
+            ("graph objects", "graph_objects"),
+            ("static inputs", "static_inputs"),
+            ("static gradients", "static_gradients"),
+            ("pool, peak", "pool_peak"),
+            ("of it break points", "break_points"),
+            ("pool, reserved", "pool_reserved"),
+            ("fragmentation", "fragmentation"),
+        )
+        return [
+            (label, None if self.predicted is None else getattr(self.predicted, name), getattr(self.measured, name))
+            for label, name in names
+        ]
+
+    def __str__(self) -> str:
+        lines = [f"{'':18}  {'predicted':>12}  {'measured':>12}"]
+        for label, *values in self.rows():
+            shown = ["unknown" if value is None else f"{value:,}" for value in values]
+            lines.append(f"{label:18}  {shown[0]:>12}  {shown[1]:>12}")
+        return "\n".join([*lines, "(bytes, but for the number of graphs)"])
+
+
+def measure_graphs(
+    callables: Sequence[Any],
+    order: Sequence[float],
+    layers_per_chunk: int | Sequence[int],
+    *,
+    graph_objects: int | None = None,
+) -> GraphMemory:
+    """The parts of the table, read off graphed callables of one pool.
+
+    callables: as `make_graphed_callables(order=...)` returns them, one per layer and microbatch.
+    graph_objects: bytes that the machine lost to capturing beyond the pool, where somebody measured that.
+
+    Raises:
+        ValueError: another number of callables than layers and microbatches.
+    """
+    chunks, microbatches = order_sizes(read_order(order))
+    layers = layers_of_chunks(layers_per_chunk, chunks)
+    if len(callables) != sum(layers) * microbatches:
+        raise ValueError(
+            f"{len(callables)} callables for {sum(layers)} layers and {microbatches} microbatches: give all of a rank"
+        )
+    stores = [_bytes(one.static_outputs) if _ends_inside_a_layer(one) else 0 for one in callables]
+    pools = {id(one.pool): one.pool for one in callables if one.pool is not None}.values()
+    return GraphMemory(
+        graphs=sum(graph is not None for one in callables for graph in one.graphs),
+        graph_objects=graph_objects,
+        static_inputs=_bytes(tensor for one in callables for tensor in one.static_inputs),
+        static_gradients=_bytes(tensor for one in callables for tensor in one.captured.grad_outputs),
+        break_points=_held_at_most(order, layers, stores),
+        pool_peak=sum(pool.peak_bytes for pool in pools),
+        pool_reserved=sum(pool.reserved_bytes for pool in pools),
+    )
+
+
+def predict_graph_memory(
+    order: Sequence[float],
+    layers_per_chunk: int | Sequence[int],
+    memory: LayerMemory | Sequence[LayerMemory],
+    *,
+    input_bytes: int | Sequence[int],
+    gradient_bytes: int | Sequence[int] | None = None,
+    store_bytes: int | Sequence[int] = 0,
+) -> GraphMemory:
+    """The same parts before any capture, under `plan_buffers` and one shared pool.
+
+    Args:
+        order: Signed chunk numbers of the rank.
+        layers_per_chunk: Layers of each chunk, or one number for all.
+        memory: What each layer's graphs do to the pool (`layer_memory`), or one for all.
+        input_bytes: Of each layer's static inputs; layers with the same number share buffers.
+        gradient_bytes: Of the gradients of each layer's outputs; None: as many as its inputs.
+        store_bytes: Of the outputs of graphs that end inside a layer, 0 for others.
+
+    Raises:
+        ValueError: an order that cannot run, numbers for another number of layers.
+    """
+    passes = read_order(order)
+    chunks, microbatches = order_sizes(passes)
+    layers = layers_of_chunks(layers_per_chunk, chunks)
+    inputs = _of_each_layer("input_bytes", input_bytes, layers)
+    gradients = inputs if gradient_bytes is None else _of_each_layer("gradient_bytes", gradient_bytes, layers)
+    stores = _of_each_layer("store_bytes", store_bytes, layers)
+    buffers = plan_buffers(order, layers, inputs).buffers_by_signature
+    return GraphMemory(
+        graphs=sum(layers[one.chunk] for one in passes),
+        graph_objects=None,
+        static_inputs=sum(int(nbytes) * count for nbytes, count in buffers.items()),  # type: ignore[call-overload]
+        static_gradients=sum(set(gradients)),
+        break_points=_held_at_most(order, layers, _of_each_sample(stores, layers, microbatches)),
+        pool_peak=predict_pool(order, layers, memory).peak_bytes,
+        pool_reserved=None,
+    )
+
+
+def _of_each_layer(name: str, given: int | Sequence[int], layers: Sequence[int]) -> list[int]:
+    each = [given] * sum(layers) if isinstance(given, int) else list(given)
+    if len(each) != sum(layers):
+        raise ValueError(f"{name} has {len(each)} numbers for {sum(layers)} layers: give one for each, or one for all")
+    return each
+
+
+def _of_each_sample(of_layer: Sequence[int], layers: Sequence[int], microbatches: int) -> list[int]:
+    """Numbers of layers, laid out as `sample_index` says."""
+    before = [sum(layers[:chunk]) for chunk in range(len(layers))]
+    return [
+        of_layer[first + layer]
+        for first, count in zip(before, layers, strict=True)
+        for _ in range(microbatches)
+        for layer in range(count)
+    ]
+
+
+def _held_at_most(order: Sequence[float], layers: Sequence[int], of_sample: Sequence[int]) -> int:
+    """Most bytes at once, of what each layer and microbatch holds from its forward to its backward."""
+    passes = read_order(order)
+    microbatches = order_sizes(passes)[1]
+    held = most = 0
+    for one in passes:
+        sign = {"F": 1, "B": -1, "W": 0}[one.kind]
+        places = [sample_index(layers, microbatches, one.chunk, i, one.microbatch) for i in range(layers[one.chunk])]
+        held += sign * sum(of_sample[place] for place in places)
+        most = max(most, held)
+    return most
+
+
+def _ends_inside_a_layer(graphed: Any) -> bool:
+    """A whole layer gives hidden states alone."""
+    return sum(tensor is not None for tensor in graphed.static_outputs) > 1
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    """Of all tensors, each address once."""
+    found = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor is not None}
+    return sum(found.values())
