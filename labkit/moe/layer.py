@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.config import ModelConfig, MoEConfig
+from labkit.config import ConfigError, ModelConfig, MoEConfig
+from labkit.config.limits import CHOICES, RANGES
 from labkit.moe.balance import AuxLossScale
 from labkit.moe.dispatcher import build_dispatcher
 from labkit.moe.experts import GroupedExperts, SequentialExperts
@@ -44,6 +45,25 @@ Part = Callable[..., Tensor]
 
 def _keep(_: str, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(x)
+
+
+def _check(name: str, moe: MoEConfig) -> None:
+    """For layers built by hand, what `RunConfig.validate` refuses and no part of the layer would notice."""
+    problems = []
+    for field, value in vars(moe).items():
+        dotted = f"moe.{field}"
+        if value is not None and dotted in CHOICES and value not in CHOICES[dotted]:
+            problems.append(f"{dotted} = {value!r}: must be one of {', '.join(CHOICES[dotted])}")
+        elif value is not None and dotted in RANGES and (rule := RANGES[dotted].broken(value)):
+            problems.append(f"{dotted} = {value}: {rule}")
+    if not problems and not 1 <= moe.top_k <= moe.num_experts:
+        problems.append(f"moe.top_k = {moe.top_k}: must be at most moe.num_experts = {moe.num_experts}")
+    if moe.pad_to_capacity and moe.capacity_factor is None:
+        problems.append("moe.pad_to_capacity = True: there is no capacity to pad to; set moe.capacity_factor")
+    if moe.shared_expert_overlap and moe.shared_expert_ffn_hidden is None:
+        problems.append("moe.shared_expert_overlap = True: there are none; set moe.shared_expert_ffn_hidden")
+    if problems:
+        raise ConfigError(problems, source=name)
 
 
 class MoELayer(nn.Module):
@@ -68,8 +88,9 @@ class MoELayer(nn.Module):
         router, experts, shared_experts (None without), token_dispatcher.
 
     Raises:
+        ConfigError: a value that a field of `moe` cannot hold, no experts, or more top_k than experts.
         ValueError: tp > 1 without sequence parallelism, sizes that ep, etp or tp do not divide, fp8, or shared experts
-            to be overlapped with a dispatcher that has no transfer.
+            to be overlapped that are not there, or with a dispatcher that has no transfer.
     """
 
     def __init__(
@@ -91,7 +112,8 @@ class MoELayer(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.name, self.moe, self._part = name, moe, part
+        _check(name, moe)
+        self.name, self.moe, self.hidden, self._part = name, moe, model.hidden, part
         made: dict[str, Any] = {"seed": seed, "dtype": dtype, "device": device}
         self.router = TopKRouter(
             f"{name}.router",
@@ -117,7 +139,8 @@ class MoELayer(nn.Module):
             self.token_dispatcher.set_shared_experts(self.shared_experts)
 
     def forward(self, x_SBH: Tensor) -> Tensor:
-        """[S, B, H] -> [S, B, H], to be added to the residual stream."""
+        """[S, B, H] -> [S, B, H], to be added to the residual stream. ValueError for another shape or type."""
+        self._check_input(x_SBH)
         with comm_scope(layer=self.name):
             shared_SBH = self.shared_experts_compute(x_SBH)
             probs_TE, map_TE = self.route(x_SBH)
@@ -125,6 +148,12 @@ class MoELayer(nn.Module):
             rows, probs = self.dispatch(rows, probs)
             rows = self.routed_experts_compute(rows, probs)
             return self.combine(rows, shared_SBH)
+
+    def _check_input(self, x_SBH: Tensor) -> None:
+        shape, dtype = list(x_SBH.shape), self.router.weight.dtype
+        if len(shape) != 3 or shape[2] != self.hidden or shape[0] == 0 or x_SBH.dtype != dtype:
+            wanted = f"{dtype} [S, B, {self.hidden}] with S of at least 1"
+            raise ValueError(f"{self.name}: the input is {wanted}, got {x_SBH.dtype} {shape}")
 
     def shared_experts_compute(self, x_SBH: Tensor) -> Tensor | None:
         """The shared experts' output; None where there are none, or where the dispatcher computes them."""

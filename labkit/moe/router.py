@@ -249,7 +249,7 @@ class TopKRouter(nn.Module):
             scores_TE.shape[0] * scope.size,
             top_k=self.moe.top_k,
             num_experts=self.moe.num_experts,
-            coefficient=1.0 / batch,
+            coefficient=1.0 / max(batch, 1),
         )
         if mean_E is not None:
             # Its parts lie on the ranks of dp too, over which gradients are averaged: undone here.

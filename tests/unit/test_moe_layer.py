@@ -335,11 +335,12 @@ def test_a_layer_by_hand_refuses_what_a_run_would(changes: dict[str, Any], words
         (torch.zeros(7, 3, MODEL.hidden + 1, dtype=torch.float64), r"torch\.float64 \[7, 3, 17\]"),
         (torch.zeros(7, MODEL.hidden, dtype=torch.float64), r"torch\.float64 \[7, 16\]"),
         (torch.zeros(7, 3, MODEL.hidden), r"torch\.float32 \[7, 3, 16\]"),
+        (torch.zeros(0, 3, MODEL.hidden, dtype=torch.float64), r"torch\.float64 \[0, 3, 16\]"),
     ],
-    ids=["hidden", "2d", "type"],
+    ids=["hidden", "2d", "type", "no sequence"],
 )
 def test_inputs_of_another_shape_or_type_are_refused(x: Tensor, got: str) -> None:
-    with pytest.raises(ValueError, match=rf"^layers\.0\.mlp: the input is torch\.float64 \[S, B, 16\], got {got}$"):
+    with pytest.raises(ValueError, match=rf"^layers\.0\.mlp: the input is torch\.float64 \[S, B, 16\] .*, got {got}$"):
         layer(MOE)(x)
 
 
