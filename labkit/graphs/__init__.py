@@ -6,8 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from labkit.graphs.backend import Graph, GraphBackend, Pool, PoolStep, make_weak_ref
     from labkit.graphs.buffers import BufferPlan, PlanError, check_plan, plan_buffers
+    from labkit.graphs.capture import make_graphed_callables
     from labkit.graphs.graphable import GraphableMegatronModule
+    from labkit.graphs.graphed import GraphedCallable
     from labkit.graphs.memory import (
         GraphCounts,
         GraphMemory,
@@ -18,19 +21,29 @@ if TYPE_CHECKING:
     )
     from labkit.graphs.passes import read_order, sample_index
     from labkit.graphs.pool import LayerMemory, Playback, layer_memory, play_back, predict_pool
+    from labkit.parallel.capturing import GraphCaptureError, is_graph_capturing
 
 _WHERE = {
     "BufferPlan": "buffers",
+    "Graph": "backend",
+    "GraphBackend": "backend",
+    "GraphCaptureError": "labkit.parallel.capturing",
     "GraphCounts": "memory",
     "GraphMemory": "memory",
     "GraphMemoryReport": "memory",
     "GraphableMegatronModule": "graphable",
+    "GraphedCallable": "graphed",
     "LayerMemory": "pool",
     "PlanError": "buffers",
     "Playback": "pool",
+    "Pool": "backend",
+    "PoolStep": "backend",
     "check_plan": "buffers",
     "graph_counts": "memory",
+    "is_graph_capturing": "labkit.parallel.capturing",
     "layer_memory": "pool",
+    "make_graphed_callables": "capture",
+    "make_weak_ref": "backend",
     "measure_graphs": "memory",
     "plan_buffers": "buffers",
     "play_back": "pool",
@@ -41,16 +54,25 @@ _WHERE = {
 }
 __all__ = [
     "BufferPlan",
+    "Graph",
+    "GraphBackend",
+    "GraphCaptureError",
     "GraphCounts",
     "GraphMemory",
     "GraphMemoryReport",
     "GraphableMegatronModule",
+    "GraphedCallable",
     "LayerMemory",
     "PlanError",
     "Playback",
+    "Pool",
+    "PoolStep",
     "check_plan",
     "graph_counts",
+    "is_graph_capturing",
     "layer_memory",
+    "make_graphed_callables",
+    "make_weak_ref",
     "measure_graphs",
     "plan_buffers",
     "play_back",
@@ -64,4 +86,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    where = _WHERE[name]
+    return getattr(importlib.import_module(where if "." in where else f"{__name__}.{where}"), name)

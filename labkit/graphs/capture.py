@@ -1,0 +1,370 @@
+"""`make_graphed_callables`: capture callables in the order in which they will run, and hand out what replays them.
+
+The rules, which hold for every implementation:
+
+- *One pool.* All graphs share it. A block is free again as soon as its last tensor is gone, and the next capture takes
+  it; so replays must come in the order of the captures, and the captures follow `order`.
+- *Fixed addresses.* A graph reads its static inputs and leaves its static outputs; calls copy in and get aliases back.
+- *Reuse of static inputs* (`reuse_buffers`) follows `plan_buffers`: one buffer serves the microbatches whose lives,
+  from forward to backward, do not touch.
+- *Weak references* (`reuse_buffers`). Once the backward of a callable is captured nobody needs its static outputs, nor
+  its parameters' gradients, which leave as copies; the gradients of its inputs live until the backward below them is
+  captured, those of a chunk's first layer until the next chunk's backward is, because they are sent to another rank.
+- *Python runs at capture and not at replay*: side effects happen once, branches are frozen.
+
+Sources: Transformer Engine 2.20, `make_graphed_callables`, whose arguments and layouts these are; PyTorch's function of
+the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from labkit.graphs.arguments import Arguments, Place, Work, check_callables, parameters_of, places_and_work
+from labkit.graphs.backend import GraphBackend, Pool, choose_impl, get_backend, make_weak_ref
+from labkit.graphs.buffers import BufferPlan, Use, plan_buffers
+from labkit.graphs.graphed import Captured, GraphedCallable, Graphs
+from labkit.graphs.surroundings import (
+    Arrivals,
+    grads_emptied,
+    parameters_put_aside,
+    random_states_kept,
+    rng_trackers_of,
+)
+from labkit.parallel.capturing import GraphCaptureError, graph_warmup
+from labkit.parallel.random import RngTracker
+from labkit.parallel.weight_grad_store import WeightGradStore
+
+
+def make_graphed_callables(
+    callables: Any,
+    sample_args: Any,
+    *,
+    sample_kwargs: Any = None,
+    order: Sequence[float] | None = None,
+    num_layers_per_chunk: int | Sequence[int] | None = None,
+    num_warmup: int = 3,
+    pool: Any = None,
+    reuse_buffers: bool = False,
+    impl: str = "auto",
+    allow_unused_input: bool = False,
+    clone_param_grads: bool = True,
+    plan: BufferPlan | None = None,
+    rng_trackers: Sequence[RngTracker] | None = None,
+    backend: GraphBackend | None = None,
+) -> Any:
+    """Graphs of callables, as callables that work under autograd.
+
+    Args:
+        callables: a module or function, or a tuple of them. Under `order` the layers of all chunks, chunk by chunk.
+        sample_args: a tuple of tensors, or a tuple of such tuples. They become the static inputs, so they live on as
+            long as the graphs. Under `order` there is one for every layer and microbatch, at prefix_layers[chunk] M +
+            microbatch L_chunk + layer. Shapes, types, devices and `requires_grad` of later calls are theirs.
+        sample_kwargs: keyword arguments in the same layout: a dict, or a tuple of dicts.
+        order: signed chunk numbers, 1 first, as `Schedule.order` gives them; -c - 0.5 is a separate graph of the weight
+            gradients. None: each callable has one graph, all forwards run before all backwards.
+        num_layers_per_chunk: layers of each chunk; None shares callables out equally.
+        num_warmup: runs of each callable ahead of its capture, so that what is made lazily is not captured.
+        pool: memory to share with earlier captures (`.pool` of what they returned); None starts a new one.
+        reuse_buffers: share static inputs between microbatches and give static outputs back to the pool.
+        impl: `transformer_engine`, `local` (CUDA), `emulated` (host), or `auto` by the device of the samples.
+        allow_unused_input: an input that requires grad may get none.
+        clone_param_grads: gradients of parameters leave as copies. Without, they alias memory of the graph, which its
+            next replay overwrites.
+        plan: which static input serves whom, in the place of `plan_buffers`. It is not checked (`check_plan` does).
+        rng_trackers: named random states that the callables draw from; None finds those that modules hold.
+        backend: captures instead of the backend of `impl`.
+
+    Returns:
+        One `GraphedCallable` for a single callable, else a tuple in the layout of `sample_args`.
+
+    Raises:
+        ValueError: numbers of arguments that do not fit, an order that cannot run, an implementation that is not for
+            these tensors.
+        TypeError: arguments that are no tensors.
+        GraphCaptureError: what no graph can hold: hooks, buffers that want gradients, mixed modes, and whatever the
+            backend refuses while the callables run.
+    """
+    single = not isinstance(callables, tuple | list) and order is None
+    functions = [callables] if not isinstance(callables, tuple | list) else list(callables)
+    all_args = [sample_args] if single else list(sample_args)
+    all_kwargs = _all_kwargs(sample_kwargs, len(all_args), single)
+    check_callables(functions)
+    places, work, layers = places_and_work(functions, len(all_args), order, num_layers_per_chunk)
+    arguments = [Arguments(p.name, args, kw) for p, args, kw in zip(places, all_args, all_kwargs, strict=True)]
+    if num_warmup < 0:
+        raise ValueError(f"num_warmup={num_warmup}: give 0 or more")
+    if reuse_buffers:
+        _check_reuse(functions, order)
+    if backend is None:
+        impl = choose_impl(impl, _device(arguments, functions))
+    if impl == "transformer_engine" and backend is None:
+        from labkit.graphs.te_adaptor import make_with_transformer_engine
+
+        if plan is not None:
+            raise ValueError("plan is given, and Transformer Engine makes its own: use impl local or emulated")
+        made = make_with_transformer_engine(
+            functions, arguments, places, order=order, num_layers_per_chunk=layers, num_warmup=num_warmup, pool=pool,
+            reuse_buffers=reuse_buffers, allow_unused_input=allow_unused_input, clone_param_grads=clone_param_grads,
+        )  # fmt: skip
+        return made[0] if single else made
+    trackers = rng_trackers_of(functions) if rng_trackers is None else list(rng_trackers)
+    backend = backend or get_backend(impl, trackers)
+    if reuse_buffers and plan is None:
+        assert order is not None
+        plan = plan_buffers(order, layers, [one.signature for one in arguments])
+    capture = _Capture(
+        backend, backend.new_pool() if pool is None else pool, places, work, arguments, plan,
+        reuse=reuse_buffers, allow_unused_input=allow_unused_input, clone_param_grads=clone_param_grads,
+    )  # fmt: skip
+    with random_states_kept(backend.device_type, trackers):
+        capture.run(num_warmup)
+    made = capture.graphed(first_layer_sends=order is not None)
+    return made[0] if single else made
+
+
+def _all_kwargs(sample_kwargs: Any, count: int, single: bool) -> list[Mapping[str, Any]]:
+    if sample_kwargs is None:
+        return [{}] * count
+    given = [sample_kwargs] if single or isinstance(sample_kwargs, Mapping) else list(sample_kwargs)
+    if len(given) != count:
+        raise ValueError(f"{len(given)} sample_kwargs for {count} sample_args: give a dict for each")
+    return given
+
+
+def _check_reuse(functions: Sequence[Callable[..., Any]], order: Sequence[float] | None) -> None:
+    if order is None:
+        raise ValueError("reuse_buffers needs an order: it tells when a backward has run and its buffer is free")
+    if not torch.is_grad_enabled() or not all(getattr(f, "training", True) for f in functions):
+        raise GraphCaptureError(
+            "reuse_buffers is for training: without backwards nothing says when a buffer is free; "
+            "call .train(), or capture without reuse_buffers"
+        )
+
+
+def _device(arguments: Sequence[Arguments], functions: Sequence[Callable[..., Any]]) -> torch.device:
+    """Where the samples lie.
+
+    Raises:
+        ValueError: on several devices.
+    """
+    devices = {tensor.device for one in arguments for tensor in one.tensors}
+    if not devices:
+        devices = {p.device for f in functions if isinstance(f, nn.Module) for p in f.parameters()}
+    if len(devices) > 1:
+        found = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"sample arguments lie on {found}: move them to one device; a graph cannot copy from the host")
+    return devices.pop() if devices else torch.device("cpu")
+
+
+class _Capture:
+    """One call of `make_graphed_callables` on one backend."""
+
+    def __init__(
+        self,
+        backend: GraphBackend,
+        pool: Pool,
+        places: Sequence[Place],
+        work: Sequence[Work],
+        arguments: Sequence[Arguments],
+        plan: BufferPlan | None,
+        *,
+        reuse: bool,
+        allow_unused_input: bool,
+        clone_param_grads: bool,
+    ) -> None:
+        self.backend, self.pool = backend, pool
+        self.places, self.work, self.reuse = places, work, reuse
+        self.allow_unused_input, self.clone_param_grads = allow_unused_input, clone_param_grads
+        self.parameters = list(parameters_of([place.function for place in places]))
+        self.arrivals = Arrivals()
+        self.store = WeightGradStore()
+        self.put_off = {one.place for one in work if one.kind == "W"}
+        self.captured = [
+            Captured(of_place, inputs)
+            for of_place, inputs in zip(arguments, _static_inputs(places, arguments, plan), strict=True)
+        ]
+        self._grad_outputs: dict[Hashable, Tensor] = {}
+        self._below: int | None = None
+        """Whose input gradients were captured last in this chunk."""
+        self._sent: int | None = None
+        """First layer of the chunk whose backward was captured last: its input gradient may be under way."""
+
+    def run(self, num_warmup: int) -> None:
+        """Warm up, then capture everything. A failure leaves nothing behind."""
+        with parameters_put_aside(self.parameters, self.arrivals):
+            try:
+                with self.backend.warming_up(), graph_warmup():
+                    self._warm_up(num_warmup)
+                for one in self.work:
+                    {"F": self._forward, "B": self._backward, "W": self._weights}[one.kind](one)
+            except BaseException:
+                for captured in self.captured:
+                    for graph in captured.graphs or ():
+                        if graph is not None:
+                            graph.reset()
+                self.captured, self.store, self._grad_outputs = [], WeightGradStore(), {}
+                raise
+
+    # ---- warm-up ----
+
+    def _warm_up(self, runs: int) -> None:
+        """Each callable by itself, once for every kind of input: backward follows forward at once."""
+        done: set[Hashable] = set()
+        for index, place in enumerate(self.places):
+            kind = (id(place.function), self.captured[index].arguments.signature)
+            if kind in done:
+                continue
+            done.add(kind)
+            for _ in range(runs):
+                outputs = [y for y in self._called(index) if y is not None and y.requires_grad]
+                if not outputs:
+                    continue
+                with grads_emptied([*self.captured[index].inputs, *self.parameters]):
+                    with self.store.collecting(index) if index in self.put_off else nullcontext():
+                        # Zeros: what layers add to main_grad themselves stays as it was.
+                        torch.autograd.backward(outputs, [torch.zeros_like(y) for y in outputs])
+                    if index in self.put_off:
+                        self.store.run(index)
+            self.arrivals.taken()
+
+    def _called(self, index: int) -> list[Tensor | None]:
+        """Run the callable on its static inputs; its outputs in a row."""
+        captured, place = self.captured[index], self.places[index]
+        args, kwargs = captured.arguments.rebuilt(captured.inputs)
+        outputs, captured.output_spec = tree_flatten(place.function(*args, **kwargs))
+        for output in outputs:
+            if output is not None and not isinstance(output, Tensor):
+                raise TypeError(
+                    f"{place.name} returned a {type(output).__name__}: a graph gives tensors alone, and None; what is "
+                    "no tensor would stay what it was at capture"
+                )
+        return outputs
+
+    # ---- capture ----
+
+    def _forward(self, one: Work) -> None:
+        captured = self.captured[one.place]
+        with self.backend.capturing(self.pool, f"{self.places[one.place].name} forward") as graph:
+            outputs = self._called(one.place)
+        captured.graphs = Graphs(graph)
+        captured.outputs = tuple(outputs)
+        captured.differentiable = tuple(y is not None and y.requires_grad for y in outputs)
+        function = self.places[one.place].function
+        captured.read = tuple(function.parameters()) if isinstance(function, nn.Module) else ()
+
+    def _backward(self, one: Work) -> None:
+        captured = self.captured[one.place]
+        if not any(captured.differentiable):
+            return
+        pairs = list(zip(captured.outputs, captured.differentiable, strict=True))
+        captured.grad_outputs = tuple(
+            self._grad_output(y, i, captured.differentiable) if y is not None and wants else None
+            for i, (y, wants) in enumerate(pairs)
+        )
+        wanting = [x for x in captured.inputs if x.requires_grad]
+        put_off = one.place in self.put_off
+        with grads_emptied([*wanting, *self.parameters]), ExitStack() as stack:
+            if put_off:
+                stack.enter_context(self.store.collecting(one.place))
+            graph = stack.enter_context(self.backend.capturing(self.pool, f"{self.places[one.place].name} backward"))
+            torch.autograd.backward(
+                [y for y, wants in pairs if wants and y is not None],
+                [dy for dy in captured.grad_outputs if dy is not None],
+            )
+            captured.grad_inputs = tuple(x.grad for x in captured.inputs)
+            captured.parameters = tuple(self.arrivals.taken())
+            captured.grad_parameters = tuple(p.grad for p in captured.parameters)
+        del pairs
+        assert captured.graphs is not None
+        captured.graphs = captured.graphs._replace(backward=graph)
+        self._check_used(one.place)
+        if self.reuse:
+            self._give_back(one)
+
+    def _grad_output(self, output: Tensor, number: int, differentiable: Sequence[bool]) -> Tensor:
+        """Where the gradient of an output is copied to. Only its own backward reads it, so under reuse all of one shape
+        share it."""
+        key = (tuple(output.shape), output.dtype, output.layout, sum(differentiable[:number]))
+        if not self.reuse or key not in self._grad_outputs:
+            self._grad_outputs[key] = self.backend.static_like(output.detach(), self.pool).zero_()
+        return self._grad_outputs[key]
+
+    def _weights(self, one: Work) -> None:
+        captured, name = self.captured[one.place], self.places[one.place].name
+        if captured.graphs is None or captured.graphs.backward is None:
+            return
+        with grads_emptied(self.parameters), self.backend.capturing(self.pool, f"{name} weight gradients") as graph:
+            self.store.run(one.place)
+            captured.late = tuple((p, p.grad) for p in self.arrivals.taken())
+        if not captured.late:
+            raise GraphCaptureError(
+                f"{name}: the order has weight gradients of their own, and this callable puts none off: "
+                "leave the entries c - 0.5 out of the order"
+            )
+        captured.graphs = captured.graphs._replace(weight=graph)
+        if self.reuse and self.clone_param_grads:
+            captured.late = tuple((p, make_weak_ref(dp, self.backend)) for p, dp in captured.late)
+
+    def _check_used(self, index: int) -> None:
+        captured = self.captured[index]
+        for name, x, dx in zip(captured.arguments.names, captured.inputs, captured.grad_inputs, strict=True):
+            if x.requires_grad and dx is None and not self.allow_unused_input:
+                raise GraphCaptureError(
+                    f"{self.places[index].name}: {name} requires grad and its backward gives it none; pass it without "
+                    "requires_grad, or allow_unused_input=True"
+                )
+
+    def _give_back(self, one: Work) -> None:
+        """After a backward was captured: drop what later captures may overwrite (the rules at the top of this file)."""
+        captured, backend = self.captured[one.place], self.backend
+        captured.outputs = make_weak_ref(captured.outputs, backend)
+        if self.clone_param_grads:
+            captured.grad_parameters = make_weak_ref(captured.grad_parameters, backend)
+        if self._below is not None:
+            self._forget_grad_inputs(self._below)
+        self._below = None if one.ends_chunk else one.place
+        if one.ends_chunk:
+            if self._sent is not None:
+                self._forget_grad_inputs(self._sent)
+            self._sent = one.place
+
+    def _forget_grad_inputs(self, index: int) -> None:
+        self.captured[index].grad_inputs = make_weak_ref(self.captured[index].grad_inputs, self.backend)
+
+    def graphed(self, *, first_layer_sends: bool) -> tuple[GraphedCallable, ...]:
+        """What to hand out."""
+        made = []
+        for place, captured in zip(self.places, self.captured, strict=True):
+            options = {"impl": self.backend.name, "pool": self.pool, "clone_param_grads": self.clone_param_grads}
+            sends = first_layer_sends and place.layer == 0
+            made.append(GraphedCallable(place.function, captured, clones_grad_inputs=sends, **options))
+        return tuple(made)
+
+
+def _static_inputs(
+    places: Sequence[Place], arguments: Sequence[Arguments], plan: BufferPlan | None
+) -> list[tuple[Tensor, ...]]:
+    """For each place the tensors that calls copy into: those of the first sample that its buffer was planned for.
+
+    They alias the samples, as leaves of their own, so that no `.grad` or hook of the samples is touched.
+    """
+    made: dict[int, tuple[Tensor, ...]] = {}
+    first: dict[int, int] = {}
+    if plan is not None:
+        at = {(place.chunk, place.layer, place.microbatch): i for i, place in enumerate(places)}
+        for use in sorted(plan.assignment, key=plan.acquired_at.__getitem__):
+            first.setdefault(plan.assignment[use], at[use[0], use[1], use[2]])
+    found = []
+    for index, place in enumerate(places):
+        owner = index if plan is None else first[plan.assignment[Use(place.chunk, place.layer, place.microbatch)]]
+        if owner not in made:
+            made[owner] = tuple(x.detach().requires_grad_(x.requires_grad) for x in arguments[owner].tensors)
+        found.append(made[owner])
+    return found

@@ -1,0 +1,111 @@
+"""What is put aside while graphs are made and stands as before afterwards: gradients, hooks, random states.
+
+A run with graphs must equal one without to the bit, so warm-up and capture leave no trace that training would see. They
+run backwards, and those end in `.grad` and in the hooks of parameters: at a replay autograd itself brings the gradients
+there and calls the hooks, so at capture neither may happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit.parallel.random import RngTracker
+
+
+class Arrivals:
+    """The parameters that a backward came by, in order; also those for which it brought nothing, because the layer adds
+    to `main_grad` itself or puts its weight gradient off."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, nn.Parameter] = {}
+
+    def note(self, parameter: Any) -> None:
+        """A hook: the gradient of `parameter` is complete, or one part of it."""
+        self._seen.setdefault(id(parameter), parameter)
+
+    def taken(self) -> list[nn.Parameter]:
+        """Those noted since the last call."""
+        found = list(self._seen.values())
+        self._seen.clear()
+        return found
+
+
+@contextmanager
+def parameters_put_aside(parameters: Sequence[nn.Parameter], arrivals: Arrivals) -> Iterator[None]:
+    """Inside the block a backward brings gradients into empty `.grad`s, tells `arrivals`, and calls no other hook.
+
+    A first gradient does not replace `main_grad` but is added to it, now and in all later steps: whether it is the
+    first is a Python flag, and would be frozen by the capture. Wrappers therefore zero these buffers at each start of a
+    step (`main_grad_added_elsewhere`), and 0 + g is g.
+    """
+    kept: list[tuple[nn.Parameter, Tensor | None, Any]] = []
+    hooks: list[tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]] = []
+    own: list[Any] = []
+    try:
+        for parameter in parameters:
+            held: Any = parameter
+            kept.append((parameter, parameter.grad, getattr(parameter, "main_grad_hook", None)))
+            parameter.grad = None
+            for of_kind in (held._backward_hooks, held._post_accumulate_grad_hooks):
+                if of_kind:  # emptied in place: autograd holds the same dictionary
+                    hooks.append((of_kind, dict(of_kind)))
+                    of_kind.clear()
+            own.append(parameter.register_post_accumulate_grad_hook(arrivals.note))
+            if hasattr(parameter, "main_grad"):
+                held.main_grad_hook = arrivals.note
+                held.main_grad_is_old, held.main_grad_added_elsewhere = False, True
+        yield
+    finally:
+        for handle in own:
+            handle.remove()
+        for of_kind, before in hooks:
+            of_kind.update(before)
+        for parameter, grad, main_grad_hook in kept:
+            parameter.grad = grad
+            if main_grad_hook is not None:
+                parameter.main_grad_hook = main_grad_hook  # type: ignore[attr-defined]
+            elif hasattr(parameter, "main_grad_hook"):
+                del parameter.main_grad_hook  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def grads_emptied(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Inside the block `.grad` of all `tensors` starts empty; afterwards it is empty again."""
+    for tensor in tensors:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor in tensors:
+            tensor.grad = None
+
+
+def rng_trackers_of(functions: Sequence[Callable[..., Any]]) -> list[RngTracker]:
+    """The named random states that these modules hold, at any depth, each once."""
+    found: dict[int, RngTracker] = {}
+    for function in functions:
+        for module in function.modules() if isinstance(function, nn.Module) else ():
+            found |= {id(value): value for value in vars(module).values() if isinstance(value, RngTracker)}
+    return list(found.values())
+
+
+@contextmanager
+def random_states_kept(device_type: str, trackers: Sequence[RngTracker]) -> Iterator[None]:
+    """After the block torch's generator and the named states are what they were before."""
+    on_cuda = device_type == "cuda"
+    before = torch.cuda.get_rng_state() if on_cuda else torch.get_rng_state()
+    named = [tracker.get_states() for tracker in trackers]
+    try:
+        yield
+    finally:
+        if on_cuda:
+            torch.cuda.set_rng_state(before)
+        else:
+            torch.set_rng_state(before)
+        for tracker, states in zip(trackers, named, strict=True):
+            tracker.set_states(states)
