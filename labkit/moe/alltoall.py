@@ -53,9 +53,9 @@ class Splits:
     """Rows of each local expert, int64 [L]."""
 
     @classmethod
-    def of(cls, counts: Tensor, ep_rank: int, etp_rank: int) -> Splits:
+    def of(cls, counts: Tensor | np.ndarray, ep_rank: int, etp_rank: int) -> Splits:
         """From the table of counts on the host, [etp, ep, E]: rows of each rank for each expert."""
-        table = counts.numpy().astype(np.int64)
+        table = np.asarray(counts, dtype=np.int64)
         ep, experts = table.shape[1:]
         per_rank = experts // ep
         own = table[etp_rank, ep_rank]
@@ -88,6 +88,15 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.cudagraph_attrs.append("shared_experts.cached_stage")
         if shared_experts.gate is not None:
             self.cudagraph_attrs.append("shared_experts.gate_score")
+
+    def leave_graph(self) -> None:
+        if self.shared_experts is not None:
+            self.shared_experts.leave_graph()
+
+    def resume_from_graph(self, hidden_shape: torch.Size) -> None:
+        super().resume_from_graph(hidden_shape)
+        if self.shared_experts is not None:
+            self.shared_experts.resume_from_graph()
 
     # ---- counts ----
 
@@ -123,7 +132,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         if self._splits is None:
             if self.moe.pad_to_capacity:
                 capacity = self.capacity(self.hidden_shape[:-1].numel())
-                counts = torch.full((self.etp.size, self.ep.size, self.num_experts), capacity)
+                counts = np.full((self.etp.size, self.ep.size, self.num_experts), capacity)  # on the host, no tensor
             else:
                 assert self._host_copy is not None, "counts are copied before the first use of split sizes"
                 counts = self._host_copy.wait()

@@ -149,6 +149,20 @@ class MoETokenDispatcher(ABC):
             raise ValueError(f"the routing map is bool, got {map_TE.dtype}")
         return hidden_TH
 
+    # ---- where a graph ends behind dispatch_preprocess ----
+
+    def leave_graph(self) -> None:  # noqa: B027  # most start nothing
+        """The graph that is being captured ends here: what `dispatch_preprocess` started beside it joins it."""
+
+    def resume_from_graph(self, hidden_shape: torch.Size) -> None:
+        """A replayed graph stands for `dispatch_preprocess`, and the attributes hold its tensors: set the rest.
+
+        hidden_shape: of the layer's input.
+        """
+        self.hidden_shape = hidden_shape
+
+    # ---- the six steps ----
+
     @abstractmethod
     def dispatch_preprocess(self, hidden_SBH: Tensor, probs_TE: Tensor, map_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Count the tokens of each expert and bring this rank's tokens into the order in which they leave.

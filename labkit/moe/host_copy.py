@@ -12,6 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from labkit.parallel.capturing import refuse_host_sync
+
 __all__ = ["HostCopy"]
 
 
@@ -21,9 +23,14 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class HostCopy:
-    """A copy of `x` in host memory, under way from the start; x itself where it is there already."""
+    """A copy of `x` in host memory, under way from the start; x itself where it is there already.
+
+    Raises:
+        GraphCaptureError: while a CUDA graph is captured: replays would go on with the numbers of the capture.
+    """
 
     def __init__(self, x: Tensor) -> None:
+        refuse_host_sync("a copy of counts to the host")
         self._done: torch.cuda.Event | None = None
         self._host = x
         if not x.is_cuda:

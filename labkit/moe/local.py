@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from labkit.config import MoEConfig
@@ -44,10 +46,13 @@ class MoELocalTokenDispatcher(MoETokenDispatcher):
         return rows_NH, probs_N
 
     def _copy_to_host(self, point: str) -> None:
-        if point == self.cuda_dtoh_point:
+        if point == self.cuda_dtoh_point and not self.moe.pad_to_capacity:
             self._host_copy = HostCopy(self.tokens_per_expert)
 
     def _counts(self) -> Tensor:
+        if self.moe.pad_to_capacity:
+            capacity = self.capacity(self.hidden_shape[:-1].numel())
+            return torch.from_numpy(np.full(self.num_experts, capacity))  # a number that no operation has to make
         assert self._host_copy is not None, "counts are copied before their first use"
         return self._host_copy.wait()
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from labkit.parallel.capturing import is_graph_capturing
+
 __all__ = ["permute", "sort_chunks_by_idxs", "unpermute"]
 
 
@@ -72,8 +74,9 @@ class _Unpermute(Function):
 
 
 def _positions(chosen: Tensor, size: int | None) -> Tensor:
-    """Where a flat bool tensor is true, in order. On a GPU a given size is trusted; checking it would wait."""
-    if size is not None and chosen.is_cuda:
+    """Where a flat bool tensor is true, in order. On a GPU and in a graph a given size is trusted; checking it would
+    wait."""
+    if size is not None and (chosen.is_cuda or is_graph_capturing()):
         return torch.nonzero_static(chosen, size=size).squeeze(1)
     positions = chosen.nonzero().squeeze(1)
     assert size is None or size == positions.numel(), f"the map has {positions.numel()} entries, {size} were announced"
@@ -94,10 +97,15 @@ def permute(
     Returns:
         Rows [N, H], their weights [N] (None without probs_TE), and the token that each row is a copy of, int64 [N].
     """
-    num_tokens = map_TE.shape[0]
+    num_tokens, experts = map_TE.shape
     positions = _positions(map_TE.t().reshape(-1), num_out_tokens)  # expert x T + token
     index_N = positions % max(num_tokens, 1)
-    probs_N = None if probs_TE is None else probs_TE.t().reshape(-1).index_select(0, positions)  # each is read once
+    probs_N = None
+    if probs_TE is not None:
+        # Not by way of the transpose: its gradient would lie in memory by expert, and sums over it would round in
+        # another order than where a graph ends between router and permutation and hands the gradient over by token.
+        weight_N = index_N * experts + positions.div(max(num_tokens, 1), rounding_mode="floor")
+        probs_N = probs_TE.reshape(-1).index_select(0, weight_N)  # each is read once
     rows_NH: Tensor = _Permute.apply(tokens_TH, index_N)  # type: ignore[assignment]
     return rows_NH, probs_N, index_N
 

@@ -35,6 +35,7 @@ from labkit.moe.balance import (
 from labkit.moe.replay import RoutingReplay, encode, is_second_forward
 from labkit.moe.routing import apply_capacity, normalized_scores, sinkhorn_routing, top_k_map, topk_routing
 from labkit.moe.statistics import RouterStatistics
+from labkit.parallel.capturing import GraphCaptureError, is_graph_capturing
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.ledger import comm_scope, current_scope
@@ -141,6 +142,11 @@ class TopKRouter(nn.Module):
 
     def forward(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
         """[S, B, H] -> weights [T, E], 0 where not chosen, and the choice [T, E], bool."""
+        if is_graph_capturing() and (self.record is not None or self.replay is not None):
+            raise GraphCaptureError(
+                f"{self.name}: choices are recorded and replayed by Python, which a CUDA graph does not run: leave out "
+                "moe_router (graph.cuda_graph_scope), or the record"
+            )
         with comm_scope(layer=self.name, phase=current_scope().phase or "forward"):
             return self.routing(self.gating(self.jittered(x_SBH)), x_SBH.shape[0])
 
@@ -271,6 +277,12 @@ class TopKRouter(nn.Module):
         cp, tokens = self.groups.cp.size, tokens_per_microbatch
         mean = aux_loss_scale(1.0, cp=cp, num_microbatches=num_microbatches, tokens_per_microbatch=tokens)
         self.aux_scale.set(loss_scale * mean)
+
+    def cudagraph_state(self) -> list[Tensor]:
+        """What forwards count in place. Warm-up and capture of a graph run forwards that nobody trains on: whoever
+        captures keeps copies of these and puts them back."""
+        counted = (self.statistics.totals, self.local_tokens_per_expert, self.global_counts)
+        return [tensor for tensor in counted if tensor is not None]
 
     def reset_global_aux_loss_tracker(self) -> None:
         """Forget the counts of the global loss, at the end of a step."""

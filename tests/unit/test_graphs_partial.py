@@ -1,0 +1,282 @@
+"""A layer of experts cut short as for a graph, and resumed with what was stored, is the whole layer, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from labkit.config import GraphConfig, ModelConfig, MoEConfig
+from labkit.graphs.partial import (
+    MoECudaGraphPartialCaptureSignal,
+    MoECudaGraphTensorStore,
+    fill_store,
+    names_of_outputs,
+)
+from labkit.moe import MoELayer, RoutingReplay
+from labkit.parallel import single_process_groups
+from labkit.parallel.capturing import GraphCaptureError, graph_capturing, graph_warmup
+
+GROUPS = single_process_groups()
+MODEL = ModelConfig(
+    layers=2, hidden=16, heads=4, vocab_size=64, make_vocab_size_divisible_by=16, seq_length=16, activation="swiglu",
+    ffn_hidden=24, bias=False, init_std=0.2,
+)  # fmt: skip
+MOE = MoEConfig(num_experts=8, ffn_hidden=12, top_k=2)
+SHARED = replace(MOE, shared_expert_ffn_hidden=20, shared_expert_gate=True)
+OVERLAPPED = replace(SHARED, shared_expert_overlap=True)
+BALANCED = replace(MOE, aux_loss_coeff=0.1, z_loss_coeff=0.1)
+BIASED = replace(BALANCED, score_function="sigmoid", expert_bias=True, num_groups=4, group_topk=2, top_k=4)
+KINDS = {
+    "plain": MOE,
+    "shared": replace(SHARED, shared_expert_gate=False),
+    "gate": SHARED,
+    "overlap": replace(OVERLAPPED, shared_expert_gate=False),
+    "overlap, gate": OVERLAPPED,
+    "balanced": BALANCED,
+    "by sequence": replace(BALANCED, load_balancing="seq_aux_loss"),
+    "by global batch": replace(BALANCED, load_balancing="global_aux_loss"),
+    "biased": BIASED,
+    "jitter": replace(MOE, input_jitter=0.1),
+    "drop and pad": replace(BALANCED, capacity_factor=1.0, pad_to_capacity=True),
+    "drop": replace(BALANCED, capacity_factor=1.0),
+    "loop over experts": replace(SHARED, grouped_gemm=False),
+}
+SCOPES = {"route": ("moe_router",), "preprocess": ("moe_router", "moe_preprocess")}
+
+
+def layer(moe: MoEConfig, scope: tuple[str, ...] = (), dtype: torch.dtype = torch.float32) -> MoELayer:
+    graph = GraphConfig(cuda_graph_impl="emulated", cuda_graph_scope=scope) if scope else None
+    return MoELayer("layers.0.mlp", MODEL, moe, GROUPS, seed=3, dtype=dtype, graph=graph)
+
+
+def hidden(sequence: int = 7, batch: int = 3, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(sequence, batch, MODEL.hidden, dtype=dtype, generator=generator).requires_grad_()
+
+
+def cut(made: MoELayer, x: Tensor) -> list[Tensor]:
+    """What a capture of norm and layer returns; the residual comes last."""
+    with graph_capturing():
+        return [*made(norm(x)), x]
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:])
+
+
+def resumed(made: MoELayer, outputs: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The rest of the layer, and the residual."""
+    residual = fill_store(made, outputs, has_shared_output=made.has_shared_output)
+    hidden_states = made.cudagraph_tensor_store.hidden_states
+    y = made(hidden_states)
+    made.cudagraph_tensor_store.clear()
+    return y, residual
+
+
+def in_two_pieces(made: MoELayer, x: Tensor) -> tuple[Tensor, ...]:
+    """Output, gradient of x, and gradients of the parameters, with a break of the autograd graph between the pieces."""
+    outputs = cut(made, x)
+    wanted = [y.requires_grad for y in outputs]
+    leaves = [y.detach().requires_grad_(wants) for y, wants in zip(outputs, wanted, strict=True)]
+    y, residual = resumed(made, leaves)
+    (y.square() + residual).sum().backward()
+    pairs = [(a, b.grad) for a, b in zip(outputs, leaves, strict=True) if b.grad is not None]
+    torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+    return y, *gradients(made, x)
+
+
+def in_one_piece(made: MoELayer, x: Tensor) -> tuple[Tensor, ...]:
+    y = made(norm(x))
+    (y.square() + x).sum().backward()
+    return y, *gradients(made, x)
+
+
+def gradients(made: MoELayer, x: Tensor) -> list[Tensor]:
+    found = [x.grad, *(p.grad for p in made.parameters())]
+    assert all(grad is not None for grad in found)
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "local"])
+@pytest.mark.parametrize("end", list(SCOPES))
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_two_pieces_are_the_whole(kind: str, end: str, dispatcher: str) -> None:
+    moe = replace(KINDS[kind], dispatcher=dispatcher)
+    if moe.shared_expert_overlap and dispatcher != "alltoall":
+        pytest.skip("only the all-to-all has a transfer to hide shared experts behind")
+    if moe.capacity_factor and (dispatcher == "allgather" or (end == "preprocess" and not moe.pad_to_capacity)):
+        pytest.skip("refused by the configuration")
+    for seed in (1, 2):  # the second forward finds nothing that the first has left
+        whole, cut_up = layer(moe), layer(moe, SCOPES[end])
+        for step in range(2):
+            torch.manual_seed(seed)
+            a = in_one_piece(whole, hidden(seed=seed + step))
+            torch.manual_seed(seed)
+            b = in_two_pieces(cut_up, hidden(seed=seed + step))
+            assert all(torch.equal(left, right) for left, right in zip(a, b, strict=True))
+        for name, left in {"totals": whole.router.statistics.totals, **dict(whole.router.named_buffers())}.items():
+            right = cut_up.router.statistics.totals if name == "totals" else cut_up.router.get_buffer(name)
+            assert torch.equal(left, right), name
+
+
+@given(sequence=st.integers(1, 6), batch=st.integers(1, 3), top_k=st.integers(1, 4), seed=st.integers(0, 99),
+       end=st.sampled_from(sorted(SCOPES)), shared=st.booleans())  # fmt: skip
+def test_any_size(sequence: int, batch: int, top_k: int, seed: int, end: str, shared: bool) -> None:
+    moe = replace(SHARED if shared else MOE, top_k=top_k, pre_softmax=top_k == 1)
+    a = in_one_piece(layer(moe), hidden(sequence, batch, seed))
+    b = in_two_pieces(layer(moe, SCOPES[end]), hidden(sequence, batch, seed))
+    assert all(torch.equal(left, right) for left, right in zip(a, b, strict=True))
+
+
+# ---- where it ends, and what comes out ----
+
+
+def test_outputs_of_a_graph_that_ends_behind_the_router() -> None:
+    made, x = layer(SHARED, SCOPES["route"]), hidden()
+    outputs = cut(made, x)
+    assert names_of_outputs(made, has_shared_output=True) == [
+        "hidden_states", "probs", "routing_map", "shared_expert_output", "residual"]  # fmt: skip
+    assert [tuple(y.shape) for y in outputs] == [(7, 3, 16), (21, 8), (21, 8), (7, 3, 16), (7, 3, 16)]
+    assert outputs[2].dtype == torch.bool and outputs[-1] is x
+
+
+def test_outputs_of_a_graph_that_ends_behind_the_permutation() -> None:
+    made, x = layer(OVERLAPPED, SCOPES["preprocess"]), hidden()
+    outputs = cut(made, x)
+    attributes = ["num_global_tokens_per_expert", "reversed_local_input_permutation_mapping",
+                  "shared_experts.cached_stage", "shared_experts.gate_score"]  # fmt: skip
+    assert made.token_dispatcher.valid_cudagraph_attrs == attributes
+    assert names_of_outputs(made, has_shared_output=False) == [
+        "hidden_states (rows)", "probs (of rows)", *attributes, "residual"]  # fmt: skip
+    assert [tuple(y.shape) for y in outputs] == [(42, 16), (42,), (1, 1, 8), (42,), (7, 3, 16), (7, 3, 1), (7, 3, 16)]
+
+
+def test_the_list_of_attributes_is_filtered_once() -> None:
+    made = layer(replace(MOE, capacity_factor=1.0, pad_to_capacity=True), SCOPES["preprocess"])
+    dispatcher = made.token_dispatcher
+    assert dispatcher.valid_cudagraph_attrs is None
+    cut(made, hidden())
+    assert dispatcher.valid_cudagraph_attrs == ["reversed_local_input_permutation_mapping"]  # nothing is counted
+    dispatcher.valid_cudagraph_attrs = ["num_global_tokens_per_expert"]
+    with pytest.raises(AssertionError, match="at the first capture and are"):
+        cut(made, hidden())
+
+
+def test_a_captured_forward_leaves_no_tensor_behind() -> None:
+    """What the dispatcher held on to would keep its block of the pool from later captures."""
+    made = layer(OVERLAPPED, SCOPES["preprocess"])
+    cut(made, hidden())
+    held = [value for value in vars(made.token_dispatcher).values() if isinstance(value, Tensor)]
+    assert not held and made.shared_experts is not None
+    assert made.shared_experts.cached_stage is None and made.shared_experts.gate_score is None
+
+
+def test_only_training_forwards_that_are_captured_are_cut() -> None:
+    made, x = layer(MOE, SCOPES["route"]), hidden()
+    assert isinstance(made(x), Tensor)
+    with graph_warmup():
+        assert isinstance(made(x), list)
+    with graph_capturing():
+        assert isinstance(made(x), list)
+        assert isinstance(layer(KINDS["drop and pad"])(x), Tensor), "nothing is captured of a layer without scope"
+    made.eval()
+    with graph_warmup():
+        assert isinstance(made(x), Tensor)
+
+
+@pytest.mark.parametrize(("end", "expected"), [("route", ["dispatch_preprocess"]), ("preprocess", [])])
+def test_steps_in_a_graph_are_skipped_and_others_are_not(
+    end: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    made = layer(SHARED, SCOPES[end])
+    outputs = cut(made, hidden())
+    assert made.shared_experts is not None
+    for module, name in ((made.shared_experts, "shared"), (made.router, "router")):
+        module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+    step = made.token_dispatcher.dispatch_preprocess
+
+    def counted(*args: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append("dispatch_preprocess")
+        return step(*args)
+
+    monkeypatch.setattr(made.token_dispatcher, "dispatch_preprocess", counted)
+    resumed(made, outputs)
+    assert calls == expected
+    calls.clear()
+    made(hidden())
+    assert calls == ["shared", "router", "dispatch_preprocess"], "with an empty store nothing is skipped"
+
+
+@pytest.mark.parametrize("end", list(SCOPES))
+@pytest.mark.parametrize("dispatcher", ["alltoall", "local"])
+def test_counts_are_copied_to_the_host_behind_the_graph(dispatcher: str, end: str) -> None:
+    made = layer(replace(MOE, dispatcher=dispatcher), SCOPES[end])
+    point = {"route": "before_permutation_1", "preprocess": "before_ep_alltoall"}[end]
+    assert made.token_dispatcher.cuda_dtoh_point == point
+
+
+def test_a_capture_with_the_copy_inside_is_refused() -> None:
+    made = layer(MOE, SCOPES["preprocess"])
+    made.token_dispatcher.cuda_dtoh_point = "before_permutation_1"
+    with graph_capturing(), pytest.raises(GraphCaptureError, match="host"):
+        made(hidden())
+
+
+def test_the_shape_is_that_of_the_replay() -> None:
+    """An evaluation between two training steps may have had other sequences."""
+    made, x = layer(MOE, SCOPES["preprocess"]), hidden()
+    outputs = cut(made, x)
+    made(hidden(4, 2))
+    y, _ = resumed(made, outputs)
+    assert torch.equal(y, layer(MOE)(norm(x)))
+
+
+# ---- what is refused ----
+
+
+def test_a_record_of_choices_is_refused() -> None:
+    made = layer(MOE, SCOPES["route"])
+    made.router.record = []
+    with graph_capturing(), pytest.raises(GraphCaptureError, match=r"layers\.0\.mlp\.router: choices are recorded"):
+        made(hidden())
+    made.router.record, made.router.replay = None, RoutingReplay([])
+    with graph_capturing(), pytest.raises(GraphCaptureError, match="by Python, which a CUDA graph does not run"):
+        made(hidden())
+
+
+def test_store() -> None:
+    store = MoECudaGraphTensorStore()
+    assert store.is_empty()
+    store.set(probs=torch.ones(2), routing_map=None)
+    assert not store.is_empty() and store.routing_map is None
+    store.clear()
+    assert store.is_empty()
+    with pytest.raises(TypeError, match="no field 'prob'; its fields are hidden_states, probs"):
+        store.set(prob=torch.ones(2))
+    with pytest.raises(TypeError, match="probs is a tensor that a graph has made, got list"):
+        store.set(probs=[1.0])  # type: ignore[arg-type]
+
+
+def test_a_capture_or_a_second_replay_finds_the_store_empty() -> None:
+    made = layer(MOE, SCOPES["route"])
+    outputs = cut(made, hidden())
+    fill_store(made, outputs, has_shared_output=False)
+    with pytest.raises(AssertionError, match="has not used up"):
+        fill_store(made, outputs, has_shared_output=False)
+    with pytest.raises(AssertionError, match="finds results of an earlier replay"):
+        cut(made, hidden())
+
+
+def test_the_signal_says_what_it_is() -> None:
+    made: Any = layer(MOE, SCOPES["route"])
+    with graph_capturing(), pytest.raises(MoECudaGraphPartialCaptureSignal, match="ends behind route") as caught:
+        made.route(hidden())
+    assert caught.value.moe_layer is made and sorted(caught.value.tensors) == ["probs", "routing_map"]
