@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         predict_graph_memory,
     )
     from labkit.graphs.passes import read_order, sample_index
-    from labkit.graphs.pool import LayerMemory, Playback, layer_memory, play_back, predict_pool
+    from labkit.graphs.pool import LAYER_ORDER, LayerMemory, Playback, layer_memory, play_back, predict_pool
     from labkit.parallel.capturing import GraphCaptureError, is_graph_capturing
 
 _WHERE = {
@@ -33,6 +33,7 @@ _WHERE = {
     "GraphMemoryReport": "memory",
     "GraphableMegatronModule": "graphable",
     "GraphedCallable": "graphed",
+    "LAYER_ORDER": "pool",
     "LayerMemory": "pool",
     "PlanError": "buffers",
     "Playback": "pool",
@@ -53,6 +54,7 @@ _WHERE = {
     "sample_index": "passes",
 }
 __all__ = [
+    "LAYER_ORDER",
     "BufferPlan",
     "Graph",
     "GraphBackend",

@@ -26,7 +26,7 @@ from itertools import groupby
 from labkit.graphs.passes import layers_of_chunks, order_sizes, read_order
 
 PoolHistory = Iterable[tuple[int, str, int, int, str]]
-"""Rows of (time, "alloc" or "free", offset, bytes, name of the graph that was being captured)."""
+"""Rows of (time, "alloc" or "free", offset, bytes, graph whose capture took the block)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ class Playback:
     lives: tuple[Life, ...]
     """Every block that was ever taken, in that order."""
     captures: tuple[tuple[str, int, int], ...]
-    """(graph, first row, last row) in the order they were captured. What happens between two captures, such as a tensor
-    that is dropped, counts to the first of them."""
+    """(graph, first row, last row) in the order they were captured. A history tells of blocks and not of borders: a
+    capture begins where its graph takes its first block, so what is given back before that counts to the one before."""
     live_bytes: tuple[int, ...]
     """Bytes held after each row of the history."""
 
@@ -98,18 +98,6 @@ class Playback:
     def live_at(self, row: int) -> list[Life]:
         """Blocks that are held after a row of the history, by offset."""
         return sorted((life for life in self.lives if life.alive(row)), key=lambda life: life.offset)
-
-    def span(self, name: str) -> tuple[int, int]:
-        """(first row, last row) of a graph's capture.
-
-        Raises:
-            ValueError: no graph of this name took or gave back a block.
-        """
-        for captured, first, last in self.captures:
-            if captured == name:
-                return first, last
-        known = ", ".join(dict.fromkeys(captured for captured, _, _ in self.captures))
-        raise ValueError(f"the pool's history has no graph {name!r}; it has {known or 'none'}")
 
     @cached_property
     def frames(self) -> tuple[Frame, ...]:
@@ -140,7 +128,7 @@ def play_back(history: PoolHistory) -> Playback:
     live, total = [], 0
     owners: list[str] = []
     for row, (_, kind, offset, nbytes, owner) in enumerate(history):
-        owners.append(owner)
+        owners.append(owner if kind == "alloc" else "")
         if kind == "alloc":
             _require_room(offset, nbytes, edges, lives, row)
             held[offset] = len(lives)
@@ -214,22 +202,27 @@ class LayerMemory:
     """What stays of the backward until the layer before has read it."""
 
 
-def layer_memory(playback: Playback, forward: str, backward: str) -> LayerMemory:
-    """Read a layer's numbers off a pool in which its forward and backward graph were captured one after the other.
+LAYER_ORDER = (1, 1, -1, 1, -1, -1)
+"""An order that shows what a layer needs: after its first forward and after its first backward comes a forward, which
+gives nothing back, so what stays is told apart from what the next capture drops."""
+
+
+def layer_memory(history: PoolHistory) -> LayerMemory:
+    """A layer's numbers, from a pool in which it alone was captured along LAYER_ORDER with buffers reused.
 
     Raises:
-        ValueError: there is no graph of these names.
+        ValueError: the pool has seen other captures than those six.
     """
-    first, last = playback.span(forward)
-    before = playback.live_bytes[first - 1] if first else 0
-    during = playback.live_bytes[first : last + 1]
-    start, end = playback.span(backward)
-    between = playback.live_bytes[start - 1]
+    playback = play_back(history)
+    if len(playback.captures) != len(LAYER_ORDER):
+        raise ValueError(
+            f"the pool has seen {len(playback.captures)} captures that take memory: capture one layer along "
+            f"{list(LAYER_ORDER)}, in a pool of its own"
+        )
+    forward, _, backward, *_ = [playback.live_bytes[first : last + 1] for _, first, last in playback.captures]
+    kept = forward[-1]
     return LayerMemory(
-        forward_peak=max(during) - before,
-        kept=during[-1] - before,
-        backward_peak=max(playback.live_bytes[start : end + 1]) - between,
-        grad_inputs=playback.live_bytes[end] - before,
+        forward_peak=max(forward), kept=kept, backward_peak=max(backward) - 2 * kept, grad_inputs=backward[-1] - kept
     )
 
 

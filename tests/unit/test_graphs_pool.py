@@ -20,7 +20,7 @@ def history(rows):
     ]
 
 
-SMALL = history(["F0 + 0 8", "F0 + 8 4", "F0 - 8 4", "F1 + 8 8", "B0 + 16 2", ". - 0 8", "F2 + 0 6", "B1 - 8 8"])
+SMALL = history(["F0 + 0 8", "F0 + 8 4", "F0 - 8 4", "F1 + 8 8", "B0 + 16 2", "F0 - 0 8", "F2 + 0 6", "F1 - 8 8"])
 
 
 def test_blocks_live_from_one_row_to_another():
@@ -33,22 +33,20 @@ def test_blocks_live_from_one_row_to_another():
 
 
 def test_a_capture_owns_what_follows_it():
-    """References that go after a capture are its own doing: they are gone before the next one starts."""
-    assert play_back(SMALL).captures == (("F0", 0, 2), ("F1", 3, 3), ("B0", 4, 5), ("F2", 6, 6), ("B1", 7, 7))
+    assert play_back(SMALL).captures == (("F0", 0, 2), ("F1", 3, 3), ("B0", 4, 5), ("F2", 6, 7))
     assert play_back([]).captures == ()
     assert play_back([]).peak_bytes == 0
 
 
 def test_frames_say_what_lies_where_somebody_else_lay():
     frames = play_back(SMALL).frames
-    assert [frame.name for frame in frames] == ["F0", "F1", "B0", "F2", "B1"]
+    assert [frame.name for frame in frames] == ["F0", "F1", "B0", "F2"]
     assert [[(life.owner, life.offset) for life in frame.live] for frame in frames] == [
-        [("F0", 0)], [("F0", 0), ("F1", 8)], [("F1", 8), ("B0", 16)], [("F2", 0), ("F1", 8), ("B0", 16)],
-        [("F2", 0), ("B0", 16)],
+        [("F0", 0)], [("F0", 0), ("F1", 8)], [("F1", 8), ("B0", 16)], [("F2", 0), ("B0", 16)],
     ]  # fmt: skip
-    assert [[life.owner for life in frame.taken_over] for frame in frames] == [[], ["F1"], [], ["F2"], []]
-    assert [frame.peak_bytes for frame in frames] == [12, 16, 18, 16, 8]
-    assert [frame.live_bytes for frame in frames] == [8, 16, 10, 16, 8]
+    assert [[life.owner for life in frame.taken_over] for frame in frames] == [[], ["F1"], [], ["F2"]]
+    assert [frame.peak_bytes for frame in frames] == [12, 16, 18, 16]
+    assert [frame.live_bytes for frame in frames] == [8, 16, 10, 8]
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6), st.booleans()), max_size=40))
@@ -73,13 +71,17 @@ def test_histories_that_no_pool_writes_are_refused():
         play_back(history(["F0 + 4 4", "F1 + 0 8"]))
     with pytest.raises(ValueError, match="row 1 gives back offset 8, where no block is held"):
         play_back(history(["F0 + 0 8", "F0 - 8 8"]))
-    with pytest.raises(ValueError, match="no graph 'B9'; it has F0, F1, B0, F2, B1"):
-        play_back(SMALL).span("B9")
 
 
 def test_a_layers_numbers_are_read_off_its_graphs():
-    rows = ["x + 0 5", "F + 8 8", "F + 16 2", "F - 16 2", "B + 16 1", "B + 17 2", "B - 17 2", ". - 8 8"]
-    assert layer_memory(play_back(history(rows)), "F", "B") == LAYER
+    """The backward gives a block back before it takes one of its own: that must not look as if nobody had kept it."""
+    rows = [
+        "F0 + 0 8", "F0 + 16 2", "F0 - 16 2", "F1 + 8 8", "F0 - 0 8", "B0 + 16 1", "B0 + 17 10", "B0 - 17 10",
+        "F2 + 0 8", "B1 + 17 1", "B2 + 18 1",
+    ]  # fmt: skip
+    assert layer_memory(history(rows)) == LAYER
+    with pytest.raises(ValueError, match="has seen 4 captures"):
+        layer_memory(SMALL)
 
 
 def test_peak_of_a_small_pipeline_by_hand():
