@@ -74,24 +74,28 @@ def standard_policies(
     """Name -> policy: the ways to balance, and the ways to limit, with these sizes.
 
     groups: of the group-limited one, which takes two of a token's experts from each chosen group, if it can; with a
-        group a rank of ep, it halves the ranks that a token goes to.
+        group a rank of ep, it halves the ranks that a token goes to. Left out where no equal share of top_k fits.
     bias_rate: by which the bias moves after each microbatch.
     capacity_factor: of those that drop.
 
     With one expert a token, weights are those of a softmax over all experts: over the one chosen it would be 1.
     """
-    per_group = 2 if top_k % 2 == 0 and experts // groups >= 2 else 1
+    fitting = [n for n in range(1, experts // groups + 1) if top_k % n == 0 and top_k // n <= groups]
     softmax: Policy = {"pre_softmax": True} if top_k == 1 else {}
     limit: Policy = {**softmax, "capacity_factor": capacity_factor}
     policies: dict[str, Policy] = {
         "top-k softmax": softmax,
-        "group-limited": {**softmax, "num_groups": groups, "group_topk": top_k // per_group},
+        "group-limited": {**softmax, "num_groups": groups},
         "sigmoid + bias": {"score_function": "sigmoid", "expert_bias": True, "expert_bias_update_rate": bias_rate},
         "sinkhorn": {"load_balancing": "sinkhorn"},
         "drop by weight": {**limit, "drop_policy": "probs"},
         "drop by position": {**limit, "drop_policy": "position"},
         "drop and pad": {**limit, "pad_to_capacity": True},
     }
+    if fitting:
+        policies["group-limited"]["group_topk"] = top_k // (2 if 2 in fitting else fitting[0])
+    else:
+        del policies["group-limited"]
     return {name: {"top_k": top_k, **policy} for name, policy in policies.items()}
 
 
