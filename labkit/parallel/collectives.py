@@ -7,7 +7,8 @@ Each call
 - is written into the open `CommLedger` under the current `comm_scope` (`ledger.py`),
 - names itself in the launcher's status slot while it blocks, so that a hang can be named,
 - becomes Events while recording: kind `collective` from issue to completion (`send`, `recv` for messages), and kind
-  `wait` for the blocking part of the asynchronous forms.
+  `wait` for the blocking part of the asynchronous forms,
+- is recorded by an emulated graph capture as a start and a wait, and made again at each replay (`capturing.py`).
 
 How the bytes move is in `transport.py`: what gloo does slowly is done otherwise there, and CUDA tensors on gloo pass
 through the host.
@@ -22,7 +23,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,7 @@ from torch import Tensor
 from labkit.events import active_recorder
 from labkit.launch import waiting
 from labkit.parallel import transport
+from labkit.parallel.capturing import GraphCaptureError, active_capture, call_site, refuse_host_sync
 from labkit.parallel.groups import Group
 from labkit.parallel.ledger import (
     CommLedger,
@@ -74,6 +77,8 @@ __all__ = [
 
 OPERATIONS = ("sum", "avg", "max")
 
+P = ParamSpec("P")
+
 _SILENT: AbstractContextManager[None] = nullcontext()
 _issued: Counter[tuple[str, int]] = Counter()
 """Calls so far by (group name, first rank): the number in `all_reduce tp #12`. Ranks that disagree on it lost step."""
@@ -115,6 +120,11 @@ class Pending:
         if self._finish is None:
             assert self._result is not None
             return self._result
+        if active_capture() is not None:
+            raise GraphCaptureError(
+                f"{call_site(__file__)}: {self._name} was started before the capture of this graph; a CUDA graph holds "
+                "only what begins and ends in it. Wait for it before the captured part"
+            )
         recorder = active_recorder()
         blocked = time.perf_counter() if recorder or self._not_before else 0.0
         with waiting(self._label) if announced else _SILENT:
@@ -164,6 +174,24 @@ def start(
     return Pending(finish, name=f"{operation} {group.name}", label=label, size=size, delay=delay, kind=kind)
 
 
+def _recordable(
+    function: Callable[Concatenate[Tensor, Group, P], Pending],
+) -> Callable[Concatenate[Tensor, Group, P], Pending]:
+    """A call that an emulated capture records: started again, and waited for, at each replay.
+
+    In a group of size 1 nothing travels, and a copy that is made there is an operation like any other.
+    """
+
+    @wraps(function)
+    def recordable(x: Tensor, group: Group, *args: P.args, **kwargs: P.kwargs) -> Pending:
+        capture = active_capture()
+        if capture is None or group.size == 1:
+            return function(x, group, *args, **kwargs)
+        return capture.transfer(function, x, group, *args, **kwargs)
+
+    return recordable
+
+
 def _kept(x: Tensor, out: Tensor | None) -> Tensor:
     """What a call without communication returns: x, put where it was asked for."""
     return x if out is None else out if out.data_ptr() == x.data_ptr() else out.copy_(x)
@@ -177,6 +205,7 @@ def _check_op(op: str) -> None:
 # ---- all-reduce ----
 
 
+@_recordable
 def _all_reduce(x: Tensor, group: Group, op: str, in_place: bool) -> Pending:
     _check_op(op)
     if group.size == 1:
@@ -203,6 +232,7 @@ def all_reduce_async(x: Tensor, group: Group, op: str = "sum", *, in_place: bool
 # ---- all-gather ----
 
 
+@_recordable
 def all_gather_async(x: Tensor, group: Group, dim: int = 0, *, out: Tensor | None = None) -> Pending:
     """Start `all_gather`; `.wait()` returns its result.
 
@@ -236,6 +266,7 @@ def all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
 # ---- reduce-scatter ----
 
 
+@_recordable
 def reduce_scatter_async(
     x: Tensor, group: Group, dim: int = 0, op: str = "sum", *, out: Tensor | None = None
 ) -> Pending:
@@ -269,6 +300,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum") -> Te
 # ---- all-to-all, broadcast ----
 
 
+@_recordable
 def all_to_all_async(
     x: Tensor, group: Group, output_splits: Sequence[int] | None = None, input_splits: Sequence[int] | None = None
 ) -> Pending:
@@ -310,6 +342,7 @@ def all_to_all(
     return all_to_all_async(x, group, output_splits, input_splits)._complete(waits=False)
 
 
+@_recordable
 def broadcast_async(x: Tensor, group: Group, src: int = 0) -> Pending:
     """Start `broadcast`; `.wait()` returns its result."""
     if not 0 <= src < group.size:
@@ -330,6 +363,7 @@ def broadcast(x: Tensor, group: Group, src: int = 0) -> Tensor:
 def barrier(group: Group) -> None:
     """Return when every rank of the group has called it."""
     if group.size > 1:
+        refuse_host_sync("barrier")
         book("barrier", group.name, group.size, 0, "none")
         with waiting(f"barrier {group.name}"):
             dist.barrier(group.process_group)
@@ -339,6 +373,7 @@ def gather_objects(obj: Any, group: Group) -> list[Any]:
     """The picklable objects of all ranks, in the order of ranks, on every rank. For small things: results, names."""
     if group.size == 1:
         return [obj]
+    refuse_host_sync("gather_objects")
     book("gather_objects", group.name, group.size, 0, "object")
     gathered: list[Any] = [None] * group.size
     with waiting(f"gather_objects {group.name}"):
@@ -370,12 +405,14 @@ def _check_peer(group: Group, peer: int, own: int) -> None:
         )
 
 
+@_recordable
 def isend(x: Tensor, group: Group, dst: int) -> Pending:
     """Start sending x to global rank `dst`. Messages between two ranks of a group arrive in the order of sending."""
     _check_peer(group, dst, group.ranks[group.rank])
     return start("send", x, group, lambda: transport.send(x, group, dst), kind="send")
 
 
+@_recordable
 def irecv(x: Tensor, group: Group, src: int) -> Pending:
     """Start receiving from global rank `src` into x, whose shape and type must be the sender's; `.wait()` returns x."""
     _check_peer(group, src, group.ranks[group.rank])

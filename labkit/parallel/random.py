@@ -19,6 +19,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from labkit.parallel.capturing import recorded_call
 from labkit.parallel.groups import ParallelGroups
 
 DATA_PARALLEL = "data-parallel-rng"
@@ -77,13 +78,21 @@ class RngTracker:
         """
         if name not in self._states:
             raise ValueError(f"no random state {name!r}; known are {', '.join(self._states) or 'none'}")
-        outer = self._current_state()
-        self._switch_to(self._states[name])
+        outer: list[Tensor] = []
+
+        def enter() -> None:
+            outer[:] = [self._current_state()]
+            self._switch_to(self._states[name])
+
+        def leave() -> None:
+            self._states[name] = self._current_state()
+            self._switch_to(outer[0])
+
+        recorded_call(enter)  # a graph that draws inside the block draws from the named state at each replay
         try:
             yield
         finally:
-            self._states[name] = self._current_state()
-            self._switch_to(outer)
+            recorded_call(leave)
 
     def get_states(self) -> dict[str, Tensor]:
         """Copies of all states, for checkpoints and recomputation."""

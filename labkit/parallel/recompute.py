@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from labkit.parallel import collectives
+from labkit.parallel.capturing import active_capture, recorded_call
 from labkit.parallel.groups import Group
 from labkit.parallel.ledger import Scope, comm_scope, current_scope
 from labkit.parallel.random import RngTracker
@@ -58,16 +59,6 @@ class RandomStates:
             torch.cuda.set_rng_state(self.device)
         if rng is not None:
             rng.set_states(self.named)
-
-    @contextmanager
-    def replayed(self, rng: RngTracker | None) -> Iterator[None]:
-        """Draw from these states inside the block; after it, go on where the generators stood before."""
-        before = RandomStates.now(rng)
-        self.restore(rng)
-        try:
-            yield
-        finally:
-            before.restore(rng)
 
 
 def _autocast_now() -> list[dict[str, Any]]:
@@ -138,7 +129,8 @@ class _Again:
 
     def __init__(self, function: Callable[..., Any], rng: RngTracker | None) -> None:
         self.function, self.rng = function, rng
-        self.states, self.autocast = RandomStates.now(rng), _autocast_now()
+        self.autocast = _autocast_now()
+        recorded_call(self._note_states)
         self.scope = Scope(current_scope().layer, "recompute")
         self.notes: list[Any] = []
 
@@ -147,11 +139,29 @@ class _Again:
         with _Run(self.notes, second=False):
             return self.function(*args)
 
+    def _note_states(self) -> None:
+        self.states = RandomStates.now(self.rng)
+
+    @contextmanager
+    def _same_numbers(self) -> Iterator[None]:
+        """Draw the first run's numbers inside the block; after it, go on where the generators stood before."""
+        before: list[RandomStates] = []
+
+        def enter() -> None:
+            before[:] = [RandomStates.now(self.rng)]
+            self.states.restore(self.rng)
+
+        recorded_call(enter)  # in a graph: those that the replay of the first run has drawn
+        try:
+            yield
+        finally:
+            recorded_call(lambda: before[0].restore(self.rng))
+
     @contextmanager
     def surroundings(self) -> Iterator[None]:
         """Random states, autocast, ledger scope and notes of the first run."""
         with ExitStack() as stack:
-            stack.enter_context(self.states.replayed(self.rng))
+            stack.enter_context(self._same_numbers())
             stack.enter_context(comm_scope(*self.scope))
             stack.enter_context(_Run(self.notes, second=True))
             for arguments in self.autocast:
@@ -294,8 +304,8 @@ class CheckpointWithoutOutput:
         Nobody may use the output's values between this call and then. Outside grad mode nothing is done.
         """
         assert self._output is not None, "call checkpoint first"
-        if not torch.is_grad_enabled() or not hook_tensor.requires_grad:
-            self._forget()
+        if not torch.is_grad_enabled() or not hook_tensor.requires_grad or active_capture() is not None:
+            self._forget()  # an emulated graph's memory cannot shrink: it keeps the output, and the values are the same
             return
         self._output.untyped_storage().resize_(0)
         hook_tensor.register_hook(self._fill)

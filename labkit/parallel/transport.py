@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from labkit.parallel import message_check
+from labkit.parallel.capturing import refuse_host_sync
 from labkit.parallel.groups import Group
 
 Finish = Callable[[], Tensor]
@@ -57,6 +58,7 @@ def to_host(x: Tensor) -> Tensor:
     """The tensor itself if it lies in host memory, else a copy in pinned host memory (returns when it is there)."""
     if not x.is_cuda:
         return x
+    refuse_host_sync("a collective of CUDA tensors over gloo")
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     return host.copy_(x)
 
