@@ -5,6 +5,7 @@ Shapes: S sequence (S/t under sequence parallelism), B batch, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from labkit.graphs.graphable import GraphableMegatronModule
+from labkit.graphs.partial import fill_store
 from labkit.graphs.scope import layer_scope
 from labkit.models.attention import ParallelAttention, Rotary
 from labkit.models.build import Build, dropout
 from labkit.models.layer_choice import dense_mlp, moe_mlp
+from labkit.moe.layer import MoELayer
 
 
 class TransformerLayer(GraphableMegatronModule):
@@ -43,9 +46,14 @@ class TransformerLayer(GraphableMegatronModule):
     def _forward_attention(self, x_SBH: Tensor, rotary: Rotary | None) -> Tensor:
         return x_SBH + self.dropout(self.attention(x_SBH, rotary))
 
-    def _forward_mlp(self, x_SBH: Tensor) -> Tensor:
-        mlp = partial(self.recompute.part, self.part, self.mlp)
-        return x_SBH + self.dropout(self.recompute.norm(self.mlp.norm, x_SBH, mlp))  # pyright: ignore[reportArgumentType]
+    def _forward_mlp(self, x_SBH: Tensor) -> Any:
+        """[S, B, H] -> [S, B, H]; where a capture ends inside the layer of experts, its outputs and the residual."""
+        mlp: Any = partial(self.recompute.part, self.part, self.mlp)
+        made: Any = self.recompute.norm(self.mlp.norm, x_SBH, mlp)  # pyright: ignore[reportArgumentType]
+        return self._after_mlp(made, x_SBH) if isinstance(made, Tensor) else (*made, x_SBH)
+
+    def _after_mlp(self, made_SBH: Tensor, residual_SBH: Tensor) -> Tensor:
+        return residual_SBH + self.dropout(made_SBH)
 
     # ---- CUDA graphs ----
 
@@ -58,26 +66,45 @@ class TransformerLayer(GraphableMegatronModule):
         return {"x_SBH": self._new_input(seq_length, micro_batch_size)}
 
     def get_submodules_under_cudagraphs(self) -> list[nn.Module]:
-        """The halves that are captured."""
-        return [half for half, inside in ((self.attention, self.scope.attention), (self.mlp, self.scope.mlp)) if inside]
+        """The halves that are captured, or what is captured of the second."""
+        found: list[nn.Module] = [self.attention] if self.scope.attention else []
+        if self.scope.mlp:
+            found.append(self.mlp)
+        elif isinstance(self.mlp, MoELayer) and self.scope.router:
+            found += [self.mlp.norm, *self.mlp.get_submodules_under_cudagraphs()]  # pyright: ignore[reportArgumentType]
+        return found
 
     def cuda_graph_inputs(self, x_SBH: Tensor, rotary: Rotary | None = None) -> tuple[Tensor, ...]:
         """The rotary tables belong to attention."""
         return super().cuda_graph_inputs(x_SBH, rotary if self.scope.attention else None)
 
     def cuda_graph_capture(self, *tensors: Tensor) -> Any:
-        """The halves in scope: x_SBH and, with attention, the rotary tables -> x_SBH."""
+        """What is in scope: x_SBH and, with attention, the rotary tables -> x_SBH, or the outputs of a graph that ends
+        inside the layer of experts (`labkit.graphs.partial`)."""
         x_SBH, *rotary = tensors
         if self.scope.attention:
             x_SBH = self._forward_attention(x_SBH, (rotary[0], rotary[1]) if rotary else None)
-        return self._forward_mlp(x_SBH) if self.scope.mlp else x_SBH
+        return self._forward_mlp(x_SBH) if self.scope.mlp or self.scope.router else x_SBH
 
     def cuda_graph_replay(self, x_SBH: Tensor, rotary: Rotary | None = None) -> Tensor:
-        """The half before the graph, the graph, and the half behind it; [S, B, H] -> [S, B, H]."""
+        """What comes before the graph, the graph, and what comes behind it; [S, B, H] -> [S, B, H]."""
         if not self.scope.attention:
             x_SBH = self._forward_attention(x_SBH, rotary)
-        x_SBH = self.run_cuda_graph(x_SBH, rotary)
-        return x_SBH if self.scope.mlp else self._forward_mlp(x_SBH)
+        made = self.run_cuda_graph(x_SBH, rotary)
+        if self.scope.is_partial:
+            return self._resume_mlp(made)
+        return made if self.scope.mlp else self._forward_mlp(made)
+
+    def _resume_mlp(self, outputs: Sequence[Tensor]) -> Tensor:
+        """The rest of the layer of experts, behind a graph with these outputs."""
+        assert isinstance(self.mlp, MoELayer)
+        residual_SBH = fill_store(self.mlp, outputs, has_shared_output=self.mlp.has_shared_output)
+        store = self.mlp.cudagraph_tensor_store
+        try:
+            made_SBH = self.mlp(store.hidden_states)
+        finally:
+            store.clear()
+        return self._after_mlp(made_SBH, residual_SBH)
 
 
 def _new_input(build: Build, seq_length: int, micro_batch_size: int) -> Tensor:

@@ -176,6 +176,15 @@ class MoELayer(nn.Module):
             wanted = f"{dtype} [S, B, {self.hidden}] with S of at least 1"
             raise ValueError(f"{self.name}: the input is {wanted}, got {x_SBH.dtype} {shape}")
 
+    def get_submodules_under_cudagraphs(self) -> list[nn.Module]:
+        """The modules whose forward a graph that ends inside this layer holds."""
+        found: list[nn.Module] = [self.router]
+        if self.shared_experts is not None and self.has_shared_output:
+            found.append(self.shared_experts)
+        elif self.shared_experts is not None and self.shared_experts.gate is not None and self.scope.preprocess:
+            found.append(self.shared_experts.gate)  # of the overlapped stages the first
+        return found
+
     @property
     def has_shared_output(self) -> bool:
         """Whether `shared_experts_compute` computes something."""

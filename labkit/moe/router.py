@@ -278,12 +278,6 @@ class TopKRouter(nn.Module):
         mean = aux_loss_scale(1.0, cp=cp, num_microbatches=num_microbatches, tokens_per_microbatch=tokens)
         self.aux_scale.set(loss_scale * mean)
 
-    def cudagraph_state(self) -> list[Tensor]:
-        """What forwards count in place. Warm-up and capture of a graph run forwards that nobody trains on: whoever
-        captures keeps copies of these and puts them back."""
-        counted = (self.statistics.totals, self.local_tokens_per_expert, self.global_counts)
-        return [tensor for tensor in counted if tensor is not None]
-
     def reset_global_aux_loss_tracker(self) -> None:
         """Forget the counts of the global loss, at the end of a step."""
         if self.global_counts is not None:
