@@ -81,20 +81,19 @@ def standard_policies(
     With one expert a token, weights are those of a softmax over all experts: over the one chosen it would be 1.
     """
     fitting = [n for n in range(1, experts // groups + 1) if top_k % n == 0 and top_k // n <= groups]
+    per_group = 2 if 2 in fitting else min(fitting, default=1)
     softmax: Policy = {"pre_softmax": True} if top_k == 1 else {}
     limit: Policy = {**softmax, "capacity_factor": capacity_factor}
     policies: dict[str, Policy] = {
         "top-k softmax": softmax,
-        "group-limited": {**softmax, "num_groups": groups},
+        "group-limited": {**softmax, "num_groups": groups, "group_topk": top_k // per_group},
         "sigmoid + bias": {"score_function": "sigmoid", "expert_bias": True, "expert_bias_update_rate": bias_rate},
         "sinkhorn": {"load_balancing": "sinkhorn"},
         "drop by weight": {**limit, "drop_policy": "probs"},
         "drop by position": {**limit, "drop_policy": "position"},
         "drop and pad": {**limit, "pad_to_capacity": True},
     }
-    if fitting:
-        policies["group-limited"]["group_topk"] = top_k // (2 if 2 in fitting else fitting[0])
-    else:
+    if not fitting:
         del policies["group-limited"]
     return {name: {"top_k": top_k, **policy} for name, policy in policies.items()}
 
