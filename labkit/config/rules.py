@@ -245,7 +245,6 @@ def _data(found: Findings) -> None:
 _LATER: tuple[tuple[str, Any, str], ...] = (
     ("parallel.rank_offset", 0, "layout that does not start at rank 0"),
     ("parallel.split_rank", None, "encoder to split off from a GPT"),
-    ("graph.cuda_graph_impl", "none", "graph capture"),
     ("model.family", "gpt", "this model family"),
 )
 

@@ -9,8 +9,10 @@ if TYPE_CHECKING:
     from labkit.graphs.backend import Graph, GraphBackend, Pool, PoolStep, make_weak_ref
     from labkit.graphs.buffers import BufferPlan, PlanError, check_plan, plan_buffers
     from labkit.graphs.capture import make_graphed_callables
+    from labkit.graphs.full_iteration import FullIterationGraph
     from labkit.graphs.graphable import GraphableMegatronModule
     from labkit.graphs.graphed import GraphedCallable
+    from labkit.graphs.helper import CudaGraphHelper, TECudaGraphHelper
     from labkit.graphs.memory import (
         GraphCounts,
         GraphMemory,
@@ -19,12 +21,15 @@ if TYPE_CHECKING:
         measure_graphs,
         predict_graph_memory,
     )
+    from labkit.graphs.orders import capture_order
     from labkit.graphs.passes import read_order, sample_index
     from labkit.graphs.pool import LAYER_ORDER, LayerMemory, Playback, layer_memory, play_back, predict_pool
     from labkit.parallel.capturing import GraphCaptureError, is_graph_capturing
 
 _WHERE = {
     "BufferPlan": "buffers",
+    "CudaGraphHelper": "helper",
+    "FullIterationGraph": "full_iteration",
     "Graph": "backend",
     "GraphBackend": "backend",
     "GraphCaptureError": "labkit.parallel.capturing",
@@ -39,6 +44,8 @@ _WHERE = {
     "Playback": "pool",
     "Pool": "backend",
     "PoolStep": "backend",
+    "TECudaGraphHelper": "helper",
+    "capture_order": "orders",
     "check_plan": "buffers",
     "graph_counts": "memory",
     "is_graph_capturing": "labkit.parallel.capturing",
@@ -56,6 +63,8 @@ _WHERE = {
 __all__ = [
     "LAYER_ORDER",
     "BufferPlan",
+    "CudaGraphHelper",
+    "FullIterationGraph",
     "Graph",
     "GraphBackend",
     "GraphCaptureError",
@@ -69,6 +78,8 @@ __all__ = [
     "Playback",
     "Pool",
     "PoolStep",
+    "TECudaGraphHelper",
+    "capture_order",
     "check_plan",
     "graph_counts",
     "is_graph_capturing",

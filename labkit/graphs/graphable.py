@@ -22,17 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from labkit.config import GraphConfig
+from labkit.graphs.scope import captures_layers
 from labkit.parallel.capturing import is_graph_capturing, is_graph_warmup
 
 Graphed = Callable[..., Any]
 """What `make_graphed_callables` makes of a module: called like it, with tensors."""
 Hook = Callable[[nn.Module], object]
 """Called with a module ahead of what was its forward, such as the one that waits for gathered parameters."""
-
-
-def captures_layers(graph: GraphConfig) -> bool:
-    """Whether layers have graphs of their own; otherwise there are none, or one is of the whole iteration."""
-    return graph.cuda_graph_impl != "none" and "full_iteration" not in graph.cuda_graph_scope
 
 
 class GraphableMegatronModule(nn.Module):

@@ -19,6 +19,11 @@ from dataclasses import dataclass
 from labkit.config import GraphConfig
 
 
+def captures_layers(graph: GraphConfig) -> bool:
+    """Whether layers have graphs of their own; otherwise there are none, or one is of the whole iteration."""
+    return graph.cuda_graph_impl != "none" and "full_iteration" not in graph.cuda_graph_scope
+
+
 @dataclass(frozen=True, slots=True)
 class LayerScope:
     """The captured parts of one layer; false where there is none."""
@@ -52,7 +57,7 @@ NOTHING = LayerScope(False, False, False, False)
 def layer_scope(graph: GraphConfig, *, has_experts: bool) -> LayerScope:
     """The table above; nothing without graphs, and nothing of its own for a layer inside a graph of the iteration."""
     scope = graph.cuda_graph_scope
-    if graph.cuda_graph_impl == "none" or "full_iteration" in scope:
+    if not captures_layers(graph):
         return NOTHING
     if not scope:
         return LayerScope(True, True, has_experts, has_experts)

@@ -204,6 +204,16 @@ class DistributedDataParallel(ChunkWrapper):
         if self.param_gather is not None:
             self.param_gather.finish()
 
+    def disable_forward_pre_hook(self) -> None:
+        """Gather all parameters and take the hooks that wait for them off the modules (Megatron's name)."""
+        if self.param_gather is not None:
+            self.param_gather.disable_hooks()
+
+    def enable_forward_pre_hook(self) -> None:
+        """Put them back."""
+        if self.param_gather is not None:
+            self.param_gather.enable_hooks()
+
 
 def _on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
     """Have `hook` called for every gradient; an earlier wrapper of the same parameter is forgotten."""

@@ -16,11 +16,12 @@ The gather is in place: the own part lies in the buffer where the others' arrive
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from labkit.parallel.collectives import Pending, all_gather_async, comm_scope
 from labkit.parallel.grad_buffers import GradBucket, own_part
@@ -40,9 +41,9 @@ class ParamGather:
         self._stale: set[int] = set()
         self._under_way: dict[int, Pending] = {}
         self._place = {id(p): place for place, bucket in enumerate(self._buckets) for p in bucket.parameters}
+        self._module, self._handles = module, list[RemovableHandle]()
         if overlap:
-            for reader, places in self._readers(module).items():
-                reader.register_forward_pre_hook(self._hook(sorted(places)))
+            self.enable_hooks()
             for bucket in buckets:
                 for parameter in bucket.parameters:
                     parameter.register_post_accumulate_grad_hook(self._check_was_ready)
@@ -96,6 +97,30 @@ class ParamGather:
             self._start_next()
 
     # ---- hooks ----
+
+    def enable_hooks(self) -> None:
+        """Have modules wait for their parameters ahead of their forwards; does nothing where they do, or need not."""
+        if self.overlap and not self._handles:
+            for reader, places in self._readers(self._module).items():
+                self._handles.append(reader.register_forward_pre_hook(self._hook(sorted(places))))
+
+    def disable_hooks(self) -> None:
+        """Wait for all parameters, and take the hooks off the modules: a CUDA graph captures modules without hooks."""
+        self.finish()
+        while self._handles:
+            self._handles.pop().remove()
+
+    def make_hook(self) -> Callable[[nn.Module], None]:
+        """A function that waits for a module's own parameters, for whoever computes with them without calling it, such
+        as the replay of a graph."""
+
+        def wait(module: nn.Module) -> None:
+            if not self.is_ready:
+                own = {self._place.get(id(parameter)) for parameter in module.parameters(recurse=False)}
+                for place in sorted(place for place in own if place is not None):
+                    self._need(place)
+
+        return wait
 
     def _readers(self, module: nn.Module) -> dict[nn.Module, set[int]]:
         """By module whose forward is hooked, the buckets that it waits for."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labkit.parallel.capturing import is_graph_capturing
 from labkit.parallel.groups import Group
 from labkit.parallel.layers import LinearPlan, column_parallel_linear, table_lookup
 from labkit.parallel.ledger import comm_scope
@@ -30,12 +31,13 @@ class TokenIdError(ValueError):
 def check_token_ids(ids: Tensor, vocab_size: int, what: str = "token") -> None:
     """Refuse ids outside 0..vocab_size-1: the same error at every tp, and the same on every rank of a group.
 
-    One pass over the ids on a host tensor; on a GPU one synchronisation, and no check while a CUDA graph is captured.
+    One pass over the ids on a host tensor; on a GPU one synchronisation. While a CUDA graph is captured, and so in its
+    replays, nothing is checked.
 
     Raises:
         TokenIdError: names the first such id, its position and the range.
     """
-    if ids.numel() == 0 or (ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if ids.numel() == 0 or is_graph_capturing():
         return
     lowest, highest = torch.stack(torch.aminmax(ids)).tolist()
     if lowest >= 0 and highest < vocab_size:

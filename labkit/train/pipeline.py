@@ -10,12 +10,15 @@ from torch import Tensor, nn
 
 from labkit.config import RunConfig
 from labkit.parallel.distributed_data_parallel import DataParallel
+from labkit.parallel.fp8 import end_float8_step
+from labkit.parallel.gradients import finalize_model_grads
 from labkit.parallel.groups import ParallelGroups
 from labkit.schedules.ir import Schedule
 from labkit.schedules.runtime import PipelineRuntime
 from labkit.train.loss_form import checked_forward_step
 from labkit.train.loss_scaler import LossScaler, build_loss_scaler
 from labkit.train.schedule_fit import check_schedule, transport_of
+from labkit.train.step_graphs import build_step_graphs
 
 Batch = dict[str, Tensor]
 ForwardStep = Callable[[Iterator[Batch], nn.Module], tuple[Tensor, Any]]
@@ -49,6 +52,7 @@ class Pipeline:
         self.num_microbatches, self.schedule = config.num_microbatches(groups.world_size), schedule
         check_schedule(schedule, config, groups.world_size)
         self.loss_scaler: LossScaler = build_loss_scaler(config.optim)
+        self.graphs = build_step_graphs(config, groups, self.chunks, schedule, self._run, self._run_and_finalize)
         shape = (sequence_between_stages(config), config.train.micro_batch_size, config.model.hidden)
         self._runtime = PipelineRuntime(
             self.schedule,
@@ -92,12 +96,37 @@ class Pipeline:
     def run(
         self, batches: Iterator[Batch], *, forward_only: bool = False, collect_non_loss_data: bool = False
     ) -> list[Any]:
-        """All microbatches of one global batch; the loss function's reports on the rank of the last stage, else []."""
+        """All microbatches of one global batch; the loss function's reports on the rank of the last stage, else [].
+
+        With CUDA graphs a training run after the warm-up steps captures them first.
+        """
+        if collect_non_loss_data:
+            return self._run(batches, forward_only=forward_only, collect_non_loss_data=True)
+        return self.graphs.run(batches, forward_only=forward_only)
+
+    def _run(
+        self, batches: Iterator[Batch], *, forward_only: bool = False, collect_non_loss_data: bool = False
+    ) -> list[Any]:
         iterators: list[Iterator[Batch]] = [batches]
         if len(self.chunks) > 1:  # every chunk reads each microbatch
             read = list(islice(batches, self.num_microbatches))
             iterators = [iter(read) for _ in self.chunks]
         return self._runtime.run(iterators, forward_only=forward_only, collect_non_loss_data=collect_non_loss_data)
+
+    def finalize_grads(self) -> None:
+        """After a training run: make every `main_grad` the gradient of the global batch. A graph of the whole iteration
+        has done so already."""
+        if not self.graphs.finalizes:
+            self._finalize()
+
+    def _finalize(self) -> None:
+        end_float8_step(self.chunks)
+        finalize_model_grads(self.chunks, self.groups, num_tokens=self.num_tokens, last_stage=self.last_stage)
+
+    def _run_and_finalize(self, batches: Iterator[Batch]) -> list[Any]:
+        reports = self._run(batches)
+        self._finalize()
+        return reports
 
 
 def sequence_between_stages(config: RunConfig) -> int:

@@ -25,11 +25,9 @@ from torch import nn
 
 from labkit.moe.router import finish_router_step
 from labkit.parallel.collectives import all_reduce, broadcast, comm_scope
-from labkit.parallel.fp8 import end_float8_step
 from labkit.parallel.gradients import (
     GradientStatistics,
     clip_factor,
-    finalize_model_grads,
     gradient_statistics,
     scale_gradients,
 )
@@ -95,10 +93,9 @@ def train_step(
         chunk.zero_grad_buffer()
     with timers("forward-backward", log_level=1):
         reports = pipeline.run(batches)
-    end_float8_step(chunks)
     loss, scale = global_loss(reports, pipeline), scaler.scale
     with timers("finalize-grads", log_level=1):
-        finalize_model_grads(chunks, pipeline.groups, num_tokens=pipeline.num_tokens, last_stage=pipeline.last_stage)
+        pipeline.finalize_grads()
         if observer is not None:
             observer.on_gradients(step, chunks)
         norm, finite = _norm_and_finite(optimizer, reports, pipeline.groups.device)

@@ -1,0 +1,130 @@
+"""One graph for all microbatches of a step, forward and backward (`graph.cuda_graph_scope: [full_iteration]`).
+
+For dense models without pipelining. The first runs are eager and read their data from static slots, one for each
+microbatch; then one run is captured, and from then on a step copies its batches into the slots and replays. Training
+and validation compute different things, so each has an object of this class.
+
+    batches -> slots of fixed address -> graph: all microbatches, gradients reduced over replicas -> results
+
+Results lie in the graph's memory and are written anew by every replay: what a caller gets is a copy. Whatever Python
+decides or counts inside was decided at capture: nothing in there may look for NaN, change a learning rate, or write a
+report. Events are left by the capture alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from labkit.events import span
+from labkit.graphs.backend import Graph, GraphBackend, Pool, choose_impl, get_backend
+from labkit.parallel.random import RngTracker
+from labkit.parallel.recompute import RandomStates
+
+Batch = dict[str, Tensor]
+Iteration = Callable[[Iterator[Batch]], Any]
+"""Takes all batches of a step; returns tensors in tuples, lists or dicts."""
+
+
+class FullIterationGraph:
+    """Calls `function` eagerly for some steps, captures the next call, and replays it from then on."""
+
+    def __init__(
+        self,
+        function: Iteration,
+        *,
+        num_microbatches: int,
+        impl: str = "auto",
+        device: torch.device | str = "cpu",
+        warmup_steps: int = 3,
+        name: str = "training",
+        rng: RngTracker | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        """function: a step, given an iterator of its batches. num_microbatches: how many batches that takes.
+
+        impl: `local`, `emulated`, or `auto` for the one that fits `device`. warmup_steps: calls before the capture, at
+        least one where something is made lazily. name: for Events. rng: named random states that `function` draws from.
+        before: called ahead of every run, for what must not be in the graph, such as waiting for gathered parameters.
+
+        Raises ValueError for an impl that cannot hold an iteration.
+        """
+        if impl == "transformer_engine":
+            raise ValueError("Transformer Engine captures layers; a whole iteration needs impl = local or emulated")
+        self.backend: GraphBackend = get_backend(choose_impl(impl, torch.device(device)), [] if rng is None else [rng])
+        self.function, self.num_microbatches, self.warmup_steps, self.name = (
+            function,
+            num_microbatches,
+            warmup_steps,
+            name,
+        )
+        self.graph: Graph | None = None
+        """None until it is captured, and after `reset`."""
+        self.pool: Pool = self.backend.new_pool()
+        self.eager_steps = 0
+        """Calls since the start or the last `reset` that ran eagerly."""
+        self._rng, self._before, self._device = rng, before, torch.device(device)
+        self._slots: list[dict[str, Tensor]] = []
+        self._results: Any = None
+
+    def __call__(self, batches: Iterator[Batch]) -> Any:
+        """One step on the next `num_microbatches` of `batches`. Other shapes than before start over, eagerly.
+
+        Raises ValueError where `batches` ends too early.
+        """
+        self._fill(list(islice(batches, self.num_microbatches)))
+        if self._before is not None:
+            self._before()
+        if self.graph is None and self.eager_steps < self.warmup_steps:
+            self.eager_steps += 1
+            with self.backend.warming_up():
+                return self.function(self._batches())
+        if self.graph is None:
+            self._capture()
+        assert self.graph is not None
+        with span(f"full iteration, {self.name}", "graph_replay"):
+            self.graph.replay()
+        return tree_map_only(Tensor, torch.clone, self._results)
+
+    def reset(self) -> None:
+        """Drop graph, slots and results; the next calls are eager again."""
+        if self.graph is not None:
+            self.graph.reset()
+        self.graph, self._results, self._slots, self.eager_steps = None, None, [], 0
+        self.pool = self.backend.new_pool()
+
+    def _batches(self) -> Iterator[Batch]:
+        return iter([dict(slot) for slot in self._slots])
+
+    def _fill(self, batches: list[Batch]) -> None:
+        if len(batches) < self.num_microbatches:
+            raise ValueError(f"{len(batches)} batches for the {self.num_microbatches} microbatches of a step")
+        if [_shape(batch) for batch in batches] != [_shape(slot) for slot in self._slots]:
+            self.reset()
+            self._slots = [
+                {key: x.clone() if isinstance(x, Tensor) else x for key, x in batch.items()} for batch in batches
+            ]
+            return
+        for slot, batch in zip(self._slots, batches, strict=True):
+            for key, x in batch.items():
+                if isinstance(x, Tensor):
+                    slot[key].copy_(x, non_blocking=True)
+
+    def _capture(self) -> None:
+        """Record one step. What it computes is thrown away, so what it draws is drawn again by the replay after it."""
+        states = RandomStates.now(self._rng)
+        with self.backend.capturing(self.pool, f"full iteration, {self.name}") as graph:
+            self._results = self.function(self._batches())
+        self._results = tree_map_only(Tensor, Tensor.detach, self._results)
+        states.restore(self._rng)
+        self.graph = graph
+
+
+def _shape(batch: Batch) -> dict[str, Any]:
+    """What must stay the same: shapes and types of tensors, and what is no tensor."""
+    return {key: (x.shape, x.dtype) if isinstance(x, Tensor) else x for key, x in batch.items()}

@@ -1,0 +1,251 @@
+"""From model chunks to chunks that replay: which layers are captured, in which order, with which inputs, and when.
+
+    helper = CudaGraphHelper(chunks, config.graph, seq_length, micro_batch_size, schedule=schedule, pp_rank=rank)
+    .. eager warm-up steps ..
+    helper.create_cudagraphs()             between two steps: gradients in the buffers do not survive it
+    helper.cuda_graph_set_manual_hooks()
+    .. steps that replay ..
+
+Layers are captured in the order in which the rank's row of the schedule runs them, one graph for each layer and
+microbatch: 2 L M graphs. Inputs and activations share memory wherever the order allows (`plan_buffers`, one pool).
+Where every backward follows its forward at once, as without pipelining, one microbatch is captured and all use it.
+
+A captured backward adds to `main_grad`, always: whether a gradient is the first of a step is Python, which was asked at
+capture and never again. So parameters are marked at capture (`main_grad_added_elsewhere`), and the buffers of gradients
+zero them at the start of a step; 0 + g is g, to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit.config import GraphConfig
+from labkit.graphs.buffers import BufferPlan, plan_buffers
+from labkit.graphs.capture import make_graphed_callables
+from labkit.graphs.graphable import GraphableMegatronModule, graphable_modules
+from labkit.graphs.orders import capture_order
+from labkit.graphs.passes import sample_index
+from labkit.graphs.scope import captures_layers
+from labkit.schedules.ir import Schedule
+
+EAGER_RUNS = 10
+"""Times that a layer has run before its capture, warm-up steps included (Megatron's number)."""
+
+
+class CudaGraphHelper:
+    """Captures the layers of one rank and gives them their graphs (Megatron's `TECudaGraphHelper`)."""
+
+    def __init__(
+        self,
+        model: Sequence[nn.Module],
+        config: GraphConfig,
+        seq_length: int,
+        micro_batch_size: int,
+        *,
+        schedule: Schedule,
+        pp_rank: int = 0,
+        optimizers: Sequence[Any] = (),
+    ) -> None:
+        """Collect the layers; nothing is captured yet.
+
+        model: the rank's chunks in the order of its schedule, wrapped for data parallelism or bare. seq_length: of
+        whole sequences. optimizers: whose `zero_grad` is called after a capture, if they have one.
+
+        Raises ValueError for graphs that are not of layers, and a row that cannot be captured.
+        """
+        if not captures_layers(config):
+            raise ValueError(
+                f"graph.cuda_graph_impl = {config.cuda_graph_impl} with scope {list(config.cuda_graph_scope)} captures "
+                "no layers: CudaGraphHelper is for emulated, local and transformer_engine, FullIterationGraph for "
+                "full_iteration"
+            )
+        self.chunks, self.config, self.optimizers = list(model), config, list(optimizers)
+        self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
+        self.callables_per_chunk: list[list[GraphableMegatronModule]] = [graphable_modules(chunk) for chunk in model]
+        """By chunk, the layers that are captured, in their order."""
+        self.order = capture_order(schedule, pp_rank)
+        """What is captured, in this order: c + 1 is a forward of chunk c, -(c + 1) its backward."""
+        self._schedule_microbatches = schedule.num_microbatches
+        self._marked: list[nn.Parameter] = []
+        self.plan: BufferPlan | None = None
+        """Which static input buffer each captured forward has; None before `create_cudagraphs`."""
+
+    @property
+    def layers(self) -> list[GraphableMegatronModule]:
+        """Every captured layer of the rank, chunk by chunk."""
+        return [layer for layers in self.callables_per_chunk for layer in layers]
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches that are captured."""
+        return len(self.order) // len(self.chunks) // 2
+
+    @property
+    def pool(self) -> Any:
+        """The memory that all graphs share; None where there are no graphs, or Transformer Engine has it."""
+        graphs = [graph for layer in self.layers for graph in layer.cuda_graphs]
+        return getattr(graphs[0], "pool", None) if graphs else None
+
+    def graphs_created(self) -> bool:
+        """Whether the layers have their graphs."""
+        return self.plan is not None
+
+    # ---- capture ----
+
+    def create_cudagraphs(self, *, early_release: int = 0) -> None:
+        """Capture every layer, once for each microbatch, and give it the graphs. Between two steps.
+
+        early_release: give static inputs back so many steps before the backward that reads them: wrong, to be seen.
+
+        Raises RuntimeError where there are graphs already (`reset` drops them), GraphCaptureError for what a graph
+        cannot hold.
+        """
+        if self.graphs_created():
+            raise RuntimeError("there are graphs already: call reset() before they are captured again")
+        if not self.layers:
+            self.plan = plan_buffers(self.order, [0] * len(self.chunks))
+            return
+        counts = [len(layers) for layers in self.callables_per_chunk]
+        contexts = [_context(chunk, self.seq_length) for chunk in self.chunks]
+        signatures = [_signature(self._inputs(layer, contexts[c])) for c, layer in self._with_chunk()]
+        plan = plan_buffers(self.order, counts, signatures, early_release=early_release)
+        self._marked = [p for p in self._parameters() if not getattr(p, "main_grad_added_elsewhere", False)]
+        with _around_capture(self.chunks, self.layers):
+            graphs = self._capture(plan, counts, contexts)
+        for chunk, layers in enumerate(self.callables_per_chunk):
+            for position, layer in enumerate(layers):
+                places = (
+                    sample_index(counts, self.num_microbatches, chunk, position, microbatch)
+                    for microbatch in range(self.num_microbatches)
+                )
+                layer.cuda_graphs = [graphs[place] for place in places]
+        self._finish()
+        self.plan = plan
+
+    def _capture(self, plan: BufferPlan, counts: list[int], contexts: list[tuple[Tensor, ...]]) -> Sequence[Any]:
+        buffers: dict[int, tuple[Tensor, ...]] = {}
+        samples: dict[int, tuple[Tensor, ...]] = {}
+        for (chunk, position, microbatch), buffer in plan.assignment.items():
+            if buffer not in buffers:
+                buffers[buffer] = self._inputs(self.callables_per_chunk[chunk][position], contexts[chunk])
+            samples[sample_index(counts, self.num_microbatches, chunk, position, microbatch)] = buffers[buffer]
+        eager = self.config.cuda_graph_warmup_steps * self._schedule_microbatches
+        return make_graphed_callables(
+            tuple(self.layers),
+            [samples[place] for place in sorted(samples)],
+            order=self.order,
+            num_layers_per_chunk=counts,
+            num_warmup=max(1, math.ceil((EAGER_RUNS - eager) / self.num_microbatches)),
+            reuse_buffers=True,
+            impl=self.config.cuda_graph_impl,
+            allow_unused_input=True,
+            plan=None if self.config.cuda_graph_impl == "transformer_engine" else plan,
+        )
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for layer in self.layers:
+            yield from layer.parameters()
+
+    def _with_chunk(self) -> Iterator[tuple[int, GraphableMegatronModule]]:
+        for chunk, layers in enumerate(self.callables_per_chunk):
+            for layer in layers:
+                yield chunk, layer
+
+    def _inputs(self, layer: GraphableMegatronModule, context: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """New tensors for one static input."""
+        inputs = layer.get_layer_static_inputs(self.seq_length, self.micro_batch_size)
+        own = tuple(tensor.clone() for tensor in context)
+        return layer.cuda_graph_inputs(*inputs.values(), own or None)
+
+    def _finish(self) -> None:
+        """What ran for the sake of the capture leaves nothing behind in gradients."""
+        for chunk in self.chunks:
+            if hasattr(chunk, "zero_grad_buffer"):
+                chunk.zero_grad_buffer()  # pyright: ignore[reportCallIssue]
+        for optimizer in self.optimizers:
+            if hasattr(optimizer, "zero_grad"):
+                optimizer.zero_grad()
+
+    def cuda_graph_set_manual_hooks(self) -> None:
+        """Have every replay wait for the parameters that the distributed optimizer is still gathering."""
+        for chunk, layers in zip(self.chunks, self.callables_per_chunk, strict=True):
+            gather = getattr(chunk, "param_gather", None)
+            if gather is not None and gather.overlap:
+                for layer in layers:
+                    layer.setup_manual_hooks(gather.make_hook)
+
+    # ---- again ----
+
+    def reset(self) -> None:
+        """Drop all graphs and their memory; the layers run eagerly until the next `create_cudagraphs`."""
+        for layer in self.layers:
+            for graph in layer.cuda_graphs:
+                if hasattr(graph, "reset"):
+                    graph.reset()  # pyright: ignore[reportFunctionMemberAccess]
+            layer.cuda_graphs, layer.cuda_graph_manual_hooks = [], []
+        while self._marked:
+            self._marked.pop().main_grad_added_elsewhere = False  # type: ignore[attr-defined]
+        self.plan = None
+
+    def recapture(
+        self, *, schedule: Schedule | None = None, pp_rank: int = 0, seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+    ) -> None:  # fmt: skip
+        """New graphs for another number of microbatches or other shapes; what is None stays. Between two steps."""
+        self.reset()
+        if schedule is not None:
+            self.order, self._schedule_microbatches = capture_order(schedule, pp_rank), schedule.num_microbatches
+        self.seq_length = self.seq_length if seq_length is None else seq_length
+        self.micro_batch_size = self.micro_batch_size if micro_batch_size is None else micro_batch_size
+        self.create_cudagraphs()
+        self.cuda_graph_set_manual_hooks()
+
+
+TECudaGraphHelper = CudaGraphHelper
+"""Megatron's name, from the time when only Transformer Engine captured layers."""
+
+
+def _context(chunk: nn.Module, seq_length: int) -> tuple[Tensor, ...]:
+    """What the chunk gives each of its layers beside the layer's input."""
+    make = getattr(chunk, "layer_context", None)
+    return () if make is None else tuple(make(seq_length))  # pyright: ignore[reportCallIssue]
+
+
+def _signature(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    return tuple((tuple(t.shape), t.dtype, t.layout, t.requires_grad) for t in tensors)
+
+
+@contextmanager
+def _around_capture(chunks: Sequence[Any], layers: Sequence[GraphableMegatronModule]) -> Iterator[None]:
+    """Training mode, no hooks on the modules, and counters that stay where they are."""
+    modes = [layer.training for layer in layers]
+    kept = [(tensor, tensor.clone()) for tensor in _counters(layers)]
+    with ExitStack() as stack:
+        for chunk in chunks:
+            if hasattr(chunk, "disable_forward_pre_hook"):
+                chunk.disable_forward_pre_hook()
+                stack.callback(chunk.enable_forward_pre_hook)
+        for layer in layers:
+            layer.train()
+        yield
+    with torch.no_grad():
+        for tensor, value in kept:
+            tensor.copy_(value)
+    for layer, mode in zip(layers, modes, strict=True):
+        layer.train(mode)
+
+
+def _counters(layers: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Tensors that a forward adds to: buffers, and what modules keep as `statistics.totals`."""
+    for layer in layers:
+        yield from layer.buffers()
+        for module in layer.modules():
+            totals = getattr(getattr(module, "statistics", None), "totals", None)
+            if isinstance(totals, Tensor):
+                yield totals
