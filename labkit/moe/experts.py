@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from labkit.config import ModelConfig, MoEConfig
 from labkit.moe.grouped_gemm import GroupedPlan, Segments, grouped_linear
+from labkit.moe.host_copy import host_numbers
 from labkit.moe.weighted_activation import weighted, weighted_activation
 from labkit.parallel import te
 from labkit.parallel.fp8 import Float8Scaling
@@ -144,7 +145,7 @@ class Experts(nn.Module, ABC):
             raise ValueError(f"{self.name}: tokens_per_expert are {experts} integers, one for each expert, got {got}")
         if tokens_per_expert.device.type != "cpu":
             return
-        counts = tokens_per_expert.tolist()
+        counts = host_numbers(tokens_per_expert)
         if sum(counts) != rows or min(counts) < 0:
             rule = "none of them negative and their sum the number of rows"
             raise ValueError(f"{self.name}: {counts} rows per expert for {rows} rows; they must be {rule}")
@@ -159,7 +160,7 @@ class SequentialExperts(Experts):
     grouped = False
 
     def compute(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> Tensor:
-        counts = tokens_per_expert.tolist()
+        counts = host_numbers(tokens_per_expert)
         rows, weights = tokens_NH.split(counts), probs_N.split(counts)
         own = (self.fc1.weight.unbind(), self.fc2.weight.unbind())
         outputs = [

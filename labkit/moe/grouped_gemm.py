@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from labkit.events import span
+from labkit.moe.host_copy import host_numbers
 from labkit.parallel.weight_grad_store import deferred
 from labkit.parallel.weights import put_gradient, takes_first_gradient
 
@@ -53,7 +54,7 @@ class Segments:
     @cached_property
     def counts(self) -> list[int]:
         """Rows of each expert."""
-        return [int(count) for count in self.tokens_per_expert.tolist()]
+        return host_numbers(self.tokens_per_expert)
 
     @property
     def equal(self) -> bool:
