@@ -222,6 +222,30 @@ class Arguments:
         return tuple(args), dict(zip(self.keywords, values, strict=True))
 
 
+def check_samples_apart(work: Sequence[Work], arguments: Sequence[Arguments], owner: Sequence[int]) -> None:
+    """Refuse samples that lie at one address while two callables need it for different values.
+
+    owner: for each place, whose sample serves it. Only tensors that want gradients are looked at: a mask or a table of
+    positions may well be the same for all.
+
+    Raises:
+        GraphCaptureError: between forward and backward of one, the forward of the other would write its input over it.
+    """
+    held: dict[int, int] = {}
+    for one in work:
+        mine = [x.data_ptr() for x in arguments[owner[one.place]].tensors if x.requires_grad]
+        for address in mine if one.kind == "F" else ():
+            other = held.setdefault(address, one.place)
+            if owner[other] != owner[one.place]:
+                raise GraphCaptureError(
+                    f"{arguments[other].place} and {arguments[one.place].place} were given one tensor as their sample, "
+                    "and it would be the static input of both: the second would write over what the backward of the "
+                    "first reads. Give each a tensor of its own"
+                )
+        for address in mine if one.kind == "B" else ():
+            held.pop(address, None)
+
+
 def parameters_of(functions: Sequence[Callable[..., Any]]) -> Iterator[nn.Parameter]:
     """Parameters that want gradients, each once."""
     seen: set[int] = set()

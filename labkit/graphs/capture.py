@@ -26,7 +26,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from labkit.graphs.arguments import Arguments, Place, Work, check_callables, parameters_of, places_and_work
+from labkit.graphs.arguments import (
+    Arguments,
+    Place,
+    Work,
+    check_callables,
+    check_samples_apart,
+    parameters_of,
+    places_and_work,
+)
 from labkit.graphs.backend import GraphBackend, Pool, choose_impl, get_backend, make_weak_ref
 from labkit.graphs.buffers import BufferPlan, Use, plan_buffers
 from labkit.graphs.graphed import Captured, GraphedCallable, Graphs
@@ -95,6 +103,8 @@ def make_graphed_callables(
     functions = [callables] if not isinstance(callables, tuple | list) else list(callables)
     all_args = [sample_args] if single else list(sample_args)
     all_kwargs = _all_kwargs(sample_kwargs, len(all_args), single)
+    if impl == "transformer_engine" and plan is not None:
+        raise ValueError("a plan is given, and Transformer Engine makes its own: use impl local or emulated")
     check_callables(functions)
     places, work, layers = places_and_work(functions, len(all_args), order, num_layers_per_chunk)
     arguments = [Arguments(p.name, args, kw) for p, args, kw in zip(places, all_args, all_kwargs, strict=True)]
@@ -102,13 +112,18 @@ def make_graphed_callables(
         raise ValueError(f"num_warmup={num_warmup}: give 0 or more")
     if reuse_buffers:
         _check_reuse(functions, order)
+        assert order is not None
+        signatures = [one.signature for one in arguments]
+        # Weight gradients that run later read the input again; the engine frees it before.
+        keep = impl != "transformer_engine"
+        plan = plan or plan_buffers(order, layers, signatures, keep_for_weight_gradients=keep)
+    if torch.is_grad_enabled():
+        check_samples_apart(work, arguments, owners(places, plan))
     if backend is None:
         impl = choose_impl(impl, _device(arguments, functions))
     if impl == "transformer_engine" and backend is None:
         from labkit.graphs.te_adaptor import make_with_transformer_engine
 
-        if plan is not None:
-            raise ValueError("plan is given, and Transformer Engine makes its own: use impl local or emulated")
         made = make_with_transformer_engine(
             functions, arguments, places, order=order, num_layers_per_chunk=layers, num_warmup=num_warmup, pool=pool,
             reuse_buffers=reuse_buffers, allow_unused_input=allow_unused_input, clone_param_grads=clone_param_grads,
@@ -116,9 +131,6 @@ def make_graphed_callables(
         return made[0] if single else made
     trackers = rng_trackers_of(functions) if rng_trackers is None else list(rng_trackers)
     backend = backend or get_backend(impl, trackers)
-    if reuse_buffers and plan is None:
-        assert order is not None
-        plan = plan_buffers(order, layers, [one.signature for one in arguments])
     capture = _Capture(
         backend, backend.new_pool() if pool is None else pool, places, work, arguments, plan,
         reuse=reuse_buffers, allow_unused_input=allow_unused_input, clone_param_grads=clone_param_grads,
@@ -186,10 +198,8 @@ class _Capture:
         self.arrivals = Arrivals()
         self.store = WeightGradStore()
         self.put_off = {one.place for one in work if one.kind == "W"}
-        self.captured = [
-            Captured(of_place, inputs)
-            for of_place, inputs in zip(arguments, _static_inputs(places, arguments, plan), strict=True)
-        ]
+        inputs = _static_inputs(arguments, owners(places, plan))
+        self.captured = [Captured(*of_place) for of_place in zip(arguments, inputs, strict=True)]
         self._grad_outputs: dict[Hashable, Tensor] = {}
         self._below: int | None = None
         """Whose input gradients were captured last in this chunk."""
@@ -265,7 +275,7 @@ class _Capture:
             return
         pairs = list(zip(captured.outputs, captured.differentiable, strict=True))
         captured.grad_outputs = tuple(
-            self._grad_output(y, i, captured.differentiable) if y is not None and wants else None
+            self._grad_output(one.place, y, i) if y is not None and wants else None
             for i, (y, wants) in enumerate(pairs)
         )
         wanting = [x for x in captured.inputs if x.requires_grad]
@@ -288,11 +298,11 @@ class _Capture:
         if self.reuse:
             self._give_back(one)
 
-    def _grad_output(self, output: Tensor, number: int, differentiable: Sequence[bool]) -> Tensor:
-        """Where the gradient of an output is copied to. Only its own backward reads it, so under reuse all of one shape
-        share it."""
-        key = (tuple(output.shape), output.dtype, output.layout, sum(differentiable[:number]))
-        if not self.reuse or key not in self._grad_outputs:
+    def _grad_output(self, index: int, output: Tensor, number: int) -> Tensor:
+        """Where the gradient of an output is copied to. Only the backward reads it, so under reuse all of one place and
+        shape share it, except where weight gradients read it again later."""
+        key = (tuple(output.shape), output.dtype, output.layout, number)
+        if not self.reuse or index in self.put_off or key not in self._grad_outputs:
             self._grad_outputs[key] = self.backend.static_like(output.detach(), self.pool).zero_()
         return self._grad_outputs[key]
 
@@ -348,23 +358,22 @@ class _Capture:
         return tuple(made)
 
 
-def _static_inputs(
-    places: Sequence[Place], arguments: Sequence[Arguments], plan: BufferPlan | None
-) -> list[tuple[Tensor, ...]]:
-    """For each place the tensors that calls copy into: those of the first sample that its buffer was planned for.
-
-    They alias the samples, as leaves of their own, so that no `.grad` or hook of the samples is touched.
-    """
-    made: dict[int, tuple[Tensor, ...]] = {}
+def owners(places: Sequence[Place], plan: BufferPlan | None) -> list[int]:
+    """For each place, whose sample its calls are copied into: that of the first that its buffer was planned for."""
+    if plan is None:
+        return list(range(len(places)))
+    at = {(place.chunk, place.layer, place.microbatch): i for i, place in enumerate(places)}
     first: dict[int, int] = {}
-    if plan is not None:
-        at = {(place.chunk, place.layer, place.microbatch): i for i, place in enumerate(places)}
-        for use in sorted(plan.assignment, key=plan.acquired_at.__getitem__):
-            first.setdefault(plan.assignment[use], at[use[0], use[1], use[2]])
-    found = []
-    for index, place in enumerate(places):
-        owner = index if plan is None else first[plan.assignment[Use(place.chunk, place.layer, place.microbatch)]]
-        if owner not in made:
-            made[owner] = tuple(x.detach().requires_grad_(x.requires_grad) for x in arguments[owner].tensors)
-        found.append(made[owner])
-    return found
+    for use in sorted(plan.assignment, key=plan.acquired_at.__getitem__):
+        first.setdefault(plan.assignment[use], at[use[0], use[1], use[2]])
+    return [first[plan.assignment[Use(place.chunk, place.layer, place.microbatch)]] for place in places]
+
+
+def _static_inputs(arguments: Sequence[Arguments], owner: Sequence[int]) -> list[tuple[Tensor, ...]]:
+    """The tensors that calls copy into. They alias the samples, as leaves of their own, so that no `.grad` or hook of
+    the samples is touched."""
+    made = {
+        index: tuple(x.detach().requires_grad_(x.requires_grad) for x in arguments[index].tensors)
+        for index in dict.fromkeys(owner)
+    }
+    return [made[index] for index in owner]

@@ -121,6 +121,8 @@ class GraphedCallable:
         """Where its graphs find their memory; shared with the callables captured together with it."""
         self.clone_param_grads = clone_param_grads
         self.clones_grad_inputs = clones_grad_inputs
+        self.has_backward = captured.graphs is not None and captured.graphs.backward is not None
+        """Whether it was captured with gradients, so that it runs in grad mode; otherwise it runs outside."""
         self._is_module = isinstance(function, nn.Module)
         self._training = getattr(function, "training", True) if self._is_module else True
         self._is_reset = False
@@ -168,17 +170,17 @@ class GraphedCallable:
             GraphCaptureError: a changed shape, type or device, a parameter that was moved, a callable that was reset.
         """
         self._require_alive()
-        captured = self.captured
         if not self._fits_mode(args, kwargs):
             return self.eager(*args, **kwargs)
-        tensors = captured.arguments.of_call(args, kwargs)
+        tensors = self.captured.arguments.of_call(args, kwargs)
         self._require_addresses()
-        if captured.graphs is not None and captured.graphs.backward is not None:
-            outputs = _Replay.apply(self, *tensors, *captured.parameters)
-        else:
-            outputs = self.replay_forward(tensors)
+        return self._replayed(tensors)
+
+    def _replayed(self, tensors: Sequence[Tensor]) -> Any:
+        captured = self.captured
+        applied = _Replay.apply(self, *tensors, *captured.parameters) if self.has_backward else None
         assert captured.output_spec is not None
-        return captured.output_spec.unflatten(outputs)  # pyright: ignore[reportArgumentType]
+        return captured.output_spec.unflatten(self.replay_forward(tensors) if applied is None else applied)  # pyright: ignore[reportArgumentType]
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         """The callable itself."""
@@ -189,8 +191,7 @@ class GraphedCallable:
     def _fits_mode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if self._is_module and self.function.training != self._training:  # pyright: ignore[reportFunctionMemberAccess]
             return False
-        graphs = self.captured.graphs
-        if graphs is not None and graphs.backward is not None:
+        if self.has_backward:
             return torch.is_grad_enabled()
         return not torch.is_grad_enabled() or not self._wants_gradients(args, kwargs)
 

@@ -1,0 +1,17 @@
+"""The rules of graphs, on the host."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from graph_rules import *  # noqa: F403
+from graph_rules import Machine
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine("emulated", "cpu")
