@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,23 +31,42 @@ EXPERT_PARALLEL = "expert-parallel-rng"
 class RngTracker:
     """Named states of this device's default generator.
 
+    On the host a state is a tensor of bytes, swapped in and saved again. On a GPU it is a generator whose state the
+    default one is pointed at ("graph-safe" in torch), since bytes cannot be read or written while a graph is captured.
+
     Args:
         device: whose generator is switched; None is the host's.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         self._device = torch.device(device or "cpu")
-        self._states: dict[str, Tensor] = {}
+        self._states: dict[str, Any] = {}
         self._seeds: set[int] = set()
 
-    def _current_state(self) -> Tensor:
-        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
+    def _on_gpu(self) -> torch.Generator | None:
+        """The GPU's default generator; None on the host."""
+        if self._device.type != "cuda":
+            return None
+        torch.cuda.init()
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        return torch.cuda.default_generators[index]
 
-    def _switch_to(self, state: Tensor) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(state, self._device)
-        else:
+    def _current_state(self) -> Any:
+        gpu = self._on_gpu()
+        return torch.get_rng_state() if gpu is None else gpu.graphsafe_get_state()
+
+    def _switch_to(self, state: Any) -> None:
+        gpu = self._on_gpu()
+        if gpu is None:
             torch.set_rng_state(state)
+        else:
+            gpu.graphsafe_set_state(state)
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Those of a GPU, which a `torch.cuda.CUDAGraph` must be told of (`register_generator_state`) before it
+        captures code that draws from them; none on the host."""
+        return [state for state in self._states.values() if isinstance(state, torch.Generator)]
 
     def add(self, name: str, seed: int) -> None:
         """Make a state that starts from `seed`; the generator itself is left as it is.
@@ -58,13 +78,13 @@ class RngTracker:
             raise ValueError(f"random state {name!r} exists already; known are {', '.join(self._states)}")
         if seed in self._seeds:
             raise ValueError(f"seed {seed} for {name!r} is used by another random state; choose another")
-        before = self._current_state()
-        if self._device.type == "cuda":
-            with torch.cuda.device(self._device):
-                torch.cuda.manual_seed(seed)
-        else:
+        before, gpu = self._current_state(), self._on_gpu()
+        if gpu is None:
             # Not torch.manual_seed: that would reseed every GPU as well.
             torch.default_generator.manual_seed(seed)
+        else:
+            self._switch_to(gpu.clone_state())
+            gpu.manual_seed(seed)
         self._states[name] = self._current_state()
         self._seeds.add(seed)
         self._switch_to(before)
@@ -78,7 +98,7 @@ class RngTracker:
         """
         if name not in self._states:
             raise ValueError(f"no random state {name!r}; known are {', '.join(self._states) or 'none'}")
-        outer: list[Tensor] = []
+        outer: list[Any] = []
 
         def enter() -> None:
             outer[:] = [self._current_state()]
@@ -96,11 +116,18 @@ class RngTracker:
 
     def get_states(self) -> dict[str, Tensor]:
         """Copies of all states, for checkpoints and recomputation."""
-        return {name: state.clone() for name, state in self._states.items()}
+        states = self._states.items()
+        return {name: s.get_state() if isinstance(s, torch.Generator) else s.clone() for name, s in states}
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
         """Take over what `get_states` returned."""
-        self._states = {name: state.clone() for name, state in states.items()}
+        gpu = self._on_gpu()
+        if gpu is None:
+            self._states = {name: state.clone() for name, state in states.items()}
+            return
+        self._states = {name: self._states[name] if name in self._states else gpu.clone_state() for name in states}
+        for name, state in states.items():
+            self._states[name].set_state(state)  # in place: graphs hold these generators
 
 
 def model_parallel_seed(seed: int, groups: ParallelGroups, *, device: torch.device | str | None = None) -> RngTracker:

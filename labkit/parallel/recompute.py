@@ -43,12 +43,17 @@ class RandomStates:
     host: Tensor
     device: Tensor | None
     """Of the current GPU, where one is in use."""
-    named: Mapping[str, Tensor]
+    named: Mapping[str, Tensor] | None
     """Those of the tracker."""
 
     @classmethod
     def now(cls, rng: RngTracker | None) -> RandomStates:
-        """Copies of the current states."""
+        """Copies of the current states; a GPU's not while a graph is captured on it: they cannot be read then.
+
+        What is recomputed inside a GPU's graph must therefore draw no numbers (the configuration refuses it).
+        """
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return cls(torch.get_rng_state(), None, None)
         device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         return cls(torch.get_rng_state(), device, {} if rng is None else rng.get_states())
 
@@ -57,7 +62,7 @@ class RandomStates:
         torch.set_rng_state(self.host)
         if self.device is not None:
             torch.cuda.set_rng_state(self.device)
-        if rng is not None:
+        if rng is not None and self.named is not None:
             rng.set_states(self.named)
 
 
