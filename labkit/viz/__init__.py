@@ -23,6 +23,7 @@ _EXPORTS = {
     "trace": ("write_trace",),
     "context": ("context_mask", "measured_ring", "ring_timeline"),
     "curves": ("loss_curves",),
+    "graph_pool": ("buffer_lives", "explore_pool", "pool_blocks", "pool_frame", "pool_frames"),
     "masks": ("dropout_masks",),
     "moe": ("dispatch_steps", "send_matrix_figure"),
     "moe_load": ("capacity_curve", "explore_skew", "load_over_training", "skew_curve"),
@@ -50,6 +51,11 @@ if TYPE_CHECKING:
     from labkit.viz.folding import folded_digits as folded_digits
     from labkit.viz.folding import readings as readings
     from labkit.viz.folding_explorer import explore_folding as explore_folding
+    from labkit.viz.graph_pool import buffer_lives as buffer_lives
+    from labkit.viz.graph_pool import explore_pool as explore_pool
+    from labkit.viz.graph_pool import pool_blocks as pool_blocks
+    from labkit.viz.graph_pool import pool_frame as pool_frame
+    from labkit.viz.graph_pool import pool_frames as pool_frames
     from labkit.viz.masks import dropout_masks as dropout_masks
     from labkit.viz.memory import Kept as Kept
     from labkit.viz.memory import live_bytes as live_bytes

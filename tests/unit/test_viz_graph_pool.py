@@ -1,0 +1,124 @@
+"""Pictures of buffers and pools: what they draw and say is what they were given."""
+
+import pytest
+
+from labkit.graphs import plan_buffers, play_back
+from labkit.schedules import interleaved, one_f_one_b
+from labkit.viz import buffer_lives, explore_pool, pool_blocks, pool_frame, pool_frames
+
+K = 1024
+
+
+def named(kind, microbatch, layer=0):
+    return f"chunk 0 layer {layer} microbatch {microbatch} {'forward' if kind == 'F' else 'backward'}"
+
+
+def pool(rows):
+    """Rows such as `F0 + 0 8`: the forward of microbatch 0 takes 8 KiB at 0."""
+    read = [row.split() for row in rows]
+    return play_back(
+        (time, "alloc" if sign == "+" else "free", int(offset) * K, int(size) * K, named(graph[0], int(graph[1])))
+        for time, (graph, sign, offset, size) in enumerate(read)
+    )
+
+
+SMALL = pool(["F0 + 0 8", "F0 + 8 4", "F0 - 8 4", "F1 + 8 8", "B0 + 16 1", "F0 - 0 8", "F2 + 0 6", "F1 - 8 8"])
+
+
+def boxes(figure, axes=0):
+    return [
+        (round(box.get_x(), 3), round(box.get_y(), 3), round(box.get_width(), 3))
+        for box in figure.fig.axes[axes].patches if box.get_fill()
+    ]  # fmt: skip
+
+
+def test_lives_reach_from_forward_to_backward():
+    order = one_f_one_b(2, 3).order(0)
+    figure = buffer_lives(plan_buffers(order, 1), order, what="1F1B")
+    assert repr(figure) == "1F1B: 2 buffers for 3 inputs, at most 2 held at once, no buffer held twice."
+    assert boxes(figure) == [(0.04, 0.08, 2.92), (1.04, 1.08, 3.92), (3.04, 0.08, 2.92)]
+    assert [label.get_text() for label in figure.fig.axes[0].texts] == ["0", "1", "2"]
+    assert figure.png
+
+
+def test_a_plan_that_is_early_shows_where_two_hold_a_buffer():
+    order = one_f_one_b(2, 3).order(0)
+    figure = buffer_lives(plan_buffers(order, 1, early_release=1), order)
+    assert repr(figure) == (
+        "1 buffer for 3 inputs; held twice in 2 places, first buffer 0 at step 1, which microbatch 1 takes before the "
+        "backward of microbatch 0 has read it."
+    )
+    frames = [box for box in figure.fig.axes[0].patches if not box.get_fill()]
+    assert [(box.get_x(), round(box.get_width(), 2)) for box in frames] == [(1, 1.96), (3, 1.96)]
+    assert [label.get_text() for label in figure.fig.axes[0].texts] == ["0", "0", "1", "1", "2"]
+
+
+def test_chunks_are_named_where_there_are_several():
+    order = interleaved(2, 2, 2).order(1)
+    texts = [label.get_text() for label in buffer_lives(plan_buffers(order, 1), order).fig.axes[0].texts]
+    assert texts[:3] == ["0 (1)", "1 (1)", "0 (2)"]
+
+
+def test_blocks_over_time():
+    figure = pool_blocks(SMALL, what="small")
+    assert repr(figure) == (
+        "small: 4 captures took 27 KiB in 5 blocks; at most 17 KiB were held at once, in a pool of 17 KiB."
+    )
+    assert boxes(figure) == [(0, 0, 5), (1, 8, 1), (3, 8, 4), (4, 16, 4), (6, 0, 2)]
+    assert [label.get_text() for label in figure.fig.axes[0].get_xticklabels()] == ["F0", "F1", "B0", "F2"]
+
+
+def test_frames_are_strips_in_the_order_of_captures():
+    figure = pool_frames(SMALL, what="small")
+    assert repr(figure) == (
+        "small: 4 frames, most held after F1, 16 KiB; F1 is the first to lie mostly where others lay (100%)."
+    )
+    assert boxes(figure) == [
+        (0, 0.1, 8), (0, 1.1, 8), (8, 1.1, 8), (8, 2.1, 8), (16, 2.1, 1), (0, 3.1, 6), (16, 3.1, 1),
+    ]  # fmt: skip
+    assert "2 frames, most held after B0, 9 KiB; F2 is" in repr(pool_frames(SMALL, first=2))
+    assert repr(pool_frames(SMALL, count=1)).endswith("none lies mostly where others lay.")
+
+
+def test_one_frame_alone():
+    figure = pool_frame(SMALL, 3)
+    assert repr(figure) == (
+        "Frame 3 of 4, F2: 7 KiB held in 2 blocks, 6 KiB of it just taken where an earlier graph's blocks lay."
+    )
+    assert [box[2] for box in boxes(figure)] == [6, 1]
+    assert [round(bar.get_height(), 2) for bar in figure.fig.axes[1].patches] == [8, 16, 9, 7]
+    with pytest.raises(ValueError, match="there is no frame 4: the pool has 4, 0 first"):
+        pool_frame(SMALL, 4)
+    with pytest.raises(ValueError, match="there is no frame 9"):
+        pool_frames(SMALL, first=9)
+
+
+def test_layers_are_told_apart():
+    both = play_back(
+        [
+            (0, "alloc", 0, K, named("F", 0)),
+            (1, "alloc", K, K, named("F", 0, 1)),
+            (2, "alloc", 2 * K, K, named("B", 0, 1)),
+        ]
+    )
+    labels = pool_frames(both).fig.axes[0].get_yticklabels()
+    assert [label.get_text() for label in labels] == ["F0 l0", "F0 l1", "B0 l1"]
+
+
+def test_a_pool_without_history_is_refused():
+    for draw in (pool_blocks, pool_frames, explore_pool):
+        with pytest.raises(ValueError, match="the pool has no history to draw"):
+            draw(play_back([]))
+
+
+def test_a_live_notebook_gets_a_player(monkeypatch):
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    assert repr(explore_pool(SMALL)) == repr(pool_frames(SMALL))
+    monkeypatch.setenv("JPY_SESSION_NAME", "chapter")
+    controls, words, picture = explore_pool(SMALL).children
+    _, slider = controls.children
+    assert slider.max == 3
+    before = picture.value
+    slider.value = 3
+    assert picture.value != before
+    assert "Frame 3 of 4, F2" in words.value
