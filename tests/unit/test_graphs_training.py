@@ -1,0 +1,201 @@
+"""Training by emulated CUDA graphs gives the bits of training without: one rank here, several in tests/parallel."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from labkit.config import RunConfig, presets
+from labkit.graphs import PlanError, check_plan, graph_counts, is_graph_capturing
+from labkit.models.blocks import TransformerLayer
+from labkit.parallel.capturing import is_graph_warmup
+from labkit.train import pretrain
+from labkit.train.forward_step import gpt_forward_step
+from labkit.train.pipeline import Pipeline
+from labkit.train.pretraining import build_data_iterators, initialize, setup_model_and_optimizer
+from labkit.train.stepping import train_step
+
+LAYERS, MICROBATCHES, STEPS = 2, 4, 5
+GRAPHS = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_warmup_steps": 1}
+FULL = {"graph.cuda_graph_scope": ("full_iteration",)}
+DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1, "model.embedding_dropout": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Sums are then formed in one order, and no test waits for a core that another needs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def small(**changes) -> RunConfig:
+    shape = {
+        "model.layers": LAYERS, "model.hidden": 32, "model.heads": 4, "model.seq_length": 16,
+        "train.global_batch_size": MICROBATCHES, "train.steps": STEPS,
+    }  # fmt: skip
+    return presets.tiny().override(shape).override(changes)
+
+
+def numbers(config: RunConfig) -> dict:
+    result = pretrain(config)
+    names = ("loss", "grad_norm", "loss_scale", "skipped_steps", "validation_loss", "test_loss")
+    return {name: [repr(value) for value in result.series(name)] for name in names}  # so that NaN is NaN
+
+
+CASES = {
+    "gpt": {},
+    "validation between replays": {"train.eval_steps": 1, "train.eval_interval": 2},
+    "dropout": DROPOUT,
+    "rotary positions": {"model.position": "rope", "model.kv_heads": 2, "model.norm": "rmsnorm"},
+    "attention alone": {"graph.cuda_graph_scope": ("attn",), **DROPOUT},
+    "mlp alone": {"graph.cuda_graph_scope": ("mlp",), **DROPOUT},
+    "recomputed core attention": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
+    "recomputed mlp": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+    "no fusion": {"optim.gradient_accumulation_fusion": False},
+    "naive data parallelism": {"optim.data_parallel": "naive"},
+    "bf16": {"optim.precision": "bf16"},
+    "fp16 with overflows": {"optim.precision": "fp16", "optim.initial_loss_scale": 2.0**24, "optim.hysteresis": 1},
+    "sum over tokens": {"optim.calculate_per_token_loss": True},
+    "all forwards first": {"schedule.name": "gpipe"},
+    "no warm-up": {"graph.cuda_graph_warmup_steps": 0},
+    "full iteration": {**FULL, "train.eval_steps": 1, "train.eval_interval": 1},
+    "full iteration, dropout": {**FULL, **DROPOUT},
+    "full iteration, full recomputation": {**FULL, "recompute_granularity": "full"},
+    "full iteration, sum over tokens": {**FULL, "optim.calculate_per_token_loss": True},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_are_bit_equal_to_those_without_graphs(name):
+    changes = CASES[name]
+    eager = {key: value for key, value in changes.items() if not key.startswith("graph.")}
+    assert numbers(small(**GRAPHS | changes)) == numbers(small(**eager))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", CASES)
+def test_twenty_steps_of_the_tiny_preset_are_bit_equal(name):
+    eager = {key: value for key, value in CASES[name].items() if not key.startswith("graph.")}
+    config = presets.tiny()
+    assert numbers(config.override(GRAPHS | CASES[name])) == numbers(config.override(eager))
+
+
+def test_after_the_warm_up_layers_run_by_replays_alone():
+    """Two graphs a layer: pp = 1 captures one microbatch, which all use."""
+    events = pretrain(small(**GRAPHS)).events
+    replays = Counter(event.name for event in events if event.kind == "graph_replay")
+    assert len(replays) == graph_counts(LAYERS, 1, MICROBATCHES).one_microbatch == 2 * LAYERS
+    assert set(replays.values()) == {MICROBATCHES * (STEPS - 1)}
+
+
+def test_a_counter_in_a_captured_body_counts_warm_up_and_capture_and_nothing_more(monkeypatch):
+    calls = Counter()
+    plain = TransformerLayer._forward_mlp
+
+    def counting(self, x_SBH):
+        calls["capture" if is_graph_capturing() else "warm-up" if is_graph_warmup() else "eager"] += 1
+        return plain(self, x_SBH)
+
+    monkeypatch.setattr(TransformerLayer, "_forward_mlp", counting)
+    pretrain(small(**GRAPHS, **{"train.steps": 21}))
+    assert calls["eager"] == LAYERS * MICROBATCHES and calls["capture"] == LAYERS
+    # Ten eager runs of a layer ahead of its capture, those of the warm-up step included.
+    assert calls["warm-up"] == LAYERS * (10 - MICROBATCHES)
+
+
+def test_evaluation_is_eager_with_graphs_of_layers_and_replays_with_one_of_the_iteration():
+    changes = {"train.eval_steps": 2, "train.eval_interval": 1, "data.split": "90,10,0"}
+    events = pretrain(small(**GRAPHS, **FULL, **changes)).events
+    replays = Counter(event.name for event in events if event.kind == "graph_replay")
+    # The first of two batches of the first validation is the warm-up of the second graph.
+    assert replays == {"full iteration, training": STEPS - 1, "full iteration, validation": 2 * STEPS - 1}
+    layers = pretrain(small(**GRAPHS, **changes)).events
+    training = pretrain(small(**GRAPHS)).events
+    assert sum(e.kind == "graph_replay" for e in layers) == sum(e.kind == "graph_replay" for e in training)
+
+
+# ---- by hand ----
+
+
+class Training:
+    """`pretrain` step by step."""
+
+    def __init__(self, config: RunConfig) -> None:
+        run = initialize(config)
+        chunks, self.optimizer, self.lr = setup_model_and_optimizer(run)
+        self.timers, self.batches = run.timers, build_data_iterators(run).train
+        self.pipeline = Pipeline(config, run.groups, chunks, gpt_forward_step, run.schedule)
+        self.step = 0
+
+    def losses(self, steps: int, batches=None) -> list[float]:
+        """Of the next steps."""
+        made = []
+        for _ in range(steps):
+            result = train_step(
+                self.pipeline, self.optimizer, self.timers, batches or self.batches,
+                step=self.step, lr=1e-3, clip_grad=1.0,
+            )  # fmt: skip
+            self.step += 1
+            made.append(result.loss)
+        return made
+
+
+def test_a_plan_that_frees_a_buffer_one_step_early_is_refused_and_corrupts_the_losses():
+    config = small(**GRAPHS, **{"schedule.name": "gpipe"})
+    early = Training(config)
+    helper = early.pipeline.graphs.helper
+    helper.create_cudagraphs(early_release=1)
+    with pytest.raises(PlanError, match="buffer"):
+        check_plan(helper.plan, helper.order)
+    right = Training(config)
+    right.pipeline.graphs.helper.create_cudagraphs()
+    check_plan(right.pipeline.graphs.helper.plan, helper.order)
+    eager = Training(small(**{"schedule.name": "gpipe"}))
+    wrong, right, eager = early.losses(3), right.losses(3), eager.losses(3)
+    assert right == eager
+    assert wrong[0] == eager[0], "the forwards of the first step read nothing stale"
+    assert wrong[1] != eager[1] and wrong[2] != eager[2]
+
+
+def shortened(batches, length: int):
+    for batch in batches:
+        yield {key: x[:, :length] for key, x in batch.items()}
+
+
+def test_other_shapes_are_captured_anew():
+    changes = {"schedule.variable_seq_lengths": True}
+    eager, graphs, full = (Training(small(**changes | more)) for more in ({}, GRAPHS, GRAPHS | FULL))
+    first = [run.losses(3) for run in (eager, graphs, full)]
+    assert first[0] == first[1] == first[2]
+    graphs.pipeline.graphs.helper.recapture(seq_length=8)
+    second = [run.losses(3, shortened(run.batches, 8)) for run in (eager, graphs, full)]
+    assert second[0] == second[1] == second[2]
+
+
+def test_graphs_that_were_reset_leave_an_eager_run_of_the_same_bits():
+    eager, graphs = Training(small()), Training(small(**GRAPHS))
+    losses = graphs.losses(3)
+    helper = graphs.pipeline.graphs.helper
+    pool = helper.pool
+    assert pool.live_bytes > 0
+    helper.reset()
+    assert not helper.graphs_created() and pool.live_bytes == 0
+    assert losses + graphs.losses(2) == eager.losses(5)
+
+
+def test_schedules_whose_rows_cannot_be_captured_are_refused():
+    with pytest.raises(ValueError, match="splits backwards"):
+        Training(small(**GRAPHS, **{"schedule.name": "zero_bubble_h1"}))
+
+
+def test_what_a_forward_counts_stays_where_it_was():
+    """Warm-up and capture run forwards and backwards; nothing of it may show."""
+    graphs = Training(small(**GRAPHS))
+    before = {name: p.detach().clone() for name, p in graphs.pipeline.chunks[0].named_parameters()}
+    state = torch.get_rng_state()
+    graphs.pipeline.graphs.helper.create_cudagraphs()
+    assert torch.equal(state, torch.get_rng_state())
+    for name, p in graphs.pipeline.chunks[0].named_parameters():
+        assert torch.equal(p, before[name]) and p.grad is None, name
