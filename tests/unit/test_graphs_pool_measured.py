@@ -1,0 +1,86 @@
+"""Predictions of pool and static inputs held against captures on the emulated backend, to the byte."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from labkit.graphs import (
+    LAYER_ORDER,
+    GraphMemoryReport,
+    layer_memory,
+    make_graphed_callables,
+    measure_graphs,
+    plan_buffers,
+    play_back,
+    predict_graph_memory,
+)
+from labkit.schedules import gpipe, interleaved, one_f_one_b
+
+ROWS, WIDTH = 16, 32
+
+
+class Block(nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def capture(order, layers, *, reuse=True):
+    """Graphs of `layers` blocks a chunk along an order."""
+    chunks = int(max(order))
+    microbatches = len(order) // chunks // 2
+    samples = [(torch.zeros(ROWS, WIDTH, requires_grad=True),) for _ in range(layers * chunks * microbatches)]
+    blocks = tuple(Block() for _ in range(layers * chunks))
+    return make_graphed_callables(
+        blocks, samples, order=order, num_layers_per_chunk=[layers] * chunks, reuse_buffers=reuse, impl="emulated"
+    )
+
+
+@cache
+def of_one_layer():
+    return layer_memory(capture(LAYER_ORDER, 1)[0].pool.history)
+
+
+@pytest.mark.parametrize(
+    ("order", "layers"),
+    [
+        (one_f_one_b(4, 8).order(0), 2),
+        (one_f_one_b(4, 8).order(3), 1),
+        (gpipe(2, 5).order(0), 1),
+        (interleaved(2, 2, 6).order(0), 2),
+    ],
+)
+def test_one_layer_predicts_the_rank(order, layers):
+    callables = capture(order, layers)
+    nbytes = ROWS * WIDTH * 4
+    predicted = predict_graph_memory(order, layers, of_one_layer(), input_bytes=nbytes)
+    measured = measure_graphs(callables, order, layers)
+    assert measured.graphs == predicted.graphs == 2 * len(callables)
+    assert measured.static_inputs == predicted.static_inputs == plan_buffers(order, layers).num_buffers * nbytes
+    assert measured.static_gradients == predicted.static_gradients == nbytes
+    assert measured.pool_peak == predicted.pool_peak
+    assert measured.break_points == predicted.break_points == 0
+    playback = play_back(callables[0].pool.history)
+    assert playback.peak_bytes == measured.pool_peak <= playback.high_water <= measured.pool_reserved
+    assert f"{predicted.pool_peak:,}" in str(GraphMemoryReport(measured, predicted))
+
+
+def test_frames_name_the_captures_in_order():
+    order = one_f_one_b(2, 3).order(0)
+    names = [frame.name for frame in play_back(capture(order, 1)[0].pool.history).frames]
+    assert [(name.split()[5], name.split()[6]) for name in names] == [
+        ("0", "forward"), ("1", "forward"), ("0", "backward"), ("2", "forward"), ("1", "backward"), ("2", "backward"),
+    ]  # fmt: skip
+
+
+def test_what_is_kept_grows_with_microbatches_only_where_nothing_is_given_back():
+    def peak(microbatches, reuse):
+        return capture(one_f_one_b(4, microbatches).order(2), 1, reuse=reuse)[0].pool.peak_bytes
+
+    assert peak(4, True) == peak(8, True)
+    assert peak(8, False) > 1.8 * peak(4, False)
