@@ -1,0 +1,157 @@
+"""Training with experts replays graphs and comes to the same bits: losses, metrics of routers, weights.
+
+Every case is 20 steps, of which the first three are eager; the same run without graphs is what it is held against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from labkit.config import RunConfig, presets
+from labkit.graphs.graphable import graphable_modules
+from labkit.moe.router import routers_of
+from labkit.parallel.param_gather import finish_param_sync
+from labkit.train import pretrain
+
+STEPS = 20
+SHAPE = {"layers": 2, "hidden": 16, "heads": 2, "seq_length": 16, "model.ffn_hidden": 16, "moe.ffn_hidden": 16,
+         "global_batch_size": 4, "steps": STEPS, "record_events": False}  # fmt: skip
+ROUTER, PREPROCESS = ("attn", "moe_router"), ("attn", "moe_router", "moe_preprocess")
+SHARED = {"shared_expert_ffn_hidden": 16, "shared_expert_gate": True}
+OVERLAPPED = {**SHARED, "shared_expert_overlap": True}
+PADDED = {"capacity_factor": 1.0, "pad_to_capacity": True}
+BIASED = {"score_function": "sigmoid", "expert_bias": True, "num_groups": 4, "group_topk": 2, "top_k": 4}
+ZERO = {"distributed_optimizer": True, "overlap_param_gather": True, "bucket_size": 2_000}
+DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "attention_backend": "unfused", "input_jitter": 0.1}
+AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "shared_experts"]}
+SP, FOUR = {"tp": 2, "sequence_parallel": True}, {"layers": 4}
+
+# changes to the run, ranks, scope
+EVERY_DAY: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
+    ({}, 1, ("moe_router",)),
+    ({}, 1, (*PREPROCESS, "mlp")),
+    ({"ep": 2, **OVERLAPPED, **ZERO}, 2, PREPROCESS),
+    ({"ep": 2, **PADDED, **SHARED}, 2, ()),
+    ({"pp": 2, "vpp": 2, **FOUR, **BIASED}, 2, PREPROCESS),
+    ({"pp": 2, **SHARED, **DROPS}, 2, ROUTER),
+]
+SWEEP: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
+    *[({}, 1, scope) for scope in (("attn",), ("mlp",), ("moe_router", "moe_preprocess"), ROUTER, PREPROCESS)],
+    *[({"dispatcher": dispatcher, **SHARED}, 1, scope) for dispatcher in ("local", "allgather")
+      for scope in (ROUTER, PREPROCESS)],
+    *[({**PADDED, **OVERLAPPED}, 1, scope) for scope in ((), ("moe",), PREPROCESS)],
+    *[({"layer_freq": [0, 1]}, 1, scope) for scope in (("moe_router",), ("mlp", "moe_router"))],
+    ({**DROPS}, 1, PREPROCESS),
+    ({"grouped_gemm": False}, 1, PREPROCESS),
+    *[({"ep": 2, **more}, 2, scope) for scope in (ROUTER, PREPROCESS)
+      for more in ({}, SHARED, OVERLAPPED, BIASED, PADDED, ZERO, {"dispatcher": "allgather"}, {**SHARED, **AGAIN},
+                   {"load_balancing": "seq_aux_loss"}, {"load_balancing": "global_aux_loss"},
+                   {"precision": "bf16"}, {"precision": "fp16"}, {"eval_interval": 5, "eval_steps": 1})],
+    *[({"ep": 2, **PADDED, **more}, 2, ("moe",)) for more in ({}, OVERLAPPED)],
+    ({"ep": 2, "capacity_factor": 1.0}, 2, ROUTER),
+    *[(layout, 2, scope) for scope in (ROUTER, PREPROCESS)
+      for layout in (SP, {**SP, "ep": 2, "etp": 1}, {"cp": 2, "ep": 2}, {"pp": 2}, {"pp": 2, "schedule.name": "gpipe"},
+                     {"pp": 2, "vpp": 2, **FOUR, **ZERO})],
+    ({**SP, **DROPS}, 2, PREPROCESS),
+    ({"pp": 2, "ep": 2, **FOUR, **OVERLAPPED}, 4, PREPROCESS),
+    ({"pp": 4, "vpp": 2, "layers": 8, "global_batch_size": 8, **SHARED, **ZERO}, 4, PREPROCESS),
+]  # fmt: skip
+
+
+class Watcher:
+    """The weights in the end; how often routers ran in Python and how many graphs there were, by step."""
+
+    weights: list[Tensor]
+
+    def __init__(self) -> None:
+        self.calls, self.calls_by_step, self.graphs_by_step = 0, list[int](), list[int]()
+
+    def on_model(self, groups: Any, chunks: Sequence[nn.Module], schedule: Any) -> None:
+        for router in routers_of(chunks):
+            router.routing = self._counted(router.routing)  # type: ignore[method-assign]
+
+    def _counted(self, routing: Any) -> Any:
+        def counted(*args: Any) -> Any:
+            self.calls += 1
+            return routing(*args)
+
+        return counted
+
+    def on_gradients(self, step: int, chunks: Sequence[nn.Module]) -> None:
+        self.calls_by_step.append(self.calls)
+        layers = [layer for chunk in chunks for layer in graphable_modules(chunk)]
+        self.graphs_by_step.append(sum(len(layer.cuda_graphs) for layer in layers))
+
+    def on_update(self, step: int, chunks: Sequence[nn.Module]) -> None:
+        if len(self.calls_by_step) == STEPS:
+            finish_param_sync(chunks)
+            self.weights = [parameter.detach().clone() for chunk in chunks for parameter in chunk.parameters()]
+
+
+def trained(config: RunConfig) -> dict[str, Any]:
+    watcher = Watcher()
+    result = pretrain(config, observer=watcher)
+    lines = [{name: line[name] for name in line if not _is_time(name)} for line in result.metrics]
+    return {"losses": result.losses, "metrics": lines, "weights": watcher.weights,
+            "calls": watcher.calls_by_step, "graphs": watcher.graphs_by_step}  # fmt: skip
+
+
+def _is_time(name: str) -> bool:
+    return name.startswith("timers") or "second" in name or "time" in name
+
+
+def config_of(changes: dict[str, Any], scope: tuple[str, ...] | None) -> RunConfig:
+    config = presets.tiny_moe().override({**SHAPE, **changes})
+    return config if scope is None else config.override(
+        {"cuda_graph_impl": "emulated", "cuda_graph_scope": list(scope)})  # fmt: skip
+
+
+@cache
+def _eager(on_ranks: Any, ranks: int, config: RunConfig) -> list[dict[str, Any]]:
+    return on_ranks(trained, ranks, config)
+
+
+def _name(case: tuple[dict[str, Any], int, tuple[str, ...]]) -> str:
+    changes, ranks, scope = case
+    words = [key.split(".")[-1] if value is True else f"{key.split('.')[-1]}={value}" for key, value in changes.items()]
+    return f"{ranks}: {' '.join(words)} [{','.join(scope)}]"
+
+
+@pytest.mark.parametrize(
+    "case", [*EVERY_DAY, *(pytest.param(case, marks=pytest.mark.sweep) for case in SWEEP)],
+    ids=[_name(case) for case in (*EVERY_DAY, *SWEEP)],
+)  # fmt: skip
+def test_graphs_change_no_bit(on_ranks, case: tuple[dict[str, Any], int, tuple[str, ...]]) -> None:
+    changes, ranks, scope = case
+    eager = _eager(on_ranks, ranks, config_of(changes, None))
+    replayed = on_ranks(trained, ranks, config_of(changes, scope))
+    for left, right in zip(eager, replayed, strict=True):
+        assert left["losses"] == right["losses"] and len(left["losses"]) == STEPS
+        assert left["metrics"] == right["metrics"]
+        assert all(torch.equal(a, b) for a, b in zip(left["weights"], right["weights"], strict=True))
+    assert any(rank["graphs"][-1] for rank in replayed)
+    for rank in replayed:
+        assert not any(rank["graphs"][:3]) and len(set(rank["graphs"][3:])) == 1, (
+            "eager for three steps, graphs ever after"
+        )
+        if not scope or not {"moe", "moe_router"}.isdisjoint(scope):
+            assert len(set(rank["calls"][3:])) == 1, (
+                "a replay calls no Python: the routers ran at capture for the last time"
+            )
+        else:
+            assert rank["calls"] == sorted(set(rank["calls"]))
+
+
+def test_metrics_hold_what_routers_count_in_graphs(on_ranks) -> None:
+    """The comparison above would also hold for nothing."""
+    (rank,) = _eager(on_ranks, 1, config_of({}, None))
+    tokens = SHAPE["global_batch_size"] * SHAPE["seq_length"]
+    for line in rank["metrics"]:
+        assert sum(line["moe/layers.0/tokens_per_expert"]) == 2 * tokens
+        assert line["moe/load_balancing_loss"] > 0.9 and line["moe/z_loss"] > 0
