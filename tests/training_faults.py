@@ -218,7 +218,7 @@ PRECISION = [
     ),
     Fault(
         "fp8 values beyond the format become infinite",
-        "parallel/fp8.py",
+        "parallel/fp8_casting.py",
         "return (wide * scale).clamp(-limit, limit).to(dtype)",
         "return (wide * scale).to(dtype)",
         "tests/unit/test_fp8.py -k saturates",

@@ -13,16 +13,17 @@ report. Events are left by the capture alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from labkit.events import span
 from labkit.graphs.backend import Graph, GraphBackend, Pool, choose_impl, get_backend
+from labkit.graphs.counters import counters_kept
 from labkit.parallel.random import RngTracker
 from labkit.parallel.recompute import RandomStates
 
@@ -45,30 +46,28 @@ class FullIterationGraph:
         name: str = "training",
         rng: RngTracker | None = None,
         before: Callable[[], None] | None = None,
+        chunks: Sequence[nn.Module] = (),
     ) -> None:
         """function: a step, given an iterator of its batches. num_microbatches: how many batches that takes.
 
         impl: `local`, `emulated`, or `auto` for the one that fits `device`. warmup_steps: calls before the capture, at
         least one where something is made lazily. name: for Events. rng: named random states that `function` draws from.
         before: called ahead of every run, for what must not be in the graph, such as waiting for gathered parameters.
+        chunks: the model, whose counters the capture leaves as they are.
 
         Raises ValueError for an impl that cannot hold an iteration.
         """
         if impl == "transformer_engine":
             raise ValueError("Transformer Engine captures layers; a whole iteration needs impl = local or emulated")
         self.backend: GraphBackend = get_backend(choose_impl(impl, torch.device(device)), [] if rng is None else [rng])
-        self.function, self.num_microbatches, self.warmup_steps, self.name = (
-            function,
-            num_microbatches,
-            warmup_steps,
-            name,
-        )
+        self.function, self.name = function, name
+        self.num_microbatches, self.warmup_steps = num_microbatches, warmup_steps
         self.graph: Graph | None = None
         """None until it is captured, and after `reset`."""
         self.pool: Pool = self.backend.new_pool()
         self.eager_steps = 0
         """Calls since the start or the last `reset` that ran eagerly."""
-        self._rng, self._before, self._device = rng, before, torch.device(device)
+        self._rng, self._before, self._chunks = rng, before, list(chunks)
         self._slots: list[dict[str, Tensor]] = []
         self._results: Any = None
 
@@ -118,7 +117,8 @@ class FullIterationGraph:
     def _capture(self) -> None:
         """Record one step. What it computes is thrown away, so what it draws is drawn again by the replay after it."""
         states = RandomStates.now(self._rng)
-        with self.backend.capturing(self.pool, f"full iteration, {self.name}") as graph:
+        name = f"full iteration, {self.name}"
+        with counters_kept(self._chunks), self.backend.capturing(self.pool, name) as graph:
             self._results = self.function(self._batches())
         self._results = tree_map_only(Tensor, Tensor.detach, self._results)
         states.restore(self._rng)

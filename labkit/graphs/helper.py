@@ -22,16 +22,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from labkit.config import GraphConfig
 from labkit.graphs.buffers import BufferPlan, plan_buffers
 from labkit.graphs.capture import make_graphed_callables
+from labkit.graphs.counters import counters_kept
 from labkit.graphs.graphable import GraphableMegatronModule, graphable_modules
 from labkit.graphs.orders import capture_order
 from labkit.graphs.passes import sample_index
 from labkit.graphs.scope import captures_layers
+from labkit.parallel.fp8 import Float8Gemms, Float8Scaling
 from labkit.schedules.ir import Schedule
 
 EAGER_RUNS = 10
@@ -115,6 +116,9 @@ class CudaGraphHelper:
         contexts = [_context(chunk, self.seq_length) for chunk in self.chunks]
         signatures = [_signature(self._inputs(layer, contexts[c])) for c, layer in self._with_chunk()]
         plan = plan_buffers(self.order, counts, signatures, early_release=early_release)
+        for layer in self.layers:
+            for linear in _float8_linears(layer):
+                linear.plan.gemms.keep_weight(linear.weight)
         self._marked = [p for p in self._parameters() if not getattr(p, "main_grad_added_elsewhere", False)]
         with _around_capture(self.chunks, self.layers):
             graphs = self._capture(plan, counts, contexts)
@@ -168,17 +172,23 @@ class CudaGraphHelper:
         for chunk in self.chunks:
             if hasattr(chunk, "zero_grad_buffer"):
                 chunk.zero_grad_buffer()  # pyright: ignore[reportCallIssue]
+            scaling = getattr(chunk, "float8", None)
+            if isinstance(scaling, Float8Scaling):
+                scaling.forget_weights()
         for optimizer in self.optimizers:
             if hasattr(optimizer, "zero_grad"):
                 optimizer.zero_grad()
 
     def cuda_graph_set_manual_hooks(self) -> None:
-        """Have every replay wait for the parameters that the distributed optimizer is still gathering."""
+        """Have every replay wait for the parameters that the distributed optimizer is still gathering, and the first of
+        a step cast weights to fp8."""
         for chunk, layers in zip(self.chunks, self.callables_per_chunk, strict=True):
             gather = getattr(chunk, "param_gather", None)
             if gather is not None and gather.overlap:
                 for layer in layers:
                     layer.setup_manual_hooks(gather.make_hook)
+        for layer in self.layers:
+            layer.cuda_graph_manual_hooks += [(_refresh_float8, (linear,)) for linear in _float8_linears(layer)]
 
     # ---- again ----
 
@@ -225,8 +235,7 @@ def _signature(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
 def _around_capture(chunks: Sequence[Any], layers: Sequence[GraphableMegatronModule]) -> Iterator[None]:
     """Training mode, no hooks on the modules, and counters that stay where they are."""
     modes = [layer.training for layer in layers]
-    kept = [(tensor, tensor.clone()) for tensor in _counters(layers)]
-    with ExitStack() as stack:
+    with ExitStack() as stack, counters_kept(chunks):
         for chunk in chunks:
             if hasattr(chunk, "disable_forward_pre_hook"):
                 chunk.disable_forward_pre_hook()
@@ -234,18 +243,17 @@ def _around_capture(chunks: Sequence[Any], layers: Sequence[GraphableMegatronMod
         for layer in layers:
             layer.train()
         yield
-    with torch.no_grad():
-        for tensor, value in kept:
-            tensor.copy_(value)
     for layer, mode in zip(layers, modes, strict=True):
         layer.train(mode)
 
 
-def _counters(layers: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Tensors that a forward adds to: buffers, and what modules keep as `statistics.totals`."""
-    for layer in layers:
-        yield from layer.buffers()
-        for module in layer.modules():
-            totals = getattr(getattr(module, "statistics", None), "totals", None)
-            if isinstance(totals, Tensor):
-                yield totals
+def _float8_linears(layer: GraphableMegatronModule) -> Iterator[Any]:
+    """The captured linear layers that compute in fp8."""
+    for part in layer.get_submodules_under_cudagraphs():
+        for module in part.modules():
+            if isinstance(getattr(getattr(module, "plan", None), "gemms", None), Float8Gemms):
+                yield module
+
+
+def _refresh_float8(linear: Any) -> None:
+    linear.plan.gemms.refresh_weight(linear.weight)

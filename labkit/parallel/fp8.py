@@ -34,25 +34,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from labkit.config import OptimConfig
 from labkit.parallel import collectives
+from labkit.parallel.capturing import is_graph_capturing
+from labkit.parallel.fp8_casting import COLUMNS, E4M3, E5M2, ROWS, SQUARE, cast, scale_of, through_blocks
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.layers import Gemms, Packed
 from labkit.parallel.ledger import comm_scope
 from labkit.parallel.weights import put_gradient
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = ("input", "weight", "grad")
 """The operands of a linear layer's products, in the order of its scales."""
-BLOCK = 128
-"""Side of a block of the blockwise recipe."""
-ROWS, COLUMNS, SQUARE = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
-"""Blocks of an operand that is summed over its last dimension, over its first, and of a weight, which is both."""
-LARGEST_SCALE = 2.0**126
-"""Of a tensor so small that its scale would overflow float32."""
 
 
 @dataclass(frozen=True)
@@ -86,49 +80,6 @@ def float8_recipe(optim: OptimConfig) -> Float8Recipe | None:
         optim.fp8_amax_compute_algo,
         optim.fp8_margin,
     )
-
-
-# ---- casting ----
-
-
-def scale_of(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> Tensor:
-    """The factor that takes `amax` to the largest number of `dtype`, float32; 1 for a tensor of zeros.
-
-    An amax that is not finite gives 0 or NaN, so that the cast tensor holds a NaN and the overflow is not lost.
-    """
-    factor = (torch.finfo(dtype).max / amax.float()).clamp(max=LARGEST_SCALE)
-    if power_of_two:
-        factor = torch.exp2(torch.floor(torch.log2(factor)))
-    return torch.where(amax > 0, factor, torch.where(amax.isnan(), amax.float(), 1.0))
-
-
-def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * scale in fp8, rounded to nearest, saturated where it is too large; `scale` broadcasts."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    limit = torch.finfo(dtype).max
-    return (wide * scale).clamp(-limit, limit).to(dtype)
-
-
-def block_scales(x_RC: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """One power of two per block of x, [ceil(R / rows), ceil(C / columns)]; blocks at the edges may be smaller."""
-    rows, columns = block
-    down, right = -x_RC.shape[0] % rows, -x_RC.shape[1] % columns
-    padded = F.pad(x_RC.detach().abs(), (0, right, 0, down))
-    blocks = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
-    return scale_of(blocks.amax(dim=(1, 3)), dtype, power_of_two=True)
-
-
-def spread(scales: Tensor, block: tuple[int, int], shape: Iterable[int]) -> Tensor:
-    """Each block's scale at each of its elements."""
-    rows, columns = shape
-    return scales.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-
-
-def through_blocks(x_RC: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """x as blockwise fp8 holds it, in float32 (float64 for float64)."""
-    scale = spread(block_scales(x_RC, block, dtype), block, x_RC.shape)
-    wide = x_RC.dtype if x_RC.dtype == torch.float64 else torch.float32
-    return cast(x_RC, scale, dtype).to(wide) / scale
 
 
 # ---- products ----
@@ -179,10 +130,25 @@ class Float8Gemms(Gemms):
     def __init__(self, scaling: Float8Scaling, index: int) -> None:
         self._scaling, self._index, self._recipe = scaling, index, scaling.recipe
         self._weight: tuple[Any, Tensor, Tensor] | None = None
+        self._kept: tuple[Tensor, Tensor] | None = None
 
     def forget_weight(self) -> None:
         """The weight is about to change: cast it again at its next use."""
         self._weight = None
+
+    def keep_weight(self, weight: Tensor) -> None:
+        """From now on the cast weight has an address of its own, where CUDA graphs read it. They do not cast it: call
+        `refresh_weight` ahead of their replays, which casts it for the first microbatch of a step alone."""
+        if self._kept is None:
+            self._kept = self._cast(weight.detach(), "weight", None, trains=False)
+
+    def refresh_weight(self, weight: Tensor) -> None:
+        """Bring the kept weight up to date, if `weight` has changed."""
+        state = weight._version, weight.data_ptr()
+        if self._kept is not None and (self._weight is None or self._weight[0] != state):
+            for kept, fresh in zip(self._kept, self._cast(weight.detach(), "weight", None, trains=True), strict=True):
+                kept.copy_(fresh)
+            self._weight = state, *self._kept
 
     def pack(self, x: Tensor, kind: str, gathered_over: Group | None, *, trains: bool) -> Packed:
         values, scale_inv = self._cast(x.detach(), kind, gathered_over, trains=trains)
@@ -218,6 +184,10 @@ class Float8Gemms(Gemms):
 
     def _cast_weight(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Cast once per step: between the microbatches of a step weights do not change."""
+        if self._kept is not None:
+            if not is_graph_capturing():
+                self.refresh_weight(weight)
+            return self._kept
         state = weight._version, weight.data_ptr()
         if self._weight is None or self._weight[0] != state:
             self._weight = state, *self._cast(weight.detach(), "weight", None, trains=True)
@@ -323,19 +293,28 @@ class Float8Scaling:
             torch.maximum(so_far, amax, out=so_far)
         return scale
 
+    def forget_weights(self) -> None:
+        """All layers cast their weights anew at the next use."""
+        for member in self._members.values():
+            member.forget_weight()
+
+    @property
+    def state(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What steps change, in place: the largest magnitudes of this step, those of earlier ones, the scales."""
+        return self._amax_M3, self._history_LM3, self._scale_M3
+
     def end_step(self) -> None:
         """After the backward of the last microbatch: weights will change, and `delayed` moves its history on.
 
         Called by all ranks of tp_dp_cp; the one all-reduce of a step.
         """
-        for member in self._members.values():
-            member.forget_weight()
+        self.forget_weights()
         if self.recipe.name != "delayed" or not self._members:
             return
         amax_M3 = torch.where(self._amax_M3.isfinite(), self._amax_M3, 0)
         with comm_scope(layer="fp8", phase="amax"):
             amax_M3 = collectives.all_reduce(amax_M3, self._stage, "max")
-        self._history_LM3 = torch.cat([amax_M3[None], self._history_LM3[:-1]])
+        self._history_LM3.copy_(torch.cat([amax_M3[None], self._history_LM3[:-1]]))  # in place: a graph may hold this
         chosen = self._history_LM3.amax(0) if self.recipe.amax_compute_algo == "max" else amax_M3
         for column, kind in enumerate(KINDS):
             fresh = scale_of(chosen[:, column], self.recipe.dtype(kind)) / 2**self.recipe.margin

@@ -22,6 +22,7 @@ from labkit.config import RunConfig
 from labkit.graphs.full_iteration import FullIterationGraph
 from labkit.graphs.helper import CudaGraphHelper
 from labkit.graphs.scope import captures_layers
+from labkit.parallel.fp8 import Float8Scaling
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.param_gather import finish_param_sync
 from labkit.schedules.ir import Schedule
@@ -35,6 +36,8 @@ class StepGraphs(Protocol):
 
     finalizes: bool
     """Whether `run` leaves final gradients."""
+    helper: CudaGraphHelper | None
+    """Of graphs of layers; None where there are none."""
 
     def run(self, batches: Batches, *, forward_only: bool) -> list[Any]:
         """One global batch; what the loss function reported."""
@@ -45,6 +48,7 @@ class NoGraphs:
     """Everything eager."""
 
     finalizes = False
+    helper: CudaGraphHelper | None = None
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -60,14 +64,15 @@ class LayerGraphs:
     finalizes = False
 
     def __init__(self, run: Run, helper: CudaGraphHelper, warmup_steps: int) -> None:
-        self._run, self.helper, self._eager_steps_left = run, helper, warmup_steps
+        self.helper: CudaGraphHelper | None = helper
+        self._run, self._helper, self._eager_steps_left = run, helper, warmup_steps
 
     def run(self, batches: Batches, *, forward_only: bool) -> list[Any]:
         """Eager in evaluation, by the rules of `GraphableMegatronModule`."""
-        if not forward_only and not self.helper.graphs_created():
+        if not forward_only and not self._helper.graphs_created():
             if self._eager_steps_left == 0:
-                self.helper.create_cudagraphs()
-                self.helper.cuda_graph_set_manual_hooks()
+                self._helper.create_cudagraphs()
+                self._helper.cuda_graph_set_manual_hooks()
             else:
                 self._eager_steps_left -= 1
         return self._run(batches, forward_only=forward_only)
@@ -77,6 +82,7 @@ class IterationGraphs:
     """Training and validation steps, each by a graph of its own."""
 
     finalizes = True
+    helper: CudaGraphHelper | None = None
 
     def __init__(self, training: FullIterationGraph, validation: FullIterationGraph) -> None:
         self.training, self.validation = training, validation
@@ -109,9 +115,18 @@ def build_step_graphs(
         "device": groups.device,
         "warmup_steps": graph.cuda_graph_warmup_steps,
         "rng": next((chunk.rng for chunk in chunks if getattr(chunk, "rng", None) is not None), None),
-        "before": partial(finish_param_sync, chunks),
+        "before": partial(_settle, chunks),
+        "chunks": chunks,
     }
     return IterationGraphs(
         FullIterationGraph(run_and_finalize, name="training", **shared),
         FullIterationGraph(partial(run, forward_only=True), name="validation", **shared),
     )
+
+
+def _settle(chunks: Sequence[Any]) -> None:
+    """Ahead of a graph that reads all parameters: they are gathered, and fp8 casts them inside."""
+    finish_param_sync(chunks)
+    for chunk in chunks:
+        if isinstance(scaling := getattr(chunk, "float8", None), Float8Scaling):
+            scaling.forget_weights()

@@ -15,7 +15,8 @@ from labkit.launch import run
 from labkit.launch.transformer_engine import why_no_transformer_engine
 from labkit.models import GPTModel
 from labkit.parallel import single_process_groups
-from labkit.parallel.fp8 import E4M3, E5M2, Float8Recipe, end_float8_step, product, scaled_product
+from labkit.parallel.fp8 import Float8Recipe, end_float8_step, product, scaled_product
+from labkit.parallel.fp8_casting import E4M3, E5M2
 
 pytestmark = pytest.mark.gpu
 

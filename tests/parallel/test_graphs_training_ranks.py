@@ -74,6 +74,7 @@ def buffers_of_the_rank(config: RunConfig) -> tuple[int, int]:
     run = initialize(config)
     chunks, _, _ = setup_model_and_optimizer(run)
     helper = Pipeline(config, run.groups, chunks, gpt_forward_step, run.schedule).graphs.helper
+    assert helper is not None
     helper.create_cudagraphs()
     graphs = [graph for layer in helper.layers for graph in layer.cuda_graphs]
     captured = len({x.data_ptr() for graph in graphs for x in graph.static_inputs})

@@ -15,21 +15,17 @@ from torch import Tensor
 
 from labkit.config import ConfigError, OptimConfig, presets
 from labkit.parallel import CommLedger, WeightGradStore, single_process_groups
-from labkit.parallel.fp8 import (
+from labkit.parallel.fp8 import Float8Recipe, Float8Scaling, float8_recipe, product, scaled_product
+from labkit.parallel.fp8_casting import (
     BLOCK,
     COLUMNS,
     E4M3,
     E5M2,
     ROWS,
     SQUARE,
-    Float8Recipe,
-    Float8Scaling,
     block_scales,
     cast,
-    float8_recipe,
-    product,
     scale_of,
-    scaled_product,
     spread,
     through_blocks,
 )

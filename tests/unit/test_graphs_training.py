@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from labkit.config import RunConfig, presets
-from labkit.graphs import PlanError, check_plan, graph_counts, is_graph_capturing
+from labkit.graphs import CudaGraphHelper, PlanError, check_plan, graph_counts, is_graph_capturing
 from labkit.models.blocks import TransformerLayer
 from labkit.parallel.capturing import is_graph_warmup
 from labkit.train import pretrain
@@ -56,6 +56,10 @@ CASES = {
     "no fusion": {"optim.gradient_accumulation_fusion": False},
     "naive data parallelism": {"optim.data_parallel": "naive"},
     "bf16": {"optim.precision": "bf16"},
+    "fp8, delayed scales": {"optim.fp8": "hybrid", "train.eval_steps": 1, "train.eval_interval": 1},
+    "fp8, current scales": {"optim.fp8": "e4m3", "optim.fp8_recipe": "current"},
+    "fp8, blocks": {"optim.fp8": "hybrid", "optim.fp8_recipe": "blockwise"},
+    "fp8, full iteration": {**FULL, "optim.fp8": "hybrid", "train.eval_steps": 1, "train.eval_interval": 1},
     "fp16 with overflows": {"optim.precision": "fp16", "optim.initial_loss_scale": 2.0**24, "optim.hysteresis": 1},
     "sum over tokens": {"optim.calculate_per_token_loss": True},
     "all forwards first": {"schedule.name": "gpipe"},
@@ -129,6 +133,12 @@ class Training:
         self.pipeline = Pipeline(config, run.groups, chunks, gpt_forward_step, run.schedule)
         self.step = 0
 
+    @property
+    def helper(self) -> CudaGraphHelper:
+        """Captures its layers."""
+        assert self.pipeline.graphs.helper is not None
+        return self.pipeline.graphs.helper
+
     def losses(self, steps: int, batches=None) -> list[float]:
         """Of the next steps."""
         made = []
@@ -145,13 +155,13 @@ class Training:
 def test_a_plan_that_frees_a_buffer_one_step_early_is_refused_and_corrupts_the_losses():
     config = small(**GRAPHS, **{"schedule.name": "gpipe"})
     early = Training(config)
-    helper = early.pipeline.graphs.helper
+    helper = early.helper
     helper.create_cudagraphs(early_release=1)
     with pytest.raises(PlanError, match="buffer"):
         check_plan(helper.plan, helper.order)
     right = Training(config)
-    right.pipeline.graphs.helper.create_cudagraphs()
-    check_plan(right.pipeline.graphs.helper.plan, helper.order)
+    right.helper.create_cudagraphs()
+    check_plan(right.helper.plan, helper.order)
     eager = Training(small(**{"schedule.name": "gpipe"}))
     wrong, right, eager = early.losses(3), right.losses(3), eager.losses(3)
     assert right == eager
@@ -169,7 +179,7 @@ def test_other_shapes_are_captured_anew():
     eager, graphs, full = (Training(small(**changes | more)) for more in ({}, GRAPHS, GRAPHS | FULL))
     first = [run.losses(3) for run in (eager, graphs, full)]
     assert first[0] == first[1] == first[2]
-    graphs.pipeline.graphs.helper.recapture(seq_length=8)
+    graphs.helper.recapture(seq_length=8)
     second = [run.losses(3, shortened(run.batches, 8)) for run in (eager, graphs, full)]
     assert second[0] == second[1] == second[2]
 
@@ -177,7 +187,7 @@ def test_other_shapes_are_captured_anew():
 def test_graphs_that_were_reset_leave_an_eager_run_of_the_same_bits():
     eager, graphs = Training(small()), Training(small(**GRAPHS))
     losses = graphs.losses(3)
-    helper = graphs.pipeline.graphs.helper
+    helper = graphs.helper
     pool = helper.pool
     assert pool.live_bytes > 0
     helper.reset()
@@ -195,7 +205,7 @@ def test_what_a_forward_counts_stays_where_it_was():
     graphs = Training(small(**GRAPHS))
     before = {name: p.detach().clone() for name, p in graphs.pipeline.chunks[0].named_parameters()}
     state = torch.get_rng_state()
-    graphs.pipeline.graphs.helper.create_cudagraphs()
+    graphs.helper.create_cudagraphs()
     assert torch.equal(state, torch.get_rng_state())
     for name, p in graphs.pipeline.chunks[0].named_parameters():
         assert torch.equal(p, before[name]) and p.grad is None, name
