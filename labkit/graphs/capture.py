@@ -65,6 +65,7 @@ def make_graphed_callables(
     clone_param_grads: bool = True,
     plan: BufferPlan | None = None,
     rng_trackers: Sequence[RngTracker] | None = None,
+    engine_options: Mapping[str, Any] | None = None,
     backend: GraphBackend | None = None,
 ) -> Any:
     """Graphs of callables, as callables that work under autograd.
@@ -87,6 +88,8 @@ def make_graphed_callables(
             next replay overwrites.
         plan: which static input serves whom, in the place of `plan_buffers`. It is not checked (`check_plan` does).
         rng_trackers: named random states that the callables draw from; None finds those that modules hold.
+        engine_options: for Transformer Engine alone: `enabled`, `recipe`, `amax_reduction_group` and
+            `cache_quantized_params` of its quantisation.
         backend: captures instead of the backend of `impl`.
 
     Returns:
@@ -127,6 +130,7 @@ def make_graphed_callables(
         made = make_with_transformer_engine(
             functions, arguments, places, order=order, num_layers_per_chunk=layers, num_warmup=num_warmup, pool=pool,
             reuse_buffers=reuse_buffers, allow_unused_input=allow_unused_input, clone_param_grads=clone_param_grads,
+            engine_options=engine_options,
         )  # fmt: skip
         return made[0] if single else made
     trackers = rng_trackers_of(functions) if rng_trackers is None else list(rng_trackers)

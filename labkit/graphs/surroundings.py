@@ -23,10 +23,14 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._seen: dict[int, nn.Parameter] = {}
+        self.without_gradient: dict[int, nn.Parameter] = {}
+        """Those for which autograd had nothing, ever; by id."""
 
     def note(self, parameter: Any) -> None:
         """A hook: the gradient of `parameter` is complete, or one part of it."""
         self._seen.setdefault(id(parameter), parameter)
+        if parameter.grad is None:
+            self.without_gradient[id(parameter)] = parameter
 
     def taken(self) -> list[nn.Parameter]:
         """Those noted since the last call."""

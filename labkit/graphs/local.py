@@ -1,0 +1,208 @@
+"""Graphs of our own on a GPU: `torch.cuda.CUDAGraph` behind the protocol of `backend.py`.
+
+All captures of a pool run on one side stream, on which autograd then runs the captured backwards too. torch's generator
+is known to every graph; the generators of `RngTracker`s are registered with each, so that a replay draws on from where
+they stand. Garbage collection is off while a graph is captured: what it frees or destroys at a random moment may be
+another graph, which ends the capture.
+
+A capture that fails is ended, the stream is set back, and the error names the line that did it. Up to torch 2.11 the
+allocator does not get over a failed capture (pytorch#180395): there, start the process again.
+
+Written from the documentation and tested by tests/gpu only where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labkit.graphs.backend import PoolStep
+from labkit.parallel.capturing import GraphCaptureError, graph_capturing, graph_warmup
+from labkit.parallel.random import RngTracker
+
+__all__ = ["LocalBackend", "LocalGraph", "LocalPool"]
+
+
+class LocalPool:
+    """A private pool of torch's allocator, shared by graphs, and the stream on which they are captured."""
+
+    def __init__(self, handle: tuple[int, int] | None = None) -> None:
+        """handle: of `torch.cuda.graph_pool_handle()`, or `.pool()` of a graph; None takes a new one."""
+        self.handle: Any = torch.cuda.graph_pool_handle() if handle is None else handle
+        self.stream = torch.cuda.Stream()
+
+    @property
+    def history(self) -> Sequence[PoolStep]:
+        """Empty: torch's allocator records on demand alone (`torch.cuda.memory._record_memory_history`)."""
+        return ()
+
+    def _segments(self) -> list[dict[str, Any]]:
+        return [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", ())) == tuple(self.handle)]
+
+    @property
+    def peak_bytes(self) -> int:
+        """What the pool holds: the most that was alive at once, rounded up to the allocator's segments."""
+        return self.reserved_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the pool's segments."""
+        return sum(segment["total_size"] for segment in self._segments())
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of blocks whose tensors are alive now."""
+        return sum(segment["allocated_size"] for segment in self._segments())
+
+
+class LocalGraph:
+    """A CUDA graph with a name."""
+
+    def __init__(self, name: str, generators: Sequence[torch.Generator] = ()) -> None:
+        self.name = name
+        self._graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
+        for generator in generators:
+            self._graph.register_generator_state(generator)
+
+    @property
+    def num_operations(self) -> int | None:
+        """None: torch does not say. A profiler counts the kernels of a replay."""
+        return None
+
+    @property
+    def cuda_graph(self) -> torch.cuda.CUDAGraph:
+        """torch's object.
+
+        Raises:
+            GraphCaptureError: it was reset.
+        """
+        if self._graph is None:
+            raise GraphCaptureError(f"graph {self.name!r} holds nothing: it was reset, or its capture failed")
+        return self._graph
+
+    def replay(self) -> None:
+        """Launch it on the current stream; the host does not wait."""
+        self.cuda_graph.replay()
+
+    def reset(self) -> None:
+        """Let it go; a later `replay` is an error."""
+        if self._graph is not None:
+            with suppress(RuntimeError):  # nothing to undo where nothing was captured
+                self._graph.reset()
+            self._graph = None
+
+
+class LocalBackend:
+    """Captures on the current CUDA device. See `backend.GraphBackend`."""
+
+    name = "local"
+    device_type = "cuda"
+
+    def __init__(self, rng_trackers: Sequence[RngTracker] = ()) -> None:
+        """rng_trackers: whose generators captured code may draw from."""
+        self._rng_trackers = list(rng_trackers)
+
+    def new_pool(self) -> LocalPool:
+        """An empty pool."""
+        return LocalPool()
+
+    @contextmanager
+    def capturing(self, pool: LocalPool | tuple[int, int], name: str) -> Iterator[LocalGraph]:
+        """Record what runs inside the block, on the pool's stream.
+
+        Raises:
+            GraphCaptureError: CUDA refused something inside; names the line.
+        """
+        if not isinstance(pool, LocalPool):
+            pool = LocalPool(pool)
+        graph = LocalGraph(name, [g for tracker in self._rng_trackers for g in tracker.generators])
+        torch.cuda.synchronize()
+        collected = gc.isenabled()
+        gc.disable()
+        outer = torch.cuda.current_stream()
+        try:
+            torch.cuda.set_stream(pool.stream)
+            graph.cuda_graph.capture_begin(pool=pool.handle)
+            try:
+                with graph_capturing():
+                    yield graph
+            except BaseException:
+                with suppress(RuntimeError):  # says only that the capture was broken off
+                    graph.cuda_graph.capture_end()
+                raise
+            graph.cuda_graph.capture_end()
+        except RuntimeError as error:
+            graph.reset()
+            raise explained(error, name) from error
+        except BaseException:
+            graph.reset()
+            raise
+        finally:
+            torch.cuda.set_stream(outer)
+            if collected:
+                gc.enable()
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Runs before a capture, on a side stream: what is made there lazily is then no stranger to another stream."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), graph_warmup():
+            yield
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+
+    def static_like(self, tensor: Tensor, pool: Any) -> Tensor:
+        """An uninitialised tensor outside the pool: allocated by nobody's capture, it is freed when it dies."""
+        return torch.empty_like(tensor.detach(), requires_grad=False)
+
+    def weak_ref(self, tensor: Tensor) -> Tensor:
+        """A tensor at the same address that owns nothing."""
+        return weak_cuda_tensor(tensor)
+
+
+def explained(error: RuntimeError, name: str) -> RuntimeError:
+    """CUDA's refusal with the user's line; other errors (out of memory, ours) as they are."""
+    if isinstance(error, GraphCaptureError | torch.OutOfMemoryError) or "captur" not in str(error).lower():
+        return error
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
+    frames = [f for f in frames if Path(f.filename).name != "contextlib.py"]
+    where = f"{frames[-1].filename}:{frames[-1].lineno} (in {frames[-1].name}): " if frames else ""
+    first = str(error).strip().splitlines()[0]
+    return GraphCaptureError(
+        f"{where}{name} cannot be captured: {first}. A CUDA graph cannot hold what makes the host wait for the device "
+        "(item, cpu, tolist, nonzero, a mask as index): move it out of the captured part, or compute on the device"
+    )
+
+
+class _AtAddress:
+    """Memory that belongs to somebody else, offered by the CUDA array interface as integers of the same size."""
+
+    TYPES = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}  # noqa: RUF012
+
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.element_size()
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "typestr": self.TYPES[size],
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+            "version": 3,
+        }
+
+
+def weak_cuda_tensor(tensor: Tensor) -> Tensor:
+    """A CUDA tensor of the same address, shape, strides and type that does not keep the memory."""
+    if tensor.numel() == 0:
+        return torch.empty_like(tensor, requires_grad=False)
+    weak = torch.as_tensor(_AtAddress(tensor), device=tensor.device).view(tensor.dtype)
+    assert weak.data_ptr() == tensor.data_ptr(), "torch copied what it should have aliased"
+    return weak

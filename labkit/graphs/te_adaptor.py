@@ -1,0 +1,308 @@
+"""Transformer Engine's `make_graphed_callables` under our signature.
+
+| ours                   | the engine's                        | since                                               |
+|------------------------|-------------------------------------|-----------------------------------------------------|
+| `order`                | `_order`                            | always given: without one, n callables are n chunks |
+| `num_layers_per_chunk` | `_num_layers_per_chunk`             | left out where unknown and all chunks are alike     |
+| `reuse_buffers`        | `_reuse_graph_input_output_buffers` | 2.7                                                 |
+| `clone_param_grads`    | `clone_param_grads_on_return`       | before, gradients are copied here                   |
+| `engine_options`       | `enabled`, `recipe`, `amax_reduction_group`, `cache_quantized_params` (or `OLDER_NAMES`)  ||
+| at each call           | `is_first_microbatch`               | where quantised weights are kept: microbatch 0 only |
+
+Which of them an engine knows is read from its signature. Around it stands what our own captures do and it leaves out:
+checks of callables and of each call, random states and flags set back after a failure, gradients of inputs copied where
+they would outlive the next replay, and hooks of parameters whose gradients the graph adds to `main_grad`.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from labkit.graphs.arguments import Arguments, Place, parameters_of
+from labkit.graphs.graphed import Captured, GraphedCallable, Graphs
+from labkit.graphs.surroundings import Arrivals, parameters_put_aside, random_states_kept, rng_trackers_of
+from labkit.launch.transformer_engine import why_no_transformer_engine
+from labkit.parallel.capturing import GraphCaptureError, graph_warmup
+
+OLDER_NAMES = {
+    "enabled": "fp8_enabled",
+    "recipe": "fp8_recipe",
+    "amax_reduction_group": "fp8_group",
+    "cache_quantized_params": "fp8_weight_caching",
+}
+"""Option of quantisation -> its name in older engines."""
+NEEDED_VERSION = {"_order": "1.5", "sample_kwargs": "1.10", "_reuse_graph_input_output_buffers": "2.7"}
+
+
+def engine_function() -> Callable[..., Any]:
+    """The engine's `make_graphed_callables`.
+
+    Raises:
+        ValueError: it cannot be used here; one sentence says what is missing.
+    """
+    if (missing := why_no_transformer_engine()) is not None:
+        raise ValueError(f"impl='transformer_engine': {missing}; or use impl='local'")
+    return importlib.import_module("transformer_engine.pytorch").make_graphed_callables
+
+
+def engine_arguments(function: Callable[..., Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """`wanted` (names of the newest engine) as keyword arguments for the engine at hand; what is None is left out.
+
+    Raises:
+        ValueError: it does not know one that matters.
+    """
+    known = inspect.signature(function).parameters
+    given: dict[str, Any] = {}
+    for name, value in wanted.items():
+        own = name if name in known else OLDER_NAMES.get(name, name)
+        made_up_for = name in ("_num_layers_per_chunk", "clone_param_grads_on_return")
+        if value is None or (own not in known and made_up_for):
+            continue
+        if own in known:
+            given[own] = value
+        elif value is not False:
+            since = f" (it came with {NEEDED_VERSION[name]})" if name in NEEDED_VERSION else ""
+            raise ValueError(
+                f"this Transformer Engine's make_graphed_callables has no {name}{since}: update it, or leave that out"
+            )
+    layers = wanted.get("_num_layers_per_chunk") or [1]
+    if "_num_layers_per_chunk" not in known and len(set(layers)) > 1:
+        raise ValueError(f"this Transformer Engine takes chunks of equal length alone, and these have {layers} layers")
+    return given
+
+
+def make_with_transformer_engine(
+    functions: Sequence[Callable[..., Any]],
+    arguments: Sequence[Arguments],
+    places: Sequence[Place],
+    *,
+    order: Sequence[float] | None,
+    num_layers_per_chunk: Sequence[int],
+    num_warmup: int,
+    pool: Any,
+    reuse_buffers: bool,
+    allow_unused_input: bool,
+    clone_param_grads: bool,
+    engine_options: Mapping[str, Any] | None = None,
+) -> tuple[GraphedCallable, ...]:
+    """As `make_graphed_callables`, by the engine. Called by it, after its checks.
+
+    Raises:
+        ValueError: no engine here, or too old for what is asked.
+        GraphCaptureError: what it cannot capture: functions that are no modules, training without gradients.
+    """
+    modules = _modules(functions)
+    training = all(module.training for module in modules)
+    if training and not torch.is_grad_enabled():
+        raise GraphCaptureError(
+            "the engine captures modules in training with their backward: enable gradients, or .eval()"
+        )
+    if not training and order is not None:
+        raise GraphCaptureError("the engine captures an order in training alone: leave it out, or call .train()")
+    own_order, own_layers = _order_of(order, num_layers_per_chunk, len(functions)) if training else (None, None)
+    make, options = engine_function(), dict(engine_options or {})
+    given = engine_arguments(
+        make,
+        {
+            "num_warmup_iters": num_warmup,
+            "allow_unused_input": allow_unused_input,
+            "sample_kwargs": _sample_kwargs(arguments),
+            "_order": own_order,
+            "_num_layers_per_chunk": own_layers,
+            "pool": getattr(pool, "handle", pool),
+            "_reuse_graph_input_output_buffers": reuse_buffers,
+            "clone_param_grads_on_return": clone_param_grads,
+            **options,
+        },
+    )
+    arrivals, trackers = Arrivals(), rng_trackers_of(modules)
+    parameters = list(parameters_of(modules))
+    device = arguments[0].tensors[0].device.type if arguments[0].tensors else "cuda"
+    samples = tuple(one.rebuilt(one.tensors)[0] for one in arguments)
+    with (
+        random_states_kept(device, trackers),
+        parameters_put_aside(parameters, arrivals),
+        _set_back(make, modules),
+        graph_warmup(),  # for the whole of it: the engine keeps its own flag of what it is at
+    ):
+        made = make(tuple(modules), samples, **given)
+        made = made if training else [_taken_off(module) for module in modules]
+    if clone_param_grads and "clone_param_grads_on_return" not in given:
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(_own_gradient)
+    caches = bool(options.get("cache_quantized_params"))
+    return tuple(
+        EngineCallable(
+            place, _captured(place, of_place, arrivals), one,
+            pool=pool, has_backward=training, sends=order is not None and place.layer == 0, caches=caches,
+        )
+        for place, of_place, one in zip(places, arguments, made, strict=True)
+    )  # fmt: skip
+
+
+def _order_of(order: Sequence[float] | None, layers: Sequence[int], count: int) -> tuple[list[float], list[int]]:
+    """The order and the layers of its chunks; without one each callable is a chunk with one microbatch."""
+    if order is not None:
+        return list(order), list(layers)
+    return [*range(1, count + 1), *range(-count, 0)], [1] * count
+
+
+class _TakenOff:
+    """A graphed forward that the engine has put into a module, taken out of it again."""
+
+    def __init__(self, forward: Callable[..., Any], reset: Callable[[], None] | None) -> None:
+        self.forward, self.reset = forward, reset or (lambda: None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+
+def _taken_off(module: nn.Module) -> _TakenOff:
+    """Without an order, which it takes in training alone, the engine replaces `forward` in the module itself."""
+    own = vars(module)
+    own.pop("backward_dw", None)
+    return _TakenOff(own.pop("forward"), own.pop("reset", None))
+
+
+def _modules(functions: Sequence[Callable[..., Any]]) -> list[nn.Module]:
+    modules = [function for function in functions if isinstance(function, nn.Module)]
+    if len(modules) != len(functions):
+        raise GraphCaptureError("the engine captures modules alone: make a module of the function, or use impl='local'")
+    return modules
+
+
+def _sample_kwargs(arguments: Sequence[Arguments]) -> tuple[dict[str, Tensor], ...] | None:
+    """None where there are none, so that an engine that knows none is asked for none."""
+    return tuple(one.rebuilt(one.tensors)[1] for one in arguments) if any(one.keywords for one in arguments) else None
+
+
+def _captured(place: Place, arguments: Arguments, arrivals: Arrivals) -> Captured:
+    captured = Captured(arguments, arguments.tensors)
+    own = list(place.function.parameters())  # pyright: ignore[reportFunctionMemberAccess]
+    captured.read = tuple(own)
+    captured.parameters = tuple(
+        p for p in own if id(p) in arrivals.without_gradient and getattr(p, "main_grad", None) is not None
+    )
+    return captured
+
+
+@contextmanager
+def _set_back(make: Callable[..., Any], modules: Sequence[nn.Module]) -> Iterator[None]:
+    """After a failure: what the engine sets at the start of a capture and sets back at its end alone."""
+    kinds = {type(module): type(module).__dict__.get("__call__") for module in modules}
+    collected, stream = gc.isenabled(), torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    except BaseException as error:
+        for kind, call in kinds.items():
+            if call is not None:
+                kind.__call__ = call
+            elif "__call__" in kind.__dict__:
+                del kind.__call__
+        for module in modules:
+            for inner in module.modules():
+                inner._forward_hooks.clear()  # its own: callables with hooks were refused
+        if (end := getattr(sys.modules.get(make.__module__), "set_capture_end", None)) is not None:
+            end()
+        if stream is not None:
+            torch.cuda.set_stream(stream)
+        if collected:
+            gc.enable()
+        if isinstance(error, RuntimeError):
+            from labkit.graphs.local import explained
+
+            raise explained(error, "what Transformer Engine was given") from error
+        raise
+
+
+def _own_gradient(parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad = parameter.grad.clone()
+
+
+class _Leaving(Function):
+    """Inputs on their way into an engine's graph: y = x, without a copy.
+
+    forward    y = x                [..] -> [..], the same memory
+    backward   dx = dy, copied where the next replay would overwrite what the receiver keeps     [..] -> [..]
+
+    The graph's backward has run when this one does, so the hooks of parameters that it served itself are called here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, graphed: EngineCallable, *tensors: Tensor) -> Any:
+        ctx.graphed = graphed
+        ctx.set_materialize_grads(False)
+        ctx.owned = tuple(graphed.clones_grad_inputs or x.is_leaf for x in tensors)
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        found = [None if dy is None else dy.clone() if copy else dy for dy, copy in zip(grads, ctx.owned, strict=True)]
+        for parameter in ctx.graphed.captured.parameters:
+            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                hook(parameter)
+        return None, *found
+
+
+class EngineCallable(GraphedCallable):
+    """A callable graphed by the engine, with the checks of ours. Its graphs and static outputs stay the engine's."""
+
+    def __init__(
+        self,
+        place: Place,
+        captured: Captured,
+        engine_callable: Callable[..., Any],
+        *,
+        pool: Any,
+        has_backward: bool,
+        sends: bool,
+        caches: bool,
+    ) -> None:
+        """has_backward: it was captured in training. sends: its input gradients leave for another rank, as copies.
+        caches: quantised weights are kept between microbatches, so each call says whether it is the first."""
+        super().__init__(place.function, captured, impl="transformer_engine", pool=pool, clones_grad_inputs=sends)
+        self.has_backward = has_backward
+        self._microbatch, self._caches = place.microbatch, caches
+        self._engine_callable: Callable[..., Any] | None = engine_callable
+
+    @property
+    def graphs(self) -> Graphs:
+        """Refused: the engine keeps them to itself."""
+        raise GraphCaptureError(f"{self.name}: Transformer Engine does not hand out its graphs")
+
+    def _replayed(self, tensors: Sequence[Tensor]) -> Any:
+        assert self._engine_callable is not None
+        given = list(tensors)
+        if self.has_backward:
+            wanting = [i for i, x in enumerate(given) if x.requires_grad]
+            leaving: Any = _Leaving.apply(self, *(given[i] for i in wanting)) if wanting else ()
+            for i, x in zip(wanting, leaving, strict=True):
+                given[i] = x
+        args, kwargs = self.captured.arguments.rebuilt(given)
+        if self._caches:
+            kwargs["is_first_microbatch"] = getattr(self.function, "current_microbatch", self._microbatch) == 0  # type: ignore[assignment]
+        return self._engine_callable(*args, **kwargs)
+
+    def backward_dw(self) -> None:
+        """The engine's graph of the weight gradients that its modules put off."""
+        self._require_alive()
+        if (run := getattr(self._engine_callable, "backward_dw", None)) is not None:
+            run()
+
+    def reset(self) -> None:
+        """Let the engine's graphs go; engines without a `reset` free them with the last reference."""
+        if not self._is_reset and (run := getattr(self._engine_callable, "reset", None)) is not None:
+            run()
+        self._engine_callable = None
+        super().reset()
