@@ -96,6 +96,10 @@ class AddressRecorder(TorchDispatchMode):
 
     # ---- operations ----
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler at the first operation, for seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._paused:
