@@ -14,6 +14,8 @@ count, or resizes memory, or draws again in backward what it drew in forward, st
 | full recomputation by `full_iteration`  | it recomputes across the borders of layers                                 |
 | no recomputed `moe` with `moe_router`   | the recomputed part would begin inside the graph and end outside           |
 | recomputed attention without dropout    | backward must draw the masks of forward again, from a state Python restores|
+| full_iteration: constant loss scale     | a captured step multiplies by the number that the scale was at capture     |
+| fp8 with delayed scales after a step    | the first step has no history yet, and scales differently                  |
 | no recomputed norm in a graph           | it frees and refills its output, whose address the graph has fixed         |
 """
 
@@ -40,7 +42,7 @@ def graph_rules(found: Findings) -> None:
         if scope:
             found.add(SCOPE, "nothing is captured with graph.cuda_graph_impl = none; set it, or drop this")
     else:
-        for check in (_full_iteration, _parts_there, _experts, _recompute):
+        for check in (_full_iteration, _parts_there, _experts, _recompute, _precision):
             if found.sound(SCOPE):
                 check(found, impl, frozenset(scope))
 
@@ -133,6 +135,18 @@ def _recompute(found: Findings, _: str, scope: frozenset[str]) -> None:
         found.add(SCOPE, f"{rule}, but a graph has fixed its address; leave layernorm out")
     else:
         _jitter(found, modules, scope)
+
+
+def _precision(found: Findings, _: str, scope: frozenset[str]) -> None:
+    """Numbers that Python keeps are what they were at capture."""
+    got = found.get("optim.precision", "optim.loss_scale")
+    if got and "full_iteration" in scope and got[0] == "fp16" and got[1] is None:
+        rule = "full_iteration multiplies the loss inside the graph, by the loss scale at capture, and fp16's adapts"
+        found.add(SCOPE, f"{rule}; set optim.loss_scale to a constant, or optim.precision to bf16")
+    got = found.get("optim.fp8", "optim.fp8_recipe", "graph.cuda_graph_warmup_steps")
+    if got and got[0] != "none" and got[1] == "delayed" and got[2] == 0:
+        rule = "must be at least 1 with optim.fp8_recipe = delayed: the first step has no history yet to scale by"
+        found.add("graph.cuda_graph_warmup_steps", rule)
 
 
 def _jitter(found: Findings, modules: Any, scope: frozenset[str]) -> None:

@@ -214,12 +214,14 @@ class MoEConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    """CUDA graphs."""
+    """CUDA graphs: what is computed is recorded once and then replayed, without Python."""
 
     cuda_graph_impl: str = "none"
-    """`none`, `local`, `transformer_engine` or `emulated`."""
+    """`none`; on a GPU `local` (torch's graphs) or `transformer_engine` (its `make_graphed_callables`); on the host
+    `emulated`, with the same rules."""
     cuda_graph_scope: tuple[str, ...] = ()
-    """Parts of a layer to capture; empty is the whole layer."""
+    """Parts of a layer to capture: `attn`, `mlp` (of dense layers), `moe` (drop-and-pad only), `moe_router`,
+    `moe_preprocess`; empty is the whole layer. `full_iteration`, alone: all microbatches of a step in one graph."""
     cuda_graph_warmup_steps: int = 3
     """Eager steps before capture."""
 

@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from labkit.config import GraphConfig
+from labkit.graphs.backend import choose_impl
 from labkit.graphs.buffers import BufferPlan, plan_buffers
 from labkit.graphs.capture import make_graphed_callables
 from labkit.graphs.counters import counters_kept
@@ -58,7 +59,8 @@ class CudaGraphHelper:
         model: the rank's chunks in the order of its schedule, wrapped for data parallelism or bare. seq_length: of
         whole sequences. optimizers: whose `zero_grad` is called after a capture, if they have one.
 
-        Raises ValueError for graphs that are not of layers, and a row that cannot be captured.
+        Raises ValueError for graphs that are not of layers, an implementation that is not for their device, and a row
+        that cannot be captured.
         """
         if not captures_layers(config):
             raise ValueError(
@@ -70,6 +72,8 @@ class CudaGraphHelper:
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
         self.callables_per_chunk: list[list[GraphableMegatronModule]] = [graphable_modules(chunk) for chunk in model]
         """By chunk, the layers that are captured, in their order."""
+        for layer in self.layers[:1]:
+            choose_impl(config.cuda_graph_impl, next(layer.parameters()).device)
         self.order = capture_order(schedule, pp_rank)
         """What is captured, in this order: c + 1 is a forward of chunk c, -(c + 1) its backward."""
         self._schedule_microbatches = schedule.num_microbatches

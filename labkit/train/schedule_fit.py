@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from labkit.config import RunConfig
+from labkit.graphs.orders import capture_order
+from labkit.graphs.scope import captures_layers
 from labkit.models.placement import stage_contents
 from labkit.schedules.builders import build_schedule, without_backward
 from labkit.schedules.ir import KINDS, Schedule
@@ -53,6 +55,9 @@ def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> No
             f"{schedule.name} puts weight gradients into actions of their own, and Transformer Engine's layers compute "
             "them with the input gradients; choose another schedule, or set model.transformer_impl to local"
         )
+    if captures_layers(config.graph):
+        for rank in range(schedule.pp):
+            capture_order(schedule, rank)
     stage_contents(config, schedule.num_stages)
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from labkit.config import RunConfig, presets
+from labkit.config import ConfigError, RunConfig, presets
 from labkit.graphs import CudaGraphHelper, PlanError, check_plan, graph_counts, is_graph_capturing
 from labkit.models.blocks import TransformerLayer
 from labkit.parallel.capturing import is_graph_warmup
@@ -66,6 +66,7 @@ CASES = {
     "no warm-up": {"graph.cuda_graph_warmup_steps": 0},
     "full iteration": {**FULL, "train.eval_steps": 1, "train.eval_interval": 1},
     "full iteration, dropout": {**FULL, **DROPOUT},
+    "full iteration, fp16": {**FULL, "optim.precision": "fp16", "optim.loss_scale": 1024.0},
     "full iteration, full recomputation": {**FULL, "recompute_granularity": "full"},
     "full iteration, sum over tokens": {**FULL, "optim.calculate_per_token_loss": True},
 }
@@ -198,6 +199,24 @@ def test_graphs_that_were_reset_leave_an_eager_run_of_the_same_bits():
 def test_schedules_whose_rows_cannot_be_captured_are_refused():
     with pytest.raises(ValueError, match="splits backwards"):
         Training(small(**GRAPHS, **{"schedule.name": "zero_bubble_h1"}))
+
+
+@pytest.mark.parametrize("scope", [(), ("full_iteration",)])
+def test_graphs_of_a_gpu_are_refused_on_the_host_before_the_first_step(scope):
+    with pytest.raises(ValueError, match="impl='local' captures tensors on cuda, and these are on cpu"):
+        Training(small(**{"graph.cuda_graph_impl": "local", "graph.cuda_graph_scope": scope}))
+
+
+PRECISION = {
+    "loss inside the graph": {**FULL, "optim.precision": "fp16"},
+    "the first step has no history": {"optim.fp8": "e4m3", "graph.cuda_graph_warmup_steps": 0},
+}
+
+
+@pytest.mark.parametrize("reason", PRECISION)
+def test_numbers_that_python_keeps_are_refused_in_a_graph(reason):
+    with pytest.raises(ConfigError, match=reason):
+        small(**GRAPHS | PRECISION[reason]).validate()
 
 
 def test_what_a_forward_counts_stays_where_it_was():
