@@ -62,6 +62,8 @@ class _Traits(NamedTuple):
 def _traits(func: Any) -> _Traits:
     name, arguments = func.name(), func._schema.arguments
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+    if torch.Tag.inplace_view in func.tags:
+        writes = False  # unsqueeze_ and the like change how the user's tensor lies, and not a byte
     base = name.split(".")[0]
     return _Traits(writes, name.startswith(_EMPTY), None if writes else _into(func), base in _COPIES, base in _ZEROS)
 

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from labkit.graphs.arena import Arena, block_of
 from labkit.graphs.emulated import EmulatedBackend, EmulatedGraph
-from labkit.parallel import RngTracker, checkpoint
+from labkit.parallel import CheckpointWithoutOutput, RngTracker, checkpoint
 from labkit.parallel.capturing import (
     GraphCaptureError,
     active_capture,
@@ -198,6 +198,32 @@ def test_empty_tensors_views_and_constants(pool: Arena) -> None:
         assert torch.equal(ordered, expected.sort().values) and torch.equal(places, expected.sort(stable=True).indices)
 
 
+def test_in_place_views_change_no_address(pool: Arena) -> None:
+    x = torch.randn(2, 3)
+    with BACKEND.capturing(pool, "views") as graph:
+        y = x * 2
+        y.unsqueeze_(0).transpose_(1, 2)
+        z = y + 1
+        y.squeeze_(0).mul_(3)
+    for _ in range(3):
+        x.copy_(torch.randn(2, 3))
+        graph.replay()
+        assert torch.equal(z, (x * 2).t()[None] + 1) and torch.equal(y, (x * 2).t() * 3)
+
+
+def test_the_same_capture_makes_the_same_history() -> None:
+    """Addresses depend on nothing but what is captured: every rank and every run has the same ones."""
+
+    def history() -> list[object]:
+        pool, layer = BACKEND.new_pool(), Layer()
+        x, dy = torch.randn(2, 8, 16, requires_grad=True), torch.randn(2, 8, 16)
+        for _ in range(3):
+            graphs_of(layer, [x], [x, *layer.parameters()], dy, pool)
+        return list(pool.history)
+
+    assert history() == history()
+
+
 OPERATIONS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda a, b: a + b,
     lambda a, b: a @ b.t() @ b,
@@ -289,6 +315,27 @@ def test_recomputation_inside_graphs_draws_the_numbers_of_its_replay(pool: Arena
         torch.rand(step)  # others draw in between
         backward.replay()
         assert all(map(torch.equal, grads, expected))  # type: ignore[arg-type]
+
+
+def test_an_output_dropped_and_made_again_keeps_its_values_in_a_graph(pool: Arena) -> None:
+    norm, linear = nn.LayerNorm(8), nn.Linear(8, 8)
+    x, dy = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8)
+    wanted = [x, *norm.parameters(), *linear.parameters()]
+
+    def run(x: Tensor) -> Tensor:
+        dropped = CheckpointWithoutOutput()
+        y = linear(dropped.checkpoint(norm, x))
+        dropped.discard_output_and_register_recompute(y)
+        return y
+
+    forward, backward, y, grads = graphs_of(run, [x], wanted, dy, pool)
+    with torch.no_grad():
+        x.copy_(torch.randn(3, 8))
+    forward.replay()
+    backward.replay()
+    expected = linear(norm(x))
+    assert torch.equal(y, expected)
+    assert all(map(torch.equal, grads, torch.autograd.grad(expected, wanted, dy)))
 
 
 # ---- state ----
