@@ -12,6 +12,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 MEGATRON := megatron-core==0.16.1
+# Its pure wheel, beside the environment and not in it: tests read and run the Python source of its graphs.
+ENGINE := transformer_engine==2.20.2
 BENCHMARKS = $(filter-out benchmarks/gpu.py,$(shell grep -l __main__ benchmarks/*.py))
 
 .DEFAULT_GOAL := help
@@ -61,4 +63,6 @@ $(INSTALLED_DEV): $(INSTALLED)
 	@echo "installing what the tests need into $(VENV): once, a minute or two"
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev,oracles]'
 	$(PIP) install -q -c constraints.txt --no-deps $(MEGATRON)
+	rm -rf $(VENV)/te-source
+	$(PIP) install -q --no-deps --no-compile --target $(VENV)/te-source $(ENGINE)
 	touch $@

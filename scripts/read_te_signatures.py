@@ -25,6 +25,7 @@ WANTED = {
     "transformer_engine/pytorch/attention/dot_product_attention/dot_product_attention.py": ("DotProductAttention",),
     "transformer_engine/pytorch/quantization.py": ("autocast",),
     "transformer_engine/pytorch/distributed.py": ("checkpoint",),
+    "transformer_engine/pytorch/graph.py": ("make_graphed_callables",),
     "transformer_engine/common/recipe/__init__.py": ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"),
 }
 """File of the wheel -> classes and functions."""

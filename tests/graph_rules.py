@@ -664,7 +664,7 @@ def test_a_hundred_captures_leave_no_memory(machine: Machine) -> None:
         return sum(reference() is not None for reference in alive)
 
     before = 0
-    for i in range(100):
+    for i in range(30 if machine.impl == "transformer_engine" and machine.device == "cpu" else 100):
         graphed = machine.make(layer, (x,), num_warmup=1)
         if machine.impl == "emulated":
             alive.append(weakref.ref(graphed.pool))
