@@ -39,10 +39,20 @@ def newest() -> Callable[..., Any]:
 
 
 def version_1_10(
-    modules: Any, sample_args: Any, num_warmup_iters: int = 3, allow_unused_input: bool = False,
-    sample_kwargs: Any = None, fp8_enabled: Any = False, fp8_calibrating: bool = False, fp8_recipe: Any = None,
-    fp8_group: Any = None, fp8_weight_caching: bool = False, _order: Any = None, pool: Any = None, retain_graph_in_backward: bool = False,
-) -> Any:  # fmt: skip
+    modules: Any,
+    sample_args: Any,
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    sample_kwargs: Any = None,
+    fp8_enabled: Any = False,
+    fp8_calibrating: bool = False,
+    fp8_recipe: Any = None,
+    fp8_group: Any = None,
+    fp8_weight_caching: bool = False,
+    _order: Any = None,
+    pool: Any = None,
+    retain_graph_in_backward: bool = False,
+) -> Any:
     """Parameters of an engine from before shared buffers."""
 
 
