@@ -36,6 +36,13 @@ _SYNC = "makes the host wait for the device, and while a graph is captured nothi
 _SHAPE = (
     "makes a tensor whose shape depends on values, and a graph has fixed shapes; compute with torch.where or a mask"
 )
+_SPOKEN = {
+    "_local_scalar_dense": "reading a number of a tensor (.item(), float(), int(), or asking in an `if`)",
+    "_unique2": "unique",
+    "unique_dim": "unique",
+    "unique_consecutive": "unique",
+}
+"""Operations that the user wrote in other words."""
 _DISTRIBUTED = "is not recorded: communicate through labkit.parallel.collectives, which replays inside a graph"
 
 
@@ -58,7 +65,7 @@ def refuse_uncapturable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     reason = _reason(func)
     if reason is None:
         return
-    name = func.name().removeprefix("aten::")
+    name: str = func.name().removeprefix("aten::")
     if name.startswith(("index", "_unsafe_index", "_index")):
         masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
         writes_number = "put" in name and len(masks) == 1 and args[2].numel() == 1
@@ -67,7 +74,7 @@ def refuse_uncapturable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         _refuse("indexing by a boolean mask", reason)
     if name.startswith("repeat_interleave") and kwargs.get("output_size") is not None:
         return
-    _refuse(name, reason)
+    _refuse(_SPOKEN.get(name, name), reason)
 
 
 @contextmanager
