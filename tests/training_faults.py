@@ -281,8 +281,8 @@ RANDOM_STATES_AND_GROUPS = [
     Fault(
         "a random state starts again with every region",
         "parallel/random.py",
-        "            self._states[name] = self._current_state()\n            self._switch_to(outer)",
-        "            self._switch_to(outer)",
+        "            self._states[name] = self._current_state()\n            self._switch_to(outer[0])",
+        "            self._switch_to(outer[0])",
         "tests/parallel/test_random.py -k forked",
     ),
     Fault(
