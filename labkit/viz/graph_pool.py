@@ -315,12 +315,12 @@ def _pool_sentence(playback: Playback, what: str) -> str:
 def _frames_sentence(playback: Playback, shown: range, names: Sequence[str], what: str) -> str:
     frames = [playback.frames[number] for number in shown]
     most = max(range(len(frames)), key=lambda i: frames[i].live_bytes)
-    mostly = (number for number in shown if _share_taken_over(playback, number) > 0.5)
-    first_over = next(mostly, None)
-    over = "none lies mostly where others lay"
+    forwards = [number for number in shown if not _graph_of(playback.captures[number][0])[2]]
+    first_over = next((number for number in forwards if _share_taken_over(playback, number) > 0.5), None)
+    over = "no forward lies mostly where others lay"
     if first_over is not None:
         share = _share_taken_over(playback, first_over)
-        over = f"{names[first_over]} is the first to lie mostly where others lay ({share:.0%})"
+        over = f"{names[first_over]} is the first forward to lie mostly where others lay ({share:.0%})"
     return (
         f"{what + ': ' if what else ''}{_count(len(frames), 'frame')}, most held after {names[shown[most]]}, "
         f"{_size(frames[most].live_bytes)}; {over}."

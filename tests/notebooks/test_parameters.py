@@ -142,6 +142,23 @@ CASES = {
             ),
         },
     ),
+    # w + 1 buffers (4, and 11 interleaved) whatever m is, m under GPipe; every forward but those that find a new buffer
+    # meets another life in a plan one step early: 16 - 3. What a rank holds at once does not grow with m; two captures
+    # a microbatch
+    "15_graphs_in_a_pipeline": Case(
+        {"microbatches": 16},
+        {
+            "1F1B, 4 stages, rank 0: 4 buffers for 8 inputs, at most 4": (
+                "1F1B, 4 stages, rank 0: 4 buffers for 16 inputs, at most 4"
+            ),
+            "GPipe, 4 stages, rank 0: 8 buffers for 8 inputs": "GPipe, 4 stages, rank 0: 16 buffers for 16 inputs",
+            "interleaved 1F1B, 4 ranks, rank 0: 11 buffers for 16": "4 ranks, rank 0: 11 buffers for 32 inputs",
+            "3 buffers for 8 inputs; held twice in 5 places": "3 buffers for 16 inputs; held twice in 13 places",
+            "at most 438 KiB were held at once": "at most 438 KiB were held at once",
+            "rank 0: 16 captures took": "rank 0: 32 captures took",
+            "GPT, pp 4, 8 microbatches over 12 steps": "GPT, pp 4, 16 microbatches over 12 steps",
+        },
+    ),
     # bubble (p-1)/(m+p-1): 3/11 = 27.3% for 8 microbatches, 3/19 = 15.8% for 16; GPipe holds all m, 1F1B at most p
     "08_p2p_and_1f1b": Case(
         {"microbatches": 16},
