@@ -174,7 +174,7 @@ def start(
     return Pending(finish, name=f"{operation} {group.name}", label=label, size=size, delay=delay, kind=kind)
 
 
-def _recordable(
+def recordable(
     function: Callable[Concatenate[Tensor, Group, P], Pending],
 ) -> Callable[Concatenate[Tensor, Group, P], Pending]:
     """A call that an emulated capture records: started again, and waited for, at each replay.
@@ -183,13 +183,13 @@ def _recordable(
     """
 
     @wraps(function)
-    def recordable(x: Tensor, group: Group, *args: P.args, **kwargs: P.kwargs) -> Pending:
+    def started(x: Tensor, group: Group, *args: P.args, **kwargs: P.kwargs) -> Pending:
         capture = active_capture()
         if capture is None or group.size == 1:
             return function(x, group, *args, **kwargs)
         return capture.transfer(function, x, group, *args, **kwargs)
 
-    return recordable
+    return started
 
 
 def _kept(x: Tensor, out: Tensor | None) -> Tensor:
@@ -205,7 +205,7 @@ def _check_op(op: str) -> None:
 # ---- all-reduce ----
 
 
-@_recordable
+@recordable
 def _all_reduce(x: Tensor, group: Group, op: str, in_place: bool) -> Pending:
     _check_op(op)
     if group.size == 1:
@@ -232,7 +232,7 @@ def all_reduce_async(x: Tensor, group: Group, op: str = "sum", *, in_place: bool
 # ---- all-gather ----
 
 
-@_recordable
+@recordable
 def all_gather_async(x: Tensor, group: Group, dim: int = 0, *, out: Tensor | None = None) -> Pending:
     """Start `all_gather`; `.wait()` returns its result.
 
@@ -266,7 +266,7 @@ def all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
 # ---- reduce-scatter ----
 
 
-@_recordable
+@recordable
 def reduce_scatter_async(
     x: Tensor, group: Group, dim: int = 0, op: str = "sum", *, out: Tensor | None = None
 ) -> Pending:
@@ -300,7 +300,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum") -> Te
 # ---- all-to-all, broadcast ----
 
 
-@_recordable
+@recordable
 def all_to_all_async(
     x: Tensor, group: Group, output_splits: Sequence[int] | None = None, input_splits: Sequence[int] | None = None
 ) -> Pending:
@@ -342,7 +342,7 @@ def all_to_all(
     return all_to_all_async(x, group, output_splits, input_splits)._complete(waits=False)
 
 
-@_recordable
+@recordable
 def broadcast_async(x: Tensor, group: Group, src: int = 0) -> Pending:
     """Start `broadcast`; `.wait()` returns its result."""
     if not 0 <= src < group.size:
@@ -405,14 +405,14 @@ def _check_peer(group: Group, peer: int, own: int) -> None:
         )
 
 
-@_recordable
+@recordable
 def isend(x: Tensor, group: Group, dst: int) -> Pending:
     """Start sending x to global rank `dst`. Messages between two ranks of a group arrive in the order of sending."""
     _check_peer(group, dst, group.ranks[group.rank])
     return start("send", x, group, lambda: transport.send(x, group, dst), kind="send")
 
 
-@_recordable
+@recordable
 def irecv(x: Tensor, group: Group, src: int) -> Pending:
     """Start receiving from global rank `src` into x, whose shape and type must be the sender's; `.wait()` returns x."""
     _check_peer(group, src, group.ranks[group.rank])

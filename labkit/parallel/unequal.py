@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.parallel import transport
-from labkit.parallel.collectives import start
+from labkit.parallel.collectives import Pending, recordable, start
 from labkit.parallel.groups import Group
 from labkit.parallel.ledger import is_dropped
 
@@ -41,7 +41,12 @@ def all_gather_unequal(x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
         raise ValueError(f"sizes gives this rank {sizes[group.rank]} rows; x has {len(x)}")
     if is_dropped("all_gather", group.name):
         raise ValueError("an all_gather of unequal parts cannot be dropped: there is nothing of that shape here")
-    return start("all_gather", x, group, lambda: _gather(x, group, list(sizes)))._complete(waits=False)
+    return _gathering(x, group, list(sizes))._complete(waits=False)
+
+
+@recordable
+def _gathering(x: Tensor, group: Group, sizes: list[int]) -> Pending:
+    return start("all_gather", x, group, lambda: _gather(x, group, sizes))
 
 
 def _gather(x: Tensor, group: Group, sizes: list[int]) -> Callable[[], Tensor]:
@@ -68,7 +73,12 @@ def reduce_scatter_unequal(x: Tensor, group: Group, sizes: Sequence[int]) -> Ten
         raise ValueError(f"sizes add up to {sum(sizes)}; x has {len(x)} rows")
     if is_dropped("reduce_scatter", group.name):
         return x.split(list(sizes))[group.rank].clone()
-    return start("reduce_scatter", x, group, lambda: _scatter(x, group, list(sizes)))._complete(waits=False)
+    return _scattering(x, group, list(sizes))._complete(waits=False)
+
+
+@recordable
+def _scattering(x: Tensor, group: Group, sizes: list[int]) -> Pending:
+    return start("reduce_scatter", x, group, lambda: _scatter(x, group, sizes))
 
 
 def _scatter(x: Tensor, group: Group, sizes: list[int]) -> Callable[[], Tensor]:

@@ -15,6 +15,7 @@ from labkit.parallel import mappings as m
 from labkit.parallel.capturing import GraphCaptureError
 from labkit.parallel.in_flight import all_to_all_start
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from labkit.parallel.unequal import all_gather_unequal, reduce_scatter_unequal
 
 BACKEND = EmulatedBackend()
 
@@ -44,6 +45,13 @@ def uneven(x: Tensor, group: Group) -> Tensor:
     return collectives.all_to_all(x, group, came, splits)
 
 
+def unequal(x: Tensor, group: Group) -> Tensor:
+    """The parts of tensor-parallel experts, which have their own path."""
+    sizes = [x.shape[0] - group.size + 1] + [1] * (group.size - 1)
+    own = reduce_scatter_unequal(x, group, sizes)
+    return all_gather_unequal(own * 2, group, sizes) + 1
+
+
 def bucket(x: Tensor, group: Group) -> Tensor:
     """As gradients are reduced: this rank's part in place, the sums gathered in place."""
     data = x.flatten() * 2
@@ -58,6 +66,7 @@ CALLS: dict[str, Callable[[Tensor, Group], Tensor]] = {
     "all_gather, last dimension": lambda x, group: collectives.all_gather(x.t(), group, dim=1) + 1,
     "reduce_scatter": lambda x, group: collectives.reduce_scatter(x, group, dim=1, op="avg") + 1,
     "uneven all_to_all": lambda x, group: uneven(x, group) + 1,
+    "unequal parts": unequal,
     "broadcast": lambda x, group: collectives.broadcast(x * 1, group, src=1) + 1,
     "messages": swap,
     "bucket": bucket,
