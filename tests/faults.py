@@ -11,6 +11,7 @@ spoils what lies below it; a wrong norm or update spoils the first parameter, th
 from __future__ import annotations
 
 import expert_faults
+import graph_faults
 import layer_faults
 import training_faults
 from planting import Fault
@@ -29,6 +30,7 @@ FAULTS: dict[str, list[Fault]] = {
     "Routing of experts": expert_faults.ROUTING,
     "Experts": expert_faults.EXPERTS,
     "Dispatch to experts": expert_faults.DISPATCH,
+    "CUDA graphs": graph_faults.GRAPHS,
 }
 """By what they break."""
 

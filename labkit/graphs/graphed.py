@@ -14,6 +14,7 @@ from torch.utils._pytree import TreeSpec
 from labkit.events import span
 from labkit.graphs.arguments import Arguments
 from labkit.parallel.capturing import GraphCaptureError
+from labkit.parallel.weight_grad_store import deferred
 
 if TYPE_CHECKING:
     from labkit.graphs.backend import Graph, Pool
@@ -221,7 +222,17 @@ class GraphedCallable:
             None if dx is None else dx.clone() if copy else dx.detach()
             for dx, copy in zip(captured.grad_inputs, owned, strict=True)
         ]
+        if graphs.weight is not None:  # taken by a `WeightGradStore` that collects, else left to `backward_dw`
+            deferred([parameter for parameter, _ in captured.late], self._weight_gradients)
         return *of_inputs, *(self._handed_out(dp) for dp in captured.grad_parameters)
+
+    def _weight_gradients(self) -> list[Tensor | None]:
+        """Replay their graph: the gradients of `late`, in its order."""
+        graph = self.graphs.weight
+        assert graph is not None
+        with span(f"{self.name} weight gradients", "graph_replay"):
+            graph.replay()
+        return [self._handed_out(dp) for _, dp in self.captured.late]
 
     def _handed_out(self, gradient: Tensor | None) -> Tensor | None:
         """A parameter's gradient may become its `.grad`, which the next replay would overwrite."""
@@ -232,13 +243,11 @@ class GraphedCallable:
     def backward_dw(self) -> None:
         """Compute the weight gradients that the backward left out; they arrive in `.grad` or `main_grad`, with the
         hooks of the parameters. Nothing to do where the backward computes them."""
-        if (graph := self.graphs.weight) is None:
+        if self.graphs.weight is None:
             return
-        with span(f"{self.name} weight gradients", "graph_replay"):
-            graph.replay()
-        for parameter, gradient in self.captured.late:
+        for (parameter, _), gradient in zip(self.captured.late, self._weight_gradients(), strict=True):
             if gradient is not None:
-                torch.autograd.backward(parameter, self._handed_out(gradient))  # pyright: ignore[reportArgumentType]
+                torch.autograd.backward(parameter, gradient)
             elif (hook := getattr(parameter, "main_grad_hook", None)) is not None:
                 hook(parameter)
 

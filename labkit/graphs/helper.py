@@ -74,8 +74,9 @@ class CudaGraphHelper:
         """By chunk, the layers that are captured, in their order."""
         for layer in self.layers[:1]:
             choose_impl(config.cuda_graph_impl, next(layer.parameters()).device)
-        self.order = capture_order(schedule, pp_rank)
-        """What is captured, in this order: c + 1 is a forward of chunk c, -(c + 1) its backward."""
+        self.order = self._order(schedule, pp_rank)
+        """What is captured, in this order: c + 1 is a forward of chunk c, -(c + 1) its backward, -(c + 1.5) its weight
+        gradients, where a backward leaves them out."""
         self._schedule_microbatches = schedule.num_microbatches
         self._marked: list[nn.Parameter] = []
         self.plan: BufferPlan | None = None
@@ -89,7 +90,10 @@ class CudaGraphHelper:
     @property
     def num_microbatches(self) -> int:
         """Microbatches that are captured."""
-        return len(self.order) // len(self.chunks) // 2
+        return self.order.count(1)
+
+    def _order(self, schedule: Schedule, pp_rank: int) -> list[int | float]:
+        return capture_order(schedule, pp_rank, weight_gradients=self.config.cuda_graph_impl != "transformer_engine")
 
     @property
     def pool(self) -> Any:
@@ -119,7 +123,8 @@ class CudaGraphHelper:
         counts = [len(layers) for layers in self.callables_per_chunk]
         contexts = [_context(chunk, self.seq_length) for chunk in self.chunks]
         signatures = [_signature(self._inputs(layer, contexts[c])) for c, layer in self._with_chunk()]
-        plan = plan_buffers(self.order, counts, signatures, early_release=early_release)
+        keep = self.config.cuda_graph_impl != "transformer_engine"  # the engine gives inputs back with the backward
+        plan = plan_buffers(self.order, counts, signatures, early_release=early_release, keep_for_weight_gradients=keep)
         for layer in self.layers:
             for linear in _float8_linears(layer):
                 linear.plan.gemms.keep_weight(linear.weight)
@@ -214,7 +219,7 @@ class CudaGraphHelper:
         """New graphs for another number of microbatches or other shapes; what is None stays. Between two steps."""
         self.reset()
         if schedule is not None:
-            self.order, self._schedule_microbatches = capture_order(schedule, pp_rank), schedule.num_microbatches
+            self.order, self._schedule_microbatches = self._order(schedule, pp_rank), schedule.num_microbatches
         self.seq_length = self.seq_length if seq_length is None else seq_length
         self.micro_batch_size = self.micro_batch_size if micro_batch_size is None else micro_batch_size
         self.create_cudagraphs()

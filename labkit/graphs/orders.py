@@ -1,7 +1,7 @@
 """The order in which a rank captures its layers, from its row of a schedule. Imports no torch.
 
 A row can be captured if every chunk runs its microbatches backward in the order in which it ran them forward: an order
-table names chunks and no microbatches. And a backward must be one piece, since the graph of a layer holds all of it.
+table names chunks and no microbatches. Where a backward is split, its weight gradients are a graph of their own.
 """
 
 from __future__ import annotations
@@ -9,24 +9,32 @@ from __future__ import annotations
 from labkit.schedules.ir import Schedule
 
 
-def capture_order(schedule: Schedule, pp_rank: int) -> list[int]:
-    """What a rank captures: its row, or one microbatch where each backward follows its forward at once.
+def capture_order(schedule: Schedule, pp_rank: int, *, weight_gradients: bool = True) -> list[int | float]:
+    """What a rank captures: its row, or one microbatch where each is through before the next begins.
+
+    weight_gradients: whether graphs of weight gradients alone are to be had.
 
     Raises:
-        ValueError: a backward in two actions, or backwards in another order than forwards.
+        ValueError: backwards of a stage in another order than its forwards, some of them split and some whole, or split
+            where they may not be.
     """
     actions = schedule.actions(pp_rank)
-    if any(action.kind in "IW" for action in actions):
+    if not weight_gradients and any(action.kind == "W" for action in actions):
         raise ValueError(
-            f"{schedule.name} splits backwards into input and weight gradients, and the graph of a layer holds both: "
-            "choose a schedule with whole backwards (1f1b, interleaved, gpipe), or set graph.cuda_graph_impl to none"
+            f"{schedule.name} splits backwards into input and weight gradients, and the engine's layers compute both "
+            "together: choose a schedule with whole backwards (1f1b, interleaved, gpipe), or set "
+            "graph.cuda_graph_impl to local"
         )
     for stage in schedule.stages_of(pp_rank):
-        runs = {kind: [a.microbatch for a in actions if a.stage == stage and a.kind == kind] for kind in "FB"}
-        if runs["F"] != sorted(runs["F"]) or runs["B"] != runs["F"]:
+        runs = {kind: [a.microbatch for a in actions if a.stage == stage and a.kind == kind] for kind in "FBIW"}
+        forwards = runs["F"]
+        whole, split = runs["B"] == forwards and not runs["W"], runs["I"] == runs["W"] == forwards and not runs["B"]
+        if forwards != sorted(forwards) or not (whole or split):
+            backwards = ", ".join(f"{kind} {runs[kind]}" for kind in "BIW" if runs[kind])
             raise ValueError(
-                f"{schedule.name} runs stage {stage} forward for microbatches {runs['F']} and backward for "
-                f"{runs['B']}; graphs that share memory need both in ascending order"
+                f"{schedule.name} runs stage {stage} forward for microbatches {forwards} and backward for {backwards}: "
+                "graphs that share memory need both in ascending order, and all backwards of one kind"
             )
-    order = [int(entry) for entry in schedule.order(pp_rank)]
-    return [1, -1] if order == [1, -1] * schedule.num_microbatches else order
+    order = schedule.order(pp_rank)
+    one = order[: len(order) // schedule.num_microbatches]
+    return one if set(one) >= {1, -1} and order == one * schedule.num_microbatches else order

@@ -57,7 +57,8 @@ def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> No
         )
     if captures_layers(config.graph):
         for rank in range(schedule.pp):
-            capture_order(schedule, rank)
+            split = config.graph.cuda_graph_impl != "transformer_engine"
+            capture_order(schedule, rank, weight_gradients=split)
     stage_contents(config, schedule.num_stages)
 
 

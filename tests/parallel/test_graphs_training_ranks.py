@@ -39,6 +39,7 @@ def assert_equal(found: list) -> None:
 CASES = {
     "pp2, interleaved, validation": (2, {"pp": 2, "vpp": 2, **VALIDATION}, GRAPHS),
     "pp2, all forwards first, dropout": (2, {"pp": 2, "schedule.name": "gpipe", "hidden_dropout": 0.1}, GRAPHS),
+    "pp2, a V with split backwards": (2, {"pp": 2, "schedule.name": "zbv"}, GRAPHS),
     "pp2 x dp2, distributed optimizer": (
         4, {"pp": 2, "global_batch_size": 8, **DISTRIBUTED, **VALIDATION}, GRAPHS,
     ),
@@ -96,6 +97,8 @@ LAYOUTS = {
     "pp2": {"pp": 2},
     "pp4": {"pp": 4},
     "pp4 vpp2": {"pp": 4, "vpp": 2},
+    "pp4 zero bubble": {"pp": 4, "schedule.name": "zero_bubble_h1"},
+    "pp4 dualpipe": {"pp": 4, "schedule.name": "dualpipe_v"},
 }
 REPLICAS = {"ddp": {}, "distributed optimizer": {**DISTRIBUTED}}
 

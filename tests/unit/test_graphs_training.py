@@ -9,6 +9,7 @@ from labkit.config import ConfigError, RunConfig, presets
 from labkit.graphs import CudaGraphHelper, PlanError, check_plan, graph_counts, is_graph_capturing
 from labkit.models.blocks import TransformerLayer
 from labkit.parallel.capturing import is_graph_warmup
+from labkit.schedules import Schedule
 from labkit.train import pretrain
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.pipeline import Pipeline
@@ -63,8 +64,9 @@ CASES = {
     "fp16 with overflows": {"optim.precision": "fp16", "optim.initial_loss_scale": 2.0**24, "optim.hysteresis": 1},
     "sum over tokens": {"optim.calculate_per_token_loss": True},
     "all forwards first": {"schedule.name": "gpipe"},
+    "split backwards": {"schedule.name": "zero_bubble_h1", **DROPOUT},
     "no warm-up": {"graph.cuda_graph_warmup_steps": 0},
-    "full iteration": {**FULL, "train.eval_steps": 1, "train.eval_interval": 1},
+    "full iteration": {**FULL, "train.eval_steps": 2, "train.eval_interval": 1},
     "full iteration, dropout": {**FULL, **DROPOUT},
     "full iteration, fp16": {**FULL, "optim.precision": "fp16", "optim.loss_scale": 1024.0},
     "full iteration, full recomputation": {**FULL, "recompute_granularity": "full"},
@@ -196,9 +198,13 @@ def test_graphs_that_were_reset_leave_an_eager_run_of_the_same_bits():
     assert losses + graphs.losses(2) == eager.losses(5)
 
 
-def test_schedules_whose_rows_cannot_be_captured_are_refused():
-    with pytest.raises(ValueError, match="splits backwards"):
-        Training(small(**GRAPHS, **{"schedule.name": "zero_bubble_h1"}))
+def test_rows_that_cannot_be_captured_are_refused():
+    backwards_turned = Schedule.from_csv("0F0,0F1,0B1,0B0,0F2,0F3,0B2,0B3\n")
+    with pytest.raises(ValueError, match=r"forward for microbatches \[0, 1, 2, 3\] and backward for B \[1, 0, 2, 3\]"):
+        pretrain(small(**GRAPHS), schedule=backwards_turned)
+    engine = {"graph.cuda_graph_impl": "transformer_engine", "schedule.name": "zero_bubble_h1"}
+    with pytest.raises(ValueError, match="splits backwards into input and weight gradients"):
+        pretrain(small(**engine))
 
 
 @pytest.mark.parametrize("scope", [(), ("full_iteration",)])

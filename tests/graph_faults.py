@@ -1,0 +1,94 @@
+"""Planted faults of CUDA graphs: what a replay forgets, and what a capture leaves behind."""
+
+from __future__ import annotations
+
+from planting import Fault
+
+TRAINING, RANKS = "tests/unit/test_graphs_training.py", "tests/parallel/test_graphs_training_ranks.py"
+
+GRAPHS: list[Fault] = [
+    Fault(
+        "a replay does not wait for gathered parameters",
+        "train/step_graphs.py",
+        "                self._helper.cuda_graph_set_manual_hooks()\n",
+        "",
+        f"{RANKS} -k those_without",
+    ),
+    Fault(
+        "all microbatches replay the graphs of the first",
+        "graphs/graphable.py",
+        "self.cuda_graphs[self.current_microbatch % len(self.cuda_graphs)]",
+        "self.cuda_graphs[0]",
+        f"{RANKS} -k interleaved",
+    ),
+    Fault(
+        "a captured backward replaces the first gradient of the capture's step, and of no other",
+        "graphs/surroundings.py",
+        "held.main_grad_is_old, held.main_grad_added_elsewhere = False, True",
+        "held.main_grad_is_old, held.main_grad_added_elsewhere = True, False",
+        f"{TRAINING} -k those_without",
+    ),
+    Fault(
+        "warm-up and capture draw from the random states of the run",
+        "graphs/surroundings.py",
+        "            torch.set_rng_state(before)\n",
+        "            pass\n",
+        f"{TRAINING} -k dropout",
+    ),
+    Fault(
+        "a static input is given back one step before its backward",
+        "graphs/buffers.py",
+        "read_last[use.virtual_microbatch] - early_release)",
+        "read_last[use.virtual_microbatch] - early_release - 1)",
+        f"{TRAINING} -k those_without",
+    ),
+    Fault(
+        "outputs are given back before the backward is captured",
+        "graphs/capture.py",
+        "        captured.graphs = Graphs(graph)\n",
+        "        captured.graphs = Graphs(graph)\n        outputs = make_weak_ref(outputs, self.backend)\n",
+        f"{TRAINING} -k those_without",
+    ),
+    Fault(
+        "weights are cast to fp8 at capture and never again",
+        "graphs/helper.py",
+        "    linear.plan.gemms.refresh_weight(linear.weight)\n",
+        "    pass\n",
+        f"{TRAINING} -k fp8",
+    ),
+    Fault(
+        "a capture leaves what it counted",
+        "graphs/counters.py",
+        "                tensor.copy_(value)\n",
+        "                pass\n",
+        f"{TRAINING} -k fp8",
+    ),
+    Fault(
+        "the first replay of an iteration draws what comes after the capture's numbers",
+        "graphs/full_iteration.py",
+        "        states.restore(self._rng)\n",
+        "",
+        f"{TRAINING} -k iteration",
+    ),
+    Fault(
+        "reports of an iteration are those of the last replay",
+        "graphs/full_iteration.py",
+        "return tree_map_only(Tensor, torch.clone, self._results)",
+        "return self._results",
+        f"{TRAINING} -k iteration",
+    ),
+    Fault(
+        "an iteration reads parameters before they are gathered",
+        "train/step_graphs.py",
+        "    finish_param_sync(chunks)\n    for chunk",
+        "    for chunk",
+        f"{RANKS} -k those_without",
+    ),
+    Fault(
+        "evaluation replays the graphs of training",
+        "graphs/graphable.py",
+        "if self.training and captures_layers(self.graph) and torch.is_grad_enabled():",
+        "if captures_layers(self.graph):",
+        f"{TRAINING} -k evaluation",
+    ),
+]
