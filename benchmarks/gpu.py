@@ -1,5 +1,5 @@
 """What one GPU can show: step times and MFU in bf16 and fp8, the attention kernel, products of experts, memory of
-recomputation, and ranks that share the GPU (rows G1, G2, G3, G5).
+recomputation, CUDA graphs, and ranks that share the GPU (rows G1 to G7, F25).
 
     python benchmarks/gpu.py                 # writes results/gpu.json; needs CUDA, takes a few minutes
 
@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import gpu_graphs
 import gpu_moe
 import gpu_precision
 import pipeline
@@ -244,6 +245,10 @@ def main() -> None:
     comparisons += attempt("types", lambda: gpu_precision.precisions(GPT2), began, rows) or []
     comparisons += attempt("products of experts", lambda: gpu_moe.grouped_gemm(rate, peak), began, rows) or []
     rows += attempt("launches of experts", gpu_moe.launches, began, rows) or []
+    comparisons += attempt("graphs", gpu_graphs.dense, began, rows) or []
+    comparisons += attempt("partial graphs", gpu_graphs.experts_in_part, began, rows) or []
+    rows += attempt("graphs equal to eager", gpu_graphs.equality, began, rows) or []
+    rows += attempt("pool of graphs", gpu_graphs.pipeline_pool, began, rows) or []
     rows += attempt("recomputation", gpu_precision.recomputation, began, rows) or []
     rows += attempt("reduction behind the backward", gpu_precision.overlapped_reduction, began, rows) or []
     rows += attempt("ranks sharing a GPU", shared_gpu, began, rows) or []

@@ -100,11 +100,11 @@ def stack_step(config: ModelConfig, batch: int) -> Callable[[], None]:
     return step
 
 
-def batches(model: ModelConfig, micro_batch: int) -> Iterator[dict[str, Tensor]]:
+def batches(model: ModelConfig, micro_batch: int, device: torch.device = DEVICE) -> Iterator[dict[str, Tensor]]:
     """Four microbatches of random tokens on the GPU, over and over."""
     shape = (4, micro_batch, model.seq_length + 1)
-    tokens = torch.randint(0, model.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    mask = torch.ones(micro_batch, model.seq_length, device=DEVICE)
+    tokens = torch.randint(0, model.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
+    mask = torch.ones(micro_batch, model.seq_length, device=device)
     made = [
         {"tokens_BS": t[:, :-1].contiguous(), "labels_BS": t[:, 1:].contiguous(), "loss_mask_BS": mask} for t in tokens
     ]

@@ -1,0 +1,295 @@
+"""Part of the GPU benchmark: CUDA graphs (rows G4, G6, G7 and F25).
+
+Forward and backward of a training step, without the optimizer: eagerly, with a graph for each layer (ours, Transformer
+Engine's), as one graph; where launching is what takes the time, and where computing is. Experts captured in part. The
+memory that graphs of a pipeline share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from gpu_steps import DEVICE, batches, timed
+from harness import Comparison
+
+from labkit.config import GraphConfig, ModelConfig, MoEConfig, OptimConfig, RunConfig, TrainConfig
+from labkit.graphs import make_graphed_callables, plan_buffers
+from labkit.launch.transformer_engine import why_no_transformer_engine
+from labkit.models.activation_bytes import Share, layers_activation_bytes
+from labkit.models.blocks import TransformerLayer
+from labkit.models.build import Build
+from labkit.parallel import single_process_groups
+from labkit.schedules import one_f_one_b
+from labkit.train.forward_step import gpt_forward_step
+from labkit.train.metrics import Timers
+from labkit.train.pipeline import Pipeline
+from labkit.train.pretraining import Run, setup_model_and_optimizer
+
+PLAIN: dict[str, Any] = {"embedding_dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+SMALL = ModelConfig(layers=12, hidden=768, heads=12, seq_length=256, vocab_size=1024, **PLAIN)
+LARGE = ModelConfig(layers=4, hidden=4096, heads=32, seq_length=2048, vocab_size=1024, **PLAIN)
+SIZES = {"launch-bound: 12 layers, h768 s256 b1": (SMALL, 1), "compute-bound: 4 layers, h4096 s2048 b2": (LARGE, 2)}
+"""Case -> model and micro batch."""
+EXPERTS = (
+    ModelConfig(layers=4, hidden=1024, heads=16, seq_length=1024, vocab_size=1024, activation="swiglu", **PLAIN),
+    MoEConfig(num_experts=16, top_k=2),
+)
+PARTS: dict[str, tuple[str, ...]] = {
+    "attn, moe_router, moe_preprocess": ("attn", "moe_router", "moe_preprocess"),
+    "attn, moe_router": ("attn", "moe_router"),
+    "attn": ("attn",),
+}
+LOCAL = GraphConfig(cuda_graph_impl="local", cuda_graph_warmup_steps=1)
+EAGER = GraphConfig()
+Step = Callable[[], Any]
+
+# ---- steps ----
+
+
+@dataclass
+class Iteration:
+    """Forward and backward of a training step of one microbatch."""
+
+    pipeline: Pipeline
+    run: Step
+    """Returns the loss, on its device."""
+
+    def pool_bytes(self) -> int | None:
+        """What its graphs share of memory; None without graphs of ours."""
+        graphs: Any = self.pipeline.graphs
+        holder = getattr(graphs, "helper", None) or getattr(graphs, "training", None)
+        return None if getattr(holder, "pool", None) is None else holder.pool.reserved_bytes
+
+    def graphed_layers(self) -> int:
+        """How many layers have graphs of their own."""
+        helper = getattr(self.pipeline.graphs, "helper", None)
+        return len(helper.layers) if helper is not None else 0
+
+
+def iteration(
+    model: ModelConfig,
+    graph: GraphConfig = EAGER,
+    micro_batch: int = 1,
+    moe: MoEConfig | None = None,
+    *,
+    precision: str = "bf16",
+    device: torch.device = DEVICE,
+) -> Iteration:
+    """Build it; the same weights and batches for the same model."""
+    train = TrainConfig(micro_batch_size=micro_batch, global_batch_size=micro_batch, record_events=False)
+    optim = OptimConfig(precision=precision, lr_schedule="constant")
+    config = RunConfig(model=model, moe=moe or MoEConfig(), optim=optim, train=train, graph=graph)
+    groups, schedule = single_process_groups(device=device), one_f_one_b(1, 1)
+    chunks, _, _ = setup_model_and_optimizer(Run(config, groups, schedule, Timers(0)))
+    pipeline = Pipeline(config, groups, chunks, gpt_forward_step, schedule)
+    data = batches(model, micro_batch, device)
+
+    def run() -> Any:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        [report] = pipeline.run(data)
+        pipeline.finalize_grads()
+        return report
+
+    return Iteration(pipeline, run)
+
+
+def captured(made: Iteration) -> float:
+    """Run until its graphs are there; seconds of the step that captured."""
+    made.run()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    made.run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+# ---- what a profile shows ----
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step as the profiler saw it."""
+
+    kernels: int
+    kernel_seconds: float
+    """Sum over kernels: what the GPU computed."""
+    launches: int
+    """Calls of the host that start something on the GPU; a graph is one."""
+
+    def facts(self, seconds: float) -> dict[str, Any]:
+        """For a step of `seconds`."""
+        return {
+            "kernels": self.kernels, "launches": self.launches, "kernel_ms": round(1e3 * self.kernel_seconds, 3),
+            "over_kernels": round(seconds / self.kernel_seconds, 3),
+            "idle": round(1 - self.kernel_seconds / seconds, 3),
+        }  # fmt: skip
+
+
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
+
+
+def work_of(names: Sequence[tuple[str, bool, float]]) -> Work:
+    """From (name, on the GPU, microseconds) of every profiled event."""
+    kernels = [us for name, on_gpu, us in names if on_gpu and "Memcpy" not in name and "Memset" not in name]
+    launches = sum(not on_gpu and name in LAUNCHES for name, on_gpu, _ in names)
+    return Work(len(kernels), sum(kernels) / 1e6, launches)
+
+
+def profiled(step: Step) -> Work:
+    """One step, warmed up before."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        step()
+        torch.cuda.synchronize()
+    events = seen.events() or []
+    return work_of([(e.name, e.device_type == DeviceType.CUDA, e.time_range.elapsed_us()) for e in events])
+
+
+# ---- rows ----
+
+
+def compared(case: str, made: Mapping[str, Iteration]) -> Comparison:
+    """Times of all, interleaved; by name what each launches, and its pool. The last is the eager one."""
+    capture_seconds = {name: captured(one) for name, one in made.items()}
+    found = timed(case, {name: one.run for name, one in made.items()})
+    facts: dict[str, Any] = {}
+    for name, one in made.items():
+        facts[name] = profiled(one.run).facts(found.median(name)) if not found.rejected else {}
+        if (pool := one.pool_bytes()) is not None:
+            facts[name]["pool_mib"] = round(pool / 2**20, 1)
+        if layers := one.graphed_layers():
+            facts[name]["capture_s_a_layer"] = round(capture_seconds[name] / layers, 3)
+    return replace(found, facts=found.facts | {"by_name": facts})
+
+
+def dense() -> list[Comparison]:
+    """G4: launch-bound, aim at 1.5 of eager's rate and 1.05 of the kernels' own time; compute-bound, no loss."""
+    rows = []
+    for case, (model, micro_batch) in SIZES.items():
+        made = {"graphs of layers, ours": iteration(model, LOCAL, micro_batch)}
+        if why_no_transformer_engine() is None:
+            engine = replace(LOCAL, cuda_graph_impl="transformer_engine")
+            made["graphs of layers, Transformer Engine"] = iteration(model, engine, micro_batch)
+        whole = replace(LOCAL, cuda_graph_scope=("full_iteration",))
+        made["one graph of the iteration"] = iteration(model, whole, micro_batch)
+        made["eager"] = iteration(model, EAGER, micro_batch)
+        rows.append(compared(f"{case}, forward and backward", made))
+        del made
+        torch.cuda.empty_cache()
+    return rows
+
+
+def experts_in_part() -> list[Comparison]:
+    """G6: aim at 1.10 of eager's rate where the GPU idles 15% of the time or more; neutral cases are reported too."""
+    model, moe = EXPERTS
+    parts = {f"scope {name}": replace(LOCAL, cuda_graph_scope=scope) for name, scope in PARTS.items()}
+    made = {name: iteration(model, graph, moe=moe) for name, graph in parts.items()}
+    made["eager"] = iteration(model, EAGER, moe=moe)
+    return [compared("16 experts, top 2, 4 layers, h1024 s1024 b1: partial graphs", made)]
+
+
+def same_losses(
+    model: ModelConfig, graphs: Mapping[str, GraphConfig], moe: MoEConfig | None = None, steps: int = 6, **made: Any
+) -> list[dict[str, Any]]:
+    """Whether `steps` losses and the last gradients are those of the eager run, to the bit, while weights change."""
+
+    def record(graph: GraphConfig) -> list[torch.Tensor]:
+        one, found = iteration(model, graph, moe=moe, **made), []
+        parameters = [p for chunk in one.pipeline.chunks for p in chunk.parameters() if p.requires_grad]
+        for _ in range(steps):
+            report = one.run()
+            found.append(torch.as_tensor(report["loss_sum"]).detach().clone())
+            for p in parameters:  # as an optimizer would, in place
+                p.data.add_(p.main_grad.to(p.dtype), alpha=-0.01)  # type: ignore[attr-defined]
+        return [*found, *(p.main_grad.clone() for p in parameters)]  # type: ignore[attr-defined]
+
+    expected = record(EAGER)
+    return [
+        {
+            "case": f"{name}: {steps} steps, losses and gradients bit-equal to eager",
+            "equal": all(torch.equal(a, b) for a, b in zip(record(graph), expected, strict=True)),
+        }
+        for name, graph in graphs.items()
+    ]
+
+
+def equality() -> list[dict[str, Any]]:
+    """F25 and G6: weights change between replays, and nothing else does."""
+    small = ModelConfig(layers=2, hidden=256, heads=8, vocab_size=1024, seq_length=256, **PLAIN)
+    rows = same_losses(
+        small, {"graphs of layers": LOCAL, "one graph": replace(LOCAL, cuda_graph_scope=("full_iteration",))}
+    )
+    scopes = {f"scope {name}": replace(LOCAL, cuda_graph_scope=scope) for name, scope in PARTS.items()}
+    return rows + same_losses(replace(small, activation="swiglu"), scopes, MoEConfig(num_experts=8, top_k=2))
+
+
+def pipeline_pool(
+    pp: int = 4,
+    microbatches: int = 8,
+    layers: int = 2,
+    config: ModelConfig = ModelConfig(layers=1, hidden=1024, heads=16, seq_length=1024, **PLAIN),  # noqa: B008
+    *,
+    replays: int = 1000,
+    device: torch.device = DEVICE,
+    impl: str = "local",
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[dict[str, Any]]:
+    """G7: the pool of the first stage of 1F1B, aim at 1.15 of what is in flight at the peak and half of a pool for each
+    graph, flat over 1,000 replays."""
+    groups = single_process_groups(device=device)
+    build = Build(config=config, group=groups.tp, seed=1, dtype=dtype, device=device)
+    stack = tuple(TransformerLayer(index, build) for index in range(layers))
+    order = one_f_one_b(pp, microbatches).order(0)
+
+    def sample() -> tuple[torch.Tensor]:
+        return (torch.randn(config.seq_length, 1, config.hidden, device=device, dtype=dtype, requires_grad=True),)
+
+    samples = [sample() for _ in range(layers * microbatches)]
+    shared = make_graphed_callables(
+        stack, samples, order=order, num_layers_per_chunk=[layers], reuse_buffers=True, impl=impl, num_warmup=1
+    )
+    in_flight = plan_buffers(order, [layers]).num_buffers // layers
+    share = Share(samples=1, element_bytes=dtype.itemsize, device="cuda" if device.type == "cuda" else "cpu")
+    activations = in_flight * layers * layers_activation_bytes(replace(config, layers=1), share)
+    boundary = samples[0][0].nbytes
+    before = shared[0].pool.reserved_bytes
+    for _ in range(replays // len(order)):
+        run_order(order, shared, layers, sample()[0])
+    pool = shared[0].pool.reserved_bytes
+    separate = 0
+    for _ in range(microbatches):
+        alone = make_graphed_callables(stack, [sample() for _ in stack], impl=impl, num_warmup=1)
+        separate += alone[0].pool.reserved_bytes
+    mib = 2**20
+    return [{
+        "case": f"pool of stage 0, 1F1B pp{pp} M{microbatches}, {layers} layers h{config.hidden} s{config.seq_length}",
+        "pool_mib": round(pool / mib, 1), "grown_mib": round((pool - before) / mib, 1),
+        "in_flight_and_static_mib": round((activations + 2 * in_flight * layers * boundary) / mib, 1),
+        "over_in_flight": round(pool / (activations + 2 * in_flight * layers * boundary), 3),
+        "of_a_pool_each": round(pool / separate, 3),
+    }]  # fmt: skip
+
+
+def run_order(order: Sequence[float], graphed: Sequence[Any], layers: int, x: torch.Tensor) -> None:
+    """One step of one chunk in its order; every microbatch has the same input."""
+    forwards = backwards = 0
+    under_way: dict[int, torch.Tensor] = {}
+    for entry in order:
+        if entry > 0:
+            y = x.detach().requires_grad_()
+            for layer in range(layers):
+                y = graphed[forwards * layers + layer](y)
+            under_way[forwards] = y
+            forwards += 1
+        else:
+            under_way.pop(backwards).sum().backward()
+            backwards += 1
