@@ -52,9 +52,11 @@ class GraphMemory:
     """The parts of the table above, in bytes; None where nobody knows."""
 
     graphs: int
-    """How many, not bytes."""
+    """How many."""
+    operations: int | None
+    """What all graphs launch when each is replayed once; a graph object grows with it."""
     graph_objects: int | None
-    """What the machine keeps for the graphs themselves."""
+    """What the machine keeps for the graphs themselves, in bytes."""
     static_inputs: int
     static_gradients: int
     break_points: int
@@ -78,9 +80,10 @@ class GraphMemoryReport:
     predicted: GraphMemory | None = None
 
     def rows(self) -> list[tuple[str, int | None, int | None]]:
-        """(part, predicted, measured); bytes, but for the number of graphs."""
+        """(part, predicted, measured); bytes, but for graphs and operations."""
         names = (
             ("graphs", "graphs"),
+            ("operations", "operations"),
             ("graph objects", "graph_objects"),
             ("static inputs", "static_inputs"),
             ("static gradients", "static_gradients"),
@@ -99,7 +102,7 @@ class GraphMemoryReport:
         for label, *values in self.rows():
             shown = ["unknown" if value is None else f"{value:,}" for value in values]
             lines.append(f"{label:18}  {shown[0]:>12}  {shown[1]:>12}")
-        return "\n".join([*lines, "(bytes, but for the number of graphs)"])
+        return "\n".join([*lines, "(bytes, but for graphs and operations)"])
 
 
 def measure_graphs(
@@ -124,9 +127,12 @@ def measure_graphs(
             f"{len(callables)} callables for {sum(layers)} layers and {microbatches} microbatches: give all of a rank"
         )
     stores = [_bytes(one.static_outputs) if _ends_inside_a_layer(one) else 0 for one in callables]
+    graphs = [graph for one in callables for graph in one.graphs if graph is not None]
+    operations = [graph.num_operations for graph in graphs]
     pools = {id(one.pool): one.pool for one in callables if one.pool is not None}.values()
     return GraphMemory(
-        graphs=sum(graph is not None for one in callables for graph in one.graphs),
+        graphs=len(graphs),
+        operations=None if None in operations else sum(operations),
         graph_objects=graph_objects,
         static_inputs=_bytes(tensor for one in callables for tensor in one.static_inputs),
         static_gradients=_bytes(tensor for one in callables for tensor in one.captured.grad_outputs),
@@ -144,6 +150,7 @@ def predict_graph_memory(
     input_bytes: int | Sequence[int],
     gradient_bytes: int | Sequence[int] | None = None,
     store_bytes: int | Sequence[int] = 0,
+    operations: int | Sequence[int] | None = None,
 ) -> GraphMemory:
     """The same parts before any capture, under `plan_buffers` and one shared pool.
 
@@ -154,9 +161,10 @@ def predict_graph_memory(
         input_bytes: Of each layer's static inputs; layers with the same number share buffers.
         gradient_bytes: Of the gradients of each layer's outputs; None: as many as its inputs.
         store_bytes: Of the outputs of graphs that end inside a layer, 0 for others.
+        operations: Of each layer's forward and backward graph together, where known.
 
     Raises:
-        ValueError: an order that cannot run, numbers for another number of layers.
+        ValueError: an order that `predict_pool` refuses, numbers for another number of layers.
     """
     passes = read_order(order)
     chunks, microbatches = order_sizes(passes)
@@ -167,6 +175,7 @@ def predict_graph_memory(
     buffers = plan_buffers(order, layers, inputs).buffers_by_signature
     return GraphMemory(
         graphs=sum(layers[one.chunk] for one in passes),
+        operations=None if operations is None else microbatches * sum(_of_each_layer("operations", operations, layers)),
         graph_objects=None,
         static_inputs=sum(int(nbytes) * count for nbytes, count in buffers.items()),  # type: ignore[call-overload]
         static_gradients=sum(set(gradients)),

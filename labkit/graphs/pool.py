@@ -248,9 +248,15 @@ def predict_pool(
     memory: of every layer, chunk by chunk, or one for all.
 
     Raises:
-        ValueError: an order that `read_order` refuses, layers or memory of another number.
+        ValueError: an order that `read_order` refuses, or with weight gradients of their own (c - 0.5), which leave more
+            alive than these numbers tell; layers or memory of another number.
     """
     passes = read_order(order)
+    if any(one.kind == "W" for one in passes):
+        raise ValueError(
+            "the order has weight gradients of their own (c - 0.5): what stays alive until they have run is not "
+            "predicted; measure the pool instead"
+        )
     layers = layers_of_chunks(layers_per_chunk, order_sizes(passes)[0])
     of_layer = [memory] * sum(layers) if isinstance(memory, LayerMemory) else list(memory)
     if len(of_layer) != sum(layers):

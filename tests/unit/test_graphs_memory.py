@@ -22,7 +22,7 @@ LAYER = LayerMemory(forward_peak=100, kept=80, backward_peak=30, grad_inputs=10)
 
 def graphed(inputs, outputs, gradients, pool):
     return SimpleNamespace(
-        graphs=(object(), object(), None),
+        graphs=(SimpleNamespace(num_operations=5), SimpleNamespace(num_operations=7), None),
         static_inputs=inputs,
         static_outputs=outputs,
         captured=SimpleNamespace(grad_outputs=gradients),
@@ -62,11 +62,11 @@ def test_measured_parts_count_each_address_once():
         for m in range(3)
     ]  # fmt: skip
     measured = measure_graphs(callables, ORDER, 1, graph_objects=7)
-    predicted = predict_graph_memory(ORDER, 1, LAYER, input_bytes=8, gradient_bytes=6, store_bytes=5)
+    predicted = predict_graph_memory(ORDER, 1, LAYER, input_bytes=8, gradient_bytes=6, store_bytes=5, operations=12)
     report = GraphMemoryReport(measured, predicted)
     assert [(label, before, after) for label, before, after in report.rows()] == [
-        ("graphs", 6, 6), ("graph objects", None, 7), ("static inputs", 16, 16), ("static gradients", 6, 6),
-        ("pool, peak", 200, 200), ("of it break points", 10, 10), ("pool, reserved", None, 256),
+        ("graphs", 6, 6), ("operations", 36, 36), ("graph objects", None, 7), ("static inputs", 16, 16),
+        ("static gradients", 6, 6), ("pool, peak", 200, 200), ("of it break points", 10, 10), ("pool, reserved", None, 256),
         ("fragmentation", None, 56),
     ]  # fmt: skip
     assert "fragmentation" in str(report)

@@ -111,3 +111,8 @@ def test_the_pool_grows_with_ranks_and_not_with_microbatches(pp, microbatches, l
 def test_memory_of_another_number_of_layers_is_refused():
     with pytest.raises(ValueError, match="memory of 1 layers for 2"):
         predict_pool([1, -1], 2, [LAYER])
+
+
+def test_weight_gradients_of_their_own_are_not_predicted():
+    with pytest.raises(ValueError, match="measure the pool instead"):
+        predict_pool([1, -1, -1.5], 1, LAYER)

@@ -43,7 +43,9 @@ def capture(order, layers, *, reuse=True):
 
 @cache
 def of_one_layer():
-    return layer_memory(capture(LAYER_ORDER, 1)[0].pool.history)
+    """(what it does to a pool, operations of its two graphs)."""
+    graphed = capture(LAYER_ORDER, 1)[0]
+    return layer_memory(graphed.pool.history), sum(graph.num_operations for graph in graphed.graphs[:2])
 
 
 @pytest.mark.parametrize(
@@ -58,9 +60,11 @@ def of_one_layer():
 def test_one_layer_predicts_the_rank(order, layers):
     callables = capture(order, layers)
     nbytes = ROWS * WIDTH * 4
-    predicted = predict_graph_memory(order, layers, of_one_layer(), input_bytes=nbytes)
+    memory, operations = of_one_layer()
+    predicted = predict_graph_memory(order, layers, memory, input_bytes=nbytes, operations=operations)
     measured = measure_graphs(callables, order, layers)
     assert measured.graphs == predicted.graphs == 2 * len(callables)
+    assert measured.operations == predicted.operations
     assert measured.static_inputs == predicted.static_inputs == plan_buffers(order, layers).num_buffers * nbytes
     assert measured.static_gradients == predicted.static_gradients == nbytes
     assert measured.pool_peak == predicted.pool_peak
