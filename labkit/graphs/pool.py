@@ -248,7 +248,7 @@ def predict_pool(
     memory: of every layer, chunk by chunk, or one for all.
 
     Raises:
-        ValueError: an order that `read_order` refuses, or with weight gradients of their own (c - 0.5), which leave more
+        ValueError: an order that `read_order` refuses, or with weight gradients of their own (c - 0.5), which keep more
             alive than these numbers tell; layers or memory of another number.
     """
     passes = read_order(order)

@@ -41,6 +41,16 @@ explore_policies(logits, {"limit": {"top_k": 2, "capacity_factor": 1.0}, "groupe
 FOLDING = """from labkit.viz import explore_folding
 
 explore_folding(world_size=16, tp=2, cp=2, pp=2, ep=4, etp=2, gpus_per_node=8)"""
+POOL = """from labkit.graphs import play_back
+from labkit.viz import explore_pool
+
+# two forwards, then the first backward gives back what the third forward takes
+rows = [("F", 0, 0), ("F", 1, 8), ("B", 0, 16), ("-", 0, 0), ("F", 2, 0)]
+names = {"F": "forward", "B": "backward"}
+explore_pool(play_back(
+    (time, "free" if kind == "-" else "alloc", place * 1024, 8192, f"microbatch {m} {names.get(kind, '')}")
+    for time, (kind, m, place) in enumerate(rows)
+))"""
 PATIENCE = 60_000
 """Milliseconds for what a kernel start or a redraw may take on a busy machine."""
 
@@ -204,6 +214,21 @@ def test_a_layout_that_folding_alone_allows_is_refused_without_it(lab: str, page
     picture.wait_for(state="hidden")
     page.get_by_label("folded").check()
     picture.wait_for(state="visible")
+
+
+@pytest.mark.parametrize("lab", [POOL], indirect=True)
+def test_the_player_steps_through_the_frames_of_a_pool(lab: str, page: Any) -> None:
+    picture = page.locator(".jp-OutputArea img")
+    _says(page, "Frame 0 of 4, F0: 8 KiB held in 1 block, 0 KiB of it just taken")
+    before = picture.get_attribute("src")
+    _slider(page, "frame").press("End")
+    _says(page, "Frame 3 of 4, F2: 24 KiB held in 3 blocks, 8 KiB of it just taken where")
+    assert picture.get_attribute("src") != before
+    _screenshot(page, "pool")
+    _slider(page, "frame").press("Home")
+    _says(page, "Frame 0 of 4")
+    page.locator(".jupyter-widget-play button, .widget-play button").first.click()
+    _says(page, "Frame 3 of 4")  # by itself
 
 
 def _screenshot(page: Any, name: str) -> None:
