@@ -25,8 +25,10 @@ _EXPORTS = {
     "curves": ("loss_curves",),
     "graph_pool": ("buffer_lives", "explore_pool", "pool_blocks", "pool_frame", "pool_frames"),
     "masks": ("dropout_masks",),
+    "partial_graphs": ("padding_costs", "PaddingCost", "sequence_diagram"),
     "moe": ("dispatch_steps", "send_matrix_figure"),
     "moe_load": ("capacity_curve", "explore_skew", "load_over_training", "skew_curve"),
+    "graphs": ("by_call", "cost_by_size", "graph_memory", "launch_timeline"),
     "memory": ("Kept", "live_bytes", "saved_waterfall"),
 }
 """Module -> the names that this package offers from it."""
@@ -56,6 +58,10 @@ if TYPE_CHECKING:
     from labkit.viz.graph_pool import pool_blocks as pool_blocks
     from labkit.viz.graph_pool import pool_frame as pool_frame
     from labkit.viz.graph_pool import pool_frames as pool_frames
+    from labkit.viz.graphs import by_call as by_call
+    from labkit.viz.graphs import cost_by_size as cost_by_size
+    from labkit.viz.graphs import graph_memory as graph_memory
+    from labkit.viz.graphs import launch_timeline as launch_timeline
     from labkit.viz.masks import dropout_masks as dropout_masks
     from labkit.viz.memory import Kept as Kept
     from labkit.viz.memory import live_bytes as live_bytes
@@ -68,6 +74,9 @@ if TYPE_CHECKING:
     from labkit.viz.moe_load import skew_curve as skew_curve
     from labkit.viz.overlap import bucket_size_curve as bucket_size_curve
     from labkit.viz.overlap import overlap_gantt as overlap_gantt
+    from labkit.viz.partial_graphs import PaddingCost as PaddingCost
+    from labkit.viz.partial_graphs import padding_costs as padding_costs
+    from labkit.viz.partial_graphs import sequence_diagram as sequence_diagram
     from labkit.viz.placement import layer_placement as layer_placement
     from labkit.viz.policy_bars import compare_policies as compare_policies
     from labkit.viz.policy_bars import explore_policies as explore_policies

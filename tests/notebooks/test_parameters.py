@@ -159,6 +159,19 @@ CASES = {
             "GPT, pp 4, 8 microbatches over 12 steps": "GPT, pp 4, 16 microbatches over 12 steps",
         },
     ),
+    # Python counts warm-up and capture, 5 + 1, and no replay; the tensor counts the 12 replays alone. Results of the
+    # block with 16 rows of 32: 4 of [16, 64], one of [16, 32], two weights of 64 x 32 and biases of 64 and 32 numbers
+    # of 4 bytes are 4 x 4,096 + 2,048 + 2 x 8,192 + 384 = 35,200
+    "14_cuda_graphs": Case(
+        {"warmup": 5, "steps": 12, "rows": 16},
+        {
+            "Runs counted after 24 calls (4 of them warm-up and capture): by Python 4, in a tensor 20.": (
+                "Runs counted after 18 calls (6 of them warm-up and capture): by Python 6, in a tensor 12."
+            ),
+            "Factor after 20 calls: eager 1, replay 0.1.": "Factor after 12 calls: eager 1, replay 0.1.",
+            "kB instead of 53.6.": "kB instead of 35.2.",
+        },
+    ),
     # bubble (p-1)/(m+p-1): 3/11 = 27.3% for 8 microbatches, 3/19 = 15.8% for 16; GPipe holds all m, 1F1B at most p
     "08_p2p_and_1f1b": Case(
         {"microbatches": 16},

@@ -1,0 +1,275 @@
+"""CUDA graphs in pictures: operations and the memory they write, launches on a timeline, numbers by call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from torch import Tensor
+
+from labkit.graphs.launches import Launches, Run
+from labkit.graphs.operation_log import Memory, Operation, OperationLog, memory_of
+from labkit.viz.figure import Figure
+from labkit.viz.style import ACTIVITIES, SEQUENCE, color, legend_patches, new_figure, styled, text_color
+
+_INK, _PALE, _LEAVES = "#333333", 0.25, ".."
+_LINES = ("-", "--", "-.", ":")
+_MARKS = ("o", "s", "^", "D")
+
+
+# ---- operations and memory ----
+
+
+class _Row(NamedTuple):
+    part: str
+    operation: Operation
+
+
+class _Axis:
+    """Places of a pool beside each other, without the gaps between them; kB."""
+
+    def __init__(self, places: Sequence[Memory]) -> None:
+        self.ranges: list[list[int]] = []  # [first byte, byte after the last]
+        for place in sorted(places):
+            if self.ranges and place.address <= self.ranges[-1][1]:
+                self.ranges[-1][1] = max(self.ranges[-1][1], place.address + place.nbytes)
+            else:
+                self.ranges.append([place.address, place.address + place.nbytes])
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(end - start for start, end in self.ranges)
+
+    def at(self, place: Memory) -> float:
+        """Left end of a place, in kB."""
+        before = 0
+        for start, end in self.ranges:
+            if start <= place.address < end:
+                return (before + place.address - start) / 1e3
+            before += end - start
+        raise ValueError(f"{place} is not on the axis")
+
+
+def graph_memory(logs: Mapping[str, OperationLog], given: Mapping[str, Tensor]) -> Figure:
+    """Operations from top to bottom, and what each reads and writes: left tensors from outside, right the pool.
+
+    A full bar is a result being written, the pale bar under it its life, up to the last operation that reads it (dotted
+    where it leaves the graph); a ring is a read. Where full bars stand one above the other, memory is used again.
+
+    logs: part of a step, such as `forward`, -> what it computes. given: name -> a tensor that existed before.
+
+    Raises:
+        ValueError: nothing was logged.
+    """
+    rows = [_Row(part, operation) for part, log in logs.items() for operation in log.operations]
+    if not rows:
+        raise ValueError("graph_memory needs logs with at least one operation")
+    names = {memory_of(tensor).address: name for name, tensor in given.items()}
+    inside = [place for row in rows for place in row.operation.writes if place.address not in names]
+    axis = _Axis(inside)
+    with styled():
+        fig = new_figure(8.6, 1.25 + 0.24 * len(rows))
+        left, right = fig.subplots(1, 2, sharey=True, width_ratios=(max(2, len(names)), 12))
+        for number, row in enumerate(rows):
+            _draw_given(left, number, row, names)
+            _draw_pool(right, number, rows, names, axis)
+        left.set_xticks(range(len(names)), names.values(), rotation=90)
+        left.set(xlim=(-0.6, len(names) - 0.4), ylim=(len(rows), 0))
+        left.set_yticks([n + 0.5 for n in range(len(rows))], [f"{n} {r.operation.name}" for n, r in enumerate(rows)])
+        left.set_title("given", loc="left")
+        right.set_title("pool", loc="left")
+        right.set(xlabel="kB", xlim=(0, 1.01 * max(axis.total / 1e3, 1e-3)))
+        for axes in (left, right):
+            axes.tick_params(axis="y", length=0)
+            axes.grid(axis="y", linewidth=0.4)
+        fig.legend(handles=[_patch(part, i) for i, part in enumerate(logs)], loc="outside upper right", ncols=len(logs))
+    return Figure(fig, _memory_sentence(logs, rows, names, axis))
+
+
+def _shade(part: str, number: int = 0) -> str:
+    return color(part) if part in ACTIVITIES else SEQUENCE[number % len(SEQUENCE)]
+
+
+def _patch(part: str, number: int) -> Patch:
+    return Patch(facecolor=_shade(part, number), label=part)
+
+
+def _shade_of(rows: Sequence[_Row], number: int) -> str:
+    parts = list(dict.fromkeys(row.part for row in rows))
+    return _shade(rows[number].part, parts.index(rows[number].part))
+
+
+def _ring(axes: Any, x: float, row: int) -> None:
+    axes.plot(x, row + 0.5, "o", markersize=5.5, markerfacecolor="white", markeredgecolor=_INK, markeredgewidth=1.1)
+
+
+def _draw_given(axes: Any, number: int, row: _Row, names: Mapping[int, str]) -> None:
+    columns = list(names)
+    for place in row.operation.writes:
+        if place.address in names:
+            axes.plot(columns.index(place.address), number + 0.5, "s", markersize=8, color=_INK)
+    for place in row.operation.reads:
+        if place.address in names:
+            _ring(axes, columns.index(place.address), number)
+
+
+def _draw_pool(axes: Any, number: int, rows: Sequence[_Row], names: Mapping[int, str], axis: _Axis) -> None:
+    """The results of one operation, with their lives, and its reads."""
+    shade = _shade_of(rows, number)
+    for place in rows[number].operation.writes:
+        if place.address in names:
+            continue
+        x, width = axis.at(place), place.nbytes / 1e3
+        last = _last_read(place, rows, number)
+        life, leaves = (last - number, "") if last is not None else (len(rows) - number, _LEAVES)
+        axes.add_patch(
+            Rectangle((x, number + 0.5), width, life, facecolor=shade, alpha=_PALE, linewidth=0, hatch=leaves)
+        )
+        axes.add_patch(
+            Rectangle((x, number + 0.14), width, 0.72, facecolor=shade, edgecolor="white", linewidth=0.8, zorder=2)
+        )
+    for place in rows[number].operation.reads:
+        if place.address not in names and any(place in row.operation.writes for row in rows[:number]):
+            _ring(axes, axis.at(place) + place.nbytes / 2e3, number)
+
+
+def _last_read(place: Memory, rows: Sequence[_Row], number: int) -> int | None:
+    """The last operation that reads what `number` wrote to `place`; None for a result that leaves the graph: nothing
+    reads it, and nothing else takes its memory."""
+    last = None
+    for later in range(number + 1, len(rows)):
+        operation = rows[later].operation
+        if place in operation.reads:
+            last = later
+        if any(place.overlaps(other) for other in operation.writes):
+            return number if last is None else last
+    return last
+
+
+def _memory_sentence(
+    logs: Mapping[str, OperationLog], rows: Sequence[_Row], names: Mapping[int, str], axis: _Axis
+) -> str:
+    counts = " and ".join(f"{len(log.operations)} in {part}" for part, log in logs.items())
+    read = {place.address for row in rows for place in row.operation.reads} & set(names)
+    made = [
+        place
+        for row in rows
+        for place in row.operation.writes
+        if place.address not in names and place not in row.operation.reads
+    ]
+    again = sum(any(place.overlaps(other) for other in made[:number]) for number, place in enumerate(made))
+    return (
+        f"{_count(len(rows), 'operation')}, {counts}, read {_count(len(read), 'given tensor')} and make "
+        f"{_count(len(made), 'result')}; {again} of these lie where an earlier one lay, so that the pool has "
+        f"{axis.total / 1e3:.1f} kB instead of {sum(place.nbytes for place in made) / 1e3:.1f}."
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+# ---- launches ----
+
+
+def launch_timeline(runs: Mapping[str, Launches], *, numbers: bool = True) -> Figure:
+    """Host and device over time, a pair of lanes for each way of running the same operations.
+
+    numbers: put times into the sentence; measured ones change from run to run. Raises ValueError without operations.
+    """
+    if not runs or not all(each.device for each in runs.values()):
+        raise ValueError("launch_timeline needs runs with at least one operation each")
+    lanes = [
+        (f"{name}\n{lane}" if both else name, kind, getattr(each, lane))
+        for name, each in runs.items()
+        for both in (bool(each.host),)
+        for lane, kind in ((("host", "timer"), ("device", "forward")) if both else (("device", "forward"),))
+    ]
+    end = max(each.end for each in runs.values())
+    with styled():
+        fig = new_figure(8.6, 0.9 + 0.42 * len(lanes))
+        axes = fig.subplots()
+        for row, (_, kind, lane) in enumerate(lanes):
+            _draw_lane(axes, row, kind, lane, end)
+        axes.set_yticks([row + 0.5 for row in range(len(lanes))], [name for name, _, _ in lanes])
+        axes.tick_params(axis="y", length=0)
+        axes.set(xlim=(0, end), ylim=(len(lanes), 0), xlabel="microseconds")
+        axes.set_facecolor(color("idle"))
+        for row in range(1, len(lanes)):
+            axes.axhline(row, color="white", linewidth=2)
+        handles = [Patch(facecolor=color("forward"), label="operation")]
+        if any(each.host for each in runs.values()):
+            handles.append(Patch(facecolor=color("timer"), label="launch"))
+        fig.legend(handles=[*handles, *legend_patches(["idle"])], loc="outside upper right", ncols=3)
+    told = [
+        f"{name} {_count(len(each.device), 'operation')}"
+        + (f", device busy {each.busy:.0%} of {each.end:.0f} us" if numbers else "")
+        for name, each in runs.items()
+    ]
+    return Figure(fig, "; ".join(told) + ".")
+
+
+def _draw_lane(axes: Any, row: int, kind: str, lane: Sequence[Run], end: float) -> None:
+    shade = color(kind)
+    for run in lane:
+        width = run.end - run.start
+        axes.add_patch(Rectangle((run.start, row + 0.1), width, 0.8, facecolor=shade, edgecolor="white", linewidth=0.6))
+        if (len(run.name) + 0.7) * 0.0105 * end < width:
+            middle = (run.start + width / 2, row + 0.52)
+            axes.text(*middle, run.name, ha="center", va="center", fontsize=8, color=text_color(shade), clip_on=True)
+
+
+# ---- numbers ----
+
+
+def cost_by_size(sizes: Sequence[int], seconds: Mapping[str, Sequence[float]], what: str = "rows") -> Figure:
+    """Measured time of a step by its size, both axes logarithmic: where a line is flat, launches cost, not numbers.
+
+    The sentence carries no time. Raises ValueError where numbers of sizes and times differ.
+    """
+    if len(sizes) < 2 or not seconds or any(len(each) != len(sizes) for each in seconds.values()):
+        raise ValueError(f"give two sizes or more and as many times for each line; got {len(sizes)} sizes")
+    with styled():
+        fig = new_figure(6.4, 3.0)
+        axes = fig.subplots()
+        for number, (name, times) in enumerate(seconds.items()):
+            axes.plot(sizes, [1e6 * t for t in times], marker=_MARKS[number % 4], markersize=4, label=name,
+                      color=SEQUENCE[number], linestyle=_LINES[number % 4])  # fmt: skip
+        axes.set(xscale="log", yscale="log", xlabel=what, ylabel="time of a step (us)")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.grid(which="major", linewidth=0.5)
+        axes.legend()
+    named = " and ".join(seconds)
+    return Figure(fig, f"Time of a step of {min(sizes):,} to {max(sizes):,} {what}: {named}.")
+
+
+def by_call(series: Mapping[str, Sequence[float]], what: str, *, captured: int = 0) -> Figure:
+    """A number after each call, a line for each way of keeping it; `captured` calls came before the first replay.
+
+    The sentence gives the last value of each. Raises ValueError without values.
+    """
+    if not series or not all(len(values) for values in series.values()):
+        raise ValueError("by_call needs at least one line with values")
+    with styled():
+        fig = new_figure(6.4, 2.6)
+        axes = fig.subplots()
+        calls = max(len(values) for values in series.values())
+        if captured:
+            axes.axvspan(0.5, captured + 0.5, color=color("idle"), zorder=0)
+            axes.text(0.7, 0.97, "warm-up and capture", transform=axes.get_xaxis_transform(), va="top", fontsize=8)
+        for number, (name, values) in enumerate(series.items()):
+            axes.step(range(1, len(values) + 1), values, where="mid", label=name, linewidth=2,
+                      color=SEQUENCE[number], linestyle=_LINES[number % 4])  # fmt: skip
+        axes.set(xlabel="call", ylabel=what, xlim=(0.5, calls + 0.5))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend(loc="center right")
+    last = ", ".join(f"{name} {values[-1]:g}" for name, values in series.items())
+    first = f" ({captured} of them warm-up and capture)" if captured else ""
+    return Figure(fig, f"{what} after {_count(calls, 'call')}{first}: {last}.")
