@@ -249,7 +249,7 @@ def _draw_strip(axes: Any, row: int, frame: Frame) -> None:
     for life in frame.live:
         style = _block_style(life)
         if life in over:
-            style |= {"edgecolor": _TAKEN_OVER, "linewidth": 1.2}
+            style |= {"edgecolor": _TAKEN_OVER, "linewidth": 1.2, "zorder": 2}  # above its neighbours' edges
         box = Rectangle((life.offset / _KIB, row + 0.1), life.nbytes / _KIB, 0.8, **style)
         axes.add_patch(box)
 
