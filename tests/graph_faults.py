@@ -12,7 +12,7 @@ GRAPHS: list[Fault] = [
         "train/step_graphs.py",
         "                self._helper.cuda_graph_set_manual_hooks()\n",
         "",
-        f"{RANKS} -k those_without",
+        f"{RANKS} -k buckets",
     ),
     Fault(
         "all microbatches replay the graphs of the first",
@@ -85,10 +85,18 @@ GRAPHS: list[Fault] = [
         f"{RANKS} -k those_without",
     ),
     Fault(
-        "evaluation replays the graphs of training",
-        "graphs/graphable.py",
-        "if self.training and captures_layers(self.graph) and torch.is_grad_enabled():",
-        "if captures_layers(self.graph):",
-        f"{TRAINING} -k evaluation",
+        "microbatches have each other's graphs",
+        "graphs/helper.py",
+        "sample_index(counts, self.num_microbatches, chunk, position, microbatch)\n                    for",
+        "sample_index(counts, self.num_microbatches, chunk, position, self.num_microbatches - 1 - microbatch)\n"
+        "                    for",
+        f"{RANKS} -k interleaved",
+    ),
+    Fault(
+        "weight gradients of a split backward are never replayed",
+        "graphs/graphed.py",
+        "            deferred([parameter for parameter, _ in captured.late], self._weight_gradients)\n",
+        "            pass\n",
+        f"{TRAINING} -k split",
     ),
 ]

@@ -72,6 +72,7 @@ class CudaGraphHelper:
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
         self.callables_per_chunk: list[list[GraphableMegatronModule]] = [graphable_modules(chunk) for chunk in model]
         """By chunk, the layers that are captured, in their order."""
+        self._engine_options = _engine_options(self.chunks, config.cuda_graph_impl)
         for layer in self.layers[:1]:
             choose_impl(config.cuda_graph_impl, next(layer.parameters()).device)
         self.order = self._order(schedule, pp_rank)
@@ -159,6 +160,7 @@ class CudaGraphHelper:
             impl=self.config.cuda_graph_impl,
             allow_unused_input=True,
             plan=None if self.config.cuda_graph_impl == "transformer_engine" else plan,
+            engine_options=self._engine_options,
         )
 
     def _parameters(self) -> Iterator[nn.Parameter]:
@@ -228,6 +230,18 @@ class CudaGraphHelper:
 
 TECudaGraphHelper = CudaGraphHelper
 """Megatron's name, from the time when only Transformer Engine captured layers."""
+
+
+def _engine_options(chunks: Sequence[Any], impl: str) -> dict[str, Any] | None:
+    """How Transformer Engine's layers compute in fp8; None where they do not."""
+    scalings = [getattr(chunk, "float8", None) for chunk in chunks]
+    engines = [scaling for scaling in scalings if hasattr(scaling, "graph_options")]
+    if engines and impl != "transformer_engine":
+        raise ValueError(
+            f"graph.cuda_graph_impl = {impl} does not know the fp8 scales of Transformer Engine's layers: set it to "
+            "transformer_engine, or optim.fp8 to none"
+        )
+    return engines[0].graph_options() if engines else None
 
 
 def _context(chunk: nn.Module, seq_length: int) -> tuple[Tensor, ...]:

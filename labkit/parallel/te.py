@@ -354,6 +354,13 @@ class EngineFloat8:
         group = self.group.process_group
         return self._engine.autocast(enabled=True, recipe=self.recipe, amax_reduction_group=group)
 
+    def graph_options(self) -> dict[str, Any]:
+        """What `make_graphed_callables` must be told, since captured layers run outside the region; weights are cast by
+        the replays of the first microbatch alone."""
+        group = self.group.process_group
+        named = {"enabled": True, "recipe": self.recipe, "amax_reduction_group": group}
+        return named | {"cache_quantized_params": True}
+
     def end_step(self) -> None:
         """After the last microbatch: weights will change, so the next forward casts them again."""
         for layer in self._layers:

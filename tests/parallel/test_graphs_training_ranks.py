@@ -43,6 +43,9 @@ CASES = {
     "pp2 x dp2, distributed optimizer": (
         4, {"pp": 2, "global_batch_size": 8, **DISTRIBUTED, **VALIDATION}, GRAPHS,
     ),
+    "dp2, distributed optimizer, several buckets": (
+        2, {"global_batch_size": 8, "optim.bucket_size": 4000, **DISTRIBUTED}, GRAPHS,
+    ),
     "tp2, sequence parallel, dropout": (
         2, {"tp": 2, "sequence_parallel": True, "hidden_dropout": 0.1, "attention_dropout": 0.1}, GRAPHS,
     ),

@@ -17,11 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import te_stub
 
 from labkit.cli import main
-from labkit.config import ConfigError, ModelConfig, RunConfig, presets
+from labkit.config import ConfigError, GraphConfig, ModelConfig, RunConfig, presets
+from labkit.graphs import CudaGraphHelper
 from labkit.models import GPTModel
 from labkit.parallel import ColumnParallelLinear, RowParallelLinear, single_process_groups, te
 from labkit.parallel.fp8 import Float8Recipe, end_float8_step
-from labkit.schedules import zero_bubble_h1
+from labkit.schedules import one_f_one_b, zero_bubble_h1
 from labkit.train import pretrain
 from labkit.train.schedule_fit import check_schedule
 
@@ -179,6 +180,28 @@ def test_recomputation_is_the_engines_where_it_casts(engine: te_stub.Record, flo
     assert len(engine.of("checkpoint", "__call__")) == (2 if float8 else 0)
     first_pass_and_again = [c for c in engine.calls if c.method == "forward" and c.name == "Linear"][:8]
     assert [c.in_fp8 for c in first_pass_and_again] == [float8 is not None] * 8
+
+
+def test_graphs_are_told_of_the_engines_fp8_and_none_of_ours_may_capture_it(engine, monkeypatch) -> None:
+    def helper(impl: str) -> CudaGraphHelper:
+        graph = GraphConfig(cuda_graph_impl=impl)
+        chunk = model(GPT2, float8=Float8Recipe("delayed"), graph=graph)
+        return CudaGraphHelper([chunk], graph, GPT2.seq_length, 1, schedule=one_f_one_b(1, 4))
+
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("labkit.graphs.helper.choose_impl", lambda *_: None)
+    monkeypatch.setattr(
+        "labkit.graphs.helper.make_graphed_callables", lambda *_, **more: asked.update(more) or [lambda x: x] * 2
+    )
+    made = helper("transformer_engine")
+    made.create_cudagraphs()
+    options = asked["engine_options"]
+    assert options["enabled"] and options["cache_quantized_params"] and "amax_reduction_group" in options
+    assert options["recipe"] is made.chunks[0].float8.recipe  # type: ignore[union-attr]
+    assert asked["plan"] is None and asked["order"] == [1, -1] and asked["reuse_buffers"]
+    for impl in ("local", "emulated"):
+        with pytest.raises(ValueError, match="does not know the fp8 scales of Transformer Engine's"):
+            helper(impl)
 
 
 # ---- training, refusals ----
