@@ -108,7 +108,8 @@ def check_callables(callables: Sequence[Callable[..., Any]]) -> None:
             "some modules are in training and some in evaluation mode: graphs that share a pool are captured in one "
             "mode; call .train() or .eval() on all of them"
         )
-    if torch.is_autocast_enabled() and torch.is_autocast_cache_enabled():
+    casts = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+    if casts and torch.is_autocast_cache_enabled():
         raise GraphCaptureError(
             "autocast keeps cast weights from one forward to the next, and a replay would read the old ones: "
             "capture inside torch.autocast(.., cache_enabled=False)"
