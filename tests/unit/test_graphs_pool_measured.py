@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from labkit.config import presets
 from labkit.graphs import (
     LAYER_ORDER,
+    CudaGraphHelper,
     GraphMemoryReport,
+    graph_counts,
     layer_memory,
     make_graphed_callables,
     measure_graphs,
@@ -16,6 +19,8 @@ from labkit.graphs import (
     play_back,
     predict_graph_memory,
 )
+from labkit.models import build_model_chunks
+from labkit.parallel import single_process_groups
 from labkit.schedules import gpipe, interleaved, one_f_one_b
 
 ROWS, WIDTH = 16, 32
@@ -88,3 +93,50 @@ def test_what_is_kept_grows_with_microbatches_only_where_nothing_is_given_back()
 
     assert peak(4, True) == peak(8, True)
     assert peak(8, False) > 1.8 * peak(4, False)
+
+
+# ---- layers of a real model, captured by the helper of training ----
+
+ROUTER = {"graph.cuda_graph_scope": ("attn", "moe_router"), "moe.num_experts": 4, "moe.top_k": 2}
+TOKENS, HIDDEN, EXPERTS = 16, 32, 4
+
+
+def helper(schedule, layers, **changes):
+    shape = {
+        "model.layers": layers, "model.hidden": HIDDEN, "model.heads": 4, "model.seq_length": TOKENS,
+        "train.micro_batch_size": 1, "graph.cuda_graph_impl": "emulated",
+    }  # fmt: skip
+    config = presets.tiny().override(shape).override(changes)
+    made = CudaGraphHelper(
+        build_model_chunks(config, single_process_groups()), config.graph, TOKENS, 1, schedule=schedule
+    )
+    made.create_cudagraphs()
+    return made
+
+
+def measured_by(made):
+    """The report of the helper's graphs, and what its first layer's graphs launch."""
+    places = [(layer, m) for m in range(made.num_microbatches) for layer in made.layers]
+    graphed = [layer.cuda_graphs[m] for layer, m in places]
+    return measure_graphs(graphed, made.order, len(made.layers)), sum(
+        graph.num_operations for graph in graphed[0].graphs[:2]
+    )
+
+
+@pytest.mark.parametrize("changes", [{}, ROUTER], ids=["whole layers", "up to the router"])
+def test_one_transformer_layer_predicts_the_rank(changes):
+    """A graph that ends behind the router gives hidden states, probabilities, the routing map and the residual."""
+    store = TOKENS * (2 * HIDDEN * 4 + EXPERTS * 4 + EXPERTS) if changes else 0
+    alone = helper(one_f_one_b(2, 3), 1, **changes)
+    assert tuple(alone.order) == LAYER_ORDER
+    schedule, layers, in_flight = one_f_one_b(3, 6), 2, 3
+    predicted = predict_graph_memory(
+        schedule.order(0), layers, layer_memory(alone.pool.history), input_bytes=TOKENS * HIDDEN * 4,
+        store_bytes=store, operations=measured_by(alone)[1],
+    )  # fmt: skip
+    measured, _ = measured_by(helper(schedule, layers, **changes))
+    assert measured.graphs == predicted.graphs == graph_counts(layers, 3, 6).captured
+    assert measured.operations == predicted.operations
+    assert measured.static_inputs == predicted.static_inputs == layers * in_flight * TOKENS * HIDDEN * 4
+    assert measured.break_points == predicted.break_points == layers * in_flight * store
+    assert measured.pool_peak == predicted.pool_peak
