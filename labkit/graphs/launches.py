@@ -11,7 +11,7 @@ and a device whose operations are shorter than a launch waits for the host. A gr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -61,7 +61,7 @@ def predict_launches(durations: Sequence[float], launch: float, *, graph: bool =
     return Launches(tuple(host.values()), tuple(device))
 
 
-def measure_launches(function: Callable[[], Any], names: Sequence[str], *, calls: int = 5) -> Launches:
+def measure_launches(function: Callable[[], Any], names: Collection[str], *, calls: int = 10) -> Launches:
     """Call `function` under torch's profiler; times of the fastest of `calls`, from its first operation on.
 
     names: on a machine without CUDA, the operations that count (`OperationLog` lists them); one inside another does not

@@ -15,6 +15,8 @@ from labkit.viz.figure import Figure
 from labkit.viz.style import ACTIVITIES, SEQUENCE, color, legend_patches, new_figure, styled, text_color
 
 _INK, _PALE, _LEAVES = "#333333", 0.25, ".."
+_THINNEST = 150
+"""A bar is drawn at least as wide as this part of the axis, so that a bias does not vanish beside a weight."""
 _LINES = ("-", "--", "-.", ":")
 _MARKS = ("o", "s", "^", "D")
 
@@ -122,7 +124,7 @@ def _draw_pool(axes: Any, number: int, rows: Sequence[_Row], names: Mapping[int,
     for place in rows[number].operation.writes:
         if place.address in names:
             continue
-        x, width = axis.at(place), place.nbytes / 1e3
+        x, width = axis.at(place), max(place.nbytes, axis.total / _THINNEST) / 1e3
         last = _last_read(place, rows, number)
         life, leaves = (last - number, "") if last is not None else (len(rows) - number, _LEAVES)
         axes.add_patch(
@@ -217,7 +219,7 @@ def _draw_lane(axes: Any, row: int, kind: str, lane: Sequence[Run], end: float) 
     for run in lane:
         width = run.end - run.start
         axes.add_patch(Rectangle((run.start, row + 0.1), width, 0.8, facecolor=shade, edgecolor="white", linewidth=0.6))
-        if (len(run.name) + 0.7) * 0.0105 * end < width:
+        if (len(run.name) + 1) * 0.0105 * end < width:
             middle = (run.start + width / 2, row + 0.52)
             axes.text(*middle, run.name, ha="center", va="center", fontsize=8, color=text_color(shade), clip_on=True)
 
