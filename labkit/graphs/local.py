@@ -138,11 +138,10 @@ class LocalBackend:
                     graph.cuda_graph.capture_end()
                 raise
             graph.cuda_graph.capture_end()
-        except RuntimeError as error:
+        except BaseException as error:
             graph.reset()
-            raise explained(error, name) from error
-        except BaseException:
-            graph.reset()
+            if isinstance(error, RuntimeError) and (told := explained(error, name)) is not error:
+                raise told from error
             raise
         finally:
             torch.cuda.set_stream(outer)

@@ -30,9 +30,11 @@ from torch.autograd import Function
 
 from labkit.graphs.arguments import Arguments, Place, parameters_of
 from labkit.graphs.graphed import Captured, GraphedCallable, Graphs
+from labkit.graphs.local import explained
 from labkit.graphs.surroundings import Arrivals, parameters_put_aside, random_states_kept, rng_trackers_of
 from labkit.launch.transformer_engine import why_no_transformer_engine
 from labkit.parallel.capturing import GraphCaptureError, graph_warmup
+from labkit.parallel.random import RngTracker
 
 OLDER_NAMES = {
     "enabled": "fp8_enabled",
@@ -132,6 +134,7 @@ def make_with_transformer_engine(
     with (
         random_states_kept(device, trackers),
         parameters_put_aside(parameters, arrivals),
+        _generators_known(make, trackers),
         _set_back(make, modules),
         graph_warmup(),  # for the whole of it: the engine keeps its own flag of what it is at
     ):
@@ -219,10 +222,26 @@ def _set_back(make: Callable[..., Any], modules: Sequence[nn.Module]) -> Iterato
         if collected:
             gc.enable()
         if isinstance(error, RuntimeError):
-            from labkit.graphs.local import explained
-
-            raise explained(error, "what Transformer Engine was given") from error
+            told = explained(error, "what Transformer Engine was given")
+            if told is not error:
+                raise told from error
         raise
+
+
+@contextmanager
+def _generators_known(make: Callable[..., Any], trackers: Sequence[RngTracker]) -> Iterator[None]:
+    """Inside the block the engine registers our named random states with every graph, beside those of its trackers."""
+    generators = [generator for tracker in trackers for generator in tracker.generators]
+    distributed = sys.modules.get(f"{make.__module__.rpartition('.')[0]}.distributed")
+    if not generators or distributed is None:
+        yield
+        return
+    before = dict(distributed.get_all_rng_states())
+    distributed.set_all_rng_states(before | {f"labkit {i}": generator for i, generator in enumerate(generators)})
+    try:
+        yield
+    finally:
+        distributed.set_all_rng_states(before)
 
 
 def _own_gradient(parameter: Tensor) -> None:

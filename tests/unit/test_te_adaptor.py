@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,3 +149,22 @@ def test_gradients_of_an_older_engine_are_copied(monkeypatch: pytest.MonkeyPatch
     graphed.reset()  # this engine has none: dropping it is all
     with pytest.raises(GraphCaptureError, match="was reset"):
         graphed(x)
+
+
+def test_the_engine_is_told_of_our_random_states_while_it_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: dict[str, Any] = {"theirs": 1}
+    module = ModuleType("an_engine.pytorch.distributed")
+    module.get_all_rng_states = lambda: known  # type: ignore[attr-defined]
+
+    def set_all(states: dict[str, Any]) -> None:
+        nonlocal known
+        known = states
+
+    module.set_all_rng_states = set_all  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    make: Any = SimpleNamespace(__module__="an_engine.pytorch.graph")
+    ours = torch.Generator()
+    tracker: Any = SimpleNamespace(generators=[ours])
+    with te_adaptor._generators_known(make, [tracker]):
+        assert known == {"theirs": 1, "labkit 0": ours}
+    assert known == {"theirs": 1}
