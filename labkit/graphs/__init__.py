@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from labkit.graphs.backend import Graph, GraphBackend, Pool, PoolStep, make_weak_ref
     from labkit.graphs.buffers import BufferPlan, PlanError, check_plan, plan_buffers
+    from labkit.graphs.call_trace import calls_between
     from labkit.graphs.capture import make_graphed_callables
     from labkit.graphs.full_iteration import FullIterationGraph
     from labkit.graphs.graphable import GraphableMegatronModule
@@ -22,8 +23,16 @@ if TYPE_CHECKING:
         predict_graph_memory,
     )
     from labkit.graphs.orders import capture_order
+    from labkit.graphs.partial import (
+        MoECudaGraphPartialCaptureSignal,
+        MoECudaGraphTensorStore,
+        fill_store,
+        maybe_skip_or_early_return_by_cudagraph,
+        names_of_outputs,
+    )
     from labkit.graphs.passes import read_order, sample_index
     from labkit.graphs.pool import LAYER_ORDER, LayerMemory, Playback, layer_memory, play_back, predict_pool
+    from labkit.graphs.scope import LayerScope, layer_scope
     from labkit.parallel.capturing import GraphCaptureError, is_graph_capturing
 
 _WHERE = {
@@ -40,19 +49,27 @@ _WHERE = {
     "GraphedCallable": "graphed",
     "LAYER_ORDER": "pool",
     "LayerMemory": "pool",
+    "LayerScope": "scope",
+    "MoECudaGraphPartialCaptureSignal": "partial",
+    "MoECudaGraphTensorStore": "partial",
     "PlanError": "buffers",
     "Playback": "pool",
     "Pool": "backend",
     "PoolStep": "backend",
     "TECudaGraphHelper": "helper",
+    "calls_between": "call_trace",
     "capture_order": "orders",
     "check_plan": "buffers",
+    "fill_store": "partial",
     "graph_counts": "memory",
     "is_graph_capturing": "labkit.parallel.capturing",
     "layer_memory": "pool",
+    "layer_scope": "scope",
     "make_graphed_callables": "capture",
     "make_weak_ref": "backend",
+    "maybe_skip_or_early_return_by_cudagraph": "partial",
     "measure_graphs": "memory",
+    "names_of_outputs": "partial",
     "plan_buffers": "buffers",
     "play_back": "pool",
     "predict_graph_memory": "memory",
@@ -74,19 +91,27 @@ __all__ = [
     "GraphableMegatronModule",
     "GraphedCallable",
     "LayerMemory",
+    "LayerScope",
+    "MoECudaGraphPartialCaptureSignal",
+    "MoECudaGraphTensorStore",
     "PlanError",
     "Playback",
     "Pool",
     "PoolStep",
     "TECudaGraphHelper",
+    "calls_between",
     "capture_order",
     "check_plan",
+    "fill_store",
     "graph_counts",
     "is_graph_capturing",
     "layer_memory",
+    "layer_scope",
     "make_graphed_callables",
     "make_weak_ref",
+    "maybe_skip_or_early_return_by_cudagraph",
     "measure_graphs",
+    "names_of_outputs",
     "plan_buffers",
     "play_back",
     "predict_graph_memory",

@@ -172,6 +172,16 @@ CASES = {
             "kB instead of 53.6.": "kB instead of 35.2.",
         },
     ),
+    # 16 experts, 2 of them for a token: room for every token at every expert is 16/2 times the rows that are routed;
+    # at factor 1 the rows are as many as those routed, whatever the number of experts
+    "16_partial_graphs_moe": Case(
+        {"experts": 16, "steps": 6},
+        {
+            "GPT with 8 experts, ep 2 over 10 steps": "GPT with 16 experts, ep 2 over 6 steps",
+            "padded, factor 1 1.00 times the FLOPs": "padded, factor 1 1.00 times the FLOPs",
+            "padded, factor 4 4.00 times the FLOPs": "padded, factor 8 8.00 times the FLOPs",
+        },
+    ),
     # bubble (p-1)/(m+p-1): 3/11 = 27.3% for 8 microbatches, 3/19 = 15.8% for 16; GPipe holds all m, 1F1B at most p
     "08_p2p_and_1f1b": Case(
         {"microbatches": 16},

@@ -74,11 +74,11 @@ class Watcher:
 
     def on_model(self, groups: Any, chunks: Sequence[nn.Module], schedule: Any) -> None:
         for router in routers_of(chunks):
-            router.routing = self._counted(router.routing)  # type: ignore[method-assign]
+            router.routing = self._counted(router, router.routing)  # type: ignore[method-assign]
 
-    def _counted(self, routing: Any) -> Any:
+    def _counted(self, router: nn.Module, routing: Any) -> Any:
         def counted(*args: Any) -> Any:
-            self.calls += 1
+            self.calls += router.training  # evaluation is eager
             return routing(*args)
 
         return counted

@@ -1,0 +1,159 @@
+"""Pictures of partial graphs: who calls whom at capture and at replay, and what it would cost to pad instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from matplotlib.ticker import MaxNLocator
+
+from labkit.viz.figure import Figure
+from labkit.viz.style import color, new_figure, styled
+
+_INK = "#333333"
+_ROW = 0.26
+"""Inches of a call."""
+_EDGE = -0.6
+"""Where the lifeline of everybody else would be."""
+
+
+class Call(Protocol):
+    """As in `labkit.graphs.call_trace`."""
+
+    @property
+    def source(self) -> str: ...
+    @property
+    def target(self) -> str: ...
+    @property
+    def message(self) -> str: ...
+    @property
+    def raised(self) -> bool: ...
+
+
+def sequence_diagram(traces: Mapping[str, Sequence[Call]], participants: Sequence[str]) -> Figure:
+    """Recorded calls as arrows between lifelines, top to bottom; one panel a trace.
+
+    traces: title -> calls. participants: from left to right; calls from anybody else come from the left edge.
+
+    Raises:
+        ValueError: no calls.
+    """
+    if not traces or not all(traces.values()):
+        raise ValueError("sequence_diagram needs at least one call in every trace")
+    lengths = [len(calls) for calls in traces.values()]
+    with styled():
+        fig = new_figure(8.6, 0.75 * len(traces) + _ROW * sum(lengths))
+        panels = fig.subplots(len(traces), 1, squeeze=False, height_ratios=[n + 1.6 for n in lengths])[:, 0]
+        for axes, (title, calls) in zip(panels, traces.items(), strict=True):
+            _panel(axes, title, calls, participants)
+    return Figure(fig, "; ".join(_words(title, calls, participants) for title, calls in traces.items()) + ".")
+
+
+def _panel(axes: Any, title: str, calls: Sequence[Call], participants: Sequence[str]) -> None:
+    place = {name: x for x, name in enumerate(participants)}
+    for name, x in place.items():
+        axes.plot([x, x], [0.2, -len(calls) - 0.4], color="#BBBBBB", lw=0.8, zorder=0)
+        axes.annotate(name, (x, 0.35), ha="center", va="bottom", fontsize=8.5, annotation_clip=False)
+    for row, call in enumerate(calls, start=1):
+        _arrow(axes, -row, place.get(call.source, _EDGE), place.get(call.target, _EDGE), call)
+    axes.set_title(title, loc="left", pad=16)
+    axes.set_xlim(-0.75, len(participants) - 0.3)
+    axes.set_ylim(-len(calls) - 0.5, 0.6)
+    axes.axis("off")
+
+
+def _arrow(axes: Any, y: float, source: float, target: float, call: Call) -> None:
+    """From one lifeline to the other; a call of one's own goes round a corner."""
+    face = color("collective") if call.raised else color("forward")
+    text: dict[str, Any] = {"fontsize": 7.5, "color": face if call.raised else _INK}
+    line: dict[str, Any] = {"color": face, "lw": 1.2, "ls": "--" if call.raised else "-"}
+    if source == target:
+        source += 0.16
+        axes.plot([target, source, source], [y + 0.25, y + 0.25, y - 0.05], **line)
+        axes.annotate(call.message, (source + 0.05, y + 0.08), ha="left", va="center", **text)
+    else:
+        axes.annotate(call.message, ((source + target) / 2, y - 0.02), ha="center", va="bottom", **text)
+    arrow = {"arrowstyle": "->", "shrinkA": 0, "shrinkB": 0, **line}
+    axes.annotate("", (target, y - 0.05), (source, y - 0.05), arrowprops=arrow)
+
+
+def _words(title: str, calls: Sequence[Call], participants: Sequence[str]) -> str:
+    called = [name for name in participants if any(call.target == name and not call.raised for call in calls)]
+    never = [name for name in participants if name not in called]
+    signals = [call.message for call in calls if call.raised]
+    words = f"{title}: {sum(not call.raised for call in calls)} calls to {', '.join(called)}"
+    words += f", ended by {signals[0]}" if signals else ""
+    return words + (f", none to {', '.join(never)}" if never else "")
+
+
+@dataclass(frozen=True)
+class PaddingCost:
+    """What one way to give experts their rows costs on one routing, in one forward of all ranks."""
+
+    name: str
+    flops: float
+    """Of the experts, empty rows included."""
+    sent_bytes: float
+    """That change ranks, there and back."""
+    row_bytes: float
+    """Of the fullest rank's rows, in and out of its experts."""
+    dropped: float
+    """Choices that no expert took, of all."""
+    loss: float | None = None
+    """Of the model, with this routing."""
+
+
+def padding_costs(costs: Sequence[PaddingCost]) -> Figure:
+    """Ways to give experts their rows, as bars beside each other: work, traffic, memory, and what is lost.
+
+    costs: the first is what the others are compared with. Raises ValueError for none.
+    """
+    if not costs:
+        raise ValueError("padding_costs needs at least one way to give experts their rows")
+    columns = [
+        ("FLOPs of experts", [each.flops for each in costs]),
+        ("bytes between ranks", [each.sent_bytes for each in costs]),
+        ("bytes on the fullest rank", [each.row_bytes for each in costs]),
+        ("choices dropped", [each.dropped for each in costs]),
+    ]
+    if all(each.loss is not None for each in costs):
+        columns.append(("loss", [float(each.loss or 0.0) for each in costs]))
+    with styled():
+        fig = new_figure(8.6, 0.95 + 0.32 * len(costs))
+        panels = fig.subplots(1, len(columns), sharey=True, squeeze=False)[0]
+        for axes, (title, values) in zip(panels, columns, strict=True):
+            _bars(axes, title, values, relative=title not in ("choices dropped", "loss"))
+        panels[0].set_yticks(range(len(costs)), [each.name for each in costs])
+        panels[0].invert_yaxis()
+    return Figure(fig, _cost_words(costs))
+
+
+def _bars(axes: Any, title: str, values: Sequence[float], *, relative: bool) -> None:
+    """Of relative columns the first value is 1."""
+    unit = values[0] if relative and values[0] else 1.0
+    shown = [value / unit for value in values]
+    low = 0.0 if title != "loss" else min(shown) - 0.3 * (max(shown) - min(shown) or 1.0)  # differences count
+    form = "{:.2f}x" if relative else "{:.1%}" if title != "loss" else "{:.3f}"
+    for place, value in enumerate(shown):
+        face, pattern = (color("idle"), "////") if place else (color("forward"), "")
+        bar: dict[str, Any] = {"color": face, "hatch": pattern, "edgecolor": _INK, "linewidth": 0.4}
+        axes.barh(place, value - low, 0.6, left=low, **bar)
+        text: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 7.5}
+        axes.annotate(form.format(value), (value, place), xytext=(2, 0), **text)
+    axes.set_title(title, fontsize=8.5)
+    axes.set_xlim(low, low + 1.5 * (max(shown) - low or 1.0))
+    axes.xaxis.set_major_locator(MaxNLocator(2))
+    axes.tick_params(axis="y", length=0)
+
+
+def _cost_words(costs: Sequence[PaddingCost]) -> str:
+    first = costs[0]
+    parts = []
+    for each in costs[1:]:
+        ratios = [getattr(each, what) / (getattr(first, what) or 1.0) for what in ("flops", "sent_bytes", "row_bytes")]
+        words = f"{each.name} {ratios[0]:.2f} times the FLOPs, {ratios[1]:.2f} the traffic, {ratios[2]:.2f} the memory"
+        words += f", {each.dropped:.1%} dropped"
+        parts.append(words if each.loss is None else f"{words}, loss {each.loss:.3f}")
+    base = first.name if first.loss is None else f"{first.name} (loss {first.loss:.3f})"
+    return f"Against {base}: {'; '.join(parts)}." if parts else f"{base} alone."
