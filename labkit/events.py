@@ -19,6 +19,7 @@ KINDS = (
     "backward",
     "input_grad",
     "weight_grad",
+    "graph_replay",
     "send",
     "recv",
     "collective",
@@ -116,6 +117,17 @@ def recording(rank: int) -> Iterator[EventRecorder]:
     try:
         yield mine
         mine.settle()
+    finally:
+        _active = outer
+
+
+@contextmanager
+def not_recording() -> Iterator[None]:
+    """Record nothing inside the block: what runs there is no part of the work, or cannot be timed."""
+    global _active
+    outer, _active = _active, None
+    try:
+        yield
     finally:
         _active = outer
 

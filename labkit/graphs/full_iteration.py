@@ -8,7 +8,7 @@ and validation compute different things, so each has an object of this class.
 
 Results lie in the graph's memory and are written anew by every replay: what a caller gets is a copy. Whatever Python
 decides or counts inside was decided at capture: nothing in there may look for NaN, change a learning rate, or write a
-report. Events are left by the capture alone.
+report, and a replay leaves one Event in the place of theirs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from labkit.events import span
+from labkit.events import not_recording, span
 from labkit.graphs.backend import Graph, GraphBackend, Pool, choose_impl, get_backend
 from labkit.graphs.counters import counters_kept
 from labkit.parallel.random import RngTracker
@@ -118,7 +118,12 @@ class FullIterationGraph:
         """Record one step. What it computes is thrown away, so what it draws is drawn again by the replay after it."""
         states = RandomStates.now(self._rng)
         name = f"full iteration, {self.name}"
-        with counters_kept(self._chunks), self.backend.capturing(self.pool, name) as graph:
+        with (
+            span(f"capture, {name}", "timer"),
+            not_recording(),
+            counters_kept(self._chunks),
+            self.backend.capturing(self.pool, name) as graph,
+        ):
             self._results = self.function(self._batches())
         self._results = tree_map_only(Tensor, Tensor.detach, self._results)
         states.restore(self._rng)

@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from labkit.config import GraphConfig
+from labkit.events import not_recording, span
 from labkit.graphs.backend import choose_impl
 from labkit.graphs.buffers import BufferPlan, plan_buffers
 from labkit.graphs.capture import make_graphed_callables
@@ -130,7 +131,7 @@ class CudaGraphHelper:
             for linear in _float8_linears(layer):
                 linear.plan.gemms.keep_weight(linear.weight)
         self._marked = [p for p in self._parameters() if not getattr(p, "main_grad_added_elsewhere", False)]
-        with _around_capture(self.chunks, self.layers):
+        with span("capture of layers", "timer"), not_recording(), _around_capture(self.chunks, self.layers):
             graphs = self._capture(plan, counts, contexts)
         for chunk, layers in enumerate(self.callables_per_chunk):
             for position, layer in enumerate(layers):
@@ -234,7 +235,7 @@ TECudaGraphHelper = CudaGraphHelper
 
 def _engine_options(chunks: Sequence[Any], impl: str) -> dict[str, Any] | None:
     """How Transformer Engine's layers compute in fp8; None where they do not."""
-    scalings = [getattr(chunk, "float8", None) for chunk in chunks]
+    scalings: list[Any] = [getattr(chunk, "float8", None) for chunk in chunks]
     engines = [scaling for scaling in scalings if hasattr(scaling, "graph_options")]
     if engines and impl != "transformer_engine":
         raise ValueError(
