@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planting import Fault
 
+PLANS, POOL = "tests/unit/test_graphs_buffers.py", "tests/unit/test_graphs_pool.py"
 TRAINING, RANKS = "tests/unit/test_graphs_training.py", "tests/parallel/test_graphs_training_ranks.py"
 
 GRAPHS: list[Fault] = [
@@ -98,5 +99,40 @@ GRAPHS: list[Fault] = [
         "            deferred([parameter for parameter, _ in captured.late], self._weight_gradients)\n",
         "            pass\n",
         f"{TRAINING} -k split",
+    ),
+    Fault(
+        "a plan takes the buffer that was given back last",
+        "graphs/buffers.py",
+        "queue.popleft() if queue",
+        "queue.pop() if queue",
+        f"{PLANS} -k free_longest",
+    ),
+    Fault(
+        "layers of all signatures share one queue of buffers",
+        "graphs/buffers.py",
+        "            queue = free.get(wanted[use])\n",
+        "            queue = next(iter(free.values()), None)\n",
+        f"{PLANS} -k signature",
+    ),
+    Fault(
+        "the checker of plans compares only the first two lives of a buffer",
+        "graphs/buffers.py",
+        "pairwise(sorted(lives, key=lambda life: life[1]))",
+        "pairwise(sorted(lives, key=lambda life: life[1])[:2])",
+        f"{PLANS} -k later_lives",
+    ),
+    Fault(
+        "the predicted pool forgets the gradient that is sent to another rank",
+        "graphs/pool.py",
+        "live, sent = live - sent, above",
+        "live, sent = live - above, 0",
+        f"{POOL} -k small_pipeline",
+    ),
+    Fault(
+        "a frame counts as taken over what no graph had before",
+        "graphs/pool.py",
+        "ranges[place][0] < life.end",
+        "ranges[place][0] <= life.end",
+        f"{POOL} -k neighbours",
     ),
 ]

@@ -185,6 +185,14 @@ def test_the_checker_reads_the_plan_and_not_its_maker():
         check_plan(plan, [1, -1])
 
 
+def test_later_lives_of_a_buffer_are_checked_too():
+    """Right for the first three microbatches, and then the fourth takes what the third holds."""
+    order = [1, -1, 1, -1, 1, 1, -1, -1]
+    plan = plan_buffers(order, 1)
+    with pytest.raises(PlanError, match=r"microbatch 3 takes it at step 5, but the backward of .* microbatch 2 reads"):
+        check_plan(replace(plan, assignment=dict.fromkeys(plan.assignment, 0)), order)
+
+
 def test_orders_of_schedules_are_read():
     assert [(one.kind, one.chunk, one.microbatch) for one in read_order([1, 2, -2, -2.5, -1, -1.5])] == [
         ("F", 0, 0), ("F", 1, 0), ("B", 1, 0), ("W", 1, 0), ("B", 0, 0), ("W", 0, 0),

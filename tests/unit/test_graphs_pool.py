@@ -49,6 +49,12 @@ def test_frames_say_what_lies_where_somebody_else_lay():
     assert [frame.live_bytes for frame in frames] == [8, 16, 10, 8]
 
 
+def test_neighbours_of_somebody_else_lie_on_nobody():
+    rows = ["F0 + 8 4", "F0 - 8 4", "F1 + 4 4", "F1 + 12 4", "F2 + 11 1", "F2 + 3 1"]
+    frames = play_back(history(rows)).frames
+    assert [[life.offset for life in frame.taken_over] for frame in frames] == [[], [], [11]]
+
+
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6), st.booleans()), max_size=40))
 def test_live_bytes_are_the_blocks_that_are_held(wishes):
     rows, held = [], {}
