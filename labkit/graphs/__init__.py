@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from labkit.graphs.graphable import GraphableMegatronModule
     from labkit.graphs.graphed import GraphedCallable
     from labkit.graphs.helper import CudaGraphHelper, TECudaGraphHelper
+    from labkit.graphs.manager import CudaGraphManager
     from labkit.graphs.memory import (
         GraphCounts,
         GraphMemory,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "BufferPlan": "buffers",
     "CudaGraphHelper": "helper",
+    "CudaGraphManager": "manager",
     "FullIterationGraph": "full_iteration",
     "Graph": "backend",
     "GraphBackend": "backend",
@@ -81,6 +83,7 @@ __all__ = [
     "LAYER_ORDER",
     "BufferPlan",
     "CudaGraphHelper",
+    "CudaGraphManager",
     "FullIterationGraph",
     "Graph",
     "GraphBackend",
