@@ -47,7 +47,9 @@ class CudaGraphManager:
     def __init__(self, config: GraphConfig) -> None:
         """config: implementation and warm-up calls. Raises ValueError where it captures nothing."""
         if config.cuda_graph_impl == "none":
-            raise ValueError("graph.cuda_graph_impl = none captures nothing: set it to emulated, local or transformer_engine")
+            raise ValueError(
+                "graph.cuda_graph_impl = none captures nothing: set it to emulated, local or transformer_engine"
+            )
         self.config = config
         self._calls: Counter[Hashable] = Counter()
         self._runners: dict[Hashable, list[_Runner]] = {}
