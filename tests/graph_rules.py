@@ -513,6 +513,19 @@ def test_shared_buffers_are_as_many_as_planned(machine: Machine) -> None:
     assert written == plan_buffers(order, per_chunk).num_buffers < 2 * microbatches
 
 
+def test_samples_that_serve_nobody_are_let_go(machine: Machine) -> None:
+    layers = tuple(stack(machine, 1))
+    samples = [(machine.random(grad=True),) for _ in range(6)]
+    alive = [weakref.ref(sample) for (sample,) in samples]
+    graphed = machine.make(layers, samples, order=[1, -1, 1, -1, 1, 1, -1, -1, 1, -1, 1, -1], reuse_buffers=True)
+    used = {one.static_inputs[0].data_ptr() for one in graphed}
+    assert len(used) == 2
+    del samples
+    gc.collect()
+    left = [reference() for reference in alive]
+    assert {x.data_ptr() for x in left if x is not None} <= used
+
+
 def test_a_plan_one_step_early_corrupts_and_was_refused(machine: Machine) -> None:
     machine.needs("local", "emulated")
     order, early = ONE_CHUNK, plan_buffers(ONE_CHUNK, [1], early_release=2)

@@ -170,6 +170,13 @@ class Arguments:
                 )
         self._known = [(x.shape, x.dtype, x.device) for x in self.tensors]
         self._flat = all(isinstance(x, Tensor) for x in (*args, *kwargs.values()))
+        shapes = tuple((tuple(x.shape), x.dtype, x.layout, x.requires_grad) for x in self.tensors)
+        self.signature: Hashable = (shapes, self.keywords)
+        """What must agree for two calls to share static inputs."""
+
+    def forget_samples(self) -> None:
+        """Keep shapes and structure alone; where static inputs are shared most samples serve nobody."""
+        self.tensors = []
 
     def _name(self, path: Any) -> str:
         which, index = path[0].idx, path[1].idx
@@ -180,11 +187,6 @@ class Arguments:
 
     def _flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], TreeSpec]:
         return tree_flatten(self._tree(args, kwargs))
-
-    @property
-    def signature(self) -> Hashable:
-        """What must agree for two calls to share static inputs."""
-        return tuple((tuple(x.shape), x.dtype, x.layout, x.requires_grad) for x in self.tensors), self.keywords
 
     def of_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
         """The tensors of a later call, checked against the sample.

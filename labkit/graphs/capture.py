@@ -130,7 +130,7 @@ def make_graphed_callables(
         made = make_with_transformer_engine(
             functions, arguments, places, order=order, num_layers_per_chunk=layers, num_warmup=num_warmup, pool=pool,
             reuse_buffers=reuse_buffers, allow_unused_input=allow_unused_input, clone_param_grads=clone_param_grads,
-            engine_options=engine_options,
+            engine_options=engine_options, owner=owners(places, plan),
         )  # fmt: skip
         return made[0] if single else made
     trackers = rng_trackers_of(functions) if rng_trackers is None else list(rng_trackers)
@@ -142,6 +142,8 @@ def make_graphed_callables(
     with random_states_kept(backend.device_type, trackers):
         capture.run(num_warmup)
     made = capture.graphed(first_layer_sends=order is not None)
+    for one in arguments:
+        one.forget_samples()
     return made[0] if single else made
 
 

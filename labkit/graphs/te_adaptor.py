@@ -95,9 +95,12 @@ def make_with_transformer_engine(
     reuse_buffers: bool,
     allow_unused_input: bool,
     clone_param_grads: bool,
+    owner: Sequence[int],
     engine_options: Mapping[str, Any] | None = None,
 ) -> tuple[GraphedCallable, ...]:
     """As `make_graphed_callables`, by the engine. Called by it, after its checks.
+
+    owner: for each place, whose sample serves it.
 
     Raises:
         ValueError: no engine here, or too old for what is asked.
@@ -144,13 +147,13 @@ def make_with_transformer_engine(
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(_own_gradient)
     caches = bool(options.get("cache_quantized_params"))
-    return tuple(
-        EngineCallable(
-            place, _captured(place, of_place, arrivals), one,
-            pool=pool, has_backward=training, sends=order is not None and place.layer == 0, caches=caches,
-        )
-        for place, of_place, one in zip(places, arguments, made, strict=True)
-    )  # fmt: skip
+    inputs = [arguments[index].tensors for index in owner]
+    found = []
+    for place, of_place, static, one in zip(places, arguments, inputs, made, strict=True):
+        captured, sends = _captured(place, of_place, static, arrivals), order is not None and place.layer == 0
+        of_place.forget_samples()
+        found.append(EngineCallable(place, captured, one, pool=pool, has_backward=training, sends=sends, caches=caches))
+    return tuple(found)
 
 
 def _order_of(order: Sequence[float] | None, layers: Sequence[int], count: int) -> tuple[list[float], list[int]]:
@@ -189,8 +192,8 @@ def _sample_kwargs(arguments: Sequence[Arguments]) -> tuple[dict[str, Tensor], .
     return tuple(one.rebuilt(one.tensors)[1] for one in arguments) if any(one.keywords for one in arguments) else None
 
 
-def _captured(place: Place, arguments: Arguments, arrivals: Arrivals) -> Captured:
-    captured = Captured(arguments, arguments.tensors)
+def _captured(place: Place, arguments: Arguments, inputs: Sequence[Tensor], arrivals: Arrivals) -> Captured:
+    captured = Captured(arguments, inputs)
     own = list(place.function.parameters())  # pyright: ignore[reportFunctionMemberAccess]
     captured.read = tuple(own)
     captured.parameters = tuple(
