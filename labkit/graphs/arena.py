@@ -193,5 +193,8 @@ def unmanaged(tensor: Tensor) -> Tensor:
     block = block_of(tensor)
     if block is None:
         return tensor.detach()
-    empty = torch.empty(0, dtype=tensor.dtype)
-    return empty.set_(block.bare.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+    bare = torch.empty(0, dtype=tensor.dtype)
+    bare.set_(block.bare.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+    # complex views whose values are read as the conjugate, or the negative, of what is stored
+    bare = bare.conj() if tensor.is_conj() else bare
+    return torch.ops.aten._neg_view(bare) if tensor.is_neg() else bare

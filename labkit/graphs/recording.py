@@ -40,6 +40,19 @@ Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 __all__ = ["AddressRecorder", "Step"]
 
+_STRUCTURED = frozenset(
+    name
+    for names in (
+        "mm addmm bmm baddbmm add.Tensor sub.Tensor mul.Tensor div.Tensor neg reciprocal exp log sqrt rsqrt sin cos",
+        "tanh sigmoid pow.Tensor_Scalar gelu silu gelu_backward silu_backward tanh_backward sigmoid_backward _softmax",
+        "_log_softmax _softmax_backward_data _log_softmax_backward_data sum.dim_IntList mean.dim amax cumsum topk cat",
+        "linalg_vector_norm gather scatter_add index.Tensor index_add maximum minimum clamp gt.Scalar ge.Scalar",
+        "lt.Scalar le.Scalar eq.Scalar ne.Scalar",
+    )
+    for name in names.split()
+)
+"""Operations of layers whose `out=` form runs the same kernel on the given tensor ("structured" in torch). Of others it
+may be another algorithm, which uses the given tensor for something else first."""
 _EMPTY = ("aten::empty", "aten::new_empty", "aten::_empty")
 _COPIES = ("aten::clone", "aten::_to_copy")
 _ZEROS = ("aten::zeros", "aten::new_zeros", "aten::zeros_like")
@@ -65,11 +78,12 @@ def _traits(func: Any) -> _Traits:
     if torch.Tag.inplace_view in func.tags:
         writes = False  # unsqueeze_ and the like change how the user's tensor lies, and not a byte
     base = name.split(".")[0]
-    return _Traits(writes, name.startswith(_EMPTY), None if writes else _into(func), base in _COPIES, base in _ZEROS)
+    into = _into(func) if name.removeprefix("aten::") in _STRUCTURED else None
+    return _Traits(writes, name.startswith(_EMPTY), into, base in _COPIES, base in _ZEROS)
 
 
 def _into(func: Any) -> tuple[Callable[..., Any], tuple[str, ...]] | None:
-    """The `out=` variant with otherwise the same arguments. It runs the same kernel, so it makes the same bits."""
+    """The `out=` variant with otherwise the same arguments."""
     schema = func._schema
     wanted = [(a.name, str(a.type)) for a in schema.arguments]
     for overload in func._overloadpacket.overloads():
@@ -113,14 +127,14 @@ class AddressRecorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         many = isinstance(result, (tuple, list))
         outputs = list(result) if many else [result]
-        fresh = [i for i, x in enumerate(outputs) if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given]
+        fresh = [i for i, x in enumerate(outputs) if isinstance(x, Tensor) and _identity(x) not in given]
         traits = _traits(func)
         if not fresh:
             if traits.writes:
                 self._add(func._op, args, kwargs)
             return result
         for i in fresh:
-            outputs[i] = self._place(outputs[i])
+            outputs[i] = self._place(outputs[i], has_values=not traits.is_empty)
         if not traits.is_empty:
             self._add_computation(func, traits, args, kwargs, outputs, fresh)
         return type(result)(outputs) if many else outputs[0]
@@ -129,7 +143,7 @@ class AddressRecorder(TorchDispatchMode):
         """Collect the tensors among arguments; remember parameters and where they lie."""
         for value in values:
             if isinstance(value, Tensor):
-                given[value.untyped_storage()._cdata] = value
+                given[_identity(value)] = value
                 if isinstance(value, torch.nn.Parameter) and id(value) not in self._seen:
                     self._seen.add(id(value))
                     self.parameters.append((weakref.ref(value), value.data_ptr()))
@@ -155,7 +169,7 @@ class AddressRecorder(TorchDispatchMode):
         else:
             self._add(partial(_compute_and_copy, func._op, fresh, places), args, kwargs)
 
-    def _place(self, made: Tensor) -> Tensor:
+    def _place(self, made: Tensor, has_values: bool = True) -> Tensor:
         """`made` in the arena: same type, shape, strides and values."""
         nbytes = made.untyped_storage().nbytes()
         if nbytes == 0:
@@ -163,13 +177,14 @@ class AddressRecorder(TorchDispatchMode):
         memory = self._arena.take(nbytes).untyped_storage()
         placed = torch.empty(0, dtype=made.dtype)
         placed.set_(memory, made.storage_offset(), made.size(), made.stride())
-        return placed.copy_(made)
+        return placed.copy_(made) if has_values else placed
 
     def _address(self, value: Any) -> Any:
         """`value` with tensors replaced by what refers to their memory without keeping an arena's block."""
         if isinstance(value, Tensor):
             storage = value.untyped_storage()
-            key = (storage.data_ptr(), value.dtype, value.storage_offset(), value.size(), value.stride())
+            sign = value.is_conj(), value.is_neg()
+            key = (storage.data_ptr(), value.dtype, value.storage_offset(), value.size(), value.stride(), sign)
             found = self._aliases.get(key)
             if found is None:
                 found = self._aliases[key] = unmanaged(value)
@@ -236,6 +251,19 @@ class AddressRecorder(TorchDispatchMode):
                 f"{where}: this transfer was started inside the captured part and not waited for in it; a CUDA graph "
                 "has to end with all its work joined. Wait for it inside"
             )
+
+
+def _identity(tensor: Tensor) -> int:
+    """Of the tensor's storage: equal for views of one another.
+
+    Raises:
+        GraphCaptureError: a sparse tensor, which has none.
+    """
+    if tensor.layout is not torch.strided:
+        raise GraphCaptureError(
+            f"{call_site()}: tensors of layout {tensor.layout} have no address that a replay could use"
+        )
+    return tensor.untyped_storage()._cdata
 
 
 def _same(owner: Tensor, result: Tensor) -> Tensor:
