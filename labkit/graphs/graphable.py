@@ -51,6 +51,10 @@ class GraphableMegatronModule(nn.Module):
         """Whether `graph` captures this module, or a part of it, by itself."""
         return captures_layers(self.graph)
 
+    def is_wholly_captured(self) -> bool:
+        """Whether nothing of it stays eager."""
+        return self.is_graphable()
+
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Tensor]:
         """New tensors of the shapes, types and devices of the inputs, by name, in the order of `forward`'s arguments.
 

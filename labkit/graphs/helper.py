@@ -79,10 +79,23 @@ class CudaGraphHelper:
         self.order = self._order(schedule, pp_rank)
         """What is captured, in this order: c + 1 is a forward of chunk c, -(c + 1) its backward, -(c + 1.5) its weight
         gradients, where a backward leaves them out."""
+        self._check_split_backwards(schedule)
         self._schedule_microbatches = schedule.num_microbatches
         self._marked: list[nn.Parameter] = []
         self.plan: BufferPlan | None = None
         """Which static input buffer each captured forward has; None before `create_cudagraphs`."""
+
+    def _check_split_backwards(self, schedule: Schedule) -> None:
+        """Eager code between graphs puts its weight gradients off to W, and keeps what graphs have handed it; but that
+        memory is free for others once the graph's own backward is through."""
+        modules = (m for chunk in self.chunks for m in chunk.modules() if isinstance(m, GraphableMegatronModule))
+        if any(step != int(step) for step in self.order) and not all(m.is_wholly_captured() for m in modules):
+            raise ValueError(
+                f"{schedule.name} splits backwards, and with graph.cuda_graph_scope = "
+                f"{list(self.config.cuda_graph_scope)} a part of the layers stays eager: its weight gradients would "
+                "read outputs of graphs that others have overwritten by then. Capture whole layers (an empty scope, or "
+                "attn and mlp without experts), or choose a schedule with whole backwards (1f1b, interleaved, gpipe)"
+            )
 
     @property
     def layers(self) -> list[GraphableMegatronModule]:

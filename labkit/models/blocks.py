@@ -61,6 +61,10 @@ class TransformerLayer(GraphableMegatronModule):
         """Whether the configured scope covers a part of this layer."""
         return bool(self.scope)
 
+    def is_wholly_captured(self) -> bool:
+        """Whether both halves are in the graph."""
+        return self.scope.attention and self.scope.mlp
+
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Tensor]:
         """`x_SBH`, this rank's part of `micro_batch_size` sequences; the model adds what else its layers share."""
         return {"x_SBH": self._new_input(seq_length, micro_batch_size)}

@@ -13,15 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from labkit.config import GraphConfig, ModelConfig, MoEConfig
+from labkit.graphs.helper import CudaGraphHelper
 from labkit.graphs.partial import (
     MoECudaGraphPartialCaptureSignal,
     MoECudaGraphTensorStore,
     fill_store,
     names_of_outputs,
 )
+from labkit.models import GPTModel
 from labkit.moe import MoELayer, RoutingReplay
 from labkit.parallel import single_process_groups
 from labkit.parallel.capturing import GraphCaptureError, graph_capturing, graph_warmup
+from labkit.schedules import one_f_one_b, zero_bubble_h1
 
 GROUPS = single_process_groups()
 MODEL = ModelConfig(
@@ -280,3 +283,14 @@ def test_the_signal_says_what_it_is() -> None:
     with graph_capturing(), pytest.raises(MoECudaGraphPartialCaptureSignal, match="ends behind route") as caught:
         made.route(hidden())
     assert caught.value.moe_layer is made and sorted(caught.value.tensors) == ["probs", "routing_map"]
+
+
+@pytest.mark.parametrize("scope", [("attn",), ("moe_router",), ("attn", "moe_router", "moe_preprocess"), ("mlp",)])
+def test_a_part_that_stays_eager_cannot_put_its_weight_gradients_off(scope: tuple[str, ...]) -> None:
+    """Its W would read graph outputs that later replays overwrite: losses differed from the fourth step on."""
+    graph = GraphConfig(cuda_graph_impl="emulated", cuda_graph_scope=scope)
+    moe = replace(MOE, layer_freq=(1, 0))
+    made = GPTModel(MODEL, GROUPS, layers=range(2), moe=moe, seed=1, graph=graph)
+    with pytest.raises(ValueError, match=r"ZB-H1 splits backwards, and with graph.cuda_graph_scope = \["):
+        CudaGraphHelper([made], graph, 16, 1, schedule=zero_bubble_h1(2, 4))
+    CudaGraphHelper([made], graph, 16, 1, schedule=one_f_one_b(2, 4))
