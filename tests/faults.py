@@ -13,6 +13,7 @@ from __future__ import annotations
 import expert_faults
 import graph_faults
 import layer_faults
+import partial_graph_faults
 import training_faults
 from planting import Fault
 
@@ -31,6 +32,7 @@ FAULTS: dict[str, list[Fault]] = {
     "Experts": expert_faults.EXPERTS,
     "Dispatch to experts": expert_faults.DISPATCH,
     "CUDA graphs": graph_faults.GRAPHS,
+    "Partial graphs": partial_graph_faults.PARTIAL_GRAPHS,
 }
 """By what they break."""
 

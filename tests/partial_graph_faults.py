@@ -1,0 +1,60 @@
+"""Planted faults of graphs that end inside a layer of experts."""
+
+from __future__ import annotations
+
+from planting import Fault
+
+PARTIAL = "tests/unit/test_graphs_partial.py"
+MIDDLE = f"{PARTIAL} -k pieces"
+
+PARTIAL_GRAPHS: list[Fault] = [
+    Fault(
+        "a replay leaves the dispatcher's attributes as they were at capture",
+        "graphs/partial.py",
+        "            _write(dispatcher, path, value)\n        dispatcher.resume_from_graph",
+        "            pass\n        dispatcher.resume_from_graph",
+        MIDDLE,
+    ),
+    Fault(
+        "a captured forward keeps hold of its attributes, and so of the pool's memory",
+        "graphs/partial.py",
+        "    for path in valid:\n        _write(dispatcher, path, None)\n",
+        "",
+        f"{PARTIAL} -k behind",
+    ),
+    Fault(
+        "shared experts in a graph are computed once more behind it",
+        "graphs/partial.py",
+        '"shared_experts_compute": lambda store: store.shared_expert_output,',
+        '"shared_experts_compute": lambda store: None,',
+        f"{PARTIAL} -k skipped",
+    ),
+    Fault(
+        "a graph that holds the permutation copies counts to the host inside",
+        "moe/layer.py",
+        '"before_ep_alltoall" if self.scope.preprocess else "before_permutation_1"',
+        '"before_permutation_1"',
+        f"{PARTIAL} -k copied",
+    ),
+    Fault(
+        "the store is left filled behind a replay",
+        "models/blocks.py",
+        "            store.clear()\n",
+        "            pass\n",
+        "tests/parallel/test_graphs_moe.py -k pad_to_capacity",
+    ),
+    Fault(
+        "the shape of the layer's input stays that of the last eager forward",
+        "moe/dispatcher.py",
+        "        self.hidden_shape = hidden_shape\n",
+        "        pass\n",
+        f"{PARTIAL} -k shape",
+    ),
+    Fault(
+        "rows get their weights by way of the transpose, whose gradient lies otherwise than a graph hands it over",
+        "moe/permutation.py",
+        "probs_N = probs_TE.reshape(-1).index_select(0, weight_N)",
+        "probs_N = probs_TE.t().reshape(-1).index_select(0, positions)",
+        MIDDLE,
+    ),
+]
