@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torchgen
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from labkit.graphs import recording
 from labkit.graphs.arena import Arena, block_of
 from labkit.graphs.emulated import EmulatedBackend, EmulatedGraph
 from labkit.parallel import CheckpointWithoutOutput, RngTracker, checkpoint
@@ -412,3 +415,13 @@ def test_static_inputs_lie_outside_the_pool(pool: Arena) -> None:
     static = BACKEND.static_like(torch.randn(3, 4, requires_grad=True).t(), pool)
     assert static.shape == (4, 3) and static.stride() == (1, 4) and not static.requires_grad
     assert block_of(static) is None and pool.live_bytes == 0
+
+
+def test_what_is_computed_in_place_at_replay_runs_one_kernel_in_both_forms() -> None:
+    """As torch's own list of operations says: structured, with an `out=` form of the same arguments."""
+    listed = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
+    entries = {entry.split("(")[0]: entry for entry in listed.read_text().split("\n- func: ")[1:]}
+    for name in recording._STRUCTURED:
+        operation, _, overload = name.partition(".")
+        assert "structured_delegate" in entries[name], name
+        assert recording._into(getattr(getattr(torch.ops.aten, operation), overload or "default")) is not None, name
