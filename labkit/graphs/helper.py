@@ -60,8 +60,8 @@ class CudaGraphHelper:
         model: the rank's chunks in the order of its schedule, wrapped for data parallelism or bare. seq_length: of
         whole sequences. optimizers: whose `zero_grad` is called after a capture, if they have one.
 
-        Raises ValueError for graphs that are not of layers, an implementation that is not for their device, and a row
-        that cannot be captured.
+        Raises ValueError for graphs that are not of layers, layers that have graphs, an implementation that is not for
+        their device, and a row that cannot be captured.
         """
         if not captures_layers(config):
             raise ValueError(
@@ -73,6 +73,8 @@ class CudaGraphHelper:
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
         self.callables_per_chunk: list[list[GraphableMegatronModule]] = [graphable_modules(chunk) for chunk in model]
         """By chunk, the layers that are captured, in their order."""
+        if any(layer.cuda_graphs for layer in self.layers):
+            raise ValueError("these layers have the graphs of another CudaGraphHelper: call its reset() first")
         self._engine_options = _engine_options(self.chunks, config.cuda_graph_impl)
         for layer in self.layers[:1]:
             choose_impl(config.cuda_graph_impl, next(layer.parameters()).device)

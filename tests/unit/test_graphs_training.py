@@ -9,7 +9,7 @@ from labkit.config import ConfigError, RunConfig, presets
 from labkit.graphs import CudaGraphHelper, PlanError, check_plan, graph_counts, is_graph_capturing
 from labkit.models.blocks import TransformerLayer
 from labkit.parallel.capturing import is_graph_warmup
-from labkit.schedules import Schedule
+from labkit.schedules import Schedule, build_schedule
 from labkit.train import pretrain
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.pipeline import Pipeline
@@ -185,6 +185,28 @@ def test_other_shapes_are_captured_anew():
     graphs.helper.recapture(seq_length=8)
     second = [run.losses(3, shortened(run.batches, 8)) for run in (eager, graphs, full)]
     assert second[0] == second[1] == second[2]
+
+
+def with_microbatches(training: Training, count: int) -> None:
+    """Go on with another number of microbatches a step, on the same model."""
+    pipeline = training.pipeline
+    config = pipeline.config.override({"train.global_batch_size": count})
+    schedule = build_schedule(config.schedule, pp=1, vpp=1, microbatches=count)
+    training.pipeline = Pipeline(config, pipeline.groups, pipeline.chunks, gpt_forward_step, schedule)
+
+
+def test_another_number_of_microbatches_needs_graphs_of_its_own():
+    changes = {"schedule.name": "gpipe"}  # all forwards first: a graph for each microbatch
+    eager, graphs = Training(small(**changes)), Training(small(**changes, **GRAPHS))
+    assert eager.losses(3) == graphs.losses(3)
+    first = graphs.helper
+    with pytest.raises(ValueError, match="the graphs of another CudaGraphHelper"):
+        with_microbatches(graphs, 6)
+    first.reset()
+    for run in (eager, graphs):
+        with_microbatches(run, 6)
+    assert eager.losses(3) == graphs.losses(3)
+    assert (first.num_microbatches, graphs.helper.num_microbatches) == (MICROBATCHES, 6)
 
 
 def test_graphs_that_were_reset_leave_an_eager_run_of_the_same_bits():
