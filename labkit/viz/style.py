@@ -28,6 +28,7 @@ ACTIVITIES: dict[str, tuple[str, str, str]] = {
     "collective": ("#D55E00", "xx", "collective"),
     "wait": ("#999999", "...", "wait"),
     "idle": ("#F0F0F0", "", "idle"),
+    "graph_replay": ("#88CCEE", "||", "replay of a graph"),
     "optimizer": ("#332288", "", "optimizer"),
     "data": ("#DDCC77", "", "data"),
     "timer": ("#44AA99", "--", "timer"),
