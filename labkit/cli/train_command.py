@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -131,7 +131,10 @@ def train_on_rank(config: RunConfig) -> Trained | Refusal:
         datasets = build_gpt_datasets(config)
     except (ValueError, OSError) as error:
         return Refusal(str(error))
-    result = pretrain(config, datasets_provider=lambda _: datasets)
+    try:
+        result = pretrain(config, datasets_provider=lambda _: datasets)
+    except ConfigError as error:  # the same on every rank as well: what a machine cannot do
+        return Refusal("; ".join(error.problems))
     return Trained(result.losses, result.metrics)
 
 
@@ -154,9 +157,19 @@ def final_lines(result: Trained, config: RunConfig) -> list[str]:
         lines += [f"{name.replace('_', ' ')} {values[-1]:.4f}"] if values else []
     worst = [line["moe/max_over_mean"] for line in result.metrics if "moe/max_over_mean" in line]
     lines += [f"the fullest expert has {worst[-1]:.2f} times the mean load"] if worst else []
+    lines += [graph_words(line["graphs"]) for line in result.metrics if "graphs" in line][-1:]
     if config.train.output_dir is not None:
         lines.append(f"metrics and events: {config.train.output_dir}")
     return lines
+
+
+def graph_words(held: Mapping[str, tuple[int, int]]) -> str:
+    """`CUDA graphs of each rank: 4 to 8; static inputs 16,384 to 32,768 bytes; pool at its peak 65,536 bytes`."""
+    shown = {name: f"{least:,}" if least == most else f"{least:,} to {most:,}" for name, (least, most) in held.items()}
+    return (
+        f"CUDA graphs of each rank: {shown['graphs']}; static inputs {shown['static_input_bytes']} bytes; pool at its "
+        f"peak {shown['pool_peak_bytes']} bytes"
+    )
 
 
 def started_by_torchrun() -> bool:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from labkit.events import not_recording, span
 from labkit.graphs.backend import Graph, GraphBackend, Pool, choose_impl, get_backend
 from labkit.graphs.counters import counters_kept
+from labkit.graphs.memory import GraphMemory
 from labkit.parallel.random import RngTracker
 from labkit.parallel.recompute import RandomStates
 
@@ -89,6 +90,17 @@ class FullIterationGraph:
         with span(f"full iteration, {self.name}", "graph_replay"):
             self.graph.replay()
         return tree_map_only(Tensor, torch.clone, self._results)
+
+    def memory(self) -> GraphMemory | None:
+        """What the graph and its slots hold; None where there is none."""
+        if self.graph is None:
+            return None
+        data = [x.nbytes for slot in self._slots for x in slot.values() if isinstance(x, Tensor)]
+        return GraphMemory(
+            graphs=1, operations=self.graph.num_operations, graph_objects=None, static_inputs=sum(data),
+            static_gradients=0, break_points=0,
+            pool_peak=self.pool.peak_bytes, pool_reserved=self.pool.reserved_bytes,
+        )  # fmt: skip
 
     def reset(self) -> None:
         """Drop graph, slots and results; the next calls are eager again."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from labkit.config import GraphConfig
 from labkit.graphs.scope import captures_layers
 from labkit.parallel.capturing import is_graph_capturing, is_graph_warmup
+from labkit.parallel.groups import Group
 
 Graphed = Callable[..., Any]
 """What `make_graphed_callables` makes of a module: called like it, with tensors."""
@@ -65,6 +66,10 @@ class GraphableMegatronModule(nn.Module):
     def get_submodules_under_cudagraphs(self) -> list[nn.Module]:
         """The modules whose forward a replay leaves out, with all inside them."""
         return [self]
+
+    def get_groups_under_cudagraphs(self) -> list[Group]:
+        """Over which groups the captured part communicates."""
+        return []
 
     def cuda_graph_capture(self, *tensors: Tensor) -> Any:
         """What is captured; it takes what `cuda_graph_inputs` gives."""

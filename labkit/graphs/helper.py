@@ -29,8 +29,10 @@ from labkit.events import not_recording, span
 from labkit.graphs.backend import choose_impl
 from labkit.graphs.buffers import BufferPlan, plan_buffers
 from labkit.graphs.capture import make_graphed_callables
+from labkit.graphs.communicators import refuse_gloo
 from labkit.graphs.counters import counters_kept
 from labkit.graphs.graphable import GraphableMegatronModule, graphable_modules
+from labkit.graphs.memory import GraphMemory, measure_graphs
 from labkit.graphs.orders import capture_order
 from labkit.graphs.passes import sample_index
 from labkit.graphs.scope import captures_layers
@@ -61,7 +63,7 @@ class CudaGraphHelper:
         whole sequences. optimizers: whose `zero_grad` is called after a capture, if they have one.
 
         Raises ValueError for graphs that are not of layers, layers that have graphs, an implementation that is not for
-        their device, and a row that cannot be captured.
+        their device or cannot hold their messages, and a row that cannot be captured.
         """
         if not captures_layers(config):
             raise ValueError(
@@ -76,8 +78,10 @@ class CudaGraphHelper:
         if any(layer.cuda_graphs for layer in self.layers):
             raise ValueError("these layers have the graphs of another CudaGraphHelper: call its reset() first")
         self._engine_options = _engine_options(self.chunks, config.cuda_graph_impl)
-        for layer in self.layers[:1]:
-            choose_impl(config.cuda_graph_impl, next(layer.parameters()).device)
+        for layer in self.layers:
+            device = next(layer.parameters()).device
+            choose_impl(config.cuda_graph_impl, device)
+            refuse_gloo(layer.get_groups_under_cudagraphs(), device, config.cuda_graph_impl)
         self.order = self._order(schedule, pp_rank)
         """What is captured, in this order: c + 1 is a forward of chunk c, -(c + 1) its backward, -(c + 1.5) its weight
         gradients, where a backward leaves them out."""
@@ -121,6 +125,15 @@ class CudaGraphHelper:
     def graphs_created(self) -> bool:
         """Whether the layers have their graphs."""
         return self.plan is not None
+
+    def memory(self) -> GraphMemory | None:
+        """What this rank's graphs hold; None where there are none yet, and where Transformer Engine made them, which
+        does not say."""
+        if not self.graphs_created() or self.config.cuda_graph_impl == "transformer_engine":
+            return None
+        rounds = range(self.num_microbatches)
+        graphs = [layer.cuda_graphs[m] for layers in self.callables_per_chunk for m in rounds for layer in layers]
+        return measure_graphs(graphs, self.order, [len(layers) for layers in self.callables_per_chunk])
 
     # ---- capture ----
 

@@ -19,6 +19,7 @@ from labkit.models.attention import ParallelAttention, Rotary
 from labkit.models.build import Build, dropout
 from labkit.models.layer_choice import dense_mlp, moe_mlp
 from labkit.moe.layer import MoELayer
+from labkit.parallel.groups import Group
 
 
 class TransformerLayer(GraphableMegatronModule):
@@ -38,6 +39,9 @@ class TransformerLayer(GraphableMegatronModule):
         self.dropout, self.recompute = dropout(build.config.hidden_dropout, build), build.recompute
         self.scope = layer_scope(self.graph, has_experts=has_experts)
         self._new_input = partial(_new_input, build)
+        self._groups: list[Group] = [*_groups_of_attention(build)] if self.scope.attention else []
+        if self.scope.mlp and not has_experts:
+            self._groups += _groups_of_linears(build)
 
     def forward(self, x_SBH: Tensor, rotary: Rotary | None = None) -> Tensor:
         """[S, B, H] -> [S, B, H]."""
@@ -78,6 +82,11 @@ class TransformerLayer(GraphableMegatronModule):
             found += [self.mlp.norm, *self.mlp.get_submodules_under_cudagraphs()]  # pyright: ignore[reportArgumentType]
         return found
 
+    def get_groups_under_cudagraphs(self) -> list[Group]:
+        """Those of the captured halves."""
+        experts = self.mlp.get_groups_under_cudagraphs() if isinstance(self.mlp, MoELayer) else []
+        return [*self._groups, *experts]
+
     def cuda_graph_inputs(self, x_SBH: Tensor, rotary: Rotary | None = None) -> tuple[Tensor, ...]:
         """The rotary tables belong to attention."""
         return super().cuda_graph_inputs(x_SBH, rotary if self.scope.attention else None)
@@ -109,6 +118,15 @@ class TransformerLayer(GraphableMegatronModule):
         finally:
             store.clear()
         return self._after_mlp(made_SBH, residual_SBH)
+
+
+def _groups_of_linears(build: Build) -> list[Group]:
+    """Scales of fp8 are agreed on by all ranks that hold parts of a sample."""
+    return [build.group] if build.float8 is None or build.cp is None else [build.group, build.cp]
+
+
+def _groups_of_attention(build: Build) -> list[Group]:
+    return [build.group] if build.cp is None else [build.group, build.cp]
 
 
 def _new_input(build: Build, seq_length: int, micro_batch_size: int) -> Tensor:

@@ -42,7 +42,7 @@ from labkit.moe.experts import GroupedExperts, SequentialExperts
 from labkit.moe.router import TopKRouter
 from labkit.moe.shared_experts import SharedExpertMLP
 from labkit.parallel.fp8 import Float8Scaling
-from labkit.parallel.groups import ParallelGroups
+from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.ledger import comm_scope
 from labkit.parallel.random import RngTracker
 
@@ -143,6 +143,7 @@ class MoELayer(nn.Module):
             self.shared_experts = SharedExpertMLP(
                 f"{name}.shared_experts", model, moe, groups, sequence_parallel=sequence_parallel, **made
             )
+        self._groups = groups
         self.scope = layer_scope(graph or GraphConfig(), has_experts=True)
         # A graph that holds the first permutation ends before counts are copied to the host.
         point = "before_ep_alltoall" if self.scope.preprocess else "before_permutation_1"
@@ -184,6 +185,18 @@ class MoELayer(nn.Module):
         elif self.shared_experts is not None and self.shared_experts.gate is not None and self.scope.preprocess:
             found.append(self.shared_experts.gate)  # of the overlapped stages the first
         return found
+
+    def get_groups_under_cudagraphs(self) -> list[Group]:
+        """Over which groups the captured part of this layer communicates."""
+        groups, scope, found = self._groups, self.scope, []
+        if self.shared_experts is not None and (scope.preprocess or (scope.router and self.has_shared_output)):
+            found.append(groups.tp)
+        if scope.router and self.moe.load_balancing in ("aux_loss", "seq_aux_loss"):
+            found += [groups.tp, groups.cp]
+        elif scope.router and self.moe.load_balancing == "global_aux_loss":
+            found += [groups.tp, groups.cp, groups.dp]
+        counts = scope.preprocess and self.moe.dispatcher != "allgather" and not self.moe.pad_to_capacity
+        return [*found, groups.ep, groups.etp] if scope.mlp or counts else found
 
     @property
     def has_shared_output(self) -> bool:

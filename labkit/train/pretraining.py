@@ -237,10 +237,12 @@ def train(
                     pipeline, optimizer, timers, data.train,
                     step=step, lr=lr, clip_grad=config.optim.clip_grad, observer=observer,
                 )  # fmt: skip
+            report.graphs(step, pipeline.graphs)
             report.step(step, result, lr)
             if _validates_after(config, step):
                 with report.naming_what_is_kept():
                     _validate(pipeline, data.validation(), report, step, process_non_loss_data)
+                report.graphs(step, pipeline.graphs)
         if config.train.eval_steps > 0 and data.test is not None:
             with report.naming_what_is_kept():
                 _test(pipeline, data.test(), report)

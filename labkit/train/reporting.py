@@ -1,6 +1,7 @@
 """What a run writes down: a line of metrics per step, all ranks' Events, progress for whoever launched it.
 
-    metrics.jsonl   a line a step: loss, norm, rates, timers, and of experts what `router_metrics` says
+    metrics.jsonl   a line a step: loss, norm, rates, timers, and of experts what `router_metrics` says; lines of
+                    evaluations; with CUDA graphs a line ahead of that of the step that captured them
     scalars.jsonl   the same numbers one by one, as TensorBoard takes them: {"step": 3, "tag": "loss", "value": 2.5}
     events.jsonl    an Event a line
 
@@ -17,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from labkit.config import RunConfig
-from labkit.events import Event, EventRecorder, recording
+from labkit.events import Event, EventRecorder, not_recording, recording
 from labkit.launch import report_progress
 from labkit.parallel.collectives import comm_scope, gather_objects
 from labkit.parallel.groups import ParallelGroups
 from labkit.train.metrics import JsonLines, Timers, min_max_over_ranks, scalars
 from labkit.train.router_metrics import LayerMetrics, RouterMetrics, router_line
+from labkit.train.step_graphs import StepGraphs
 from labkit.train.stepping import StepResult
 
 
@@ -51,6 +53,7 @@ class Report:
         self.skipped_steps = 0
         self._skipped_because: str | None = None
         self._since_last_line = 0
+        self._captures_told = 0
 
     def _file(self, name: str) -> JsonLines:
         return JsonLines(self._folder / name if self._folder is not None and self._writes else None)
@@ -124,6 +127,23 @@ class Report:
         """Write a line `{"step": ..., name: loss}`, name being `validation_loss` or `test_loss`."""
         self._add({"step": step, name: loss})
         self._progress(**{"step": step, name: loss})
+
+    def graphs(self, step: int, graphs: StepGraphs) -> None:
+        """Once after each capture, a line with what the graphs hold: (least, most) over ranks of their number, and of
+        the bytes of static inputs and of the pools at their peak. Nothing where the implementation cannot tell."""
+        if graphs.num_captures == self._captures_told:
+            return
+        self._captures_told = graphs.num_captures
+        pools = graphs.memory()
+        own = {
+            "graphs": sum(pool.graphs for pool in pools),
+            "static_input_bytes": sum(pool.static_inputs for pool in pools),
+            "pool_peak_bytes": sum(pool.pool_peak for pool in pools),
+        }
+        with not_recording(), comm_scope(layer="graphs", phase="report"):
+            by_rank = gather_objects(own if pools else {}, self._groups.world)
+        if any(by_rank):
+            self._add({"step": step, "graphs": min_max_over_ranks(by_rank)})
 
     def _take_events(self, *, ends_step: bool) -> None:
         """Feed what was recorded since the last call to the timers; with `train.record_events`, keep and write it."""

@@ -16,12 +16,16 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from labkit.config import RunConfig
+from labkit.config import ConfigError, RunConfig
+from labkit.graphs.communicators import refuse_gloo
 from labkit.graphs.full_iteration import FullIterationGraph
 from labkit.graphs.helper import CudaGraphHelper
+from labkit.graphs.memory import GraphMemory
 from labkit.graphs.scope import captures_layers
+from labkit.launch.transformer_engine import why_no_transformer_engine
 from labkit.parallel.fp8 import Float8Scaling
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.param_gather import finish_param_sync
@@ -39,6 +43,15 @@ class StepGraphs(Protocol):
     helper: CudaGraphHelper | None
     """Of graphs of layers; None where there are none."""
 
+    @property
+    def num_captures(self) -> int:
+        """How many times this run captured something so far; the same on all ranks."""
+        ...
+
+    def memory(self) -> list[GraphMemory]:
+        """What the graphs of this rank hold, one for each pool; [] where nobody can tell."""
+        ...
+
     def run(self, batches: Batches, *, forward_only: bool) -> list[Any]:
         """One global batch; what the loss function reported."""
         ...
@@ -49,9 +62,14 @@ class NoGraphs:
 
     finalizes = False
     helper: CudaGraphHelper | None = None
+    num_captures = 0
 
     def __init__(self, run: Run) -> None:
         self._run = run
+
+    def memory(self) -> list[GraphMemory]:
+        """Nothing."""
+        return []
 
     def run(self, batches: Batches, *, forward_only: bool) -> list[Any]:
         """As it is."""
@@ -66,6 +84,12 @@ class LayerGraphs:
     def __init__(self, run: Run, helper: CudaGraphHelper, warmup_steps: int) -> None:
         self.helper: CudaGraphHelper | None = helper
         self._run, self._helper, self._eager_steps_left = run, helper, warmup_steps
+        self.num_captures = 0
+
+    def memory(self) -> list[GraphMemory]:
+        """One pool for all layers."""
+        found = self._helper.memory()
+        return [] if found is None else [found]
 
     def run(self, batches: Batches, *, forward_only: bool) -> list[Any]:
         """Eager in evaluation, by the rules of `GraphableMegatronModule`."""
@@ -73,6 +97,7 @@ class LayerGraphs:
             if self._eager_steps_left == 0:
                 self._helper.create_cudagraphs()
                 self._helper.cuda_graph_set_manual_hooks()
+                self.num_captures += 1
             else:
                 self._eager_steps_left -= 1
         return self._run(batches, forward_only=forward_only)
@@ -86,6 +111,15 @@ class IterationGraphs:
 
     def __init__(self, training: FullIterationGraph, validation: FullIterationGraph) -> None:
         self.training, self.validation = training, validation
+
+    @property
+    def num_captures(self) -> int:
+        """Of training and of validation."""
+        return sum(one.graph is not None for one in (self.training, self.validation))
+
+    def memory(self) -> list[GraphMemory]:
+        """Each has a pool of its own."""
+        return [found for one in (self.training, self.validation) if (found := one.memory()) is not None]
 
     def run(self, batches: Batches, *, forward_only: bool) -> list[Any]:
         """Eager for the first steps of either kind."""
@@ -105,10 +139,13 @@ def build_step_graphs(
     graph, train = config.graph, config.train
     if graph.cuda_graph_impl == "none":
         return NoGraphs(run)
+    _check_machine(graph.cuda_graph_impl, groups.device)
     if captures_layers(graph):
         length, batch = config.model.seq_length, train.micro_batch_size
         helper = CudaGraphHelper(chunks, graph, length, batch, schedule=schedule, pp_rank=groups.pp.rank)
         return LayerGraphs(run, helper, graph.cuda_graph_warmup_steps)
+    inside = groups.tp, groups.cp, groups.dp, groups.ep, groups.etp
+    refuse_gloo(inside, groups.device, graph.cuda_graph_impl)
     shared: dict[str, Any] = {
         "num_microbatches": schedule.num_microbatches,
         "impl": graph.cuda_graph_impl,
@@ -122,6 +159,17 @@ def build_step_graphs(
         FullIterationGraph(run_and_finalize, name="training", **shared),
         FullIterationGraph(partial(run, forward_only=True), name="validation", **shared),
     )
+
+
+def _check_machine(impl: str, device: torch.device) -> None:
+    """ConfigError, the same on all ranks, for graphs that this machine cannot make."""
+    needed = "cpu" if impl == "emulated" else "cuda"
+    missing = why_no_transformer_engine() if impl == "transformer_engine" and device.type == "cuda" else None
+    if device.type != needed:
+        fitting = "local" if device.type == "cuda" else "emulated"
+        missing = f"it captures on {needed}, and this run is on {device.type}; set it to {fitting} or none"
+    if missing is not None:
+        raise ConfigError([f"graph.cuda_graph_impl = {impl}: {missing}"])
 
 
 def _settle(chunks: Sequence[Any]) -> None:

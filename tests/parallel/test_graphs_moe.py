@@ -97,7 +97,8 @@ class Watcher:
 def trained(config: RunConfig) -> dict[str, Any]:
     watcher = Watcher()
     result = pretrain(config, observer=watcher)
-    lines = [{name: line[name] for name in line if not _is_time(name)} for line in result.metrics]
+    steps = [line for line in result.metrics if "graphs" not in line]
+    lines = [{name: line[name] for name in line if not _is_time(name)} for line in steps]
     return {"losses": result.losses, "metrics": lines, "weights": watcher.weights,
             "calls": watcher.calls_by_step, "graphs": watcher.graphs_by_step}  # fmt: skip
 

@@ -123,6 +123,24 @@ def test_evaluation_is_eager_with_graphs_of_layers_and_replays_with_one_of_the_i
     assert sum(e.kind == "graph_replay" for e in layers) == sum(e.kind == "graph_replay" for e in training)
 
 
+SAID = {
+    "layers": ({}, [(1, 2 * LAYERS)]),
+    "attention alone": ({"graph.cuda_graph_scope": ("attn",)}, [(1, 2 * LAYERS)]),
+    "iteration": ({**FULL, "train.eval_steps": 2, "train.eval_interval": 2}, [(1, 1), (1, 2)]),
+    "never captured": ({"graph.cuda_graph_warmup_steps": STEPS}, []),
+    "eager": ({"graph.cuda_graph_impl": "none"}, []),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_run_says_once_after_a_capture_what_its_graphs_hold(name):
+    changes, expected = SAID[name]
+    found = pretrain(small(**GRAPHS | changes)).series("graphs")
+    assert [(step, held["graphs"][0]) for step, held in found] == expected
+    for _, held in found:
+        assert all(0 < least == most for least, most in held.values())
+
+
 # ---- by hand ----
 
 
@@ -231,7 +249,7 @@ def test_rows_that_cannot_be_captured_are_refused():
 
 @pytest.mark.parametrize("scope", [(), ("full_iteration",)])
 def test_graphs_of_a_gpu_are_refused_on_the_host_before_the_first_step(scope):
-    with pytest.raises(ValueError, match="impl='local' captures tensors on cuda, and these are on cpu"):
+    with pytest.raises(ValueError, match="cuda_graph_impl = local: it captures on cuda, and this run is on cpu"):
         Training(small(**{"graph.cuda_graph_impl": "local", "graph.cuda_graph_scope": scope}))
 
 

@@ -1,0 +1,119 @@
+"""No CUDA graph holds gloo's messages: refused before the first step. GPUs and groups are stand-ins here."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from labkit.cli.train_command import Trained, final_lines
+from labkit.config import ConfigError, GraphConfig, ParallelConfig, presets
+from labkit.graphs import CudaGraphHelper, GraphableMegatronModule, communicators
+from labkit.graphs.communicators import refuse_gloo
+from labkit.models.gpt import build_model_chunks
+from labkit.parallel.groups import Group, initialize_model_parallel
+from labkit.schedules import build_schedule
+from labkit.train.step_graphs import build_step_graphs
+
+GPU = torch.device("cuda")
+PAIR = Group("tp", (0, 1), 0, object())
+ALONE = Group("cp", (0,), 0)
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """Every group talks through `backend.name`."""
+    chosen = SimpleNamespace(name="gloo")
+    monkeypatch.setattr(communicators.dist, "get_backend", lambda _: chosen.name)
+    return chosen
+
+
+def test_the_command_line_says_what_they_hold():
+    held = {"graphs": (4, 8), "static_input_bytes": (16384, 16384), "pool_peak_bytes": (65536, 65536)}
+    lines = [{"step": 3, "graphs": held}, {"step": 3, "loss": 1.0}]
+    said = final_lines(Trained([1.0], lines), presets.tiny())
+    assert said[1:] == [
+        "CUDA graphs of each rank: 4 to 8; static inputs 16,384 bytes; pool at its peak 65,536 bytes",
+    ]
+
+
+def test_groups_of_several_ranks_on_gloo_are_named(backend):
+    with pytest.raises(ConfigError, match=r"local would capture messages over tp \(2 ranks\), which go through gloo"):
+        refuse_gloo([ALONE, PAIR, PAIR], GPU, "local")
+
+
+def test_nccl_single_ranks_and_the_host_are_fine(backend):
+    refuse_gloo([ALONE], GPU, "local")
+    refuse_gloo([PAIR], torch.device("cpu"), "emulated")
+    backend.name = "nccl"
+    refuse_gloo([PAIR], GPU, "local")
+
+
+class OnGpu(GraphableMegatronModule):
+    """A layer that would be on a GPU and communicate over two ranks."""
+
+    def parameters(self, recurse=True):
+        return iter([SimpleNamespace(device=GPU)])
+
+    def get_groups_under_cudagraphs(self):
+        return [PAIR]
+
+
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+def test_the_helper_refuses_such_layers(backend, impl):
+    graph = GraphConfig(cuda_graph_impl=impl)
+    schedule = build_schedule(presets.tiny().schedule, pp=1, microbatches=2)
+    with pytest.raises(ConfigError, match="gloo"):
+        CudaGraphHelper([nn.Sequential(OnGpu(graph))], graph, 8, 1, schedule=schedule)
+    backend.name = "nccl"
+    CudaGraphHelper([nn.Sequential(OnGpu(graph))], graph, 8, 1, schedule=schedule)
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp", "dp"])
+def test_an_iteration_holds_messages_of_all_groups(backend, axis):
+    config = presets.tiny().override({"graph.cuda_graph_impl": "local", "graph.cuda_graph_scope": ("full_iteration",)})
+    groups = replace(initialize_model_parallel(ParallelConfig()), device=GPU, **{axis: replace(PAIR, name=axis)})
+    schedule = build_schedule(config.schedule, pp=1, microbatches=2)
+    with pytest.raises(ConfigError, match=rf"over {axis} \(2 ranks\)"):
+        build_step_graphs(config, groups, [], schedule, list, list)
+
+
+def test_an_engine_that_is_missing_is_refused_before_the_first_step():
+    config = presets.tiny().override({"graph.cuda_graph_impl": "transformer_engine"})
+    groups = replace(initialize_model_parallel(ParallelConfig()), device=GPU)
+    schedule = build_schedule(config.schedule, pp=1, microbatches=2)
+    with pytest.raises(ConfigError, match=r"graph\.cuda_graph_impl = transformer_engine: Transformer Engine"):
+        build_step_graphs(config, groups, [], schedule, list, list)
+
+
+LAYERS = {
+    "attn": ({}, ["tp", "cp"]),
+    "mlp": ({}, ["tp"]),
+    "attn,mlp": ({}, ["tp", "cp", "tp"]),
+    "": ({}, ["tp", "cp", "tp"]),
+    "moe_router": ({"moe.num_experts": 4, "moe.load_balancing": "none"}, []),
+    "moe_router balanced": (
+        {"moe.num_experts": 4, "moe.load_balancing": "global_aux_loss", "moe.aux_loss_coeff": 0.01}, ["tp", "cp", "dp"],
+    ),
+    "moe_router shared": (
+        {"moe.num_experts": 4, "moe.load_balancing": "none", "moe.shared_expert_ffn_hidden": 16}, ["tp"],
+    ),
+    "moe_router,moe_preprocess": ({"moe.num_experts": 4, "moe.load_balancing": "none"}, ["ep", "etp"]),
+    "moe": (
+        {"moe.num_experts": 4, "moe.load_balancing": "none", "moe.capacity_factor": 1.0, "moe.pad_to_capacity": True},
+        ["ep", "etp"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scope", LAYERS)
+def test_a_layer_names_the_groups_of_its_captured_part(scope):
+    changes, expected = LAYERS[scope]
+    words = scope.split(" ", maxsplit=1)[0]
+    captured = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_scope": tuple(words.split(",")) if words else ()}
+    config = presets.tiny().override({"model.layers": 1, **changes, **captured})
+    config.validate()
+    (chunk,) = build_model_chunks(config, initialize_model_parallel(ParallelConfig()))
+    (layer,) = chunk.layers.values()
+    assert [group.name for group in layer.get_groups_under_cudagraphs()] == expected
