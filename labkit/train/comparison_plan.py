@@ -11,6 +11,7 @@ from typing import Any
 
 from labkit.config import ConfigError, RunConfig
 from labkit.config.fields import SPECS
+from labkit.graphs.scope import captures_layers, layer_scope
 from labkit.train.schedule_fit import schedule_problem
 
 PRECISIONS = {"float64": ("fp64", 1e-10), "float32": ("fp32", 1e-5)}
@@ -40,6 +41,7 @@ def _common(config: RunConfig, steps: int, dtype: str) -> dict[str, Any]:
         "optim.lr": min(optim.lr, 1e-3),
         "optim.min_lr": min(optim.min_lr, 1e-3),
         "optim.decay_steps": optim.decay_steps or config.train.steps,
+        "graph.cuda_graph_warmup_steps": max(1, min(config.graph.cuda_graph_warmup_steps, steps - 1)),
         "train.steps": steps,
         "train.record_events": False,
     }
@@ -112,10 +114,11 @@ def _refusal(problem: str) -> ConfigError:
 
 
 def alone(base: RunConfig) -> RunConfig:
-    """The reference: one process, one stage, every activation kept, gradients in the one buffer of the naive twin,
-    experts computed one after the other from tokens that are never sent."""
-    kept = ("parallel.distributed_backend", "parallel.distributed_timeout_minutes")
-    layout = [n for n, spec in SPECS.items() if spec.section in ("parallel", "schedule") and n not in kept]
+    """The reference: one process, one stage, no CUDA graphs, every activation kept, gradients in the one buffer of
+    the naive twin, experts computed one after the other from tokens that are never sent."""
+    sections = ("parallel", "schedule", "graph")
+    kept = ("graph.cuda_graph_warmup_steps", "parallel.distributed_backend", "parallel.distributed_timeout_minutes")
+    layout = [n for n, spec in SPECS.items() if spec.section in sections and n not in kept]
     plain = _usual(*layout, *_PLAIN) | {"optim.data_parallel": "naive"}
     if base.moe.num_experts:
         plain |= {"moe.dispatcher": "local", "moe.grouped_gemm": False}
@@ -153,11 +156,33 @@ def plan_layout(
     problems = problems or changed.problems(world_size) or changed.not_yet_trainable()
     if not problems and (problem := schedule_problem(changed, world_size)):
         problems = [problem]
+    if not problems and (problem := _graphs(changed, dtype)):
+        problems = [problem]
     if not problems and held_against and (problem := _depends_on_placement(changed, world_size, held_against)):
         problems = [problem]
     if problems:
         raise ConfigError(problems, source=f"layout {dict(layout)}")
     return changed, world_size
+
+
+def _graphs(config: RunConfig, dtype: str) -> str:
+    """Why what is looked at cannot be seen with these CUDA graphs, or an empty string."""
+    graph = config.graph
+    if graph.cuda_graph_impl == "none":
+        return ""
+    if config.train.steps < 2:
+        return (
+            f"graph.cuda_graph_impl = {graph.cuda_graph_impl!r}: the first step runs eagerly, where the outputs of "
+            "blocks are looked at, and a graph takes part from the second on; compare at least 2 steps"
+        )
+    holds_router = not captures_layers(graph) or layer_scope(graph, has_experts=True).router
+    if dtype == "float32" and config.moe.num_experts and holds_router:
+        return (
+            f"graph.cuda_graph_scope = {graph.cuda_graph_scope}: in float32 layouts replay the choice of experts of "
+            "one process, and a graph that holds the router would make the choice of its capture for ever; compare in "
+            "float64, or capture attn alone"
+        )
+    return ""
 
 
 def _decided_by_the_comparison(base: RunConfig, changed: RunConfig, dtype: str) -> list[str]:

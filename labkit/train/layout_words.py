@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from labkit.config import ModelConfig, OptimConfig, RunConfig
+from labkit.config import GraphConfig, ModelConfig, OptimConfig, RunConfig
 
 
 def layout_name(config: RunConfig, world_size: int) -> str:
-    """Sizes, experts, stages and schedule, layers and fp8, what is recomputed, how gradients are kept and reduced."""
+    """Sizes, experts, stages and schedule, layers and fp8, what is recomputed, how gradients are kept, graphs."""
     parallel = config.parallel
     sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp}
     sizes["dp"] = world_size // (parallel.tp * parallel.cp * parallel.pp)
@@ -22,7 +22,7 @@ def layout_name(config: RunConfig, world_size: int) -> str:
     layers = ["transformer engine"] if config.model.transformer_impl == "transformer_engine" else []
     layers += [f"fp8 {config.optim.fp8} {config.optim.fp8_recipe}"] if config.optim.fp8 != "none" else []
     words += [*_experts(config), *_schedule(config), *layers]
-    return " ".join([*words, *_recomputed(config.model), *_gradients(config.optim)])
+    return " ".join([*words, *_recomputed(config.model), *_gradients(config.optim), *_graphs(config.graph)])
 
 
 def _experts(config: RunConfig) -> list[str]:
@@ -71,3 +71,9 @@ def _gradients(optim: OptimConfig) -> list[str]:
     words += ["gather ahead"] if optim.overlap_param_gather else []
     instances = optim.num_distributed_optimizer_instances
     return words + ([f"{instances} instances"] if instances > 1 else [])
+
+
+def _graphs(graph: GraphConfig) -> list[str]:
+    if graph.cuda_graph_impl == "none":
+        return []
+    return [f"{graph.cuda_graph_impl} graphs {'+'.join(graph.cuda_graph_scope) or 'of layers'}"]

@@ -171,7 +171,8 @@ def compare(
     on_row: called with each row as soon as it is known.
 
     AdamW runs with an eps of at least 1e-5 and a learning rate of at most 1e-3, so that its division by the root of
-    the second moment does not blow rounding up. Learning rates are those of the whole run, however few steps are
+    the second moment does not blow rounding up. CUDA graphs are captured after the first step or later, but before the
+    last. Learning rates are those of the whole run, however few steps are
     compared. Raises ConfigError for dropout, an unknown dtype, a layout or a schedule that cannot be, or a fault that
     means nothing.
     """

@@ -18,6 +18,7 @@ from itertools import count
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from labkit.config import RunConfig
 from labkit.parallel.distributed_data_parallel import DistributedDataParallel
@@ -104,6 +105,7 @@ class Recorder:
         records_routing: keep all choices of experts (of a run in one process).
         """
         self.snapshot = Snapshot()
+        self._handles: list[RemovableHandle] = []
         self._steps = frozenset(steps)
         self._config, self._replay, self._records_routing = config, replay, records_routing
 
@@ -130,6 +132,7 @@ class Recorder:
 
     def on_gradients(self, step: int, chunks: Sequence[nn.Module]) -> None:
         """Keep a copy of every `main_grad`, and note which part of it is this rank's to say."""
+        self._take_hooks_off()
         if step in self._steps:
             own = _own_ranges(chunks)
             kept = {name: _shard(p, main_grad(p), own) for name, p in named_parameters(chunks).items()}
@@ -155,6 +158,7 @@ class Recorder:
             handle.remove()
 
         handle = module.register_forward_hook(keep)
+        self._handles.append(handle)
 
     def _note_use(self, names: list[str], module: nn.Module, *, before: bool) -> None:
         """Put parameters in order when the module is first called; or, those that are in no order yet, when it is done:
@@ -167,6 +171,12 @@ class Recorder:
 
         if names:
             handle = module.register_forward_pre_hook(note) if before else module.register_forward_hook(note)
+            self._handles.append(handle)
+
+    def _take_hooks_off(self) -> None:
+        """After the first step, those that waited in vain: no CUDA graph is made of modules with hooks."""
+        while self._handles:
+            self._handles.pop().remove()
 
 
 def _count_forwards(model: nn.Module) -> Callable[[], int]:

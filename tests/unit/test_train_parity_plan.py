@@ -202,3 +202,10 @@ def test_in_float32_only_one_process_can_say_which_experts_are_chosen(launched):
     with pytest.raises(ConfigError, match="layouts replay the choice of experts of one process"):
         compare(BASE.override(EXPERTS), [{"ep": 2}], dtype="float32", reference={"world_size": 2})
     assert not launched
+
+
+def test_the_one_process_has_no_graphs_and_a_layout_captures_them_before_its_last_step(launched):
+    compare(BASE.override({"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_warmup_steps": 9}), [{}], steps=3)
+    alone, layout = (config.graph for config, _ in launched)
+    assert alone.cuda_graph_impl == "none"
+    assert (layout.cuda_graph_impl, layout.cuda_graph_warmup_steps) == ("emulated", 2)
