@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,3 +17,10 @@ if BENCHMARKS not in sys.path:
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks started here see no GPU, on machines that have one too: these tests make CPU tensors."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture(autouse=True)
+def torch_stays_as_it_is() -> Iterator[None]:
+    """`megatron_on_cpu` patches torch for good: imported here and not in a rank, it breaks later tests of others."""
+    yield
+    assert "megatron_on_cpu" not in sys.modules, "import megatron_on_cpu inside a function that `run` calls on a rank"

@@ -77,7 +77,7 @@ def _their_pieces(sizes: list[int], dp: int, rank: int, limit: int | None) -> li
     return sorted(found)
 
 
-def test_every_rank_owns_what_megatron_gives_it() -> None:
+def _owners_agree() -> int:
     chosen = random.Random(0)
     for _ in range(60):
         sizes = [chosen.choice([1, 7, 50, 64, 100, 128, 300, 1000]) for _ in range(chosen.randint(1, 9))]
@@ -89,6 +89,11 @@ def test_every_rank_owns_what_megatron_gives_it() -> None:
                 (p.bucket, p.name, p.start, p.end, p.offset_in_parameter) for p in pieces_of_rank(plan, dp, rank)
             )
             assert ours == _their_pieces(sizes, dp, rank, limit), (sizes, dp, limit, rank)
+    return 60
+
+
+def test_every_rank_owns_what_megatron_gives_it() -> None:
+    assert run(_owners_agree, 1) == [60]
 
 
 class Model(nn.Module):
