@@ -83,7 +83,8 @@ class Experts(nn.Module, ABC):
     """
 
     grouped: ClassVar[bool]
-    """Whether the projections are called, each for all experts; else only their weights are used."""
+    """Whether the projections are called, each for all experts. Else only their weights are read (`reads_children`), and
+    whoever hooks forwards, as the gather of parameters does, hooks that of the experts."""
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class Experts(nn.Module, ABC):
         blocks = 2 if model.activation == "swiglu" else 1
         if model.activation not in ACTIVATIONS:
             raise ValueError(f"{name}: activation {model.activation!r} is none of {', '.join(ACTIVATIONS)}")
-        self.name, self.activation = name, ACTIVATIONS[model.activation]
+        self.name, self.activation, self.reads_children = name, ACTIVATIONS[model.activation], not self.grouped
         self.weighted_activation = weighted_activation(model.activation)
         in_engine = self.grouped and model.transformer_impl == "transformer_engine"
         linear: Callable[..., Any] = te.GroupedLinear if in_engine else StackedLinear

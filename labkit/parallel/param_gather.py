@@ -34,7 +34,8 @@ class ParamGather:
         """buckets: of the chunk, in the order of their reduction; each has its `param_data`.
 
         overlap: hook the modules. A module whose parameters another one reads without calling it leaves its waiting to
-        the module around it: one without a `forward`, and one marked `computed_in_stages`, with all inside it.
+        the module around it: one without a `forward`, one marked `computed_in_stages`, with all inside it, and all
+        inside one marked `reads_children`.
         """
         self.overlap = overlap
         self._buckets = list(reversed(buckets))
@@ -133,7 +134,7 @@ class ParamGather:
                 if id(parameter) in self._place:  # else frozen, or another chunk's
                     readers.setdefault(reader, set()).add(self._place[id(parameter)])
             for child in inner.children():
-                visit(child, reader, staged)
+                visit(child, reader, staged or getattr(inner, "reads_children", False))
 
         visit(module, module, False)
         return readers

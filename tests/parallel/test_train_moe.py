@@ -89,6 +89,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"ep": 2, "data_parallel": "naive"}),
     (4, {**SP, "ep": 2, "bucket_size": 5_000, "average_in_collective": True}),
     (4, {"ep": 2, **ZERO}),
+    (2, {"grouped_gemm": False, **ZERO}),
     (4, {"ep": 2, "num_distributed_optimizer_instances": 2, **ZERO}),
     (4, {"etp": 2, "ep": 2, "dispatcher": "allgather"}),
     (4, {"pp": 2, "ep": 2, "schedule.name": "zero_bubble_h1", "distributed_optimizer": True}),
