@@ -83,8 +83,8 @@ class Experts(nn.Module, ABC):
     """
 
     grouped: ClassVar[bool]
-    """Whether the projections are called, each for all experts. Else only their weights are read (`reads_children`), and
-    whoever hooks forwards, as the gather of parameters does, hooks that of the experts."""
+    """Whether the projections are called, each for all experts. Else only their weights are read (`reads_children`),
+    and whoever hooks forwards, as the gather of parameters does, hooks that of the experts."""
 
     def __init__(
         self,
