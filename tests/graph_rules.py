@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit.graphs import (
@@ -28,7 +29,7 @@ from labkit.graphs import (
     make_weak_ref,
     plan_buffers,
 )
-from labkit.parallel import ColumnParallelLinear, single_process_groups
+from labkit.parallel import ColumnParallelLinear, checkpoint, single_process_groups
 
 WIDTH, ROWS = 8, 4
 ONE_CHUNK = [1, 1, -1, 1, -1, -1]
@@ -266,6 +267,24 @@ def test_waiting_for_the_device_is_refused_at_capture(machine: Machine, sync: st
 
 
 # ---- what cannot be captured ----
+
+
+@pytest.mark.parametrize("drops", [0.0, 0.3])
+def test_a_recomputed_part_must_not_draw(machine: Machine, drops: float) -> None:
+    """A state of a generator cannot be set back inside a graph: other masks in backward would be wrong gradients."""
+    machine.needs("emulated", "local")
+    layer = Body(machine, lambda self, x: checkpoint(lambda y: F.dropout(self.linear(y), drops), x))
+    if drops:
+        with pytest.raises(GraphCaptureError, match=r"graph_rules\.py:.* draws random numbers in a recomputed part"):
+            machine.make(layer, (machine.random(grad=True),))
+        return
+    graphed, x = machine.make(layer, (machine.random(grad=True),)), machine.random(grad=True)
+    graphed(x).sum().backward()
+    found = [x.grad, *grads([layer])]
+    x.grad = None
+    layer.zero_grad()
+    layer(x).sum().backward()
+    assert all_equal(found, [x.grad, *grads([layer])])
 
 
 def add_hook(layer: nn.Module) -> None:

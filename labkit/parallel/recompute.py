@@ -3,7 +3,8 @@
 A backward needs what its forward made. Kept, that is the memory of training; computed again, it is one more forward of
 the part in question (arXiv 1604.06174; for transformers arXiv 2205.05198). The second forward must be the first one,
 bit for bit: the same inputs, the same random numbers (torch's generators and every named state of an `RngTracker`),
-the same autocast. What it communicates is booked under the phase `recompute`.
+the same autocast. What it communicates is booked under the phase `recompute`. In a CUDA graph no state of a generator
+can be set back, so there a recomputed part that draws is refused (`labkit.parallel.draws`).
 
 | form                      | keeps               | makes again          | right before                  |
 |---------------------------|---------------------|----------------------|-------------------------------|
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -30,7 +31,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from labkit.parallel import collectives
-from labkit.parallel.capturing import active_capture, recorded_call
+from labkit.parallel.capturing import active_capture, is_graph_capturing, refuse_host_sync
+from labkit.parallel.draws import RefusesDraws
 from labkit.parallel.groups import Group
 from labkit.parallel.ledger import Scope, comm_scope, current_scope
 from labkit.parallel.random import RngTracker
@@ -48,12 +50,8 @@ class RandomStates:
 
     @classmethod
     def now(cls, rng: RngTracker | None) -> RandomStates:
-        """Copies of the current states; a GPU's not while a graph is captured on it: they cannot be read then.
-
-        What is recomputed inside a GPU's graph must therefore draw no numbers (the configuration refuses it).
-        """
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            return cls(torch.get_rng_state(), None, None)
+        """Copies of the current states. GraphCaptureError while a graph is captured: a GPU's cannot be read then."""
+        refuse_host_sync("reading random states")
         device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         return cls(torch.get_rng_state(), device, {} if rng is None else rng.get_states())
 
@@ -135,32 +133,28 @@ class _Again:
     def __init__(self, function: Callable[..., Any], rng: RngTracker | None) -> None:
         self.function, self.rng = function, rng
         self.autocast = _autocast_now()
-        recorded_call(self._note_states)
+        self.in_graph = is_graph_capturing()
+        self.states = None if self.in_graph else RandomStates.now(rng)
         self.scope = Scope(current_scope().layer, "recompute")
         self.notes: list[Any] = []
 
     def first(self, *args: Any) -> Any:
         """The first run."""
-        with _Run(self.notes, second=False):
+        with _Run(self.notes, second=False), RefusesDraws() if self.in_graph else nullcontext():
             return self.function(*args)
-
-    def _note_states(self) -> None:
-        self.states = RandomStates.now(self.rng)
 
     @contextmanager
     def _same_numbers(self) -> Iterator[None]:
         """Draw the first run's numbers inside the block; after it, go on where the generators stood before."""
-        before: list[RandomStates] = []
-
-        def enter() -> None:
-            before[:] = [RandomStates.now(self.rng)]
-            self.states.restore(self.rng)
-
-        recorded_call(enter)  # in a graph: those that the replay of the first run has drawn
+        if self.states is None:  # in a graph, where the first run drew nothing
+            yield
+            return
+        before = RandomStates.now(self.rng)
+        self.states.restore(self.rng)
         try:
             yield
         finally:
-            recorded_call(lambda: before[0].restore(self.rng))
+            before.restore(self.rng)
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:
