@@ -5,7 +5,7 @@
 
 The rule of honesty: ours and the peers' run interleaved (ABAB...), at least 15 times each; what is quoted is the median
 of the ratios of neighbouring runs. A comparison in which any alternative's median exceeds 1.3 times its minimum, or
-around which the machine's load exceeds 2, is marked as rejected and stored without times. Inside ranks
+around which the machine's load, to one decimal, exceeds 2, is marked as rejected and stored without times. Inside ranks
 (`across_ranks=True`, every rank calls it alike) a barrier stands before each repetition and the slowest rank counts.
 """
 
@@ -30,7 +30,7 @@ LEAST = 15
 MAX_NOISE = 1.3
 """Largest median / minimum of one alternative."""
 MAX_LOAD = 2.0
-"""Largest one-minute load average before or after the run."""
+"""Largest one-minute load average before or after the run, to one decimal: two ranks that never rest read 2.04."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Comparison:
     def rejected(self) -> str | None:
         """Why the times may not be quoted; None when they may."""
         noisy = [f"{name} median/min {self.noise(name):.2f}" for name in self.seconds if self.noise(name) > MAX_NOISE]
-        if self.load > self.max_load + 0.05:
+        if round(self.load, 1) > self.max_load:
             noisy.append(f"load {self.load:.1f}")
         if noisy:
             return f"rejected: noisy ({', '.join(noisy)})"

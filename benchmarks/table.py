@@ -21,8 +21,8 @@ Written by `benchmarks/table.py` from `benchmarks/results/*.json`; `make bench` 
 
 Each row stands beside its peer from the same run. Repetitions are interleaved, at least 15 of each; a time is the
 median, a ratio the median of the ratios of neighbouring repetitions: 0.80 means that ours takes 0.80 of the peer's
-time. A run whose median exceeds its minimum by more than 30% is not quoted, nor one around which the load exceeds its
-limit: 2, or what the notes say where the work itself starts more processes.
+time. A run whose median exceeds its minimum by more than 30% is not quoted, nor one around which the load average, to
+one decimal, exceeds its limit; below each table stand the largest load and that limit, as they were stored.
 """
 
 MISSING_GPU = """
@@ -70,10 +70,22 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def load_in_words(rows: list[dict[str, Any]]) -> list[str]:
+    """A line with the largest load around the rows that are quoted and the limits they ran with, if any."""
+    quoted = [row for row in rows if "load" in row and "rejected" not in row]
+    loads = [row["load"] for row in quoted]
+    limits = sorted({row["load_limit"] for row in quoted if "load_limit" in row})
+    if not loads:
+        return []
+    limit = f", limit {' or '.join(f'{value:g}' for value in limits)}" if limits else ""
+    return [f"- Load at most {max(loads):g}{limit}."]
+
+
 def section(result: dict[str, Any]) -> str:
     """One benchmark's part of the document."""
     lines = [f"\n## {result['title']}\n", *table(result["rows"]), ""]
     lines += [f"- {note}" for note in result["notes"]]
+    lines += load_in_words(result["rows"])
     lines.append(f"- Measured {result['date']} on {machine_in_words(result['machine'])}.")
     return "\n".join(lines) + "\n"
 

@@ -40,7 +40,8 @@ def test_the_ratio_is_the_median_of_neighbours() -> None:
         (QUIET, 0.3, None),
         ({"ours": [1.0, 1.4, 1.5], "peer": [2.0, 2.0, 2.0]}, 0.3, "ours median/min 1.40"),
         ({"ours": [1.0, 1.0, 1.0], "peer": [2.0, 3.0, 3.0]}, 0.3, "peer median/min 1.50"),
-        (QUIET, 2.3, "load 2.3"),
+        (QUIET, 2.04, None),  # 2.0 to one decimal, as the document says
+        (QUIET, 2.06, "load 2.1"),
     ],
 )
 def test_a_noisy_run_is_rejected_and_stored_without_times(seconds: dict, load: float, reason: str | None) -> None:
@@ -88,17 +89,21 @@ def test_report_and_document(
     monkeypatch.setattr(table, "main", lambda: print("document rewritten"))
     (tmp_path / "benchmarks").mkdir()
     good = harness.Comparison("good", QUIET, load=0.1)
+    busy = harness.Comparison("busy", QUIET, load=2.4, max_load=3.0)
     bad = harness.Comparison("bad", QUIET, load=9.0)
-    harness.report("demo", [good, bad], title="Demo", rows=[{"case": "counted", "bytes": 12345}], notes=["A note."])
+    harness.report(
+        "demo", [good, busy, bad], title="Demo", rows=[{"case": "counted", "bytes": 12345}], notes=["A note."]
+    )
     printed = capsys.readouterr().out
     assert "not to be quoted" in printed and "document rewritten" in printed
     stored = json.loads((harness.RESULTS / "demo.json").read_text())
-    assert [row["case"] for row in stored["rows"]] == ["good", "bad", "counted"]
+    assert [row["case"] for row in stored["rows"]] == ["good", "busy", "bad", "counted"]
     assert stored["machine"].keys() <= {"processor", "cores", "memory_gib", "python", "torch", "gpu", "gpus", "cuda"}
     text = table.document(harness.RESULTS)
     assert "| good | ours 1,000, peer 2,200 | 0.50 of peer |  |" in text
     assert "| bad | rejected: noisy (load 9.0) |" in text
-    assert "bytes 12,345" in text and "A note." in text
+    assert "- Load at most 2.4, limit 2 or 3." in text, "of what is quoted, as stored"
+    assert "bytes 12,345" in text and "- A.\n" in text
     assert "Unmeasured" in text  # no gpu.json
 
 
