@@ -13,7 +13,9 @@ count, or resizes memory, or draws again in backward what it drew in forward, st
 | no sinkhorn in a graph                  | it iterates until the host sees that its factors have settled              |
 | full recomputation by `full_iteration`  | it recomputes across the borders of layers                                 |
 | no recomputed `moe` with `moe_router`   | the recomputed part would begin inside the graph and end outside           |
-| recomputed attention without dropout    | backward must draw the masks of forward again, from a state Python restores|
+| recomputed parts without dropout, jitter| backward must draw the masks of forward again, from a state Python restores|
+| layers recompute for all microbatches   | which microbatches keep everything is Python, which a graph has frozen     |
+| whole layers where backwards are split  | W of eager parts would read outputs of graphs that others have overwritten |
 | full_iteration: constant loss scale     | a captured step multiplies by the number that the scale was at capture     |
 | fp8 with delayed scales after a step    | the first step has no history yet, and scales differently                  |
 | no recomputed norm in a graph           | it frees and refills its output, whose address the graph has fixed         |
@@ -21,11 +23,9 @@ count, or resizes memory, or draws again in backward what it drew in forward, st
 
 from __future__ import annotations
 
-from typing import Any
-
 from labkit.config.errors import nearest, shown
 from labkit.config.findings import Findings
-from labkit.config.limits import GRAPH_SCOPES
+from labkit.config.limits import GRAPH_SCOPES, SPLIT_BACKWARDS
 
 SCOPE = "graph.cuda_graph_scope"
 
@@ -42,7 +42,7 @@ def graph_rules(found: Findings) -> None:
         if scope:
             found.add(SCOPE, "nothing is captured with graph.cuda_graph_impl = none; set it, or drop this")
     else:
-        for check in (_full_iteration, _parts_there, _experts, _recompute, _precision):
+        for check in (_full_iteration, _parts_there, _experts, _split_backwards, _recompute, _precision):
             if found.sound(SCOPE):
                 check(found, impl, frozenset(scope))
 
@@ -83,9 +83,7 @@ def _parts_there(found: Findings, _: str, scope: frozenset[str]) -> None:
         return
     experts, pattern = got
     with_experts = sorted(scope & {"moe", "moe_router"})
-    if "mamba" in scope:
-        found.add(SCOPE, "mamba names layers that these models do not have; leave it out")
-    elif with_experts and not experts:
+    if with_experts and not experts:
         rule = f"{with_experts[0]} is a part of layers with experts, but moe.num_experts = 0"
         found.add(SCOPE, f"{rule}; set the number of experts, or name attn and mlp")
     elif "mlp" in scope and experts and 0 not in pattern:
@@ -114,27 +112,68 @@ def _experts(found: Findings, _: str, scope: frozenset[str]) -> None:
         found.add(SCOPE, f"{rule}; choose another, or leave {'moe' if whole else 'moe_router'} out")
 
 
-def _recompute(found: Findings, _: str, scope: frozenset[str]) -> None:
+def _split_backwards(found: Findings, impl: str, scope: frozenset[str]) -> None:
+    """Weight gradients that are put off read what graphs have handed to eager code."""
+    got = found.get("schedule.name", "schedule.path", "moe.num_experts", "moe.layer_freq")
+    if got is None or "full_iteration" in scope or got[1] is not None or got[0] not in SPLIT_BACKWARDS:
+        return
+    name, _, experts, pattern = got
+    needed = {"attn", *(["moe"] if experts and any(pattern) else []), *(["mlp"] if not experts or 0 in pattern else [])}
+    advice = "choose a schedule with whole backwards (auto, 1f1b, gpipe)"
+    if impl == "transformer_engine":
+        rule = f"schedule.name = {name} splits backwards into input and weight gradients, which the engine computes"
+        found.add("graph.cuda_graph_impl", f"{rule} together; {advice}, or set this to local")
+    elif scope and not needed <= scope:
+        rule = f"schedule.name = {name} splits backwards, and of these layers a part stays eager: its weight gradients"
+        rule += " would read outputs of graphs that others have overwritten by then"
+        found.add(SCOPE, f"{rule}; capture whole layers (an empty scope), or {advice}")
+
+
+_RECOMPUTED_WITH = {"core_attn": "attn", "mlp": "mlp", "moe": "moe", "shared_experts": "moe_router"}
+"""The captured part in which a recomputed one lies."""
+
+
+def _recompute(found: Findings, impl: str, scope: frozenset[str]) -> None:
     """Recomputed parts lie in a graph or outside; and what they draw in a graph cannot be drawn again."""
-    got = found.get("model.recompute_granularity", "model.recompute_modules", "model.attention_dropout")
+    got = found.get("model.recompute_granularity", "model.recompute_modules")
     if got is None or got[0] == "none":
         return
-    granularity, modules, dropout = got
-    if granularity == "full":
-        if "full_iteration" not in scope:
-            rule = "model.recompute_granularity = full recomputes across layers, each of which would be a graph"
-            found.add(SCOPE, f"{rule}; set it to selective, or the scope to full_iteration")
+    granularity, modules = got
+    if granularity == "full" and "full_iteration" not in scope:
+        rule = "model.recompute_granularity = full recomputes across layers, each of which would be a graph"
+        found.add(SCOPE, f"{rule}; set it to selective, or the scope to full_iteration")
+    elif granularity == "full":
+        _draws(found, "the layers are", ["model.hidden_dropout", "model.attention_dropout", "moe.input_jitter"], "")
     elif "moe" in modules and "moe_router" in scope:
         rule = "model.recompute_modules has moe: that part would begin in the graph, with the router, and end outside"
         found.add(SCOPE, f"{rule}; recompute shared_experts, or leave moe_router out")
-    elif "core_attn" in modules and dropout and _holds(scope, "attn"):
-        rule = f"core_attn is recomputed and drops (model.attention_dropout = {dropout:g})"
-        found.add(SCOPE, f"{rule}: a graph cannot draw the same masks again; set one of them off, or leave attn out")
     elif "layernorm" in modules:
         rule = "model.recompute_modules has layernorm, which frees the norm's output and fills it again elsewhere"
         found.add(SCOPE, f"{rule}, but a graph has fixed its address; leave layernorm out")
     else:
-        _jitter(found, modules, scope)
+        if "core_attn" in modules and _holds(scope, "attn"):
+            _draws(found, "core_attn is", ["model.attention_dropout"], ", or leave attn out")
+        if "moe" in modules and _holds(scope, "moe"):
+            _draws(found, "moe is", ["moe.input_jitter"], "")
+        _partial_checkpoints(found, [name for name in modules if _holds(scope, _RECOMPUTED_WITH[name])], scope)
+
+
+def _draws(found: Findings, what: str, names: list[str], advice: str) -> None:
+    """Nothing inside a recomputed part of a graph draws: `names` are all 0."""
+    experts = found.values["moe.num_experts"]
+    drawing = [name for name in names if found.values[name] and (experts or not name.startswith("moe."))]
+    if drawing and found.get(*names, "moe.num_experts"):
+        numbers = " and ".join(f"{name} = {found.values[name]:g}" for name in drawing)
+        rule = f"{what} recomputed in a graph and would draw random numbers ({numbers})"
+        found.add(SCOPE, f"{rule}: a graph cannot draw the same again; set them to 0, or recompute less{advice}")
+
+
+def _partial_checkpoints(found: Findings, captured: list[str], scope: frozenset[str]) -> None:
+    """Graphs of layers recompute always or never."""
+    name = "model.num_microbatches_with_partial_activation_checkpoints"
+    if captured and "full_iteration" not in scope and found.values[name] is not None and found.sound(name):
+        rule = f"{captured[0]} is recomputed inside graphs of layers, for all microbatches alike, but {name}"
+        found.add(SCOPE, f"{rule} = {found.values[name]} is to keep some whole; leave that out, or capture other parts")
 
 
 def _precision(found: Findings, _: str, scope: frozenset[str]) -> None:
@@ -147,13 +186,6 @@ def _precision(found: Findings, _: str, scope: frozenset[str]) -> None:
     if got and got[0] != "none" and got[1] == "delayed" and got[2] == 0:
         rule = "must be at least 1 with optim.fp8_recipe = delayed: the first step has no history yet to scale by"
         found.add("graph.cuda_graph_warmup_steps", rule)
-
-
-def _jitter(found: Findings, modules: Any, scope: frozenset[str]) -> None:
-    jitter = found.values["moe.input_jitter"]
-    if "moe" in modules and jitter and _holds(scope, "moe"):
-        rule = f"moe is recomputed and its router draws (moe.input_jitter = {jitter:g})"
-        found.add(SCOPE, f"{rule}: a graph cannot draw the same numbers again; set one of them off")
 
 
 def _holds(scope: frozenset[str], part: str) -> bool:

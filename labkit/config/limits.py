@@ -41,10 +41,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
 CHUNKS: dict[str, int] = {"gpipe": 1, "1f1b": 1, "zero_bubble_h1": 1, "zbv": 2, "dualpipe_v": 2}
 """Model chunks a rank of the schedules that fix their number; the others run `parallel.vpp`."""
 
+SPLIT_BACKWARDS = ("zero_bubble_h1", "zbv", "dualpipe_v")
+"""Schedules that run input and weight gradients apart."""
+
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
 """Parts of a layer that `model.recompute_modules` may name."""
 
-GRAPH_SCOPES = ("full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
+GRAPH_SCOPES = ("full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess")
 """Parts of a layer that `graph.cuda_graph_scope` may name."""
 
 

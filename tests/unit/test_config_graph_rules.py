@@ -13,7 +13,8 @@ GRAPH = {"cuda_graph_impl": "emulated"}
 MOE = {**GRAPH, "num_experts": 8}
 PADDED = {**MOE, "capacity_factor": 1.0, "pad_to_capacity": True}
 ROUTER, PREPROCESS = ["attn", "moe_router"], ["attn", "moe_router", "moe_preprocess"]
-SELECTIVE = {"recompute_granularity": "selective"}
+SELECTIVE, FULL = {"recompute_granularity": "selective"}, {**GRAPH, "recompute_granularity": "full"}
+KEPT = {"num_microbatches_with_partial_activation_checkpoints": 1}
 
 # (changes to presets.tiny(), scope, part of the rule; "" where it is allowed)
 CASES: list[tuple[dict[str, Any], list[str], str]] = [
@@ -23,7 +24,7 @@ CASES: list[tuple[dict[str, Any], list[str], str]] = [
     ({**GRAPH, "pp": 4}, ["attn"], ""),
     ({**GRAPH, "pp": 4}, ["full_iteration"], "hold messages between parallel.pp = 4 stages"),
     ({"cuda_graph_impl": "transformer_engine"}, ["full_iteration"], "which captures layer by layer; set graph.cuda_"),
-    (GRAPH, ["mamba"], "layers that these models do not have"),
+    (GRAPH, ["mamba"], "'mamba' is no part of a layer; choose from full_iteration, attn, mlp, moe, moe_router, moe_"),
     (GRAPH, ["attn", "moe"], "moe is a part of layers with experts, but moe.num_experts = 0"),
     (GRAPH, ["moe_router"], "moe_router is a part of layers with experts, but moe.num_experts = 0"),
     (MOE, ROUTER, ""),
@@ -43,10 +44,41 @@ CASES: list[tuple[dict[str, Any], list[str], str]] = [
     ({**MOE, "load_balancing": "sinkhorn"}, ["attn"], ""),
     ({**GRAPH, "recompute_granularity": "full"}, ["attn"], "recomputes across layers, each of which would be a graph"),
     ({**GRAPH, "recompute_granularity": "full"}, ["full_iteration"], ""),
+    ({**FULL, "hidden_dropout": 0.1}, ["full_iteration"], "the layers are recomputed in a graph and would draw"),
+    ({**FULL, "attention_dropout": 0.1}, ["full_iteration"], "(model.attention_dropout = 0.1): a graph cannot draw"),
+    (
+        {**FULL, "cuda_graph_impl": "local", "hidden_dropout": 0.1, "attention_dropout": 0.2},
+        ["full_iteration"],
+        "(model.hidden_dropout = 0.1 and model.attention_dropout = 0.2)",
+    ),
+    ({**FULL, **PADDED, "input_jitter": 0.1}, ["full_iteration"], "(moe.input_jitter = 0.1)"),
+    ({**FULL, **PADDED}, ["full_iteration"], ""),
+    ({**FULL, "embedding_dropout": 0.1}, ["full_iteration"], ""),
+    ({**GRAPH, **SELECTIVE, "hidden_dropout": 0.1}, ["full_iteration"], ""),
+    ({**GRAPH, **SELECTIVE, **KEPT}, [], "core_attn is recomputed inside graphs of layers, for all microbatches"),
+    ({**GRAPH, **SELECTIVE, **KEPT, "recompute_modules": ["mlp"]}, ["attn"], ""),
+    ({**GRAPH, **SELECTIVE, **KEPT}, ["full_iteration"], ""),
+    ({**FULL, **KEPT}, ["full_iteration"], ""),
+    (
+        {**MOE, **SELECTIVE, **KEPT, "recompute_modules": ["shared_experts"], "shared_expert_ffn_hidden": 16},
+        ROUTER,
+        "shared_experts is recomputed inside graphs",
+    ),
+    (
+        {**GRAPH, "schedule.name": "zero_bubble_h1"},
+        ["attn"],
+        "of these layers a part stays eager: its weight",
+    ),
+    ({**GRAPH, "schedule.name": "zero_bubble_h1"}, ["attn", "mlp"], ""),
+    ({**GRAPH, "schedule.name": "zero_bubble_h1"}, ["full_iteration"], ""),
+    ({**GRAPH, "schedule.name": "gpipe"}, ["attn"], ""),
+    ({**MOE, "pp": 2, "schedule.name": "zbv"}, PREPROCESS, "or choose a schedule with whole backwards"),
+    ({**PADDED, "schedule.name": "zero_bubble_h1"}, ["attn", "moe"], ""),
+    ({**PADDED, "schedule.name": "zero_bubble_h1", "layer_freq": [1, 0]}, ["attn", "moe"], "a part stays eager"),
     ({**MOE, **SELECTIVE, "recompute_modules": ["moe"]}, ROUTER, "would begin in the graph, with the router, and end"),
     ({**MOE, **SELECTIVE, "recompute_modules": ["moe"]}, ["attn"], ""),
-    ({**GRAPH, **SELECTIVE, "attention_dropout": 0.1}, ["attn"], "model.attention_dropout = 0.1): a graph cannot"),
-    ({**GRAPH, **SELECTIVE, "attention_dropout": 0.1}, [], "cannot draw the same masks again"),
+    ({**GRAPH, **SELECTIVE, "attention_dropout": 0.1}, ["attn"], "model.attention_dropout = 0.1): a graph cannot draw"),
+    ({**GRAPH, **SELECTIVE, "attention_dropout": 0.1}, [], "core_attn is recomputed in a graph and would draw"),
     ({**GRAPH, **SELECTIVE, "attention_dropout": 0.1}, ["mlp"], ""),
     ({**GRAPH, **SELECTIVE}, ["attn"], ""),
     ({**GRAPH, **SELECTIVE, "recompute_modules": ["layernorm"]}, ["mlp"], "but a graph has fixed its address"),
@@ -65,6 +97,24 @@ def test_scope(changes: dict[str, Any], scope: list[str], rule: str) -> None:
         config.validate()
     (problem,) = caught.value.problems
     assert problem.startswith("graph.cuda_graph_scope = ") and rule in problem, problem
+
+
+def test_the_engine_computes_both_gradients_of_a_linear_layer_together() -> None:
+    engine = {"cuda_graph_impl": "transformer_engine", "schedule.name": "zero_bubble_h1"}
+    with pytest.raises(ConfigError, match="zero_bubble_h1 splits backwards into input and weight gradients") as caught:
+        presets.tiny().override(engine).validate()
+    assert caught.value.problems[0].startswith("graph.cuda_graph_impl = ")
+
+
+@pytest.mark.parametrize("scope", [[], ["full_iteration"]])
+def test_delayed_scales_need_a_step_of_history(scope: list[str]) -> None:
+    changes = {**GRAPH, "fp8": "hybrid", "cuda_graph_warmup_steps": 0, "graph.cuda_graph_scope": scope}
+    with pytest.raises(ConfigError, match=r"must be at least 1 with optim\.fp8_recipe = delayed") as caught:
+        presets.tiny().override(changes).validate()
+    (problem,) = caught.value.problems
+    assert problem.startswith("graph.cuda_graph_warmup_steps = 0: ")
+    for allowed in ({"fp8_recipe": "current"}, {"cuda_graph_warmup_steps": 1}, {"fp8": "none"}):
+        presets.tiny().override({**changes, **allowed}).validate()
 
 
 def test_newer_name_of_the_scope() -> None:
