@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.utils._pytree import tree_leaves
 
 from labkit.graphs.arguments import Arguments, Place, parameters_of
 from labkit.graphs.graphed import Captured, GraphedCallable, Graphs
@@ -43,6 +44,8 @@ OLDER_NAMES = {
     "cache_quantized_params": "fp8_weight_caching",
 }
 """Option of quantisation -> its name in older engines."""
+_REPLAYED = "labkit replayed"
+"""Under this name the node of a replay in autograd's graph says which `Place` it is."""
 NEEDED_VERSION = {"_order": "1.5", "sample_kwargs": "1.10", "_reuse_graph_input_output_buffers": "2.7"}
 
 
@@ -265,7 +268,7 @@ class _Leaving(Function):
     def forward(ctx: Any, graphed: EngineCallable, *tensors: Tensor) -> Any:
         ctx.graphed = graphed
         ctx.set_materialize_grads(False)
-        ctx.owned = tuple(graphed.clones_grad_inputs or x.is_leaf for x in tensors)
+        ctx.owned = tuple(graphed.owns_gradient_of(x) for x in tensors)
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
@@ -295,7 +298,7 @@ class EngineCallable(GraphedCallable):
         caches: quantised weights are kept between microbatches, so each call says whether it is the first."""
         super().__init__(place.function, captured, impl="transformer_engine", pool=pool, clones_grad_inputs=sends)
         self.has_backward = has_backward
-        self._microbatch, self._caches = place.microbatch, caches
+        self._place, self._caches = place, caches
         self._engine_callable: Callable[..., Any] | None = engine_callable
 
     @property
@@ -313,8 +316,21 @@ class EngineCallable(GraphedCallable):
                 given[i] = x
         args, kwargs = self.captured.arguments.rebuilt(given)
         if self._caches:
-            kwargs["is_first_microbatch"] = getattr(self.function, "current_microbatch", self._microbatch) == 0  # type: ignore[assignment]
-        return self._engine_callable(*args, **kwargs)
+            kwargs["is_first_microbatch"] = getattr(self.function, "current_microbatch", self._place.microbatch) == 0  # type: ignore[assignment]
+        outputs = self._engine_callable(*args, **kwargs)
+        for y in tree_leaves(outputs):
+            if isinstance(y, Tensor) and y.grad_fn is not None:
+                y.grad_fn.metadata[_REPLAYED] = self._place
+        return outputs
+
+    def owns_gradient_of(self, x: Tensor) -> bool:
+        """Whether the gradient of input `x` leaves as a copy. The next replay overwrites the original, and only the
+        graph below, whose backward is the next to run, is sure to have read it by then: anything else may keep it, as
+        the `.grad` of a leaf or of what a view or a sum passes it on to, or may wait for more of it."""
+        below = None if x.grad_fn is None else x.grad_fn.metadata.get(_REPLAYED)
+        place = self._place
+        here = (place.chunk, place.layer - 1, place.microbatch)
+        return self.clones_grad_inputs or below is None or (below.chunk, below.layer, below.microbatch) != here
 
     def backward_dw(self) -> None:
         """The engine's graph of the weight gradients that its modules put off."""

@@ -130,3 +130,37 @@ def test_its_plan_of_buffers_is_ours(machine: Machine) -> None:
             given = machine.random(grad=True)
             graphed[index](given)
             assert torch.equal(samples[owner[plan.assignment[use]]][0], given), (pp_order, use)
+
+
+def test_an_output_that_several_layers_read_gathers_all_their_gradients(machine: Machine) -> None:
+    """That of the last layer waits in autograd while the graphs between run, whose memory it may lie in."""
+    bodies = [lambda self, x: self.linear(x).tanh()] * 3 + [lambda self, x, early: (self.linear(x) * early).tanh()]
+    layers = [Body(machine, body) for body in bodies]
+    samples = [(machine.random(grad=True),) for _ in layers]
+    samples[-1] = (machine.random(grad=True), machine.random(grad=True))
+    graphed = machine.make(
+        tuple(layers), tuple(samples), order=[1, -1], num_layers_per_chunk=[4], reuse_buffers=True, num_warmup=1
+    )
+    given, found = machine.random(), []
+    for first, second, third, last in (layers, graphed):
+        for layer in layers:
+            layer.zero_grad()
+        x = given.clone().requires_grad_()
+        early = first(x)
+        last(third(second(early)), early).pow(2).sum().backward()
+        found.append([x.grad, *(p.grad for layer in layers for p in layer.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_gradient_that_passes_through_a_view_or_a_sum_is_no_memory_of_the_graph(machine: Machine) -> None:
+    [layer] = stack(machine, 1)
+    graphed = machine.make(layer, (machine.random(grad=True),))
+    start, weights = machine.random(), [machine.random() for _ in range(3)]
+    for reach in (lambda p: p.view_as(p), lambda p: p + start):
+        found = []
+        for run in (layer, graphed):
+            p = start.clone().requires_grad_()
+            for weight in weights:
+                (run(reach(p)) * weight).sum().backward()
+            found.append(p.grad)
+        assert torch.equal(*found)
