@@ -103,7 +103,7 @@ def test_report_and_document(
     assert "| good | ours 1,000, peer 2,200 | 0.50 of peer |  |" in text
     assert "| bad | rejected: noisy (load 9.0) |" in text
     assert "- Load at most 2.4, limit 2 or 3." in text, "of what is quoted, as stored"
-    assert "bytes 12,345" in text and "- A.\n" in text
+    assert "bytes 12,345" in text and "- A note.\n" in text
     assert "Unmeasured" in text  # no gpu.json
 
 
