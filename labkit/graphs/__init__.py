@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         GraphMemory,
         GraphMemoryReport,
         graph_counts,
+        graph_objects_made,
         measure_graphs,
         predict_graph_memory,
     )
@@ -64,6 +65,7 @@ _WHERE = {
     "check_plan": "buffers",
     "fill_store": "partial",
     "graph_counts": "memory",
+    "graph_objects_made": "memory",
     "is_graph_capturing": "labkit.parallel.capturing",
     "layer_memory": "pool",
     "layer_scope": "scope",
@@ -107,6 +109,7 @@ __all__ = [
     "check_plan",
     "fill_store",
     "graph_counts",
+    "graph_objects_made",
     "is_graph_capturing",
     "layer_memory",
     "layer_scope",

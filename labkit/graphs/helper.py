@@ -32,7 +32,7 @@ from labkit.graphs.capture import make_graphed_callables
 from labkit.graphs.communicators import refuse_gloo
 from labkit.graphs.counters import counters_kept
 from labkit.graphs.graphable import GraphableMegatronModule, graphable_modules
-from labkit.graphs.memory import GraphMemory, measure_graphs
+from labkit.graphs.memory import GraphMemory, graph_objects_made, measure_graphs
 from labkit.graphs.orders import capture_order
 from labkit.graphs.passes import sample_index
 from labkit.graphs.scope import captures_layers
@@ -88,6 +88,7 @@ class CudaGraphHelper:
         self._check_split_backwards(schedule)
         self._schedule_microbatches = schedule.num_microbatches
         self._marked: list[nn.Parameter] = []
+        self._graph_objects: int | None = None
         self.plan: BufferPlan | None = None
         """Which static input buffer each captured forward has; None before `create_cudagraphs`."""
 
@@ -133,7 +134,8 @@ class CudaGraphHelper:
             return None
         rounds = range(self.num_microbatches)
         graphs = [layer.cuda_graphs[m] for layers in self.callables_per_chunk for m in rounds for layer in layers]
-        return measure_graphs(graphs, self.order, [len(layers) for layers in self.callables_per_chunk])
+        counts = [len(layers) for layers in self.callables_per_chunk]
+        return measure_graphs(graphs, self.order, counts, graph_objects=self._graph_objects)
 
     # ---- capture ----
 
@@ -159,8 +161,15 @@ class CudaGraphHelper:
             for linear in _float8_linears(layer):
                 linear.plan.gemms.keep_weight(linear.weight)
         self._marked = [p for p in self._parameters() if not getattr(p, "main_grad_added_elsewhere", False)]
-        with span("capture of layers", "timer"), not_recording(), _around_capture(self.chunks, self.layers):
+        device = next(self.layers[0].parameters()).device
+        with (
+            span("capture of layers", "timer"),
+            not_recording(),
+            _around_capture(self.chunks, self.layers),
+            graph_objects_made(device) as objects,
+        ):
             graphs = self._capture(plan, counts, contexts)
+        self._graph_objects = objects[0] if objects else None
         for chunk, layers in enumerate(self.callables_per_chunk):
             for position, layer in enumerate(layers):
                 places = (

@@ -2,7 +2,8 @@
 
 | part                | what it is                                               | grows with                       |
 |---------------------|----------------------------------------------------------|----------------------------------|
-| graphs              | one forward, one backward per layer and microbatch       | layers x microbatches, but small |
+| graphs              | one forward, one backward per layer and microbatch       | layers x microbatches            |
+| graph objects       | what a GPU's driver keeps for them, by operation         | operations; small                |
 | static inputs       | where a call copies its input to (`plan_buffers`)        | layers x in flight               |
 | static gradients    | where a backward finds the gradients of its outputs      | kinds of outputs                 |
 | pool                | what the captured operations make, held until a backward | layers x in flight               |
@@ -16,13 +17,17 @@ activations that any run keeps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from labkit.graphs.buffers import plan_buffers
 from labkit.graphs.passes import layers_of_chunks, order_sizes, read_order, sample_index
 from labkit.graphs.pool import LayerMemory, predict_pool
+
+if TYPE_CHECKING:
+    import torch
 
 
 class GraphCounts(NamedTuple):
@@ -56,7 +61,8 @@ class GraphMemory:
     operations: int | None
     """What all graphs launch when each is replayed once; a graph object grows with it."""
     graph_objects: int | None
-    """What the machine keeps for the graphs themselves, in bytes."""
+    """What a GPU's driver keeps for the graphs themselves (`graph_objects_made`). On the host a graph is a Python list,
+    which says nothing about a GPU: None there."""
     static_inputs: int
     static_gradients: int
     break_points: int
@@ -80,7 +86,7 @@ class GraphMemoryReport:
     predicted: GraphMemory | None = None
 
     def rows(self) -> list[tuple[str, int | None, int | None]]:
-        """(part, predicted, measured); bytes, but for graphs and operations."""
+        """(part, predicted, measured); bytes, but for graphs and operations. A part that nobody knows is left out."""
         names = (
             ("graphs", "graphs"),
             ("operations", "operations"),
@@ -92,10 +98,11 @@ class GraphMemoryReport:
             ("pool, reserved", "pool_reserved"),
             ("fragmentation", "fragmentation"),
         )
-        return [
+        found = [
             (label, None if self.predicted is None else getattr(self.predicted, name), getattr(self.measured, name))
             for label, name in names
         ]
+        return [row for row in found if row[1:] != (None, None)]
 
     def __str__(self) -> str:
         lines = [f"{'':18}  {'predicted':>12}  {'measured':>12}"]
@@ -103,6 +110,30 @@ class GraphMemoryReport:
             shown = ["unknown" if value is None else f"{value:,}" for value in values]
             lines.append(f"{label:18}  {shown[0]:>12}  {shown[1]:>12}")
         return "\n".join([*lines, "(bytes, but for graphs and operations)"])
+
+
+@contextmanager
+def graph_objects_made(device: torch.device | str) -> Iterator[list[int]]:
+    """Measures the graphs captured inside the block: bytes that the driver took, less those that torch's allocator did.
+
+    The list has the number when the block is left; it stays empty on the host. The driver knows of all processes on the
+    GPU, so others that take memory meanwhile are counted too; what the first replay takes is not.
+    """
+    found: list[int] = []
+    if not str(device).startswith("cuda"):
+        yield found
+        return
+    before = _beside_the_allocator(device)
+    yield found
+    found.append(max(0, _beside_the_allocator(device) - before))
+
+
+def _beside_the_allocator(device: torch.device | str) -> int:
+    import torch
+
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 def measure_graphs(
@@ -115,7 +146,7 @@ def measure_graphs(
     """The parts of the table, read off graphed callables of one pool.
 
     callables: as `make_graphed_callables(order=...)` returns them, one per layer and microbatch.
-    graph_objects: bytes that the machine lost to capturing beyond the pool, where somebody measured that.
+    graph_objects: what `graph_objects_made` found while they were captured.
 
     Raises:
         ValueError: another number of callables than layers and microbatches.

@@ -1,6 +1,7 @@
 """Counts of graphs and bytes, by hand from the order; measured ones are read off stand-ins of graphed callables."""
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from labkit.graphs import (
     GraphMemoryReport,
     LayerMemory,
     graph_counts,
+    graph_objects_made,
     measure_graphs,
     plan_buffers,
     predict_graph_memory,
@@ -71,6 +73,23 @@ def test_measured_parts_count_each_address_once():
     ]  # fmt: skip
     assert "fragmentation" in str(report)
     assert "unknown            56" in str(report)
+
+
+def test_a_part_that_nobody_knows_is_left_out():
+    memory = predict_graph_memory(ORDER, 1, LAYER, input_bytes=8)
+    assert "graph objects" not in str(GraphMemoryReport(memory, memory))
+
+
+def test_graph_objects_are_what_the_driver_lost_beyond_the_allocator():
+    """It took 900 bytes, 700 of them for the pool."""
+    free, reserved = iter([(5000, 9000), (4100, 9000)]), iter([1000, 1700])
+    named = {"mem_get_info": lambda _: next(free), "memory_reserved": lambda _: next(reserved)}
+    with patch.multiple(torch.cuda, synchronize=lambda _: None, **named), graph_objects_made("cuda") as found:
+        assert found == []
+    assert found == [200]
+    with graph_objects_made("cpu") as found:
+        pass
+    assert found == []
 
 
 def test_a_whole_layer_has_no_break_point():
