@@ -8,7 +8,8 @@ and validation compute different things, so each has an object of this class.
 
 Results lie in the graph's memory and are written anew by every replay: what a caller gets is a copy. Whatever Python
 decides or counts inside was decided at capture: nothing in there may look for NaN, change a learning rate, or write a
-report, and a replay leaves one Event in the place of theirs.
+report, and a replay leaves one Event in the place of theirs. Token ids and labels, which the model compares with its
+vocabulary on the host, are compared ahead of every replay instead.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from torch.utils._pytree import tree_map_only
 from labkit.events import not_recording, span
 from labkit.graphs.backend import Graph, GraphBackend, Pool, choose_impl, get_backend
 from labkit.graphs.counters import counters_kept
+from labkit.graphs.id_checks import IdChecks
 from labkit.graphs.memory import GraphMemory
 from labkit.parallel.random import RngTracker
 from labkit.parallel.recompute import RandomStates
+from labkit.parallel.vocab import token_ids_noted
 
 Batch = dict[str, Tensor]
 Iteration = Callable[[Iterator[Batch]], Any]
@@ -71,11 +74,12 @@ class FullIterationGraph:
         self._rng, self._before, self._chunks = rng, before, list(chunks)
         self._slots: list[dict[str, Tensor]] = []
         self._results: Any = None
+        self._ids = IdChecks()
 
     def __call__(self, batches: Iterator[Batch]) -> Any:
         """One step on the next `num_microbatches` of `batches`. Other shapes than before start over, eagerly.
 
-        Raises ValueError where `batches` ends too early.
+        Raises ValueError where `batches` ends too early, TokenIdError for an id outside the model's vocabulary.
         """
         self._fill(list(islice(batches, self.num_microbatches)))
         if self._before is not None:
@@ -87,8 +91,10 @@ class FullIterationGraph:
         if self.graph is None:
             self._capture()
         assert self.graph is not None
+        self._ids.before_replay()
         with span(f"full iteration, {self.name}", "graph_replay"):
             self.graph.replay()
+        self._ids.after_replay()
         return tree_map_only(Tensor, torch.clone, self._results)
 
     def memory(self) -> GraphMemory | None:
@@ -107,6 +113,7 @@ class FullIterationGraph:
         if self.graph is not None:
             self.graph.reset()
         self.graph, self._results, self._slots, self.eager_steps = None, None, [], 0
+        self._ids = IdChecks()
         self.pool = self.backend.new_pool()
 
     def _batches(self) -> Iterator[Batch]:
@@ -130,13 +137,19 @@ class FullIterationGraph:
         """Record one step. What it computes is thrown away, so what it draws is drawn again by the replay after it."""
         states = RandomStates.now(self._rng)
         name = f"full iteration, {self.name}"
-        with (
-            span(f"capture, {name}", "timer"),
-            not_recording(),
-            counters_kept(self._chunks),
-            self.backend.capturing(self.pool, name) as graph,
-        ):
-            self._results = self.function(self._batches())
+        self._ids = IdChecks(slot.values() for slot in self._slots)
+        try:
+            with (
+                span(f"capture, {name}", "timer"),
+                not_recording(),
+                counters_kept(self._chunks),
+                token_ids_noted(self._ids.note),
+                self.backend.capturing(self.pool, name) as graph,
+            ):
+                self._results = self.function(self._batches())
+        except (IndexError, RuntimeError):
+            self._ids.before_replay()  # an emulated capture computes, and stumbles over an id before anybody looks
+            raise
         self._results = tree_map_only(Tensor, Tensor.detach, self._results)
         states.restore(self._rng)
         self.graph = graph

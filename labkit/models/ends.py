@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from labkit.models.build import Build, dropout
+from labkit.parallel.capturing import is_graph_capturing
 from labkit.parallel.vocab import TokenIdError, VocabParallelEmbedding, check_token_ids, make_vocab_parameter
 from labkit.parallel.weights import make_parameter
 
@@ -18,6 +19,8 @@ from labkit.parallel.weights import make_parameter
 @contextmanager
 def named_as_given(ids_BS: Tensor, vocab_size: int, what: str) -> Iterator[None]:
     """An id outside the vocabulary is named by its place in what the caller gave, not in the transpose used inside."""
+    if is_graph_capturing():
+        check_token_ids(ids_BS, vocab_size, what)  # noted as given, and looked at by replays
     try:
         yield
     except TokenIdError:

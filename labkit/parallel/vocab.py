@@ -8,6 +8,8 @@ Shapes: S sequence, B batch, H hidden, V the vocabulary's columns on this rank; 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,16 +30,37 @@ class TokenIdError(ValueError):
     """A token id outside the vocabulary. Without a check it would be looked up as zeros wherever tp > 1."""
 
 
+class _Postponed:
+    """Of this process."""
+
+    note: Callable[[Tensor, int, str], None] | None = None
+
+
+@contextmanager
+def token_ids_noted(note: Callable[[Tensor, int, str], None]) -> Iterator[None]:
+    """While a CUDA graph is captured inside the block, `check_token_ids` hands its arguments to `note`, which sees to
+    it that these ids are looked at whenever the graph is replayed."""
+    outer, _Postponed.note = _Postponed.note, note
+    try:
+        yield
+    finally:
+        _Postponed.note = outer
+
+
 def check_token_ids(ids: Tensor, vocab_size: int, what: str = "token") -> None:
     """Refuse ids outside 0..vocab_size-1: the same error at every tp, and the same on every rank of a group.
 
-    One pass over the ids on a host tensor; on a GPU one synchronisation. While a CUDA graph is captured, and so in its
-    replays, nothing is checked.
+    One pass over the ids on a host tensor; on a GPU one synchronisation. While a CUDA graph is captured the host must
+    not look, and at a replay this is not called: whoever captures asks for the ids (`token_ids_noted`).
 
     Raises:
         TokenIdError: names the first such id, its position and the range.
     """
-    if ids.numel() == 0 or is_graph_capturing():
+    if ids.numel() == 0:
+        return
+    if is_graph_capturing():
+        if _Postponed.note is not None:
+            _Postponed.note(ids, vocab_size, what)
         return
     lowest, highest = torch.stack(torch.aminmax(ids)).tolist()
     if lowest >= 0 and highest < vocab_size:
