@@ -13,6 +13,8 @@ from labkit.viz.style import SEQUENCE, new_figure, styled
 
 _LINES = (("-", 3.2), ("--", 1.6), (":", 2.2), ("-.", 1.4))
 """Line style and width by curve: the first is broad, so that a curve on top of it leaves its edges to be seen."""
+_RINGS = (8.5, 5.5, 3.0)
+"""Points across of a curve's marks: smaller by curve, so that those that lie on each other all show."""
 _LEAST = 1e-17
 """Where the logarithmic axis of differences begins; exact agreement is drawn there."""
 
@@ -82,7 +84,8 @@ def _draw_differences(axes: Any, differences: Mapping[str, np.ndarray], names: l
     largest = tolerance
     for name, values in differences.items():
         number = names.index(name)
-        axes.plot(np.maximum(values, _LEAST), ".", color=SEQUENCE[number % 8], ms=4)
+        mark: dict[str, Any] = {"ls": "", "marker": "o", "color": SEQUENCE[number % 8], "mew": 0}
+        axes.plot(np.maximum(values, _LEAST), ms=_RINGS[(number - 1) % len(_RINGS)], **mark)
         largest = max(largest, float(values.max()))
     axes.axhline(tolerance, color="#666666", lw=0.9, ls=(0, (6, 2)))
     axes.annotate(f"tolerance {tolerance:.0e}", (1, tolerance), xycoords=("axes fraction", "data"), xytext=(-2, 3),
@@ -91,7 +94,7 @@ def _draw_differences(axes: Any, differences: Mapping[str, np.ndarray], names: l
     exact = any((values == 0).any() for values in differences.values())
     axes.set(yscale="log", ylim=(_LEAST / 5 if exact else max(_LEAST, floor / 10), largest * 50))
     if exact:
-        axes.annotate("exactly equal", (1, _LEAST), xycoords=("axes fraction", "data"), xytext=(-2, 3),
+        axes.annotate("exactly equal", (1, _LEAST), xycoords=("axes fraction", "data"), xytext=(-2, 6),
                       textcoords="offset points", ha="right", fontsize=8, color="#444444")  # fmt: skip
     axes.set_ylabel(f"relative to\n{names[0]}")
     axes.grid(axis="y")

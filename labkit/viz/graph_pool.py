@@ -127,7 +127,8 @@ def _plan_sentence(plan: BufferPlan, order: Sequence[float], meetings: Sequence[
 def pool_blocks(playback: Playback, *, what: str = "") -> Figure:
     """Every block of a pool: along x the moments at which memory is taken or given back, along y where the block lies.
 
-    A colour above another one at the same height is memory that a later capture took over.
+    Two colours beside each other at one height are memory that a later capture took over. Below, how much is held at
+    each moment: less than the place of the highest block wherever there are gaps under it.
 
     what: first words of the sentence.
 
@@ -135,24 +136,35 @@ def pool_blocks(playback: Playback, *, what: str = "") -> Figure:
     """
     names = _short_names(playback)
     with styled():
-        fig = new_figure(_WIDTH, 4.2)
-        axes = fig.subplots()
+        fig = new_figure(_WIDTH, 5.2)
+        axes, below = fig.subplots(2, 1, sharex=True, height_ratios=(4, 1))
         end = len(playback.live_bytes)
         for life in playback.lives:
             died = end if life.died is None else life.died
             axes.add_patch(Rectangle((life.born, life.offset / _KIB), died - life.born, life.nbytes / _KIB,
                                      **_block_style(life)))  # fmt: skip
-        axes.axhline(playback.peak_bytes / _KIB, color="#000000", linewidth=1, linestyle="--")
-        borders = [first for _, first, _ in playback.captures]
-        for border in borders:
-            axes.axvline(border, color="#BBBBBB", linewidth=0.5, zorder=0)
+        _draw_amount(below, playback)
+        for _, border, _ in playback.captures:
+            for panel in (axes, below):
+                panel.axvline(border, color="#BBBBBB", linewidth=0.5, zorder=0)
         middles = [(first + last + 1) / 2 for _, first, last in playback.captures]
-        axes.set_xticks(middles, names, rotation=90 if len(names) > 20 else 0)
-        axes.set(xlim=(0, end), ylim=(0, playback.high_water / _KIB), ylabel="place in the pool, KiB",
-                 xlabel="captures, in the order in which they were made and are replayed")  # fmt: skip
-        axes.tick_params(axis="x", length=0)
-        fig.legend(handles=_legend(playback.lives, peak=True), loc="outside upper center", ncols=6)
+        below.set_xticks(middles, names, rotation=90 if len(names) > 20 else 0)
+        below.set_xlabel("captures, in the order in which they were made and are replayed")
+        axes.set(xlim=(0, end), ylim=(0, playback.high_water / _KIB), ylabel="place in the pool, KiB")
+        for panel in (axes, below):
+            panel.tick_params(axis="x", length=0)
+        fig.legend(handles=_legend(playback.lives), loc="outside upper center", ncols=6)
     return Figure(fig, _pool_sentence(playback, what))
+
+
+def _draw_amount(axes: Any, playback: Playback) -> None:
+    """Bytes held after each moment; the most of them is named."""
+    held = [nbytes / _KIB for nbytes in playback.live_bytes]
+    axes.stairs(held, range(len(held) + 1), fill=True, color="#888888")
+    most = playback.peak_bytes / _KIB
+    axes.axhline(most, color="#000000", linewidth=0.8, linestyle="--")
+    axes.annotate(f"at most {most:,.0f}", (0, most), xytext=(3, -2), textcoords="offset points", va="top", fontsize=8)
+    axes.set(ylim=(0, 1.1 * most), ylabel="held, KiB")
 
 
 def pool_frames(playback: Playback, *, first: int = 0, count: int = MAX_FRAMES, what: str = "") -> Figure:
@@ -289,17 +301,13 @@ def _short_names(playback: Playback) -> list[str]:
     ]
 
 
-def _legend(lives: Sequence[Life], *, taken_over: bool = False, peak: bool = False) -> list[Any]:
-    from matplotlib.lines import Line2D
-
+def _legend(lives: Sequence[Life], *, taken_over: bool = False) -> list[Any]:
     microbatches = sorted({_graph_of(life.owner)[1] for life in lives})
     handles: list[Any] = [Patch(facecolor=_color(m), label=f"microbatch {m}") for m in microbatches[:8]]
     if any(_graph_of(life.owner)[2] for life in lives):
         handles.append(Patch(facecolor="#DDDDDD", hatch=_BACKWARD, edgecolor="#FFFFFF", label="of a backward"))
     if taken_over:
         handles.append(Patch(facecolor="#FFFFFF", edgecolor=_TAKEN_OVER, linewidth=1.2, label="taken over"))
-    if peak:
-        handles.append(Line2D([], [], color="#000000", linestyle="--", linewidth=1, label="most held at once"))
     return handles
 
 

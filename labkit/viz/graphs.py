@@ -259,19 +259,18 @@ def by_call(series: Mapping[str, Sequence[float]], what: str, *, captured: int =
     if not series or not all(len(values) for values in series.values()):
         raise ValueError("by_call needs at least one line with values")
     with styled():
-        fig = new_figure(6.4, 2.6)
+        fig = new_figure(6.4, 2.8)
         axes = fig.subplots()
         calls = max(len(values) for values in series.values())
         if captured:
-            axes.axvspan(0.5, captured + 0.5, color=color("idle"), zorder=0)
-            axes.text(0.7, 0.97, "warm-up and capture", transform=axes.get_xaxis_transform(), va="top", fontsize=8)
+            axes.axvspan(0.5, captured + 0.5, color=color("idle"), zorder=0, label="warm-up and capture")
         for number, (name, values) in enumerate(series.items()):
             axes.step(range(1, len(values) + 1), values, where="mid", label=name, linewidth=2,
                       color=SEQUENCE[number], linestyle=_LINES[number % 4])  # fmt: skip
         axes.set(xlabel="call", ylabel=what, xlim=(0.5, calls + 0.5))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend(loc="center right")
+        fig.legend(loc="outside upper right", ncols=len(series) + 1)
     last = ", ".join(f"{name} {values[-1]:g}" for name, values in series.items())
     first = f" ({captured} of them warm-up and capture)" if captured else ""
     return Figure(fig, f"{what} after {_count(calls, 'call')}{first}: {last}.")

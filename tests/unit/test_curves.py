@@ -66,5 +66,8 @@ def test_steps_are_whole_and_exact_agreement_is_named():
     assert "exactly equal" in [text.get_text() for text in lower.texts]
     low, _ = lower.get_ylim()
     assert low < min(lower.lines[0].get_ydata()), "steps that agree exactly have their dot too"
+    three = loss_curves({key: [3.0, 2.0] for key in ("one", "two", "three", "four")}, tolerance=1e-12).fig.axes[1]
+    sizes = [line.get_markersize() for line in three.lines if line.get_linestyle() == "None"]
+    assert sizes == sorted(set(sizes), reverse=True) and len(sizes) == 3, "one that lies on another leaves its rim"
     apart = loss_curves({"one": [3.0, 2.0], "two": [3.1, 2.1]}, tolerance=1e-12)
     assert "exactly equal" not in [text.get_text() for text in apart.fig.axes[1].texts]

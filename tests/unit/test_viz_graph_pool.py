@@ -65,7 +65,11 @@ def test_blocks_over_time():
         "small: 4 captures took 27 KiB in 5 blocks; at most 17 KiB were held at once, in a pool of 17 KiB."
     )
     assert boxes(figure) == [(0, 0, 5), (1, 8, 1), (3, 8, 4), (4, 16, 4), (6, 0, 2)]
-    assert [label.get_text() for label in figure.fig.axes[0].get_xticklabels()] == ["F0", "F1", "B0", "F2"]
+    _, below = figure.fig.axes
+    assert [label.get_text() for label in below.get_xticklabels()] == ["F0", "F1", "B0", "F2"]
+    held = [8, 12, 8, 16, 17, 9, 15, 7]  # KiB after each row: an amount, on an axis of its own
+    assert list(below.patches[0].get_data().values) == held
+    assert [text.get_text() for text in below.texts] == ["at most 17"]
 
 
 def test_frames_are_strips_in_the_order_of_captures():

@@ -100,6 +100,8 @@ def test_cost_by_size_draws_microseconds_and_tells_none():
 def test_numbers_by_call_end_in_the_sentence():
     figure = by_call({"by Python": [1, 2, 2, 2], "in a tensor": [0, 0, 1, 2]}, "Runs", captured=2)
     assert figure.sentence == "Runs after 4 calls (2 of them warm-up and capture): by Python 2, in a tensor 2."
+    names = [text.get_text() for text in figure.fig.legends[0].get_texts()]
+    assert names == ["warm-up and capture", "by Python", "in a tensor"], "in the picture a short zone has no room"
     assert by_call({"eager": [0.5]}, "Factor").sentence == "Factor after 1 call: eager 0.5."
     with pytest.raises(ValueError, match="at least one line"):
         by_call({}, "Runs")
