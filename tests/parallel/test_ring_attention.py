@@ -93,7 +93,10 @@ def test_blocks_are_summed_as_exactly_as_the_type_allows(on_ranks, form, dtype, 
 
 
 def numerical_gradients(form: str, cp: int, causal: bool, fast: bool) -> bool:
-    """torch's gradcheck of the whole function: every rank perturbs the same whole q, k and v in lock step."""
+    """torch's gradcheck of the whole function: every rank perturbs the same whole q, k and v in lock step.
+
+    A chunk has two rows, so that the mask inside a block is differentiated, too.
+    """
     group = cp_group(cp)
 
     def attention(*whole: Tensor) -> Tensor:
@@ -104,7 +107,7 @@ def numerical_gradients(form: str, cp: int, causal: bool, fast: bool) -> bool:
         gathered = gather_from_tensor_model_parallel_region(out.movedim(2, -1).contiguous(), group)
         return join_sequence(gathered.chunk(cp, -1), -1, "zigzag")
 
-    inputs = [x.requires_grad_() for x in whole_tensors(2 * cp, dim=2)[:3]]
+    inputs = [x.requires_grad_() for x in whole_tensors(4 * cp, dim=2)[:3]]
     return torch.autograd.gradcheck(attention, inputs, fast_mode=fast)
 
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from pipeline_stages import SHAPE, Stage, forward_step, forward_step_tokens, microbatches, reference, run_stages
 
 from labkit.config import ParallelConfig
-from labkit.events import recording
+from labkit.events import active_recorder, recording
 from labkit.launch import RankError, run
 from labkit.parallel import CommLedger, initialize_model_parallel
 from labkit.parallel.mailbox import AHEAD
@@ -24,6 +24,7 @@ from labkit.schedules import (
     gpipe,
     interleaved,
     one_f_one_b,
+    runtime,
     simulate,
     zbv,
 )
@@ -392,7 +393,19 @@ def test_the_ledger_names_each_message(on_ranks):
     assert sorted(second) == [("recv", "0F0>1", "forward", size), ("send", "1B0>0", "backward", size)]
 
 
-def test_recording_is_off_by_default():
+def test_recording_is_off_by_default(monkeypatch):
+    """No step opens an event before somebody records, nor after."""
+    opened, really = [], runtime.span_on
+
+    def span_on(clock, name, *args, **kwargs):
+        opened.append(name)
+        return really(clock, name, *args, **kwargs)
+
+    monkeypatch.setattr(runtime, "span_on", span_on)
+    _alone()
+    assert opened == [] and active_recorder() is None
     with recording(0) as recorder:
         _alone()
-    assert [e.name for e in recorder.events] == ["0F0", "0B0", "0F1", "0B1"]
+    assert [e.name for e in recorder.events] == opened == ["0F0", "0B0", "0F1", "0B1"]
+    _alone()
+    assert len(recorder.events) == len(opened) == 4

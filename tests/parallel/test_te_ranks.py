@@ -33,11 +33,13 @@ def both(parallel: ParallelConfig) -> dict[str, dict[str, Tensor]]:
     chunks = 2 * groups.cp.size
     keep = torch.cat([torch.arange(16).chunk(chunks)[i] for i in (groups.cp.rank, chunks - 1 - groups.cp.rank)])
     for impl in ("local", "transformer_engine"):
-        with te_stub.installed():
+        with te_stub.installed() as record:
             config = replace(CONFIG, transformer_impl=impl)
             model = GPTModel(config, groups, layers=range(2), seed=1, dtype=torch.float64)
             loss = model(ids[:, :-1][:, keep], labels_BS=ids[:, 1:][:, keep])
         loss.mean().backward()
+        called = [len(record.of(name, "forward")) for name in ("LayerNormLinear", "Linear", "DotProductAttention")]
+        assert called == ([4, 4, 2] if impl == "transformer_engine" else [0, 0, 0])
         found[impl] = {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
     return found
 
@@ -72,11 +74,15 @@ def told(parallel: ParallelConfig, recipe: str) -> None:
         config = replace(CONFIG, transformer_impl="transformer_engine")
         model = GPTModel(config, groups, layers=range(2), seed=1, float8=Float8Recipe(recipe))
         model(torch.zeros(1, 8, dtype=torch.long))
-    for call in (*record.of("LayerNormLinear"), *record.of("Linear"), *record.of("DotProductAttention")):
+    made = {name: record.of(name) for name in ("LayerNormLinear", "Linear", "DotProductAttention")}
+    assert {name: len(calls) for name, calls in made.items()} == {
+        "LayerNormLinear": 4, "Linear": 4, "DotProductAttention": 2,
+    }  # fmt: skip
+    for call in (call for calls in made.values() for call in calls):
         assert call["tp_group"] is groups.tp.process_group and call["tp_size"] == groups.tp.size
-    for call in (*record.of("LayerNormLinear"), *record.of("Linear")):
+    for call in made["LayerNormLinear"] + made["Linear"]:
         assert call["sequence_parallel"] is (parallel.sequence_parallel and groups.tp.size > 1)
-    for call in record.of("DotProductAttention"):
+    for call in made["DotProductAttention"]:
         expected = (groups.cp.process_group, list(groups.cp.ranks)) if groups.cp.size > 1 else (None, None)
         assert (call["cp_group"], call["cp_global_ranks"]) == expected
         assert call["cp_comm_type"] == parallel.cp_comm_type
@@ -84,10 +90,11 @@ def told(parallel: ParallelConfig, recipe: str) -> None:
     assert region["amax_reduction_group"] is groups.tp_dp_cp.process_group
     [call] = record.of("DelayedScaling")
     assert call["reduce_amax"] is (groups.tp_dp_cp.size > 1)
-    for name, parameter in model.named_parameters():
-        outside = name.endswith(("norm.weight", "norm.bias", "proj.bias", "fc2.bias"))
-        if outside:
-            assert parameter.sequence_parallel is parallel.sequence_parallel, name  # type: ignore[attr-defined]
+    whole = ("norm.weight", "norm.bias", "proj.bias", "fc2.bias")
+    outside = {name: parameter for name, parameter in model.named_parameters() if name.endswith(whole)}
+    assert len(outside) == 2 * 6 + 2, "of two layers, and the final norm"
+    for name, parameter in outside.items():
+        assert parameter.sequence_parallel is parallel.sequence_parallel, name  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
