@@ -50,10 +50,10 @@ class IdChecks:
     def note(self, ids: Tensor, vocab_size: int, what: str) -> None:
         """At capture: `ids` are about to be used. One look at the same values is enough."""
         slot = next((slot for slot in self._slots if _lies_in(ids, slot)), None)
-        found, memory, offset = self._computed, ids.detach(), ids.storage_offset()  # held: the memory stays theirs
+        found, memory, offset = self._computed, ids.detach(), int(ids.storage_offset())  # held: the memory stays theirs
         if slot is not None:
             found, memory = self._given, slot
-            offset = slot.storage_offset() + (ids.data_ptr() - slot.data_ptr()) // slot.element_size()
+            offset = int(slot.storage_offset()) + (ids.data_ptr() - slot.data_ptr()) // slot.element_size()
         key = ids.data_ptr(), ids.numel(), vocab_size, what
         found.setdefault(key, _Ids(memory, tuple(ids.shape), ids.stride(), offset, vocab_size, what))
 
