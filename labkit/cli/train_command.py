@@ -158,6 +158,7 @@ def final_lines(result: Trained, config: RunConfig) -> list[str]:
     worst = [line["moe/max_over_mean"] for line in result.metrics if "moe/max_over_mean" in line]
     lines += [f"the fullest expert has {worst[-1]:.2f} times the mean load"] if worst else []
     lines += [graph_words(line["graphs"]) for line in result.metrics if "graphs" in line][-1:]
+    lines += never_captured(config)
     if config.train.output_dir is not None:
         lines.append(f"metrics and events: {config.train.output_dir}")
     return lines
@@ -170,6 +171,15 @@ def graph_words(held: Mapping[str, tuple[int, int]]) -> str:
         f"CUDA graphs of each rank: {shown['graphs']}; static inputs {shown['static_input_bytes']} bytes; pool at its "
         f"peak {shown['pool_peak_bytes']} bytes"
     )
+
+
+def never_captured(config: RunConfig) -> list[str]:
+    """A line where graphs were asked for and every training step was a warm-up."""
+    steps, eager = config.train.steps, config.graph.cuda_graph_warmup_steps
+    if config.graph.cuda_graph_impl == "none" or eager < steps:
+        return []
+    said = "the only step was warm-up" if steps == 1 else f"all {steps} steps were warm-up"
+    return [f"no training step ran by CUDA graphs: {said} (graph.cuda_graph_warmup_steps = {eager})"]
 
 
 def started_by_torchrun() -> bool:

@@ -38,6 +38,18 @@ def test_the_command_line_says_what_they_hold():
     ]
 
 
+@pytest.mark.parametrize(
+    ("steps", "words"), [(1, ["the only step was"]), (3, ["all 3 steps were"]), (4, [])], ids=["one", "three", "four"]
+)
+def test_the_command_line_says_when_none_was_captured(steps, words):
+    graph = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_warmup_steps": 3, "train.steps": steps}
+    said = final_lines(Trained([1.0] * steps, []), presets.tiny().override(graph))
+    assert said[1:] == [
+        f"no training step ran by CUDA graphs: {word} warm-up (graph.cuda_graph_warmup_steps = 3)" for word in words
+    ]
+    assert len(final_lines(Trained([1.0], []), presets.tiny().override({"train.steps": 1}))) == 1
+
+
 def test_groups_of_several_ranks_on_gloo_are_named(backend):
     with pytest.raises(ConfigError, match=r"local would capture messages over tp \(2 ranks\), which go through gloo"):
         refuse_gloo([ALONE, PAIR, PAIR], GPU, "local")
@@ -85,6 +97,16 @@ def test_an_engine_that_is_missing_is_refused_before_the_first_step():
     schedule = build_schedule(config.schedule, pp=1, microbatches=2)
     with pytest.raises(ConfigError, match=r"graph\.cuda_graph_impl = transformer_engine: Transformer Engine"):
         build_step_graphs(config, groups, [], schedule, list, list)
+
+
+@pytest.mark.parametrize("scope", ["mlp", "attn,mlp"])
+def test_linears_in_fp8_agree_on_scales_over_cp(scope):
+    """All ranks that hold parts of a sample do, so cp's messages are in the graph of an MLP too."""
+    fp8 = {"model.layers": 1, "optim.fp8": "hybrid", "graph.cuda_graph_impl": "emulated"}
+    config = presets.tiny().override({**fp8, "graph.cuda_graph_scope": tuple(scope.split(","))})
+    (chunk,) = build_model_chunks(config, initialize_model_parallel(ParallelConfig()))
+    (layer,) = chunk.layers.values()
+    assert [group.name for group in layer.get_groups_under_cudagraphs()][-2:] == ["tp", "cp"]
 
 
 LAYERS = {
