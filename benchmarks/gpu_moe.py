@@ -6,6 +6,7 @@ and uneven loads; and how long a GPU waits between them and before the activatio
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -232,3 +233,7 @@ def launches() -> list[dict[str, Any]]:
         del experts
         torch.cuda.empty_cache()
     return rows
+
+
+if __name__ == "__main__":
+    sys.exit("benchmarks/gpu_moe.py is a part of the GPU benchmark: run benchmarks/gpu.py, which needs a GPU")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -117,3 +118,7 @@ def overlapped_reduction(steps: int = 10) -> list[dict[str, Any]]:
             "loss_difference": max(differences),
         }
     ]
+
+
+if __name__ == "__main__":
+    sys.exit("benchmarks/gpu_precision.py is a part of the GPU benchmark: run benchmarks/gpu.py, which needs a GPU")
