@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -294,3 +295,21 @@ def test_a_part_that_stays_eager_cannot_put_its_weight_gradients_off(scope: tupl
     with pytest.raises(ValueError, match=r"ZB-H1 splits backwards, and with graph.cuda_graph_scope = \["):
         CudaGraphHelper([made], graph, 16, 1, schedule=zero_bubble_h1(2, 4))
     CudaGraphHelper([made], graph, 16, 1, schedule=one_f_one_b(2, 4))
+
+
+def test_a_rest_that_fails_leaves_no_results_of_the_graph_behind() -> None:
+    """An error in the eager half, such as a lack of memory for an expert, may be caught and the step tried again."""
+    graph = GraphConfig(cuda_graph_impl="emulated", cuda_graph_scope=("attn", "moe_router"))
+    made = GPTModel(MODEL, GROUPS, layers=range(1), moe=MOE, seed=1, graph=graph)
+    helper = CudaGraphHelper([made], graph, 16, 1, schedule=one_f_one_b(1, 2))
+    [one] = helper.layers
+    x = hidden(16, 1)
+    expected = one(x)
+    helper.create_cudagraphs()
+    with (
+        patch.object(one.mlp, "dispatch", side_effect=RuntimeError("no memory")),
+        pytest.raises(RuntimeError, match="no memory"),
+    ):
+        one(x)
+    assert one.mlp.cudagraph_tensor_store.is_empty()  # type: ignore[union-attr,operator]
+    assert torch.equal(one(x), expected)
