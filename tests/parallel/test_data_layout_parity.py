@@ -35,11 +35,13 @@ REPLICAS = [
     {"cp": 2, "world_size": 4, "bucket_size": 10_000, "calculate_per_token_loss": True},
 ]
 SHARDS = [
-    {"tp": 2, "pp": 2, "world_size": 8, **MEGATRON, **SP, **FULL},
+    {"pp": 2, "world_size": 4, **MEGATRON, **FULL},
     {"cp": 2, "world_size": 4, **ZERO},
     {"pp": 2, "world_size": 4, **MEGATRON, "schedule.name": "zbv"},
     {"world_size": 4, **ZERO, "num_distributed_optimizer_instances": 2},
 ]
+
+WIDE_BUCKET = 40_000
 
 
 def wide(preset: str, **changes: Any) -> RunConfig:
@@ -60,7 +62,7 @@ def test_gradients_in_buckets():
 
 def weighing(config: RunConfig, observer: Any) -> TrainResult:
     """`pretrain`, and a look at what the optimizer keeps: the state of every element once over the replicas of an
-    instance, shared equally but for the padding of buckets, which is a hundredth at most."""
+    instance, shared equally but for the padding of buckets."""
     run = initialize(config)
     chunks, optimizer, lr_schedule = setup_model_and_optimizer(run)
     result = train(run, chunks, optimizer, lr_schedule, build_data_iterators(run), gpt_forward_step, None, observer)
@@ -74,15 +76,16 @@ def weighing(config: RunConfig, observer: Any) -> TrainResult:
     assert own["master"] == 0, "weights of full precision are their own masters"
     assert sum(state["moments"] for state in everybody) == instances * 2 * width * elements
     padding = own["padding"] // (2 * width)  # of two buffers: gradients and parameters
-    assert own["padding"] <= 0.01 * (own["parameter"] + own["gradient"])
     for state in everybody:
         assert abs(state["moments"] - 2 * width * elements / d) <= 2 * width * padding, "no equal share"
+    least = config.optim.bucket_size == WIDE_BUCKET
+    assert own["padding"] <= (0.01 if least else 0.2) * (own["parameter"] + own["gradient"])
     return result
 
 
 def test_the_distributed_optimizer_and_its_bytes():
     """Weights of 64 features, so that the alignment of buffers does not outweigh so small a model."""
-    layouts = [{**layout, "bucket_size": 40_000} for layout in SHARDS]
+    layouts = [{**layout, "bucket_size": WIDE_BUCKET} for layout in SHARDS]
     report = compare(wide("tiny", hidden=64), layouts, steps=5, pretrain=weighing)
     assert report.ok, f"\n{report}"
     assert max(row.largest for row in report.rows) <= 1e-10
@@ -100,6 +103,7 @@ def test_float32():
 @pytest.mark.parametrize("title", MATRIX["DATA_SWEEPS"])
 def test_every_row(title):
     config, layouts, dtype = MATRIX["DATA_SWEEPS"][title]
-    report = compare(config, layouts, steps=MATRIX["DATA_STEPS"], dtype=dtype)
+    how = {"pretrain": weighing} if title.startswith("Distributed optimizer") else {}
+    report = compare(config, layouts, steps=MATRIX["DATA_STEPS"], dtype=dtype, **how)
     assert report.ok, f"\n{report}"
     assert len(report.rows) == len(layouts)

@@ -16,7 +16,7 @@ from labkit.train import ParityReport, compare
 MATRIX = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "parity_matrix.py"))
 SUBSET = {
     "tiny": [{"tp": 2, "pp": 2, "world_size": 8}, {"tp": 4}, {"pp": 4}],
-    "llama_tiny": [{"tp": 4, "pp": 2}, {"pp": 4, "world_size": 8}],
+    "llama_tiny": [{"tp": 4, "pp": 2}],
 }
 
 
@@ -76,7 +76,17 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "layout", "named"), FAULTS, ids=[named.replace(" ", "-") for _, _, named in FAULTS])
+EVERYDAY = ("layers.1.mlp output", "final_norm.bias gradient")
+"""Of a forward, and of the gradients over replicas; the others are a sweep."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "named"),
+    [
+        pytest.param(*row, id=row[-1].replace(" ", "-"), marks=() if row[-1] in EVERYDAY else pytest.mark.sweep)
+        for row in FAULTS
+    ],
+)
 def test_a_collective_left_out_is_found_at_the_tensor_it_should_have_completed(fault, layout, named):
     report = compare(small("tiny"), [layout], steps=2, fault=fault)
     assert not report.ok

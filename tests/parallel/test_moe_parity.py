@@ -57,11 +57,11 @@ def test_the_rows_have_all_values_that_can_occur_together(strength):
 
 
 def test_every_pair_of_sizes():
-    """Eight replicas need twice the batch of the others."""
+    """Eight replicas need twice the batch of the others. Two steps; the sweep takes these rows on."""
     many = [row["world_size"] // (row["tp"] * row["cp"] * row["pp"]) > 4 for row in LAYOUTS[:PAIRS]]
     for batch, chosen in ((8, False), (16, True)):
         layouts = [row for row, is_many in zip(LAYOUTS, many) if is_many == chosen]
-        agrees(compare(sparse("tiny_moe", global_batch_size=batch), layouts, steps=3))
+        agrees(compare(sparse("tiny_moe", global_batch_size=batch), layouts, steps=2))
 
 
 def test_one_sequence_and_all_experts_on_the_same_eight_ranks():

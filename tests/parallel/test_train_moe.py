@@ -82,21 +82,28 @@ def check_same(metrics: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"ep": 2}),
     (2, {**SP, "etp": 1, "ep": 2, "calculate_per_token_loss": True}),
+    (2, {"pp": 2, "schedule.name": "zbv", "recompute_granularity": "full"}),
+    (4, {"ep": 2, **ZERO}),
+    (4, {"ep": 2, "num_distributed_optimizer_instances": 2, **ZERO}),
+    (2, {"grouped_gemm": False, **ZERO}),
+]
+MORE: list[tuple[int, dict[str, Any]]] = [
     (2, {"cp": 2, "calculate_per_token_loss": True}),
     (2, {"pp": 2}),
     (2, {"pp": 2, "vpp": 2}),
-    (2, {"pp": 2, "schedule.name": "zbv", "recompute_granularity": "full"}),
     (2, {"ep": 2, "data_parallel": "naive"}),
     (4, {**SP, "ep": 2, "bucket_size": 5_000, "average_in_collective": True}),
-    (4, {"ep": 2, **ZERO}),
-    (2, {"grouped_gemm": False, **ZERO}),
-    (4, {"ep": 2, "num_distributed_optimizer_instances": 2, **ZERO}),
     (4, {"etp": 2, "ep": 2, "dispatcher": "allgather"}),
     (4, {"pp": 2, "ep": 2, "schedule.name": "zero_bubble_h1", "distributed_optimizer": True}),
 ]
+"""A sweep; the everyday matrix of parity has a relative of each."""
 
 
-@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [*LAYOUTS, *(pytest.param(*row, marks=pytest.mark.sweep) for row in MORE)],
+    ids=str,
+)
 def test_metrics_are_those_of_one_process(on_ranks, world_size: int, layout: dict[str, Any]) -> None:
     """Loss, clipped norm, load of every expert of every layer and the routers' losses; the same on every rank."""
     results = on_ranks(trained, world_size, small(**layout))
