@@ -26,7 +26,7 @@ from labkit.events import not_recording, span
 from labkit.graphs.backend import Graph, GraphBackend, Pool, choose_impl, get_backend
 from labkit.graphs.counters import counters_kept
 from labkit.graphs.id_checks import IdChecks
-from labkit.graphs.memory import GraphMemory
+from labkit.graphs.memory import GraphMemory, graph_objects_made
 from labkit.parallel.random import RngTracker
 from labkit.parallel.recompute import RandomStates
 from labkit.parallel.vocab import token_ids_noted
@@ -71,9 +71,12 @@ class FullIterationGraph:
         self.pool: Pool = self.backend.new_pool()
         self.eager_steps = 0
         """Calls since the start or the last `reset` that ran eagerly."""
+        self.num_captures = 0
+        """Graphs made since the start, those dropped since included."""
         self._rng, self._before, self._chunks = rng, before, list(chunks)
         self._slots: list[dict[str, Tensor]] = []
         self._results: Any = None
+        self._graph_objects: int | None = None
         self._ids = IdChecks()
 
     def __call__(self, batches: Iterator[Batch]) -> Any:
@@ -103,7 +106,7 @@ class FullIterationGraph:
             return None
         data = [x.nbytes for slot in self._slots for x in slot.values() if isinstance(x, Tensor)]
         return GraphMemory(
-            graphs=1, operations=self.graph.num_operations, graph_objects=None, static_inputs=sum(data),
+            graphs=1, operations=self.graph.num_operations, graph_objects=self._graph_objects, static_inputs=sum(data),
             static_gradients=0, break_points=0,
             pool_peak=self.pool.peak_bytes, pool_reserved=self.pool.reserved_bytes,
         )  # fmt: skip
@@ -144,6 +147,7 @@ class FullIterationGraph:
                 not_recording(),
                 counters_kept(self._chunks),
                 token_ids_noted(self._ids.note),
+                graph_objects_made(self.backend.device_type) as objects,
                 self.backend.capturing(self.pool, name) as graph,
             ):
                 self._results = self.function(self._batches())
@@ -152,7 +156,8 @@ class FullIterationGraph:
             raise
         self._results = tree_map_only(Tensor, Tensor.detach, self._results)
         states.restore(self._rng)
-        self.graph = graph
+        self.graph, self._graph_objects = graph, objects[0] if objects else None
+        self.num_captures += 1
 
 
 def _shape(batch: Batch) -> dict[str, Any]:
