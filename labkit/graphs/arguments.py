@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path
 
+from labkit.graphs.conditions import HOOKS, global_hooks
 from labkit.graphs.passes import layers_of_chunks, order_sizes, read_order, sample_index
 from labkit.parallel.capturing import GraphCaptureError
 
@@ -114,21 +115,18 @@ def check_callables(callables: Sequence[Callable[..., Any]]) -> None:
             "autocast keeps cast weights from one forward to the next, and a replay would read the old ones: "
             "capture inside torch.autocast(.., cache_enabled=False)"
         )
+    if modules and any(global_hooks()):
+        raise GraphCaptureError(
+            "a hook is registered for all modules (register_module_forward_hook and the like), which would run at "
+            "capture and at no replay: remove it before the capture"
+        )
     for module in modules:
         for name, inner in module.named_modules():
             _check_module(f"{type(module).__name__}{'.' if name else ''}{name}", inner)
 
 
-_HOOKS = {
-    "_forward_pre_hooks": "a forward pre-hook",
-    "_forward_hooks": "a forward hook",
-    "_backward_pre_hooks": "a backward pre-hook",
-    "_backward_hooks": "a backward hook",
-}
-
-
 def _check_module(name: str, module: nn.Module) -> None:
-    for attribute, what in _HOOKS.items():
+    for attribute, what in HOOKS.items():
         if getattr(module, attribute):
             raise GraphCaptureError(
                 f"{name} has {what}, which would run at capture and at no replay: remove it before the capture, and "
@@ -163,6 +161,8 @@ class Arguments:
         paths, _ = tree_flatten_with_path(self._tree(tuple(args), kwargs))
         self.names = tuple(self._name(path) for path, _ in paths)
         for name, tensor in zip(self.names, self.tensors, strict=True):
+            if tensor is None:
+                raise TypeError(f"{place}: {name} is None; a graph takes tensors alone: leave it out of the sample")
             if not isinstance(tensor, Tensor):
                 raise TypeError(
                     f"{place}: {name} is a {type(tensor).__name__}; a graph takes tensors alone. What is constant "
@@ -223,30 +223,6 @@ class Arguments:
         """(args, kwargs) of the sample call with other tensors."""
         args, values = self.spec.unflatten(tensors)
         return tuple(args), dict(zip(self.keywords, values, strict=True))
-
-
-def check_samples_apart(work: Sequence[Work], arguments: Sequence[Arguments], owner: Sequence[int]) -> None:
-    """Refuse samples that lie at one address while two callables need it for different values.
-
-    owner: for each place, whose sample serves it. Only tensors that want gradients are looked at: a mask or a table of
-    positions may well be the same for all.
-
-    Raises:
-        GraphCaptureError: between forward and backward of one, the forward of the other would write its input over it.
-    """
-    held: dict[int, int] = {}
-    for one in work:
-        mine = [x.data_ptr() for x in arguments[owner[one.place]].tensors if x.requires_grad]
-        for address in mine if one.kind == "F" else ():
-            other = held.setdefault(address, one.place)
-            if owner[other] != owner[one.place]:
-                raise GraphCaptureError(
-                    f"{arguments[other].place} and {arguments[one.place].place} were given one tensor as their sample, "
-                    "and it would be the static input of both: the second would write over what the backward of the "
-                    "first reads. Give each a tensor of its own"
-                )
-        for address in mine if one.kind == "B" else ():
-            held.pop(address, None)
 
 
 def parameters_of(functions: Sequence[Callable[..., Any]]) -> Iterator[nn.Parameter]:

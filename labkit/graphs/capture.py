@@ -10,6 +10,8 @@ The rules, which hold for every implementation:
 - *Weak references* (`reuse_buffers`). Once the backward of a callable is captured nobody needs its static outputs, nor
   its parameters' gradients, which leave as copies; the gradients of its inputs live until the backward below them is
   captured, those of a chunk's first layer until the next chunk's backward is, because they are sent to another rank.
+- *A backward finds what its forward left*, or is refused: another replay of that graph, or one out of order, wrote over
+  it (`lives.py`).
 - *Python runs at capture and not at replay*: side effects happen once, branches are frozen.
 
 Sources: Transformer Engine 2.20, `make_graphed_callables`, whose arguments and layouts these are; PyTorch's function of
@@ -24,20 +26,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from labkit.graphs.arguments import (
     Arguments,
     Place,
     Work,
     check_callables,
-    check_samples_apart,
     parameters_of,
     places_and_work,
 )
 from labkit.graphs.backend import GraphBackend, Pool, choose_impl, get_backend, make_weak_ref
-from labkit.graphs.buffers import BufferPlan, Use, plan_buffers
-from labkit.graphs.graphed import Captured, GraphedCallable, Graphs
+from labkit.graphs.buffers import BufferPlan, plan_buffers
+from labkit.graphs.calling import called, check_differentiated
+from labkit.graphs.conditions import Conditions
+from labkit.graphs.graphed import Captured, GraphedCallable, Graphs, Times
+from labkit.graphs.lives import lives_of
+from labkit.graphs.samples import check_samples, check_samples_apart, owners, static_inputs
 from labkit.graphs.surroundings import (
     Arrivals,
     grads_emptied,
@@ -45,7 +49,7 @@ from labkit.graphs.surroundings import (
     random_states_kept,
     rng_trackers_of,
 )
-from labkit.parallel.capturing import GraphCaptureError, graph_warmup
+from labkit.parallel.capturing import GraphCaptureError, call_site, graph_warmup, is_graph_capturing
 from labkit.parallel.random import RngTracker
 from labkit.parallel.weight_grad_store import WeightGradStore
 
@@ -64,6 +68,7 @@ def make_graphed_callables(
     allow_unused_input: bool = False,
     clone_param_grads: bool = True,
     plan: BufferPlan | None = None,
+    watch_replays: bool = True,
     rng_trackers: Sequence[RngTracker] | None = None,
     engine_options: Mapping[str, Any] | None = None,
     backend: GraphBackend | None = None,
@@ -87,6 +92,8 @@ def make_graphed_callables(
         clone_param_grads: gradients of parameters leave as copies. Without, they alias memory of the graph, which its
             next replay overwrites.
         plan: which static input serves whom, in the place of `plan_buffers`. It is not checked (`check_plan` does).
+        watch_replays: refuse a backward whose forward's activations another replay has overwritten. Without, its
+            gradients are silently wrong, as on a bare CUDA graph.
         rng_trackers: named random states that the callables draw from; None finds those that modules hold.
         engine_options: for Transformer Engine alone: `enabled`, `recipe`, `amax_reduction_group` and
             `cache_quantized_params` of its quantisation.
@@ -102,6 +109,8 @@ def make_graphed_callables(
         GraphCaptureError: what no graph can hold: hooks, buffers that want gradients, mixed modes, and whatever the
             backend refuses while the callables run.
     """
+    if is_graph_capturing():
+        raise GraphCaptureError(f"{call_site()}: graphs cannot be captured while another graph is being captured")
     single = not isinstance(callables, tuple | list) and order is None
     functions = [callables] if not isinstance(callables, tuple | list) else list(callables)
     all_args = [sample_args] if single else list(sample_args)
@@ -111,6 +120,7 @@ def make_graphed_callables(
     check_callables(functions)
     places, work, layers = places_and_work(functions, len(all_args), order, num_layers_per_chunk)
     arguments = [Arguments(p.name, args, kw) for p, args, kw in zip(places, all_args, all_kwargs, strict=True)]
+    check_samples(arguments)
     if num_warmup < 0:
         raise ValueError(f"num_warmup={num_warmup}: give 0 or more")
     if reuse_buffers:
@@ -138,10 +148,11 @@ def make_graphed_callables(
     capture = _Capture(
         backend, backend.new_pool() if pool is None else pool, places, work, arguments, plan,
         reuse=reuse_buffers, allow_unused_input=allow_unused_input, clone_param_grads=clone_param_grads,
+        watch=watch_replays,
     )  # fmt: skip
     with random_states_kept(backend.device_type, trackers):
         capture.run(num_warmup)
-    made = capture.graphed(first_layer_sends=order is not None)
+    made = capture.graphed()
     for one in arguments:
         one.forget_samples()
     return made[0] if single else made
@@ -196,6 +207,7 @@ class _Capture:
         reuse: bool,
         allow_unused_input: bool,
         clone_param_grads: bool,
+        watch: bool,
     ) -> None:
         self.backend, self.pool = backend, pool
         self.places, self.work, self.reuse = places, work, reuse
@@ -204,8 +216,14 @@ class _Capture:
         self.arrivals = Arrivals()
         self.store = WeightGradStore()
         self.put_off = {one.place for one in work if one.kind == "W"}
-        inputs = _static_inputs(arguments, owners(places, plan))
+        self.watch, self.lives = watch, lives_of(pool)
+        inputs = static_inputs(arguments, owners(places, plan))
         self.captured = [Captured(*of_place) for of_place in zip(arguments, inputs, strict=True)]
+        for place, captured in zip(places, self.captured, strict=True):
+            captured.place, captured.in_grad_mode = place, torch.is_grad_enabled()
+            captured.in_inference_mode = torch.is_inference_mode_enabled()
+        self._seen: set[Hashable] = set()
+        self._forward_time: dict[int, int] = {}
         self._grad_outputs: dict[Hashable, Tensor] = {}
         self._below: int | None = None
         """Whose input gradients were captured last in this chunk."""
@@ -253,27 +271,24 @@ class _Capture:
     def _called(self, index: int) -> list[Tensor | None]:
         """Run the callable on its static inputs; its outputs in a row."""
         captured, place = self.captured[index], self.places[index]
-        args, kwargs = captured.arguments.rebuilt(captured.inputs)
-        outputs, captured.output_spec = tree_flatten(place.function(*args, **kwargs))
-        for output in outputs:
-            if output is not None and not isinstance(output, Tensor):
-                raise TypeError(
-                    f"{place.name} returned a {type(output).__name__}: a graph gives tensors alone, and None; what is "
-                    "no tensor would stay what it was at capture"
-                )
+        outputs, captured.output_spec, captured.changed = called(place, captured.arguments, captured.inputs)
+        kind = (id(place.function), captured.arguments.signature)
+        if kind not in self._seen:
+            self._seen.add(kind)
+            check_differentiated(place, outputs, [*captured.inputs, *self.parameters])
         return outputs
 
     # ---- capture ----
 
     def _forward(self, one: Work) -> None:
-        captured = self.captured[one.place]
-        with self.backend.capturing(self.pool, f"{self.places[one.place].name} forward") as graph:
+        captured, place = self.captured[one.place], self.places[one.place]
+        before = Conditions(place.function)
+        with self.backend.capturing(self.pool, f"{place.name} forward") as graph:
             outputs = self._called(one.place)
-        captured.graphs = Graphs(graph)
+        before.require_members(place.name, "while it was captured")
+        captured.graphs, self._forward_time[one.place] = Graphs(graph), self.lives.captured()
         captured.outputs = tuple(outputs)
         captured.differentiable = tuple(y is not None and y.requires_grad for y in outputs)
-        function = self.places[one.place].function
-        captured.read = tuple(function.parameters()) if isinstance(function, nn.Module) else ()
 
     def _backward(self, one: Work) -> None:
         captured = self.captured[one.place]
@@ -300,6 +315,8 @@ class _Capture:
         del pairs
         assert captured.graphs is not None
         captured.graphs = captured.graphs._replace(backward=graph)
+        if self.watch:
+            captured.times, captured.lives = Times(self._forward_time[one.place], self.lives.captured()), self.lives
         self._check_used(one.place)
         if self.reuse:
             self._give_back(one)
@@ -325,6 +342,8 @@ class _Capture:
                 "leave the entries c - 0.5 out of the order"
             )
         captured.graphs = captured.graphs._replace(weight=graph)
+        if captured.times is not None:
+            captured.times = captured.times._replace(weight=self.lives.captured())
         if self.reuse and self.clone_param_grads:
             captured.late = tuple((p, make_weak_ref(dp, self.backend)) for p, dp in captured.late)
 
@@ -354,32 +373,8 @@ class _Capture:
     def _forget_grad_inputs(self, index: int) -> None:
         self.captured[index].grad_inputs = make_weak_ref(self.captured[index].grad_inputs, self.backend)
 
-    def graphed(self, *, first_layer_sends: bool) -> tuple[GraphedCallable, ...]:
+    def graphed(self) -> tuple[GraphedCallable, ...]:
         """What to hand out."""
-        made = []
-        for place, captured in zip(self.places, self.captured, strict=True):
-            options = {"impl": self.backend.name, "pool": self.pool, "clone_param_grads": self.clone_param_grads}
-            sends = first_layer_sends and place.layer == 0
-            made.append(GraphedCallable(place.function, captured, clones_grad_inputs=sends, **options))
-        return tuple(made)
-
-
-def owners(places: Sequence[Place], plan: BufferPlan | None) -> list[int]:
-    """For each place, whose sample its calls are copied into: that of the first that its buffer was planned for."""
-    if plan is None:
-        return list(range(len(places)))
-    at = {(place.chunk, place.layer, place.microbatch): i for i, place in enumerate(places)}
-    first: dict[int, int] = {}
-    for use in sorted(plan.assignment, key=plan.acquired_at.__getitem__):
-        first.setdefault(plan.assignment[use], at[use[0], use[1], use[2]])
-    return [first[plan.assignment[Use(place.chunk, place.layer, place.microbatch)]] for place in places]
-
-
-def _static_inputs(arguments: Sequence[Arguments], owner: Sequence[int]) -> list[tuple[Tensor, ...]]:
-    """The tensors that calls copy into. They alias the samples, as leaves of their own, so that no `.grad` or hook of
-    the samples is touched."""
-    made = {
-        index: tuple(x.detach().requires_grad_(x.requires_grad) for x in arguments[index].tensors)
-        for index in dict.fromkeys(owner)
-    }
-    return [made[index] for index in owner]
+        options = {"impl": self.backend.name, "pool": self.pool, "clone_param_grads": self.clone_param_grads}
+        pairs = zip(self.places, self.captured, strict=True)
+        return tuple(GraphedCallable(place.function, captured, **options) for place, captured in pairs)

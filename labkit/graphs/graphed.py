@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
-from torch.utils._pytree import TreeSpec
+from torch.utils._pytree import TreeSpec, tree_leaves
 
 from labkit.events import span
-from labkit.graphs.arguments import Arguments
-from labkit.parallel.capturing import GraphCaptureError
+from labkit.graphs.arguments import Arguments, Place
+from labkit.graphs.conditions import Conditions
+from labkit.graphs.lives import Flight, Lives
+from labkit.parallel.capturing import GraphCaptureError, call_site, is_graph_capturing
 from labkit.parallel.weight_grad_store import deferred
 
 if TYPE_CHECKING:
@@ -28,6 +30,14 @@ class Graphs(NamedTuple):
     """None where nothing wanted a gradient."""
     weight: Graph | None = None
     """Of the weight gradients that the backward leaves out; None where it computes them."""
+
+
+class Times(NamedTuple):
+    """When the graphs of one callable were captured, in counts of their pool."""
+
+    forward: int
+    backward: int
+    weight: int | None = None
 
 
 class Captured:
@@ -52,21 +62,33 @@ class Captured:
         self.late: tuple[tuple[nn.Parameter, Tensor | None], ...] = ()
         """Parameters of the weight graph, in the order in which it completes them, and their gradients."""
 
-        self.read: tuple[nn.Parameter, ...] = ()
-        """All parameters of the callable, used by the captured part or not."""
+        self.place: Place | None = None
+        """Which callable it is among those captured together."""
+        self.changed: tuple[int, ...] = ()
+        """Inputs that the callable changes in place."""
+        self.in_grad_mode = False
+        self.in_inference_mode = False
+        self.times: Times | None = None
+        """None where it has no backward, and where nobody is to watch."""
+        self.lives: Lives | None = None
+        """Of the pool: whether what a forward left for its backward is still there."""
 
-    def fixed_addresses(self) -> tuple[int, ...]:
-        """Where parameters, and the gradients that graphs add to, lie."""
-        mains = [getattr(parameter, "main_grad", None) for parameter in self.parameters]
-        return tuple(x.data_ptr() for x in (*self.read, *mains) if x is not None)
+
+def lie_together(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape are the same elements in the same memory."""
+    return (
+        a.data_ptr() == b.data_ptr()
+        and a.stride() == b.stride()
+        and a.is_conj() == b.is_conj()
+        and a.is_neg() == b.is_neg()
+    )
 
 
 def copy_in(static: Tensor, given: Tensor) -> None:
     """Bring a value to its fixed address, unless it lies there already."""
-    if static.data_ptr() != given.data_ptr():
-        static.copy_(given)
-    elif static.stride() != given.stride():
-        static.copy_(given.clone())  # another view of the same memory
+    if not lie_together(static, given):
+        overlaps = static.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+        static.copy_(given.clone() if overlaps else given)
 
 
 class _Replay(Function):
@@ -74,6 +96,8 @@ class _Replay(Function):
 
     forward    static x <- x; replay f             [..] -> [..]; y is a new tensor object at the static address of y
     backward   static dy <- dy; replay df          [..] -> [..]; dx, and dp for every parameter that has one
+
+    Once for every forward: df is no function of dy that autograd knows, and its replay writes over what it reads.
     """
 
     @staticmethod
@@ -82,18 +106,22 @@ class _Replay(Function):
         inputs = tensors[: len(captured.inputs)]
         ctx.graphed = graphed
         ctx.set_materialize_grads(False)
-        # The gradient of a leaf becomes its `.grad`, and would then be overwritten by the next replay.
-        ctx.owned = tuple(graphed.clones_grad_inputs or x.is_leaf for x in inputs)
+        ctx.owned = tuple(graphed.owns_gradient_of(x) for x in inputs)
         outputs = graphed.replay_forward(inputs)
+        ctx.flight = graphed.flight
         ctx.mark_non_differentiable(
             *(y for y, wants in zip(outputs, captured.differentiable, strict=True) if y is not None and not wants)
         )
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, *ctx.graphed.replay_backward(grads, ctx.owned)
+        if torch.is_grad_enabled():
+            raise GraphCaptureError(
+                f"{ctx.graphed.name}: create_graph=True asks for gradients of gradients, and the captured backward has "
+                "none: call the module itself (.function) where they are needed"
+            )
+        return None, *ctx.graphed.replay_backward(grads, ctx.owned, ctx.flight)
 
 
 class GraphedCallable:
@@ -123,11 +151,15 @@ class GraphedCallable:
         self.clone_param_grads = clone_param_grads
         self.clones_grad_inputs = clones_grad_inputs
         self.has_backward = captured.graphs is not None and captured.graphs.backward is not None
-        """Whether it was captured with gradients, so that it runs in grad mode; otherwise it runs outside."""
+        """Whether it was captured with gradients, so that it runs in grad mode."""
+        self.flight: Flight | None = None
+        """Of the last forward: whether what it left for the backward is still there."""
         self._is_module = isinstance(function, nn.Module)
-        self._training = getattr(function, "training", True) if self._is_module else True
         self._is_reset = False
-        self._addresses = captured.fixed_addresses()
+        device_type = captured.inputs[0].device.type if captured.inputs else "cpu"
+        self._conditions = Conditions(function, device_type, captured.parameters)
+        self._wants = [x.requires_grad for x in captured.inputs]
+        self._storages = {x.untyped_storage().data_ptr() for x in captured.inputs if x.layout is torch.strided}
 
     # ---- what it holds ----
 
@@ -171,10 +203,22 @@ class GraphedCallable:
             GraphCaptureError: a changed shape, type or device, a parameter that was moved, a callable that was reset.
         """
         self._require_alive()
+        if is_graph_capturing():
+            raise GraphCaptureError(
+                f"{call_site()}: {self.name} is a graph, called while another one is captured, which cannot hold it: "
+                "capture the callable itself (.function) as a part of the other"
+            )
         if not self._fits_mode(args, kwargs):
+            if hasattr(self.function, "cuda_graph_capture"):  # its graph may be of a part, with arguments of its own
+                raise GraphCaptureError(
+                    f"{self.name}: a module inside is in another mode than at capture (training, autocast): set the "
+                    "mode of all of them by .train() or .eval() of the whole, or capture again"
+                )
             return self.eager(*args, **kwargs)
         tensors = self.captured.arguments.of_call(args, kwargs)
-        self._require_addresses()
+        self._conditions.require(self.name, gradients=self.captured.in_grad_mode)
+        if self.has_backward:
+            self._require_wanted(tensors)
         return self._replayed(tensors)
 
     def _replayed(self, tensors: Sequence[Tensor]) -> Any:
@@ -190,29 +234,89 @@ class GraphedCallable:
         return self.function(*args, **kwargs)
 
     def _fits_mode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if self._is_module and self.function.training != self._training:  # pyright: ignore[reportFunctionMemberAccess]
+        if not self._conditions.fit_mode():
             return False
         if self.has_backward:
             return torch.is_grad_enabled()
-        return not torch.is_grad_enabled() or not self._wants_gradients(args, kwargs)
+        if self.captured.in_inference_mode and not torch.is_inference_mode_enabled():
+            raise GraphCaptureError(
+                f"{self.name} was captured in inference mode, whose tensors nothing outside may write to: call it "
+                "there, or capture under torch.no_grad()"
+            )
+        if not torch.is_grad_enabled():
+            return True
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not self.captured.in_grad_mode:
+            return not (self._conditions.wants_gradients() or any(x.requires_grad for x in given))
+        # Captured with gradients enabled, and no output took any: neither would it now, from the same inputs.
+        return not any(x.requires_grad and not wants for x, wants in zip(given, self._wants, strict=False))
 
-    def _wants_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        given = (*args, *kwargs.values())
-        return any(isinstance(x, Tensor) and x.requires_grad for x in (*self.captured.read, *given))
+    def _require_wanted(self, tensors: Sequence[Tensor]) -> None:
+        for i, (x, wants) in enumerate(zip(tensors, self._wants, strict=True)):
+            if x.requires_grad and not wants:
+                raise GraphCaptureError(
+                    f"{self.name}: {self.captured.arguments.names[i]} requires grad, and its sample did not, so the "
+                    "graph has no gradient for it: capture with a sample that requires grad, or pass x.detach()"
+                )
+
+    def owns_gradient_of(self, x: Tensor) -> bool:
+        """Whether the gradient of input `x` leaves as a copy. The next replay overwrites the original, and only the
+        graph right below, whose backward is the next to run, is sure to have read it by then: anything else may keep
+        it, as the `.grad` of a leaf or of what a view or a sum passes it on to, or send it to another rank."""
+        below = x.grad_fn
+        if self.clones_grad_inputs or type(below) is not _REPLAYED or x._backward_hooks or x.retains_grad:
+            return True
+        one, here = below.graphed.captured.place, self.captured.place  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        return not (one and here and one[2:] == (here.chunk, here.layer - 1, here.microbatch))
 
     def replay_forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Copy inputs in, replay; new tensor objects (a consumer may empty them by `.data`) at the static addresses."""
         captured = self.captured
-        for static, given in zip(captured.inputs, inputs, strict=True):
-            copy_in(static, given)
+        self._copy_in(inputs)
+        self._watch_forward()
         with span(f"{self.name} forward", "graph_replay"):
             self.graphs.forward.replay()
+        for i in captured.changed:
+            if not lie_together(captured.inputs[i], inputs[i]):
+                inputs[i].copy_(captured.inputs[i])
         return tuple(None if y is None else y.detach() for y in captured.outputs)
 
-    def replay_backward(self, grads: Sequence[Tensor | None], owned: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """Copy output gradients in, replay; gradients of inputs (copies where `owned`), then of parameters."""
-        graphs, captured = self.graphs, self.captured
+    def _copy_in(self, inputs: Sequence[Tensor]) -> None:
+        away = [(s, x) for s, x in zip(self.captured.inputs, inputs, strict=True) if not lie_together(s, x)]
+        if len(away) > 1:  # a tensor that lies in another's place must be read before that is written
+            away = [(s, x.clone() if x.untyped_storage().data_ptr() in self._storages else x) for s, x in away]
+        for static, given in away:
+            copy_in(static, given)
+
+    def _watch_forward(self) -> None:
+        lives, times, self.flight = self.captured.lives, self.captured.times, None
+        if lives is not None and times is not None:
+            lives.replayed(times.forward, self.name)
+            self.flight = lives.begun(times.forward, times.weight or times.backward)
+
+    def _watch(self, flight: Flight | None, time: int | None, *, is_last: bool) -> None:
+        lives = self.captured.lives
+        if flight is not None and lives is not None and time is not None:
+            lives.require(flight, self.name, is_last=is_last)
+            lives.replayed(time, self.name)
+
+    def replay_backward(
+        self, grads: Sequence[Tensor | None], owned: Sequence[bool], flight: Flight | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """Copy output gradients in, replay; gradients of inputs (copies where `owned`), then of parameters.
+
+        flight: of the forward. Raises GraphCaptureError where its backward has run, or what it left is overwritten.
+        """
+        graphs, captured, times = self.graphs, self.captured, self.captured.times
         assert graphs.backward is not None
+        if flight is not None and times is not None:
+            if flight.has_been_back:
+                raise GraphCaptureError(
+                    f"{self.name}: the backward of this forward has run already, and a graph runs it once: add the "
+                    "losses and go back through their sum, or call the module itself (.function)"
+                )
+            self._watch(flight, times.backward, is_last=graphs.weight is None)
+            flight.has_been_back = True
         for static, given in zip(captured.grad_outputs, grads, strict=True):
             if static is not None:
                 static.zero_() if given is None else copy_in(static, given)
@@ -223,13 +327,14 @@ class GraphedCallable:
             for dx, copy in zip(captured.grad_inputs, owned, strict=True)
         ]
         if graphs.weight is not None:  # taken by a `WeightGradStore` that collects, else left to `backward_dw`
-            deferred([parameter for parameter, _ in captured.late], self._weight_gradients)
+            deferred([parameter for parameter, _ in captured.late], partial(self._weight_gradients, flight))
         return *of_inputs, *(self._handed_out(dp) for dp in captured.grad_parameters)
 
-    def _weight_gradients(self) -> list[Tensor | None]:
+    def _weight_gradients(self, flight: Flight | None) -> list[Tensor | None]:
         """Replay their graph: the gradients of `late`, in its order."""
-        graph = self.graphs.weight
+        graph, times = self.graphs.weight, self.captured.times
         assert graph is not None
+        self._watch(flight, times and times.weight, is_last=True)
         with span(f"{self.name} weight gradients", "graph_replay"):
             graph.replay()
         return [self._handed_out(dp) for _, dp in self.captured.late]
@@ -245,7 +350,7 @@ class GraphedCallable:
         hooks of the parameters. Nothing to do where the backward computes them."""
         if self.graphs.weight is None:
             return
-        for (parameter, _), gradient in zip(self.captured.late, self._weight_gradients(), strict=True):
+        for (parameter, _), gradient in zip(self.captured.late, self._weight_gradients(self.flight), strict=True):
             if gradient is not None:
                 torch.autograd.backward(parameter, gradient)
             elif (hook := getattr(parameter, "main_grad_hook", None)) is not None:
@@ -268,9 +373,12 @@ class GraphedCallable:
         if self._is_reset:
             raise GraphCaptureError(f"{self.name} was reset: its graphs are gone; make new ones")
 
-    def _require_addresses(self) -> None:
-        if self._addresses != self.captured.fixed_addresses():
-            raise GraphCaptureError(
-                f"{self.name}: a parameter or its main_grad was moved since the capture, and the graph would use the "
-                "old memory. Change parameters in place (copy_, the optimizer's step), or capture again"
-            )
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{self.name}: graphs live at addresses of this process and can be neither copied nor pickled: copy "
+            ".function, and capture the copy"
+        )
+
+
+_REPLAYED: Any = _Replay._backward_cls  # pyright: ignore[reportAttributeAccessIssue]
+"""Type of a replay's node in autograd's graph."""

@@ -1,0 +1,86 @@
+"""One run of a callable ahead of its capture or in it, and what it may not do there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from labkit.graphs.arguments import Arguments, Place
+from labkit.parallel.capturing import GraphCaptureError
+
+_NOT_THE_USER = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+
+
+def called(
+    place: Place, arguments: Arguments, inputs: Sequence[Tensor]
+) -> tuple[list[Tensor | None], TreeSpec, tuple[int, ...]]:
+    """Run the callable on its static inputs: (outputs in a row, their structure, which inputs it changed in place).
+
+    Raises:
+        TypeError: an output that is no tensor, and not None.
+        GraphCaptureError: an input that takes a gradient was changed in place.
+    """
+    versions = _versions(inputs)
+    args, kwargs = arguments.rebuilt(inputs)
+    try:
+        outputs, spec = tree_flatten(place.function(*args, **kwargs))
+    except RuntimeError as error:
+        if "leaf Variable that requires grad" not in str(error):
+            raise
+        raise GraphCaptureError(
+            f"{_raised_at(error)}: {place.name} changes an input or a parameter in place that requires grad; the "
+            "static inputs of a graph are leaves. Work on a copy (x = x.clone()), or out of place"
+        ) from error
+    for output in outputs:
+        if output is not None and not isinstance(output, Tensor):
+            raise TypeError(
+                f"{place.name} returned a {type(output).__name__}: a graph gives tensors alone, and None; what is "
+                "no tensor would stay what it was at capture"
+            )
+    changed = tuple(i for i, (old, new) in enumerate(zip(versions, _versions(inputs), strict=True)) if old != new)
+    return outputs, spec, changed
+
+
+def check_differentiated(place: Place, outputs: Iterable[Tensor | None], known: Iterable[Tensor]) -> None:
+    """Refuse a callable whose outputs depend on something that wants a gradient and that the graph would give none.
+
+    known: inputs, and the parameters of modules.
+
+    Raises:
+        GraphCaptureError: as a function that closes over a module, or a bound method.
+    """
+    served = set(map(id, known))
+    open_nodes = [y.grad_fn for y in outputs if y is not None and y.grad_fn is not None]
+    seen = set(open_nodes)
+    while open_nodes:
+        node = open_nodes.pop()
+        variable = getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None
+        if variable is not None and id(variable) not in served:
+            raise GraphCaptureError(
+                f"{place.name} reads a tensor of shape {tuple(variable.shape)} that requires grad, and is neither an "
+                "argument nor a parameter of a module that was given, so a replay would bring it no gradient: pass the "
+                "module itself in the place of a function or method that calls it, or the tensor as an argument"
+            )
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                open_nodes.append(below)
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [0 if x.is_inference() else x._version for x in tensors]
+
+
+def _raised_at(error: BaseException) -> str:
+    """`file:line (in code)` of the innermost line that is neither torch's nor of the graphs."""
+    found, trace = "the callable", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not code.co_filename.startswith(_NOT_THE_USER):
+            found = f"{code.co_filename}:{trace.tb_lineno} (in {code.co_name})"
+        trace = trace.tb_next
+    return found

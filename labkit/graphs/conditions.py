@@ -1,0 +1,148 @@
+"""What a replay takes for granted about its callable, noted at capture and compared at each call.
+
+| noted                                           | where it differs at a call                                       |
+|-------------------------------------------------|------------------------------------------------------------------|
+| training mode of every module inside, autocast  | the callable runs eagerly: the graph is of another computation   |
+| which parameters, buffers and modules there are | refused: the graph would use the old ones                        |
+| where parameters, buffers and `main_grad` lie   | refused: the graph would use the old memory                      |
+| which parameters want gradients                 | refused: the graph has no gradient of those that were frozen     |
+| no hooks on modules                             | refused: a replay calls none                                     |
+
+A call compares a few short lists; names are looked up once something differs. Hooks of a module that has manual hooks
+(`cuda_graph_manual_hooks`) are left to those who set these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import is_not
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from labkit.parallel.capturing import GraphCaptureError
+
+HOOKS = {
+    "_forward_pre_hooks": "a forward pre-hook",
+    "_forward_hooks": "a forward hook",
+    "_backward_pre_hooks": "a backward pre-hook",
+    "_backward_hooks": "a backward hook",
+}
+"""Attribute of a module -> what it holds."""
+
+
+def global_hooks() -> list[Any]:
+    """The dictionaries of hooks that torch calls for every module."""
+    return [getattr(torch_module, f"_global{name}") for name in HOOKS]
+
+
+def autocast_of(device_type: str) -> torch.dtype | None:
+    """The type that autocast casts to; None where it is off."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+class Conditions:
+    """How a callable was at its capture."""
+
+    def __init__(
+        self, function: Callable[..., Any], device_type: str = "cpu", main_grads_of: Sequence[nn.Parameter] = ()
+    ) -> None:
+        """main_grads_of: parameters to whose `main_grad` the graph may add."""
+        self._function = function
+        self._modules = list(function.modules()) if isinstance(function, nn.Module) else []
+        self._modes = [module.training for module in self._modules]
+        self._device_type = device_type
+        self._autocast = autocast_of(device_type)
+        own: list[dict[str, Any]] = [d for m in self._modules for d in (m._parameters, m._buffers, m._modules)]
+        self._registered = own
+        self._members = self._present()
+        parameters = {id(x): x for x in self._members if isinstance(x, nn.Parameter)}
+        buffers = [x for x in self._members if isinstance(x, Tensor) and id(x) not in parameters]
+        self._parameters = list(parameters.values())
+        self._tensors = [x for x in (*self._parameters, *buffers) if x.layout is torch.strided]
+        self._main_grads_of = list(main_grads_of)
+        self._addresses = self._present_addresses()
+        # A frozen one that was captured with its gradient is right, unless the graph itself adds it to main_grad.
+        self._flagged = [p for p in self._parameters if not p.requires_grad or hasattr(p, "main_grad")]
+        self._wants = [p.requires_grad for p in self._flagged]
+        managed = hasattr(function, "cuda_graph_manual_hooks")
+        hooks = [] if managed else [getattr(m, name) for m in self._modules for name in HOOKS] + global_hooks()
+        self._hooks: list[Any] = hooks if self._modules else []
+
+    def _present(self) -> list[Any]:
+        return list(chain.from_iterable([d.values() for d in self._registered]))
+
+    def _present_addresses(self) -> list[int]:
+        mains = [getattr(p, "main_grad", None) for p in self._main_grads_of]
+        return [x.data_ptr() for x in (*self._tensors, *mains) if x is not None]
+
+    def fit_mode(self) -> bool:
+        """Whether modes are those of the capture."""
+        if [module.training for module in self._modules] != self._modes:
+            return False
+        return autocast_of(self._device_type) == self._autocast
+
+    def wants_gradients(self) -> bool:
+        """Whether any parameter does."""
+        return any(p.requires_grad for p in self._parameters)
+
+    def require(self, name: str, *, gradients: bool) -> None:
+        """Compare everything but modes.
+
+        name: of the callable, for messages. gradients: the graph was captured where they were enabled.
+
+        Raises:
+            GraphCaptureError: something is not what it was; it says what, and what to do.
+        """
+        if any(self._hooks):
+            raise GraphCaptureError(
+                f"{name}: a hook was registered on one of its modules since the capture, and a replay calls none: "
+                "remove it, or call what it does ahead of each replay (cuda_graph_manual_hooks)"
+            )
+        self.require_members(name)
+        if self._present_addresses() != self._addresses:
+            raise GraphCaptureError(
+                f"{name}: a parameter, a buffer or a main_grad was moved since the capture, and the graph would use "
+                "the old memory. Change them in place (copy_, the optimizer's step), or capture again"
+            )
+        if gradients and [p.requires_grad for p in self._flagged] != self._wants:
+            raise GraphCaptureError(
+                f"{name}: requires_grad of {self._changed_flag()} is not what it was at capture, and the graph would "
+                "leave its gradient as it was then. Set it back, or capture again"
+            )
+
+    def require_members(self, name: str, since: str = "since the capture") -> None:
+        """Compare which parameters, buffers and modules there are."""
+        present = self._present()
+        if len(present) != len(self._members) or any(map(is_not, present, self._members)):
+            raise GraphCaptureError(
+                f"{name}: {self._replaced(present)} was replaced {since}, and the graph would use the old one. Change "
+                "it in place (copy_, load_state_dict without assign), or capture again"
+            )
+
+    def _replaced(self, present: list[Any]) -> str:
+        known, unknown = set(map(id, self._members)), set(map(id, present))
+        for name, module in self._named():
+            of_kinds = (("parameter", module._parameters), ("buffer", module._buffers), ("module", module._modules))
+            for kind, registered in of_kinds:
+                for own, value in registered.items():
+                    if value is not None and id(value) not in known:
+                        return f"{kind} {name}{own}"
+        gone = sum(id(x) not in unknown for x in self._members if x is not None)
+        return f"one of {gone} parameters, buffers or modules" if gone else "a parameter, buffer or module"
+
+    def _changed_flag(self) -> str:
+        [changed, *_] = [p for p, wants in zip(self._flagged, self._wants, strict=True) if p.requires_grad != wants]
+        for name, module in self._named():
+            for own, value in module._parameters.items():
+                if value is changed:
+                    return f"parameter {name}{own}"
+        return "a parameter"
+
+    def _named(self) -> list[tuple[str, nn.Module]]:
+        if not isinstance(self._function, nn.Module):
+            return []
+        return [(f"{name}." if name else "", module) for name, module in self._function.named_modules()]
