@@ -103,6 +103,12 @@ LAYOUTS = {
     "pp4 zero bubble": {"pp": 4, "schedule.name": "zero_bubble_h1"},
     "pp4 dualpipe": {"pp": 4, "schedule.name": "dualpipe_v"},
 }
+PIPELINES: dict[str, dict] = {
+    "pp2": {"pp": 2},
+    "pp2 gpipe": {"pp": 2, "schedule.name": "gpipe"},
+    "pp2 vpp2": {"pp": 2, "vpp": 2},
+    "pp4": {"pp": 4},
+}
 REPLICAS = {"ddp": {}, "distributed optimizer": {**DISTRIBUTED}}
 
 
@@ -119,3 +125,15 @@ def test_twenty_steps_of_the_tiny_preset_are_bit_equal_in_every_layout(on_ranks,
     )
     assert config.train.steps == 20
     assert_equal(on_ranks(with_and_without, world, config, GRAPHS))
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", [("attn",), ("mlp",)], ids=["attn", "mlp"])
+@pytest.mark.parametrize("replicas", REPLICAS)
+@pytest.mark.parametrize("layout", PIPELINES)
+def test_parts_of_layers_in_a_pipeline_are_bit_equal(on_ranks, layout, replicas, part):
+    config = presets.tiny().override({**PIPELINES[layout], **REPLICAS[replicas], "train.global_batch_size": 8})
+    assert config.train.steps == 20
+    graphs = GRAPHS | {"graph.cuda_graph_scope": part}
+    assert_equal(on_ranks(with_and_without, PIPELINES[layout]["pp"], config, graphs))
