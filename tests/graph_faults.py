@@ -10,8 +10,8 @@ TRAINING, RANKS = "tests/unit/test_graphs_training.py", "tests/parallel/test_gra
 GRAPHS: list[Fault] = [
     Fault(
         "a replay does not wait for gathered parameters",
-        "train/step_graphs.py",
-        "                self._helper.cuda_graph_set_manual_hooks()\n",
+        "train/layer_graphs.py",
+        "            self._helper.cuda_graph_set_manual_hooks()\n",
         "",
         f"{RANKS} -k buckets",
     ),

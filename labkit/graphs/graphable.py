@@ -9,6 +9,7 @@ backward. A call is one of three, under Megatron's names:
 | training, with graphs                  | `cuda_graph_replay`  | hooks, graph [microbatch mod count], then the rest  |
 | otherwise (no graphs, evaluation, ..)  | `forward`            | everything                                          |
 
+Inputs of other shapes than the graphs' are refused, or, where somebody listens (`cuda_graph_misfit`), go to `forward`.
 Graphs take and give tensors alone, at fixed addresses. Nothing that hangs on the modules inside runs at a replay;
 `cuda_graph_manual_hooks` are called in the place of those that must (`setup_manual_hooks`).
 """
@@ -28,6 +29,8 @@ from labkit.parallel.groups import Group
 
 Graphed = Callable[..., Any]
 """What `make_graphed_callables` makes of a module: called like it, with tensors."""
+Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""Sizes and types of the tensors that a module is called with, in order."""
 Hook = Callable[[nn.Module], object]
 """Called with a module ahead of what was its forward, such as the one that waits for gathered parameters."""
 
@@ -45,6 +48,13 @@ class GraphableMegatronModule(nn.Module):
         """Whose forward is next; the pipeline runtime sets it."""
         self.cuda_graph_manual_hooks: list[tuple[Hook, tuple[nn.Module]]] = []
         """What is called ahead of a replay, and with which module."""
+        self.cuda_graph_owner: Any = None
+        """The `CudaGraphHelper` that made the graphs, and that alone may drop them."""
+        self.cuda_graph_shapes: Shapes = ()
+        """What the graphs take; all of them take the same."""
+        self.cuda_graph_misfit: Callable[[Shapes], object] | None = None
+        """Told of a call in training with other shapes, which then runs eagerly; None leaves it to the graph, which
+        refuses it."""
 
     # ---- what a subclass says about itself ----
 
@@ -110,9 +120,22 @@ class GraphableMegatronModule(nn.Module):
         if self.training and captures_layers(self.graph) and torch.is_grad_enabled():
             if is_graph_capturing() or is_graph_warmup():
                 return self.cuda_graph_capture(*args, **kwargs)
-            if self.cuda_graphs:
+            if self.cuda_graphs and self._fits(args, kwargs):
                 return self.cuda_graph_replay(*args, **kwargs)
         return super().__call__(*args, **kwargs)
+
+    def _fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if self.cuda_graph_misfit is None:
+            return True
+        given = shapes_of(self.cuda_graph_inputs(*args, **kwargs))
+        if given != self.cuda_graph_shapes:
+            self.cuda_graph_misfit(given)
+        return given == self.cuda_graph_shapes
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
+    """What must agree for a graph to take them."""
+    return tuple((tuple(x.shape), x.dtype) for x in tensors)
 
 
 def _opened(values: Sequence[Any]) -> Iterator[Any]:
@@ -126,3 +149,11 @@ def _opened(values: Sequence[Any]) -> Iterator[Any]:
 def graphable_modules(chunk: nn.Module) -> list[GraphableMegatronModule]:
     """Those of a model chunk that are captured by themselves, in the order of its layers."""
     return [m for m in chunk.modules() if isinstance(m, GraphableMegatronModule) and m.is_graphable()]
+
+
+def release_cudagraphs(chunks: Sequence[nn.Module]) -> None:
+    """Drop all graphs of these chunks' layers, whoever made them; the layers run eagerly until the next capture."""
+    for chunk in chunks:
+        for layer in graphable_modules(chunk):
+            if layer.cuda_graph_owner is not None:
+                layer.cuda_graph_owner.reset()

@@ -31,7 +31,7 @@ from labkit.graphs.buffers import BufferPlan, plan_buffers
 from labkit.graphs.capture import make_graphed_callables
 from labkit.graphs.communicators import refuse_gloo
 from labkit.graphs.counters import counters_kept
-from labkit.graphs.graphable import GraphableMegatronModule, graphable_modules
+from labkit.graphs.graphable import GraphableMegatronModule, Shapes, graphable_modules, shapes_of
 from labkit.graphs.memory import GraphMemory, graph_objects_made, measure_graphs
 from labkit.graphs.orders import capture_order
 from labkit.graphs.passes import sample_index
@@ -60,7 +60,8 @@ class CudaGraphHelper:
         """Collect the layers; nothing is captured yet.
 
         model: the rank's chunks in the order of its schedule, wrapped for data parallelism or bare. seq_length: of
-        whole sequences. optimizers: whose `zero_grad` is called after a capture, if they have one.
+        whole sequences. pp_rank: whose row of the schedule is run here. optimizers: whose `zero_grad` is called after a
+        capture, if they have one.
 
         Raises ValueError for graphs that are not of layers, layers that have graphs, an implementation that is not for
         their device or cannot hold their messages, and a row that cannot be captured.
@@ -82,27 +83,34 @@ class CudaGraphHelper:
             device = next(layer.parameters()).device
             choose_impl(config.cuda_graph_impl, device)
             refuse_gloo(layer.get_groups_under_cudagraphs(), device, config.cuda_graph_impl)
+        self.pp_rank = pp_rank
+        """Whose row of the schedule is captured."""
         self.order = self._order(schedule, pp_rank)
         """What is captured, in this order: c + 1 is a forward of chunk c, -(c + 1) its backward, -(c + 1.5) its weight
         gradients, where a backward leaves them out."""
-        self._check_split_backwards(schedule)
-        self._schedule_microbatches = schedule.num_microbatches
+        self.schedule_microbatches = schedule.num_microbatches
         self._marked: list[nn.Parameter] = []
         self._graph_objects: int | None = None
         self.plan: BufferPlan | None = None
         """Which static input buffer each captured forward has; None before `create_cudagraphs`."""
 
-    def _check_split_backwards(self, schedule: Schedule) -> None:
-        """Eager code between graphs puts its weight gradients off to W, and keeps what graphs have handed it; but that
-        memory is free for others once the graph's own backward is through."""
+    def _order(self, schedule: Schedule, pp_rank: int) -> list[int | float]:
+        """Raises ValueError for a row that cannot be captured.
+
+        Eager code between graphs puts its weight gradients off to W, and keeps what graphs have handed it; but that
+        memory is free for others once the graph's own backward is through.
+        """
+        engine = self.config.cuda_graph_impl == "transformer_engine"
+        order = capture_order(schedule, pp_rank, weight_gradients=not engine)
         modules = (m for chunk in self.chunks for m in chunk.modules() if isinstance(m, GraphableMegatronModule))
-        if any(step != int(step) for step in self.order) and not all(m.is_wholly_captured() for m in modules):
+        if any(step != int(step) for step in order) and not all(m.is_wholly_captured() for m in modules):
             raise ValueError(
                 f"{schedule.name} splits backwards, and with graph.cuda_graph_scope = "
                 f"{list(self.config.cuda_graph_scope)} a part of the layers stays eager: its weight gradients would "
                 "read outputs of graphs that others have overwritten by then. Capture whole layers (an empty scope, or "
                 "attn and mlp without experts), or choose a schedule with whole backwards (1f1b, interleaved, gpipe)"
             )
+        return order
 
     @property
     def layers(self) -> list[GraphableMegatronModule]:
@@ -113,9 +121,6 @@ class CudaGraphHelper:
     def num_microbatches(self) -> int:
         """Microbatches that are captured."""
         return self.order.count(1)
-
-    def _order(self, schedule: Schedule, pp_rank: int) -> list[int | float]:
-        return capture_order(schedule, pp_rank, weight_gradients=self.config.cuda_graph_impl != "transformer_engine")
 
     @property
     def pool(self) -> Any:
@@ -176,7 +181,8 @@ class CudaGraphHelper:
                     sample_index(counts, self.num_microbatches, chunk, position, microbatch)
                     for microbatch in range(self.num_microbatches)
                 )
-                layer.cuda_graphs = [graphs[place] for place in places]
+                layer.cuda_graphs, layer.cuda_graph_owner = [graphs[place] for place in places], self
+                layer.cuda_graph_shapes = shapes_of(self._inputs(layer, contexts[chunk]))
         self._finish()
         self.plan = plan
 
@@ -187,7 +193,7 @@ class CudaGraphHelper:
             if buffer not in buffers:
                 buffers[buffer] = self._inputs(self.callables_per_chunk[chunk][position], contexts[chunk])
             samples[sample_index(counts, self.num_microbatches, chunk, position, microbatch)] = buffers[buffer]
-        eager = self.config.cuda_graph_warmup_steps * self._schedule_microbatches
+        eager = self.config.cuda_graph_warmup_steps * self.schedule_microbatches
         return make_graphed_callables(
             tuple(self.layers),
             [samples[place] for place in sorted(samples)],
@@ -210,9 +216,11 @@ class CudaGraphHelper:
             for layer in layers:
                 yield chunk, layer
 
-    def _inputs(self, layer: GraphableMegatronModule, context: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """New tensors for one static input."""
-        inputs = layer.get_layer_static_inputs(self.seq_length, self.micro_batch_size)
+    def _inputs(
+        self, layer: GraphableMegatronModule, context: tuple[Tensor, ...], sizes: tuple[int, int] | None = None
+    ) -> tuple[Tensor, ...]:
+        """New tensors for one static input. sizes: of the sequence and the micro batch, if not the helper's."""
+        inputs = layer.get_layer_static_inputs(*(sizes or (self.seq_length, self.micro_batch_size)))
         own = tuple(tensor.clone() for tensor in context)
         return layer.cuda_graph_inputs(*inputs.values(), own or None)
 
@@ -247,23 +255,39 @@ class CudaGraphHelper:
             for graph in layer.cuda_graphs:
                 if hasattr(graph, "reset"):
                     graph.reset()  # pyright: ignore[reportFunctionMemberAccess]
-            layer.cuda_graphs, layer.cuda_graph_manual_hooks = [], []
+            layer.cuda_graphs, layer.cuda_graph_manual_hooks, layer.cuda_graph_owner = [], [], None
         while self._marked:
             self._marked.pop().main_grad_added_elsewhere = False  # type: ignore[attr-defined]
         self.plan = None
 
     def recapture(
-        self, *, schedule: Schedule | None = None, pp_rank: int = 0, seq_length: int | None = None,
+        self, *, schedule: Schedule | None = None, pp_rank: int | None = None, seq_length: int | None = None,
         micro_batch_size: int | None = None,
     ) -> None:  # fmt: skip
-        """New graphs for another number of microbatches or other shapes; what is None stays. Between two steps."""
-        self.reset()
+        """New graphs for another number of microbatches or other shapes; what is None stays. Between two steps.
+
+        Raises ValueError for a row that cannot be captured; the old graphs are then still there.
+        """
+        if pp_rank is not None and schedule is None:
+            raise ValueError(f"pp_rank = {pp_rank} names a row of a schedule: give that schedule as well")
         if schedule is not None:
-            self.order, self._schedule_microbatches = self._order(schedule, pp_rank), schedule.num_microbatches
+            pp_rank = self.pp_rank if pp_rank is None else pp_rank
+            self.order, self.pp_rank = self._order(schedule, pp_rank), pp_rank
+            self.schedule_microbatches = schedule.num_microbatches
+        self.reset()
         self.seq_length = self.seq_length if seq_length is None else seq_length
         self.micro_batch_size = self.micro_batch_size if micro_batch_size is None else micro_batch_size
         self.create_cudagraphs()
         self.cuda_graph_set_manual_hooks()
+
+    def sizes_of(self, shapes: Shapes) -> tuple[int, int] | None:
+        """(seq_length, micro_batch_size) of microbatches whose layers are called with `shapes`; None where no such pair
+        gives them, as with positions of each sequence's own."""
+        chunk, layer = next(self._with_chunk())
+        own, given = layer.cuda_graph_shapes[0][0], shapes[0][0]
+        sizes = given[0] * self.seq_length // own[0], given[1]
+        fitting = self._inputs(layer, _context(self.chunks[chunk], sizes[0]), sizes)
+        return sizes if shapes_of(fitting) == shapes else None
 
 
 TECudaGraphHelper = CudaGraphHelper

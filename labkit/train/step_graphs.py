@@ -3,8 +3,10 @@
 | `graph.cuda_graph_impl`, scope | training                                     | validation                    |
 |--------------------------------|----------------------------------------------|-------------------------------|
 | `none`                         | eager                                        | eager                         |
-| any, parts of layers           | eager warm-up steps, then layers replay      | eager                         |
+| any, parts of layers           | eager warm-up steps, then layers replay (1)  | eager                         |
 | any, `full_iteration`          | eager warm-up steps, then a step is a replay | likewise, a graph of its own  |
+
+(1) `labkit.train.layer_graphs`: microbatches of other shapes are eager, and captured anew if they stay.
 
 The graph of an iteration ends where `finalize_model_grads` ends. What follows reads numbers on the host (norm, clipping
 by it, whether all is finite), and the optimizer.
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from labkit.config import ConfigError, RunConfig
 from labkit.graphs.communicators import refuse_gloo
 from labkit.graphs.full_iteration import FullIterationGraph
+from labkit.graphs.graphable import release_cudagraphs
 from labkit.graphs.helper import CudaGraphHelper
 from labkit.graphs.memory import GraphMemory
 from labkit.graphs.scope import captures_layers
@@ -30,6 +33,7 @@ from labkit.parallel.fp8 import Float8Scaling
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.param_gather import finish_param_sync
 from labkit.schedules.ir import Schedule
+from labkit.train.layer_graphs import LayerGraphs
 
 Batches = Iterator[dict[str, Tensor]]
 Run = Callable[..., list[Any]]
@@ -76,33 +80,6 @@ class NoGraphs:
         return self._run(batches, forward_only=forward_only)
 
 
-class LayerGraphs:
-    """Layers are captured ahead of the first training run after the warm-up."""
-
-    finalizes = False
-
-    def __init__(self, run: Run, helper: CudaGraphHelper, warmup_steps: int) -> None:
-        self.helper: CudaGraphHelper | None = helper
-        self._run, self._helper, self._eager_steps_left = run, helper, warmup_steps
-        self.num_captures = 0
-
-    def memory(self) -> list[GraphMemory]:
-        """One pool for all layers."""
-        found = self._helper.memory()
-        return [] if found is None else [found]
-
-    def run(self, batches: Batches, *, forward_only: bool) -> list[Any]:
-        """Eager in evaluation, by the rules of `GraphableMegatronModule`."""
-        if not forward_only and not self._helper.graphs_created():
-            if self._eager_steps_left == 0:
-                self._helper.create_cudagraphs()
-                self._helper.cuda_graph_set_manual_hooks()
-                self.num_captures += 1
-            else:
-                self._eager_steps_left -= 1
-        return self._run(batches, forward_only=forward_only)
-
-
 class IterationGraphs:
     """Training and validation steps, each by a graph of its own."""
 
@@ -115,7 +92,7 @@ class IterationGraphs:
     @property
     def num_captures(self) -> int:
         """Of training and of validation."""
-        return sum(one.graph is not None for one in (self.training, self.validation))
+        return self.training.num_captures + self.validation.num_captures
 
     def memory(self) -> list[GraphMemory]:
         """Each has a pool of its own."""
@@ -141,9 +118,11 @@ def build_step_graphs(
         return NoGraphs(run)
     _check_machine(graph.cuda_graph_impl, groups.device)
     if captures_layers(graph):
+        release_cudagraphs(chunks)  # of a pipeline with another number of microbatches
         length, batch = config.model.seq_length, train.micro_batch_size
         helper = CudaGraphHelper(chunks, graph, length, batch, schedule=schedule, pp_rank=groups.pp.rank)
-        return LayerGraphs(run, helper, graph.cuda_graph_warmup_steps)
+        varies = config.schedule.variable_seq_lengths or groups.world.size == 1
+        return LayerGraphs(run, helper, graph.cuda_graph_warmup_steps, groups=groups, captures_anew=varies)
     inside = groups.tp, groups.cp, groups.dp, groups.ep, groups.etp
     refuse_gloo(inside, groups.device, graph.cuda_graph_impl)
     shared: dict[str, Any] = {

@@ -1,25 +1,21 @@
 """Training by emulated CUDA graphs gives the bits of training without: one rank here, several in tests/parallel."""
 
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from graph_training import DROPOUT, FULL, GRAPHS, LAYERS, MICROBATCHES, STEPS, Training, small
+
 from labkit.config import ConfigError, RunConfig, presets
-from labkit.graphs import CudaGraphHelper, PlanError, check_plan, graph_counts, is_graph_capturing
+from labkit.graphs import PlanError, check_plan, graph_counts, is_graph_capturing
 from labkit.models.blocks import TransformerLayer
 from labkit.parallel.capturing import is_graph_warmup
-from labkit.schedules import Schedule, build_schedule
+from labkit.schedules import Schedule
 from labkit.train import pretrain
-from labkit.train.forward_step import gpt_forward_step
-from labkit.train.pipeline import Pipeline
-from labkit.train.pretraining import build_data_iterators, initialize, setup_model_and_optimizer
-from labkit.train.stepping import train_step
-
-LAYERS, MICROBATCHES, STEPS = 2, 4, 5
-GRAPHS = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_warmup_steps": 1}
-FULL = {"graph.cuda_graph_scope": ("full_iteration",)}
-DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1, "model.embedding_dropout": 0.1}
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +25,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def small(**changes) -> RunConfig:
-    shape = {
-        "model.layers": LAYERS, "model.hidden": 32, "model.heads": 4, "model.seq_length": 16,
-        "train.global_batch_size": MICROBATCHES, "train.steps": STEPS,
-    }  # fmt: skip
-    return presets.tiny().override(shape).override(changes)
 
 
 def numbers(config: RunConfig) -> dict:
@@ -144,35 +132,6 @@ def test_a_run_says_once_after_a_capture_what_its_graphs_hold(name):
 # ---- by hand ----
 
 
-class Training:
-    """`pretrain` step by step."""
-
-    def __init__(self, config: RunConfig) -> None:
-        run = initialize(config)
-        chunks, self.optimizer, self.lr = setup_model_and_optimizer(run)
-        self.timers, self.batches = run.timers, build_data_iterators(run).train
-        self.pipeline = Pipeline(config, run.groups, chunks, gpt_forward_step, run.schedule)
-        self.step = 0
-
-    @property
-    def helper(self) -> CudaGraphHelper:
-        """Captures its layers."""
-        assert self.pipeline.graphs.helper is not None
-        return self.pipeline.graphs.helper
-
-    def losses(self, steps: int, batches=None) -> list[float]:
-        """Of the next steps."""
-        made = []
-        for _ in range(steps):
-            result = train_step(
-                self.pipeline, self.optimizer, self.timers, batches or self.batches,
-                step=self.step, lr=1e-3, clip_grad=1.0,
-            )  # fmt: skip
-            self.step += 1
-            made.append(result.loss)
-        return made
-
-
 def test_a_plan_that_frees_a_buffer_one_step_early_is_refused_and_corrupts_the_losses():
     config = small(**GRAPHS, **{"schedule.name": "gpipe"})
     early = Training(config)
@@ -188,43 +147,6 @@ def test_a_plan_that_frees_a_buffer_one_step_early_is_refused_and_corrupts_the_l
     assert right == eager
     assert wrong[0] == eager[0], "the forwards of the first step read nothing stale"
     assert wrong[1] != eager[1] and wrong[2] != eager[2]
-
-
-def shortened(batches, length: int):
-    for batch in batches:
-        yield {key: x[:, :length] for key, x in batch.items()}
-
-
-def test_other_shapes_are_captured_anew():
-    changes = {"schedule.variable_seq_lengths": True}
-    eager, graphs, full = (Training(small(**changes | more)) for more in ({}, GRAPHS, GRAPHS | FULL))
-    first = [run.losses(3) for run in (eager, graphs, full)]
-    assert first[0] == first[1] == first[2]
-    graphs.helper.recapture(seq_length=8)
-    second = [run.losses(3, shortened(run.batches, 8)) for run in (eager, graphs, full)]
-    assert second[0] == second[1] == second[2]
-
-
-def with_microbatches(training: Training, count: int) -> None:
-    """Go on with another number of microbatches a step, on the same model."""
-    pipeline = training.pipeline
-    config = pipeline.config.override({"train.global_batch_size": count})
-    schedule = build_schedule(config.schedule, pp=1, vpp=1, microbatches=count)
-    training.pipeline = Pipeline(config, pipeline.groups, pipeline.chunks, gpt_forward_step, schedule)
-
-
-def test_another_number_of_microbatches_needs_graphs_of_its_own():
-    changes = {"schedule.name": "gpipe"}  # all forwards first: a graph for each microbatch
-    eager, graphs = Training(small(**changes)), Training(small(**changes, **GRAPHS))
-    assert eager.losses(3) == graphs.losses(3)
-    first = graphs.helper
-    with pytest.raises(ValueError, match="the graphs of another CudaGraphHelper"):
-        with_microbatches(graphs, 6)
-    first.reset()
-    for run in (eager, graphs):
-        with_microbatches(run, 6)
-    assert eager.losses(3) == graphs.losses(3)
-    assert (first.num_microbatches, graphs.helper.num_microbatches) == (MICROBATCHES, 6)
 
 
 def test_graphs_that_were_reset_leave_an_eager_run_of_the_same_bits():
