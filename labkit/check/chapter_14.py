@@ -32,12 +32,13 @@ class _Call:
 
 
 def _calls() -> list[_Call]:
-    """Within the limit, above it, the limit changed, not finite, and zeros."""
+    """Within the limit, above it, the limit changed, not finite, zeros, and exactly on the limit."""
     unit = torch.randn(SHAPE, generator=torch.Generator().manual_seed(14))
     unit /= unit.norm()
     bad = [unit.clone(), unit.clone()]
     bad[0][1, 2], bad[1][0, 0] = float("inf"), float("nan")
-    zeros = torch.zeros(SHAPE)
+    zeros, exact = torch.zeros(SHAPE), torch.zeros(SHAPE)
+    exact[0, 0], exact[3, 2] = 3.0, 4.0  # 25 and its root are exact, in whatever way the norm is computed
     return [
         _Call("norm 1, limit 2", unit, 2.0, unit, False),
         _Call("norm 8, limit 2", 8 * unit, 2.0, 2 * unit, True),
@@ -45,6 +46,7 @@ def _calls() -> list[_Call]:
         _Call("an entry that is inf", bad[0], 16.0, zeros, True),
         _Call("an entry that is NaN", bad[1], 16.0, zeros, True),
         _Call("all entries 0", zeros, 2.0, zeros, False),
+        _Call("norm 5, limit 5", exact, 5.0, exact, False),
         _Call("norm 100, limit 2", 100 * unit, 2.0, 2 * unit, True),
     ]
 

@@ -34,12 +34,17 @@ _LARGE: dict[str, list[float]] = {
 def buffers(answer: Any) -> Iterator[Outcome]:
     """Five orders entry by entry, then two long ones: no buffer held twice, none too many."""
     for given, order in _SMALL.items():
-        yield compare(given, _taken(order), lambda order=order: answer(list(order)))
+        yield compare(given, _taken(order), lambda order=order: _listed(answer(list(order))))
     for given, order in _LARGE.items():
         fewest = plan_buffers(order, 1).num_buffers
         yield holds(
             given, f"{fewest} buffers, none held twice", lambda o=order, n=fewest: _sound(answer(list(o)), o, n)
         )
+
+
+def _listed(given: Any) -> Any:
+    """What a generator yields is an answer like any other."""
+    return list(given) if isinstance(given, Iterator) else given
 
 
 def _taken(order: Sequence[float]) -> list[int]:
@@ -51,6 +56,7 @@ def _taken(order: Sequence[float]) -> list[int]:
 def _sound(given: Any, order: Sequence[float], fewest: int) -> bool | str:
     """True, or what is wrong with the answer's buffers."""
     forwards = [one for one in read_order(order) if one.kind == "F"]
+    given = _listed(given)
     if isinstance(given, str) or not isinstance(given, Iterable):
         return f"{shown(given)}: an answer is a list of whole numbers, one for each forward"
     numbers = list(given)

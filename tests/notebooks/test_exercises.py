@@ -48,6 +48,28 @@ def test_wrong_answer_fails_and_says_what_it_believes(path: Path, wrong: str) ->
     assert "\n" not in "".join(failed)
 
 
+def test_a_norm_exactly_on_the_limit_is_within_it() -> None:
+    """`x, if its norm is at most limit`: who counts it as clipped is told so."""
+
+    def counts_the_limit(x, limit, count):
+        finite = x.isfinite().all()
+        kept = x.where(finite, 0.0)
+        norm = kept.norm()
+        count.add_((~finite | (norm >= limit)).to(count.dtype))
+        return kept.where(norm <= limit, kept * (limit / norm))
+
+    score = check("14.clipped", counts_the_limit)
+    assert score.total - score.passed == 1 and "count 4, got count 5" in repr(score)
+
+
+def test_buffers_may_be_yielded() -> None:
+    right = load(NOTEBOOKS / "solutions" / "15_buffers.py").solution
+    score = check("15.buffers", lambda order: (buffer for buffer in right(order)))
+    assert score.ok, repr(score)
+    wrong = check("15.buffers", lambda order: (0 for step in order if step > 0))
+    assert "expected [0, 1, 0], got [0, 0, 0]" in repr(wrong), "numbers, not the address of a generator"
+
+
 def test_wrong_answers_differ_from_each_other() -> None:
     for path in FILES:
         module = load(path)
