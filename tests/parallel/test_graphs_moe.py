@@ -61,6 +61,9 @@ SWEEP: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({**SP, **DROPS}, 2, PREPROCESS),
     ({"pp": 2, "ep": 2, **FOUR, **OVERLAPPED}, 4, PREPROCESS),
     ({"pp": 4, "vpp": 2, "layers": 8, "global_batch_size": 8, **SHARED, **ZERO}, 4, PREPROCESS),
+    ({"pp": 4, "vpp": 2, "layers": 8, "global_batch_size": 8}, 4, ROUTER),
+    *[({"pp": 4, **FOUR, **more}, 4, PREPROCESS) for more in ({}, ZERO)],
+    *[({"pp": 2, **ZERO}, 2, scope) for scope in (("moe_router",), PREPROCESS)],
 ]  # fmt: skip
 
 
