@@ -135,7 +135,7 @@ def choose_impl(impl: str, device: torch.device) -> str:
     """`impl` with `auto` resolved for tensors on `device`.
 
     Raises:
-        ValueError: no such implementation, or not for tensors of this device.
+        ValueError: no such implementation, or not for tensors of this device, or a GPU that is not the current one.
     """
     if impl not in IMPLS:
         raise ValueError(f"impl={impl!r} is unknown; it may be {', '.join(IMPLS)}")
@@ -147,13 +147,19 @@ def choose_impl(impl: str, device: torch.device) -> str:
             f"impl={chosen!r} captures tensors on {needed}, and these are on {device.type}: "
             f"use impl={fitting!r} (auto does) or move modules and sample arguments to {needed}"
         )
+    if needed == "cuda" and torch.cuda.is_available() and device.index not in (None, torch.cuda.current_device()):
+        raise ValueError(
+            f"these tensors are on {device}, and the current device is cuda:{torch.cuda.current_device()}, whose "
+            f"streams a capture would record: call torch.cuda.set_device({device.index}) first"
+        )
     return chosen
 
 
 def get_backend(impl: str, rng_trackers: Sequence[RngTracker] = ()) -> GraphBackend:
     """The backend of `emulated` or `local`.
 
-    rng_trackers: whose states captured code may draw from; graphs on a GPU must be told.
+    rng_trackers: whose states captured code may draw from; graphs on a GPU must be told. It may be a list to which a
+    warm-up adds.
 
     Raises:
         ValueError: another name.

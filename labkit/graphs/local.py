@@ -1,9 +1,13 @@
 """Graphs of our own on a GPU: `torch.cuda.CUDAGraph` behind the protocol of `backend.py`.
 
-All captures of a pool run on one side stream, on which autograd then runs the captured backwards too. torch's generator
-is known to every graph; the generators of `RngTracker`s are registered with each, so that a replay draws on from where
-they stand. Garbage collection is off while a graph is captured: what it frees or destroys at a random moment may be
-another graph, which ends the capture.
+All captures of a pool run on one side stream, on which autograd then runs the captured backwards too: the allocator
+keeps free blocks by stream, so another one could not take them. torch's generator is known to every graph; the
+generators of `RngTracker`s are registered with each, so that a replay draws on from where they stand. Garbage
+collection is off while a graph is captured: what it frees or destroys at a random moment may be another graph, which
+ends the capture. Threads of other work, such as one that pins batches in memory, go on meanwhile (mode `thread_local`).
+
+Graphs that hold NCCL's collectives must be gone before their communicator is, which otherwise waits for them for ever
+(pytorch#115388). So whoever leaves the process group has all graphs reset first (`launch.info.before_leaving`).
 
 A capture that fails is ended, the stream is set back, and the error names the line that did it. Up to torch 2.11 the
 allocator does not get over a failed capture (pytorch#180395): there, start the process again.
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 import gc
 import traceback
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,10 +29,29 @@ import torch
 from torch import Tensor
 
 from labkit.graphs.backend import PoolStep
+from labkit.launch.info import before_leaving
 from labkit.parallel.capturing import GraphCaptureError, graph_capturing, graph_warmup
 from labkit.parallel.random import RngTracker
 
 __all__ = ["LocalBackend", "LocalGraph", "LocalPool"]
+
+
+_streams: dict[tuple[int, Any], Any] = {}
+_alive: weakref.WeakSet[LocalGraph] = weakref.WeakSet()
+
+
+def _stream_of(handle: Any) -> Any:
+    """The one stream of a pool, whoever asks for it and however often."""
+    key = torch.cuda.current_device(), tuple(handle)
+    if key not in _streams:
+        _streams[key] = torch.cuda.Stream()
+    return _streams[key]
+
+
+def reset_all() -> None:
+    """Reset every graph of this process that is still there."""
+    for graph in list(_alive):
+        graph.reset()
 
 
 class LocalPool:
@@ -36,7 +60,7 @@ class LocalPool:
     def __init__(self, handle: tuple[int, int] | None = None) -> None:
         """handle: of `torch.cuda.graph_pool_handle()`, or `.pool()` of a graph; None takes a new one."""
         self.handle: Any = torch.cuda.graph_pool_handle() if handle is None else handle
-        self.stream = torch.cuda.Stream()
+        self.stream = _stream_of(self.handle)
 
     @property
     def history(self) -> Sequence[PoolStep]:
@@ -70,6 +94,8 @@ class LocalGraph:
         self._graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
         for generator in generators:
             self._graph.register_generator_state(generator)
+        _alive.add(self)
+        before_leaving(reset_all)
 
     @property
     def num_operations(self) -> int | None:
@@ -106,8 +132,8 @@ class LocalBackend:
     device_type = "cuda"
 
     def __init__(self, rng_trackers: Sequence[RngTracker] = ()) -> None:
-        """rng_trackers: whose generators captured code may draw from."""
-        self._rng_trackers = list(rng_trackers)
+        """rng_trackers: whose generators captured code may draw from; a list that grows in the warm-up is followed."""
+        self._rng_trackers = rng_trackers
 
     def new_pool(self) -> LocalPool:
         """An empty pool."""
@@ -129,9 +155,9 @@ class LocalBackend:
         outer = torch.cuda.current_stream()
         try:
             torch.cuda.set_stream(pool.stream)
-            graph.cuda_graph.capture_begin(pool=pool.handle)
+            graph.cuda_graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             try:
-                with graph_capturing():
+                with graph_capturing(), stale_streams_followed():
                     yield graph
             except BaseException:
                 with suppress(RuntimeError):  # says only that the capture was broken off
@@ -167,6 +193,27 @@ class LocalBackend:
         return weak_cuda_tensor(tensor)
 
 
+@contextmanager
+def stale_streams_followed() -> Iterator[None]:
+    """Inside the block a backward may come by nodes of autograd that an earlier one has left on another stream: they
+    run on that of the capture.
+
+    The node in which a parameter's gradient arrives lives as long as any result that hangs on it, a loss that was kept
+    for instance, and remembers the stream of its first use. Older versions of torch (before 2.13) have no such switch:
+    there the capture fails, and `explained` says what to drop.
+    """
+    switch = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
+    if switch is None:
+        yield
+        return
+    before = torch._C._override_stale_capture_stream()
+    switch(True)
+    try:
+        yield
+    finally:
+        switch(before)
+
+
 def explained(error: RuntimeError, name: str) -> RuntimeError:
     """CUDA's refusal with the user's line; other errors (out of memory, ours) as they are."""
     if isinstance(error, GraphCaptureError | torch.OutOfMemoryError) or "captur" not in str(error).lower():
@@ -175,10 +222,14 @@ def explained(error: RuntimeError, name: str) -> RuntimeError:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
     frames = [f for f in frames if Path(f.filename).name != "contextlib.py"]
     where = f"{frames[-1].filename}:{frames[-1].lineno} (in {frames[-1].name}): " if frames else ""
-    first = str(error).strip().splitlines()[0]
+    first = str(error).strip().splitlines()[0].rstrip(".")
+    kept = "results of an earlier run that still hang on the same parameters (a loss that was kept): del them"
+    if any(word in str(error) for word in ("stale", "legacy stream", "CaptureIsolation", "dependency created")):
+        return GraphCaptureError(f"{where}{name} cannot be captured: {first}. What breaks it are {kept}")
     return GraphCaptureError(
         f"{where}{name} cannot be captured: {first}. A CUDA graph cannot hold what makes the host wait for the device "
-        "(item, cpu, tolist, nonzero, a mask as index): move it out of the captured part, or compute on the device"
+        "(item, cpu, tolist, nonzero, a mask as index): move it out of the captured part, or compute on the device. "
+        f"In a backward it may also be {kept}"
     )
 
 

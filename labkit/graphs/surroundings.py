@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.parallel.random import RngTracker
+from labkit.parallel.capturing import GraphCaptureError, is_graph_capturing
+from labkit.parallel.random import RngTracker, forks_noted
 
 
 class Arrivals:
@@ -48,6 +49,7 @@ def parameters_put_aside(parameters: Sequence[nn.Parameter], arrivals: Arrivals)
     step (`main_grad_added_elsewhere`), and 0 + g is g.
     """
     kept: list[tuple[nn.Parameter, Tensor | None, Any]] = []
+    flags: list[tuple[Any, bool, bool]] = []
     hooks: list[tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]] = []
     own: list[Any] = []
     try:
@@ -62,8 +64,14 @@ def parameters_put_aside(parameters: Sequence[nn.Parameter], arrivals: Arrivals)
             own.append(parameter.register_post_accumulate_grad_hook(arrivals.note))
             if hasattr(parameter, "main_grad"):
                 held.main_grad_hook = arrivals.note
+                old, elsewhere = (getattr(held, f"main_grad_{flag}", False) for flag in ("is_old", "added_elsewhere"))
+                flags.append((held, old, elsewhere))
                 held.main_grad_is_old, held.main_grad_added_elsewhere = False, True
         yield
+    except BaseException:  # nothing was captured that would add
+        for held, old, elsewhere in flags:
+            held.main_grad_is_old, held.main_grad_added_elsewhere = old, elsewhere
+        raise
     finally:
         for handle in own:
             handle.remove()
@@ -99,13 +107,33 @@ def rng_trackers_of(functions: Sequence[Callable[..., Any]]) -> list[RngTracker]
 
 
 @contextmanager
-def random_states_kept(device_type: str, trackers: Sequence[RngTracker]) -> Iterator[None]:
-    """After the block torch's generator and the named states are what they were before."""
+def random_states_kept(device_type: str, trackers: list[RngTracker]) -> Iterator[None]:
+    """After the block torch's generator and the named states are what they were before.
+
+    trackers: those that are known. Others that code in the block draws from, held by whatever object, are found as it
+    does, in the warm-up, and added: a backend that has been given this list then tells its graphs of them.
+
+    Raises:
+        GraphCaptureError: on a GPU one is met in a capture for the first time, where its state cannot be read.
+    """
     on_cuda = device_type == "cuda"
     before = torch.cuda.get_rng_state() if on_cuda else torch.get_rng_state()
     named = [tracker.get_states() for tracker in trackers]
+
+    def note(tracker: RngTracker) -> None:
+        if any(tracker is one for one in trackers):
+            return
+        if tracker.generators and is_graph_capturing():
+            raise GraphCaptureError(
+                "captured code draws from an RngTracker that no warm-up has met: pass it in rng_trackers=, or "
+                "num_warmup=1 or more"
+            )
+        named.append(tracker.get_states())
+        trackers.append(tracker)
+
     try:
-        yield
+        with forks_noted(note):
+            yield
     finally:
         if on_cuda:
             torch.cuda.set_rng_state(before)

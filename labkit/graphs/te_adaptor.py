@@ -20,6 +20,7 @@ import gc
 import importlib
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,8 +32,9 @@ from torch.utils._pytree import tree_leaves
 
 from labkit.graphs.arguments import Arguments, Place, parameters_of
 from labkit.graphs.graphed import Captured, GraphedCallable, Graphs
-from labkit.graphs.local import explained
+from labkit.graphs.local import explained, stale_streams_followed
 from labkit.graphs.surroundings import Arrivals, parameters_put_aside, random_states_kept, rng_trackers_of
+from labkit.launch.info import before_leaving
 from labkit.launch.transformer_engine import why_no_transformer_engine
 from labkit.parallel.capturing import GraphCaptureError, graph_warmup
 from labkit.parallel.random import RngTracker
@@ -142,6 +144,7 @@ def make_with_transformer_engine(
         parameters_put_aside(parameters, arrivals),
         _generators_known(make, trackers),
         _set_back(make, modules),
+        stale_streams_followed(),
         graph_warmup(),  # for the whole of it: the engine keeps its own flag of what it is at
     ):
         made = make(tuple(modules), samples, **given)
@@ -198,7 +201,7 @@ def _sample_kwargs(arguments: Sequence[Arguments]) -> tuple[dict[str, Tensor], .
 def _captured(place: Place, arguments: Arguments, inputs: Sequence[Tensor], arrivals: Arrivals) -> Captured:
     captured = Captured(arguments, inputs)
     own = list(place.function.parameters())  # pyright: ignore[reportFunctionMemberAccess]
-    captured.read = tuple(own)
+    captured.in_grad_mode = torch.is_grad_enabled()
     captured.parameters = tuple(
         p for p in own if id(p) in arrivals.without_gradient and getattr(p, "main_grad", None) is not None
     )
@@ -255,6 +258,11 @@ def _own_gradient(parameter: Tensor) -> None:
         parameter.grad = parameter.grad.clone()
 
 
+def _notes(node: Any) -> dict[str, Any]:
+    """What others have written to a node of autograd's graph."""
+    return node.metadata
+
+
 class _Leaving(Function):
     """Inputs on their way into an engine's graph: y = x, without a copy.
 
@@ -300,6 +308,8 @@ class EngineCallable(GraphedCallable):
         self.has_backward = has_backward
         self._place, self._caches = place, caches
         self._engine_callable: Callable[..., Any] | None = engine_callable
+        _alive.add(self)
+        before_leaving(_reset_all)
 
     @property
     def graphs(self) -> Graphs:
@@ -308,7 +318,7 @@ class EngineCallable(GraphedCallable):
 
     def _replayed(self, tensors: Sequence[Tensor]) -> Any:
         assert self._engine_callable is not None
-        given = list(tensors)
+        given = list(self.apart(tensors))
         if self.has_backward:
             wanting = [i for i, x in enumerate(given) if x.requires_grad]
             leaving: Any = _Leaving.apply(self, *(given[i] for i in wanting)) if wanting else ()
@@ -320,14 +330,14 @@ class EngineCallable(GraphedCallable):
         outputs = self._engine_callable(*args, **kwargs)
         for y in tree_leaves(outputs):
             if isinstance(y, Tensor) and y.grad_fn is not None:
-                y.grad_fn.metadata[_REPLAYED] = self._place
+                _notes(y.grad_fn)[_REPLAYED] = self._place
         return outputs
 
     def owns_gradient_of(self, x: Tensor) -> bool:
         """Whether the gradient of input `x` leaves as a copy. The next replay overwrites the original, and only the
         graph below, whose backward is the next to run, is sure to have read it by then: anything else may keep it, as
         the `.grad` of a leaf or of what a view or a sum passes it on to, or may wait for more of it."""
-        below = None if x.grad_fn is None else x.grad_fn.metadata.get(_REPLAYED)
+        below = None if x.grad_fn is None else _notes(x.grad_fn).get(_REPLAYED)
         place = self._place
         here = (place.chunk, place.layer - 1, place.microbatch)
         return self.clones_grad_inputs or below is None or (below.chunk, below.layer, below.microbatch) != here
@@ -344,3 +354,12 @@ class EngineCallable(GraphedCallable):
             run()
         self._engine_callable = None
         super().reset()
+
+
+_alive: weakref.WeakSet[EngineCallable] = weakref.WeakSet()
+
+
+def _reset_all() -> None:
+    """Before communicators end, which the engine's graphs hold (`local.py`)."""
+    for one in list(_alive):
+        one.reset()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -128,10 +129,27 @@ def join_group(
     return info
 
 
+_before_leaving: list[Callable[[], None]] = []
+
+
+def before_leaving(undo: Callable[[], None]) -> None:
+    """Have `undo` called before this process leaves the process group, once however often it is given: for what holds
+    on to communicators, such as CUDA graphs with collectives of NCCL, and would keep them from ending."""
+    if undo not in _before_leaving:
+        _before_leaving.append(undo)
+
+
+def let_go_of_communicators() -> None:
+    """Call what `before_leaving` was given, also at the end of a process that leaves by an exception."""
+    while _before_leaving:
+        _before_leaving.pop()()
+
+
 def leave_group() -> None:
     """The clean end: no rank closes its sockets while another still talks (gloo aborts at random otherwise)."""
     import torch.distributed as dist
 
+    let_go_of_communicators()
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

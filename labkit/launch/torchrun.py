@@ -91,6 +91,7 @@ def _leave() -> None:
     """At the end of the script: close the sockets only when every rank has arrived here."""
     import torch.distributed as dist
 
+    info.let_go_of_communicators()
     if not dist.is_initialized() or getattr(sys, "last_value", None) is not None:
         return  # after an uncaught exception nobody waits for this rank
     try:

@@ -13,7 +13,7 @@ so outside as well. Megatron keeps one generator state per kind and swaps it in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,18 @@ from labkit.parallel.groups import ParallelGroups
 DATA_PARALLEL = "data-parallel-rng"
 MODEL_PARALLEL = "model-parallel-rng"
 EXPERT_PARALLEL = "expert-parallel-rng"
+_listeners: list[Callable[[RngTracker], None]] = []
+
+
+@contextmanager
+def forks_noted(note: Callable[[RngTracker], None]) -> Iterator[None]:
+    """Inside the block `note(tracker)` is called ahead of every `fork`, whoever holds the tracker. For captures, which
+    must know all random states that captured code draws from."""
+    _listeners.append(note)
+    try:
+        yield
+    finally:
+        _listeners.remove(note)
 
 
 class RngTracker:
@@ -98,6 +110,8 @@ class RngTracker:
         """
         if name not in self._states:
             raise ValueError(f"no random state {name!r}; known are {', '.join(self._states) or 'none'}")
+        for note in _listeners:
+            note(self)
         outer: list[Any] = []
 
         def enter() -> None:

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import te_source
 from graph_rules import *  # noqa: F403
 from graph_rules import INTERLEAVED, ONE_CHUNK, Body, Machine, stack
+from graph_rules_numbers import *  # noqa: F403
 
 from labkit.graphs import GraphCaptureError, capture, plan_buffers, sample_index, te_adaptor
 
@@ -134,9 +136,11 @@ def test_its_plan_of_buffers_is_ours(machine: Machine) -> None:
 
 def test_an_output_that_several_layers_read_gathers_all_their_gradients(machine: Machine) -> None:
     """That of the last layer waits in autograd while the graphs between run, whose memory it may lie in."""
-    bodies = [lambda self, x: self.linear(x).tanh()] * 3 + [lambda self, x, early: (self.linear(x) * early).tanh()]
+    bodies: list[Any] = [lambda self, x: self.linear(x).tanh()] * 3 + [
+        lambda self, x, early: (self.linear(x) * early).tanh()
+    ]
     layers = [Body(machine, body) for body in bodies]
-    samples = [(machine.random(grad=True),) for _ in layers]
+    samples: list[tuple[Tensor, ...]] = [(machine.random(grad=True),) for _ in layers]
     samples[-1] = (machine.random(grad=True), machine.random(grad=True))
     graphed = machine.make(
         tuple(layers), tuple(samples), order=[1, -1], num_layers_per_chunk=[4], reuse_buffers=True, num_warmup=1

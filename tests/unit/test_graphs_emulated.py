@@ -18,7 +18,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from labkit.graphs import recording
 from labkit.graphs.arena import Arena, block_of
 from labkit.graphs.emulated import EmulatedBackend, EmulatedGraph
-from labkit.parallel import CheckpointWithoutOutput, RngTracker, checkpoint
 from labkit.parallel.capturing import (
     GraphCaptureError,
     active_capture,
@@ -214,6 +213,46 @@ def test_in_place_views_change_no_address(pool: Arena) -> None:
         assert torch.equal(z, (x * 2).t()[None] + 1) and torch.equal(y, (x * 2).t() * 3)
 
 
+def test_views_in_place_are_no_steps_of_the_graph(pool: Arena) -> None:
+    """Made again at replay they would change the shape of the address that later steps read."""
+    x = torch.randn(2, 3)
+    with BACKEND.capturing(pool, "views") as graph:
+        y = x * 2
+        y.unsqueeze_(0)
+        z = y.sum(1)
+    assert graph.num_operations == 2
+    for _ in range(3):
+        x.copy_(torch.randn(2, 3))
+        graph.replay()
+        assert torch.equal(z, (x * 2).sum(0)[None])
+
+
+def test_conjugates_and_what_they_are_views_of_are_told_apart(pool: Arena) -> None:
+    """Both lie at one address, in one shape: how it is read is part of it."""
+    x = torch.randn(3, 3, dtype=torch.complex64)
+    with BACKEND.capturing(pool, "conjugates") as graph:
+        plain, conjugate = x @ x, x @ x.conj()
+        negative, imaginary = x.conj().imag.clone(), x.imag.clone()
+    for _ in range(2):
+        x.copy_(torch.randn(3, 3, dtype=torch.complex64))
+        graph.replay()
+        assert torch.equal(plain, x @ x) and torch.equal(conjugate, x @ x.conj())
+        assert torch.equal(negative, -imaginary) and torch.equal(imaginary, x.imag)
+
+
+def test_an_operation_that_writes_to_an_argument_and_returns_nothing_of_size_is_a_step(pool: Arena) -> None:
+    """As kernels of libraries do: they fill what they are given, and what they return is a formality."""
+    library = torch.library.Library("labkit_test", "DEF")
+    library.define("fill(Tensor(a!) into, Tensor x) -> Tensor")
+    library.impl("fill", lambda into, x: into.copy_(x).new_empty(0), "CPU")
+    x, into = torch.randn(3), torch.zeros(3)
+    with BACKEND.capturing(pool, "fill") as graph:
+        nothing = torch.ops.labkit_test.fill(into, x)
+    x.copy_(torch.randn(3))
+    graph.replay()
+    assert torch.equal(into, x) and nothing.shape == (0,)
+
+
 def test_the_same_capture_makes_the_same_history() -> None:
     """Addresses depend on nothing but what is captured: every rank and every run has the same ones."""
 
@@ -227,6 +266,7 @@ def test_the_same_capture_makes_the_same_history() -> None:
     assert history() == history()
 
 
+_ROWS = torch.tensor([0, 1, 1, 2, 3, 5])
 OPERATIONS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda a, b: a + b,
     lambda a, b: a @ b.t() @ b,
@@ -239,7 +279,7 @@ OPERATIONS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda a, b: torch.cat([a[:, 4:], b[:, :4]], dim=1),
     lambda a, b: a.double().cumsum(0).float() * 0.1,
     lambda a, b: a.topk(8, dim=1).values,
-    lambda a, b: torch.zeros_like(a).index_add(0, torch.tensor([0, 1, 1, 2, 3, 5]), b),
+    lambda a, b: torch.zeros_like(a).index_add(0, _ROWS, b),
     lambda a, b: F.silu(a.unflatten(1, (2, 4)).transpose(1, 2)).reshape(6, 8),
     lambda a, b: a.masked_fill(b > 0, 0.25),
 ]
@@ -269,75 +309,6 @@ def test_random_programs_replay_to_the_bit(program: list[tuple[int, int, int]], 
     forward.replay()
     backward.replay()
     assert torch.equal(y, expected) and torch.equal(dx, expected_dx)
-
-
-# ---- random states ----
-
-
-def test_named_random_states_are_switched_at_each_replay(pool: Arena) -> None:
-    def tracker() -> RngTracker:
-        made = RngTracker()
-        made.add("model-parallel-rng", 7)
-        return made
-
-    def draw(rng: RngTracker) -> Tensor:
-        outside = torch.rand(3)
-        with rng.fork():
-            inside = torch.rand(3)
-        return torch.stack([outside, inside, torch.rand(3)])
-
-    eager, graphed = tracker(), tracker()
-    torch.manual_seed(1)
-    expected = [draw(eager) for _ in range(4)]
-    torch.manual_seed(1)
-    with BACKEND.capturing(pool, "draw") as graph:
-        y = draw(graphed)
-    found = [y.clone()]
-    for _ in range(3):
-        graph.replay()
-        found.append(y.clone())
-    assert torch.equal(torch.stack(found), torch.stack(expected))
-
-
-def test_recomputation_inside_graphs_makes_again_what_its_replay_made(pool: Arena) -> None:
-    layer, x, dy = Layer(), torch.randn(2, 8, 16, requires_grad=True), torch.randn(2, 8, 16)
-    layer.dropout = 0.0
-    wanted = [x, *layer.parameters()]
-    with BACKEND.capturing(pool, "forward") as forward:
-        y = checkpoint(layer, x)
-    saved = pool.live_bytes
-    with BACKEND.capturing(pool, "backward") as backward:
-        torch.autograd.backward(y, dy)
-    assert saved == y.nbytes
-    grads = [tensor.grad for tensor in wanted]
-    for _ in range(2):
-        with torch.no_grad():
-            x.copy_(torch.randn(2, 8, 16))
-        expected = torch.autograd.grad(layer(x), wanted, dy)
-        forward.replay()
-        backward.replay()
-        assert all(map(torch.equal, grads, expected))  # type: ignore[arg-type]
-
-
-def test_an_output_dropped_and_made_again_keeps_its_values_in_a_graph(pool: Arena) -> None:
-    norm, linear = nn.LayerNorm(8), nn.Linear(8, 8)
-    x, dy = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8)
-    wanted = [x, *norm.parameters(), *linear.parameters()]
-
-    def run(x: Tensor) -> Tensor:
-        dropped = CheckpointWithoutOutput()
-        y = linear(dropped.checkpoint(norm, x))
-        dropped.discard_output_and_register_recompute(y)
-        return y
-
-    forward, backward, y, grads = graphs_of(run, [x], wanted, dy, pool)
-    with torch.no_grad():
-        x.copy_(torch.randn(3, 8))
-    forward.replay()
-    backward.replay()
-    expected = linear(norm(x))
-    assert torch.equal(y, expected)
-    assert all(map(torch.equal, grads, torch.autograd.grad(expected, wanted, dy)))
 
 
 # ---- state ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from labkit.graphs import local
+from labkit.graphs.backend import choose_impl
 from labkit.graphs.local import LocalBackend, LocalPool, explained
+from labkit.launch import info, torchrun
 from labkit.parallel.capturing import GraphCaptureError, is_graph_capturing, is_graph_warmup
 
 
@@ -21,9 +25,14 @@ class Device:
         self.calls: list[str] = []
         self.stream: Any = "default"
         self.end_fails = False
+        self.streams = 0
 
     def call(self, name: str) -> Any:
         return lambda *args, **kwargs: self.calls.append(name)
+
+    def new_stream(self) -> str:
+        self.streams += 1
+        return "side" if self.streams == 1 else f"side {self.streams}"
 
     def set_stream(self, stream: Any) -> None:
         self.stream = stream
@@ -41,8 +50,8 @@ class FakeGraph:
     def register_generator_state(self, generator: Any) -> None:
         self.generators.append(generator)
 
-    def capture_begin(self, pool: Any) -> None:
-        self.device.calls.append(f"begin in pool {pool}")
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        self.device.calls.append(f"begin in pool {pool}, {capture_error_mode}")
 
     def capture_end(self) -> None:
         self.device.calls.append("end")
@@ -61,11 +70,12 @@ def device() -> Iterator[Device]:
     found = Device()
     FakeGraph.device = found
     stand_ins = {
-        "CUDAGraph": FakeGraph, "Stream": lambda: "side", "graph_pool_handle": lambda: (0, 1),
-        "synchronize": found.call("synchronize"), "current_stream": lambda: found.stream,
-        "set_stream": found.set_stream,
+        "CUDAGraph": FakeGraph, "Stream": found.new_stream, "current_device": lambda: 0,
+        "graph_pool_handle": lambda: (0, 1), "synchronize": found.call("synchronize"),
+        "current_stream": lambda: found.stream, "set_stream": found.set_stream,
     }  # fmt: skip
-    with patch.multiple(torch.cuda, **stand_ins):
+    here = patch.dict(local._streams, clear=True), patch.object(info, "_before_leaving", [])
+    with patch.multiple(torch.cuda, **stand_ins), here[0], here[1]:
         yield found
 
 
@@ -80,7 +90,7 @@ def test_a_capture_runs_on_the_side_stream_without_collections(device: Device) -
         assert is_graph_capturing()
         assert not gc.isenabled()
         device.calls.append("work")
-    assert device.calls == ["synchronize", "on side", "begin in pool (0, 1)", "work", "end", "on default"]
+    assert device.calls == ["synchronize", "on side", "begin in pool (0, 1), thread_local", "work", "end", "on default"]
     assert gc.isenabled()
     assert not is_graph_capturing()
     assert tuple(graph.cuda_graph.generators) == tracker.generators  # type: ignore[attr-defined]
@@ -118,6 +128,83 @@ def test_other_errors_stay_what_they_are(device: Device, error: Exception) -> No
 def test_an_error_of_ours_is_not_explained_twice() -> None:
     ours = GraphCaptureError("while capturing: no")
     assert explained(ours, "a") is ours
+
+
+def test_a_pool_has_one_stream_even_if_only_its_handle_is_given(device: Device) -> None:
+    """The allocator keeps free blocks by stream: on another one a capture would find none of the pool's."""
+    backend = LocalBackend()
+    for name in ("a", "b"):
+        with backend.capturing((0, 7), name):
+            assert device.stream == "side"
+    assert LocalPool((0, 7)).stream == "side"
+    assert LocalPool((0, 8)).stream == "side 2"
+
+
+def test_generators_found_in_the_warm_up_are_known_to_the_graphs(device: Device) -> None:
+    trackers: list[Any] = []
+    backend = LocalBackend(trackers)
+    trackers.append(Tracker())
+    with backend.capturing(LocalPool(), "a") as graph:
+        pass
+    assert tuple(graph.cuda_graph.generators) == Tracker.generators  # type: ignore[attr-defined]
+
+
+def test_graphs_are_reset_before_the_process_group_ends(device: Device) -> None:
+    """NCCL waits in `destroy_process_group` for graphs that hold its collectives."""
+    graphs = []
+    for name in ("a", "b"):
+        with LocalBackend().capturing(LocalPool(), name) as graph:
+            graphs.append(graph)
+    graphs[0].reset()
+    device.calls.clear()
+    dist = patch.multiple(
+        "torch.distributed",
+        is_initialized=lambda: True, barrier=device.call("barrier"), destroy_process_group=device.call("destroy"),
+    )  # fmt: skip
+    with dist:
+        info.leave_group()
+    assert device.calls == ["reset", "barrier", "destroy"]
+    with pytest.raises(GraphCaptureError, match="holds nothing"):
+        graphs[1].replay()
+
+
+def test_at_the_end_of_a_script_graphs_are_reset_even_after_an_exception(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "last_value", ValueError("uncaught"), raising=False)
+    with LocalBackend().capturing(LocalPool(), "a") as graph:
+        pass
+    torchrun._leave()
+    assert graph is not None
+    assert device.calls[-1] == "reset"
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["torch 2.13", "torch 2.11"])
+def test_a_backward_leaves_the_stream_of_an_earlier_one(device: Device, monkeypatch: Any, known: bool) -> None:
+    if not known:
+        monkeypatch.delattr(torch.autograd.graph, "set_override_stale_capture_stream")
+    before = torch._C._override_stale_capture_stream()
+    with LocalBackend().capturing(LocalPool(), "a"):
+        assert torch._C._override_stale_capture_stream() is (known or before)
+    assert torch._C._override_stale_capture_stream() is before
+
+
+def test_what_an_earlier_loss_breaks_is_said() -> None:
+    told = explained(
+        RuntimeError("Node 'AccumulateGrad' has a stale reference to the default stream during capture.\nmore"), "a"
+    )
+    assert "(a loss that was kept): del them" in str(told)
+    assert "item, cpu" not in str(told)
+
+
+def test_tensors_of_another_gpu_than_the_current_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their kernels run on streams of their own device, which a capture on this one does not see: an empty graph."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert choose_impl("auto", torch.device("cuda:0")) == choose_impl("auto", torch.device("cuda")) == "local"
+    for impl in ("auto", "transformer_engine"):
+        with pytest.raises(ValueError, match=r"on cuda:1, and the current device is cuda:0.*set_device\(1\) first"):
+            choose_impl(impl, torch.device("cuda:1"))
 
 
 def test_a_pool_counts_its_segments(device: Device) -> None:
