@@ -1,6 +1,6 @@
 """What graphs must do, whatever makes them: one statement of the rules for `emulated`, `local` and Transformer Engine.
 
-A test module imports everything from here and has a fixture `machine`:
+A test module imports everything from here and from `graph_rules_numbers.py`, and has a fixture `machine`:
 
     tests/unit/test_graph_rules.py               emulated, on the host
     tests/oracles/test_graph_rules_engine.py     Transformer Engine's own Python, its captures emulated

@@ -272,7 +272,8 @@ class GraphedCallable:
     def replay_forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Copy inputs in, replay; new tensor objects (a consumer may empty them by `.data`) at the static addresses."""
         captured = self.captured
-        self._copy_in(inputs)
+        for static, given in zip(captured.inputs, self.apart(inputs), strict=True):
+            copy_in(static, given)
         self._watch_forward()
         with span(f"{self.name} forward", "graph_replay"):
             self.graphs.forward.replay()
@@ -281,12 +282,13 @@ class GraphedCallable:
                 inputs[i].copy_(captured.inputs[i])
         return tuple(None if y is None else y.detach() for y in captured.outputs)
 
-    def _copy_in(self, inputs: Sequence[Tensor]) -> None:
-        away = [(s, x) for s, x in zip(self.captured.inputs, inputs, strict=True) if not lie_together(s, x)]
-        if len(away) > 1:  # a tensor that lies in another's place must be read before that is written
-            away = [(s, x.clone() if x.untyped_storage().data_ptr() in self._storages else x) for s, x in away]
-        for static, given in away:
-            copy_in(static, given)
+    def apart(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """`inputs`, as copies where they lie in the static inputs of others, which are written before they are read."""
+        if len(inputs) < 2:
+            return inputs
+        pairs = zip(self.captured.inputs, inputs, strict=True)
+        is_apart = lambda s, x: lie_together(s, x) or x.untyped_storage().data_ptr() not in self._storages  # noqa: E731
+        return [x if is_apart(static, x) else x.clone() for static, x in pairs]
 
     def _watch_forward(self) -> None:
         lives, times, self.flight = self.captured.lives, self.captured.times, None

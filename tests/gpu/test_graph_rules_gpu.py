@@ -11,6 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from graph_rules import *  # noqa: F403
 from graph_rules import Body, Machine, stack
+from graph_rules_numbers import *  # noqa: F403
 
 from labkit.graphs import GraphCaptureError, make_graphed_callables
 from labkit.launch.transformer_engine import why_no_transformer_engine
