@@ -78,7 +78,7 @@ def weighing(config: RunConfig, observer: Any) -> TrainResult:
     padding = own["padding"] // (2 * width)  # of two buffers: gradients and parameters
     for state in everybody:
         assert abs(state["moments"] - 2 * width * elements / d) <= 2 * width * padding, "no equal share"
-    least = config.optim.bucket_size == WIDE_BUCKET
+    least = config.optim.bucket_size == WIDE_BUCKET  # smaller buckets of a smaller model are aligned, too
     assert own["padding"] <= (0.01 if least else 0.2) * (own["parameter"] + own["gradient"])
     return result
 

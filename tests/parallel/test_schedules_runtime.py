@@ -12,7 +12,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from pipeline_stages import SHAPE, Stage, forward_step, forward_step_tokens, microbatches, reference, run_stages
 
 from labkit.config import ParallelConfig
-from labkit.events import active_recorder, recording
 from labkit.launch import RankError, run
 from labkit.parallel import CommLedger, initialize_model_parallel
 from labkit.parallel.mailbox import AHEAD
@@ -24,7 +23,6 @@ from labkit.schedules import (
     gpipe,
     interleaved,
     one_f_one_b,
-    runtime,
     simulate,
     zbv,
 )
@@ -283,17 +281,6 @@ def test_gradients_are_synchronised_with_the_last_backward_alone(on_ranks):
     assert on_ranks(_sync_log, 4, one_f_one_b(4, 5), True) == [hooked, asked, asked, asked]
 
 
-def _alone():
-    from labkit.parallel import single_process_groups
-
-    runtime = PipelineRuntime(one_f_one_b(1, 2), Stage(0), single_process_groups(), forward_step_func=forward_step)
-    return runtime.run(iter(microbatches(2)))
-
-
-def test_a_plain_process_needs_no_launcher():
-    assert [r["loss"] for r in _alone()] == pytest.approx(reference(1, 2)[0], rel=1e-12)
-
-
 def _refusals():
     groups = initialize_model_parallel(ParallelConfig(pp=2))
     stage, messages = Stage(groups.pp.rank), []
@@ -391,21 +378,3 @@ def test_the_ledger_names_each_message(on_ranks):
     first, second = on_ranks(_ledger, 2, one_f_one_b(2, 1))
     assert sorted(first) == [("recv", "1B0>0", "backward", size), ("send", "0F0>1", "forward", size)]
     assert sorted(second) == [("recv", "0F0>1", "forward", size), ("send", "1B0>0", "backward", size)]
-
-
-def test_recording_is_off_by_default(monkeypatch):
-    """No step opens an event before somebody records, nor after."""
-    opened, really = [], runtime.span_on
-
-    def span_on(clock, name, *args, **kwargs):
-        opened.append(name)
-        return really(clock, name, *args, **kwargs)
-
-    monkeypatch.setattr(runtime, "span_on", span_on)
-    _alone()
-    assert opened == [] and active_recorder() is None
-    with recording(0) as recorder:
-        _alone()
-    assert [e.name for e in recorder.events] == opened == ["0F0", "0B0", "0F1", "0B1"]
-    _alone()
-    assert len(recorder.events) == len(opened) == 4
