@@ -131,7 +131,8 @@ class LayerGraphs:
             if self._helper.sizes_of(shapes) is None:
                 after = "layers cannot be captured for it"
             elif self._captures_anew:
-                after = f"where {self._patience} steps in a row are of it alone, layers are captured anew"
+                settled = "a whole step is" if self._patience == 1 else f"{self._patience} whole steps in a row are"
+                after = f"once {settled} of it, layers are captured anew"
             else:
                 after = "set schedule.variable_seq_lengths to have layers captured anew where it stays"
             given, held = (_words(x) for x in (shapes, self._helper.layers[0].cuda_graph_shapes))
