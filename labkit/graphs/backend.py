@@ -139,6 +139,10 @@ def choose_impl(impl: str, device: torch.device) -> str:
     """
     if impl not in IMPLS:
         raise ValueError(f"impl={impl!r} is unknown; it may be {', '.join(IMPLS)}")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"tensors on {device.type} cannot be captured: move modules and sample arguments to cpu or cuda"
+        )
     fitting = "local" if device.type == "cuda" else "emulated"
     chosen = fitting if impl == "auto" else impl
     needed = "cpu" if chosen == "emulated" else "cuda"
