@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.graphs import FullIterationGraph
+from labkit.train.step_graphs import IterationGraphs
 
 MICROBATCHES = 2
 
@@ -90,3 +91,16 @@ def test_what_it_returned_stays_and_too_few_batches_are_refused():
         toy.graph(iter(batches(3)[:1]))
     with pytest.raises(ValueError, match="Transformer Engine captures layers"):
         FullIterationGraph(toy.iteration, num_microbatches=1, impl="transformer_engine")
+
+
+def test_captures_are_counted_and_not_the_graphs_that_are_left():
+    """Without a warm-up, a step of another shape drops one graph and makes the next: a run says what that one holds."""
+    toy, counts = Toy(), []
+    toy.graph.warmup_steps = 0
+    for dtype in (torch.float32, torch.float32, torch.float64, torch.float32):
+        toy.graph(iter(batches(1, dtype)))
+        counts.append(toy.graph.num_captures)
+    assert counts == [1, 1, 2, 3]
+    both = IterationGraphs(toy.graph, Toy().graph)
+    toy.graph.reset()
+    assert both.num_captures == 3
