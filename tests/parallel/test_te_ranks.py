@@ -88,6 +88,9 @@ def told(parallel: ParallelConfig, recipe: str) -> None:
         assert call["cp_comm_type"] == parallel.cp_comm_type
     [region] = record.of("autocast")
     assert region["amax_reduction_group"] is groups.tp_dp_cp.process_group
+    asked_by_graphs: Any = model.float8.graph_options()  # type: ignore[union-attr]
+    assert asked_by_graphs["amax_reduction_group"] is groups.tp_dp_cp.process_group
+    assert (asked_by_graphs["amax_reduction_group"] is not None) is (groups.tp_dp_cp.size > 1)
     [call] = record.of("DelayedScaling")
     assert call["reduce_amax"] is (groups.tp_dp_cp.size > 1)
     whole = ("norm.weight", "norm.bias", "proj.bias", "fc2.bias")
