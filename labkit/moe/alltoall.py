@@ -60,13 +60,15 @@ class Splits:
         per_rank = experts // ep
         own = table[etp_rank, ep_rank]
         local = table[:, :, ep_rank * per_rank : (ep_rank + 1) * per_rank]
+        # Stays on the host. With padding this is captured, and torch.from_numpy looks like a copy to the device there.
+        tokens_per_expert = torch.frombuffer(local.sum(axis=(0, 1)), dtype=torch.int64)
         return cls(
             num_out_tokens=int(own.sum()),
             input_splits=own.reshape(ep, per_rank).sum(axis=1).tolist(),
             output_splits=local[etp_rank].sum(axis=1).tolist(),
             output_splits_tp=local.sum(axis=(1, 2)).tolist(),
             chunks=local.ravel().tolist(),
-            tokens_per_expert=torch.from_numpy(local.sum(axis=(0, 1))),
+            tokens_per_expert=tokens_per_expert,
         )
 
 

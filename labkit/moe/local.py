@@ -52,7 +52,8 @@ class MoELocalTokenDispatcher(MoETokenDispatcher):
     def _counts(self) -> Tensor:
         if self.moe.pad_to_capacity:
             capacity = self.capacity(self.hidden_shape[:-1].numel())
-            return torch.from_numpy(np.full(self.num_experts, capacity))  # a number that no operation has to make
+            # A number that no operation has to make; not torch.from_numpy, see alltoall.
+            return torch.frombuffer(np.full(self.num_experts, capacity), dtype=torch.int64)
         assert self._host_copy is not None, "counts are copied before their first use"
         return self._host_copy.wait()
 

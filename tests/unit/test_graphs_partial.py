@@ -313,3 +313,18 @@ def test_a_rest_that_fails_leaves_no_results_of_the_graph_behind() -> None:
         one(x)
     assert one.mlp.cudagraph_tensor_store.is_empty()  # type: ignore[union-attr,operator]
     assert torch.equal(one(x), expected)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "local"])
+def test_a_padded_layer_is_captured_whole(dispatcher: str) -> None:
+    """How many rows an expert has is a number of the host's then, which no operation computes or copies."""
+    graph = GraphConfig(cuda_graph_impl="emulated", cuda_graph_scope=("attn", "moe"))
+    moe = replace(KINDS["drop and pad"], dispatcher=dispatcher)
+    made = GPTModel(MODEL, GROUPS, layers=range(1), moe=moe, seed=1, graph=graph)
+    helper = CudaGraphHelper([made], graph, 16, 1, schedule=one_f_one_b(1, 2))
+    [one] = helper.layers
+    x = hidden(16, 1)
+    expected = one(x)
+    helper.create_cudagraphs()
+    assert torch.equal(one(x), expected)
+    assert helper.memory().break_points == 0  # type: ignore[union-attr]
