@@ -9,14 +9,34 @@ many as were ever in flight at once, for each shape of the inputs:
     graph        0   1       0              two, where one for each microbatch would be three
 
 With PP microbatches in flight, as under 1F1B, that is the bound of 2 L PP forward and backward graphs; each has its own
-pool, since nobody knows who comes when.
+pool, since nobody knows who comes when. A forward is in flight until its backward begins, or until nobody holds what
+the backward would start from:
+
+    >>> import torch
+    >>> from labkit.config import GraphConfig
+    >>> from labkit.graphs import CudaGraphManager
+    >>> layer = torch.nn.Linear(4, 4)
+    >>> manager = CudaGraphManager(GraphConfig(cuda_graph_impl="emulated", cuda_graph_warmup_steps=1))
+    >>> x = torch.ones(2, 4, requires_grad=True)
+    >>> manager(layer, (x,)).sum().backward()  # the warm-up, eager
+    >>> a, b = manager(layer, (x,)), manager(layer, (x,))  # two in flight
+    >>> manager.num_graphs
+    2
+    >>> a.sum().backward()  # the first graph is free again
+    >>> c = manager(layer, (x,))
+    >>> manager.num_graphs
+    2
+    >>> torch.equal(c, layer(x))
+    True
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,11 +54,29 @@ class _Runner:
     """One graph of the module, and whether the backward of its last forward is still to come."""
 
     graphed: GraphedCallable
-    is_busy: bool = False
+    in_flight: int | None = None
+    """Number of the forward whose backward may still come; None if the graph is free."""
+    forwards: int = 0
 
-    def release(self, gradient: Tensor) -> None:
-        """A hook of an output: its backward begins, and ends before anybody can call the module again."""
-        self.is_busy = False
+    def watch(self, outputs: Any) -> None:
+        """Busy from now on, until the backward of `outputs` begins or can no longer come."""
+        wanting = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.grad_fn is not None]
+        if not wanting:
+            return
+        self.forwards += 1
+        self.in_flight = number = self.forwards
+        # A backward ends before anybody can call the module again. One whose node is gone was dropped with its outputs.
+        release = partial(_release, weakref.ref(self), number)
+        for output in wanting:
+            output.register_hook(release)
+        weakref.finalize(wanting[0].grad_fn, release).atexit = False
+
+
+def _release(runner: weakref.ref[_Runner], number: int, _: Tensor | None = None) -> None:
+    """The runner is free, unless it is in flight again by now."""
+    found = runner()
+    if found is not None and found.in_flight == number:
+        found.in_flight = None
 
 
 class CudaGraphManager:
@@ -69,15 +107,12 @@ class CudaGraphManager:
         if self._calls[key] <= self.config.cuda_graph_warmup_steps:
             return module(*args, **kwargs)
         runners = self._runners.setdefault(key, [])
-        runner = next((runner for runner in runners if not runner.is_busy), None)
+        runner = next((runner for runner in runners if runner.in_flight is None), None)
         if runner is None:
             runner = _Runner(self._captured(module, args, kwargs))
             runners.append(runner)
         outputs = runner.graphed(*args, **kwargs)
-        for output in tree_leaves(outputs):
-            if isinstance(output, Tensor) and output.requires_grad:
-                runner.is_busy = True
-                output.register_hook(runner.release)
+        runner.watch(outputs)
         return outputs
 
     def reset(self) -> None:

@@ -1,6 +1,7 @@
 """A module that captures itself: as many graphs as are in flight, other shapes by graphs of their own."""
 
 import copy
+import doctest
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import labkit.graphs.manager
 from labkit.config import GraphConfig
 from labkit.graphs import CudaGraphManager
 
@@ -21,7 +23,7 @@ def pair() -> tuple[nn.Module, nn.Module]:
 
 
 def steps(call, module: nn.Module, moves: str) -> list[Tensor]:
-    """F is a forward of the next microbatch, B the backward of the oldest; outputs and gradients, in order."""
+    """F is a forward of the next microbatch, B the backward of the oldest, D drops that; outputs and gradients."""
     torch.manual_seed(1)
     waiting, found = [], []
     for number, move in enumerate(moves):
@@ -30,28 +32,32 @@ def steps(call, module: nn.Module, moves: str) -> list[Tensor]:
             y = call(module, x)
             waiting.append((x, y))
             found.append(y.detach().clone())
+        elif move == "D":
+            del waiting[0]
         else:
             x, y = waiting.pop(0)
             y.square().sum().backward()
             found.append(x.grad.clone())
+        x = y = None  # `waiting` alone holds them
     return [*found, *(p.grad.clone() for p in module.parameters())]
 
 
 def in_flight(moves: str) -> int:
-    depth = [moves[: i + 1].count("F") - moves[: i + 1].count("B") for i in range(len(moves))]
+    depth = [2 * moves[:end].count("F") - end for end in range(len(moves) + 1)]
     return max(depth)
 
 
-def rows(draws: list[bool]) -> str:
-    """A sequence of forwards and backwards, every backward after its forward."""
+def rows(draws: list[str]) -> str:
+    """A sequence of forwards, backwards and drops, each of the last two after its forward."""
     moves = ""
-    for forward in draws:
-        moves += "F" if forward or moves.count("F") == moves.count("B") else "B"
-    return moves + "B" * (moves.count("F") - moves.count("B"))
+    for draw in draws:
+        waiting = 2 * moves.count("F") - len(moves)
+        moves += draw if waiting else "F"
+    return moves + "B" * (2 * moves.count("F") - len(moves))
 
 
-@settings(max_examples=15)
-@given(st.lists(st.booleans(), min_size=1, max_size=8).map(rows))
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from("FFBD"), min_size=1, max_size=10).map(rows))
 def test_any_order_gives_the_bits_of_eager_calls_with_as_many_graphs_as_are_in_flight(moves):
     graphed, eager = pair()
     manager = CudaGraphManager(EMULATED)
@@ -60,6 +66,37 @@ def test_any_order_gives_the_bits_of_eager_calls_with_as_many_graphs_as_are_in_f
     for a, b in zip(found, steps(lambda module, x: module(x), eager, moves), strict=True):
         assert torch.equal(a, b)
     assert manager.num_graphs == in_flight(moves[2:])
+
+
+def test_forwards_whose_outputs_are_dropped_share_one_graph():
+    module, _ = pair()
+    manager = CudaGraphManager(EMULATED)
+    for _ in range(20):
+        manager(module, (torch.ones(3, 6, requires_grad=True),))
+    assert manager.num_graphs == 1
+
+
+def test_a_forward_is_in_flight_for_as_long_as_something_made_of_it_can_go_backward():
+    module, _ = pair()
+    manager = CudaGraphManager(EMULATED)
+    x = torch.ones(3, 6, requires_grad=True)
+    manager(module, (x,))
+    loss = manager(module, (x,)).square().sum()  # the output itself is gone
+    manager(module, (x,))
+    assert manager.num_graphs == 2
+    loss.backward()
+    second = manager(module, (x,))  # by the first graph, whose old node is only dropped now
+    del loss
+    third = manager(module, (x,))
+    assert manager.num_graphs == 2
+    fourth = manager(module, (x,))
+    assert manager.num_graphs == 3, "two are in flight still"
+    del second, third, fourth
+
+
+def test_the_example_of_its_module_is_right():
+    found = doctest.testmod(labkit.graphs.manager)
+    assert found.attempted > 10 and found.failed == 0
 
 
 def test_other_shapes_get_graphs_of_their_own_and_evaluation_is_eager():
