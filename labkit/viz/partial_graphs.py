@@ -6,16 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from labkit.viz.figure import Figure
 from labkit.viz.style import color, new_figure, styled
 
 _INK = "#333333"
+_HELD = "held by the fullest rank"
 _ROW = 0.26
 """Inches of a call."""
-_EDGE = -0.6
+_EDGE = -1.0
 """Where the lifeline of everybody else would be."""
+
+
+_PAPER = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
+"""Behind a name that is longer than the space between two lifelines."""
 
 
 class Call(Protocol):
@@ -58,22 +64,24 @@ def _panel(axes: Any, title: str, calls: Sequence[Call], participants: Sequence[
     for row, call in enumerate(calls, start=1):
         _arrow(axes, -row, place.get(call.source, _EDGE), place.get(call.target, _EDGE), call)
     axes.set_title(title, loc="left", pad=16)
-    axes.set_xlim(-0.75, len(participants) - 0.3)
+    axes.set_xlim(_EDGE - 0.05, len(participants) - 0.3)
     axes.set_ylim(-len(calls) - 0.5, 0.6)
     axes.axis("off")
 
 
 def _arrow(axes: Any, y: float, source: float, target: float, call: Call) -> None:
-    """From one lifeline to the other; a call of one's own goes round a corner."""
+    """From one lifeline to the other, the name ahead of the first lifeline on the way; a call of one's own goes round a
+    corner."""
     face = color("collective") if call.raised else color("forward")
     text: dict[str, Any] = {"fontsize": 7.5, "color": face if call.raised else _INK}
     line: dict[str, Any] = {"color": face, "lw": 1.2, "ls": "--" if call.raised else "-"}
     if source == target:
         source += 0.16
         axes.plot([target, source, source], [y + 0.25, y + 0.25, y - 0.05], **line)
-        axes.annotate(call.message, (source + 0.05, y + 0.08), ha="left", va="center", **text)
+        axes.annotate(call.message, (source + 0.05, y + 0.08), ha="left", va="center", **text, bbox=_PAPER)
     else:
-        axes.annotate(call.message, ((source + target) / 2, y - 0.02), ha="center", va="bottom", **text)
+        middle = source + (0.5 if target > source else -0.5)
+        axes.annotate(call.message, (middle, y + 0.04), ha="center", va="bottom", **text, bbox=_PAPER)
     arrow = {"arrowstyle": "->", "shrinkA": 0, "shrinkB": 0, **line}
     axes.annotate("", (target, y - 0.05), (source, y - 0.05), arrowprops=arrow)
 
@@ -96,41 +104,66 @@ class PaddingCost:
     """Of the experts, empty rows included."""
     sent_bytes: float
     """That change ranks, there and back."""
-    row_bytes: float
-    """Of the fullest rank's rows, in and out of its experts."""
+    held: Mapping[str, float]
+    """Part -> bytes that the fullest rank holds for it from forward to backward; the same parts in each."""
     dropped: float
     """Choices that no expert took, of all."""
     loss: float | None = None
     """Of the model, with this routing."""
 
+    @property
+    def held_bytes(self) -> float:
+        """All parts together."""
+        return sum(self.held.values())
+
 
 def padding_costs(costs: Sequence[PaddingCost]) -> Figure:
     """Ways to give experts their rows, as bars beside each other: work, traffic, memory, and what is lost.
 
-    costs: the first is what the others are compared with. Raises ValueError for none.
+    costs: the first is what the others are compared with. Raises ValueError for none, and for two of one name.
     """
+    if len({each.name for each in costs}) < len(costs):
+        raise ValueError(f"two ways of one name among {[each.name for each in costs]}: name or draw each once")
     if not costs:
         raise ValueError("padding_costs needs at least one way to give experts their rows")
     columns = [
         ("FLOPs of experts", [each.flops for each in costs]),
         ("bytes between ranks", [each.sent_bytes for each in costs]),
-        ("bytes on the fullest rank", [each.row_bytes for each in costs]),
+        (_HELD, [each.held_bytes for each in costs]),
         ("choices dropped", [each.dropped for each in costs]),
     ]
     if all(each.loss is not None for each in costs):
         columns.append(("loss", [float(each.loss or 0.0) for each in costs]))
     with styled():
-        fig = new_figure(8.6, 0.95 + 0.32 * len(costs))
+        fig = new_figure(8.6, 1.15 + 0.32 * len(costs))
         panels = fig.subplots(1, len(columns), sharey=True, squeeze=False)[0]
         for axes, (title, values) in zip(panels, columns, strict=True):
-            _bars(axes, title, values, relative=title not in ("choices dropped", "loss"))
+            _bars(axes, title, values, relative=title not in ("choices dropped", "loss"), plain=title == _HELD)
+            if title == _HELD:
+                fig.legend(handles=_stacks(axes, costs), loc="outside upper right", ncols=len(costs[0].held))
         panels[0].set_yticks(range(len(costs)), [each.name for each in costs])
         panels[0].invert_yaxis()
     return Figure(fig, _cost_words(costs))
 
 
-def _bars(axes: Any, title: str, values: Sequence[float], *, relative: bool) -> None:
-    """Of relative columns the first value is 1."""
+def _stacks(axes: Any, costs: Sequence[PaddingCost]) -> list[Patch]:
+    """The parts of what is held, one behind the other, and their legend."""
+    unit = costs[0].held_bytes or 1.0
+    shades = (color("graph_replay"), color("collective"), color("idle"))
+    for place, each in enumerate(costs):
+        left = 0.0
+        for number, nbytes in enumerate(each.held.values()):
+            shade = shades[number % len(shades)]
+            axes.barh(place, nbytes / unit, 0.6, left=left, color=shade, edgecolor=_INK, linewidth=0.4)
+            left += nbytes / unit
+    return [
+        Patch(facecolor=shades[number % len(shades)], edgecolor=_INK, linewidth=0.4, label=name)
+        for number, name in enumerate(costs[0].held)
+    ]
+
+
+def _bars(axes: Any, title: str, values: Sequence[float], *, relative: bool, plain: bool) -> None:
+    """Of relative columns the first value is 1. plain: numbers alone, the bars are drawn by somebody else."""
     unit = values[0] if relative and values[0] else 1.0
     shown = [value / unit for value in values]
     low = 0.0 if title != "loss" else min(shown) - 0.3 * (max(shown) - min(shown) or 1.0)  # differences count
@@ -138,7 +171,8 @@ def _bars(axes: Any, title: str, values: Sequence[float], *, relative: bool) -> 
     for place, value in enumerate(shown):
         face, pattern = (color("idle"), "////") if place else (color("forward"), "")
         bar: dict[str, Any] = {"color": face, "hatch": pattern, "edgecolor": _INK, "linewidth": 0.4}
-        axes.barh(place, value - low, 0.6, left=low, **bar)
+        if not plain:
+            axes.barh(place, value - low, 0.6, left=low, **bar)
         text: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 7.5}
         axes.annotate(form.format(value), (value, place), xytext=(2, 0), **text)
     axes.set_title(title, fontsize=8.5)
@@ -151,7 +185,7 @@ def _cost_words(costs: Sequence[PaddingCost]) -> str:
     first = costs[0]
     parts = []
     for each in costs[1:]:
-        ratios = [getattr(each, what) / (getattr(first, what) or 1.0) for what in ("flops", "sent_bytes", "row_bytes")]
+        ratios = [getattr(each, what) / (getattr(first, what) or 1.0) for what in ("flops", "sent_bytes", "held_bytes")]
         words = f"{each.name} {ratios[0]:.2f} times the FLOPs, {ratios[1]:.2f} the traffic, {ratios[2]:.2f} the memory"
         words += f", {each.dropped:.1%} dropped"
         parts.append(words if each.loss is None else f"{words}, loss {each.loss:.3f}")

@@ -60,17 +60,25 @@ def test_diagram_says_who_was_called_and_who_was_not() -> None:
     assert figure.sentence == (
         "capture: 2 calls to layer, router, ended by Signal; replay: 2 calls to layer, none to router."
     )
+    names = {text.get_text(): text.get_position()[0] for text in figure.fig.axes[0].texts}
+    assert names["forward"] == 0.5, "between two lifelines"
     with pytest.raises(ValueError, match="at least one call"):
         sequence_diagram({"capture": []}, ["layer"])
 
 
 def test_costs_are_held_against_the_first() -> None:
-    free = PaddingCost("no limit", 100, 1000, 50, 0.0, 3.0)
-    padded = PaddingCost("padded", 150, 3000, 25, 0.125, 3.5)
+    free = PaddingCost("no limit", 100, 1000, {"graphs": 10, "experts": 40}, 0.0, 3.0)
+    padded = PaddingCost("padded", 150, 3000, {"graphs": 25, "experts": 0}, 0.125, 3.5)
     assert padding_costs([free, padded]).sentence == (
         "Against no limit (loss 3.000): padded 1.50 times the FLOPs, 3.00 the traffic, 0.50 the memory, 12.5% dropped, "
         "loss 3.500."
     )
-    assert padding_costs([PaddingCost("no limit", 1, 0, 1, 0.0)]).sentence == "no limit alone."
+    figure = padding_costs([free, padded])
+    assert [text.get_text() for text in figure.fig.legends[0].get_texts()] == ["graphs", "experts"]
+    bars = [(bar.get_x(), round(bar.get_width(), 3)) for bar in figure.fig.axes[2].patches]
+    assert bars == [(0.0, 0.2), (0.2, 0.8), (0.0, 0.5), (0.5, 0.0)], "parts, as shares of all that the first holds"
+    assert padding_costs([PaddingCost("no limit", 1, 0, {"rows": 1}, 0.0)]).sentence == "no limit alone."
     with pytest.raises(ValueError, match="at least one way"):
         padding_costs([])
+    with pytest.raises(ValueError, match="two ways of one name"):
+        padding_costs([free, padded, padded])
