@@ -200,8 +200,9 @@ in one process; same data, same seed. A difference is ‖a − b‖ / max(‖b�
 the largest over all tensors of the first and the last step; the floor is 1e-6 of the global norm for gradients and
 lr·√n for parameters. "First difference" is the first tensor, in the order of training, that differs by more than
 rounding: 1e-10 in float64, 1e-5 in float32. Layouts run {STEPS} steps. Schedules run {SCHEDULE_STEPS}, with 16 layers
-and {MICROBATCHES} microbatches, so that pp4 vpp4 is 16 stages of one layer. Parts of the sequence,
-recomputation, gradient buckets and the distributed optimizer run {DATA_STEPS}, with 4 layers and {DATA_BATCH} samples.
+and {MICROBATCHES} microbatches, so that pp4 vpp4 is 16 stages of one layer; their first table, which has all of them,
+runs {STEPS}. Parts of the sequence, recomputation, gradient buckets and the distributed optimizer run {DATA_STEPS},
+with 4 layers and {DATA_BATCH} samples.
 Experts run {EXPERT_STEPS}, with 4 layers, all or every second of which have 8 experts or 16, and micro batches of 2
 samples. They are held against experts that are computed one after the other from tokens that are never sent; in float32
 the layouts choose experts as the one process did. Written by `scripts/parity_matrix.py`; `make sweep` asserts the same
@@ -240,6 +241,11 @@ SWEEPS: dict[str, tuple[RunConfig, list[dict[str, Any]], str]] = {
     "Transfers": (deep("tiny"), TRANSFERS, "float64"),
 }
 """Title -> configuration, layouts, dtype; 16 layers and 8 microbatches on every replica."""
+
+
+def schedule_steps(title: str) -> int:
+    """Optimizer steps of a table of `SWEEPS`: the first has every schedule and runs as long as the layouts do."""
+    return STEPS if title == next(iter(SWEEPS)) else SCHEDULE_STEPS
 
 
 def wide(preset: str) -> RunConfig:
@@ -302,7 +308,8 @@ def planned() -> list[tuple[str, str, RunConfig, list[dict[str, Any]], int, str]
         (f"{preset}, {dtype}", f"{PRESETS[preset]}. ", small(preset), LAYOUTS, STEPS, dtype)
         for preset, dtype in product(PRESETS, ("float64", "float32"))
     ]
-    rows += [(title, "", config, layouts, SCHEDULE_STEPS, dtype) for title, (config, layouts, dtype) in SWEEPS.items()]
+    for title, (config, layouts, dtype) in SWEEPS.items():
+        rows.append((title, "", config, layouts, schedule_steps(title), dtype))
     for title, (config, layouts, dtype) in DATA_SWEEPS.items():
         rows.append((title, "", config, layouts, DATA_STEPS, dtype))
     for title, (config, layouts, dtype) in EXPERT_SWEEPS.items():

@@ -68,7 +68,7 @@ def test_float32():
 @pytest.mark.parametrize("title", MATRIX["SWEEPS"])
 def test_every_row(title):
     config, layouts, dtype = MATRIX["SWEEPS"][title]
-    report = compare(config, layouts, steps=MATRIX["SCHEDULE_STEPS"], dtype=dtype)
+    report = compare(config, layouts, steps=MATRIX["schedule_steps"](title), dtype=dtype)
     assert report.ok, f"\n{report}"
     assert len(report.rows) == len(layouts)
 
