@@ -78,16 +78,36 @@ def test_an_input_of_several_layers_collects_all_of_its_gradients(machine: Machi
     assert all_equal(*found)
 
 
-def test_a_gradient_that_was_asked_to_stay_stays(machine: Machine) -> None:
-    """Between two graphs it is handed on where it lies, unless somebody looks."""
+def test_an_output_of_several_layers_collects_all_of_its_gradients(machine: Machine) -> None:
+    """Layer 3 reads what layer 0 made: its gradient waits while the graphs of layers 2 and 1 replay."""
+    last = lambda self, h, early: (self.linear(h) * early).tanh()  # noqa: E731
+    pairs = [both(machine, body) for body in (None, None, None, last)]
+    samples = [tuple(machine.random(grad=True) for _ in range(count)) for count in (1, 1, 1, 2)]
+    graphed = machine.make(
+        tuple(layer for layer, _ in pairs), samples, order=[1, -1], num_layers_per_chunk=[4], reuse_buffers=True
+    )
+    x = machine.random()
+    found = []
+    for layers in (graphed, [eager for _, eager in pairs]):
+        h = early = layers[0](given := x.clone().requires_grad_())
+        for layer in layers[1:3]:
+            h = layer(h)
+        layers[3](h, early).square().sum().backward()
+        found.append(given.grad)
+    assert torch.equal(*found)
+    assert all_equal(*(grads(side) for side in zip(*pairs, strict=True)))
+
+
+def test_a_gradient_between_graphs_that_a_hook_keeps_is_a_copy(machine: Machine) -> None:
+    machine.needs("local", "emulated")
     layers, _ = zip(*(both(machine) for _ in range(2)), strict=True)
     one, two = machine.make(layers, ((machine.random(grad=True),), (machine.random(grad=True),)))
-    middle = one(machine.random(grad=True))
-    middle.retain_grad()
+    middle, kept = one(machine.random(grad=True)), []
+    middle.register_hook(kept.append)
     two(middle).sum().backward()
-    before = middle.grad.clone()
+    before = kept[0].clone()
     two(one(machine.random(grad=True))).square().sum().backward()
-    assert torch.equal(middle.grad, before)
+    assert torch.equal(kept[0], before)
 
 
 # ---- what wants a gradient ----

@@ -264,7 +264,7 @@ class GraphedCallable:
         graph right below, whose backward is the next to run, is sure to have read it by then: anything else may keep
         it, as the `.grad` of a leaf or of what a view or a sum passes it on to, or send it to another rank."""
         below = x.grad_fn
-        if self.clones_grad_inputs or type(below) is not _REPLAYED or x._backward_hooks or x.retains_grad:
+        if self.clones_grad_inputs or type(below) is not _REPLAYED or x._backward_hooks:
             return True
         one, here = below.graphed.captured.place, self.captured.place  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
         return not (one and here and one[2:] == (here.chunk, here.layer - 1, here.microbatch))
