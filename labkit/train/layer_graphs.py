@@ -74,6 +74,11 @@ class LayerGraphs:
         self._count()
         return reports
 
+    def close(self) -> None:
+        """The layers are eager again, unless another pipeline has taken them over."""
+        if self._helper.graphs_created():
+            self._helper.reset()
+
     @contextmanager
     def _listening(self) -> Iterator[None]:
         for layer in self._helper.layers:

@@ -12,7 +12,7 @@ process by a plain call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -227,6 +227,7 @@ def train(
     if observer is not None:
         observer.on_model(run.groups, chunks, run.schedule)
     with (
+        closing(pipeline.graphs),
         recording(run.groups.rank) if _records(config) else nullcontext() as recorder,
         Report(config, run.groups, timers, recorder, RouterMetrics(chunks, run.groups)) as report,
     ):

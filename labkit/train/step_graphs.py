@@ -60,6 +60,11 @@ class StepGraphs(Protocol):
         """One global batch; what the loss function reported."""
         ...
 
+    def close(self) -> None:
+        """The end of the run, be it an exception: let all graphs go, since a communicator that they hold would not end
+        before them."""
+        ...
+
 
 class NoGraphs:
     """Everything eager."""
@@ -78,6 +83,9 @@ class NoGraphs:
     def run(self, batches: Batches, *, forward_only: bool) -> list[Any]:
         """As it is."""
         return self._run(batches, forward_only=forward_only)
+
+    def close(self) -> None:
+        """Nothing."""
 
 
 class IterationGraphs:
@@ -101,6 +109,11 @@ class IterationGraphs:
     def run(self, batches: Batches, *, forward_only: bool) -> list[Any]:
         """Eager for the first steps of either kind."""
         return (self.validation if forward_only else self.training)(batches)
+
+    def close(self) -> None:
+        """Both."""
+        self.training.reset()
+        self.validation.reset()
 
 
 def build_step_graphs(
