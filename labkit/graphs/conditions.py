@@ -57,13 +57,13 @@ class Conditions:
         self._device_type = device_type
         self._autocast = autocast_of(device_type)
         own: list[dict[str, Any]] = [d for m in self._modules for d in (m._parameters, m._buffers, m._modules)]
-        self._registered = own
+        self._registered = [registered for registered in own if registered]
         self._members = self._present()
         parameters = {id(x): x for x in self._members if isinstance(x, nn.Parameter)}
         buffers = [x for x in self._members if isinstance(x, Tensor) and id(x) not in parameters]
         self._parameters = list(parameters.values())
         self._tensors = [x for x in (*self._parameters, *buffers) if x.layout is torch.strided]
-        self._main_grads_of = list(main_grads_of)
+        self._attributes = [vars(p) for p in main_grads_of]
         self._addresses = self._present_addresses()
         # A frozen one that was captured with its gradient is right, unless the graph itself adds it to main_grad.
         self._flagged = [p for p in self._parameters if not p.requires_grad or hasattr(p, "main_grad")]
@@ -76,7 +76,7 @@ class Conditions:
         return list(chain.from_iterable([d.values() for d in self._registered]))
 
     def _present_addresses(self) -> list[int]:
-        mains = [getattr(p, "main_grad", None) for p in self._main_grads_of]
+        mains = [attributes.get("main_grad") for attributes in self._attributes]
         return [x.data_ptr() for x in (*self._tensors, *mains) if x is not None]
 
     def fit_mode(self) -> bool:

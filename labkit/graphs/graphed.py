@@ -139,17 +139,13 @@ class GraphedCallable:
         impl: str,
         pool: Pool | None,
         clone_param_grads: bool = True,
-        clones_grad_inputs: bool = False,
     ) -> None:
-        """clones_grad_inputs: dx leaves as a copy. For the first layer of a chunk, whose dx is sent to another rank:
-        the transfer may still be under way when the next backward replays and writes that address."""
         self.function = function
         self.captured = captured
         self.impl = impl
         self.pool = pool
         """Where its graphs find their memory; shared with the callables captured together with it."""
         self.clone_param_grads = clone_param_grads
-        self.clones_grad_inputs = clones_grad_inputs
         self.has_backward = captured.graphs is not None and captured.graphs.backward is not None
         """Whether it was captured with gradients, so that it runs in grad mode."""
         self.flight: Flight | None = None
@@ -262,9 +258,10 @@ class GraphedCallable:
     def owns_gradient_of(self, x: Tensor) -> bool:
         """Whether the gradient of input `x` leaves as a copy. The next replay overwrites the original, and only the
         graph right below, whose backward is the next to run, is sure to have read it by then: anything else may keep
-        it, as the `.grad` of a leaf or of what a view or a sum passes it on to, or send it to another rank."""
+        it, as the `.grad` of a leaf or of what a view or a sum passes it on to, or is still sending it to another
+        rank when the next backward replays."""
         below = x.grad_fn
-        if self.clones_grad_inputs or type(below) is not _REPLAYED or x._backward_hooks:
+        if type(below) is not _REPLAYED or x._backward_hooks:
             return True
         one, here = below.graphed.captured.place, self.captured.place  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
         return not (one and here and one[2:] == (here.chunk, here.layer - 1, here.microbatch))

@@ -156,9 +156,9 @@ def make_with_transformer_engine(
     inputs = [arguments[index].tensors for index in owner]
     found = []
     for place, of_place, static, one in zip(places, arguments, inputs, made, strict=True):
-        captured, sends = _captured(place, of_place, static, arrivals), order is not None and place.layer == 0
+        captured = _captured(place, of_place, static, arrivals)
         of_place.forget_samples()
-        found.append(EngineCallable(place, captured, one, pool=pool, has_backward=training, sends=sends, caches=caches))
+        found.append(EngineCallable(place, captured, one, pool=pool, has_backward=training, caches=caches))
     return tuple(found)
 
 
@@ -299,12 +299,11 @@ class EngineCallable(GraphedCallable):
         *,
         pool: Any,
         has_backward: bool,
-        sends: bool,
         caches: bool,
     ) -> None:
-        """has_backward: it was captured in training. sends: its input gradients leave for another rank, as copies.
+        """has_backward: it was captured in training.
         caches: quantised weights are kept between microbatches, so each call says whether it is the first."""
-        super().__init__(place.function, captured, impl="transformer_engine", pool=pool, clones_grad_inputs=sends)
+        super().__init__(place.function, captured, impl="transformer_engine", pool=pool)
         self.has_backward = has_backward
         self._place, self._caches = place, caches
         self._engine_callable: Callable[..., Any] | None = engine_callable
@@ -340,7 +339,7 @@ class EngineCallable(GraphedCallable):
         below = None if x.grad_fn is None else _notes(x.grad_fn).get(_REPLAYED)
         place = self._place
         here = (place.chunk, place.layer - 1, place.microbatch)
-        return self.clones_grad_inputs or below is None or (below.chunk, below.layer, below.microbatch) != here
+        return below is None or (below.chunk, below.layer, below.microbatch) != here
 
     def backward_dw(self) -> None:
         """The engine's graph of the weight gradients that its modules put off."""
