@@ -5,6 +5,7 @@ from __future__ import annotations
 from planting import Fault
 
 PLANS, POOL = "tests/unit/test_graphs_buffers.py", "tests/unit/test_graphs_pool.py"
+IDS, SHAPES = "tests/parallel/test_graphs_iteration_ids.py", "tests/unit/test_graphs_shapes.py"
 TRAINING, RANKS = "tests/unit/test_graphs_training.py", "tests/parallel/test_graphs_training_ranks.py"
 
 GRAPHS: list[Fault] = [
@@ -14,6 +15,34 @@ GRAPHS: list[Fault] = [
         "            self._helper.cuda_graph_set_manual_hooks()\n",
         "",
         f"{RANKS} -k buckets",
+    ),
+    Fault(
+        "ids of a captured iteration are never compared with the vocabulary",
+        "graphs/full_iteration.py",
+        "        self._ids.before_replay()\n        with span",
+        "        with span",
+        f"{IDS} -k tp2",
+    ),
+    Fault(
+        "graphs of other shapes are captured for the rank's old sequence length",
+        "train/layer_graphs.py",
+        "            self._helper.recapture(seq_length=length, micro_batch_size=batch)\n",
+        "            self._helper.recapture(micro_batch_size=batch)\n",
+        f"{SHAPES} -k whatever_the_lengths",
+    ),
+    Fault(
+        "a graph is freed by the end of an older forward",
+        "graphs/manager.py",
+        "if found is not None and found.in_flight == number:",
+        "if found is not None:",
+        "tests/unit/test_graphs_manager.py",
+    ),
+    Fault(
+        "a recapture takes the first rank's row of the schedule",
+        "graphs/helper.py",
+        "pp_rank = self.pp_rank if pp_rank is None else pp_rank",
+        "pp_rank = pp_rank or 0",
+        "tests/unit/test_graphs_helper.py",
     ),
     Fault(
         "all microbatches replay the graphs of the first",
@@ -46,8 +75,8 @@ GRAPHS: list[Fault] = [
     Fault(
         "outputs are given back before the backward is captured",
         "graphs/capture.py",
-        "        captured.graphs = Graphs(graph)\n",
-        "        captured.graphs = Graphs(graph)\n        outputs = make_weak_ref(outputs, self.backend)\n",
+        "        captured.outputs = tuple(outputs)\n",
+        "        captured.outputs = outputs = tuple(make_weak_ref(outputs, self.backend))\n",
         f"{TRAINING} -k those_without",
     ),
     Fault(
@@ -96,8 +125,8 @@ GRAPHS: list[Fault] = [
     Fault(
         "weight gradients of a split backward are never replayed",
         "graphs/graphed.py",
-        "            deferred([parameter for parameter, _ in captured.late], self._weight_gradients)\n",
-        "            pass\n",
+        "deferred([parameter for parameter, _ in captured.late], partial(self._weight_gradients, flight))\n",
+        "pass\n",
         f"{TRAINING} -k split",
     ),
     Fault(
