@@ -249,6 +249,39 @@ CASES = {
 }
 
 
+FURTHER = {
+    # w + 1 = 2 buffers, and (p - 1) 2 + p + 1 = 5 interleaved; early, every forward but the first meets another life
+    "15_graphs_in_a_pipeline": Case(
+        {"world_size": 2, "steps": 4},
+        {
+            "1F1B, 4 stages, rank 0: 4 buffers for 8 inputs, at most 4": (
+                "1F1B, 2 stages, rank 0: 2 buffers for 8 inputs, at most 2"
+            ),
+            "GPipe, 4 stages, rank 0: 8 buffers for 8 inputs": "GPipe, 2 stages, rank 0: 8 buffers for 8 inputs",
+            "interleaved 1F1B, 4 ranks, rank 0: 11 buffers for 16": "1F1B, 2 ranks, rank 0: 5 buffers for 16",
+            "3 buffers for 8 inputs; held twice in 5 places": "1 buffer for 8 inputs; held twice in 7 places",
+            "GPT, pp 4, 8 microbatches over 12 steps": "GPT, pp 2, 8 microbatches over 4 steps",
+        },
+    ),
+    # room for every token is factor 4/2 = 2: the same as the factor in the middle, which is drawn once
+    "16_partial_graphs_moe": Case(
+        {"world_size": 4, "experts": 4, "microbatches": 5, "steps": 3},
+        {
+            "GPT with 8 experts, ep 2 over 10 steps": "GPT with 4 experts, ep 4 over 3 steps",
+            "padded, factor 4 4.00 times the FLOPs": "padded, factor 2 2.00 times the FLOPs",
+        },
+    ),
+}
+"""A second change of a chapter: another number of ranks, the least that a parameter allows."""
+
+REFUSED = [
+    ("15_graphs_in_a_pipeline", {"world_size": 1}, "world_size 1: 2 or 4 ranks share 4 layers out"),
+    ("15_graphs_in_a_pipeline", {"microbatches": 6}, "6 microbatches: not a multiple of 4"),
+    ("16_partial_graphs_moe", {"top_k": 1}, "top_k 1: 2 to 8, the number of experts"),
+    ("16_partial_graphs_moe", {"microbatches": 4}, "4 microbatches, 10 steps: at least 5 and 3"),
+]
+
+
 def sentences(notebook: Path) -> list[str]:
     """What each figure of an executed notebook says, in order."""
     cells = json.loads(notebook.read_text())["cells"]
@@ -265,7 +298,22 @@ def run_chapter(chapter: Path, out: Path, parameters: dict[str, object]) -> subp
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
 def test_sentences_follow_a_parameter(chapter, tmp_path):
     assert chapter.stem in CASES, f"{chapter.stem} has no prediction: add one to CASES"
-    case = CASES[chapter.stem]
+    follows(chapter, CASES[chapter.stem], tmp_path)
+
+
+@pytest.mark.parametrize("stem", FURTHER)
+def test_sentences_follow_further_parameters(stem, tmp_path):
+    follows(NOTEBOOKS / f"{stem}.ipynb", FURTHER[stem], tmp_path)
+
+
+@pytest.mark.parametrize(("stem", "parameters", "message"), REFUSED)
+def test_what_does_not_fit_is_refused_in_the_first_cells(stem, parameters, message, tmp_path):
+    done = run_chapter(NOTEBOOKS / f"{stem}.ipynb", tmp_path, parameters)
+    assert done.returncode != 0 and f"ValueError: {message}" in done.stdout + done.stderr
+
+
+def follows(chapter: Path, case: Case, tmp_path: Path) -> None:
+    """Run the chapter with other parameters, and hold its sentences against those that are stored."""
     done = run_chapter(chapter, tmp_path, case.parameters)
     assert done.returncode == 0, done.stderr
     stored, fresh = sentences(chapter), sentences(tmp_path / chapter.name)
