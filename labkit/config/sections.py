@@ -139,7 +139,8 @@ class ScheduleConfig:
     """Transfers between stages: true issues those of a step as one batch, false one by one, even and odd ranks in
     opposite order; null posts receives ahead and lets sends run behind the computation."""
     variable_seq_lengths: bool = False
-    """Exchange shapes before each tensor."""
+    """Exchange shapes before each tensor. With CUDA graphs of layers on several ranks, capture them anew where
+    microbatches stay in another shape (one rank alone always does)."""
     use_ring_exchange_p2p: bool = False
     """Megatron's custom ring exchange; torch has none, so True is refused."""
     deallocate_pipeline_outputs: bool = True
