@@ -90,7 +90,7 @@ def _name(func: Any) -> str:
 def refuse_uncapturable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise GraphCaptureError, naming the user's line, for an operation that no CUDA graph can hold."""
     given = kwargs.get("generator")  # a new object, by which torch calls the same generator
-    if given is not None and given._cdata != torch.default_generator._cdata:
+    if given is not None and given._cdata != torch.default_generator._cdata:  # pyright: ignore[reportAttributeAccessIssue]
         _refuse("drawing from a generator of its own", "is unknown to the graph: use torch's default or an RngTracker")
     reason = _reason(func)
     if reason is None:
