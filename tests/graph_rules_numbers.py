@@ -338,6 +338,21 @@ def test_another_order_than_that_of_the_capture_is_refused(machine: Machine, ran
     run_pipeline([1, -1] * 3, [2], graphed, inputs, True)
 
 
+def test_an_output_that_the_backward_reads_is_not_changed_in_place(machine: Machine) -> None:
+    machine.needs("local", "emulated")
+    layer, eager = both(machine)  # ends in tanh, whose backward reads y
+    graphed = machine.make(layer, (machine.random(grad=True),))
+    with pytest.raises(RuntimeError, match="in place since its forward"):
+        graphed(machine.random(grad=True)).add_(1).sum().backward()
+    layer, eager = both(machine, lambda self, x: self.linear(x))  # whose backward reads x
+    graphed = machine.make(layer, (machine.random(grad=True),))
+    for _ in range(2):
+        x = machine.random()
+        for one in (graphed, eager):
+            one(x.clone().requires_grad_()).add_(1).square().sum().backward()
+    assert all_equal(grads([layer]), grads([eager]))
+
+
 def test_an_output_that_nobody_used_gives_no_gradient_of_before(machine: Machine) -> None:
     layer, eager = both(machine, lambda self, x: (self.linear(x), torch.tanh(self.linear(x))))
     graphed = machine.make(layer, (machine.random(grad=True),))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,10 +55,7 @@ def check_differentiated(place: Place, outputs: Iterable[Tensor | None], known: 
         GraphCaptureError: as a function that closes over a module, or a bound method.
     """
     served = set(map(id, known))
-    open_nodes = [y.grad_fn for y in outputs if y is not None and y.grad_fn is not None]
-    seen = set(open_nodes)
-    while open_nodes:
-        node = open_nodes.pop()
+    for node in _nodes(outputs):
         variable = getattr(node, "variable", None) if node.name() == "torch::autograd::AccumulateGrad" else None
         if variable is not None and id(variable) not in served:
             raise GraphCaptureError(
@@ -65,10 +63,40 @@ def check_differentiated(place: Place, outputs: Iterable[Tensor | None], known: 
                 "argument nor a parameter of a module that was given, so a replay would bring it no gradient: pass the "
                 "module itself in the place of a function or method that calls it, or the tensor as an argument"
             )
+
+
+def outputs_read(outputs: Sequence[Tensor | None]) -> tuple[int, ...]:
+    """Which outputs the backward reads, as that of tanh does. Where it does not say, none."""
+    read: set[int] = set()
+    for node in _nodes(outputs):
+        for name in dir(node):
+            if name.startswith("_saved_") or name == "saved_tensors":
+                try:
+                    value = getattr(node, name)
+                except RuntimeError:  # freed, or changed since: what is wrong with it the backward says
+                    continue
+                many = value if isinstance(value, tuple | list) else (value,)
+                read |= {x.untyped_storage().data_ptr() for x in many if isinstance(x, Tensor) and _has_address(x)}
+    found = ((i, y) for i, y in enumerate(outputs) if y is not None and _has_address(y))
+    return tuple(i for i, y in found if y.untyped_storage().data_ptr() in read)
+
+
+def _has_address(x: Tensor) -> bool:
+    return x.layout is torch.strided and x.numel() > 0
+
+
+def _nodes(outputs: Iterable[Tensor | None]) -> list[Any]:
+    """Every node of autograd's graph below the outputs."""
+    open_nodes = [y.grad_fn for y in outputs if y is not None and y.grad_fn is not None]
+    seen, found = set(open_nodes), []
+    while open_nodes:
+        node = open_nodes.pop()
+        found.append(node)
         for below, _ in node.next_functions:
             if below is not None and below not in seen:
                 seen.add(below)
                 open_nodes.append(below)
+    return found
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

@@ -37,7 +37,7 @@ from labkit.graphs.arguments import (
 )
 from labkit.graphs.backend import GraphBackend, Pool, choose_impl, get_backend, make_weak_ref
 from labkit.graphs.buffers import BufferPlan, plan_buffers
-from labkit.graphs.calling import called, check_differentiated
+from labkit.graphs.calling import called, check_differentiated, outputs_read
 from labkit.graphs.conditions import Conditions
 from labkit.graphs.graphed import Captured, GraphedCallable, Graphs, Times
 from labkit.graphs.lives import lives_of
@@ -223,6 +223,7 @@ class _Capture:
             captured.place, captured.in_grad_mode = place, torch.is_grad_enabled()
             captured.in_inference_mode = torch.is_inference_mode_enabled()
         self._seen: set[Hashable] = set()
+        self._outputs_read: dict[Hashable, tuple[int, ...]] = {}
         self._forward_time: dict[int, int] = {}
         self._grad_outputs: dict[Hashable, Tensor] = {}
         self._below: int | None = None
@@ -286,6 +287,10 @@ class _Capture:
         with self.backend.capturing(self.pool, f"{place.name} forward") as graph:
             outputs = self._called(one.place)
         before.require_members(place.name, "while it was captured")
+        kind = (id(place.function), captured.arguments.signature)
+        if kind not in self._outputs_read:
+            self._outputs_read[kind] = outputs_read(outputs)
+        captured.outputs_read = self._outputs_read[kind]
         captured.graphs, self._forward_time[one.place] = Graphs(graph), self.lives.captured()
         captured.outputs = tuple(outputs)
         captured.differentiable = tuple(y is not None and y.requires_grad for y in outputs)

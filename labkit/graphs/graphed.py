@@ -15,6 +15,7 @@ from labkit.events import span
 from labkit.graphs.arguments import Arguments, Place
 from labkit.graphs.conditions import Conditions
 from labkit.graphs.lives import Flight, Lives
+from labkit.graphs.samples import copy_in, lie_together
 from labkit.parallel.capturing import GraphCaptureError, call_site, is_graph_capturing
 from labkit.parallel.weight_grad_store import deferred
 
@@ -64,6 +65,8 @@ class Captured:
 
         self.place: Place | None = None
         """Which callable it is among those captured together."""
+        self.outputs_read: tuple[int, ...] = ()
+        """Outputs that the backward reads."""
         self.changed: tuple[int, ...] = ()
         """Inputs that the callable changes in place."""
         self.in_grad_mode = False
@@ -73,22 +76,13 @@ class Captured:
         self.lives: Lives | None = None
         """Of the pool: whether what a forward left for its backward is still there."""
 
-
-def lie_together(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape are the same elements in the same memory."""
-    return (
-        a.data_ptr() == b.data_ptr()
-        and a.stride() == b.stride()
-        and a.is_conj() == b.is_conj()
-        and a.is_neg() == b.is_neg()
-    )
-
-
-def copy_in(static: Tensor, given: Tensor) -> None:
-    """Bring a value to its fixed address, unless it lies there already."""
-    if not lie_together(static, given):
-        overlaps = static.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
-        static.copy_(given.clone() if overlaps else given)
+    def versions_read(self) -> list[int]:
+        """How often autograd saw the outputs that the backward reads change in place; replays do not count."""
+        return (
+            []
+            if self.in_inference_mode
+            else [y._version for i in self.outputs_read if (y := self.outputs[i]) is not None]
+        )
 
 
 class _Replay(Function):
@@ -108,7 +102,7 @@ class _Replay(Function):
         ctx.set_materialize_grads(False)
         ctx.owned = tuple(graphed.owns_gradient_of(x) for x in inputs)
         outputs = graphed.replay_forward(inputs)
-        ctx.flight = graphed.flight
+        ctx.flight, ctx.versions = graphed.flight, captured.versions_read()
         ctx.mark_non_differentiable(
             *(y for y, wants in zip(outputs, captured.differentiable, strict=True) if y is not None and not wants)
         )
@@ -120,6 +114,12 @@ class _Replay(Function):
             raise GraphCaptureError(
                 f"{ctx.graphed.name}: create_graph=True asks for gradients of gradients, and the captured backward has "
                 "none: call the module itself (.function) where they are needed"
+            )
+        ctx.graphed.require_alive()
+        if ctx.versions != ctx.graphed.captured.versions_read():
+            raise GraphCaptureError(
+                f"{ctx.graphed.name}: an output was changed in place since its forward, and the backward reads it: "
+                "work on a copy (y = y.clone()), or out of place"
             )
         return None, *ctx.graphed.replay_backward(grads, ctx.owned, ctx.flight)
 
@@ -162,7 +162,7 @@ class GraphedCallable:
     @property
     def graphs(self) -> Graphs:
         """Forward, backward, and weight gradients where they have one."""
-        self._require_alive()
+        self.require_alive()
         assert self.captured.graphs is not None
         return self.captured.graphs
 
@@ -198,7 +198,7 @@ class GraphedCallable:
             TypeError: other arguments than the sample had.
             GraphCaptureError: a changed shape, type or device, a parameter that was moved, a callable that was reset.
         """
-        self._require_alive()
+        self.require_alive()
         if is_graph_capturing():
             raise GraphCaptureError(
                 f"{call_site()}: {self.name} is a graph, called while another one is captured, which cannot hold it: "
@@ -368,7 +368,8 @@ class GraphedCallable:
         self.captured = Captured(self.captured.arguments, ())
         self.pool = None
 
-    def _require_alive(self) -> None:
+    def require_alive(self) -> None:
+        """Raise GraphCaptureError after a reset."""
         if self._is_reset:
             raise GraphCaptureError(f"{self.name} was reset: its graphs are gone; make new ones")
 

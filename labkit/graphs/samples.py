@@ -133,3 +133,20 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
 def _end(x: Tensor) -> int:
     """Elements from the start of its storage to behind its last."""
     return 1 + int(x.storage_offset()) + sum((n - 1) * s for n, s in zip(x.size(), x.stride(), strict=True))
+
+
+def lie_together(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape are the same elements in the same memory."""
+    return (
+        a.data_ptr() == b.data_ptr()
+        and a.stride() == b.stride()
+        and a.is_conj() == b.is_conj()
+        and a.is_neg() == b.is_neg()
+    )
+
+
+def copy_in(static: Tensor, given: Tensor) -> None:
+    """Bring a value to its fixed address, unless it lies there already."""
+    if not lie_together(static, given):
+        overlaps = static.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+        static.copy_(given.clone() if overlaps else given)

@@ -343,7 +343,7 @@ class EngineCallable(GraphedCallable):
 
     def backward_dw(self) -> None:
         """The engine's graph of the weight gradients that its modules put off."""
-        self._require_alive()
+        self.require_alive()
         if (run := getattr(self._engine_callable, "backward_dw", None)) is not None:
             run()
 

@@ -98,3 +98,11 @@ def test_whether_tensors_share_memory_is_told_by_their_elements() -> None:
     assert share_memory(wide[:, 1:3], wide[2].view(torch.int32))
     assert not share_memory(wide, torch.zeros(4, 8))
     assert not share_memory(wide[:0], wide)
+
+
+def test_a_backward_behind_a_reset() -> None:
+    graphed = make_graphed_callables(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), (x(),))
+    loss = graphed(x()).sum()
+    graphed.reset()
+    with pytest.raises(GraphCaptureError, match="was reset"):
+        loss.backward()
