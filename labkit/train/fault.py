@@ -10,7 +10,10 @@ from labkit.parallel.group_plan import GROUP_KINDS
 KNOWN: dict[str, tuple[str, ...] | None] = {
     "operation": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"),
     "group": (*GROUP_KINDS, "world"),
-    "phase": ("forward", "backward", "recompute", "gradients", "parameters", "amax", "expert bias", "report"),
+    "phase": (
+        *("forward", "backward", "recompute", "gradients", "parameters", "amax", "expert bias", "report"),
+        "capture",
+    ),
     "layer": None,
 }
 """What a fault may name, and the words for it; None where any name may be one."""
