@@ -59,7 +59,9 @@ def main(chosen: Sequence[str] = ()) -> int:
             results.append(found)
             rows += row(fault, found, what)
         tables += f"\n## {title}\n\n| fault | in | to be found by | found |\n|---|---|---|---|\n{rows}"
-    share = sum(results) / max(1, len(results))
+    if not results:
+        sys.exit(f"no fault has a name with {' or '.join(map(repr, chosen))}")
+    share = sum(results) / len(results)
     sentence = f"{sum(results)} of {len(results)} planted faults are found ({share:.0%}).\n"
     print(sentence, end="")
     if not chosen:
