@@ -28,15 +28,6 @@ _LEFT_OUT = ("empty", "new_empty", "jiterator")
 """Without values, or for GPUs alone."""
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """The samples are small; threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def operations() -> list[Any]:
     """torch's `op_db`. Its module wants a test library that it does not need for the samples."""

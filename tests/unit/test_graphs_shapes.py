@@ -19,6 +19,8 @@ from labkit.schedules import build_schedule
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.pipeline import Pipeline
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PATIENT = GRAPHS | {"graph.cuda_graph_warmup_steps": 2}
 LENGTHS = [
     [16] * 4, [16] * 4,  # warm-up
@@ -33,15 +35,6 @@ LENGTHS = [
 CAPTURES = [0, 0, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2]
 REPLAYED = [0, 0, 4, 0, 4, 0, 0, 0, 0, 4, 2, 4]
 """Microbatches of each step that graphs ran."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Sums are then formed in one order, and no test waits for a core that another needs."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def cut(batches, lengths):

@@ -17,14 +17,7 @@ from labkit.parallel.capturing import is_graph_warmup
 from labkit.schedules import Schedule
 from labkit.train import pretrain
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Sums are then formed in one order, and no test waits for a core that another needs."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def numbers(config: RunConfig) -> dict:
