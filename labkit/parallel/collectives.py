@@ -46,6 +46,7 @@ from labkit.parallel.ledger import (
     delayed,
     dropped,
     is_dropped,
+    is_watched,
 )
 
 __all__ = [
@@ -90,23 +91,32 @@ class Pending:
     Until then neither read the output nor write the input.
     """
 
-    __slots__ = ("_finish", "_kind", "_label", "_name", "_not_before", "_result", "_size", "_started")
+    __slots__ = ("_finish", "_group", "_kind", "_not_before", "_number", "_operation", "_result", "_started", "_x")
 
-    def __init__(
-        self,
-        finish: Callable[[], Tensor],
-        *,
-        name: str,
-        label: str,
-        size: int,
-        delay: float = 0.0,
-        kind: str = "collective",
-    ) -> None:
-        self._finish: Callable[[], Tensor] | None = finish
+    def __init__(self, operation: str, x: Tensor, group: Group, number: int, delay: float, kind: str) -> None:
+        self._operation, self._x, self._group, self._number, self._kind = operation, x, group, number, kind
+        self._finish: Callable[[], Tensor] | None = None
         self._result: Tensor | None = None
-        self._name, self._label, self._size, self._kind = name, label, size, kind
         self._started = time.perf_counter()
         self._not_before = self._started + delay if delay else 0.0
+
+    @property
+    def _name(self) -> str:
+        return f"{self._operation} {self._group.name}"
+
+    @property
+    def _label(self) -> str:
+        """What a hang is reported with; made where something may block, which most starts do not."""
+        return f"{self._name} #{self._number} {tuple(self._x.shape)} {_word(self._x.dtype)}"
+
+    def begin(self, finish_of: Callable[[], Callable[[], Tensor]]) -> Pending:
+        """Start the transfer."""
+        if transport.start_may_block(self._x):
+            with waiting(self._label):
+                self._finish = finish_of()
+        else:
+            self._finish = finish_of()
+        return self
 
     def wait(self) -> Tensor:
         """Block until the transfer is complete and return its result."""
@@ -131,14 +141,15 @@ class Pending:
             result = self._finish()
             if self._not_before:
                 time.sleep(max(0.0, self._not_before - time.perf_counter()))
-        self._finish, self._result = None, result
+        size = _bytes(self._x) if recorder else 0
+        self._finish, self._result, self._x = None, result, result  # its input may be freed from here on
         if recorder:
             end = time.perf_counter()
             if waits:
                 recorder.add(f"wait {self._name}", "wait", blocked, end)
             if 0.0 < self._not_before < blocked:
                 end = self._not_before  # nobody saw it end; when it did, the delay knows
-            recorder.add(self._name, self._kind, self._started, end, bytes=self._size)
+            recorder.add(self._name, self._kind, self._started, end, bytes=size)
         return result
 
 
@@ -160,18 +171,27 @@ def start(
     kind: str = "collective",
     kept: int = 0,
 ) -> Pending:
-    """Book the call, start it and wrap what finishes it; `kept` bytes of x stay on this rank."""
-    size = x.numel() * x.element_size()
-    dtype = str(x.dtype)[6:]
-    book(operation, group.name, group.size, size, dtype, kept)
+    """Book the call, start it and wrap what finishes it; `kept` bytes of x stay on this rank.
+
+    What nobody has asked for is left out: a rank that has just slept finds none of this code in its caches.
+    """
+    delay = 0.0
+    if is_watched():
+        size = _bytes(x)
+        book(operation, group.name, group.size, size, _word(x.dtype), kept)
+        delay = delay_of(operation, group.name, size)
     key = (group.name, group.ranks[0])
-    _issued[key] += 1
-    label = f"{operation} {group.name} #{_issued[key]} {tuple(x.shape)} {dtype}"
-    delay = delay_of(operation, group.name, size)
-    # Starting can block too: gloo connects lazily, and staging waits for the GPU.
-    with waiting(label):
-        finish = finish_of()
-    return Pending(finish, name=f"{operation} {group.name}", label=label, size=size, delay=delay, kind=kind)
+    _issued[key] = number = _issued[key] + 1
+    return Pending(operation, x, group, number, delay, kind).begin(finish_of)
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _word(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
+    return str(dtype)[6:]
 
 
 def recordable(

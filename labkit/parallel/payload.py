@@ -11,7 +11,6 @@ Legend: S = sequence, B = microbatch, H = hidden; a tensor between stages is (S,
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -75,12 +74,9 @@ def _listed(shapes: Shapes) -> str:
     return str(shapes[0]) if len(shapes) == 1 else ", ".join(map(str, shapes))
 
 
-_UNSEEN: AbstractContextManager[Any] = nullcontext()
-
-
-def _scope(name: Name, form: Format[Name]) -> AbstractContextManager[Any]:
-    """What a ledger or a hook is told; words are not made for nobody, at every message of a sleeping rank."""
-    return comm_scope(layer=str(name), phase=form.phase(name)) if is_watched() else _UNSEEN
+def _scope(name: Name, form: Format[Name]) -> comm_scope:
+    """What a ledger or a hook is told."""
+    return comm_scope(layer=str(name), phase=form.phase(name))
 
 
 def start_send(name: Name, payload: Payload, form: Format[Name], group: Group, target: int) -> list[Pending]:
@@ -88,27 +84,42 @@ def start_send(name: Name, payload: Payload, form: Format[Name], group: Group, t
     until all is complete; the tensors themselves may be shrunk."""
     form.check(name, payload, group.rank, target)
     peer = group.ranks[target]
-    pending = []
+    if not is_watched():  # words are not made for nobody, at every message of a rank that has just slept
+        return _send(payload, form, group, peer)
     with _scope(name, form):
-        if form.variable_lengths:
-            sizes = torch.tensor([tensor.shape for tensor in payload], dtype=torch.int64, device=form.device)
-            pending.append(isend(sizes, group, peer))
-        pending += [isend(tensor.detach(), group, peer) for tensor in payload]
-    return pending
+        return _send(payload, form, group, peer)
+
+
+def _send(payload: Payload, form: Format[Any], group: Group, peer: int) -> list[Pending]:
+    if len(payload) == 1 and not form.variable_lengths:
+        return [isend(payload[0].detach(), group, peer)]
+    pending = []
+    if form.variable_lengths:
+        sizes = torch.tensor([tensor.shape for tensor in payload], dtype=torch.int64, device=form.device)
+        pending.append(isend(sizes, group, peer))
+    return pending + [isend(tensor.detach(), group, peer) for tensor in payload]
 
 
 def start_receive(name: Name, form: Format[Name], group: Group, source: int) -> list[Pending]:
     """Start receiving from rank `source` of the group. Where lengths vary this waits for the sizes."""
-    peer = group.ranks[source]
+    peer, shapes = group.ranks[source], form.shapes(name)
+    if not is_watched():
+        return _receive(shapes, form, group, peer)
     with _scope(name, form):
-        shapes = form.shapes(name)
-        if form.variable_lengths:
-            sizes = torch.empty(len(shapes), 3, dtype=torch.int64, device=form.device)
-            shapes = tuple(tuple(row) for row in irecv(sizes, group, peer).wait().tolist())
-        return [irecv(buffer, group, peer) for buffer in form.buffers(shapes)]
+        return _receive(shapes, form, group, peer)
+
+
+def _receive(shapes: Shapes, form: Format[Any], group: Group, peer: int) -> list[Pending]:
+    if form.variable_lengths:
+        sizes = torch.empty(len(shapes), 3, dtype=torch.int64, device=form.device)
+        shapes = tuple(tuple(row) for row in irecv(sizes, group, peer).wait().tolist())
+    return [irecv(buffer, group, peer) for buffer in form.buffers(shapes)]
 
 
 def arrived(pending: list[Pending]) -> Payload:
     """Wait for a message; its tensors are leaves that collect a gradient where their type has one."""
+    if len(pending) == 1:
+        tensor = pending[0].wait()
+        return (tensor.requires_grad_() if tensor.is_floating_point() else tensor,)
     tensors = [transfer.wait() for transfer in pending]
     return tuple(x.requires_grad_() if x.is_floating_point() else x for x in tensors)

@@ -20,7 +20,9 @@ for calls that do not fit each other; messages are checked by `message_check.py`
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,7 +70,19 @@ def host_buffer(x: Tensor, shape: tuple[int, ...] | torch.Size | None = None) ->
     return torch.empty(x.shape if shape is None else shape, dtype=x.dtype, pin_memory=x.is_cuda)
 
 
+_LAZY = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
+"""gloo connects with the first message instead of where a group is made."""
+
+
+def start_may_block(x: Tensor) -> bool:
+    """Whether starting a transfer of x can take as long as another rank likes: staging waits for a GPU, NCCL connects
+    lazily, torch's debug mode compares calls first. All else begins in the background."""
+    return x.is_cuda or _LAZY or _checked_by_torch()
+
+
+@cache
 def _checked_by_torch() -> bool:
+    """Of the process: torch decides it where a group is made. Asked at every transfer, where torch takes its time."""
     return get_debug_level() == DebugLevel.DETAIL
 
 
