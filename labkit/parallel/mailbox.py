@@ -23,10 +23,11 @@ from labkit.parallel.payload import Format, Name, Payload, arrived, start_receiv
 
 AHEAD = {"gloo": 4, "nccl": 1}
 """Receives open per sender. A channel is in order of sending, so behind what is read late something may wait that is
-needed soon. On a GPU every open receive is a kernel, and a second one would wait behind the first."""
+needed soon. On a GPU every open receive is a kernel, and a second one would wait behind the first; it is opened ahead
+of the computation (`fetch`), because NCCL lets it start after what was launched before."""
 FEW = 2
-"""Below so many, receives are opened again, up to AHEAD: several at once cost little more than one, because a rank that
-has slept finds none of the code in its caches."""
+"""Below so many, `refill` opens receives again, up to AHEAD: several at once cost little more than one, because a rank
+that has slept finds none of the code in its caches."""
 
 
 class Mailbox(Generic[Name]):
@@ -75,9 +76,8 @@ class Mailbox(Generic[Name]):
         self._outgoing.setdefault(target, deque()).append((name, pending))
 
     def _post_ahead(self, source: int) -> None:
-        if self._open[source] < min(FEW, self._ahead):
-            while self._open[source] < self._ahead and self._due[source]:
-                self._post(source)
+        while self._open[source] < self._ahead and self._due[source]:
+            self._post(source)
 
     def _post(self, source: int) -> None:
         name = self._due[source].popleft()
@@ -92,8 +92,15 @@ class Mailbox(Generic[Name]):
             self._post(source)
         payload = arrived(self._arriving.pop(name))
         self._open[source] -= 1
-        self._post_ahead(source)
+        if not self._open[source]:
+            self._post_ahead(source)
         return payload
+
+    def refill(self) -> None:
+        """Open receives where few are left. Called when nobody waits for this rank: after it has sent."""
+        for source, count in self._open.items():
+            if count < FEW:
+                self._post_ahead(source)
 
     def release(self, target: int, is_read: Callable[[Name], bool]) -> None:
         """Let go of the sends to `target` of which it is known that they were received: they are the oldest ones up to

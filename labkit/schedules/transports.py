@@ -72,6 +72,8 @@ class Posted:
 
     def __init__(self, mailbox: Mailbox[Message]) -> None:
         self._mailbox, self._local = mailbox, _Local()
+        self._fetched: list[Message] = []
+        """Messages that came since this rank last sent."""
 
     def take(self, step: Step) -> Payload | None:
         """Wait for what the action reads."""
@@ -82,15 +84,19 @@ class Posted:
 
     def _fetch(self, message: Message) -> Payload:
         payload = self._mailbox.fetch(message, message.source)
-        # The source made this message after reading everything that it consumed up to there.
-        self._mailbox.release(message.source, lambda sent: sent.consumed <= message.produced)
+        self._fetched.append(message)
         return payload
 
     def give(self, step: Step, made: Payload | None) -> None:
-        """Start sending."""
+        """Start sending; then do what no other rank waits for: let go of sends that were read, open receives."""
         if leaving := self._local.keep(step, made):
             message, payload = leaving
             self._mailbox.send(message, payload, message.target)
+        while self._fetched:
+            came = self._fetched.pop()
+            # The source made this message after reading everything that it consumed up to there.
+            self._mailbox.release(came.source, lambda sent: sent.consumed <= came.produced)  # noqa: B023 - called here
+        self._mailbox.refill()
 
     def close(self) -> None:
         """Complete the sends."""
