@@ -47,6 +47,8 @@ class Comparison:
     """Load above which the comparison is rejected."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Whatever else belongs into the stored row: counts, bytes, rates (values that JSON can hold)."""
+    unfit: str = ""
+    """What a benchmark's own look at the machine, never at the alternatives, found against it."""
 
     @property
     def ours(self) -> str:
@@ -71,6 +73,8 @@ class Comparison:
         noisy = [f"{name} median/min {self.noise(name):.2f}" for name in self.seconds if self.noise(name) > MAX_NOISE]
         if round(self.load, 1) > self.max_load:
             noisy.append(f"load {self.load:.1f}")
+        if self.unfit:
+            noisy.append(self.unfit)
         if noisy:
             return f"rejected: noisy ({', '.join(noisy)})"
         repetitions = len(self.seconds[self.ours])

@@ -1,0 +1,155 @@
+"""1F1B of sleeping stages written by hand on bare process groups: what the machine leaves to any runtime.
+
+The loop does what a schedule of one stage a rank cannot do without, and nothing else: it posts its receives, waits for
+data, calls the stage, calls autograd, sends. No check, no name, no option. It is
+
+- measured beside the runtimes (`pipeline_sleep.py`), so that a reader can tell machinery from machine;
+- the instrument that tells how long autograd takes around a stage's sleep. The bound counts stages of F and B seconds,
+  so stages sleep that much less, in every runtime alike. A pass that follows another at once would take a third of it:
+  a rank that has slept finds its code in no cache. So it is taken from passes in their place in a pipeline.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labkit.models import SleepingStage
+from labkit.models.sleeping import Overhead
+from labkit.parallel import ParallelGroups
+from labkit.parallel.deallocation import custom_backward
+from labkit.parallel.p2p import second_communicator
+from labkit.parallel.weight_grad_store import WeightGradStore
+
+MOST = 0.1
+"""Share of a sleep that it is shortened by at most, whatever a disturbed measurement says."""
+Passes = dict[str, list[float]]
+"""Seconds of each forward, backward, input_grad and weight_grad."""
+
+
+def one_f_one_b_by_hand(
+    groups: ParallelGroups,
+    stage: SleepingStage,
+    microbatches: int,
+    shape: tuple[int, ...],
+    *,
+    split: bool = False,
+    passes: Passes | None = None,
+) -> Callable[[], None]:
+    """One step, to be called on every rank of the pipeline.
+
+    split: computes each backward as input gradient, send, weight gradient.
+    passes: takes the seconds of each pass.
+    """
+    rank, last = groups.pp.rank, groups.pp.size - 1
+    down, up = groups.pp.process_group, second_communicator(groups).process_group
+    clock = time.perf_counter
+
+    def receives(process_group: dist.ProcessGroup, source: int) -> list[tuple[Tensor, dist.Work]]:
+        buffers = [torch.empty(shape) for _ in range(microbatches)]
+        return [(buffer, process_group.recv([buffer], source, 0)) for buffer in buffers]
+
+    def step() -> None:
+        arriving = receives(down, rank - 1) if rank > 0 else []
+        returning = receives(up, rank + 1) if rank < last else []
+        saved: dict[int, tuple[Tensor, Tensor]] = {}
+        sent, store = [], WeightGradStore()
+
+        def forward(i: int) -> None:
+            x = torch.zeros(shape)
+            if arriving:
+                x, work = arriving[i]
+                work.wait()
+                x.requires_grad_()
+            start = clock()
+            stage.set_input_tensor(x)
+            y = stage(x)
+            if passes is not None:
+                passes["forward"].append(clock() - start)
+            if returning:
+                sent.append(down.send([y.detach()], rank + 1, 0))
+            saved[i] = x, y if returning else y.mean()
+
+        def backward(i: int) -> None:
+            x, y = saved.pop(i)
+            dy = None
+            if returning:
+                dy, work = returning[i]
+                work.wait()
+            start = clock()
+            if split:
+                with store.collecting(i):
+                    custom_backward(y, dy)
+            else:
+                custom_backward(y, dy)
+            if passes is not None:
+                passes["input_grad" if split else "backward"].append(clock() - start)
+            if arriving:
+                assert x.grad is not None
+                sent.append(up.send([x.grad], rank - 1, 0))
+            if split:
+                start = clock()
+                store.run(i)
+                if passes is not None:
+                    passes["weight_grad"].append(clock() - start)
+
+        ahead = min(last - rank, microbatches)
+        for i in range(ahead):
+            forward(i)
+        for i in range(microbatches):
+            if ahead + i < microbatches:
+                forward(ahead + i)
+            backward(i)
+        for work in sent:
+            work.wait()
+
+    return step
+
+
+def hop_seconds(groups: ParallelGroups, *, pause: float = 0.010, count: int = 60) -> float:
+    """Median time of a message from rank 0 of the pipeline to rank 1, both of which have slept; called on every rank.
+
+    It tells what a machine is worth for this benchmark, whatever runs on it: on one and the same it was seen between
+    160 and 460 us within half an hour, because other machines share its caches and its cores.
+    """
+    rank, process_group = groups.pp.rank, groups.pp.process_group
+    stamp, times = torch.zeros(1, dtype=torch.float64), []
+    dist.barrier()
+    for _ in range(count):
+        if rank == 0:
+            time.sleep(pause)
+            stamp[0] = time.perf_counter()
+            process_group.send([stamp], 1, 0).wait()
+        elif rank == 1:
+            process_group.recv([stamp], 0, 0).wait()
+            times.append(time.perf_counter() - stamp.item())
+    seconds = torch.tensor(statistics.median(times) if times else 0.0, dtype=torch.float64)
+    dist.broadcast(seconds, groups.pp.ranks[1])
+    return seconds.item()
+
+
+def measured_overhead(
+    groups: ParallelGroups, seconds: float, shape: tuple[int, ...], *, microbatches: int = 8, steps: int = 3
+) -> Overhead:
+    """How long autograd takes around the sleeps of this rank's stage, from passes in their place in a pipeline.
+
+    The lower quartile, so that no pass is made shorter than it should be by what was a disturbance.
+
+    seconds: of F, I and W each. The first step opens the connections and is not counted.
+    """
+    taken: Passes = {"forward": [], "backward": [], "input_grad": [], "weight_grad": []}
+    stage = SleepingStage((seconds, seconds, seconds))
+    for split in (False, True):
+        one_f_one_b_by_hand(groups, stage, microbatches, shape, split=split)()
+        step = one_f_one_b_by_hand(groups, stage, microbatches, shape, split=split, passes=taken)
+        for _ in range(steps):
+            dist.barrier()
+            step()
+    slept = {"forward": seconds, "backward": 2 * seconds, "input_grad": seconds, "weight_grad": seconds}
+    beside = {name: statistics.quantiles(times)[0] - slept[name] for name, times in taken.items()}
+    return Overhead(**{name: min(found, MOST * slept[name]) for name, found in beside.items()})
