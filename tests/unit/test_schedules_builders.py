@@ -1,5 +1,6 @@
 """Every builder's program, bubble and memory as its docstring gives them, held against the simulator; refusals."""
 
+import gc
 import sys
 
 import pytest
@@ -207,11 +208,14 @@ def _lines_run(builder, pp, microbatches):
         return trace
 
     before = sys.gettrace()
+    gc.collect()
+    gc.disable()  # what it finds may run Python lines of others
     sys.settrace(trace)
     try:
         builder(pp, microbatches)
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 
