@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from harness import Comparison
 
 from labkit.config import ModelConfig
 from labkit.launch import run
@@ -52,3 +53,30 @@ def disagreeing() -> str:
 
 def test_a_side_with_other_gradients_is_not_timed() -> None:
     assert all("b: the gradient's norm is" in message for message in run(disagreeing, 2))
+
+
+def compared(load: float = 0.0, **seconds: float) -> Comparison:
+    """Made-up times, the same in each of 15 repetitions; `labkit_zbv` stands for "labkit zbv"."""
+    return Comparison("made up", {name.replace("_", " "): [value] * 15 for name, value in seconds.items()}, load)
+
+
+def test_the_best_of_either_side_are_chosen_in_the_round_and_held_against_each_other_in_turn() -> None:
+    import pipeline
+
+    found = compared(labkit_1F1B=2.0, labkit_zbv=1.0, torch_zbv=1.1, torch_1F1B=3.0)
+    assert pipeline.best_of_each(found) == ("labkit zbv", "torch zbv")
+    facts = pipeline.judged(found, compared(labkit_zbv=1.2, torch_zbv=0.8), 0.4, 5.5).facts
+    assert facts["best_over_best_peer"] == 1.5
+    assert facts["best_ms"] == {"labkit zbv": 1200, "torch zbv": 800}
+    assert facts["over_lower_bound"] == {"labkit zbv": 3.0, "torch zbv": 2.0}
+    assert facts["same_schedule"] == {"torch zbv": 0.9091, "torch 1F1B": 0.6667}
+
+
+def test_a_row_whose_best_could_not_be_held_against_each_other_is_not_quoted() -> None:
+    import pipeline
+
+    found = pipeline.judged(
+        compared(labkit_zbv=1.0, torch_zbv=1.1), compared(9.0, labkit_zbv=1.0, torch_zbv=1.1), 0.4, 5.5
+    )
+    assert found.rejected and "best against best" in found.rejected
+    assert "best_over_best_peer" not in found.facts

@@ -56,6 +56,11 @@ def test_a_noisy_run_is_rejected_and_stored_without_times(seconds: dict, load: f
         assert "median_ms" not in row and "ratio_to" not in row
 
 
+def test_a_benchmark_may_find_the_machine_unfit_itself() -> None:
+    row = harness.Comparison("x", QUIET, load=0.3, unfit="bare message 400 us, limit 200").row()
+    assert row["rejected"] == "rejected: noisy (bare message 400 us, limit 200)" and "median_ms" not in row
+
+
 def test_few_repetitions_are_not_quoted() -> None:
     few = {name: seconds[:14] for name, seconds in QUIET.items()}
     row = harness.Comparison("x", few, load=0.1).row()
