@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import statistics
 import sys
 import time
@@ -36,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
-from harness import Comparison, interleave, report, until_quiet
+from harness import RESULTS, Comparison, interleave, report, until_quiet
 from sleep_by_hand import hop_seconds, measured_overhead, one_f_one_b_by_hand
 from torch import Tensor
 
@@ -60,6 +61,8 @@ from labkit.schedules import (
 
 UNIT = 0.010
 """Seconds of F, I and W of a whole rank."""
+SIZES = [4, 8]
+"""Numbers of ranks."""
 SHAPE = (1, 1, 4)
 """(S, B, H) of a message: small, so that it costs its latency."""
 RECORDED = 3
@@ -267,30 +270,43 @@ def cases(sizes: list[int], names: list[str]) -> list[Case]:
     return [case for case in found if case.name not in ("zbv", "dualpipe_v") or case.microbatches >= 2 * case.pp]
 
 
+def quotable_rows() -> dict[str, dict[str, Any]]:
+    """Stored rows that count, by case: each was measured whole, ours and its peers in turn."""
+    path = RESULTS / "pipeline_sleep.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return {row["case"]: row for row in rows if "rejected" not in row}
+
+
 def main() -> None:
     """Measure all cases and store the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--pp", nargs="+", type=int, choices=[2, 4, 8], default=[4, 8], help="numbers of ranks")
+    parser.add_argument("--pp", nargs="+", type=int, choices=SIZES, default=SIZES, help="numbers of ranks")
     parser.add_argument("--schedules", nargs="+", choices=list(BUILDERS), default=list(BUILDERS))
     parser.add_argument("--repetitions", type=int, default=15, help="interleaved repetitions; 15 or more to be quoted")
     parser.add_argument("--max-load", type=float, default=2.0, help="load average above which times are not quoted")
     parser.add_argument("--max-hop", type=float, default=200, help="us of a bare message above which nothing is quoted")
     parser.add_argument("--patience", type=float, default=0, help="minutes to wait, a row, for such a time")
+    parser.add_argument("--attempts", type=int, default=4, help="how often a row is measured until it counts")
+    parser.add_argument("--keep", action="store_true", help="measure only rows that are not stored, or were rejected")
     parser.add_argument("--dry-run", action="store_true", help="print only, store nothing")
     args = parser.parse_args()
     quiet = Quiet(args.max_load, 1e-6 * args.max_hop)
 
     def attempt(case: Case) -> Comparison:
         wait_until_quiet(quiet, 60 * args.patience)
-        return run_case(case, args.repetitions, quiet)
+        found = run_case(case, args.repetitions, quiet)
+        print(f"{case}: {found.rejected or found.facts['over_bound']}", flush=True)
+        return found
 
-    attempts = 1 if args.dry_run else 4
-    comparisons = [
-        until_quiet(lambda case=case: attempt(case), attempts=attempts) for case in cases(args.pp, args.schedules)
-    ]
+    wanted = cases(args.pp, args.schedules)
+    kept = quotable_rows() if args.keep else {}
+    attempts = 1 if args.dry_run else args.attempts
+    for case in wanted:
+        if str(case) not in kept:
+            kept[str(case)] = until_quiet(lambda case=case: attempt(case), attempts=attempts).row()
     report(
         "pipeline_sleep",
-        comparisons,
+        rows=[kept[str(case)] for case in cases(SIZES, list(BUILDERS)) if str(case) in kept],
         title="Pipelines of sleeping stages (C5)",
         notes=[
             "F = I = W = 10 ms a rank, B = I + W; the two stages of interleaved, zbv and dualpipe_v take half each.",
