@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any, Concatenate, ParamSpec
 
 import torch
@@ -107,7 +107,7 @@ class Pending:
     @property
     def _label(self) -> str:
         """What a hang is reported with; made where something may block, which most starts do not."""
-        return f"{self._name} #{self._number} {tuple(self._x.shape)} {_word(self._x.dtype)}"
+        return f"{self._name} #{self._number} {_described(self._x.shape, self._x.dtype)}"
 
     def begin(self, finish_of: Callable[[], Callable[[], Tensor]]) -> Pending:
         """Start the transfer."""
@@ -187,6 +187,12 @@ def start(
 
 def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
+
+
+@lru_cache(1024)
+def _described(shape: torch.Size, dtype: torch.dtype) -> str:
+    """`(4, 8) float32`; the same few shapes come again and again."""
+    return f"{tuple(shape)} {_word(dtype)}"
 
 
 def _word(dtype: torch.dtype) -> str:

@@ -224,6 +224,8 @@ class _Step:
         self.saved: dict[tuple[int, int], tuple[Payload | None, Payload]] = {}
         self.weight_gradients = WeightGradStore()
         self.reports: dict[int, Any] = {}
+        self.weights: dict[int, float] = {}
+        """Of each microbatch's loss on its way backward; 1 where it has none here."""
         self.num_tokens = torch.zeros((), dtype=torch.int64, device=runtime.groups.device)
         self.clock = stream_clock(runtime.groups.device)
 
@@ -280,7 +282,8 @@ class _Step:
                 chunk.set_activation_checkpointing(True)  # pyright: ignore[reportCallIssue]
 
     def _loss(self, microbatch: int, output: Any, loss_func: Callable[..., Any] | None) -> Any:
-        """Scale the loss so that the gradients of all microbatches add up to those of their mean."""
+        """The loss, whose weight is left to its backward: with it the gradients of all microbatches add up to those of
+        their mean. (Multiplied into the loss, it would be one more operation each way where all ranks wait.)"""
         runtime = self.runtime
         if loss_func is None:
             if not self.forward_only and not (isinstance(output, Tensor) and output.numel() == 1):
@@ -302,11 +305,15 @@ class _Step:
             loss, tokens, self.reports[microbatch] = returned
             tokens = torch.as_tensor(tokens, device=loss.device)
             self.num_tokens += tokens.to(self.num_tokens)
-            return loss if runtime.calculate_per_token_loss else self._mean(loss, tokens) / count
+            if runtime.calculate_per_token_loss:
+                return loss
+            self.weights[microbatch] = 1 / count
+            return self._mean(loss, tokens)
         if runtime.calculate_per_token_loss:
             raise ValueError("calculate_per_token_loss needs a loss function that returns (sum, tokens, metrics)")
         loss, self.reports[microbatch] = returned
-        return loss * (runtime.groups.cp.size / count)
+        self.weights[microbatch] = runtime.groups.cp.size / count
+        return loss
 
     def _mean(self, loss_sum: Tensor, tokens: Tensor) -> Tensor:
         """This rank's part of the microbatch's mean loss, times cp because gradients are averaged over cp as well.
@@ -323,8 +330,12 @@ class _Step:
         """B or I: the gradients of the stage's inputs, or None on the first stage."""
         key = (step.action.stage, step.action.microbatch)
         inputs, outputs = self.saved.pop(key)
-        if received is None and self.runtime.grad_scaler is not None:
-            outputs = (self.runtime.grad_scaler(outputs[0]),)
+        if received is None:
+            loss, weight = outputs[0], self.weights.pop(step.action.microbatch, 1.0)
+            if self.runtime.grad_scaler is not None:  # it is shown the weighted loss, as in Megatron
+                loss, weight = self.runtime.grad_scaler(loss * weight), 1.0
+            assert loss.numel() == 1, "only a scalar loss goes backward by itself"
+            outputs, received = (loss,), (torch.full_like(loss, weight),)
         put_off = step.action.kind == "I"
         with self.weight_gradients.collecting(key) if put_off else _NOTHING:
             custom_backward(outputs, received)
