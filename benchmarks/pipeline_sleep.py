@@ -181,8 +181,8 @@ class Quiet:
     load: float = 2.0
     """Largest load average."""
     hop: float = 225e-6
-    """Largest median seconds of a bare message between two ranks that have slept. In 1F1B two of them a microbatch stand
-    between the last rank and its next forward: at this limit they alone take half of what 3% of F + B allows."""
+    """Largest median seconds of a bare message between two ranks that have slept. In 1F1B two of them a microbatch
+    stand between the last rank and its next forward: at this limit they alone take half of what 3% of F + B allows."""
 
 
 def measure(case: Case, repetitions: int, quiet: Quiet) -> tuple[Comparison, list[list[Event]]]:
