@@ -206,14 +206,7 @@ def report(
     `rows` takes finished rows that are no interleaved times (counts, bytes, rates of one side): each needs a `case`.
     `title` heads the table in docs/benchmarks.md; `notes` are sentences that a reader needs to judge the numbers.
     """
-    result = {
-        "benchmark": name,
-        "title": title or name,
-        "machine": machine(),
-        "date": time.strftime("%Y-%m-%d"),
-        "rows": [comparison.row() for comparison in comparisons] + [dict(row) for row in rows],
-        "notes": list(notes),
-    }
+    result = _result(name, [*(comparison.row() for comparison in comparisons), *rows], title, notes)
     print(f"\n{result['title']}")
     for comparison in comparisons:
         _print_comparison(comparison)
@@ -222,12 +215,33 @@ def report(
     for note in notes:
         print(f"  Note: {note}")
     if write:
-        RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"{name}.json"
-        path.write_text(json.dumps(result, indent=2) + "\n")
+        path = _write(result)
         print(f"  written: {path.relative_to(RESULTS.parent.parent)}")
-        table.main()
     return result
+
+
+def store(name: str, rows: Sequence[Mapping[str, Any]], *, title: str, notes: Sequence[str]) -> None:
+    """What `report` writes, without a word: for a long run, after each of its rows."""
+    _write(_result(name, rows, title, notes))
+
+
+def _result(name: str, rows: Sequence[Mapping[str, Any]], title: str, notes: Sequence[str]) -> dict[str, Any]:
+    return {
+        "benchmark": name,
+        "title": title or name,
+        "machine": machine(),
+        "date": time.strftime("%Y-%m-%d"),
+        "rows": [dict(row) for row in rows],
+        "notes": list(notes),
+    }
+
+
+def _write(result: Mapping[str, Any]) -> Path:
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{result['benchmark']}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    table.main()
+    return path
 
 
 def _print_comparison(comparison: Comparison) -> None:

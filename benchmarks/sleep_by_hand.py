@@ -4,9 +4,10 @@ The loop does what a schedule of one stage a rank cannot do without, and nothing
 data, calls the stage, calls autograd, sends. No check, no name, no option. It is
 
 - measured beside the runtimes (`pipeline_sleep.py`), so that a reader can tell machinery from machine;
-- the instrument that tells how long autograd takes around a stage's sleep. The bound counts stages of F and B seconds,
-  so stages sleep that much less, in every runtime alike. A pass that follows another at once would take a third of it:
-  a rank that has slept finds its code in no cache. So it is taken from passes in their place in a pipeline.
+- the instrument that tells how long autograd, and on the last stage the loss, take around a stage's sleep. The bound
+  counts stages of F and B seconds, so stages sleep that much less, in every runtime alike. A pass that follows another
+  at once would take a third of it: a rank that has slept finds its code in no cache. So it is taken from passes in
+  their place in a pipeline.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def one_f_one_b_by_hand(
     """
     rank, last = groups.pp.rank, groups.pp.size - 1
     down, up = groups.pp.process_group, second_communicator(groups).process_group
-    clock = time.perf_counter
+    clock, data = time.perf_counter, torch.zeros(microbatches, *shape).unbind()
 
     def receives(process_group: dist.ProcessGroup, source: int) -> list[tuple[Tensor, dist.Work]]:
         buffers = [torch.empty(shape) for _ in range(microbatches)]
@@ -61,19 +62,19 @@ def one_f_one_b_by_hand(
         sent, store = [], WeightGradStore()
 
         def forward(i: int) -> None:
-            x = torch.zeros(shape)
+            x = data[i]
             if arriving:
                 x, work = arriving[i]
                 work.wait()
                 x.requires_grad_()
             start = clock()
             stage.set_input_tensor(x)
-            y = stage(x)
+            y = stage(x) if returning else stage(x).mean()
             if passes is not None:
                 passes["forward"].append(clock() - start)
             if returning:
                 sent.append(down.send([y.detach()], rank + 1, 0))
-            saved[i] = x, y if returning else y.mean()
+            saved[i] = x, y
 
         def backward(i: int) -> None:
             x, y = saved.pop(i)
@@ -136,9 +137,7 @@ def hop_seconds(groups: ParallelGroups, *, pause: float = 0.010, count: int = 60
 def measured_overhead(
     groups: ParallelGroups, seconds: float, shape: tuple[int, ...], *, microbatches: int = 8, steps: int = 3
 ) -> Overhead:
-    """How long autograd takes around the sleeps of this rank's stage, from passes in their place in a pipeline.
-
-    The lower quartile, so that no pass is made shorter than it should be by what was a disturbance.
+    """How long autograd takes around the sleeps of this rank's stage: medians of passes in their place in a pipeline.
 
     seconds: of F, I and W each. The first step opens the connections and is not counted.
     """
@@ -151,5 +150,5 @@ def measured_overhead(
             dist.barrier()
             step()
     slept = {"forward": seconds, "backward": 2 * seconds, "input_grad": seconds, "weight_grad": seconds}
-    beside = {name: statistics.quantiles(times)[0] - slept[name] for name, times in taken.items()}
+    beside = {name: statistics.median(times) - slept[name] for name, times in taken.items()}
     return Overhead(**{name: min(found, MOST * slept[name]) for name, found in beside.items()})

@@ -18,6 +18,7 @@ from typing import Any
 RECORD_BYTES = 256
 _HEADER = struct.Struct("<BHd")  # inside (1) or left (0), bytes of text, time.monotonic() of the entry
 _LONGEST = RECORD_BYTES - _HEADER.size
+_RECORD = struct.Struct(f"<BHd{_LONGEST}s")  # the header, and the text cut to what is left or filled up with zeros
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class Status:
     """`time.monotonic()` when the wait began; the same clock in all processes of one machine."""
 
 
+_Wait = tuple[bytes, float]
+"""What is waited for, encoded, and since when."""
+
+
 class StatusSlot:
     """This rank's record in the shared file."""
 
@@ -39,14 +44,14 @@ class StatusSlot:
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
         self._start = rank * RECORD_BYTES
-        self._current: bytes | None = None
+        self._current: _Wait | None = None
 
-    def enter(self, text: str) -> bytes | None:
+    def enter(self, text: str) -> _Wait | None:
         """Write that the rank waits for `text`; returns what `leave` needs to restore the surrounding wait."""
         outer = self._current
-        encoded = text.encode()[:_LONGEST]
-        self._current = record = _HEADER.pack(1, len(encoded), time.monotonic()) + encoded
-        self._map[self._start : self._start + len(record)] = record
+        encoded, since = text.encode(), time.monotonic()
+        self._current = encoded, since
+        _RECORD.pack_into(self._map, self._start, 1, min(len(encoded), _LONGEST), since, encoded)
         return outer
 
     def clear(self) -> None:
@@ -54,13 +59,14 @@ class StatusSlot:
         self._current = None
         self._map[self._start : self._start + _HEADER.size] = bytes(_HEADER.size)
 
-    def leave(self, outer: bytes | None) -> None:
+    def leave(self, outer: _Wait | None) -> None:
         """Mark the wait as over, or go back to the surrounding one."""
         self._current = outer
         if outer is None:
             self._map[self._start] = 0
         else:
-            self._map[self._start : self._start + len(outer)] = outer
+            encoded, since = outer
+            _RECORD.pack_into(self._map, self._start, 1, min(len(encoded), _LONGEST), since, encoded)
 
 
 _slot: StatusSlot | None = None

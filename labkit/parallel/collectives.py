@@ -10,30 +10,26 @@ Each call
   `wait` for the blocking part of the asynchronous forms,
 - is recorded by an emulated graph capture as a start and a wait, and made again at each replay (`capturing.py`).
 
-How the bytes move is in `transport.py`: what gloo does slowly is done otherwise there, and CUDA tensors on gloo pass
-through the host.
+A transfer under way is in `pending.py`. How the bytes move is in `transport.py`: what gloo does slowly is done
+otherwise there, and CUDA tensors on gloo pass through the host.
 
 Sums over ranks are bit-identical on every rank of the group, and repeat bit-equally for the same shapes.
 """
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import Any, Concatenate, ParamSpec
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from labkit.events import active_recorder
 from labkit.launch import waiting
 from labkit.parallel import transport
-from labkit.parallel.capturing import GraphCaptureError, active_capture, call_site, refuse_host_sync
+from labkit.parallel.capturing import active_capture, refuse_host_sync
 from labkit.parallel.groups import Group
 from labkit.parallel.ledger import (
     CommLedger,
@@ -42,12 +38,11 @@ from labkit.parallel.ledger import (
     book,
     comm_scope,
     current_scope,
-    delay_of,
     delayed,
     dropped,
     is_dropped,
-    is_watched,
 )
+from labkit.parallel.pending import Done, Pending, start
 
 __all__ = [
     "CommLedger",
@@ -79,125 +74,6 @@ __all__ = [
 OPERATIONS = ("sum", "avg", "max")
 
 P = ParamSpec("P")
-
-_SILENT: AbstractContextManager[None] = nullcontext()
-_issued: Counter[tuple[str, int]] = Counter()
-"""Calls so far by (group name, first rank): the number in `all_reduce tp #12`. Ranks that disagree on it lost step."""
-
-
-class Pending:
-    """A transfer under way. `wait()` returns its result; further calls return the same tensor at once.
-
-    Until then neither read the output nor write the input.
-    """
-
-    __slots__ = ("_finish", "_group", "_kind", "_not_before", "_number", "_operation", "_result", "_started", "_x")
-
-    def __init__(self, operation: str, x: Tensor, group: Group, number: int, delay: float, kind: str) -> None:
-        self._operation, self._x, self._group, self._number, self._kind = operation, x, group, number, kind
-        self._finish: Callable[[], Tensor] | None = None
-        self._result: Tensor | None = None
-        self._started = time.perf_counter()
-        self._not_before = self._started + delay if delay else 0.0
-
-    @property
-    def _name(self) -> str:
-        return f"{self._operation} {self._group.name}"
-
-    @property
-    def _label(self) -> str:
-        """What a hang is reported with; made where something may block, which most starts do not."""
-        return f"{self._name} #{self._number} {_described(self._x.shape, self._x.dtype)}"
-
-    def begin(self, finish_of: Callable[[], Callable[[], Tensor]]) -> Pending:
-        """Start the transfer."""
-        if transport.start_may_block(self._x):
-            with waiting(self._label):
-                self._finish = finish_of()
-        else:
-            self._finish = finish_of()
-        return self
-
-    def wait(self) -> Tensor:
-        """Block until the transfer is complete and return its result."""
-        return self._complete(waits=True)
-
-    def collect(self) -> Tensor:
-        """`wait()` for a transfer known to be done, as a send is when its answer is here: nothing to announce."""
-        return self._complete(waits=False, announced=False)
-
-    def _complete(self, waits: bool, announced: bool = True) -> Tensor:
-        if self._finish is None:
-            assert self._result is not None
-            return self._result
-        if active_capture() is not None:
-            raise GraphCaptureError(
-                f"{call_site(__file__)}: {self._name} was started before the capture of this graph; a CUDA graph holds "
-                "only what begins and ends in it. Wait for it before the captured part"
-            )
-        recorder = active_recorder()
-        blocked = time.perf_counter() if recorder or self._not_before else 0.0
-        with waiting(self._label) if announced else _SILENT:
-            result = self._finish()
-            if self._not_before:
-                time.sleep(max(0.0, self._not_before - time.perf_counter()))
-        size = _bytes(self._x) if recorder else 0
-        self._finish, self._result, self._x = None, result, result  # its input may be freed from here on
-        if recorder:
-            end = time.perf_counter()
-            if waits:
-                recorder.add(f"wait {self._name}", "wait", blocked, end)
-            if 0.0 < self._not_before < blocked:
-                end = self._not_before  # nobody saw it end; when it did, the delay knows
-            recorder.add(self._name, self._kind, self._started, end, bytes=size)
-        return result
-
-
-class _Done(Pending):
-    """What a group of size 1, or a dropped call, returns: complete from the start, and silent."""
-
-    __slots__ = ()
-
-    def __init__(self, result: Tensor) -> None:
-        self._finish, self._result = None, result
-
-
-def start(
-    operation: str,
-    x: Tensor,
-    group: Group,
-    finish_of: Callable[[], Callable[[], Tensor]],
-    *,
-    kind: str = "collective",
-    kept: int = 0,
-) -> Pending:
-    """Book the call, start it and wrap what finishes it; `kept` bytes of x stay on this rank.
-
-    What nobody has asked for is left out: a rank that has just slept finds none of this code in its caches.
-    """
-    delay = 0.0
-    if is_watched():
-        size = _bytes(x)
-        book(operation, group.name, group.size, size, _word(x.dtype), kept)
-        delay = delay_of(operation, group.name, size)
-    key = (group.name, group.ranks[0])
-    _issued[key] = number = _issued[key] + 1
-    return Pending(operation, x, group, number, delay, kind).begin(finish_of)
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
-@lru_cache(1024)
-def _described(shape: torch.Size, dtype: torch.dtype) -> str:
-    """`(4, 8) float32`; the same few shapes come again and again."""
-    return f"{tuple(shape)} {_word(dtype)}"
-
-
-def _word(dtype: torch.dtype) -> str:
-    """`float32` for torch.float32."""
-    return str(dtype)[6:]
 
 
 def recordable(
@@ -235,9 +111,9 @@ def _check_op(op: str) -> None:
 def _all_reduce(x: Tensor, group: Group, op: str, in_place: bool) -> Pending:
     _check_op(op)
     if group.size == 1:
-        return _Done(x)
+        return Done(x)
     if is_dropped("all_reduce", group.name):
-        return _Done(x if in_place else x.clone())
+        return Done(x if in_place else x.clone())
     return start("all_reduce", x, group, lambda: transport.all_reduce(x, group, op, in_place))
 
 
@@ -265,9 +141,9 @@ def all_gather_async(x: Tensor, group: Group, dim: int = 0, *, out: Tensor | Non
     out: contiguous; takes the result, along dimension 0. x may be this rank's part of it, and then nothing is copied.
     """
     if group.size == 1:
-        return _Done(_kept(x, out))
+        return Done(_kept(x, out))
     if is_dropped("all_gather", group.name):
-        return _Done(torch.cat([x] * group.size, dim=dim) if out is None else out)
+        return Done(torch.cat([x] * group.size, dim=dim) if out is None else out)
     dim = dim % max(1, x.dim())
 
     def finish_of() -> Callable[[], Tensor]:
@@ -302,7 +178,7 @@ def reduce_scatter_async(
     """
     _check_op(op)
     if group.size == 1:
-        return _Done(_kept(x, out))
+        return Done(_kept(x, out))
     if x.shape[dim] % group.size:
         raise ValueError(
             f"reduce_scatter over {group.name} cuts dimension {dim} of {tuple(x.shape)} into {group.size} equal parts: "
@@ -310,7 +186,7 @@ def reduce_scatter_async(
         )
     rows = torch.stack(x.chunk(group.size, dim=dim)) if dim % x.dim() else x.unflatten(0, (group.size, -1))
     if is_dropped("reduce_scatter", group.name):
-        return _Done(_kept(rows[group.rank], out) if out is not None else rows[group.rank].clone())
+        return Done(_kept(rows[group.rank], out) if out is not None else rows[group.rank].clone())
     return start("reduce_scatter", x, group, lambda: transport.reduce_scatter(rows, group, op, out))
 
 
@@ -332,12 +208,12 @@ def all_to_all_async(
 ) -> Pending:
     """Start `all_to_all`; `.wait()` returns its result."""
     if group.size == 1:
-        return _Done(x)
+        return Done(x)
     _check_splits(x, group, output_splits, input_splits)
     if is_dropped("all_to_all", group.name):
         rows = x.shape[0] if output_splits is None else sum(output_splits)
         left = x.new_zeros(max(0, rows - x.shape[0]), *x.shape[1:])
-        return _Done(torch.cat([x[:rows], left]))  # this rank's own rows, as many as were to come; zeros for the rest
+        return Done(torch.cat([x[:rows], left]))  # this rank's own rows, as many as were to come; zeros for the rest
     splits = [None if s is None else list(s) for s in (output_splits, input_splits)]
     own = x.shape[0] // group.size if input_splits is None else input_splits[group.rank]
     return start("all_to_all", x, group, lambda: transport.all_to_all(x, group, *splits), kept=x[:own].nbytes)
@@ -374,7 +250,7 @@ def broadcast_async(x: Tensor, group: Group, src: int = 0) -> Pending:
     if not 0 <= src < group.size:
         raise ValueError(f"src is a position in group {group.name} of {group.size} ranks, got {src}")
     if group.size == 1 or is_dropped("broadcast", group.name):
-        return _Done(x)
+        return Done(x)
     return start("broadcast", x, group, lambda: transport.broadcast(x, group, src))
 
 

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Generic
 
 from labkit.parallel.collectives import Pending
-from labkit.parallel.groups import Group, ParallelGroups
+from labkit.parallel.groups import ParallelGroups
+from labkit.parallel.lanes import Lane
 from labkit.parallel.p2p import second_communicator
 from labkit.parallel.payload import Format, Name, Payload, arrived, start_receive, start_send
 
@@ -30,8 +31,44 @@ FEW = 2
 that has slept finds none of the code in its caches."""
 
 
+class _Inbox(Generic[Name]):
+    """What comes from one rank."""
+
+    __slots__ = ("arriving", "due", "lane", "open")
+
+    def __init__(self, lane: Lane, due: Sequence[Name]) -> None:
+        self.lane, self.due = lane, deque(due)
+        self.arriving: dict[Name, list[Pending]] = {}
+        """Posted and not fetched yet."""
+        self.open = 0
+        """Their number."""
+
+    def post(self, form: Format[Name]) -> None:
+        """Open the next receive."""
+        name = self.due.popleft()
+        self.arriving[name] = start_receive(name, form, self.lane)
+        self.open += 1
+
+    def post_up_to(self, count: int, form: Format[Name]) -> None:
+        """Open receives until so many are."""
+        while self.open < count and self.due:
+            self.post(form)
+
+
+class _Outbox:
+    """What goes to one rank."""
+
+    __slots__ = ("lane", "sent")
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.sent: deque[tuple[int, list[Pending]]] = deque()
+        """What may be under way, with the position of the action that reads it; oldest first, and so read first."""
+
+
 class Mailbox(Generic[Name]):
-    """The messages of one rank during one run of a schedule. Ranks count from 0 within the pipeline."""
+    """The messages of one rank during one run of a schedule. Ranks count from 0 within the pipeline, and so do the
+    actions of each rank."""
 
     def __init__(
         self,
@@ -51,69 +88,68 @@ class Mailbox(Generic[Name]):
         """
         self._groups, self._form, self._greet = groups, form, greet
         self._second = second_communicator(groups)
-        self._due = {source: deque(names) for source, names in incoming.items()}
-        self._arriving: dict[Name, list[Pending]] = {}
-        self._open = dict.fromkeys(self._due, 0)
+        self._inboxes = {source: _Inbox(self._lane(source), names) for source, names in incoming.items()}
+        self._outboxes: dict[int, _Outbox] = {}
         self._greeted: set[int] = set()
-        self._outgoing: dict[int, deque[tuple[Name, list[Pending]]]] = {}
         self._ahead = AHEAD.get(groups.backend, 1) if post_ahead and not form.variable_lengths else 0
         if greet is None:
-            for source in self._due:
-                self._post_ahead(source)
+            for inbox in self._inboxes.values():
+                inbox.post_up_to(self._ahead, form)
+
+    def _lane(self, source: int, target: int | None = None) -> Lane:
+        """From another rank to this one, or from this one to another."""
+        rank, form = self._groups.pp.rank, self._form
+        group = self._groups.pp if source < (rank if target is None else target) else self._second
+        return Lane(group, source if target is None else target, form.device)
 
     def _meet(self, rank: int) -> None:
-        if self._greet is not None and rank not in self._greeted:
+        assert self._greet is not None
+        if rank not in self._greeted:
             self._greeted.add(rank)
             self._greet(rank)
 
-    def _channel(self, source: int, target: int) -> Group:
-        return self._groups.pp if source < target else self._second
+    def send(self, name: Name, payload: Payload, target: int, read_at: int) -> None:
+        """Start sending. The storages must not be written to until the end of the run; the tensors may be shrunk.
 
-    def send(self, name: Name, payload: Payload, target: int) -> None:
-        """Start sending. The storages must not be written to until the end of the run; the tensors may be shrunk."""
-        self._meet(target)
-        pending = start_send(name, payload, self._form, self._channel(self._groups.pp.rank, target), target)
-        self._outgoing.setdefault(target, deque()).append((name, pending))
-
-    def _post_ahead(self, source: int) -> None:
-        while self._open[source] < self._ahead and self._due[source]:
-            self._post(source)
-
-    def _post(self, source: int) -> None:
-        name = self._due[source].popleft()
-        group = self._channel(source, self._groups.pp.rank)
-        self._arriving[name] = start_receive(name, self._form, group, source)
-        self._open[source] += 1
+        read_at: position of the action of `target` that reads it.
+        """
+        if self._greet is not None:
+            self._meet(target)
+        outbox = self._outboxes.get(target)
+        if outbox is None:
+            outbox = self._outboxes[target] = _Outbox(self._lane(self._groups.pp.rank, target))
+        outbox.sent.append((read_at, start_send(name, payload, self._form, outbox.lane)))
 
     def fetch(self, name: Name, source: int) -> Payload:
         """Wait for `name`; returns leaves that collect a gradient."""
-        self._meet(source)
-        while name not in self._arriving:
-            self._post(source)
-        payload = arrived(self._arriving.pop(name))
-        self._open[source] -= 1
-        if not self._open[source]:
-            self._post_ahead(source)
+        if self._greet is not None:
+            self._meet(source)
+        inbox = self._inboxes[source]
+        while name not in inbox.arriving:
+            inbox.post(self._form)
+        payload = arrived(inbox.arriving.pop(name))
+        inbox.open -= 1
+        if not inbox.open:
+            inbox.post_up_to(self._ahead, self._form)
         return payload
 
     def refill(self) -> None:
-        """Open receives where few are left. Called when nobody waits for this rank: after it has sent."""
-        for source, count in self._open.items():
-            if count < FEW:
-                self._post_ahead(source)
+        """Open receives where few are left. Called where this rank is about to wait itself."""
+        for inbox in self._inboxes.values():
+            if inbox.open < FEW and inbox.due:
+                inbox.post_up_to(self._ahead, self._form)
 
-    def release(self, target: int, is_read: Callable[[Name], bool]) -> None:
-        """Let go of the sends to `target` of which it is known that they were received: they are the oldest ones up to
-        the first that `is_read` denies."""
-        outgoing = self._outgoing.get(target)
-        while outgoing and is_read(outgoing[0][0]):
-            for pending in outgoing.popleft()[1]:
+    def release(self, target: int, position: int) -> None:
+        """`target` has run its actions up to `position`: let go of what these read."""
+        outbox = self._outboxes.get(target)
+        while outbox is not None and outbox.sent and outbox.sent[0][0] <= position:
+            for pending in outbox.sent.popleft()[1]:
                 pending.collect()
 
     def close(self) -> None:
         """Complete every send."""
-        for messages in self._outgoing.values():
-            for _, pending in messages:
+        for outbox in self._outboxes.values():
+            for _, pending in outbox.sent:
                 for transfer in pending:
                     transfer.wait()
-        self._outgoing.clear()
+        self._outboxes.clear()

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from labkit.parallel.collectives import Pending, comm_scope, irecv, isend
-from labkit.parallel.groups import Group
-from labkit.parallel.ledger import is_watched
+from labkit.parallel.lanes import Lane
 
 Name = TypeVar("Name", bound=Hashable)
 """What a message is called; prints as what the ledger should call it."""
@@ -41,13 +40,14 @@ class Format(Generic[Name]):
     """Where received tensors go."""
     variable_lengths: bool = False
     """Sizes go ahead of each message."""
+    only_shape: tuple[int, ...] | None = None
+    """The shape, if every message is one tensor of the same fixed shape, as nearly always."""
 
     def check(self, name: Name, payload: Payload, source: int, target: int) -> None:
         """Raise ValueError, naming both ranks and both shapes, if `payload` is not what `target` will expect."""
-        expected = self.shapes(name)
-        usual = len(payload) == len(expected) == 1 and not self.variable_lengths
-        if usual and payload[0].shape == expected[0] and payload[0].dtype == self.dtype:
+        if len(payload) == 1 and payload[0].shape == self.only_shape and payload[0].dtype == self.dtype:
             return
+        expected = self.shapes(name)
         given = tuple(tuple(tensor.shape) for tensor in payload)
         if len(given) != len(expected):
             raise ValueError(
@@ -79,41 +79,30 @@ def _scope(name: Name, form: Format[Name]) -> comm_scope:
     return comm_scope(layer=str(name), phase=form.phase(name))
 
 
-def start_send(name: Name, payload: Payload, form: Format[Name], group: Group, target: int) -> list[Pending]:
-    """Start sending to rank `target` of the group, sizes first where lengths vary. The storages must stay as they are
-    until all is complete; the tensors themselves may be shrunk."""
-    form.check(name, payload, group.rank, target)
-    peer = group.ranks[target]
-    if not is_watched():  # words are not made for nobody, at every message of a rank that has just slept
-        return _send(payload, form, group, peer)
+def start_send(name: Name, payload: Payload, form: Format[Name], lane: Lane) -> list[Pending]:
+    """Start sending, sizes first where lengths vary. The storages must stay as they are until all is complete; the
+    tensors themselves may be shrunk."""
+    form.check(name, payload, lane.group.rank, lane.position)
+    if form.only_shape is not None and lane.is_plain():
+        return [lane.send(payload[0].detach())]
     with _scope(name, form):
-        return _send(payload, form, group, peer)
+        pending = []
+        if form.variable_lengths:
+            sizes = torch.tensor([tensor.shape for tensor in payload], dtype=torch.int64, device=form.device)
+            pending.append(isend(sizes, lane.group, lane.peer))
+        return pending + [isend(tensor.detach(), lane.group, lane.peer) for tensor in payload]
 
 
-def _send(payload: Payload, form: Format[Any], group: Group, peer: int) -> list[Pending]:
-    if len(payload) == 1 and not form.variable_lengths:
-        return [isend(payload[0].detach(), group, peer)]
-    pending = []
-    if form.variable_lengths:
-        sizes = torch.tensor([tensor.shape for tensor in payload], dtype=torch.int64, device=form.device)
-        pending.append(isend(sizes, group, peer))
-    return pending + [isend(tensor.detach(), group, peer) for tensor in payload]
-
-
-def start_receive(name: Name, form: Format[Name], group: Group, source: int) -> list[Pending]:
-    """Start receiving from rank `source` of the group. Where lengths vary this waits for the sizes."""
-    peer, shapes = group.ranks[source], form.shapes(name)
-    if not is_watched():
-        return _receive(shapes, form, group, peer)
+def start_receive(name: Name, form: Format[Name], lane: Lane) -> list[Pending]:
+    """Start receiving. Where lengths vary this waits for the sizes."""
+    if form.only_shape is not None and lane.is_plain():
+        return [lane.receive(torch.empty(form.only_shape, dtype=form.dtype, device=form.device))]
     with _scope(name, form):
-        return _receive(shapes, form, group, peer)
-
-
-def _receive(shapes: Shapes, form: Format[Any], group: Group, peer: int) -> list[Pending]:
-    if form.variable_lengths:
-        sizes = torch.empty(len(shapes), 3, dtype=torch.int64, device=form.device)
-        shapes = tuple(tuple(row) for row in irecv(sizes, group, peer).wait().tolist())
-    return [irecv(buffer, group, peer) for buffer in form.buffers(shapes)]
+        shapes = form.shapes(name)
+        if form.variable_lengths:
+            sizes = torch.empty(len(shapes), 3, dtype=torch.int64, device=form.device)
+            shapes = tuple(tuple(row) for row in irecv(sizes, lane.group, lane.peer).wait().tolist())
+        return [irecv(buffer, lane.group, lane.peer) for buffer in form.buffers(shapes)]
 
 
 def arrived(pending: list[Pending]) -> Payload:

@@ -77,7 +77,12 @@ _LAZY = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
 def start_may_block(x: Tensor) -> bool:
     """Whether starting a transfer of x can take as long as another rank likes: staging waits for a GPU, NCCL connects
     lazily, torch's debug mode compares calls first. All else begins in the background."""
-    return x.is_cuda or _LAZY or _checked_by_torch()
+    return x.is_cuda or host_start_may_block()
+
+
+def host_start_may_block() -> bool:
+    """The same of any tensor in host memory; it does not change."""
+    return _LAZY or _checked_by_torch()
 
 
 @cache
@@ -283,7 +288,7 @@ def broadcast(x: Tensor, group: Group, src: int) -> Finish:
     return finish
 
 
-def _process_group(group: Group) -> dist.ProcessGroup:
+def process_group_of(group: Group) -> dist.ProcessGroup:
     """Sending through it spares what `dist.isend` checks around the same call, 40 us where a rank has just slept."""
     assert group.process_group is not None, f"{group.name} has no process group"
     return group.process_group
@@ -294,7 +299,7 @@ def send(x: Tensor, group: Group, dst: int) -> Finish:
     source = (to_host(x) if x.is_cuda and on_gloo(x, group) else x).contiguous()
     if _checked_by_torch():
         message_check.check("send", source, group.process_group, dst)
-    work = _process_group(group).send([source], group.ranks.index(dst), 0)
+    work = process_group_of(group).send([source], group.ranks.index(dst), 0)
     return lambda: (work.wait(), x, source)[1]  # the closure keeps the staged copy alive until it is sent
 
 
@@ -305,7 +310,7 @@ def recv(x: Tensor, group: Group, src: int) -> Finish:
     buffer = x if direct else (host_buffer(x) if staged else torch.empty_like(x, memory_format=torch.contiguous_format))
     if _checked_by_torch():
         message_check.check("recv", buffer, group.process_group, src)
-    work = _process_group(group).recv([buffer], group.ranks.index(src), 0)
+    work = process_group_of(group).recv([buffer], group.ranks.index(src), 0)
 
     def finish() -> Tensor:
         work.wait()

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.parallel import transport
-from labkit.parallel.collectives import Pending, recordable, start
+from labkit.parallel.collectives import recordable
 from labkit.parallel.groups import Group
 from labkit.parallel.ledger import is_dropped
+from labkit.parallel.pending import Pending, start
 
 __all__ = ["all_gather_unequal", "reduce_scatter_unequal"]
 

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -49,8 +49,7 @@ Transport = Literal["posted", "batched", "even_odd", "blocking"]
 """How messages travel."""
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """An activation (F) or a gradient (B) on its way from one stage to a neighbouring one; prints as `1F0>2`."""
 
     kind: str

@@ -38,7 +38,7 @@ from labkit.schedules.ir import EVENT_KINDS, Schedule
 from labkit.schedules.lowering import Message, Program, Step, Transport, lower
 from labkit.schedules.partial_checkpoints import kept_whole
 from labkit.schedules.reading import reader
-from labkit.schedules.shapes import TensorShape, shapes_of_messages
+from labkit.schedules.shapes import TensorShape, only_shape, shapes_of_messages
 from labkit.schedules.transports import transfers
 from labkit.schedules.verifier import verify
 
@@ -131,12 +131,14 @@ class PipelineRuntime:
         """By chunk, the modules that want to know whose forward is next: those that have a CUDA graph for each."""
         schedule.derived(f"verified, {transport}", lambda rows: verify(rows, transport))
         self.shapes = shapes = shapes_of_messages(tensor_shape, schedule.num_stages)
+        varying = variable_seq_lengths or tensor_shape is None
         self.form = Format[Message](
             lambda message: shapes[min(message.from_stage, message.to_stage)],
             lambda message: "forward" if message.kind == "F" else "backward",
             dtype or autocast_dtype or _dtype_of(self.chunks),
             groups.device,
-            variable_seq_lengths or tensor_shape is None,
+            varying,
+            None if varying else only_shape(shapes),
         )
         second_communicator(groups)
         self._agreed: set[bool] = set()
@@ -228,38 +230,46 @@ class _Step:
         """Of each microbatch's loss on its way backward; 1 where it has none here."""
         self.num_tokens = torch.zeros((), dtype=torch.int64, device=runtime.groups.device)
         self.clock = stream_clock(runtime.groups.device)
+        self.observed = active_recorder() is not None or runtime.timers is not None
+        """Whether somebody measures the actions of this run; otherwise nothing is made around them."""
 
     def walk(self) -> None:
         """Run the row."""
-        runtime = self.runtime
+        runtime, run = self.runtime, self._run_observed if self.observed else self._run
         with GradientSync(() if self.forward_only else runtime.chunks, **runtime.sync_functions) as sync:
             for step in self.program.steps:
                 received = self.transfers.take(step)
-                sync.before(step)
-                made = self._run(step, received)
+                is_due = step.ends_chunk or step.param_gather or step.grad_sync
+                if is_due:
+                    sync.before(step)
+                made = run(step, received)
                 self.transfers.give(step, made)
                 if step.action.kind == "F":
                     self._after_send(step, made)
-                sync.after(step)
+                if is_due:
+                    sync.after(step)
             self.transfers.close()
 
     def _run(self, step: Step, received: Payload | None) -> Payload | None:
-        if step.action.kind == "F":
+        kind = step.action.kind
+        if kind == "F":
             return self._forward(step, received)
-        with _measured(step, self.clock), _timed(self.runtime.timers, "backward-compute", 2):
-            return self._weight(step) if step.action.kind == "W" else self._backward(step, received)
+        return self._weight(step) if kind == "W" else self._backward(step, received)
+
+    def _run_observed(self, step: Step, received: Payload | None) -> Payload | None:
+        timer = "forward-compute" if step.action.kind == "F" else "backward-compute"
+        with _measured(step, self.clock), _timed(self.runtime.timers, timer, 2):
+            return self._run(step, received)
 
     def _forward(self, step: Step, received: Payload | None) -> Payload:
         action, runtime = step.action, self.runtime
         chunk = runtime.chunks[step.chunk]
-        with _measured(step, self.clock), _timed(runtime.timers, "forward-compute", 2):
-            if received is not None:
-                given = received[0] if len(received) == 1 else list(received)
-                chunk.set_input_tensor(given)  # pyright: ignore[reportCallIssue]
-            with _autocast(runtime):  # without the loss function, as Megatron does
-                output, loss_func = self._forward_step(step, chunk)
-            if action.stage == runtime.schedule.num_stages - 1:
-                output = self._loss(action.microbatch, output, loss_func)
+        if received is not None:
+            given = received[0] if len(received) == 1 else list(received)
+            chunk.set_input_tensor(given)  # pyright: ignore[reportCallIssue]
+        output, loss_func = self._forward_step(step, chunk)
+        if action.stage == runtime.schedule.num_stages - 1:
+            output = self._loss(action.microbatch, output, loss_func)
         made = (output,) if isinstance(output, Tensor) else tuple(output)
         if not self.forward_only:
             self.saved[action.stage, action.microbatch] = (received, made)
@@ -267,18 +277,21 @@ class _Step:
 
     def _forward_step(self, step: Step, chunk: nn.Module) -> tuple[Any, Callable[..., Any] | None]:
         source = self.iterators[step.chunk]
-        action, kept_whole = step.action, self.runtime.kept_whole
+        action, runtime = step.action, self.runtime
         source.reads(action.microbatch)
-        for module in self.runtime.counting[step.chunk]:
+        for module in runtime.counting[step.chunk]:
             module.current_microbatch = action.microbatch  # type: ignore[assignment]
-        if kept_whole is not None:
-            chunk.set_activation_checkpointing((action.stage, action.microbatch) not in kept_whole)  # pyright: ignore[reportCallIssue]
+        if runtime.kept_whole is not None:
+            chunk.set_activation_checkpointing((action.stage, action.microbatch) not in runtime.kept_whole)  # pyright: ignore[reportCallIssue]
         try:
-            return self.runtime.forward_step_func(source.iterator, chunk)
+            if runtime.autocast_dtype is None:
+                return runtime.forward_step_func(source.iterator, chunk)
+            with torch.autocast(runtime.groups.device.type, dtype=runtime.autocast_dtype):  # not the loss function, as
+                return runtime.forward_step_func(source.iterator, chunk)  # in Megatron
         except StopIteration as error:
             raise source.ran_short(step) from error
         finally:
-            if kept_whole is not None:
+            if runtime.kept_whole is not None:
                 chunk.set_activation_checkpointing(True)  # pyright: ignore[reportCallIssue]
 
     def _loss(self, microbatch: int, output: Any, loss_func: Callable[..., Any] | None) -> Any:
@@ -336,13 +349,12 @@ class _Step:
                 loss, weight = self.runtime.grad_scaler(loss * weight), 1.0
             assert loss.numel() == 1, "only a scalar loss goes backward by itself"
             outputs, received = (loss,), (torch.full_like(loss, weight),)
-        put_off = step.action.kind == "I"
-        with self.weight_gradients.collecting(key) if put_off else _NOTHING:
+        if step.action.kind == "I":
+            with self.weight_gradients.collecting(key):
+                custom_backward(outputs, received)
+        else:
             custom_backward(outputs, received)
-        if inputs is None:
-            return None
-        # A stage that does not use its input still owes its neighbour a gradient.
-        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)
+        return None if inputs is None else tuple(map(_gradient, inputs))
 
     def _weight(self, step: Step) -> None:
         """W: the weight gradients that I put off; the activations they were kept for go with them."""
@@ -359,10 +371,15 @@ def _dtype_of(chunks: Sequence[nn.Module]) -> torch.dtype:
     return next(floating, torch.get_default_dtype())
 
 
+def _gradient(x: Tensor) -> Tensor:
+    """Of a stage's input. A stage that does not use it still owes its neighbour one."""
+    return torch.zeros_like(x) if x.grad is None else x.grad
+
+
 def _measured(step: Step, clock: StreamClock | None) -> AbstractContextManager[None]:
     """An Event for the step; on a GPU of when it ran there, which is known at the end of the run."""
     if active_recorder() is None:
-        return _NOTHING  # after an idle wait every line of Python is cold, and slow
+        return _NOTHING
     action = step.action
     return span_on(clock, str(action), EVENT_KINDS[action.kind], microbatch=action.microbatch, chunk=step.chunk)
 
@@ -379,9 +396,3 @@ def _running(timer: Any) -> Iterator[None]:
         yield
     finally:
         timer.stop()
-
-
-def _autocast(runtime: PipelineRuntime) -> AbstractContextManager[Any]:
-    if runtime.autocast_dtype is None:
-        return _NOTHING
-    return torch.autocast(runtime.groups.device.type, dtype=runtime.autocast_dtype)

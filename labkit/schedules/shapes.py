@@ -35,6 +35,12 @@ def shapes_of_messages(tensor_shape: TensorShape, num_stages: int) -> list[tuple
     return [tuple(tuple(int(size) for size in shape) for shape in shapes) for shapes in given]
 
 
+def only_shape(shapes: Sequence[tuple[Shape, ...]]) -> Shape | None:
+    """The shape of every message, if they are all one tensor of the same shape."""
+    kinds = set(shapes)
+    return next(iter(kinds))[0] if len(kinds) == 1 and all(len(kind) == 1 for kind in kinds) else None
+
+
 def sequence_shapes(
     groups: ParallelGroups,
     *,

@@ -51,17 +51,10 @@ class _Local:
     def __init__(self) -> None:
         self._kept: dict[Message, Payload] = {}
 
-    def keep(self, step: Step, made: Payload | None) -> tuple[Message, Payload] | None:
-        """Keep what `step` made if the next stage is here; returns it with its message if it has to travel."""
-        message = step.gives
-        if message is None:
-            return None
-        assert made is not None
-        if not message.is_local:
-            return message, made
+    def keep(self, message: Message, made: Payload) -> None:
+        """Keep what the next stage, which is here, will read."""
         detached = (x.detach() for x in made)
         self._kept[message] = tuple(x.requires_grad_(x.is_floating_point()) for x in detached)
-        return None
 
     def pop(self, message: Message) -> Payload:
         return self._kept.pop(message)
@@ -73,30 +66,42 @@ class Posted:
     def __init__(self, mailbox: Mailbox[Message]) -> None:
         self._mailbox, self._local = mailbox, _Local()
         self._fetched: list[Message] = []
-        """Messages that came since this rank last sent."""
+        """Messages that came and may have shown that sends were read."""
 
     def take(self, step: Step) -> Payload | None:
         """Wait for what the action reads."""
         message = step.needs
-        if message is None:
-            return None
-        return self._local.pop(message) if message.is_local else self._fetch(message)
+        if message is not None and not message.is_local:
+            return self._fetch(message)
+        if step.action.kind == "F":
+            self._tidy()  # it is about to make activations: first let go of those that were read
+        return None if message is None else self._local.pop(message)
 
     def _fetch(self, message: Message) -> Payload:
+        self._tidy()
         payload = self._mailbox.fetch(message, message.source)
         self._fetched.append(message)
         return payload
 
-    def give(self, step: Step, made: Payload | None) -> None:
-        """Start sending; then do what no other rank waits for: let go of sends that were read, open receives."""
-        if leaving := self._local.keep(step, made):
-            message, payload = leaving
-            self._mailbox.send(message, payload, message.target)
+    def _tidy(self) -> None:
+        """Let go of sends that were read, open receives. No other rank waits for that: it is done before this one waits
+        itself, where it costs nothing, and not between two actions that follow each other at once."""
         while self._fetched:
             came = self._fetched.pop()
             # The source made this message after reading everything that it consumed up to there.
-            self._mailbox.release(came.source, lambda sent: sent.consumed <= came.produced)  # noqa: B023 - called here
+            self._mailbox.release(came.source, came.produced)
         self._mailbox.refill()
+
+    def give(self, step: Step, made: Payload | None) -> None:
+        """Start sending."""
+        message = step.gives
+        if message is None:
+            return
+        assert made is not None
+        if message.is_local:
+            self._local.keep(message, made)
+        else:
+            self._mailbox.send(message, made, message.target, message.consumed)
 
     def close(self) -> None:
         """Complete the sends."""
@@ -115,7 +120,9 @@ class SlottedMailbox(Posted):
         """Receive what the slot before the action brings, and give what the action reads of it."""
         self._receive(step.transfers)
         message = step.needs
-        return self._received.pop(message) if message in self._received else super().take(step)
+        if message is not None and message in self._received:
+            return self._received.pop(message)
+        return super().take(step)
 
     def _receive(self, slot: tuple[Transfer, ...]) -> None:
         for transfer in slot:
@@ -152,9 +159,14 @@ class Slotted:
 
     def give(self, step: Step, made: Payload | None) -> None:
         """Keep it for the slot after the action."""
-        if leaving := self._local.keep(step, made):
-            message, payload = leaving
-            self._made[message] = tuple(x.detach() for x in payload)  # the tensors themselves may be shrunk before
+        message = step.gives
+        if message is None:
+            return
+        assert made is not None
+        if message.is_local:
+            self._local.keep(message, made)
+        else:
+            self._made[message] = tuple(x.detach() for x in made)  # the tensors themselves may be shrunk before
 
     def close(self) -> None:
         """Do the slot after the last action."""

@@ -1,0 +1,163 @@
+"""A transfer between its start and its end.
+
+Whoever starts one gets a `Pending`. What a start owes to others is done in `start`: it counts the call, books it where
+a ledger or a hook asks, and names it while it blocks. `Lane` starts messages by a shorter way where nobody asks.
+
+All of this is done between two actions of a pipeline, by a rank that has just slept and finds none of the code in its
+caches: a line of Python costs several times what it costs in a loop. So nothing is made here that nobody will read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from labkit.events import EventRecorder, active_recorder
+from labkit.launch import waiting
+from labkit.parallel import transport
+from labkit.parallel.capturing import GraphCaptureError, active_capture, call_site
+from labkit.parallel.groups import Group
+from labkit.parallel.ledger import book, delay_of, is_watched
+
+Finish = Callable[[], Tensor]
+"""Waits for a transfer and returns its result."""
+
+issued: Counter[tuple[str, int]] = Counter()
+"""Calls so far by (group name, first rank): the number in `all_reduce tp #12`. Ranks that disagree on it lost step."""
+
+
+class Pending:
+    """A transfer under way. `wait()` returns its result; further calls return the same tensor at once.
+
+    Until then neither read the output nor write the input.
+    """
+
+    __slots__ = ("_finish", "_group", "_kind", "_not_before", "_number", "_operation", "_result", "_started", "_x")
+
+    def __init__(
+        self, operation: str, x: Tensor, group: Group, number: int, kind: str, finish: Finish | None, delay: float = 0.0
+    ) -> None:
+        self._operation, self._x, self._group, self._number, self._kind = operation, x, group, number, kind
+        self._finish = finish
+        self._result: Tensor | None = None
+        self._started = time.perf_counter()
+        self._not_before = self._started + delay if delay else 0.0
+
+    @property
+    def _name(self) -> str:
+        return f"{self._operation} {self._group.name}"
+
+    @property
+    def _label(self) -> str:
+        """What a hang is reported with; made where something may block, which most starts do not."""
+        return f"{self._operation} {self._group.name} #{self._number} {_described(self._x.shape, self._x.dtype)}"
+
+    def begin(self, finish_of: Callable[[], Finish]) -> Pending:
+        """Start the transfer."""
+        if transport.start_may_block(self._x):
+            with waiting(self._label):
+                self._finish = finish_of()
+        else:
+            self._finish = finish_of()
+        return self
+
+    def wait(self) -> Tensor:
+        """Block until the transfer is complete and return its result."""
+        return self._complete(waits=True)
+
+    def collect(self) -> Tensor:
+        """`wait()` for a transfer known to be done, as a send is when its answer is here: nothing to announce."""
+        return self._complete(waits=False, announced=False)
+
+    def _complete(self, waits: bool, announced: bool = True) -> Tensor:
+        finish = self._finish
+        if finish is None:
+            assert self._result is not None
+            return self._result
+        if active_capture() is not None:
+            raise GraphCaptureError(
+                f"{call_site(__file__)}: {self._name} was started before the capture of this graph; a CUDA graph holds "
+                "only what begins and ends in it. Wait for it before the captured part"
+            )
+        recorder = active_recorder()
+        if recorder is not None or self._not_before:
+            result = self._observed(finish, recorder, waits, announced)
+        elif announced:
+            with waiting(self._label):
+                result = finish()
+        else:
+            result = finish()
+        self._finish, self._result, self._x = None, result, result  # its input may be freed from here on
+        return result
+
+    def _observed(self, finish: Finish, recorder: EventRecorder | None, waits: bool, announced: bool) -> Tensor:
+        """`finish()`, no sooner than a `delayed` block allows, and an Event of it."""
+        blocked = time.perf_counter()
+        if announced:
+            with waiting(self._label):
+                result = self._in_due_time(finish)
+        else:
+            result = self._in_due_time(finish)
+        if recorder is not None:
+            end = time.perf_counter()
+            if waits:
+                recorder.add(f"wait {self._name}", "wait", blocked, end)
+            if 0.0 < self._not_before < blocked:
+                end = self._not_before  # nobody saw it end; when it did, the delay knows
+            recorder.add(self._name, self._kind, self._started, end, bytes=_bytes(self._x))
+        return result
+
+    def _in_due_time(self, finish: Finish) -> Tensor:
+        result = finish()
+        if self._not_before:
+            time.sleep(max(0.0, self._not_before - time.perf_counter()))
+        return result
+
+
+class Done(Pending):
+    """What a group of size 1, or a dropped call, returns: complete from the start, and silent."""
+
+    __slots__ = ()
+
+    def __init__(self, result: Tensor) -> None:
+        self._finish, self._result = None, result
+
+
+def start(
+    operation: str,
+    x: Tensor,
+    group: Group,
+    finish_of: Callable[[], Finish],
+    *,
+    kind: str = "collective",
+    kept: int = 0,
+) -> Pending:
+    """Book the call, start it and wrap what finishes it; `kept` bytes of x stay on this rank."""
+    delay = 0.0
+    if is_watched():
+        size = _bytes(x)
+        book(operation, group.name, group.size, size, _word(x.dtype), kept)
+        delay = delay_of(operation, group.name, size)
+    key = (group.name, group.ranks[0])
+    issued[key] = number = issued[key] + 1
+    return Pending(operation, x, group, number, kind, None, delay).begin(finish_of)
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+@lru_cache(1024)
+def _described(shape: torch.Size, dtype: torch.dtype) -> str:
+    """`(4, 8) float32`; the same few shapes come again and again."""
+    return f"{tuple(shape)} {_word(dtype)}"
+
+
+def _word(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
+    return str(dtype)[6:]
