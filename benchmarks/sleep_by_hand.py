@@ -4,10 +4,9 @@ The loop does what a schedule of one stage a rank cannot do without, and nothing
 data, calls the stage, calls autograd, sends. No check, no name, no option. It is
 
 - measured beside the runtimes (`pipeline_sleep.py`), so that a reader can tell machinery from machine;
-- the instrument that tells how long autograd, and on the last stage the loss, take around a stage's sleep. The bound
-  counts stages of F and B seconds, so stages sleep that much less, in every runtime alike. A pass that follows another
-  at once would take a third of it: a rank that has slept finds its code in no cache. So it is taken from passes in
-  their place in a pipeline.
+- the clock of the stages. A pass takes its sleep and what autograd, and on the last stage the loss, take around it: the
+  bound of a step is that of these passes. One that follows another at once would take a third of that: a rank that has
+  slept finds its code in no cache. So passes are timed in their place in a pipeline, beside what is compared.
 """
 
 from __future__ import annotations
@@ -21,14 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.models import SleepingStage
-from labkit.models.sleeping import Overhead
 from labkit.parallel import ParallelGroups
 from labkit.parallel.deallocation import custom_backward
 from labkit.parallel.p2p import second_communicator
 from labkit.parallel.weight_grad_store import WeightGradStore
 
-MOST = 0.1
-"""Share of a sleep that it is shortened by at most, whatever a disturbed measurement says."""
 Passes = dict[str, list[float]]
 """Seconds of each forward, backward, input_grad and weight_grad."""
 
@@ -39,13 +35,13 @@ def one_f_one_b_by_hand(
     microbatches: int,
     shape: tuple[int, ...],
     *,
+    passes: Passes,
     split: bool = False,
-    passes: Passes | None = None,
 ) -> Callable[[], None]:
     """One step, to be called on every rank of the pipeline.
 
-    split: computes each backward as input gradient, send, weight gradient.
     passes: takes the seconds of each pass.
+    split: computes each backward as input gradient, send, weight gradient.
     """
     rank, last = groups.pp.rank, groups.pp.size - 1
     down, up = groups.pp.process_group, second_communicator(groups).process_group
@@ -70,8 +66,7 @@ def one_f_one_b_by_hand(
             start = clock()
             stage.set_input_tensor(x)
             y = stage(x) if returning else stage(x).mean()
-            if passes is not None:
-                passes["forward"].append(clock() - start)
+            passes["forward"].append(clock() - start)
             if returning:
                 sent.append(down.send([y.detach()], rank + 1, 0))
             saved[i] = x, y
@@ -88,16 +83,14 @@ def one_f_one_b_by_hand(
                     custom_backward(y, dy)
             else:
                 custom_backward(y, dy)
-            if passes is not None:
-                passes["input_grad" if split else "backward"].append(clock() - start)
+            passes["input_grad" if split else "backward"].append(clock() - start)
             if arriving:
                 assert x.grad is not None
                 sent.append(up.send([x.grad], rank - 1, 0))
             if split:
                 start = clock()
                 store.run(i)
-                if passes is not None:
-                    passes["weight_grad"].append(clock() - start)
+                passes["weight_grad"].append(clock() - start)
 
         ahead = min(last - rank, microbatches)
         for i in range(ahead):
@@ -132,23 +125,3 @@ def hop_seconds(groups: ParallelGroups, *, pause: float = 0.010, count: int = 60
     seconds = torch.tensor(statistics.median(times) if times else 0.0, dtype=torch.float64)
     dist.broadcast(seconds, groups.pp.ranks[1])
     return seconds.item()
-
-
-def measured_overhead(
-    groups: ParallelGroups, seconds: float, shape: tuple[int, ...], *, microbatches: int = 8, steps: int = 3
-) -> Overhead:
-    """How long autograd takes around the sleeps of this rank's stage: medians of passes in their place in a pipeline.
-
-    seconds: of F, I and W each. The first step opens the connections and is not counted.
-    """
-    taken: Passes = {"forward": [], "backward": [], "input_grad": [], "weight_grad": []}
-    stage = SleepingStage((seconds, seconds, seconds))
-    for split in (False, True):
-        one_f_one_b_by_hand(groups, stage, microbatches, shape, split=split)()
-        step = one_f_one_b_by_hand(groups, stage, microbatches, shape, split=split, passes=taken)
-        for _ in range(steps):
-            dist.barrier()
-            step()
-    slept = {"forward": seconds, "backward": 2 * seconds, "input_grad": seconds, "weight_grad": seconds}
-    beside = {name: statistics.median(times) - slept[name] for name, times in taken.items()}
-    return Overhead(**{name: min(found, MOST * slept[name]) for name, found in beside.items()})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,17 +38,6 @@ def _sleep(seconds: float) -> None:
         pass
 
 
-@dataclass(frozen=True)
-class Overhead:
-    """Seconds that each pass of a stage takes beside its sleep: what autograd does around it."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    """Of a whole backward."""
-    input_grad: float = 0.0
-    weight_grad: float = 0.0
-
-
 class _Sleep(torch.autograd.Function):
     """forward: sleep, y = x + shift; dx = dy after the input gradient's sleep; dshift = sum of dy after the weight's.
 
@@ -57,37 +45,34 @@ class _Sleep(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shift: Tensor, stage: SleepingStage) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shift: Tensor, seconds: tuple[float, float, float]) -> Tensor:
         ctx.save_for_backward(shift)
-        ctx.stage = stage
-        _sleep(stage.seconds[0] - stage.overhead.forward)
+        ctx.seconds = seconds
+        _sleep(seconds[0])
         return x + shift
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,), (shift,) = grads, ctx.saved_tensors
-        (_, input_grad, weight_grad), overhead = ctx.stage.seconds, ctx.stage.overhead
+        _, input_grad, weight_grad = ctx.seconds
 
         def compute() -> list[Tensor]:
-            _sleep(weight_grad - overhead.weight_grad)
+            _sleep(weight_grad)
             return [dy.sum(dim=(0, 1))]
 
         if deferred([shift], compute):
-            _sleep(input_grad - overhead.input_grad)
+            _sleep(input_grad)
             return dy, None, None
-        _sleep(input_grad + weight_grad - overhead.backward)
+        _sleep(input_grad + weight_grad)
         return dy, dy.sum(dim=(0, 1)), None
 
 
 class SleepingStage(nn.Module):
-    """One stage; `seconds` of its forward, its input gradient and its weight gradient (a full backward takes both).
+    """One stage; `seconds` of its forward, its input gradient and its weight gradient (a full backward takes both)."""
 
-    With `overhead`, which the user measures, the passes take these seconds with what autograd does included.
-    """
-
-    def __init__(self, seconds: tuple[float, float, float], overhead: Overhead | None = None) -> None:
+    def __init__(self, seconds: tuple[float, float, float]) -> None:
         super().__init__()
-        self.seconds, self.overhead = seconds, overhead or Overhead()
+        self.seconds = seconds
         self.shift = nn.Parameter(torch.zeros(_SHAPE[-1]))
         self.x: Tensor | None = None
 
@@ -97,7 +82,7 @@ class SleepingStage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` is read by the first stage alone."""
-        return _Sleep.apply(x if self.x is None else self.x, self.shift, self)  # pyright: ignore[reportReturnType]
+        return _Sleep.apply(x if self.x is None else self.x, self.shift, self.seconds)  # pyright: ignore[reportReturnType]
 
 
 class SleepingLayer(nn.Module):

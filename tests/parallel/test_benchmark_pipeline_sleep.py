@@ -7,17 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from labkit.config import ParallelConfig
 from labkit.events import Event
-from labkit.launch import run
-from labkit.models.sleeping import Overhead
-from labkit.parallel import initialize_model_parallel
 from labkit.schedules import simulate
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import pipeline_sleep
-from pipeline_sleep import BUILDERS, BY_HAND, SHAPE, TORCH, Case, Quiet
-from sleep_by_hand import MOST, measured_overhead
+from pipeline_sleep import BUILDERS, BY_HAND, TORCH, Case, Quiet
 
 
 @pytest.mark.parametrize("case", pipeline_sleep.cases([2, 4, 8], list(BUILDERS)), ids=str)
@@ -32,10 +27,11 @@ def test_a_tiny_run_is_no_faster_than_its_bound(name: str) -> None:
     found = pipeline_sleep.run_case(case, repetitions=2, quiet=Quiet(load=float("inf"), hop=float("inf")))
     beside = {"1F1B": [TORCH, BY_HAND], "interleaved": [TORCH]}.get(name, ["labkit 1F1B"])
     assert list(found.seconds)[1:] == beside
-    bound_ms = found.facts["bound_ms"]
-    assert bound_ms == pytest.approx(1e3 * pipeline_sleep.bound(name, 2, 4, case.unit))
-    least = (1 - MOST) * 1e-3 * bound_ms  # a disturbed calibration takes no more than that from a sleep
-    assert all(seconds >= least for times in found.seconds.values() for seconds in times)
+    slept = pipeline_sleep.bound(name, 2, 4, case.unit)
+    assert 1e-3 * found.facts["bound_ms"] > slept, "passes take their sleep and more"
+    assert all(seconds >= slept for seconds in found.seconds[found.ours])
+    kinds = {"forward", "backward"} if name in pipeline_sleep.BESIDE_TORCH else {"forward", "input_grad", "weight_grad"}
+    assert set(found.facts["pass_ms"]) == kinds
     assert "bubble" not in found.facts and found.rejected, "two repetitions are not quoted"
 
 
@@ -45,18 +41,13 @@ def test_a_row_of_a_disturbed_machine_is_not_quoted() -> None:
     assert "over_bound" not in found.facts and found.facts["bare_message_us"] > 0
 
 
-def overhead_of_a_stage() -> Overhead:
-    """On a rank."""
-    groups = initialize_model_parallel(ParallelConfig(pp=2))
-    return measured_overhead(groups, 0.005, SHAPE, microbatches=4, steps=2)
-
-
-def test_what_autograd_takes_is_measured_and_no_disturbance_shortens_a_sleep_by_more_than_a_tenth() -> None:
-    for overhead in run(overhead_of_a_stage, 2):
-        assert 0 < overhead.forward <= MOST * 0.005
-        assert 0 < overhead.backward <= MOST * 0.010
-        assert 0 < overhead.input_grad <= MOST * 0.005
-        assert 0 < overhead.weight_grad <= MOST * 0.005
+def test_the_bound_is_that_of_the_passes_and_the_last_stage_has_the_loss() -> None:
+    schedule = Case("interleaved", 2, 4).schedule  # four stages on two ranks
+    first = {"forward": [3.0, 1.0, 2.0], "backward": [5.0, 5.0, 4.0]}
+    last = {"forward": [9.0, 2.5, 2.5], "backward": [4.5, 4.5, 1.0]}
+    table = pipeline_sleep.measured_costs(schedule, [first, last]).table(4)
+    assert table[0].tolist() == [2.0, 2.0, 2.0, 2.5]
+    assert table[1].tolist() == [5.0, 5.0, 5.0, 4.5]
 
 
 def test_the_bubble_is_the_idle_share_over_all_ranks() -> None:

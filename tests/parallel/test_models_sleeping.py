@@ -1,15 +1,10 @@
 """Sleeping stages run their row through the real runtime, and each action takes at least its sleep."""
 
-import time
-
 import pytest
-import torch
 
 from labkit.config import ParallelConfig
-from labkit.models import SleepingStage, sleep_through
-from labkit.models.sleeping import Overhead
+from labkit.models import sleep_through
 from labkit.parallel import initialize_model_parallel, single_process_groups
-from labkit.parallel.weight_grad_store import WeightGradStore
 from labkit.schedules import Costs, Schedule, one_f_one_b
 
 LOOPED = Schedule.from_csv("0F0,0F1,2F0,2B0,2F1,2B1,0B0,0B1\n1F0,1F1,3F0,3B0,3F1,3B1,1B0,1B1", "looped")
@@ -37,29 +32,3 @@ def test_events_are_the_row_and_no_shorter_than_the_sleeps(on_ranks, schedule, t
 def test_a_whole_backward_is_refused():
     with pytest.raises(ValueError, match="input_grad and then weight_grad"):
         sleep_through(single_process_groups(device="cpu"), one_f_one_b(1, 1), Costs(backward=0.1))
-
-
-def least_seconds(what, tries=5):
-    """Of a call; a machine that is busy elsewhere makes it longer, never shorter."""
-    found = []
-    for _ in range(tries):
-        start = time.perf_counter()
-        what()
-        found.append(time.perf_counter() - start)
-    return min(found)
-
-
-def test_an_overhead_is_slept_less_in_each_pass():
-    stage = SleepingStage((0.04, 0.05, 0.06), Overhead(forward=0.03, backward=0.08, input_grad=0.03, weight_grad=0.02))
-    data, store = torch.zeros(1, 1, 4), WeightGradStore()
-    keys, outputs = iter(range(100)), [stage(data) for _ in range(10)]
-
-    def input_grad():
-        with store.collecting(next(keys)):
-            outputs.pop().sum().backward()
-
-    assert 0.01 <= least_seconds(lambda: stage(data)) < 0.04
-    assert 0.03 <= least_seconds(lambda: outputs.pop().sum().backward()) < 0.11
-    assert 0.02 <= least_seconds(input_grad) < 0.05
-    done = iter(range(100))
-    assert 0.04 <= least_seconds(lambda: store.run(next(done))) < 0.06
