@@ -100,6 +100,22 @@ class EventRecorder:
             self.events.insert(position, event())
 
 
+observers: list[object] = []
+"""Whoever sees what this process does while a block runs: recorders of Events, ledgers, hooks, graph captures. The list
+is nearly always empty, and then nothing is made for them: code between two actions of a pipeline looks here, once,
+instead of asking each."""
+
+
+@contextmanager
+def observing(observer: object) -> Iterator[None]:
+    """`observer` is one of them inside the block."""
+    observers.append(observer)
+    try:
+        yield
+    finally:
+        observers.remove(observer)
+
+
 _active: EventRecorder | None = None
 
 
@@ -115,7 +131,8 @@ def recording(rank: int) -> Iterator[EventRecorder]:
     outer, mine = _active, EventRecorder(rank)
     _active = mine
     try:
-        yield mine
+        with observing(mine):
+            yield mine
         mine.settle()
     finally:
         _active = outer

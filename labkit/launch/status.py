@@ -69,7 +69,8 @@ class StatusSlot:
             _RECORD.pack_into(self._map, self._start, 1, min(len(encoded), _LONGEST), since, encoded)
 
 
-_slot: StatusSlot | None = None
+current: StatusSlot | None = None
+"""This process's record; None outside a rank."""
 _progress: Callable[[dict[str, Any]], None] | None = None
 
 
@@ -85,12 +86,12 @@ class waiting:
         self._text = text
 
     def __enter__(self) -> None:
-        if _slot is not None:
-            self._outer = _slot.enter(self._text)
+        if current is not None:
+            self._outer = current.enter(self._text)
 
     def __exit__(self, *_: object) -> None:
-        if _slot is not None:
-            _slot.leave(self._outer)
+        if current is not None:
+            current.leave(self._outer)
 
 
 def report_progress(values: Mapping[str, Any]) -> None:
@@ -104,8 +105,8 @@ def report_progress(values: Mapping[str, Any]) -> None:
 
 def attach(slot: StatusSlot | None, progress: Callable[[dict[str, Any]], None] | None) -> None:
     """Make `slot` this process's record and `progress` the receiver of its reports (the launcher calls this)."""
-    global _slot, _progress
-    _slot, _progress = slot, progress
+    global current, _progress
+    current, _progress = slot, progress
 
 
 def create_slots(path: Path, world_size: int) -> None:

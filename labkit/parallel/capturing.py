@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
+from labkit.events import observing
+
 if TYPE_CHECKING:
     from labkit.parallel.collectives import Pending
 
@@ -91,7 +93,8 @@ def graph_capturing(recorder: Recorder | None = None) -> Iterator[None]:
     _state.capturing += 1
     _state.recorder = recorder if recorder is not None else outer
     try:
-        yield
+        with observing(_state):
+            yield
     finally:
         _state.capturing -= 1
         _state.recorder = outer

@@ -12,28 +12,23 @@ import torch
 from torch import Tensor
 
 from labkit.parallel import transport
-from labkit.parallel.capturing import active_capture
 from labkit.parallel.groups import Group
-from labkit.parallel.ledger import is_watched
 from labkit.parallel.pending import Pending, issued
 
 
 class Lane:
     """Messages from this rank to `peer`, or from `peer` to this rank."""
 
-    __slots__ = ("_handle", "_key", "_plain", "group", "peer", "position")
+    __slots__ = ("_handle", "_key", "group", "is_plain", "peer", "position")
 
     def __init__(self, group: Group, position: int, device: torch.device) -> None:
         """position: of the peer in the group. device: where tensors are, at both ends."""
         self.group, self.position, self.peer = group, position, group.ranks[position]
         self._handle = transport.process_group_of(group)
         self._key = (group.name, group.ranks[0])
-        self._plain = device.type == "cpu" and not transport.host_start_may_block()
-
-    def is_plain(self) -> bool:
-        """Whether `send` and `receive` may be used now. If not, `collectives.isend` and `irecv` do what is missing:
-        staging, announcing a start, ledgers and hooks, recording into a graph."""
-        return self._plain and not is_watched() and active_capture() is None
+        self.is_plain = device.type == "cpu" and not transport.host_start_may_block()
+        """Whether `send` and `receive` do all there is to do while nobody observes (`labkit.events.observers`). If not,
+        `collectives.isend` and `irecv` do what is missing: staging, announcing a start, booking, recording."""
 
     def send(self, x: Tensor) -> Pending:
         """Start sending a host tensor."""

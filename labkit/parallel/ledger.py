@@ -17,6 +17,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from labkit.events import observers, observing
+
 
 class Scope(NamedTuple):
     """On whose behalf a call is made."""
@@ -121,10 +123,12 @@ class CommLedger:
 
     def __enter__(self) -> CommLedger:
         _ledgers.append(self)
+        observers.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
         _ledgers.remove(self)
+        observers.remove(self)
 
     def select(
         self,
@@ -209,7 +213,8 @@ _hooks: list[Hook] = []
 def _hooked(hook: Hook) -> Iterator[Hook]:
     _hooks.append(hook)
     try:
-        yield hook
+        with observing(hook):
+            yield hook
     finally:
         _hooks.remove(hook)
 

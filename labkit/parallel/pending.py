@@ -12,13 +12,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from labkit.events import EventRecorder, active_recorder
-from labkit.launch import waiting
+from labkit.events import active_recorder, observers
+from labkit.launch import status, waiting
 from labkit.parallel import transport
 from labkit.parallel.capturing import GraphCaptureError, active_capture, call_site
 from labkit.parallel.groups import Group
@@ -79,30 +80,30 @@ class Pending:
         if finish is None:
             assert self._result is not None
             return self._result
+        if observers:
+            result = self._observed(finish, waits, announced)
+        elif announced and (slot := status.current) is not None:
+            outer = slot.enter(self._label)
+            try:
+                result = self._in_due_time(finish) if self._not_before else finish()
+            finally:
+                slot.leave(outer)
+        else:
+            result = self._in_due_time(finish) if self._not_before else finish()
+        self._finish, self._result, self._x = None, result, result  # its input may be freed from here on
+        return result
+
+    def _observed(self, finish: Finish, waits: bool, announced: bool) -> Tensor:
+        """The same where somebody may want an Event of it, or a graph is being captured."""
         if active_capture() is not None:
             raise GraphCaptureError(
                 f"{call_site(__file__)}: {self._name} was started before the capture of this graph; a CUDA graph holds "
                 "only what begins and ends in it. Wait for it before the captured part"
             )
-        recorder = active_recorder()
-        if recorder is not None or self._not_before:
-            result = self._observed(finish, recorder, waits, announced)
-        elif announced:
-            with waiting(self._label):
-                result = finish()
-        else:
-            result = finish()
-        self._finish, self._result, self._x = None, result, result  # its input may be freed from here on
-        return result
-
-    def _observed(self, finish: Finish, recorder: EventRecorder | None, waits: bool, announced: bool) -> Tensor:
-        """`finish()`, no sooner than a `delayed` block allows, and an Event of it."""
         blocked = time.perf_counter()
-        if announced:
-            with waiting(self._label):
-                result = self._in_due_time(finish)
-        else:
+        with waiting(self._label) if announced else nullcontext():
             result = self._in_due_time(finish)
+        recorder = active_recorder()
         if recorder is not None:
             end = time.perf_counter()
             if waits:
@@ -113,6 +114,7 @@ class Pending:
         return result
 
     def _in_due_time(self, finish: Finish) -> Tensor:
+        """`finish()`, no sooner than a `delayed` block allows."""
         result = finish()
         if self._not_before:
             time.sleep(max(0.0, self._not_before - time.perf_counter()))

@@ -60,19 +60,16 @@ class Message(NamedTuple):
     source: int
     """Rank that sends."""
     target: int
-    """Rank that receives; equal to `source` where both stages are on one rank, and nothing is transferred."""
+    """Rank that receives."""
     produced: int
     """Position of the action that makes it, in the row of `source`."""
     consumed: int
     """Position of the action that needs it, in the row of `target`."""
+    is_local: bool
+    """Whether that is the rank that sends: it holds both stages, and nothing is transferred."""
 
     def __str__(self) -> str:
         return f"{self.from_stage}{self.kind}{self.microbatch}>{self.to_stage}"
-
-    @property
-    def is_local(self) -> bool:
-        """Whether it stays on its rank."""
-        return self.source == self.target
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +192,7 @@ def _between(schedule: Schedule, produced: np.ndarray, consumed: np.ndarray) -> 
         target,
         produced - schedule.offsets[source],
         consumed - schedule.offsets[target],
+        source == target,
     )
     there = ((produced >= 0) & (consumed >= 0)).tolist()
     rows = zip(there, *(column.tolist() for column in columns))

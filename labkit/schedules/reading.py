@@ -18,19 +18,19 @@ class Reader:
 
     def __init__(self, iterator: Any, microbatches: int) -> None:
         self.iterator, self._microbatches = iterator, microbatches
-        self._count = 0
-        """Microbatches that the iterator gave."""
+        self.wanted = 0
+        """Microbatch of the next forward."""
 
-    def reads(self, microbatch: int) -> None:
-        """The next forward is that of `microbatch`."""
-        self._count = microbatch
+    def _given(self) -> int:
+        """Microbatches that the iterator gave."""
+        return self.wanted
 
     def ran_short(self, step: Step) -> ValueError:
         """What to raise where the forward of `step` found no more data."""
         stage, microbatch = step.action.stage, step.action.microbatch
         return ValueError(
             f"stage {stage} (chunk {step.chunk} of its rank) found no data for microbatch {microbatch}: its data "
-            f"iterator had enough for {self._count} of the {self._microbatches} microbatches of a step. Give each "
+            f"iterator had enough for {self._given()} of the {self._microbatches} microbatches of a step. Give each "
             f"chunk an iterator of its own with data for {self._microbatches}, or run fewer microbatches"
         )
 
@@ -42,20 +42,19 @@ class ReorderingReader(Reader):
         super().__init__(self, microbatches)
         self._source = source
         self._kept: dict[int, Any] = {}
-        self._wanted = 0
+        self._count = 0
 
-    def reads(self, microbatch: int) -> None:
-        """The next forward is that of `microbatch`."""
-        self._wanted = microbatch
+    def _given(self) -> int:
+        return self._count
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        while self._wanted not in self._kept:
+        while self.wanted not in self._kept:
             self._kept[self._count] = next(self._source)
             self._count += 1
-        return self._kept.pop(self._wanted)
+        return self._kept.pop(self.wanted)
 
 
 def reader(iterator: Any, program: Program, chunk: int) -> Reader:

@@ -235,14 +235,15 @@ class _Step:
 
     def walk(self) -> None:
         """Run the row."""
-        runtime, run = self.runtime, self._run_observed if self.observed else self._run
+        runtime = self.runtime
         with GradientSync(() if self.forward_only else runtime.chunks, **runtime.sync_functions) as sync:
             for step in self.program.steps:
                 received = self.transfers.take(step)
                 is_due = step.ends_chunk or step.param_gather or step.grad_sync
                 if is_due:
                     sync.before(step)
-                made = run(step, received)
+                run = _Step._observed if self.observed else _RUN[step.action.kind]
+                made = run(self, step, received)
                 self.transfers.give(step, made)
                 if step.action.kind == "F":
                     self._after_send(step, made)
@@ -250,16 +251,11 @@ class _Step:
                     sync.after(step)
             self.transfers.close()
 
-    def _run(self, step: Step, received: Payload | None) -> Payload | None:
+    def _observed(self, step: Step, received: Payload | None) -> Payload | None:
         kind = step.action.kind
-        if kind == "F":
-            return self._forward(step, received)
-        return self._weight(step) if kind == "W" else self._backward(step, received)
-
-    def _run_observed(self, step: Step, received: Payload | None) -> Payload | None:
-        timer = "forward-compute" if step.action.kind == "F" else "backward-compute"
+        timer = "forward-compute" if kind == "F" else "backward-compute"
         with _measured(step, self.clock), _timed(self.runtime.timers, timer, 2):
-            return self._run(step, received)
+            return _RUN[kind](self, step, received)
 
     def _forward(self, step: Step, received: Payload | None) -> Payload:
         action, runtime = step.action, self.runtime
@@ -278,7 +274,7 @@ class _Step:
     def _forward_step(self, step: Step, chunk: nn.Module) -> tuple[Any, Callable[..., Any] | None]:
         source = self.iterators[step.chunk]
         action, runtime = step.action, self.runtime
-        source.reads(action.microbatch)
+        source.wanted = action.microbatch
         for module in runtime.counting[step.chunk]:
             module.current_microbatch = action.microbatch  # type: ignore[assignment]
         if runtime.kept_whole is not None:
@@ -356,7 +352,7 @@ class _Step:
             custom_backward(outputs, received)
         return None if inputs is None else tuple(map(_gradient, inputs))
 
-    def _weight(self, step: Step) -> None:
+    def _weight(self, step: Step, received: Payload | None) -> None:
         """W: the weight gradients that I put off; the activations they were kept for go with them."""
         self.weight_gradients.run((step.action.stage, step.action.microbatch))
 
@@ -364,6 +360,10 @@ class _Step:
         if step.gives is not None and not step.gives.is_local and not self.forward_only:
             for output in made or ():
                 deallocate_output_tensor(output, self.runtime.deallocate)
+
+
+_RUN = {"F": _Step._forward, "B": _Step._backward, "I": _Step._backward, "W": _Step._weight}
+"""How each kind of action runs."""
 
 
 def _dtype_of(chunks: Sequence[nn.Module]) -> torch.dtype:

@@ -52,7 +52,7 @@ def test_an_exception_ends_the_wait(slots):
 def test_clear_forgets(slots):
     with waiting("rendezvous"):
         pass
-    status._slot.clear()
+    status.current.clear()
     assert status.read_slot(slots, 2).text == ""
 
 
