@@ -190,9 +190,9 @@ class Quiet:
 
     load: float = 2.0
     """Largest load average."""
-    hop: float = 225e-6
-    """Largest median seconds of a bare message between two ranks that have slept. In 1F1B two of them a microbatch
-    stand between the last rank and its next forward: at this limit they alone take half of what 3% of F + B allows."""
+    hop: float = 300e-6
+    """Largest median seconds of a bare message between two ranks that have slept. A step of 1F1B on 4 ranks waits for 16
+    of them with 8 microbatches (`simulate` with such a latency): at this limit they take half of what 3% allows."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", choices=list(BUILDERS), default=list(BUILDERS))
     parser.add_argument("--repetitions", type=int, default=15, help="interleaved repetitions; 15 or more to be quoted")
     parser.add_argument("--max-load", type=float, default=2.0, help="load average above which times are not quoted")
-    parser.add_argument("--max-hop", type=float, default=225, help="us of a bare message above which nothing is quoted")
+    parser.add_argument("--max-hop", type=float, default=300, help="us of a bare message above which nothing is quoted")
     parser.add_argument("--patience", type=float, default=0, help="minutes to wait, a row, for such a time")
     parser.add_argument("--attempts", type=int, default=4, help="how often a row is measured until it counts")
     parser.add_argument("--keep", action="store_true", help="measure only rows that are not stored, or were rejected")

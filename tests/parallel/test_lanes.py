@@ -1,0 +1,107 @@
+"""Lanes: what they leave out while nobody observes is there as soon as somebody does."""
+
+import sys
+
+import torch
+from torch import nn
+
+from labkit.config import ParallelConfig
+from labkit.events import observers, recording
+from labkit.launch import status
+from labkit.parallel import CommLedger, collectives, initialize_model_parallel, transport
+from labkit.parallel.lanes import Lane
+from labkit.parallel.payload import Format, start_receive, start_send
+from labkit.schedules import PipelineRuntime, one_f_one_b
+
+SHAPE = (2, 3, 4)
+FORM = Format[str](lambda name: (SHAPE,), lambda name: "forward", torch.float32, torch.device("cpu"), only_shape=SHAPE)
+
+
+def message(rank, lane, x):
+    """Rank 0 sends x, rank 1 returns what came."""
+    (pending,) = start_send("x", (x,), FORM, lane) if rank == 0 else start_receive("x", FORM, lane)
+    return pending.wait()
+
+
+def exchanged():
+    """On each of two ranks: what came, and what was seen, without observers, with a ledger, and with a recorder."""
+    groups = initialize_model_parallel(ParallelConfig(pp=2))
+    rank, x = groups.pp.rank, torch.arange(24.0).view(4, 3, 2).permute(2, 1, 0)  # not contiguous
+    lane = Lane(groups.pp, 1 - rank, groups.device)
+    waited, enter = [], status.StatusSlot.enter
+    status.StatusSlot.enter = lambda self, text: (waited.append(text), enter(self, text))[1]
+    came = [message(rank, lane, x)]
+    with CommLedger() as ledger:
+        came.append(message(rank, lane, x))
+    with recording(rank) as recorder:
+        came.append(message(rank, lane, x))
+    came.append((collectives.isend if rank == 0 else collectives.irecv)(x.contiguous(), groups.pp, 1 - rank).wait())
+    status.StatusSlot.enter = enter
+    booked = [(record.operation, record.layer, record.phase, record.bytes) for record in ledger.records]
+    return all(torch.equal(y, x) for y in came), waited, booked, [event.name for event in recorder.events]
+
+
+def test_a_message_arrives_and_is_named_booked_and_recorded_for_whoever_observes(on_ranks):
+    for operation, (equal, waited, booked, events) in zip(("send", "recv"), on_ranks(exchanged, 2), strict=True):
+        assert equal
+        assert waited == [f"{operation} pp #{number} (2, 3, 4) float32" for number in (1, 2, 3, 4)]  # one count for all
+        assert booked == [(operation, "x", "forward", 96)]
+        assert events == [f"wait {operation} pp", f"{operation} pp"]
+
+
+def which_are_plain():
+    """On a rank: lanes of a process, of another device, and where gloo connects with the first message."""
+    group = initialize_model_parallel(ParallelConfig(pp=2)).pp
+    peer = 1 - group.rank
+    found = [Lane(group, peer, torch.device(kind)).is_plain for kind in ("cpu", "cuda")]
+    transport._LAZY = True
+    try:
+        return [*found, Lane(group, peer, torch.device("cpu")).is_plain]
+    finally:
+        transport._LAZY = False
+
+
+def test_other_devices_and_lazy_connections_go_the_long_way(on_ranks):
+    assert on_ranks(which_are_plain, 2) == [[True, False, False]] * 2
+
+
+class Plain(nn.Linear):
+    """A stage."""
+
+    def set_input_tensor(self, x):
+        self.x = x
+
+
+def calls_between_actions():
+    """On each rank: labkit's own functions called in a step, by action, once everything is warm."""
+    groups = initialize_model_parallel(ParallelConfig(pp=2))
+    chunk = Plain(4, 4)
+    runtime = PipelineRuntime(
+        one_f_one_b(2, 16),
+        chunk,
+        groups,
+        forward_step_func=lambda data, stage: (
+            stage(next(data) if groups.pp.rank == 0 else stage.x),
+            lambda output: (output.mean(), {}),
+        ),
+        tensor_shape=SHAPE,
+    )
+    for _ in range(2):
+        runtime.run(iter(torch.zeros(16, *SHAPE)))
+    count = 0
+
+    def called(frame, event, argument):
+        nonlocal count
+        count += event == "call" and "/labkit/" in frame.f_code.co_filename
+
+    sys.setprofile(called)
+    runtime.run(iter(torch.zeros(16, *SHAPE)))
+    sys.setprofile(None)
+    assert not observers
+    return count / 32
+
+
+def test_an_action_calls_few_functions(on_ranks):
+    """A rank that has just waited finds none of them in its caches: each costs several microseconds. (Seen: 20, and
+    46 where a lane is not plain.) `benchmarks/pipeline_sleep.py` measures what they cost."""
+    assert max(on_ranks(calls_between_actions, 2)) < 30
