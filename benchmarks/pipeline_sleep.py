@@ -191,8 +191,8 @@ class Quiet:
     load: float = 2.0
     """Largest load average."""
     hop: float = 300e-6
-    """Largest median seconds of a bare message between two ranks that have slept. A step of 1F1B on 4 ranks waits for 16
-    of them with 8 microbatches (`simulate` with such a latency): at this limit they take half of what 3% allows."""
+    """Largest median seconds of a bare message between two ranks that have slept. A step of 1F1B on 4 ranks waits for
+    16 of them with 8 microbatches (`simulate` with such a latency): at this limit half of what 3% allows."""
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,9 @@ def main() -> None:
     parser.add_argument("--max-hop", type=float, default=300, help="us of a bare message above which nothing is quoted")
     parser.add_argument("--patience", type=float, default=0, help="minutes to wait, a row, for such a time")
     parser.add_argument("--attempts", type=int, default=4, help="how often a row is measured until it counts")
-    parser.add_argument("--keep", action="store_true", help="measure only rows that are not stored, or were rejected")
+    parser.add_argument(
+        "--keep", action="store_true", help="measure only rows that are not stored, or rejected; else begin anew"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print only, store nothing")
     args = parser.parse_args()
     quiet = Quiet(args.max_load, 1e-6 * args.max_hop)

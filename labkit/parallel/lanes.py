@@ -27,8 +27,9 @@ class Lane:
         self._handle = transport.process_group_of(group)
         self._key = (group.name, group.ranks[0])
         self.is_plain = device.type == "cpu" and not transport.host_start_may_block()
-        """Whether `send` and `receive` do all there is to do while nobody observes (`labkit.events.observers`). If not,
-        `collectives.isend` and `irecv` do what is missing: staging, announcing a start, booking, recording."""
+        """Whether `send` and `receive` do all there is to do with a host tensor while nobody observes
+        (`labkit.events.observers`). Else `collectives.isend` and `irecv` do what is missing: staging, announcing a
+        start, booking, recording."""
 
     def send(self, x: Tensor) -> Pending:
         """Start sending a host tensor."""

@@ -34,10 +34,10 @@ that has slept finds none of the code in its caches."""
 class _Inbox(Generic[Name]):
     """What comes from one rank."""
 
-    __slots__ = ("arriving", "due", "lane", "open")
+    __slots__ = ("arriving", "due", "is_met", "lane", "open")
 
-    def __init__(self, lane: Lane, due: Sequence[Name]) -> None:
-        self.lane, self.due = lane, deque(due)
+    def __init__(self, lane: Lane, due: Sequence[Name], is_met: bool) -> None:
+        self.lane, self.due, self.is_met = lane, deque(due), is_met
         self.arriving: dict[Name, list[Pending]] = {}
         """Posted and not fetched yet."""
         self.open = 0
@@ -88,7 +88,7 @@ class Mailbox(Generic[Name]):
         """
         self._groups, self._form, self._greet = groups, form, greet
         self._second = second_communicator(groups)
-        self._inboxes = {source: _Inbox(self._lane(source), names) for source, names in incoming.items()}
+        self._inboxes = {source: _Inbox(self._lane(source), names, greet is None) for source, names in incoming.items()}
         self._outboxes: dict[int, _Outbox] = {}
         self._greeted: set[int] = set()
         self._ahead = AHEAD.get(groups.backend, 1) if post_ahead and not form.variable_lengths else 0
@@ -107,6 +107,8 @@ class Mailbox(Generic[Name]):
         if rank not in self._greeted:
             self._greeted.add(rank)
             self._greet(rank)
+            if rank in self._inboxes:
+                self._inboxes[rank].is_met = True
 
     def send(self, name: Name, payload: Payload, target: int, read_at: int) -> None:
         """Start sending. The storages must not be written to until the end of the run; the tensors may be shrunk.
@@ -134,9 +136,9 @@ class Mailbox(Generic[Name]):
         return payload
 
     def refill(self) -> None:
-        """Open receives where few are left. Called where this rank is about to wait itself."""
+        """Open receives where few are left; of ranks that were met, for an open receive cannot be taken back."""
         for inbox in self._inboxes.values():
-            if inbox.open < FEW and inbox.due:
+            if inbox.open < FEW and inbox.due and inbox.is_met:
                 inbox.post_up_to(self._ahead, self._form)
 
     def release(self, target: int, position: int) -> None:

@@ -11,8 +11,9 @@ Legend: S = sequence, B = microbatch, H = hidden; a tensor between stages is (S,
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -73,9 +74,9 @@ def _listed(shapes: Shapes) -> str:
     return str(shapes[0]) if len(shapes) == 1 else ", ".join(map(str, shapes))
 
 
-def _scope(name: Name, form: Format[Name]) -> comm_scope:
-    """What a ledger or a hook is told."""
-    return comm_scope(layer=str(name), phase=form.phase(name))
+def _scope(name: Name, form: Format[Name]) -> AbstractContextManager[Any]:
+    """What a ledger or a hook is told; nothing where there is none."""
+    return comm_scope(layer=str(name), phase=form.phase(name)) if observers else nullcontext()
 
 
 def start_send(name: Name, payload: Payload, form: Format[Name], lane: Lane) -> list[Pending]:
@@ -84,7 +85,7 @@ def start_send(name: Name, payload: Payload, form: Format[Name], lane: Lane) -> 
     x = payload[0]
     if len(payload) != 1 or x.shape != form.only_shape or x.dtype != form.dtype:
         form.check(name, payload, lane.group.rank, lane.position)
-    elif lane.is_plain and not observers:
+    elif lane.is_plain and x.is_cpu and not observers:
         return [lane.send(x.detach())]
     with _scope(name, form):
         pending = []

@@ -1,4 +1,4 @@
-"""How bytes move for each collective, on gloo and on NCCL. Only `collectives.py` calls this.
+"""How bytes move for each collective, on gloo and on NCCL. Called by `collectives.py` and what is beside it.
 
 Every function starts the transfer and returns a function that finishes it: waits, reduces what has to be reduced here,
 and returns the result. In between, gloo's own threads (or NCCL's stream) move the data.

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.events import active_recorder
+from labkit.events import active_recorder, observers
 from labkit.parallel.collectives import all_reduce, comm_scope
 from labkit.parallel.deallocation import custom_backward, deallocate_output_tensor
 from labkit.parallel.groups import ParallelGroups
@@ -230,8 +230,6 @@ class _Step:
         """Of each microbatch's loss on its way backward; 1 where it has none here."""
         self.num_tokens = torch.zeros((), dtype=torch.int64, device=runtime.groups.device)
         self.clock = stream_clock(runtime.groups.device)
-        self.observed = active_recorder() is not None or runtime.timers is not None
-        """Whether somebody measures the actions of this run; otherwise nothing is made around them."""
 
     def walk(self) -> None:
         """Run the row."""
@@ -242,7 +240,7 @@ class _Step:
                 is_due = step.ends_chunk or step.param_gather or step.grad_sync
                 if is_due:
                     sync.before(step)
-                run = _Step._observed if self.observed else _RUN[step.action.kind]
+                run = _Step._observed if observers or runtime.timers else _RUN[step.action.kind]
                 made = run(self, step, received)
                 self.transfers.give(step, made)
                 if step.action.kind == "F":
@@ -252,6 +250,7 @@ class _Step:
             self.transfers.close()
 
     def _observed(self, step: Step, received: Payload | None) -> Payload | None:
+        """An action with what is around it where somebody may want to see it; otherwise nothing is made for that."""
         kind = step.action.kind
         timer = "forward-compute" if kind == "F" else "backward-compute"
         with _measured(step, self.clock), _timed(self.runtime.timers, timer, 2):

@@ -73,8 +73,8 @@ class Posted:
         message = step.needs
         if message is not None and not message.is_local:
             return self._fetch(message)
-        if step.action.kind == "F":
-            self._tidy()  # it is about to make activations: first let go of those that were read
+        if step.action.kind in "FW":
+            self._tidy()
         return None if message is None else self._local.pop(message)
 
     def _fetch(self, message: Message) -> Payload:
@@ -84,8 +84,12 @@ class Posted:
         return payload
 
     def _tidy(self) -> None:
-        """Let go of sends that were read, open receives. No other rank waits for that: it is done before this one waits
-        itself, where it costs nothing, and not between two actions that follow each other at once."""
+        """Let go of sends that were read, open receives.
+
+        That is done before this rank waits, where it costs nothing, and before a forward, which makes new activations,
+        and a W, for which nobody waits. Not between a forward and its backward on the last stage, or between a message
+        that came and the one that it leads to: there other ranks wait for it.
+        """
         while self._fetched:
             came = self._fetched.pop()
             # The source made this message after reading everything that it consumed up to there.
@@ -120,9 +124,11 @@ class SlottedMailbox(Posted):
         """Receive what the slot before the action brings, and give what the action reads of it."""
         self._receive(step.transfers)
         message = step.needs
-        if message is not None and message in self._received:
-            return self._received.pop(message)
-        return super().take(step)
+        if message is None or message not in self._received:
+            return super().take(step)
+        if step.action.kind == "F":
+            self._tidy()
+        return self._received.pop(message)
 
     def _receive(self, slot: tuple[Transfer, ...]) -> None:
         for transfer in slot:

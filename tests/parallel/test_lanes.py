@@ -1,6 +1,9 @@
 """Lanes: what they leave out while nobody observes is there as soon as somebody does."""
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -65,11 +68,73 @@ def test_other_devices_and_lazy_connections_go_the_long_way(on_ranks):
     assert on_ranks(which_are_plain, 2) == [[True, False, False]] * 2
 
 
+def refused_then_right():
+    """On each of two ranks: what is said where the ranks disagree, and the losses of a right run on the same groups."""
+    groups = initialize_model_parallel(ParallelConfig(pp=2))
+    said = None
+    for shape in ((9, 9, 9) if groups.pp.rank else SHAPE, SHAPE):
+        runtime = PipelineRuntime(
+            one_f_one_b(2, 4), Plain(4, 4), groups, forward_step_func=forward_step, tensor_shape=shape
+        )
+        try:
+            reports = runtime.run(iter(torch.zeros(4, *SHAPE)))
+        except ValueError as error:
+            said = str(error)
+    return said, len(reports)
+
+
+def test_a_run_that_was_refused_leaves_no_receive_behind_that_takes_a_later_message(on_ranks):
+    for rank, (said, reports) in enumerate(on_ranks(refused_then_right, 2)):
+        assert "disagree on tensor_shape" in said
+        assert reports == 4 * rank
+
+
+LAZY = """
+import sys
+
+sys.path.insert(0, sys.argv[1])
+from test_lanes import step_of
+from labkit.launch import run
+
+if __name__ == "__main__":
+    print(run(step_of, 2, timeout=60))
+"""
+
+
+def step_of():
+    """On each of two ranks: number of losses of a first step."""
+    groups = initialize_model_parallel(ParallelConfig(pp=2))
+    runtime = PipelineRuntime(
+        one_f_one_b(2, 4), Plain(4, 4), groups, forward_step_func=forward_step, tensor_shape=SHAPE
+    )
+    return len(runtime.run(iter(torch.zeros(4, *SHAPE))))
+
+
+def test_a_first_step_runs_where_connections_are_made_by_the_first_message(tmp_path):
+    """As NCCL's are: a receive opened before the other side can answer would block both."""
+    script = tmp_path / "lazy.py"
+    script.write_text(LAZY)
+    ran = subprocess.run(
+        [sys.executable, script, Path(__file__).parent],
+        env=os.environ | {"TORCH_GLOO_LAZY_INIT": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ran.returncode, ran.stdout) == (0, "[0, 4]\n"), ran.stderr
+
+
 class Plain(nn.Linear):
     """A stage."""
 
     def set_input_tensor(self, x):
         self.x = x
+
+
+def forward_step(data, stage):
+    """The first stage reads its data."""
+    x = next(data)
+    return stage(getattr(stage, "x", x)), lambda output: (output.mean(), {})
 
 
 def calls_between_actions():
@@ -80,10 +145,7 @@ def calls_between_actions():
         one_f_one_b(2, 16),
         chunk,
         groups,
-        forward_step_func=lambda data, stage: (
-            stage(next(data) if groups.pp.rank == 0 else stage.x),
-            lambda output: (output.mean(), {}),
-        ),
+        forward_step_func=forward_step,
         tensor_shape=SHAPE,
     )
     for _ in range(2):
