@@ -34,10 +34,13 @@ that has slept finds none of the code in its caches."""
 class _Inbox(Generic[Name]):
     """What comes from one rank."""
 
-    __slots__ = ("arriving", "due", "is_met", "lane", "open")
+    __slots__ = ("arriving", "due", "is_connected", "lane", "open")
 
-    def __init__(self, lane: Lane, due: Sequence[Name], is_met: bool) -> None:
-        self.lane, self.due, self.is_met = lane, deque(due), is_met
+    def __init__(self, lane: Lane, due: Sequence[Name], is_connected: bool) -> None:
+        self.lane, self.due = lane, deque(due)
+        self.is_connected = is_connected
+        """Something has come. NCCL (and gloo, if told to) connects with the first message: a first receive blocks until
+        the other rank sends, so that one opened ahead could wait for ever."""
         self.arriving: dict[Name, list[Pending]] = {}
         """Posted and not fetched yet."""
         self.open = 0
@@ -107,8 +110,6 @@ class Mailbox(Generic[Name]):
         if rank not in self._greeted:
             self._greeted.add(rank)
             self._greet(rank)
-            if rank in self._inboxes:
-                self._inboxes[rank].is_met = True
 
     def send(self, name: Name, payload: Payload, target: int, read_at: int) -> None:
         """Start sending. The storages must not be written to until the end of the run; the tensors may be shrunk.
@@ -131,14 +132,15 @@ class Mailbox(Generic[Name]):
             inbox.post(self._form)
         payload = arrived(inbox.arriving.pop(name))
         inbox.open -= 1
+        inbox.is_connected = True
         if not inbox.open:
             inbox.post_up_to(self._ahead, self._form)
         return payload
 
     def refill(self) -> None:
-        """Open receives where few are left; of ranks that were met, for an open receive cannot be taken back."""
+        """Open receives where few are left, from ranks that something came from: only these can be opened ahead."""
         for inbox in self._inboxes.values():
-            if inbox.open < FEW and inbox.due and inbox.is_met:
+            if inbox.open < FEW and inbox.due and inbox.is_connected:
                 inbox.post_up_to(self._ahead, self._form)
 
     def release(self, target: int, position: int) -> None:

@@ -14,7 +14,7 @@ from labkit.launch import status
 from labkit.parallel import CommLedger, collectives, initialize_model_parallel, transport
 from labkit.parallel.lanes import Lane
 from labkit.parallel.payload import Format, start_receive, start_send
-from labkit.schedules import PipelineRuntime, one_f_one_b
+from labkit.schedules import PipelineRuntime, interleaved, one_f_one_b, zbv
 
 SHAPE = (2, 3, 4)
 FORM = Format[str](lambda name: (SHAPE,), lambda name: "forward", torch.float32, torch.device("cpu"), only_shape=SHAPE)
@@ -93,25 +93,25 @@ LAZY = """
 import sys
 
 sys.path.insert(0, sys.argv[1])
-from test_lanes import step_of
+from test_lanes import two_steps
 from labkit.launch import run
 
 if __name__ == "__main__":
-    print(run(step_of, 2, timeout=60))
+    print([run(two_steps, 4, name, timeout=60) for name in ("one_f_one_b", "interleaved", "zbv")])
 """
 
 
-def step_of():
-    """On each of two ranks: number of losses of a first step."""
-    groups = initialize_model_parallel(ParallelConfig(pp=2))
-    runtime = PipelineRuntime(
-        one_f_one_b(2, 4), Plain(4, 4), groups, forward_step_func=forward_step, tensor_shape=SHAPE
-    )
-    return len(runtime.run(iter(torch.zeros(4, *SHAPE))))
+def two_steps(name):
+    """On each of four ranks: how many losses two first steps report."""
+    groups = initialize_model_parallel(ParallelConfig(pp=4))
+    schedule = {"one_f_one_b": one_f_one_b, "zbv": zbv}.get(name, lambda p, m: interleaved(p, 2, m))(4, 8)
+    chunks = nn.ModuleList(Plain(4, 4) for _ in schedule.stages_of(groups.pp.rank))
+    runtime = PipelineRuntime(schedule, chunks, groups, forward_step_func=forward_step, tensor_shape=SHAPE)
+    return [len(runtime.run([iter(torch.zeros(8, *SHAPE)) for _ in chunks])) for _ in range(2)]
 
 
-def test_a_first_step_runs_where_connections_are_made_by_the_first_message(tmp_path):
-    """As NCCL's are: a receive opened before the other side can answer would block both."""
+def test_first_steps_run_where_connections_are_made_by_the_first_message(tmp_path):
+    """As NCCL's are: a receive that is opened before the other side can send would block both."""
     script = tmp_path / "lazy.py"
     script.write_text(LAZY)
     ran = subprocess.run(
@@ -119,9 +119,11 @@ def test_a_first_step_runs_where_connections_are_made_by_the_first_message(tmp_p
         env=os.environ | {"TORCH_GLOO_LAZY_INIT": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
-    assert (ran.returncode, ran.stdout) == (0, "[0, 4]\n"), ran.stderr
+    none, all_of_them = [0, 0], [8, 8]
+    last, first = [none, none, none, all_of_them], [all_of_them, none, none, none]
+    assert (ran.returncode, ran.stdout) == (0, f"{[last, last, first]}\n"), ran.stderr
 
 
 class Plain(nn.Linear):
