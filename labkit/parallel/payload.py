@@ -82,11 +82,10 @@ def _scope(name: Name, form: Format[Name]) -> AbstractContextManager[Any]:
 def start_send(name: Name, payload: Payload, form: Format[Name], lane: Lane) -> list[Pending]:
     """Start sending, sizes first where lengths vary. The storages must stay as they are until all is complete; the
     tensors themselves may be shrunk."""
-    x = payload[0]
-    if len(payload) != 1 or x.shape != form.only_shape or x.dtype != form.dtype:
+    if len(payload) != 1 or payload[0].shape != form.only_shape or payload[0].dtype != form.dtype:
         form.check(name, payload, lane.group.rank, lane.position)
-    elif lane.is_plain and x.is_cpu and not observers:
-        return [lane.send(x.detach())]
+    elif lane.is_plain and payload[0].is_cpu and not observers:
+        return [lane.send(payload[0].detach())]
     with _scope(name, form):
         pending = []
         if form.variable_lengths:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -50,6 +51,19 @@ def test_a_message_arrives_and_is_named_booked_and_recorded_for_whoever_observes
         assert waited == [f"{operation} pp #{number} (2, 3, 4) float32" for number in (1, 2, 3, 4)]  # one count for all
         assert booked == [(operation, "x", "forward", 96)]
         assert events == [f"wait {operation} pp", f"{operation} pp"]
+
+
+def nothing_sent():
+    """On each of two ranks: what is said of a stage that returns no tensor."""
+    group = initialize_model_parallel(ParallelConfig(pp=2)).pp
+    with pytest.raises(ValueError) as error:
+        start_send("x", (), FORM, Lane(group, 1 - group.rank, torch.device("cpu")))
+    return str(error.value)
+
+
+def test_a_stage_that_sends_nothing_is_refused(on_ranks):
+    for message in on_ranks(nothing_sent, 2):
+        assert "sends x as 0 tensors" in message
 
 
 def which_are_plain():
