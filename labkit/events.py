@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 KINDS = (
     "forward",
@@ -58,12 +59,22 @@ class Event:
 
 
 class EventRecorder:
-    """Collects the events of one rank; `events` is in order of their end."""
+    """Collects the events of one rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.events: list[Event] = []
+        self._events: list[Event] = []
+        self._fields: list[tuple[Any, ...]] = []
+        """Of events that nobody has asked for yet: what is recorded should take as little time as can be."""
         self._later: list[tuple[int, Callable[[], Event]]] = []
+
+    @property
+    def events(self) -> list[Event]:
+        """So far, in order of their end; the list itself, which may be cleared."""
+        while self._fields:
+            fields, self._fields = self._fields, []
+            self._events += [Event(self.rank, *each) for each in fields]
+        return self._events
 
     def add(
         self,
@@ -77,7 +88,7 @@ class EventRecorder:
         bytes: int | None = None,
     ) -> None:
         """Append one event that has already ended."""
-        self.events.append(Event(self.rank, name, kind, start, end, microbatch, chunk, bytes))
+        self._fields.append((name, kind, start, end, microbatch, chunk, bytes))
 
     def add_later(
         self,
@@ -104,16 +115,21 @@ observers: list[object] = []
 """Whoever sees what this process does while a block runs: recorders of Events, ledgers, hooks, graph captures. The list
 is nearly always empty, and then nothing is made for them: code between two actions of a pipeline looks here, once,
 instead of asking each."""
+start_observers: list[object] = []
+"""Those of them that must see a transfer start: all but recorders, which are told when it has ended."""
 
 
 @contextmanager
-def observing(observer: object) -> Iterator[None]:
-    """`observer` is one of them inside the block."""
-    observers.append(observer)
+def observing(observer: object, *, starts: bool = True) -> Iterator[None]:
+    """`observer` is one of them inside the block; `starts` says whether it must see transfers start."""
+    lists = (observers, start_observers) if starts else (observers,)
+    for each in lists:
+        each.append(observer)
     try:
         yield
     finally:
-        observers.remove(observer)
+        for each in lists:
+            each.remove(observer)
 
 
 _active: EventRecorder | None = None
@@ -131,7 +147,7 @@ def recording(rank: int) -> Iterator[EventRecorder]:
     outer, mine = _active, EventRecorder(rank)
     _active = mine
     try:
-        with observing(mine):
+        with observing(mine, starts=False):
             yield mine
         mine.settle()
     finally:
@@ -149,21 +165,31 @@ def not_recording() -> Iterator[None]:
         _active = outer
 
 
-@contextmanager
-def span(
-    name: str, kind: str, *, microbatch: int | None = None, chunk: int | None = None, bytes: int | None = None
-) -> Iterator[None]:
-    """Record the block as one event; costs one comparison when nothing is recorded."""
-    recorder = _active
-    if recorder is None:
-        yield
-        return
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        end = time.perf_counter()
-        recorder.add(name, kind, start, end, microbatch=microbatch, chunk=chunk, bytes=bytes)
+class span:
+    """`with span("2F0", "forward"):` records the block as one event; nothing is recorded where nobody asks.
+
+    A class and no generator, because it stands between two actions of a pipeline.
+    """
+
+    __slots__ = ("_fields", "_kind", "_name", "_recorder", "_start")
+
+    def __init__(
+        self, name: str, kind: str, *, microbatch: int | None = None, chunk: int | None = None, bytes: int | None = None
+    ) -> None:
+        """`kind` is one of KINDS; the rest is as in `Event`."""
+        self._name, self._kind, self._fields = name, kind, (microbatch, chunk, bytes)
+
+    def __enter__(self) -> None:
+        self._recorder = _active
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if self._recorder is not None:
+            end = time.perf_counter()
+            microbatch, chunk, bytes = self._fields
+            self._recorder.add(
+                self._name, self._kind, self._start, end, microbatch=microbatch, chunk=chunk, bytes=bytes
+            )
 
 
 def shift_to_zero(events: Iterable[Event]) -> list[Event]:

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 RECORD_BYTES = 256
-_HEADER = struct.Struct("<BHd")  # inside (1) or left (0), bytes of text, time.monotonic() of the entry
-_LONGEST = RECORD_BYTES - _HEADER.size
-_RECORD = struct.Struct(f"<BHd{_LONGEST}s")  # the header, and the text cut to what is left or filled up with zeros
+_RECORD = struct.Struct("<Bd247p")  # inside (1) or left (0), time.monotonic() of the entry, the text cut to 246 bytes
 
 
 @dataclass(frozen=True)
@@ -49,15 +47,14 @@ class StatusSlot:
     def enter(self, text: str) -> _Wait | None:
         """Write that the rank waits for `text`; returns what `leave` needs to restore the surrounding wait."""
         outer = self._current
-        encoded, since = text.encode(), time.monotonic()
-        self._current = encoded, since
-        _RECORD.pack_into(self._map, self._start, 1, min(len(encoded), _LONGEST), since, encoded)
+        self._current = encoded, since = text.encode(), time.monotonic()
+        _RECORD.pack_into(self._map, self._start, 1, since, encoded)
         return outer
 
     def clear(self) -> None:
         """Forget what was waited for."""
         self._current = None
-        self._map[self._start : self._start + _HEADER.size] = bytes(_HEADER.size)
+        _RECORD.pack_into(self._map, self._start, 0, 0.0, b"")
 
     def leave(self, outer: _Wait | None) -> None:
         """Mark the wait as over, or go back to the surrounding one."""
@@ -66,7 +63,7 @@ class StatusSlot:
             self._map[self._start] = 0
         else:
             encoded, since = outer
-            _RECORD.pack_into(self._map, self._start, 1, min(len(encoded), _LONGEST), since, encoded)
+            _RECORD.pack_into(self._map, self._start, 1, since, encoded)
 
 
 current: StatusSlot | None = None
@@ -126,6 +123,5 @@ def read_slot(path: Path, rank: int) -> Status:
             record = file.read(RECORD_BYTES)
     except FileNotFoundError:
         return Status("", False, 0.0)
-    inside, length, since = _HEADER.unpack_from(record)
-    text = record[_HEADER.size : _HEADER.size + length].decode(errors="replace")
-    return Status(text, bool(inside), since)
+    inside, since, encoded = _RECORD.unpack(record)
+    return Status(encoded.decode(errors="replace"), bool(inside), since)

@@ -7,6 +7,7 @@ with w warm-up forwards that is w + 1 activations saved on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,9 +19,15 @@ def deallocate_output_tensor(output: Tensor | None, deallocate_pipeline_outputs:
 
     Left alone are a view, whose storage belongs to another tensor, and a stage's own input handed on unchanged.
     """
-    if output is None or not deallocate_pipeline_outputs or output._base is not None or output.grad_fn is None:
+    if output is None or not deallocate_pipeline_outputs or output._is_view() or output.is_leaf:
         return
-    output.data = torch.empty(1, dtype=output.dtype, device=output.device)
+    output.data = _one_element(output.dtype, output.device)
+
+
+@cache
+def _one_element(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What all shrunk activations of a kind share: nobody reads or writes it."""
+    return torch.empty(1, dtype=dtype, device=device)
 
 
 def custom_backward(output: Tensor | Sequence[Tensor], grad_output: Tensor | Sequence[Tensor] | None) -> None:

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from labkit.events import observers, observing
+from labkit.events import observers, observing, start_observers
 
 
 class Scope(NamedTuple):
@@ -124,11 +124,13 @@ class CommLedger:
     def __enter__(self) -> CommLedger:
         _ledgers.append(self)
         observers.append(self)
+        start_observers.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
         _ledgers.remove(self)
         observers.remove(self)
+        start_observers.remove(self)
 
     def select(
         self,

@@ -12,10 +12,12 @@ ranks in order of issue, so a send and a receive posted in different orders on t
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic
+from typing import Any, Generic
 
+from labkit.events import observers
 from labkit.parallel.collectives import Pending
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.lanes import Lane
@@ -26,15 +28,28 @@ AHEAD = {"gloo": 4, "nccl": 1}
 """Receives open per sender. A channel is in order of sending, so behind what is read late something may wait that is
 needed soon. On a GPU every open receive is a kernel, and a second one would wait behind the first; it is opened ahead
 of the computation (`fetch`), because NCCL lets it start after what was launched before."""
+SMALL, MOST = 2**20, 16
+"""Through gloo more are open, at most MOST, while their buffers take less than SMALL bytes."""
 FEW = 2
-"""Below so many, `refill` opens receives again, up to AHEAD: several at once cost little more than one, because a rank
-that has slept finds none of the code in its caches."""
+"""Below so many, `refill` opens receives again, all at once: several cost little more than one, because a rank that has
+slept finds none of the code in its caches."""
+
+
+def receives_ahead(backend: str, form: Format[Any]) -> int:
+    """Receives open per sender. None where lengths vary: a buffer's size is known when its message is on its way."""
+    if form.variable_lengths:
+        return 0
+    least = AHEAD.get(backend, 1)
+    if backend != "gloo" or form.only_shape is None:
+        return least
+    size = math.prod(form.only_shape) * form.dtype.itemsize
+    return max(least, min(MOST, SMALL // max(1, size)))
 
 
 class _Inbox(Generic[Name]):
     """What comes from one rank."""
 
-    __slots__ = ("arriving", "due", "is_connected", "lane", "open")
+    __slots__ = ("arriving", "due", "is_connected", "lane")
 
     def __init__(self, lane: Lane, due: Sequence[Name], is_connected: bool) -> None:
         self.lane, self.due = lane, deque(due)
@@ -43,18 +58,15 @@ class _Inbox(Generic[Name]):
         the other rank sends, so that one opened ahead could wait for ever."""
         self.arriving: dict[Name, list[Pending]] = {}
         """Posted and not fetched yet."""
-        self.open = 0
-        """Their number."""
 
     def post(self, form: Format[Name]) -> None:
         """Open the next receive."""
         name = self.due.popleft()
         self.arriving[name] = start_receive(name, form, self.lane)
-        self.open += 1
 
     def post_up_to(self, count: int, form: Format[Name]) -> None:
         """Open receives until so many are."""
-        while self.open < count and self.due:
+        while self.due and len(self.arriving) < count:
             self.post(form)
 
 
@@ -82,28 +94,24 @@ class Mailbox(Generic[Name]):
         greet: Callable[[int], None] | None = None,
         post_ahead: bool = True,
     ) -> None:
-        """Post the first receives.
+        """Nothing is posted before the first `refill` or `fetch`.
 
         incoming: by rank, the names of what it will send here, in its order.
         greet: called with a rank before the first message to or from it; may raise.
-        post_ahead: False posts no receive before its message is asked for. Varying lengths never do: the size of a
-            buffer is known only when the message is on its way.
+        post_ahead: False posts no receive before its message is asked for.
         """
         self._groups, self._form, self._greet = groups, form, greet
         self._second = second_communicator(groups)
         self._inboxes = {source: _Inbox(self._lane(source), names, greet is None) for source, names in incoming.items()}
         self._outboxes: dict[int, _Outbox] = {}
         self._greeted: set[int] = set()
-        self._ahead = AHEAD.get(groups.backend, 1) if post_ahead and not form.variable_lengths else 0
-        if greet is None:
-            for inbox in self._inboxes.values():
-                inbox.post_up_to(self._ahead, form)
+        self._ahead = receives_ahead(groups.backend, form) if post_ahead else 0
 
     def _lane(self, source: int, target: int | None = None) -> Lane:
         """From another rank to this one, or from this one to another."""
         rank, form = self._groups.pp.rank, self._form
         group = self._groups.pp if source < (rank if target is None else target) else self._second
-        return Lane(group, source if target is None else target, form.device)
+        return Lane(group, source if target is None else target, form.device, form.dtype, form.only_shape)
 
     def _meet(self, rank: int) -> None:
         assert self._greet is not None
@@ -131,24 +139,25 @@ class Mailbox(Generic[Name]):
         while name not in inbox.arriving:
             inbox.post(self._form)
         payload = arrived(inbox.arriving.pop(name))
-        inbox.open -= 1
         inbox.is_connected = True
-        if not inbox.open:
+        if not inbox.arriving:
             inbox.post_up_to(self._ahead, self._form)
         return payload
 
     def refill(self) -> None:
         """Open receives where few are left, from ranks that something came from: only these can be opened ahead."""
         for inbox in self._inboxes.values():
-            if inbox.open < FEW and inbox.due and inbox.is_connected:
+            if inbox.due and inbox.is_connected and len(inbox.arriving) < FEW:
                 inbox.post_up_to(self._ahead, self._form)
 
     def release(self, target: int, position: int) -> None:
         """`target` has run its actions up to `position`: let go of what these read."""
         outbox = self._outboxes.get(target)
         while outbox is not None and outbox.sent and outbox.sent[0][0] <= position:
-            for pending in outbox.sent.popleft()[1]:
-                pending.collect()
+            pending = outbox.sent.popleft()[1]
+            if observers or not outbox.lane.is_plain:  # else there is nothing to do with it
+                for transfer in pending:
+                    transfer.collect()
 
     def close(self) -> None:
         """Complete every send."""

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from labkit.events import observers
+from labkit.events import start_observers
 from labkit.parallel.collectives import Pending, comm_scope, irecv, isend
 from labkit.parallel.lanes import Lane
 
@@ -76,7 +76,7 @@ def _listed(shapes: Shapes) -> str:
 
 def _scope(name: Name, form: Format[Name]) -> AbstractContextManager[Any]:
     """What a ledger or a hook is told; nothing where there is none."""
-    return comm_scope(layer=str(name), phase=form.phase(name)) if observers else nullcontext()
+    return comm_scope(layer=str(name), phase=form.phase(name)) if start_observers else nullcontext()
 
 
 def start_send(name: Name, payload: Payload, form: Format[Name], lane: Lane) -> list[Pending]:
@@ -84,7 +84,7 @@ def start_send(name: Name, payload: Payload, form: Format[Name], lane: Lane) -> 
     tensors themselves may be shrunk."""
     if len(payload) != 1 or payload[0].shape != form.only_shape or payload[0].dtype != form.dtype:
         form.check(name, payload, lane.group.rank, lane.position)
-    elif lane.is_plain and payload[0].is_cpu and not observers:
+    elif lane.is_plain and payload[0].is_cpu and not start_observers:
         return [lane.send(payload[0].detach())]
     with _scope(name, form):
         pending = []
@@ -96,8 +96,8 @@ def start_send(name: Name, payload: Payload, form: Format[Name], lane: Lane) -> 
 
 def start_receive(name: Name, form: Format[Name], lane: Lane) -> list[Pending]:
     """Start receiving. Where lengths vary this waits for the sizes."""
-    if form.only_shape is not None and lane.is_plain and not observers:
-        return [lane.receive(torch.empty(form.only_shape, dtype=form.dtype, device=form.device))]
+    if lane.is_plain and not start_observers:
+        return [lane.receive()]
     with _scope(name, form):
         shapes = form.shapes(name)
         if form.variable_lengths:

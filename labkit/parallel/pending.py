@@ -10,10 +10,11 @@ caches: a line of Python costs several times what it costs in a loop. So nothing
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import lru_cache
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -28,8 +29,12 @@ from labkit.parallel.ledger import book, delay_of, is_watched
 Finish = Callable[[], Tensor]
 """Waits for a transfer and returns its result."""
 
-issued: Counter[tuple[str, int]] = Counter()
-"""Calls so far by (group name, first rank): the number in `all_reduce tp #12`. Ranks that disagree on it lost step."""
+_issued: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(lambda: count(1))
+
+
+def numbers(group: Group) -> Iterator[int]:
+    """The number of each call in a group, as in `all_reduce tp #12`. Ranks that disagree on it lost step."""
+    return _issued[group.name, group.ranks[0]]
 
 
 class Pending:
@@ -56,7 +61,7 @@ class Pending:
     @property
     def _label(self) -> str:
         """What a hang is reported with; made where something may block, which most starts do not."""
-        return f"{self._operation} {self._group.name} #{self._number} {_described(self._x.shape, self._x.dtype)}"
+        return f"{self._operation} {self._group.name} #{self._number} {described(self._x.shape, self._x.dtype)}"
 
     def begin(self, finish_of: Callable[[], Finish]) -> Pending:
         """Start the transfer."""
@@ -145,9 +150,7 @@ def start(
         size = _bytes(x)
         book(operation, group.name, group.size, size, _word(x.dtype), kept)
         delay = delay_of(operation, group.name, size)
-    key = (group.name, group.ranks[0])
-    issued[key] = number = issued[key] + 1
-    return Pending(operation, x, group, number, kind, None, delay).begin(finish_of)
+    return Pending(operation, x, group, next(numbers(group)), kind, None, delay).begin(finish_of)
 
 
 def _bytes(x: Tensor) -> int:
@@ -155,8 +158,8 @@ def _bytes(x: Tensor) -> int:
 
 
 @lru_cache(1024)
-def _described(shape: torch.Size, dtype: torch.dtype) -> str:
-    """`(4, 8) float32`; the same few shapes come again and again."""
+def described(shape: torch.Size, dtype: torch.dtype) -> str:
+    """`(4, 8) float32`, as a hang is reported with; the same few shapes come again and again."""
     return f"{tuple(shape)} {_word(dtype)}"
 
 

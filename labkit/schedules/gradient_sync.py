@@ -55,7 +55,8 @@ class GradientSync:
         self._gather = _one_each(param_sync_func, chunks)
         self._launch = _one_each(grad_sync_func, chunks)
         if no_sync_func is None:
-            contexts = [getattr(chunk, "no_sync", nullcontext) for chunk in chunks]
+            own = [getattr(chunk, "no_sync", None) for chunk in chunks]
+            contexts = [context or nullcontext for context in own] if any(own) else []
         else:
             contexts = [no_sync_func] if callable(no_sync_func) else list(no_sync_func)
         if not chunks:
@@ -79,12 +80,13 @@ class GradientSync:
         return chunk if len(self._no_sync) > 1 else 0
 
     def _let_go(self, chunk: int) -> None:
-        self._open[self._context(chunk)].close()
+        if self._open:
+            self._open[self._context(chunk)].close()
         self._unfinished.discard(chunk)
 
     def _hold_again(self, chunk: int) -> None:
         """A context that other chunks share holds for their backwards again."""
-        if len(self._no_sync) < len(self._chunks) and self._unfinished:
+        if 0 < len(self._no_sync) < len(self._chunks) and self._unfinished:
             self._hold(self._context(chunk))
 
     def before(self, step: Step) -> None:

@@ -123,6 +123,8 @@ class Program:
     """The slot after the last action."""
     incoming: dict[int, list[Message]]
     """By sending rank, the messages that come from it, in the order it sends them."""
+    forwards: tuple[tuple[int, ...], ...]
+    """By chunk, the microbatches of its forwards in their order."""
 
     @property
     def slots(self) -> list[tuple[Transfer, ...]]:
@@ -164,7 +166,11 @@ def lower(schedule: Schedule, rank: int, transport: Transport = "posted") -> Pro
     incoming: dict[int, list[Message]] = {}
     for message in sorted((m for m in needs if m and not m.is_local), key=lambda m: m.produced):
         incoming.setdefault(message.source, []).append(message)
-    return Program(steps, slots[-1], incoming)
+    forwards: list[list[int]] = [[] for _ in of_stage]
+    for action, chunk in zip(actions, chunks):
+        if action.kind == "F":
+            forwards[chunk].append(action.microbatch)
+    return Program(steps, slots[-1], incoming, tuple(map(tuple, forwards)))
 
 
 def check_transport(transport: str) -> None:

@@ -59,8 +59,7 @@ class ReorderingReader(Reader):
 
 def reader(iterator: Any, program: Program, chunk: int) -> Reader:
     """How the forwards of `chunk` read `iterator`."""
-    order = [step.action.microbatch for step in program.steps if step.chunk == chunk and step.action.kind == "F"]
-    in_order = all(first < second for first, second in pairwise(order))
-    if iterator is None or in_order:
+    order = program.forwards[chunk]
+    if iterator is None or all(first < second for first, second in pairwise(order)):
         return Reader(iterator, len(order))
     return ReorderingReader(iterator, len(order))

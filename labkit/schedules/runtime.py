@@ -224,6 +224,8 @@ class _Step:
             greet = pipeline_agreement(runtime, program, forward_only).confirm
         self.transfers = transfers(runtime.groups, program, runtime.form, runtime.transport, greet)
         self.saved: dict[tuple[int, int], tuple[Payload | None, Payload]] = {}
+        self._spent: tuple[Payload | None, Payload] | None = None
+        """What a backward was the last to need. It is let go after its gradient has left: freeing takes time."""
         self.weight_gradients = WeightGradStore()
         self.reports: dict[int, Any] = {}
         self.weights: dict[int, float] = {}
@@ -243,6 +245,7 @@ class _Step:
                 run = _Step._observed if observers or runtime.timers else _RUN[step.action.kind]
                 made = run(self, step, received)
                 self.transfers.give(step, made)
+                self._spent = None
                 if step.action.kind == "F":
                     self._after_send(step, made)
                 if is_due:
@@ -337,7 +340,7 @@ class _Step:
     def _backward(self, step: Step, received: Payload | None) -> Payload | None:
         """B or I: the gradients of the stage's inputs, or None on the first stage."""
         key = (step.action.stage, step.action.microbatch)
-        inputs, outputs = self.saved.pop(key)
+        self._spent = inputs, outputs = self.saved.pop(key)
         if received is None:
             loss, weight = outputs[0], self.weights.pop(step.action.microbatch, 1.0)
             if self.runtime.grad_scaler is not None:  # it is shown the weighted loss, as in Megatron
@@ -349,7 +352,7 @@ class _Step:
                 custom_backward(outputs, received)
         else:
             custom_backward(outputs, received)
-        return None if inputs is None else tuple(map(_gradient, inputs))
+        return None if inputs is None else tuple([_gradient(x) for x in inputs])
 
     def _weight(self, step: Step, received: Payload | None) -> None:
         """W: the weight gradients that I put off; the activations they were kept for go with them."""
@@ -372,7 +375,8 @@ def _dtype_of(chunks: Sequence[nn.Module]) -> torch.dtype:
 
 def _gradient(x: Tensor) -> Tensor:
     """Of a stage's input. A stage that does not use it still owes its neighbour one."""
-    return torch.zeros_like(x) if x.grad is None else x.grad
+    gradient = x.grad
+    return torch.zeros_like(x) if gradient is None else gradient
 
 
 def _measured(step: Step, clock: StreamClock | None) -> AbstractContextManager[None]:

@@ -67,21 +67,19 @@ class Posted:
         self._mailbox, self._local = mailbox, _Local()
         self._fetched: list[Message] = []
         """Messages that came and may have shown that sends were read."""
+        self._has_begun = False
+        """Whether an action has run. All other ranks wait for the first action of the first, so it comes first."""
 
     def take(self, step: Step) -> Payload | None:
         """Wait for what the action reads."""
         message = step.needs
         if message is not None and not message.is_local:
-            return self._fetch(message)
-        if step.action.kind in "FW":
+            self._tidy()
+            self._fetched.append(message)
+            return self._mailbox.fetch(message, message.source)
+        if self._has_begun and step.action.kind in "FW":
             self._tidy()
         return None if message is None else self._local.pop(message)
-
-    def _fetch(self, message: Message) -> Payload:
-        self._tidy()
-        payload = self._mailbox.fetch(message, message.source)
-        self._fetched.append(message)
-        return payload
 
     def _tidy(self) -> None:
         """Let go of sends that were read, open receives.
@@ -98,6 +96,7 @@ class Posted:
 
     def give(self, step: Step, made: Payload | None) -> None:
         """Start sending."""
+        self._has_begun = True
         message = step.gives
         if message is None:
             return
@@ -133,7 +132,10 @@ class SlottedMailbox(Posted):
     def _receive(self, slot: tuple[Transfer, ...]) -> None:
         for transfer in slot:
             if transfer.operation == "recv":
-                self._received[transfer.message] = self._fetch(transfer.message)
+                message = transfer.message
+                self._tidy()
+                self._fetched.append(message)
+                self._received[message] = self._mailbox.fetch(message, message.source)
 
     def close(self) -> None:
         """The slot after the last action, and the sends."""

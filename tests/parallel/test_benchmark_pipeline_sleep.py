@@ -42,11 +42,14 @@ def test_a_row_of_a_disturbed_machine_is_not_quoted() -> None:
 
 
 def test_the_bound_is_that_of_the_passes_and_the_last_stage_has_the_loss() -> None:
-    schedule = Case("interleaved", 2, 4).schedule  # four stages on two ranks
-    first = {"forward": [3.0, 1.0, 2.0], "backward": [5.0, 5.0, 4.0]}
-    last = {"forward": [9.0, 2.5, 2.5], "backward": [4.5, 4.5, 1.0]}
+    schedule = Case("interleaved", 2, 2).schedule  # four stages on two ranks
+    first = {
+        "forward": [3.0, 1.0, 2.0, 2.0, 90.0, 1.0],
+        "backward": [5.0, 5.0, 4.0, 6.0, 5.0, 4.0],
+    }  # three steps of two
+    last = {"forward": [9.0, 1.0, 2.5, 2.5, 2.0, 1.0], "backward": [4.5, 4.5, 1.0, 1.0, 7.0, 7.0]}
     table = pipeline_sleep.measured_costs(schedule, [first, last]).table(4)
-    assert table[0].tolist() == [2.0, 2.0, 2.0, 2.5]
+    assert table[0].tolist() == [2.0, 2.0, 2.0, 2.5]  # a step is its mean pass; of the steps, the median
     assert table[1].tolist() == [5.0, 5.0, 5.0, 4.5]
 
 
