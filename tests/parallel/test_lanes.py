@@ -53,6 +53,28 @@ def test_a_message_arrives_and_is_named_booked_and_recorded_for_whoever_observes
         assert events == [f"wait {operation} pp", f"{operation} pp"]
 
 
+def ways():
+    """On each of two ranks: what a message is under way as, by who observes."""
+    groups = initialize_model_parallel(ParallelConfig(pp=2))
+    lane = Lane(groups.pp, 1 - groups.pp.rank, groups.device, torch.float32, SHAPE)
+
+    def way():
+        x = torch.zeros(SHAPE)
+        (pending,) = start_send("x", (x,), FORM, lane) if groups.pp.rank == 0 else start_receive("x", FORM, lane)
+        pending.wait()
+        return type(pending).__name__
+
+    with recording(0):
+        recorded = way()
+    with CommLedger():
+        booked = way()
+    return way(), recorded, booked, way()
+
+
+def test_a_recorder_sees_a_message_end_and_needs_no_other_way(on_ranks):
+    assert on_ranks(ways, 2) == [("OnLane", "OnLane", "Pending", "OnLane")] * 2
+
+
 def nothing_sent():
     """On each of two ranks: what is said of a stage that returns no tensor."""
     group = initialize_model_parallel(ParallelConfig(pp=2)).pp
