@@ -74,12 +74,15 @@ class Posted:
         """Wait for what the action reads."""
         message = step.needs
         if message is not None and not message.is_local:
-            self._tidy()
-            self._fetched.append(message)
-            return self._mailbox.fetch(message, message.source)
+            return self._fetch(message)
         if self._has_begun and step.action.kind in "FW":
             self._tidy()
         return None if message is None else self._local.pop(message)
+
+    def _fetch(self, message: Message) -> Payload:
+        self._tidy()
+        self._fetched.append(message)
+        return self._mailbox.fetch(message, message.source)
 
     def _tidy(self) -> None:
         """Let go of sends that were read, open receives.
@@ -132,10 +135,7 @@ class SlottedMailbox(Posted):
     def _receive(self, slot: tuple[Transfer, ...]) -> None:
         for transfer in slot:
             if transfer.operation == "recv":
-                message = transfer.message
-                self._tidy()
-                self._fetched.append(message)
-                self._received[message] = self._mailbox.fetch(message, message.source)
+                self._received[transfer.message] = self._fetch(transfer.message)
 
     def close(self) -> None:
         """The slot after the last action, and the sends."""
