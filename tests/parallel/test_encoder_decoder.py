@@ -200,7 +200,7 @@ def test_a_stage_that_sends_too_few_tensors_is_named():
     from labkit.launch import RankError, run
 
     with pytest.raises(RankError, match=r"rank 2 of the pipeline sends 2F0>3 as 1 tensors .*rank 3 expects 2"):
-        run(_too_few, 4, 2, timeout=30)
+        run(_too_few, 4, 2, timeout=120)
 
 
 def test_interleaving_is_refused():

@@ -380,7 +380,7 @@ def test_ranks_that_were_given_other_arguments_both_say_so(what, on_ranks):
 def test_a_stage_that_returns_another_shape_ends_the_run(transport):
     """Rank 1 waits for the message that rank 0 refuses to send: rank 0's error ends both."""
     with pytest.raises(RankError) as caught:
-        run(_reraising, 2, transport, timeout=30)
+        run(_reraising, 2, transport, timeout=120)
     assert "0F0>1 has shape (3, 2, 5) on rank 0 of the pipeline, rank 1 expects (9, 9, 9)" in str(caught.value)
 
 

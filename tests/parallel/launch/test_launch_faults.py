@@ -79,7 +79,7 @@ def test_a_rank_ended_by_a_signal_is_named_at_once(number):
 
 
 def test_a_rank_killed_from_outside_while_all_compute(rank_pids):
-    with Ranks(2, timeout=30) as ranks:
+    with Ranks(2, timeout=120) as ranks:
         pids = ranks.run(os.getpid)
         threading.Timer(0.3, lambda: os.kill(pids[0], signal.SIGKILL)).start()
         with refused_within(2.5, "died") as caught:
