@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import json
 import statistics
 import sys
@@ -68,8 +69,8 @@ SIZES = [4, 8]
 """Numbers of ranks."""
 SHAPE = (1, 1, 4)
 """(S, B, H) of a message: small, so that it costs its latency."""
-RECORDED = 3
-"""Steps whose Events give the bubble."""
+RECORDED = 9
+"""Steps whose Events give the bubble: its median over them."""
 TORCH = "torch.distributed.pipelining"
 BY_HAND = "a loop by hand"
 BUILDERS: dict[str, Callable[[int, int], Schedule]] = {
@@ -174,14 +175,19 @@ def torch_step(name: str, schedule: Schedule, rank: int, unit: float) -> Callabl
 
 
 def recorded(step: Callable[[], Any], rank: int) -> list[list[Event]]:
-    """The actions of some steps on this rank."""
-    found = []
-    for _ in range(RECORDED):
-        dist.barrier()
-        with recording(rank) as recorder:
-            step()
-        found.append([event for event in recorder.events if event.kind in ACTIONS])
-    return found
+    """The actions of some steps on this rank. Garbage is collected before and after, as around timed steps."""
+    recorders = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(RECORDED):
+            dist.barrier()
+            with recording(rank) as recorder:
+                step()
+            recorders.append(recorder)
+    finally:
+        gc.enable()
+    return [[event for event in recorder.events if event.kind in ACTIONS] for recorder in recorders]
 
 
 @dataclass(frozen=True)
