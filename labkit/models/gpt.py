@@ -20,6 +20,7 @@ from labkit.config import GraphConfig, ModelConfig, MoEConfig, RunConfig
 from labkit.models.attention import Rotary, rotary_table
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build, Norm
+from labkit.models.counts import padded_vocab
 from labkit.models.ends import Embedding, OutputLayer, named_as_given
 from labkit.models.placement import stage_contents
 from labkit.moe.balance import AuxLossScale
@@ -193,6 +194,7 @@ class GPTModel(nn.Module):
                 labels_BS.t(),
                 self.group,
                 vocab_size=self.config.vocab_size,
+                padded_vocab_size=padded_vocab(self.config, self.group.size),
                 label_smoothing=self.label_smoothing,
                 gradient_accumulation_fusion=self.fusion,
                 sequence_parallel=self.sequence_parallel,

@@ -55,17 +55,24 @@ class _Shard:
     """s of the loss (1-s) nll - s mean(log p): alpha K/(K-1), with K the whole vocabulary."""
 
 
-def _shard(width: int, labels: Tensor, group: Group, vocab_size: int, label_smoothing: float) -> _Shard:
+def _shard(
+    width: int, labels: Tensor, group: Group, vocab_size: int, padded_vocab_size: int | None, label_smoothing: float
+) -> _Shard:
+    if padded_vocab_size is not None and width * group.size != padded_vocab_size:
+        raise ValueError(
+            f"{width} columns on each of {group.size} ranks are not the padded vocabulary's {padded_vocab_size}; give "
+            "each rank its own columns"
+        )
     if width * group.size < vocab_size:
         raise ValueError(
             f"{width} columns on each of {group.size} ranks are fewer than the vocabulary's {vocab_size}: "
             f"vocab_size is the whole vocabulary before padding"
         )
-    if group.size > 1 and width >= vocab_size:
+    if group.size > 1 and width >= vocab_size and padded_vocab_size is None:
         raise ValueError(
             f"each of the {group.size} ranks of {group.name} has {width} columns, all of the {vocab_size} tokens; "
-            f"this loss takes each rank's own columns, not gathered logits (for a vocabulary this small choose a "
-            f"smaller make_vocab_size_divisible_by)"
+            f"this loss takes each rank's own columns, not gathered logits (where a rank's own part is this wide, say "
+            f"so: padded_vocab_size={width * group.size})"
         )
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"label_smoothing must lie in [0, 1), got {label_smoothing}")
@@ -164,7 +171,13 @@ class _CrossEntropy(Function):
 
 
 def vocab_parallel_cross_entropy(
-    logits_SBV: Tensor, labels_SB: Tensor, group: Group, *, vocab_size: int, label_smoothing: float = 0.0
+    logits_SBV: Tensor,
+    labels_SB: Tensor,
+    group: Group,
+    *,
+    vocab_size: int,
+    padded_vocab_size: int | None = None,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Cross-entropy per token of logits cut along the vocabulary; half precision is computed in float32.
 
@@ -173,6 +186,8 @@ def vocab_parallel_cross_entropy(
         labels_SB: global token ids.
         group: tensor-parallel group.
         vocab_size: whole vocabulary before padding.
+        padded_vocab_size: the same with padding. Needed where one rank's columns are as many as `vocab_size`, so that
+            the last ranks own padding alone: without this number such columns are taken for gathered logits.
         label_smoothing: alpha of Megatron: the target gets 1 - alpha, every other token alpha/(K-1), K = vocab_size.
             (torch's `label_smoothing` is alpha K/(K-1).)
 
@@ -182,7 +197,7 @@ def vocab_parallel_cross_entropy(
     Raises:
         TokenIdError: a label outside the vocabulary. ValueError: logits that are no shard of it.
     """
-    shard = _shard(logits_SBV.shape[-1], labels_SB, group, vocab_size, label_smoothing)
+    shard = _shard(logits_SBV.shape[-1], labels_SB, group, vocab_size, padded_vocab_size, label_smoothing)
     loss_N: Tensor = _CrossEntropy.apply(logits_SBV.flatten(0, -2), shard)  # type: ignore[assignment]
     return loss_N.view(labels_SB.shape)
 
@@ -227,7 +242,8 @@ class _LinearCrossEntropy(Function):
         shard, plan, parameter, grad_N = ctx.shard, ctx.plan, ctx.weight_parameter, grads[0].reshape(-1)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         parts = shard.group.size if plan.sequence_parallel else 1
-        chunks = _chunks(exp_NV.shape[0] // parts, parts * shard.columns, GRADIENT_ELEMENTS, -(-256 // parts))
+        # By the width with padding, which is that of every rank: each chunk is a sum over all of them.
+        chunks = _chunks(exp_NV.shape[0] // parts, parts * weight_VH.shape[0], GRADIENT_ELEMENTS, -(-256 // parts))
 
         def dlogits(rows: slice) -> Tensor:
             return _logit_gradient(exp_NV, scale_N, grad_N, shard, _rows_of_parts(rows, parts)).to(hidden_NH.dtype)
@@ -308,6 +324,7 @@ def linear_cross_entropy(
     group: Group,
     *,
     vocab_size: int,
+    padded_vocab_size: int | None = None,
     label_smoothing: float = 0.0,
     gradient_accumulation_fusion: bool = False,
     sequence_parallel: bool = False,
@@ -322,7 +339,7 @@ def linear_cross_entropy(
     Returns:
         loss_SB, the same on every rank.
     """
-    shard = _shard(weight_VH.shape[0], labels_SB, group, vocab_size, label_smoothing)
+    shard = _shard(weight_VH.shape[0], labels_SB, group, vocab_size, padded_vocab_size, label_smoothing)
     plan = LinearPlan(name, group, sequence_parallel and group.size > 1, gradient_accumulation_fusion)
     with comm_scope(layer=name):
         loss_N: Tensor = _LinearCrossEntropy.apply(hidden_SBH.flatten(0, -2), weight_VH, shard, plan)  # type: ignore

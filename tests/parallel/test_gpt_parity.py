@@ -18,6 +18,12 @@ SUBSET = {
     "tiny": [{"tp": 2, "pp": 2, "world_size": 8}, {"tp": 4}, {"pp": 4}],
     "llama_tiny": [{"tp": 4, "pp": 2}],
 }
+ZERO, SP = MATRIX["ZERO"], MATRIX["SEQUENCE_PARALLEL"]
+PADDING_ALONE = {
+    "tiny": [{"tp": 4, **SP}, {"tp": 2, "pp": 2}, {"tp": 2, "world_size": 4, **ZERO}],
+    "llama_tiny": [{"tp": 2, "pp": 2, **SP}, {"tp": 4}],
+}
+"""Tied and untied; under `make_vocab_size_divisible_by` = the vocabulary, tp rank 0 owns all of it."""
 
 
 def small(preset: str) -> RunConfig:
@@ -34,6 +40,15 @@ def test_float64(preset):
     assert report.ok, explain(report)
     assert max(row.largest for row in report.rows) <= 1e-10
     assert report.reference_losses[-1] < report.reference_losses[0]
+
+
+@pytest.mark.parametrize("preset", ["tiny", "llama_tiny"])
+def test_ranks_whose_part_of_the_vocabulary_is_all_padding(preset):
+    config = small(preset)
+    config = config.override({"make_vocab_size_divisible_by": config.model.vocab_size, "label_smoothing": 0.1})
+    report = compare(config, PADDING_ALONE[preset], steps=3, dtype="float64")
+    assert report.ok, explain(report)
+    assert max(row.largest for row in report.rows) <= 1e-10
 
 
 def test_float32():

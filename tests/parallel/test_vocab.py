@@ -57,7 +57,8 @@ def against_torch(vocab_size: int, divisible_by: int, alpha: float, fused: bool,
     torch.testing.assert_close(hidden.detach(), expected_hidden.detach(), rtol=0, atol=0)
     if accumulate:
         embedding.weight.main_grad = torch.zeros_like(embedding.weight)
-    common: dict[str, Any] = {"vocab_size": vocab_size, "label_smoothing": alpha}
+    padded = embedding.weight.shape[0] * group.size
+    common: dict[str, Any] = {"vocab_size": vocab_size, "padded_vocab_size": padded, "label_smoothing": alpha}
     if fused:
         loss = ce.linear_cross_entropy(
             hidden.tanh(), embedding.weight, labels, group, gradient_accumulation_fusion=accumulate, **common
@@ -71,9 +72,8 @@ def against_torch(vocab_size: int, divisible_by: int, alpha: float, fused: bool,
     if accumulate:
         grad = grad + embedding.weight.main_grad
     torch.testing.assert_close(gather_parameter(grad, embedding.weight, group), table.grad, **EXACT)
-    padding = embedding.weight.shape[0] * group.size - vocab_size
     own_padding = min(max((group.rank + 1) * embedding.weight.shape[0] - vocab_size, 0), embedding.weight.shape[0])
-    assert own_padding <= padding
+    assert own_padding <= padded - vocab_size
     if own_padding:
         assert not grad[-own_padding:].any(), "padding rows take no gradient"
 
@@ -81,7 +81,8 @@ def against_torch(vocab_size: int, divisible_by: int, alpha: float, fused: bool,
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize(
     ("vocab_size", "divisible_by", "alpha"),
-    [(64, 16, 0.0), (50, 8, 0.0), (50, 8, 0.2), (33, 16, 0.1)],  # 33 over 4 x 16: the last rank owns padding alone
+    # 33 over 4 x 16: the last rank owns padding alone; 50 over 4 x 64: all but the first do.
+    [(64, 16, 0.0), (50, 8, 0.0), (50, 8, 0.2), (33, 16, 0.1), (50, 64, 0.1)],
 )
 @pytest.mark.parametrize(("fused", "accumulate"), [(False, False), (True, False), (True, True)])
 def test_embedding_and_loss_equal_those_of_one_process(
@@ -90,22 +91,23 @@ def test_embedding_and_loss_equal_those_of_one_process(
     on_ranks(against_torch, world_size, vocab_size, divisible_by, alpha, fused, accumulate)
 
 
-def in_chunks(half: bool, sequence_parallel: bool) -> None:
+def in_chunks(half: bool, sequence_parallel: bool, divisible_by: int, elements: int) -> None:
     group = whole_world()
     usual = ce.FORWARD_ELEMENTS, ce.GRADIENT_ELEMENTS
-    ce.FORWARD_ELEMENTS = ce.GRADIENT_ELEMENTS = 1  # as many chunks as the smallest chunk allows
+    ce.FORWARD_ELEMENTS = ce.GRADIENT_ELEMENTS = elements
     dtype = torch.bfloat16 if half else torch.float64
-    weight = v.make_vocab_parameter("w", 50, 12, group=group, divisible_by=8, std=0.5, dtype=dtype)
+    weight = v.make_vocab_parameter("w", 50, 12, group=group, divisible_by=divisible_by, std=0.5, dtype=dtype)
     hidden = torch.randn(300, 2, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
     labels = torch.randint(0, 50, (300, 2), generator=torch.Generator().manual_seed(1))
     with CommLedger() as ledger:
         part = hidden.chunk(2)[group.rank] if sequence_parallel else hidden
         a, b = part.clone().requires_grad_(), hidden.double().requires_grad_()
-        options = {"vocab_size": 50, "sequence_parallel": sequence_parallel}
+        options = {"vocab_size": 50, "padded_vocab_size": 2 * len(weight), "sequence_parallel": sequence_parallel}
         loss = ce.linear_cross_entropy(a, weight, labels, group, **options)
         loss.sum().backward()
     reduction = "reduce_scatter" if sequence_parallel else "all_reduce"
-    assert ledger.count(operation=reduction, phase="backward") == 3  # 600 tokens in chunks of 256
+    # 600 tokens in chunks of 256, or of 300.
+    assert ledger.count(operation=reduction, phase="backward") == (3 if elements == 1 else 2)
     table = gather_parameter(weight, weight, group).double().requires_grad_()
     reference_loss(b, table, labels, 0.0).sum().backward()
     close = {"rtol": 2e-2, "atol": 2e-2} if half else EXACT
@@ -124,8 +126,15 @@ def in_chunks(half: bool, sequence_parallel: bool) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("half", [False, True])
-def test_chunks_change_no_result(on_ranks, half: bool, sequence_parallel: bool) -> None:
-    on_ranks(in_chunks, 2, half, sequence_parallel)
+@pytest.mark.parametrize(
+    ("divisible_by", "elements"),
+    [(8, 1), (8, 300 * 32), (64, 300 * 64)],
+    ids=["smallest chunks", "a rank with less real columns", "a rank with none"],
+)
+def test_chunks_change_no_result(
+    on_ranks, half: bool, sequence_parallel: bool, divisible_by: int, elements: int
+) -> None:
+    on_ranks(in_chunks, 2, half, sequence_parallel, divisible_by, elements)
 
 
 def bytes_of_the_loss() -> list[tuple[str, str, int]]:
@@ -201,19 +210,19 @@ def test_int32_ids_are_checked_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "alpha", "message"),
+    ("width", "options", "message"),
     [
-        (24, 0.0, "24 columns on each of 2 ranks are fewer than the vocabulary's 50"),
-        (64, 0.0, "this loss takes each rank's own columns, not gathered logits"),
-        (32, 1.0, "label_smoothing must lie in [0, 1), got 1.0"),
+        (24, {}, "24 columns on each of 2 ranks are fewer than the vocabulary's 50"),
+        (64, {}, "this loss takes each rank's own columns, not gathered logits"),
+        (64, {}, "say so: padded_vocab_size=128"),
+        (64, {"padded_vocab_size": 64}, "64 columns on each of 2 ranks are not the padded vocabulary's 64"),
+        (32, {"label_smoothing": 1.0}, "label_smoothing must lie in [0, 1), got 1.0"),
     ],
 )
-def test_logits_that_are_no_shard_are_refused(width: int, alpha: float, message: str) -> None:
+def test_logits_that_are_no_shard_are_refused(width: int, options: dict[str, Any], message: str) -> None:
     pair = Group("tp", (0, 1), 0)
     with pytest.raises(ValueError) as refusal:
-        ce.vocab_parallel_cross_entropy(
-            torch.zeros(5, 3, width), some_ids(50, 1), pair, vocab_size=50, label_smoothing=alpha
-        )
+        ce.vocab_parallel_cross_entropy(torch.zeros(5, 3, width), some_ids(50, 1), pair, vocab_size=50, **options)
     assert message in str(refusal.value)
 
 
