@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from labkit.config import RunConfig
 from labkit.models import GPTModel
-from labkit.parallel import ParallelGroups
+from labkit.parallel import Group, ParallelGroups
 from labkit.parallel.gradients import clip_grad_norm
+from labkit.parallel.weights import gather_parameter
 from labkit.train.optimizer import Optimizer, parameter_groups
 
 Batch = dict[str, Tensor]
@@ -69,6 +70,7 @@ def transformer_config(mcore: SimpleNamespace, config: RunConfig, vpp: int = 1) 
         num_layers=model.layers,
         hidden_size=model.hidden,
         num_attention_heads=model.heads,
+        num_query_groups=model.kv_heads,
         ffn_hidden_size=model.ffn_hidden or 4 * model.hidden,
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
@@ -142,13 +144,22 @@ def our_name(name: str, first_layer: int) -> str:
     raise ValueError(f"no name of ours for megatron's {name}")
 
 
+def their_part(tensor: Tensor, like: nn.Parameter, tp: Group) -> Tensor:
+    """Megatron's part of what `tensor`, a parameter or its gradient, is our part of: the same slice on the same rank.
+    Only where key/value heads are fewer than ranks it cuts qkv evenly, and we copy the heads. Called by all of tp."""
+    if like.replicated is None:  # type: ignore[attr-defined]
+        return tensor
+    return gather_parameter(tensor, like, tp).chunk(tp.size)[tp.rank]
+
+
 def copy_weights(ours: GPTModel, theirs: nn.Module) -> None:
-    """Give megatron's chunk (unwrapped) our weights: every tensor has the same slice on the same rank."""
+    """Give megatron's chunk (unwrapped) our weights."""
     first_layer = min((int(index) for index in ours.layers), default=0)
     source = {parameter.full_name: parameter for parameter in ours.parameters()}  # type: ignore[attr-defined]
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
-            parameter.copy_(source.pop(our_name(name, first_layer)))
+            own = source.pop(our_name(name, first_layer))
+            parameter.copy_(their_part(own, own, ours.group))
     assert not source, f"megatron's model has no {', '.join(source)}"
 
 

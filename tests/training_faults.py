@@ -19,10 +19,31 @@ GRADIENTS = [
         Comparison(PP, f"{EMBEDDING} gradient"),
     ),
     Fault(
+        "the copies of a key/value head keep their own gradients",
+        "parallel/gradients.py",
+        "_sum_replicated_rows(chunks, groups)\n        _sum_tied",
+        "_sum_tied",
+        Comparison(TP, "layers.3.attention.qkv.bias gradient", changes={"kv_heads": 1}),
+    ),
+    Fault(
+        "the norm counts every copy of a key/value head",
+        "parallel/gradients.py",
+        "if replicated is None or tensor_parallel.rank % replicated.ranks == 0:",
+        "if True:",
+        Comparison(TP, f"{EMBEDDING} parameter", changes={"kv_heads": 1}),
+    ),
+    Fault(
+        "the copies of a key/value head are on ranks that are no neighbours",
+        "parallel/weights.py",
+        "block = tensor_part(full, rank // replicated.ranks, size // replicated.ranks, 0)",
+        "block = tensor_part(full, rank % (size // replicated.ranks), size // replicated.ranks, 0)",
+        Comparison({"tp": 4}, "layers.0.attention output", changes={"kv_heads": 2}),
+    ),
+    Fault(
         "the norm counts parameters that all ranks of tp hold once a rank",
         "parallel/gradients.py",
-        'getattr(parameter, "tensor_model_parallel", False) or tensor_parallel.rank == 0',
-        "True",
+        "return parameter.numel() if tensor_parallel.rank == 0 else 0",
+        "return parameter.numel()",
         Comparison(TP, f"{EMBEDDING} parameter"),
     ),
     Fault(
@@ -125,8 +146,8 @@ DISTRIBUTED_OPTIMIZER = [
     Fault(
         "the norm counts every instance",
         "parallel/distributed_optimizer.py",
-        "first_instance and counts_once",
-        "counts_once",
+        "counted_elements(parameter, layout) if first_instance else 0",
+        "counted_elements(parameter, layout)",
         Comparison({"world_size": 4, **ZERO, "num_distributed_optimizer_instances": 2}, f"{EMBEDDING} parameter"),
     ),
     Fault(

@@ -76,7 +76,7 @@ def _single_fields(found: Findings) -> None:
 
 
 def _model(found: Findings) -> None:
-    """Heads divide the width, and everything that tensor parallelism splits is a multiple of tp."""
+    """Heads divide the width, and everything that tensor parallelism splits is a multiple of tp, or copied evenly."""
     if (got := found.get("model.hidden", "model.heads")) and got[0] % got[1]:
         found.add("model.hidden", f"must be a multiple of model.heads = {got[1]}; try {up(got[0], got[1])}")
     elif got and found.values["model.position"] == "rope" and (got[0] // got[1]) % 2:
@@ -87,12 +87,17 @@ def _model(found: Findings) -> None:
     tp = found.values["parallel.tp"]
     if not found.sound("parallel.tp"):
         return
-    for name in ("model.heads", "model.kv_heads", "model.ffn_hidden"):
+    for name in ("model.heads", "model.ffn_hidden"):
         value = found.values[name]
         if found.sound(name) and value is not None and value % tp:
             rule = f"must be a multiple of parallel.tp = {tp}, which splits it over ranks"
             found.add(name, f"{rule}; choose tp from {divisors(value)}, or {name} = {up(value, tp)}")
     # The MLP's usual width, 4 x hidden, follows: heads divides hidden and tp divides heads.
+    got = found.get("model.heads", "model.kv_heads")
+    if got and got[1] is not None and got[1] % tp and tp % got[1]:
+        rule = f"must be a multiple or a divisor of parallel.tp = {tp}: each rank has whole key/value heads, its own or"
+        advice = f"choose kv_heads from {divisors(tp)}, or tp from {divisors(got[1])}"
+        found.add("model.kv_heads", f"{rule} a copy of one; {advice}")
     _sequence(found)
 
 

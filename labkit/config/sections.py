@@ -25,7 +25,8 @@ class ModelConfig:
     heads: int = 4
     """Attention (query) heads; `hidden / heads` is the head dimension."""
     kv_heads: int | None = None
-    """Key/value heads of grouped-query attention (arXiv 2305.13245); None means `heads`."""
+    """Key/value heads of grouped-query attention (arXiv 2305.13245), a multiple or a divisor of tp; None means `heads`.
+    Of fewer than tp, neighbouring ranks hold copies, whose gradients are summed."""
     ffn_hidden: int | None = None
     """Width of the MLP; None means 4 x hidden."""
     vocab_size: int = 1024

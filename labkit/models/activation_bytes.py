@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from labkit.config import ModelConfig, MoEConfig
-from labkit.models.counts import DENSE, fc1_width, ffn_width, kv_width, padded_vocab
+from labkit.models.counts import DENSE, fc1_width, ffn_width, kv_width, padded_vocab, qkv_width
 from labkit.models.moe_activation_bytes import moe_kept, moe_saved
 
 
@@ -102,8 +102,8 @@ def _norm_bytes(model: ModelConfig, share: Share) -> int:
 def _core_attention(model: ModelConfig, share: Share) -> dict[str, int]:
     """q, k, v, and what the way from them to the attention's output keeps."""
     tokens, e, t, h = share.tokens(model), share.element_bytes, share.tp, model.hidden
-    grouped = kv_width(model) < h
-    qkv, repeated = tokens * (h + 2 * kv_width(model)) // t * e, tokens * 3 * h // t * e
+    grouped = kv_width(model, t) < h // t
+    qkv, repeated = tokens * qkv_width(model, t) * e, tokens * 3 * h // t * e
     probabilities = tokens * model.seq_length * model.heads // t  # a s^2 b / t elements
     fused, p = model.attention_backend == "fused", model.attention_dropout
     if share.cp > 1 or (fused and (not p or share.device == "cuda")):
@@ -164,8 +164,7 @@ def _kept(model: ModelConfig, share: Share, moe: MoEConfig | None = None) -> dic
     modules = model.recompute_modules if model.recompute_granularity == "selective" else ()
     if "core_attn" in modules:
         saved |= dict.fromkeys(("attention log-sums", "attention probabilities"), 0)
-        unrepeated = model.hidden + 2 * kv_width(model)
-        saved["attention q, k, v"] = share.tokens(model) * unrepeated // share.tp * share.element_bytes
+        saved["attention q, k, v"] = share.tokens(model) * qkv_width(model, share.tp) * share.element_bytes
     if moe is not None:
         saved = moe_kept(saved, model, share, modules)
     elif "mlp" in modules:

@@ -2,7 +2,9 @@
 
 The sequence stays first. The fused projection makes, per key/value head, its query heads, then its key, then its value:
 [q ... q k v] [q ... q k v] ... (Megatron's order), so that a tensor-parallel slice of the columns is a slice of whole
-groups. Heads of all samples are handed to the attention kernel as one row of B x heads heads, which needs neither a
+groups. Where key/value heads are fewer than ranks, neighbouring ranks share a group: each has its own query heads and a
+copy of the one key and value (`Replicated`). Megatron cuts the columns evenly there, and gathers the heads in every
+forward. Heads of all samples are handed to the attention kernel as one row of B x heads heads, which needs neither a
 transpose in memory before it nor one after.
 
 Shapes: S sequence, B batch, H hidden, D head dimension; t = tensor-parallel size.
@@ -13,9 +15,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from labkit.config import ModelConfig
 from labkit.models.build import Build
 from labkit.models.layer_choice import core_attention, norm_before, row_parallel
 from labkit.parallel.ledger import comm_scope
+from labkit.parallel.weights import Replicated
 
 Rotary = tuple[Tensor, Tensor]
 """cos and sin, each [S, 1 or B x heads, 1, D/2]."""
@@ -36,13 +40,29 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
+def kv_copies(config: ModelConfig, tp: int) -> int:
+    """Ranks of tp that hold the same key/value head: 1 where no rank goes without a head of its own.
+
+    Raises:
+        ValueError: heads that cannot be shared out over tp.
+    """
+    kv_heads = config.kv_heads or config.heads
+    if config.heads % tp or (kv_heads % tp and tp % kv_heads):
+        raise ValueError(
+            f"{config.heads} heads and {kv_heads} key/value heads cannot be shared by tp={tp} ranks; heads must be a "
+            "multiple of tp, and kv_heads a multiple or a divisor"
+        )
+    return max(1, tp // kv_heads)
+
+
 class ParallelAttention(nn.Module):
     """Causal self-attention on the normalised input; whole heads on each rank (arXiv 1909.08053, section 3).
 
-    One all-reduce forward (after `proj`), one backward (before `qkv`); nothing is communicated between heads.
+    One all-reduce forward (after `proj`), one backward (before `qkv`); nothing is communicated between heads. The
+    copies of a key/value head add up their gradients once a step (`finalize_model_grads`).
 
     Raises:
-        ValueError: heads that do not divide hidden, or key/value heads that tp does not divide.
+        ValueError: heads that do not divide hidden, or that cannot be shared out over tp.
     """
 
     def __init__(self, name: str, build: Build) -> None:
@@ -51,18 +71,16 @@ class ParallelAttention(nn.Module):
         kv_heads = config.kv_heads or config.heads
         if config.hidden % config.heads or config.heads % kv_heads:
             raise ValueError(f"{name}: hidden {config.hidden}, heads {config.heads}, kv_heads {kv_heads} must divide")
-        if kv_heads % tp:
-            raise ValueError(
-                f"{name}: {kv_heads} key/value heads cannot be shared by tp={tp} ranks; choose tp among the divisors"
-            )
         self.name, self.recompute = name, build.recompute
         self.head_dim = config.hidden // config.heads
-        self.kv_heads = kv_heads // tp
-        self.queries_per_kv = config.heads // kv_heads
+        copies = kv_copies(config, tp)
+        self.kv_heads = max(1, kv_heads // tp)
+        self.queries_per_kv = config.heads // tp // self.kv_heads
+        replicated = Replicated(copies, 2 * self.head_dim) if copies > 1 else None
         columns = (config.heads + 2 * kv_heads) * self.head_dim
         self.norm, column = norm_before(f"{name}.norm", build)
         self.core = core_attention(build)
-        self.qkv = column(f"{name}.qkv", config.hidden, columns, **build.linear())
+        self.qkv = column(f"{name}.qkv", config.hidden, columns, replicated=replicated, **build.linear())
         proj = build.linear(std=build.residual_std)
         self.proj = row_parallel(build)(f"{name}.proj", config.hidden, config.hidden, **proj)
 
@@ -74,7 +92,7 @@ class ParallelAttention(nn.Module):
         return output
 
     def attend(self, mixed: Tensor, rotary: Rotary | None = None) -> Tensor:
-        """softmax(q k^T / sqrt(D)) v of this rank's heads: [S, B, (heads + 2 kv_heads) D / t] -> [S, B, H / t]."""
+        """softmax(q k^T / sqrt(D)) v of this rank's heads: [S, B, (its heads + 2 its kv_heads) D] -> [S, B, H / t]."""
         length, batch, _ = mixed.shape
         per_group = mixed.view(length, batch * self.kv_heads, self.queries_per_kv + 2, self.head_dim)
         q, k, v = per_group.split((self.queries_per_kv, 1, 1), dim=2)

@@ -23,9 +23,14 @@ DENSE = MoEConfig()
 """No layer has experts."""
 
 
-def kv_width(model: ModelConfig) -> int:
-    """Columns of all keys (or of all values): kv_heads x D."""
-    return (model.kv_heads or model.heads) * (model.hidden // model.heads)
+def kv_width(model: ModelConfig, tp: int = 1) -> int:
+    """Columns of the keys (or of the values) on one rank: kv_heads x D / t, and D where heads are fewer than ranks."""
+    return max(1, (model.kv_heads or model.heads) // tp) * (model.hidden // model.heads)
+
+
+def qkv_width(model: ModelConfig, tp: int = 1) -> int:
+    """Columns of queries, keys and values on one rank."""
+    return model.hidden // tp + 2 * kv_width(model, tp)
 
 
 def ffn_width(model: ModelConfig) -> int:
@@ -75,8 +80,8 @@ def norm_parameters(model: ModelConfig) -> int:
 
 def attention_parameters(model: ModelConfig, tp: int = 1) -> int:
     """Of qkv and proj on one rank: column-parallel layers divide weight and bias by t, row-parallel ones the weight."""
-    h, qkv = model.hidden, model.hidden + 2 * kv_width(model)
-    return (qkv * (h + model.bias) + h * h) // tp + h * model.bias
+    h = model.hidden
+    return qkv_width(model, tp) * (h + model.bias) + h * h // tp + h * model.bias
 
 
 def mlp_parameters(model: ModelConfig, tp: int = 1) -> int:
@@ -229,7 +234,7 @@ def forward_flops(
     tokens, h = samples * model.seq_length, model.hidden
     count = len(_indices(model, layers))
     with_experts = moe_layers(model, moe, layers)
-    attention = h * (h + 2 * kv_width(model)) + h * h
+    attention = h * qkv_width(model) + h * h
     mlp = h * (fc1_width(model) + ffn_width(model))
     beside_experts = moe_parameters(model, moe) - moe.num_experts * expert_parameters(model, moe)
     weights = count * attention + (count - with_experts) * mlp + with_experts * beside_experts

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.parallel.groups import Group, ParallelGroups
-from labkit.parallel.weights import gather_expert_parameter, gather_parameter, tensor_part
+from labkit.parallel.weights import Replicated, gather_expert_parameter, gather_parameter, tensor_part
 
 
 def load_full_state(chunks: Sequence[nn.Module], full: Mapping[str, Tensor], groups: ParallelGroups) -> None:
@@ -51,9 +51,10 @@ def _local_part(full: Tensor, like: nn.Parameter, groups: ParallelGroups) -> Ten
     if _is_expert(like):
         full, tp = tensor_part(full, groups.ep.rank, groups.ep.size, 0), groups.etp
     dim: int = like.partition_dim  # type: ignore[attr-defined]
+    replicated: Replicated | None = like.replicated  # type: ignore[attr-defined]
     rows = like.shape[0] * (tp.size if dim == 0 else 1)
-    if rows > full.shape[0]:  # a vocabulary table: its padding depends on tp
+    if rows > full.shape[0] and replicated is None:  # a vocabulary table: its padding depends on tp
         full = torch.cat([full, full.new_zeros(rows - full.shape[0], *full.shape[1:])])
     if dim < 0:
         return full
-    return tensor_part(full, tp.rank, tp.size, dim, like.partition_stride)  # type: ignore[attr-defined]
+    return tensor_part(full, tp.rank, tp.size, dim, like.partition_stride, replicated)  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.config import GraphConfig, ModelConfig, MoEConfig, RunConfig
-from labkit.models.attention import Rotary, rotary_table
+from labkit.models.attention import Rotary, kv_copies, rotary_table
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build, Norm
 from labkit.models.counts import padded_vocab
@@ -29,7 +29,7 @@ from labkit.parallel import te
 from labkit.parallel.context import zigzag_positions
 from labkit.parallel.cross_entropy import linear_cross_entropy
 from labkit.parallel.fp8 import Float8Recipe, Float8Scaling, float8_recipe
-from labkit.parallel.groups import ParallelGroups
+from labkit.parallel.groups import ParallelGroups, cut_group
 from labkit.parallel.random import RngTracker, model_parallel_seed
 from labkit.parallel.vocab import parallel_lm_logits
 from labkit.schedules import Schedule, build_schedule
@@ -85,6 +85,8 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         _check(config, groups)
+        if (copies := kv_copies(config, groups.tp.size)) > 1:  # every rank makes the group: also one without a layer
+            cut_group(groups, groups.tp, groups.tp.size // copies)
         moe = moe or MoEConfig()
         self.rng = rng or (model_parallel_seed(seed, groups) if _draws(config, moe) else None)
         self.aux_loss_scale = AuxLossScale(device=groups.device if device is None else device)
@@ -248,14 +250,15 @@ class GPTModel(nn.Module):
         self.register_buffer("rotary_sin", angles.sin().to(**build.made), persistent=False)
 
     def _rotary(self, x_SBH: Tensor, position_ids_BS: Tensor | None) -> Rotary | None:
-        """cos and sin of this microbatch: [S, 1, 1, D/2], or [S, B x kv_heads, 1, D/2] for positions of one's own."""
+        """cos and sin of this microbatch: [S, 1, 1, D/2], or for positions of one's own [S, B x key/value heads of this
+        rank, 1, D/2]."""
         if self.rotary_cos is None or self.rotary_sin is None:
             return None
         if position_ids_BS is None:
             length = x_SBH.shape[0] * self.sequence_parts
             return self.rotary_cos[:length, None, None], self.rotary_sin[:length, None, None]
         alike = position_ids_BS.shape[0] == 1  # one row for all samples, and so for all heads
-        heads = 1 if alike else (self.config.kv_heads or self.config.heads) // self.group.size
+        heads = 1 if alike else max(1, (self.config.kv_heads or self.config.heads) // self.group.size)
         positions = position_ids_BS.t().repeat_interleave(heads, dim=1)
         return self.rotary_cos[positions].unsqueeze(2), self.rotary_sin[positions].unsqueeze(2)
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from labkit.config import OptimConfig
 from labkit.parallel.distributed_data_parallel import DistributedDataParallel
 from labkit.parallel.grad_buffers import GradBuffer, own_part
-from labkit.parallel.gradients import counts_once
+from labkit.parallel.gradients import counted_elements, split_gradient
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.param_gather import finish_param_sync, param_gathers
 from labkit.parallel.parameter_groups import ParameterGroup
@@ -50,8 +50,8 @@ class OwnedPiece:
     """In the gradient buffer."""
     master: Tensor
     """What AdamW updates: in the parameter buffer, or in the fp32 copy of this rank's parts."""
-    counts: bool
-    """Whether it adds to the global norm here."""
+    counted: int
+    """Elements, from the first one on, that add to the global norm here."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,11 @@ class DistributedOptimizer:
 
     def gradient_pieces(self) -> list[Tensor]:
         """Of what this rank owns, what counts once: no copy of a tied weight, no replica over tp, one instance."""
-        return [owned.gradient for owned in self._all_pieces() if owned.counts]
+        return [grad for owned in self._all_pieces() for grad in split_gradient(owned.gradient, owned.counted)[0]]
 
     def uncounted_pieces(self) -> list[Tensor]:
         """The rest of what this rank owns."""
-        return [owned.gradient for owned in self._all_pieces() if not owned.counts]
+        return [grad for owned in self._all_pieces() for grad in split_gradient(owned.gradient, owned.counted)[1]]
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -210,13 +210,14 @@ def _pieces(shard: _Shard, layout: ParallelGroups) -> list[OwnedPiece]:
         bucket, master = buffer.plan.buckets[piece.bucket], shard.masters[piece.bucket]
         start = piece.start - bucket.start - group.rank * master.numel()
         parameter = parameters[piece.name]
+        counted = counted_elements(parameter, layout) if first_instance else 0
         owned.append(
             OwnedPiece(
                 piece,
                 parameter,
                 buffer.grad_data[piece.start : piece.end],
                 master[start : start + piece.numel],
-                first_instance and counts_once(parameter, layout),
+                min(max(counted - piece.offset_in_parameter, 0), piece.numel),
             )
         )
     return owned

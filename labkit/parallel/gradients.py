@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from labkit.parallel import collectives
-from labkit.parallel.groups import Group, ParallelGroups
+from labkit.parallel.groups import Group, ParallelGroups, cut_group
 from labkit.parallel.ledger import comm_scope
+from labkit.parallel.weights import Replicated
 
 
 def _parameters(chunks: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
@@ -46,6 +47,7 @@ def finalize_model_grads(
 
     1. data parallel: each chunk's `finish_grad_sync`;
     2. parameters that saw only a part of the sequence (`sequence_parallel`): SUM over tp;
+       key/value heads that neighbours of tp hold alike (`replicated`): SUM over these neighbours;
     3. the two copies of a tied word embedding (`shared_embedding`): SUM over embd. Where first and last stage are on
        one rank (a V), there is one weight, which took both gradients already;
     4. with a loss summed over tokens: divide by their number in the global batch.
@@ -63,6 +65,7 @@ def finalize_model_grads(
             finish()
     with comm_scope(layer="finalize", phase="gradients"):
         _sum_sequence_parallel(chunks, groups.tp)
+        _sum_replicated_rows(chunks, groups)
         _sum_tied_embedding(chunks, groups.embd)
         if num_tokens is not None:
             _divide_by_tokens(chunks, groups, num_tokens, groups.pp.size - 1 if last_stage is None else last_stage)
@@ -70,10 +73,27 @@ def finalize_model_grads(
 
 def _sum_sequence_parallel(chunks: Sequence[nn.Module], tp: Group) -> None:
     """One all-reduce of all flagged gradients together: they are many and small."""
-    grads = [main_grad(p) for p in _parameters(chunks) if getattr(p, "sequence_parallel", False)]
-    if not grads or tp.size == 1:
+    _sum_together([main_grad(p) for p in _parameters(chunks) if getattr(p, "sequence_parallel", False)], tp)
+
+
+def _sum_replicated_rows(chunks: Sequence[nn.Module], groups: ParallelGroups) -> None:
+    """The copies of a key/value head take the sum of what the query heads of all of them gave, so they stay equal for
+    ever. One all-reduce of all layers together, for each number of copies; a model has one such number."""
+    by_ranks: dict[int, list[Tensor]] = {}
+    for parameter in _parameters(chunks):
+        replicated: Replicated | None = getattr(parameter, "replicated", None)
+        if replicated is not None:
+            by_ranks.setdefault(replicated.ranks, []).append(main_grad(parameter)[-replicated.rows :])
+    for ranks, grads in by_ranks.items():
+        neighbours, _ = cut_group(groups, groups.tp, groups.tp.size // ranks)
+        _sum_together(grads, neighbours)
+
+
+def _sum_together(grads: Sequence[Tensor], group: Group) -> None:
+    """Each gradient summed over the group, in place, by one all-reduce."""
+    if not grads or group.size == 1:
         return
-    total = collectives.all_reduce(torch.cat([grad.reshape(-1) for grad in grads]), tp)
+    total = collectives.all_reduce(torch.cat([grad.reshape(-1) for grad in grads]), group)
     for grad, part in zip(grads, total.split([grad.numel() for grad in grads])):
         grad.copy_(part.view_as(grad))
 
@@ -115,15 +135,21 @@ def is_expert(parameter: nn.Parameter) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def counts_once(parameter: nn.Parameter, groups: ParallelGroups) -> bool:
-    """Whether this rank counts the parameter, so that every element of the model occurs once in the ranks of one
-    replica: not the copy of a tied weight (`shared`), and on the first rank of tp (of etp, for an expert) alone what
-    all of its ranks hold alike.
+def counted_elements(parameter: nn.Parameter, groups: ParallelGroups) -> int:
+    """How many of the parameter's elements, from its first one on, this rank counts, so that every element of the model
+    occurs once in the ranks of one replica: none of the copy of a tied weight (`shared`), and on the first rank of tp
+    (of etp, for an expert) alone what all of its ranks hold alike. Of rows that neighbours hold alike (`replicated`),
+    which are a part's last ones, the first neighbour counts.
     """
     if getattr(parameter, "shared", False):
-        return False
+        return 0
     tensor_parallel = groups.etp if is_expert(parameter) else groups.tp
-    return getattr(parameter, "tensor_model_parallel", False) or tensor_parallel.rank == 0
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return parameter.numel() if tensor_parallel.rank == 0 else 0
+    replicated: Replicated | None = getattr(parameter, "replicated", None)
+    if replicated is None or tensor_parallel.rank % replicated.ranks == 0:
+        return parameter.numel()
+    return parameter[: -replicated.rows].numel()
 
 
 def is_first_replica(parameter: nn.Parameter, groups: ParallelGroups) -> bool:
@@ -131,9 +157,21 @@ def is_first_replica(parameter: nn.Parameter, groups: ParallelGroups) -> bool:
     return (groups.edp if is_expert(parameter) else groups.dp_cp).rank == 0
 
 
+def split_gradient(gradient: Tensor, counted: int) -> tuple[list[Tensor], list[Tensor]]:
+    """A gradient's first `counted` elements and the others; each a list that is empty where there are none."""
+    if counted in (0, gradient.numel()):
+        return ([gradient], []) if counted else ([], [gradient])
+    flat = gradient.view(-1)
+    return [flat[:counted]], [flat[counted:]]
+
+
 def counted_gradients(parameters: Iterable[nn.Parameter], groups: ParallelGroups) -> list[Tensor]:
-    """Gradients of the parameters that count here (`counts_once`)."""
-    return [main_grad(parameter) for parameter in parameters if counts_once(parameter, groups)]
+    """Gradients of what counts here (`counted_elements`)."""
+    return [
+        grad
+        for parameter in parameters
+        for grad in split_gradient(main_grad(parameter), counted_elements(parameter, groups))[0]
+    ]
 
 
 class GradientStatistics(NamedTuple):
@@ -185,7 +223,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
 def global_grad_norm(chunks: Sequence[nn.Module], groups: ParallelGroups) -> float:
     """L2 norm of the gradient of the whole model, bit-identical on every rank.
 
-    Tied copies (`shared`) count once, and so do parameters that all ranks of tp (of etp, for experts) hold alike.
+    Tied copies (`shared`) count once, and so does what all ranks of tp (of etp, for experts) or some hold alike.
     Data-parallel replicas hold the same gradients after `finalize_model_grads`, so the sum runs over tp x pp for dense
     parameters and over etp x ep x pp for those of experts; where these are the same ranks, over both at once. Squares
     are added in float64 in the order of ranks. One collective and one synchronisation with the host, or two.

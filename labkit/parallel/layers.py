@@ -28,7 +28,7 @@ from labkit.parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from labkit.parallel.weight_grad_store import deferred
-from labkit.parallel.weights import make_parameter, put_gradient, takes_first_gradient
+from labkit.parallel.weights import Replicated, make_parameter, put_gradient, takes_first_gradient
 
 if TYPE_CHECKING:
     from labkit.parallel.fp8 import Float8Scaling
@@ -282,6 +282,8 @@ class ColumnParallelLinear(nn.Module):
         float8: scales of the products in fp8; None computes in the type of the tensors.
         seed, std: of the initial weight, N(0, std) by (seed, name).
         partition_stride: blocks of the output cut each by itself (2 for [gate; up]).
+        replicated: columns of the output that neighbouring ranks make alike; y and the parameters are then this
+            rank's own columns and these, more than O/t.
 
     Raises:
         ValueError: sizes that do not divide, or options that exclude each other.
@@ -303,17 +305,22 @@ class ColumnParallelLinear(nn.Module):
         seed: int = 0,
         std: float = 0.02,
         partition_stride: int = 1,
+        replicated: Replicated | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        _check_divides(name, "output size", output_size, group, partition_stride)
-        if gather_output and (skip_bias_add or partition_stride > 1):
-            raise ValueError(f"{name}: gather_output goes neither with skip_bias_add nor with partition_stride > 1")
+        alike = 0 if replicated is None else group.size // replicated.ranks * replicated.rows
+        what = "output size" if replicated is None else "output size without its replicated columns"
+        _check_divides(name, what, output_size - alike, group, partition_stride)
+        if gather_output and (skip_bias_add or partition_stride > 1 or replicated):
+            raise ValueError(
+                f"{name}: gather_output goes neither with skip_bias_add nor with partition_stride > 1 or replicated"
+            )
         self.name, self.group = name, group
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         cut: dict[str, Any] = {"group": group, "partition_dim": 0, "partition_stride": partition_stride}
-        cut |= {"dtype": dtype, "device": device}
+        cut |= {"replicated": replicated, "dtype": dtype, "device": device}
         self.weight = make_parameter(f"{name}.weight", (output_size, input_size), seed=seed, std=std, **cut)
         self.bias = make_parameter(f"{name}.bias", (output_size,), fill=0.0, **cut) if bias else None
         sequence_parallel = sequence_parallel and group.size > 1

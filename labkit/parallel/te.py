@@ -35,7 +35,7 @@ from labkit.launch.transformer_engine import why_no_transformer_engine
 from labkit.parallel.fp8 import Float8Recipe, Float8Scaling
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.random import RngTracker
-from labkit.parallel.weights import make_expert_parameter, make_parameter
+from labkit.parallel.weights import Replicated, make_expert_parameter, make_parameter
 
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 """Our name of a norm -> the engine's."""
@@ -135,18 +135,19 @@ class NormColumnParallelLinear(_EngineLinear):
         seed: int = 0,
         std: float = 0.02,
         partition_stride: int = 1,
+        replicated: Replicated | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
         cut: dict[str, Any] = {"group": group, "partition_dim": 0, "partition_stride": partition_stride}
-        cut |= {"dtype": dtype, "device": device}
+        cut |= {"replicated": replicated, "dtype": dtype, "device": device}
         parameters = {"weight": make_parameter(f"{name}.weight", (output_size, input_size), seed=seed, std=std, **cut)}
         if bias:
             parameters["bias"] = make_parameter(f"{name}.bias", (output_size,), fill=0.0, **cut)
         options = _linear_options(group, bias, sequence_parallel, gradient_accumulation_fusion, dtype)
         layer = engine().LayerNormLinear(
             input_size,
-            output_size,
+            len(parameters["weight"]) * group.size,  # of which it takes this rank's 1/t; more where rows are replicated
             eps=norm.eps,
             normalization=NORMS[norm.kind],
             parallel_mode="column",
@@ -282,7 +283,7 @@ class CoreAttention(nn.Module):
         attention = engine().DotProductAttention(
             config.heads,
             self.head_dim,
-            num_gqa_groups=config.kv_heads or config.heads,
+            num_gqa_groups=max(config.kv_heads or config.heads, tp.size),  # copies of a head count as heads
             attention_dropout=config.attention_dropout,
             qkv_format="sbhd",
             attn_mask_type="causal",

@@ -8,6 +8,7 @@ Attributes on each parameter (the first three are Megatron's):
 - `tensor_model_parallel`: the ranks of a tensor-parallel group hold different parts.
 - `partition_dim`: the dimension that is cut; -1 where nothing is.
 - `partition_stride`: how many stacked blocks are cut each by itself (2 for SwiGLU's [gate; up]).
+- `replicated`: the rows of the part that neighbouring ranks hold alike (`Replicated`), or None.
 - `full_name`: its name in the whole model, the same in every layout.
 - `full_shape`: its shape in one process, without padding.
 - `shared`: a second copy of a tied weight, which norms and checkpoints leave out.
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -50,10 +52,36 @@ def draw(name: str, shape: Sequence[int], *, seed: int, std: float, dtype: torch
     return torch.empty(tuple(shape), dtype=drawn).normal_(0.0, std, generator=generator)
 
 
-def tensor_part(full: Tensor, rank: int, size: int, dim: int, stride: int = 1) -> Tensor:
-    """Rank `rank`'s part of a full tensor: from each of `stride` equal blocks along `dim` its 1/size."""
+@dataclass(frozen=True)
+class Replicated:
+    """Rows along dimension 0 that neighbouring ranks of a tensor-parallel group hold alike: key/value heads that are
+    fewer than the ranks.
+
+    The full tensor is one block after the other, and `ranks` neighbours share a block. The last `rows` of the block are
+    at the end of each neighbour's part; the others are cut. With two query heads and one key/value head over two ranks:
+
+        full   q0 q1 k v        rank 0   q0 k v        rank 1   q1 k v
+
+    A rank's gradient of the replicated rows comes from its own query heads alone: `finalize_model_grads` adds them up.
+    """
+
+    ranks: int
+    """Neighbours that share a block; 2 or more, a divisor of the group's size."""
+    rows: int
+    """At the end of each neighbour's part."""
+
+
+def tensor_part(
+    full: Tensor, rank: int, size: int, dim: int, stride: int = 1, replicated: Replicated | None = None
+) -> Tensor:
+    """Rank `rank`'s part of a full tensor: from each of `stride` equal blocks along `dim` its 1/size; or what
+    `replicated` says."""
     if size == 1:
         return full
+    if replicated is not None:
+        block = tensor_part(full, rank // replicated.ranks, size // replicated.ranks, 0)
+        cut, alike = block[: -replicated.rows], block[-replicated.rows :]
+        return torch.cat([tensor_part(cut, rank % replicated.ranks, replicated.ranks, 0), alike])
     if full.shape[dim] % (size * stride):
         raise ValueError(
             f"dimension {dim} of {tuple(full.shape)} cannot be cut into {stride} x {size} equal parts: "
@@ -73,6 +101,7 @@ def make_parameter(
     group: Group | None = None,
     partition_dim: int | None = None,
     partition_stride: int = 1,
+    replicated: Replicated | None = None,
     padded_rows: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
@@ -88,6 +117,7 @@ def make_parameter(
         group: the tensor-parallel group that cuts it; None for a parameter that every rank has in full.
         partition_dim: dimension that is cut; given together with `group`.
         partition_stride: blocks along that dimension that are cut each by itself.
+        replicated: rows that neighbours hold alike; then dimension 0 is cut, and in one block.
         padded_rows: grow dimension 0 to this size with zeros after drawing (vocabulary tables), so that padding,
             which depends on the layout, changes no real weight.
         dtype: of the parameter. Half precision is drawn in float32 and rounded.
@@ -108,7 +138,7 @@ def make_parameter(
     is_cut = group is not None and partition_dim is not None and group.size > 1
     if is_cut:
         assert group is not None and partition_dim is not None
-        full = tensor_part(full, group.rank, group.size, partition_dim, partition_stride)
+        full = tensor_part(full, group.rank, group.size, partition_dim, partition_stride, replicated)
     parameter = nn.Parameter(full.to(device=device, dtype=dtype).contiguous())
     return tag_parameter(
         parameter,
@@ -117,6 +147,7 @@ def make_parameter(
         tensor_model_parallel=is_cut,
         partition_dim=partition_dim if is_cut and partition_dim is not None else -1,
         partition_stride=partition_stride,
+        replicated=replicated if is_cut else None,
     )
 
 
@@ -191,6 +222,7 @@ def tag_parameter(
     tensor_model_parallel: bool = False,
     partition_dim: int = -1,
     partition_stride: int = 1,
+    replicated: Replicated | None = None,
     shared: bool = False,
     shared_embedding: bool = False,
     sequence_parallel: bool = False,
@@ -202,6 +234,7 @@ def tag_parameter(
         ("tensor_model_parallel", tensor_model_parallel),
         ("partition_dim", partition_dim),
         ("partition_stride", partition_stride),
+        ("replicated", replicated),
         ("shared", shared),
         ("shared_embedding", shared_embedding),
         ("sequence_parallel", sequence_parallel),
@@ -237,7 +270,8 @@ def gather_parameter(tensor: Tensor, like: nn.Parameter, group: Group) -> Tensor
     full = tensor.detach()
     if getattr(like, "tensor_model_parallel", False):
         dim, stride = like.partition_dim, like.partition_stride  # type: ignore[attr-defined]
-        full = _joined(collectives.all_gather(full.contiguous(), group).chunk(group.size), dim, stride)
+        parts = collectives.all_gather(full.contiguous(), group).chunk(group.size)
+        full = _joined(parts, dim, stride, like.replicated)  # type: ignore[attr-defined]
     return full[: like.full_shape[0]] if full.dim() else full  # type: ignore[attr-defined]
 
 
@@ -253,7 +287,11 @@ def gather_expert_parameter(tensor: Tensor, like: nn.Parameter, *, etp: Group, e
     return collectives.all_gather(experts.contiguous(), ep)
 
 
-def _joined(parts: Sequence[Tensor], dim: int, stride: int) -> Tensor:
-    """The tensor of which `tensor_part` made the ranks' parts."""
+def _joined(parts: Sequence[Tensor], dim: int, stride: int, replicated: Replicated | None = None) -> Tensor:
+    """The tensor of which `tensor_part` made the ranks' parts; of replicated rows the first neighbour's."""
+    if replicated is not None:
+        ranks, rows = replicated.ranks, replicated.rows
+        neighbours = [parts[first : first + ranks] for first in range(0, len(parts), ranks)]
+        return torch.cat([x for few in neighbours for x in (*(part[:-rows] for part in few), few[0][-rows:])])
     blocks = [part.chunk(stride, dim=dim) for part in parts]
     return torch.cat([of_rank[block] for block in range(stride) for of_rank in blocks], dim=dim)

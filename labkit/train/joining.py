@@ -5,7 +5,8 @@ fault in the communication or in a split cannot hide itself. Each axis is undone
 
 | axis | outputs of blocks, (S, B, H)                      | parameters and gradients                          |
 |------|---------------------------------------------------|---------------------------------------------------|
-| tp   | alike, or parts of S (sequence parallel)          | parts along `partition_dim`, or alike             |
+| tp   | alike, or parts of S (sequence parallel)          | parts along `partition_dim`, or alike; or both:   |
+|      |                                                   | last rows alike on neighbours (`replicated`)      |
 | cp   | two chunks of S, the r-th from the front and back | alike                                             |
 | dp   | other samples: the first replica's are kept       | alike, or shards (distributed optimizer)          |
 | pp   | other layers                                      | other layers; tied copies alike                   |
@@ -57,6 +58,18 @@ def join_shards(shards: Sequence[Tensor], dim: int, stride: int = 1) -> Tensor:
     """The full tensor from the parts of all tensor-parallel ranks, the inverse of slicing each of `stride` blocks."""
     blocks = [shard.chunk(stride, dim) for shard in shards]
     return torch.cat([part[block] for block in range(stride) for part in blocks], dim)
+
+
+def join_replicated(shards: Sequence[Tensor], ranks: int, rows: int) -> tuple[Tensor, bool]:
+    """The full tensor where each `ranks` neighbours have the same last `rows` rows, and whether they really have; if
+    not, it takes the first neighbour's."""
+    pieces: list[Tensor] = []
+    agree = True
+    for first in range(0, len(shards), ranks):
+        own, last = zip(*(shard.split([len(shard) - rows, rows]) for shard in shards[first : first + ranks]))
+        pieces += [*own, last[0]]
+        agree = agree and all(torch.equal(last[0], copy) for copy in last)
+    return torch.cat(pieces), agree
 
 
 def join_zigzag(parts: Sequence[Tensor]) -> Tensor:
@@ -168,6 +181,9 @@ def _join_axis(held: Sequence[tuple[Snapshot, Shard]], split: str, replicated: s
     joined = [join_replicas(replicas) for replicas in by_rank]
     parts = [part for part, _ in joined]
     differing = [] if all(agree for _, agree in joined) else [replicated]
+    if first.replicated is not None:
+        full, agree = join_replicated(parts, first.replicated.ranks, first.replicated.rows)
+        return full, differing if agree else [*differing, split]
     if first.partition_dim is not None:
         return join_shards(parts, first.partition_dim, first.partition_stride), differing
     alike = all(torch.equal(parts[0], part) for part in parts)

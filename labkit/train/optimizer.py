@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from labkit.config import OptimConfig
 from labkit.parallel.distributed_optimizer import DistributedOptimizer
-from labkit.parallel.gradients import counted_gradients, is_first_replica, main_grad
+from labkit.parallel.gradients import counted_elements, is_first_replica, main_grad, split_gradient
 from labkit.parallel.groups import Group, ParallelGroups, single_process_groups
 from labkit.parallel.parameter_groups import Condition as Condition
 from labkit.parallel.parameter_groups import ParameterGroup as ParameterGroup
@@ -95,13 +95,15 @@ class Optimizer:
 
     def gradient_pieces(self) -> list[Tensor]:
         """What counts once over tp x pp, of the first replica; of the others nothing."""
-        first = (param for param in self._parameters() if is_first_replica(param, self._layout))
-        return counted_gradients(first, self._layout)
+        return [grad for param in self._parameters() for grad in self._split(param)[0]]
 
     def uncounted_pieces(self) -> list[Tensor]:
         """What `gradient_pieces` leaves out: replicas, and the copy of a tied weight."""
-        counted = {id(grad) for grad in self.gradient_pieces()}
-        return [grad for grad in map(main_grad, self._parameters()) if id(grad) not in counted]
+        return [grad for param in self._parameters() for grad in self._split(param)[1]]
+
+    def _split(self, param: nn.Parameter) -> tuple[list[Tensor], list[Tensor]]:
+        first = is_first_replica(param, self._layout)
+        return split_gradient(main_grad(param), counted_elements(param, self._layout) if first else 0)
 
     @torch.no_grad()
     def step(self, lr: float) -> None:

@@ -26,6 +26,7 @@ from labkit.parallel.gradients import main_grad
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.param_gather import ParamGather
 from labkit.parallel.shard_map import pieces_of_rank
+from labkit.parallel.weights import Replicated
 from labkit.schedules.ir import Schedule
 from labkit.train.optimizer import named_parameters
 from labkit.train.routing_trace import Routings, record_routings, replay_routings
@@ -59,6 +60,8 @@ class Shard:
     """Whether it is an expert's: cut over etp, with replicas on the ranks of edp, not over tp and dp x cp."""
     expert_parallel: bool = False
     """Whether dim 0 counts experts and the ranks of ep hold different ones."""
+    replicated: Replicated | None = None
+    """Rows that neighbouring ranks of tp hold alike."""
 
 
 @dataclass
@@ -233,4 +236,5 @@ def _shard(param: nn.Parameter, values: Tensor, own: Mapping[int, Ranges]) -> Sh
         own.get(id(param)),
         not getattr(param, "allreduce", True),
         getattr(param, "expert_parallel", False),
+        getattr(param, "replicated", None),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,12 +19,12 @@ pytestmark = pytest.mark.oracle
 MODEL = ModelConfig(layers=2, hidden=32, heads=4, vocab_size=512, seq_length=16, activation="gelu")
 
 
-def both(layout: dict[str, Any]) -> dict[str, Any]:
+def both(layout: dict[str, Any], kv_heads: int | None) -> dict[str, Any]:
     """Largest differences of loss and gradients on this rank after one forward and backward of both models."""
     import megatron_peer
 
     config = RunConfig(
-        model=MODEL,
+        model=replace(MODEL, kv_heads=kv_heads),
         parallel=ParallelConfig(**layout),
         optim=OptimConfig(lr=0.0, weight_decay=0.0, clip_grad=1e9),
         train=TrainConfig(micro_batch_size=3, global_batch_size=3),
@@ -38,7 +39,10 @@ def both(layout: dict[str, Any]) -> dict[str, Any]:
     loss = wrapped(batch["tokens_BS"], labels_BS=batch["labels_BS"]).mean()
     loss.backward()
     finalize_model_grads([wrapped], groups)
-    gradients = {p.full_name: p.main_grad for p in ours.parameters()}  # type: ignore[attr-defined]
+    gradients = {
+        p.full_name: megatron_peer.their_part(p.main_grad, p, groups.tp)  # type: ignore[attr-defined]
+        for p in ours.parameters()
+    }
     worst = {}
     for name, parameter in theirs.module.named_parameters():
         own = gradients.pop(megatron_peer.our_name(name, 0))
@@ -48,12 +52,19 @@ def both(layout: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"tp": 4, "sequence_parallel": True}],
-    ids=["one rank", "tp2", "tp2 sp", "tp4 sp"],
+    ("layout", "kv_heads"),
+    [
+        ({}, None),
+        ({"tp": 2}, None),
+        ({"tp": 2, "sequence_parallel": True}, None),
+        ({"tp": 4, "sequence_parallel": True}, None),
+        ({"tp": 2}, 1),
+        ({"tp": 4, "sequence_parallel": True}, 2),
+    ],
+    ids=["one rank", "tp2", "tp2 sp", "tp4 sp", "tp2, one kv head", "tp4 sp, two kv heads"],
 )
-def test_loss_and_gradients_equal_megatron_core(layout: dict[str, Any]) -> None:
-    for found in run(both, layout.get("tp", 1), layout, timeout=120):
+def test_loss_and_gradients_equal_megatron_core(layout: dict[str, Any], kv_heads: int | None) -> None:
+    for found in run(both, layout.get("tp", 1), layout, kv_heads, timeout=120):
         assert found["loss"] == pytest.approx(found["theirs"], rel=1e-6)
         assert found["left"] == []
         # A key bias has no gradient but rounding; it is a third of qkv.bias, whose norm is the value's.

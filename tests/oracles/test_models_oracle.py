@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from torch import Tensor
 
-from labkit.config import MoEConfig, presets
+from labkit.config import MoEConfig, ParallelConfig, presets
+from labkit.launch import run
 from labkit.models import (
     GPTModel,
     counts,
@@ -24,7 +26,12 @@ from labkit.models import (
     model_config_from_hugging_face,
     moe_config_from_hugging_face,
 )
-from labkit.parallel import single_process_groups
+from labkit.parallel import (
+    NaiveDataParallel,
+    finalize_model_grads,
+    initialize_model_parallel,
+    single_process_groups,
+)
 
 transformers = pytest.importorskip("transformers", reason="the Hugging Face oracle needs transformers")
 pytestmark = pytest.mark.oracle
@@ -113,6 +120,42 @@ def test_loss_and_gradients_equal_hugging_face(kind: str, options: dict[str, Any
         grad = parameter.grad[:99] if name in ("embedding.word.weight", "output.weight") else parameter.grad
         # Theirs keeps the rotary table in float32 even for a float64 model.
         torch.testing.assert_close(grad, full[name], rtol=1e-5, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def on_a_rank(read: dict[str, Any], state: dict[str, Tensor], tokens: Tensor) -> dict[str, Any]:
+    """Of our model from their tensors over all ranks: loss, the gradients and the weights under their names."""
+    config = replace(model_config_from_hugging_face(read), make_vocab_size_divisible_by=128)  # rank 0 has all tokens
+    groups = initialize_model_parallel(ParallelConfig(tp=torch.distributed.get_world_size(), sequence_parallel=True))
+    ours = GPTModel(config, groups, layers=range(config.layers), seed=1, dtype=torch.float64)
+    load_full_state([ours], full_state_from_hugging_face(config, state), groups)
+    wrapped = NaiveDataParallel(ours, groups.dp_cp)
+    loss = wrapped(tokens[:, :-1], labels_BS=tokens[:, 1:]).mean()
+    loss.backward()
+    finalize_model_grads([wrapped], groups)
+    back = full_state_to_hugging_face(config, gather_full_state([ours], groups))
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.copy_(parameter.main_grad)  # type: ignore[attr-defined]
+    gradients = full_state_to_hugging_face(config, gather_full_state([ours], groups))
+    return {"loss": loss.item(), "weights": back, "gradients": gradients}
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "tp"), [(6, 1, 2), (8, 2, 4)])
+def test_fewer_key_value_heads_than_ranks_train_as_hugging_face(heads: int, kv_heads: int, tp: int) -> None:
+    theirs = hugging_face("llama", num_attention_heads=heads, num_key_value_heads=kv_heads).double()
+    tokens = torch.randint(0, 99, (2, 33))
+    logits = theirs(tokens[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    expected.backward()
+    read, state = json.loads(theirs.config.to_json_string(use_diff=False)), theirs.state_dict()
+    for found in run(on_a_rank, tp, read, state, tokens, device="cpu"):
+        assert found["loss"] == pytest.approx(expected.item(), rel=1e-6)
+        assert all(torch.equal(found["weights"][name], weight) for name, weight in state.items())
+        for name, parameter in theirs.named_parameters():
+            # Theirs keeps the rotary table in float32 even for a float64 model.
+            torch.testing.assert_close(
+                found["gradients"][name], parameter.grad, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from labkit.config import RunConfig
+from labkit.config import RunConfig, presets
 from labkit.train import ParityReport, compare
 
 MATRIX = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "parity_matrix.py"))
@@ -24,6 +24,30 @@ PADDING_ALONE = {
     "llama_tiny": [{"tp": 2, "pp": 2, **SP}, {"tp": 4}],
 }
 """Tied and untied; under `make_vocab_size_divisible_by` = the vocabulary, tp rank 0 owns all of it."""
+MEGATRON = MATRIX["MEGATRON"]
+FEW_KV_HEADS = {
+    ("llama_tiny", 1): [{"tp": 4, **SP}, {"tp": 2, "cp": 2}],
+    ("tiny", 1): [{"tp": 2, "pp": 2, "pipeline_layout": "E | t*4 L"}, {"tp": 2, "world_size": 4, **MEGATRON}],
+    ("tiny", 2): [{"tp": 4}],
+    ("tiny_moe", 1): [{"tp": 2, "ep": 2, **SP}],
+}
+"""(preset, key/value heads) -> layouts with more ranks of tp; of 4 query heads, 8 in llama_tiny. One layout has a stage
+without a layer, which makes its groups all the same."""
+MORE_FEW_KV_HEADS = {
+    ("llama_tiny", 2): [
+        {"tp": 4, "cp": 2, "cp_comm_type": "all_gather", **SP},
+        {"tp": 4, "world_size": 8, **ZERO, "num_distributed_optimizer_instances": 2},
+        {"tp": 4, "pp": 2, "schedule.name": "zbv"},
+    ],
+    ("tiny", 1): [
+        {"tp": 4, "pp": 2, "schedule.name": "zero_bubble_h1", **MATRIX["FULL"], **SP},
+        {"tp": 2, "world_size": 4, "calculate_per_token_loss": True, "bucket_size": 10_000},
+        {"tp": 4, "pp": 2, "schedule.name": "interleaved", "vpp": 2},
+        {"tp": 2, "graph.cuda_graph_impl": "emulated", "graph.cuda_graph_scope": ["full_iteration"]},
+        {"tp": 2, "graph.cuda_graph_impl": "emulated", "graph.cuda_graph_scope": ["attn"]},
+    ],
+    ("deepseek_tiny", 1): [{"tp": 2, "etp": 1, "ep": 2, **SP, **ZERO, "world_size": 4}],
+}
 
 
 def small(preset: str) -> RunConfig:
@@ -49,6 +73,25 @@ def test_ranks_whose_part_of_the_vocabulary_is_all_padding(preset):
     report = compare(config, PADDING_ALONE[preset], steps=3, dtype="float64")
     assert report.ok, explain(report)
     assert max(row.largest for row in report.rows) <= 1e-10
+
+
+def few_kv_heads(preset, kv_heads, layouts):
+    config = MATRIX["sparse" if presets.get(preset).moe.num_experts else "small"](preset)
+    report = compare(config.override({"kv_heads": kv_heads}), layouts, steps=3, dtype="float64")
+    assert report.ok, explain(report)
+    assert max(row.largest for row in report.rows) <= 1e-10
+
+
+@pytest.mark.parametrize(("preset", "kv_heads"), FEW_KV_HEADS)
+def test_fewer_key_value_heads_than_ranks(preset, kv_heads):
+    """Copies agree bit for bit, and together they are the head of one process."""
+    few_kv_heads(preset, kv_heads, FEW_KV_HEADS[preset, kv_heads])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("preset", "kv_heads"), MORE_FEW_KV_HEADS)
+def test_fewer_key_value_heads_than_ranks_under_more_layouts(preset, kv_heads):
+    few_kv_heads(preset, kv_heads, MORE_FEW_KV_HEADS[preset, kv_heads])
 
 
 def test_float32():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from labkit.parallel import CommLedger, Group, all_gather
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from labkit.parallel.mlp import ACTIVATIONS, ParallelMLP
-from labkit.parallel.weights import gather_parameter
+from labkit.parallel.weights import Replicated, gather_parameter
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 
@@ -240,8 +240,8 @@ def test_any_input_shape_gives_what_one_process_gives(on_ranks) -> None:
     on_ranks(linearity, 2)
 
 
-def column_parallel(group: Group, input_size: int, output_size: int, **options: bool | int) -> nn.Module:
-    return ColumnParallelLinear("layers.0.mlp.fc1", input_size, output_size, group=group, **options)
+def column_parallel(group: Group, input_size: int, output_size: int, **options: object) -> nn.Module:
+    return ColumnParallelLinear("layers.0.mlp.fc1", input_size, output_size, group=group, **options)  # type: ignore[arg-type]
 
 
 def row_parallel(group: Group, input_size: int, output_size: int, **options: bool) -> nn.Module:
@@ -253,6 +253,11 @@ def row_parallel(group: Group, input_size: int, output_size: int, **options: boo
     [
         (lambda g: column_parallel(g, 4, 7), "layers.0.mlp.fc1: output size 7 cannot be cut over tp=2"),
         (lambda g: column_parallel(g, 4, 6, partition_stride=2), "in 2 blocks; it must be a multiple of 4"),
+        (lambda g: column_parallel(g, 4, 6, replicated=Replicated(2, 2), gather_output=True), "goes neither with"),
+        (
+            lambda g: column_parallel(g, 4, 5, replicated=Replicated(2, 2)),
+            "replicated columns 3 cannot be cut",
+        ),
         (lambda g: row_parallel(g, 5, 4), "input size 5 cannot be cut over tp=2; it must be a multiple of 2"),
         (lambda g: column_parallel(g, 4, 4, gather_output=True, skip_bias_add=True), "gather_output goes neither"),
         (lambda g: row_parallel(g, 4, 4, sequence_parallel=True, input_is_parallel=False), "needs input_is_parallel"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from labkit.config import ModelConfig, ParallelConfig
 from labkit.launch import RankError, run
 from labkit.models import GPTModel, counts
-from labkit.parallel import CommLedger, initialize_model_parallel, single_process_groups
+from labkit.parallel import CommLedger, finalize_model_grads, initialize_model_parallel, single_process_groups
 from labkit.parallel.collectives import all_gather
 from labkit.parallel.weights import gather_parameter
 
@@ -46,10 +46,13 @@ def step(config: ModelConfig, groups: Any) -> dict[str, Any]:
     loss = model(tokens, labels_BS=labels)
     loss.mean().backward()
     found: dict[str, Any] = {"logits": logits, "loss": loss.detach().clone()}
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         assert parameter.grad is not None
+        parameter.main_grad = parameter.grad  # type: ignore[attr-defined]
+    finalize_model_grads([model], groups)
+    for name, parameter in model.named_parameters():
         found[f"weight {name}"] = gather_parameter(parameter, parameter, groups.tp).clone()
-        found[f"gradient {name}"] = gather_parameter(parameter.grad, parameter, groups.tp).clone()
+        found[f"gradient {name}"] = gather_parameter(parameter.main_grad, parameter, groups.tp).clone()  # type: ignore
     return found
 
 
@@ -59,8 +62,8 @@ def step_on_a_rank(config: ModelConfig, tp: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("config", "tp"),
-    [(GPT2, 2), (GPT2, 4), (LLAMA, 2), (GROUPED, 4)],
-    ids=["gpt2-tp2", "gpt2-tp4", "llama-tp2", "rope-bias-tp4"],
+    [(GPT2, 2), (GPT2, 4), (LLAMA, 2), (GROUPED, 4), (replace(GROUPED, kv_heads=2), 4)],
+    ids=["gpt2-tp2", "gpt2-tp4", "llama-tp2", "rope-bias-tp4", "two-kv-heads-tp4"],
 )
 def test_equals_one_process(config: ModelConfig, tp: int) -> None:
     alone = step(config, single_process_groups())

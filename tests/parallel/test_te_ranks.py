@@ -23,7 +23,7 @@ CONFIG = ModelConfig(
 )
 
 
-def both(parallel: ParallelConfig) -> dict[str, dict[str, Tensor]]:
+def both(parallel: ParallelConfig, kv_heads: int) -> dict[str, dict[str, Tensor]]:
     """Loss and gradients of both implementations on this rank."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import te_stub
@@ -34,7 +34,7 @@ def both(parallel: ParallelConfig) -> dict[str, dict[str, Tensor]]:
     keep = torch.cat([torch.arange(16).chunk(chunks)[i] for i in (groups.cp.rank, chunks - 1 - groups.cp.rank)])
     for impl in ("local", "transformer_engine"):
         with te_stub.installed() as record:
-            config = replace(CONFIG, transformer_impl=impl)
+            config = replace(CONFIG, transformer_impl=impl, kv_heads=kv_heads)
             model = GPTModel(config, groups, layers=range(2), seed=1, dtype=torch.float64)
             loss = model(ids[:, :-1][:, keep], labels_BS=ids[:, 1:][:, keep])
         loss.mean().backward()
@@ -45,17 +45,20 @@ def both(parallel: ParallelConfig) -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "parallel",
+    ("parallel", "kv_heads"),
     [
-        ParallelConfig(tp=2),
-        ParallelConfig(tp=2, sequence_parallel=True),
-        ParallelConfig(cp=2),
-        ParallelConfig(cp=2, cp_comm_type="all_gather"),
+        (ParallelConfig(tp=2), 2),
+        (ParallelConfig(tp=2), 1),
+        (ParallelConfig(tp=2, sequence_parallel=True), 2),
+        (ParallelConfig(cp=2), 2),
+        (ParallelConfig(cp=2, cp_comm_type="all_gather"), 2),
     ],
-    ids=["tp2", "sp", "ring", "all_gather"],
+    ids=["tp2", "one kv head", "sp", "ring", "all_gather"],
 )
-def test_the_engines_layers_equal_ours_over_ranks(on_ranks: Callable[..., list[Any]], parallel: ParallelConfig) -> None:
-    for found in on_ranks(both, 2, parallel):
+def test_the_engines_layers_equal_ours_over_ranks(
+    on_ranks: Callable[..., list[Any]], parallel: ParallelConfig, kv_heads: int
+) -> None:
+    for found in on_ranks(both, 2, parallel, kv_heads):
         ours, theirs = found["local"], found["transformer_engine"]
         assert theirs.keys() == ours.keys()
         for name, expected in ours.items():

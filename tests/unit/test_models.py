@@ -317,10 +317,10 @@ def test_shapes_that_cannot_be_are_refused(change: dict, message: str) -> None:
         model(replace(SMALL, **change))
 
 
-def test_key_value_heads_that_tp_does_not_divide_are_refused() -> None:
+def test_key_value_heads_that_ranks_can_neither_share_out_nor_share_are_refused() -> None:
     groups = initialize_model_parallel(ParallelConfig(tp=4), rank=0, world_size=4)
-    with pytest.raises(ValueError, match=r"2 key/value heads cannot be shared by tp=4"):
-        GPTModel(LLAMA, groups, layers=range(2), seed=1)
+    with pytest.raises(ValueError, match=r"12 heads and 3 key/value heads cannot be shared by tp=4 ranks"):
+        GPTModel(replace(LLAMA, hidden=48, heads=12, kv_heads=3), groups, layers=range(2), seed=1)
 
 
 def test_wrong_inputs_are_refused() -> None:

@@ -28,8 +28,12 @@ RMS = replace(GROUPED, norm="rmsnorm")
 # ---- parameters ----
 
 
-@pytest.mark.parametrize("config", [GPT2, GATED, GROUPED, RMS], ids=["gpt2", "gated", "grouped", "rms"])
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    "config",
+    [GPT2, GATED, GROUPED, RMS, replace(GROUPED, kv_heads=1)],
+    ids=["gpt2", "gated", "grouped", "rms", "one kv head"],
+)
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
 def test_parameters_of_every_rank(config: ModelConfig, tp: int, pp: int) -> None:
     run = RunConfig(model=config, parallel=ParallelConfig(tp=tp, pp=pp))
     for rank in range(tp * pp):

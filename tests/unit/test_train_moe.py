@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -159,13 +159,17 @@ SIZES = st.fixed_dictionaries(
 
 
 @settings(max_examples=12, deadline=None)
-@given(SIZES, st.booleans(), st.booleans())
-def test_every_element_counts_once_in_the_norm(sizes: dict[str, int], sharded: bool, untied: bool) -> None:
+@given(SIZES, st.booleans(), st.booleans(), st.sampled_from([None, 1]))
+@example({"tp": 2, "cp": 1, "pp": 1, "dp": 2, "etp": 1, "ep": 2}, True, False, 1)
+@example({"tp": 2, "cp": 1, "pp": 1, "dp": 2, "etp": 1, "ep": 2}, False, False, 1)
+def test_every_element_counts_once_in_the_norm(
+    sizes: dict[str, int], sharded: bool, untied: bool, kv_heads: int | None
+) -> None:
     """Over all ranks of the norm's groups: dense elements over tp x pp, those of experts over etp x ep x pp, whatever
     replicas there are and however the optimizer cuts the buffers."""
     layout = {name: size for name, size in sizes.items() if name != "dp"}
     changes = {"sequence_parallel": sizes["tp"] > 1, "distributed_optimizer": sharded, "hidden": 16, **BIASED}
-    changes |= {"untie_embeddings_and_output_weights": untied, "shared_expert_ffn_hidden": 16}
+    changes |= {"untie_embeddings_and_output_weights": untied, "shared_expert_ffn_hidden": 16, "kv_heads": kv_heads}
     config = small(**changes, **layout)
     world = math.prod(sizes[name] for name in ("tp", "cp", "pp", "dp"))
     config.validate(world)
@@ -174,7 +178,11 @@ def test_every_element_counts_once_in_the_norm(sizes: dict[str, int], sharded: b
         groups = initialize_model_parallel(config.parallel, rank=rank, world_size=world)
         chunks = wrap_model_chunks(build_model_chunks(config, groups), groups, config.optim)
         optimizer = build_optimizer(chunks, config.optim, layout=groups)
-        counted += sum(piece.numel() for piece in optimizer.gradient_pieces())
+        counts, others = optimizer.gradient_pieces(), optimizer.uncounted_pieces()
+        counted += sum(piece.numel() for piece in counts)
+        if not sharded:
+            held = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+            assert sum(piece.numel() for piece in [*counts, *others]) == held
         if not sharded:
             looked_at |= {name for group in optimizer.groups for name in group.names}
     (whole,) = build_model_chunks(small(**changes), single_process_groups())

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from labkit.parallel import Group
 from labkit.parallel.weights import (
+    Replicated,
     draw,
     gather_expert_parameter,
     gather_parameter,
@@ -17,6 +18,7 @@ from labkit.parallel.weights import (
     parameter_seed,
     tensor_part,
 )
+from labkit.train.joining import join_replicated
 
 
 def member(rank: int, size: int) -> Group:
@@ -42,6 +44,36 @@ def test_swiglu_halves_stay_halves_on_each_rank() -> None:
     gate, up = torch.zeros(4, 1), torch.ones(4, 1)
     part = tensor_part(torch.cat([gate, up]), 1, 2, 0, stride=2)
     assert part.flatten().tolist() == [0, 0, 1, 1]
+
+
+def test_neighbours_hold_a_head_alike_and_share_its_queries_out() -> None:
+    q0, q1, q2, q3, kv0, q4, q5, q6, q7, kv1 = range(10)
+    full = torch.tensor([q0, q1, q2, q3, kv0, q4, q5, q6, q7, kv1])
+    parts = [tensor_part(full, rank, 4, 0, replicated=Replicated(2, 1)).tolist() for rank in range(4)]
+    assert parts == [[q0, q1, kv0], [q2, q3, kv0], [q4, q5, kv1], [q6, q7, kv1]]
+    parts = [tensor_part(full[:5], rank, 4, 0, replicated=Replicated(4, 1)).tolist() for rank in range(4)]
+    assert parts == [[q0, kv0], [q1, kv0], [q2, kv0], [q3, kv0]]
+
+
+@given(
+    blocks=st.integers(1, 3), ranks=st.integers(2, 4), cut=st.integers(1, 3), rows=st.integers(1, 3),
+    shape=st.sampled_from([(), (2,)]),
+)  # fmt: skip
+def test_a_part_with_replicated_rows_finds_its_way_back(
+    blocks: int, ranks: int, cut: int, rows: int, shape: tuple[int, ...]
+) -> None:
+    size, alike = blocks * ranks, Replicated(ranks, rows)
+    full_shape = (blocks * (ranks * cut + rows), *shape)
+    whole = make_parameter("qkv", full_shape, seed=3, std=1.0).detach()
+    named = {"seed": 3, "std": 1.0, "partition_dim": 0, "replicated": alike}
+    parts = [make_parameter("qkv", full_shape, group=member(rank, size), **named) for rank in range(size)]
+    assert all(part.shape == (cut + rows, *shape) and part.replicated == alike for part in parts)
+    joined, agree = join_replicated([part.detach() for part in parts], ranks, rows)
+    assert torch.equal(joined, whole) and agree
+    with torch.no_grad():
+        parts[-1].view(-1)[-1] += 1.0
+    joined, agree = join_replicated([part.detach() for part in parts], ranks, rows)
+    assert torch.equal(joined, whole) and not agree, "the first of the copies is taken, and the other noticed"
 
 
 def test_ranks_hold_slices_of_the_tensor_that_one_process_draws() -> None:
