@@ -66,8 +66,8 @@ def _equal_share(num_layers: int, stage: int, num_stages: int, standalone_embedd
         stage, num_stages = stage - 1, num_stages - 1
     if num_layers % num_stages:
         raise ValueError(
-            f"{num_layers} layers cannot be shared evenly by {num_stages} stages; their number must be a multiple of "
-            f"{num_stages}, or parallel.pipeline_layout say what each stage holds"
+            f"{num_layers} layers cannot be shared evenly by {num_stages} stages; take a multiple of {num_stages} "
+            "layers, or set parallel.pipeline_layout, which gives the layers of every stage"
         )
     size = num_layers // num_stages
     return range(stage * size, (stage + 1) * size)
