@@ -1,4 +1,5 @@
-"""Reading a command line: every problem at once, no abbreviations, nearest names; then jsonargparse.
+"""Reading a command line: every problem at once, no abbreviations, nearest names, no option with two values; then
+jsonargparse.
 
 jsonargparse stops at the first error and expands abbreviations. So our own pass goes over the arguments (and over the
 YAML file that they name) first and collects all that is wrong. What it lets through is typed; `train`, `parity` and
@@ -14,7 +15,17 @@ from typing import Any, NamedTuple
 
 from labkit.config import ConfigError, RunConfig
 from labkit.config.errors import nearest, shown
-from labkit.config.fields import KNOWN_NAMES, SPECS, BadValueError, Entry, FieldSpec, convert, convert_entries, resolve
+from labkit.config.fields import (
+    KNOWN_NAMES,
+    SPECS,
+    BadValueError,
+    Entry,
+    FieldSpec,
+    Given,
+    convert,
+    convert_entries,
+    resolve,
+)
 
 
 class Option(NamedTuple):
@@ -98,14 +109,17 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
     scan = _scan(argv, {o.key: o for o in options}, command)
     source = f"labkit {command.name}"
     values: dict[str, Any] = {o.key: [] if o.pairs else o.default for o in options}
-    problems = list(scan.problems)
+    problems, given = list(scan.problems), Given()
     for option, written, text in scan.options:
         spec = FieldSpec("", option.key, option.kind, False, option.default)
         try:
             if option.pairs:
-                values[option.key].append(tuple(text.split("\0")))
+                name, value = text.split("\0")
+                problems += given.add(f"-{option.name[0]} {name}", value, shown(value))
+                values[option.key].append((name, value))
             else:
                 values[option.key] = convert(spec, text, text=True)
+                problems += given.add(f"--{option.name}", values[option.key], f"--{written} {shown(text)}")
         except BadValueError as rule:
             problems.append(f"--{written} {shown(text)}: {rule}")
     arguments = Arguments(values, scan.words, source=source, problems=problems)

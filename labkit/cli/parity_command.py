@@ -9,7 +9,7 @@ from labkit.cli.preparation import input_problems, prepared
 from labkit.cli.train_command import device_problems, refusing_arguments
 from labkit.config import RunConfig
 from labkit.config.errors import shown
-from labkit.config.fields import SPECS, BadValueError, convert, resolve
+from labkit.config.fields import SPECS, BadValueError, Given, convert, resolve
 from labkit.config.rules import world_size_problem
 
 STANDARD_LAYOUTS = "tp=2;pp=2;dp=2;tp=2,pp=2"
@@ -18,6 +18,9 @@ STANDARD_EXPERT_LAYOUTS = "ep=2;tp=2,sp;pp=2;dp=2;ep=4,tp=2,etp=1,sp"
 """The same for a mixture of experts, which tp cuts under sequence parallelism only."""
 _SHORT = {"sp": "parallel.sequence_parallel"}
 """Words of the table that are no field's name; alone they switch it on."""
+_COUNTS = ("dp", "world_size")
+"""Numbers of a layout that are no fields: both say how many ranks it has."""
+_HOW_TO_NAME = "write axis=size, as in tp=2,pp=2;dp=2, or leave --layouts out"
 _FAULT_KEYS = ("operation", "group", "phase", "layer")
 
 
@@ -35,7 +38,7 @@ def execute(arguments: Arguments) -> int:
     text = options["layouts"]
     if text is None:
         named = config.parallel.smallest_world_size > 1 or options["world_size"] is not None
-        text = "" if named else STANDARD_EXPERT_LAYOUTS if config.moe.num_experts else STANDARD_LAYOUTS
+        text = None if named else STANDARD_EXPERT_LAYOUTS if config.moe.num_experts else STANDARD_LAYOUTS
     layouts, bad_layouts = read_layouts(text, config, options["world_size"]) if not problems else ([], [])
     fault, bad_fault = _read_fault(options["drop"])
     arguments.refuse(problems + bad_layouts + bad_fault)
@@ -74,16 +77,20 @@ def _input_problems(layouts: list[dict[str, Any]], config: RunConfig, device: st
 
 
 def read_layouts(
-    text: str, config: RunConfig, default_world_size: int | None = None
+    text: str | None, config: RunConfig, default_world_size: int | None = None
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Layouts written as `tp=2,pp=2;dp=2`, and what is wrong with them.
+    """Layouts written as `tp=2,pp=2;dp=2`, and what is wrong with them; None is the layout of `config` alone.
 
     Each is a dict of changes to `config`; `dp` becomes a world size, and what is not named stays as it is. A layout
     that names neither dp nor world_size runs on `default_world_size` ranks, or on as few as it can.
     """
     layouts: list[dict[str, Any]] = []
     problems: list[str] = []
-    for part in text.split(";") if text else [""]:
+    parts = [""] if text is None else text.split(";")
+    if text is not None and not all(part.strip(" ,") for part in parts):
+        where = "a layout between semicolons is empty" if text.strip(" ,;") else "names no layout"
+        return [], [f"--layouts {shown(text)}: {where}; {_HOW_TO_NAME}"]
+    for part in parts:
         layout, bad = _read_layout(part, config, default_world_size)
         if not bad:
             layouts.append(layout)
@@ -93,45 +100,47 @@ def read_layouts(
 
 
 def _read_layout(text: str, config: RunConfig, default_world_size: int | None) -> tuple[dict[str, Any], list[str]]:
-    layout: dict[str, Any] = {}
-    sizes: dict[str, int] = {}
+    layout, problems = _read_items(text)
+    if problems:
+        return layout, problems
+    dp, world_size = (layout.pop(name, None) for name in _COUNTS)
+    changed = config.replaced(layout)
+    if problems := changed.problems():
+        return layout, problems
+    parallel = changed.parallel
+    made = dp and dp * parallel.tp * parallel.cp * parallel.pp
+    if made and world_size not in (None, made):
+        return layout, [f"world_size = {world_size}: dp and the other sizes make {made}; keep one of them"]
+    layout["world_size"] = world_size or made or default_world_size or parallel.smallest_world_size
+    return layout, [*changed.problems(layout["world_size"]), *changed.not_yet_trainable()]
+
+
+def _read_items(text: str) -> tuple[dict[str, Any], list[str]]:
+    """Values of one layout by dotted name, `dp` or `world_size`, and what is wrong with them."""
+    given = Given()
     problems: list[str] = []
     for item in filter(None, (item.strip() for item in text.split(","))):
         key, equals, value = (word.strip() for word in item.partition("="))
         if not equals and key in _SHORT:
             equals, value = "=", "true"
+        count = key.replace("-", "_")
         if not equals:
             problems.append(f"{shown(item)}: write axis=size, as in tp=2,pp=2;dp=2")
-        elif key in ("dp", "world_size", "world-size"):
+        elif count in _COUNTS:
             if not value.isdecimal() or not 1 <= int(value[:10]) < 2**31:
                 problems.append(f"{key} = {shown(value)}: must be an integer of at least 1")
             else:
-                sizes[key] = int(value)
+                problems += given.add(count, int(value), item)
         else:
             dotted, why = resolve(_SHORT.get(key, key))
             if dotted is None:
                 problems.append(why)
                 continue
             try:
-                layout[dotted] = convert(SPECS[dotted], value, text=True)
+                problems += given.add(dotted, convert(SPECS[dotted], value, text=True), item)
             except BadValueError as rule:
                 problems.append(f"{dotted} = {shown(value)}: {rule}")
-    if problems:
-        return layout, problems
-    changed = config.replaced(layout)
-    if problems := changed.problems():
-        return layout, problems
-    world_size = changed.parallel.smallest_world_size
-    if "dp" in sizes:
-        world_size = sizes.pop("dp") * changed.parallel.tp * changed.parallel.cp * changed.parallel.pp
-    elif not sizes and default_world_size is not None:
-        world_size = default_world_size
-    layout["world_size"] = next(iter(sizes.values()), world_size)
-    if sizes and layout["world_size"] != world_size and "dp" in text:
-        return layout, [
-            f"world_size = {layout['world_size']}: dp and the other sizes make {world_size}; keep one of them"
-        ]
-    return layout, [*changed.problems(layout["world_size"]), *changed.not_yet_trainable()]
+    return given.values, problems
 
 
 def _read_fault(text: str | None) -> tuple[dict[str, str] | None, list[str]]:
@@ -140,12 +149,15 @@ def _read_fault(text: str | None) -> tuple[dict[str, str] | None, list[str]]:
         return None, []
     from labkit.train.fault import fault_problems
 
-    cut = [item.partition("=") for item in text.split(",")]
-    pairs = {key.strip(): value.strip() for key, _, value in cut}
-    unknown = [key for key in pairs if key not in _FAULT_KEYS]
-    if unknown or not all(pairs.values()):
+    given = Given()
+    problems: list[str] = []
+    for item in text.split(","):
+        key, _, value = (word.strip() for word in item.partition("="))
+        problems += given.add(key, value, item.strip())
+    pairs = given.values
+    if not set(pairs) <= set(_FAULT_KEYS) or not all(pairs.values()):
         return None, [f"--drop {shown(text)}: write operation=all_reduce,group=tp,phase=forward,layer=layers.1.mlp"]
-    return pairs, [f"--drop {shown(text)}: {problem}" for problem in fault_problems(pairs)]
+    return pairs, [f"--drop {shown(text)}: {problem}" for problem in [*problems, *fault_problems(pairs)]]
 
 
 COMMAND = Command(

@@ -327,12 +327,27 @@ def flatten(changes: Mapping[Any, object]) -> tuple[list[Entry], list[str]]:
     return entries, problems
 
 
+class Given:
+    """Values by name, as one text gives them. Two values for one name are a problem; the same value again is none."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self._words: dict[str, str] = {}
+
+    def add(self, name: str, value: object, words: str) -> list[str]:
+        """Keep `value`, written as `words`; a sentence where `name` has another value already."""
+        first = self._words.setdefault(name, words)
+        if self.values.setdefault(name, value) == value:
+            return []
+        return [f"{name}: given twice, as {first} and as {words}; keep one"]
+
+
 def convert_entries(entries: Iterable[Entry], *, text: bool = False) -> tuple[dict[str, Any], list[str]]:
     """Typed values by dotted name, and a sentence for each entry that has none.
 
-    A field named twice is a problem, except on the command line (`text`), where the last one counts.
+    A field named twice is a problem. On the command line (`text`) it is one where the values differ.
     """
-    values: dict[str, Any] = {}
+    given = Given()
     written: dict[str, str] = {}
     problems: list[str] = []
     for entry in entries:
@@ -342,8 +357,9 @@ def convert_entries(entries: Iterable[Entry], *, text: bool = False) -> tuple[di
             continue
         written[entry.dotted] = entry.key
         try:
-            values[entry.dotted] = convert(SPECS[entry.dotted], entry.value, text=text)
+            value = convert(SPECS[entry.dotted], entry.value, text=text)
+            problems += given.add(entry.dotted, value, f"{entry.key} {shown(entry.value)}")
         except BadValueError as rule:
             alias = f" (written {shown(entry.key)})" if entry.key != entry.dotted else ""
             problems.append(f"{entry.where}{entry.dotted} = {shown(entry.value)}{alias}: {rule}")
-    return values, problems
+    return given.values, problems

@@ -85,7 +85,7 @@ def test_help_of_train_shows_every_field_with_its_string() -> None:
 @pytest.mark.parametrize(
     "words",
     [["--parallel.tp", "2"], ["--parallel.tp=2"], ["--tp", "2"], ["--tensor-model-parallel-size", "2"],
-     ["--tensor_model_parallel_size", "2"], ["--parallel.tensor_model_parallel_size=2"], ["--tp", "4", "--tp", "2"]],
+     ["--tensor_model_parallel_size", "2"], ["--parallel.tensor_model_parallel_size=2"], ["--tp", "2", "--tp=+2"]],
 )  # fmt: skip
 def test_ways_to_write_one_field(words: list[str]) -> None:
     assert _config(*words) == presets.tiny().override({"parallel.tp": 2})
@@ -169,6 +169,50 @@ def test_megatrons_other_ways_to_divide_layers_lead_to_ours(option: str, advice:
     if layout:
         shape = {"layers": layout.count("t"), "pp": 3, "pipeline_layout": layout}
         assert presets.tiny().override(shape).problems(3) == []
+
+
+@pytest.mark.parametrize("text", ["", " ; ", ",", "tp=2;;dp=2", "tp=2;"])
+def test_parity_refuses_an_empty_layout(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    """A layout of nothing would be one process, held against itself."""
+    assert main(["parity", "--preset", "tiny", "--layouts", text]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"labkit parity: --layouts {text!r}: ")
+    assert err.endswith("write axis=size, as in tp=2,pp=2;dp=2, or leave --layouts out\n")
+
+
+TWICE = [
+    ("train --preset tiny --tp 4 --tp 2", "parallel.tp: given twice, as --tp '4' and as --tp '2'"),
+    ("train --preset tiny --tp 2 --tensor-model-parallel-size=4 --parallel.tp 2", "parallel.tp: given twice, as --tp"),
+    ("train --preset tiny --bias --bias false", "model.bias: given twice, as --bias 'true' and as --bias 'false'"),
+    ("train --preset tiny --nproc 2 --world-size 4", "--nproc: given twice, as --nproc '2' and as --world-size '4'"),
+    ("train --preset tiny --preset llama_tiny", "--preset: given twice"),
+    ("parity --preset tiny --layouts tp=2,tp=4", "layout tp=2,tp=4: parallel.tp: given twice, as tp=2 and as tp=4"),
+    ("parity --preset tiny --layouts dp=2;tp=2,sp,sp=false", "given twice, as sp and as sp=false"),
+    ("parity --preset tiny --layouts tp=2,tensor_model_parallel_size=4", "parallel.tp: given twice"),
+    ("parity --preset tiny --layouts dp=2,dp=4", "dp: given twice, as dp=2 and as dp=4"),
+    ("parity --preset tiny --layouts world_size=2,world-size=4", "as world_size=2 and as world-size=4"),
+    ("parity --preset tiny --layouts tp=2 --layouts tp=4", "--layouts: given twice"),
+    ("parity --preset tiny --drop operation=all_reduce,operation=all_gather", "operation: given twice"),
+    ("groups --world-size 8 --tp 4 --parallel.tp 2", "--tp: given twice, as --tp '4' and as --parallel.tp '2'"),
+    ("order --pp 4 --microbatches 8 --num_microbatches 4", "--microbatches: given twice"),
+    ("run 00 -p steps 5 --parameter steps 6", "-p steps: given twice, as '5' and as '6'"),
+    ("doctor --json --json false", "--json: given twice"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), TWICE, ids=[line for line, _ in TWICE])
+def test_two_values_for_one_option_are_refused(capsys: pytest.CaptureFixture[str], line: str, message: str) -> None:
+    assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and "; keep one\n" in err
+
+
+def test_the_same_value_again_is_no_second_one() -> None:
+    words = ["--lr", "1e-4", "--optim.lr", "0.0001", "--nproc", "2", "--world_size=2", "--print-config"]
+    arguments = read(TRAIN, ["--preset", "tiny", *words, "--print_config"])
+    assert arguments.problems == [] and arguments.config.optim.lr == 1e-4 and arguments.options["nproc"] == 2
+    again = read(RUN, ["00", "-p", "steps", "5", "-p", "steps", "5"])
+    assert again.problems == [] and set(again.options["parameter"]) == {("steps", "5")}
 
 
 def test_a_flag_leaves_the_words_of_its_command_alone() -> None:
@@ -292,8 +336,10 @@ def test_layouts_of_parity() -> None:
         {"parallel.tp": 4, "parallel.pp": 1, "world_size": 8},
         {"world_size": 8},
     ]
-    layouts, problems = read_layouts("tp=2;dp=2;", config, 8)
-    assert problems == [] and [layout["world_size"] for layout in layouts] == [8, 4, 8]
+    layouts, problems = read_layouts("tp=2;dp=2;dp=2,world_size=4", config, 8)
+    assert problems == [] and [layout["world_size"] for layout in layouts] == [8, 4, 4]
+    assert read_layouts(None, config, 8) == ([{"world_size": 8}], [])
+    assert read_layouts(None, config) == ([{"world_size": 2}], [])
     layouts, problems = read_layouts("tp=3;dp=x;pp=3", config)
     assert layouts == [] and len(problems) == 3
     layouts, problems = read_layouts("tp=2,sp;tp=2,sp=true;tp=2,sp=false", config)
