@@ -120,6 +120,12 @@ def _files(options: dict[str, Any]) -> list[str]:
     problems = [f"--{name} '': give the name of a file" for name in _FILES if options[name] == ""]
     if options["plot"] and Path(options["plot"]).suffix.lower() not in SUFFIXES:
         problems.append(f"--plot {shown(options['plot'])}: its name ends with one of {', '.join(SUFFIXES)}")
+    for name in (name for name, write in _FILES.items() if write and options[name]):
+        folder = Path(options[name]).parent
+        if not folder.is_dir():
+            why = "is no folder" if folder.exists() else "does not exist"
+            rule = f"{shown(str(folder), 200)} {why}; make the folder, or name another"
+            problems.append(f"--{name} {shown(options[name], 200)}: {rule}")
     return problems
 
 
@@ -292,7 +298,6 @@ def _write(timeline: Timeline, arguments: Arguments) -> list[str]:
 
 
 def _write_csv(timeline: Timeline, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(timeline.schedule.to_csv(), encoding="utf-8")
 
 

@@ -69,19 +69,19 @@ def test_group_size_changes_the_order(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble_h1", "zbv", "dualpipe_v"])
 def test_every_name_is_printed_and_reads_back(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
-    text = told(capsys, "--pp", "2", "--microbatches", "4", "--name", name, "--csv", str(tmp_path / "new" / "s.csv"))
-    schedule = Schedule.from_csv((tmp_path / "new" / "s.csv").read_text())
+    text = told(capsys, "--pp", "2", "--microbatches", "4", "--name", name, "--csv", str(tmp_path / "s.csv"))
+    schedule = Schedule.from_csv((tmp_path / "s.csv").read_text())
     timeline = simulate(schedule)
     assert f"bubble {timeline.bubble_fraction:.1%} of the makespan" in text
     assert ("its weight gradient" in text) == (name in ("zero_bubble_h1", "zbv", "dualpipe_v"))
     assert ("warm-up   " in text) == (name == "1f1b")  # Megatron's number exists for its own schedules alone
-    again = told(capsys, "--verify", str(tmp_path / "new" / "s.csv"), "--transport", "posted, batched,even_odd")
+    again = told(capsys, "--verify", str(tmp_path / "s.csv"), "--transport", "posted, batched,even_odd")
     assert again.splitlines()[:3] == [f"{t}: yes, it runs" for t in ("posted", "batched", "even_odd")]
     assert again.partition("actions: ")[2] == text.partition("actions: ")[2].partition("\nwritten")[0]
 
 
 def test_files_are_written_and_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    plot, trace = tmp_path / "a" / "f.png", tmp_path / "b" / "f.json"
+    plot, trace = tmp_path / "f.png", tmp_path / "f.json"
     text = told(capsys, *SIZES, "--plot", str(plot), "--trace", str(trace))
     assert text.endswith(f"written: {plot}\nwritten: {trace}\n")
     assert plot.read_bytes()[1:4] == b"PNG"
@@ -219,11 +219,16 @@ def test_what_cannot_be_written_is_said_instead_of_an_answer(
 ) -> None:
     (tmp_path / "taken.svg").mkdir()
     (tmp_path / "file").touch()
-    for target, why in (("taken.svg", "Is a directory"), ("file/new.svg", "File exists")):
+    other = "; make the folder, or name another"
+    for target, why in (
+        ("taken.svg", "Is a directory; give a path that can be written"),
+        ("file/new.svg", f"'{tmp_path}/file' is no folder{other}"),
+        ("no/such/new.svg", f"'{tmp_path}/no/such' does not exist{other}"),
+    ):
         code, message = refused(capsys, *SIZES, f"--{option}", str(tmp_path / target))
         assert code == 2
-        assert message.startswith(f"labkit order: --{option} '{tmp_path}") and message.count("\n") == 1
-        assert message.endswith(f"{target}': {why}; give a path that can be written\n")
+        assert message == f"labkit order: --{option} '{tmp_path}/{target}': {why}\n"
+    assert not (tmp_path / "no").exists()
 
 
 def test_a_plot_may_have_a_suffix_in_capitals(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -219,7 +219,10 @@ def test_placement_by_the_formula() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"pp": 4, "pp_rank": 0}, "6 layers cannot be shared evenly by 4 stages"),
+        (
+            {"pp": 4, "pp_rank": 0},
+            "6 layers cannot be shared evenly by 4 stages; take a multiple of 4 layers, or set parallel",
+        ),
         ({"pp": 2, "pp_rank": 2}, "pipeline rank 2 of 2"),
         ({"pp": 2, "pp_rank": 0, "chunk": 1}, "chunk 1 of 1"),
         ({"pp": 1, "pp_rank": 0, "standalone_embedding_stage": True}, "needs a second stage"),
