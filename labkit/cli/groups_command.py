@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -14,7 +15,9 @@ from labkit.config import ParallelConfig
 from labkit.config.rules import layout_problems
 
 MOST_LISTED_RANKS = 2**20
-"""Larger worlds are answered for one rank at a time (--rank)."""
+"""Larger worlds are answered for one rank at a time (--rank), and larger groups by first, last, size and runs."""
+SHOWN_MEMBERS = 16
+"""The text lists a group of this many ranks; of a larger one the first few and the last."""
 FULLY_SHOWN_RANKS = 64
 """Up to here the text lists every group; beyond it the first few of each kind. JSON lists all."""
 
@@ -36,24 +39,19 @@ def execute(arguments: Arguments) -> int:
         problems.append(f"--rank {rank}: this layout's ranks are {first} to {last}")
     arguments.refuse(problems)
     assert world_size is not None
-    try:
-        plan = _plan(parallel, world_size, rank)
-    except ValueError as error:  # a group of more ranks than are listed
-        arguments.refuse([str(error)])
-        raise
+    from labkit.parallel.group_plan import all_groups, members_of_rank
+
+    if rank is None:
+        every = all_groups(parallel, world_size)
+        groups, lines = {kind: array.tolist() for kind, array in every.items()}, _world_lines(every, world_size)
+    else:
+        mine = members_of_rank(rank, parallel, world_size)
+        groups, lines = {kind: _as_json(members) for kind, members in mine.items()}, _rank_lines(mine, rank)
     if as_json:
-        groups = {kind: array.tolist() for kind, array in plan.items()}
         print(json.dumps({"world_size": world_size, **_sizes(parallel, world_size), "rank": rank, "groups": groups}))
     else:
-        print(_text(parallel, world_size, rank, plan))
+        print("\n".join([*_head(parallel, world_size), "", *lines]))
     return 0
-
-
-def _plan(parallel: ParallelConfig, world_size: int, rank: int | None) -> dict[str, np.ndarray]:
-    """Kind -> array of groups, or the one group of `rank`."""
-    from labkit.parallel.group_plan import all_groups, groups_of_rank
-
-    return all_groups(parallel, world_size) if rank is None else groups_of_rank(rank, parallel, world_size)
 
 
 def _sizes(parallel: ParallelConfig, world_size: int) -> dict[str, Any]:
@@ -67,22 +65,55 @@ def _sizes(parallel: ParallelConfig, world_size: int) -> dict[str, Any]:
     }
 
 
-def _text(parallel: ParallelConfig, world_size: int, rank: int | None, plan: dict[str, np.ndarray]) -> str:
+def _head(parallel: ParallelConfig, world_size: int) -> list[str]:
     sizes = _sizes(parallel, world_size)
     products = [" x ".join(f"{axis} {size}" for axis, size in sizes[kind].items()) for kind in ("dense", "experts")]
     ranks = "1 rank" if world_size == 1 else f"{world_size:,} ranks"
-    lines = [
+    return [
         f"{ranks}, order {parallel.order} (fastest first)",
         f"  dense    {products[0]}",
         f"  experts  {products[1]}",
     ]
-    width = max(len(kind) for kind in plan)
-    if rank is not None:
-        lines += ["", f"groups of rank {rank}", ""]
-        return "\n".join(
-            lines + [f"  {kind:<{width}}  {_group(group) if len(group) else 'none'}" for kind, group in plan.items()]
-        )
-    lines += ["", f"  {'kind':<{width}}  groups of size", ""]
+
+
+def _rank_lines(plan: dict[str, Sequence[int]], rank: int) -> list[str]:
+    """The groups of one rank; what a shortened list leaves out is said by its size and strides."""
+    width = max(map(len, plan))
+    lines = [f"groups of rank {rank}", ""]
+    for kind, members in plan.items():
+        words = f"{_group(members)}{_runs_words(members)}" if members else "none"
+        lines.append(f"  {kind:<{width}}  {words}")
+    return lines
+
+
+def _runs_words(members: Sequence[int]) -> str:
+    """`; 2,048 ranks, stride 16`, or `; 32 ranks: 8 at stride 1, 4 times at stride 32`; empty for a short group."""
+    from labkit.parallel.rank_generator import Members
+
+    if len(members) <= SHOWN_MEMBERS or not isinstance(members, Members):
+        return ""
+    size, *times = members.sizes
+    stride, *jumps = members.strides
+    if not times:
+        return f"; {size:,} ranks, stride {stride:,}"
+    more = "".join(f", {count:,} times at stride {jump:,}" for count, jump in zip(times, jumps))
+    return f"; {len(members):,} ranks: {size:,} at stride {stride:,}{more}"
+
+
+def _as_json(members: Sequence[int]) -> list[int] | dict[str, Any]:
+    """The list of a group, or its formula where the list would be too long."""
+    from labkit.parallel.rank_generator import Members
+
+    if isinstance(members, Members) and len(members) > MOST_LISTED_RANKS:
+        ends = {"first": members[0], "last": members[-1], "size": len(members)}
+        return {**ends, "runs": [list(run) for run in zip(members.sizes, members.strides)]}
+    return members.array().tolist() if isinstance(members, Members) else list(members)
+
+
+def _world_lines(plan: dict[str, np.ndarray], world_size: int) -> list[str]:
+    """The groups of all ranks by kind; the first few of each in a large world."""
+    width = max(map(len, plan))
+    lines = [f"  {'kind':<{width}}  groups of size", ""]
     for kind, groups in plan.items():
         shown = groups if world_size <= FULLY_SHOWN_RANKS else groups[:4]
         words = [_group(group).replace(" ", "\u00a0") for group in shown]
@@ -91,11 +122,11 @@ def _text(parallel: ParallelConfig, world_size: int, rank: int | None, plan: dic
         head = f"  {kind:<{width}}  {len(groups):>6} x {len(groups[0]):<5}  "
         body = textwrap.wrap(" ".join(words), 118 - len(head), break_long_words=False, break_on_hyphens=False)
         lines += [(head if i == 0 else " " * len(head)) + line.replace("\u00a0", " ") for i, line in enumerate(body)]
-    return "\n".join(lines)
+    return lines
 
 
-def _group(ranks: np.ndarray) -> str:
-    if len(ranks) <= 16:
+def _group(ranks: Sequence[int] | np.ndarray) -> str:
+    if len(ranks) <= SHOWN_MEMBERS:
         return f"[{', '.join(map(str, ranks))}]"
     return f"[{', '.join(map(str, ranks[:6]))}, ..., {ranks[-1]}]"
 

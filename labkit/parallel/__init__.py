@@ -16,7 +16,14 @@ _EXPORTS = {
         "rank_generators",
         "RankGenerator",
     ),
-    "group_plan": ("all_groups", "embedding_columns", "GROUP_KINDS", "GROUP_TOKENS", "groups_of_rank"),
+    "group_plan": (
+        "all_groups",
+        "embedding_columns",
+        "GROUP_KINDS",
+        "GROUP_TOKENS",
+        "groups_of_rank",
+        "members_of_rank",
+    ),
     "groups": ("Group", "initialize_model_parallel", "ParallelGroups", "single_process_groups"),
     "ledger": ("comm_scope", "CommLedger", "CommRecord", "delayed", "dropped"),
     "capturing": ("GraphCaptureError", "is_graph_capturing", "is_graph_warmup"),
@@ -153,6 +160,7 @@ if TYPE_CHECKING:
     from labkit.parallel.group_plan import all_groups as all_groups
     from labkit.parallel.group_plan import embedding_columns as embedding_columns
     from labkit.parallel.group_plan import groups_of_rank as groups_of_rank
+    from labkit.parallel.group_plan import members_of_rank as members_of_rank
     from labkit.parallel.groups import Group as Group
     from labkit.parallel.groups import ParallelGroups as ParallelGroups
     from labkit.parallel.groups import initialize_model_parallel as initialize_model_parallel

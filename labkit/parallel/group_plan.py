@@ -5,13 +5,13 @@ Nothing here talks to another process; `groups.py` turns one rank's part of this
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 import numpy as np
 
 from labkit.config import ParallelConfig
-from labkit.parallel.rank_generator import RankGenerator, as_size, rank_generators
+from labkit.parallel.rank_generator import Members, RankGenerator, as_size, rank_generators
 
 GROUP_TOKENS: dict[str, tuple[str, str]] = {
     "tp": ("dense", "tp"),
@@ -86,21 +86,39 @@ def all_groups(sizes: ParallelConfig | Mapping[str, object], world_size: int) ->
     return {**plan, "embd": plan["pp"][:, word], "pos_embd": plan["pp"][:, position]}
 
 
+def members_of_rank(
+    rank: int,
+    sizes: ParallelConfig | Mapping[str, object],
+    world_size: int,
+    ends: tuple[int, int] | None = None,
+) -> dict[str, Sequence[int]]:
+    """Kind -> the ranks of the group that `rank` is in, in group order and by formula; empty where it is in none.
+
+    Costs the same in a world of any size. Arguments and errors are those of `all_groups` and of `embedding_columns`.
+    """
+    generators, split_rank = _generators(sizes, world_size)
+    word, position = embedding_columns(generators["dense"].sizes["pp"], split_rank, ends)
+    plan: dict[str, Sequence[int]] = {
+        kind: generators[which].members_of(token, rank) for kind, (which, token) in GROUP_TOKENS.items()
+    }
+    for kind, columns in (("embd", word), ("pos_embd", position)):
+        members = tuple(plan["pp"][column] for column in columns)
+        plan[kind] = members if rank in members else ()
+    return plan
+
+
 def groups_of_rank(
     rank: int,
     sizes: ParallelConfig | Mapping[str, object],
     world_size: int,
     ends: tuple[int, int] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Kind -> the ranks of the group that `rank` is in (int64, in group order; empty where it is in none).
+    """`members_of_rank` as int64 arrays. Costs the sum of the groups' sizes, whatever the world's size.
 
-    Costs the sum of the groups' sizes, whatever the world's size. Arguments and errors are those of `all_groups` and
-    of `embedding_columns`.
+    Raises ValueError for a group of more than MAX_LISTED_RANKS as well.
     """
-    generators, split_rank = _generators(sizes, world_size)
-    word, position = embedding_columns(generators["dense"].sizes["pp"], split_rank, ends)
-    plan = {kind: generators[which].group_of(token, rank) for kind, (which, token) in GROUP_TOKENS.items()}
-    for kind, columns in (("embd", word), ("pos_embd", position)):
-        members = plan["pp"][columns]
-        plan[kind] = members if rank in members else members[:0]
-    return plan
+    plan = members_of_rank(rank, sizes, world_size, ends)
+    return {
+        kind: members.array() if isinstance(members, Members) else np.array(members, dtype=np.int64)
+        for kind, members in plan.items()
+    }

@@ -17,8 +17,11 @@ and no torch. The names are those of Megatron-LM's `megatron/core/parallel_state
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
+from numbers import Integral
+from typing import overload
 
 import numpy as np
 
@@ -27,7 +30,7 @@ AXES = ("tp", "cp", "ep", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 """The axis that talks most varies fastest, so that its groups stay inside a node."""
 MAX_LISTED_RANKS = 2**24
-"""Largest number of ranks that is enumerated (128 MiB as int64); one rank's own groups need no enumeration."""
+"""Largest number of ranks that is enumerated (128 MiB as int64); `Members` and `members_of` enumerate none."""
 
 
 def prefix_product(sizes: Sequence[int], init: int = 1) -> list[int]:
@@ -68,8 +71,65 @@ def check_listable(count: int, what: str) -> None:
     if count > MAX_LISTED_RANKS:
         raise ValueError(
             f"{what} would list {count} ranks, and at most {MAX_LISTED_RANKS} are listed at once; "
-            "ask for one rank's groups with groups_of_rank, or use a smaller world"
+            "ask members_of_rank, which lists none, or use a smaller world"
         )
+
+
+@dataclass(frozen=True)
+class Members(Sequence[int]):
+    """The ranks of one group by formula, in group order, as `range` is for one stride; no list is made.
+
+    Member i is `first` plus the sum of digit x stride, where the digits write i in the bases `sizes`, fastest first.
+    `sizes` and `strides` say that as runs: (8, 128) and (1, 1024) are 8 ranks in a row, 128 times, 1024 apart.
+    """
+
+    first: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, first: int, axes: Sequence[tuple[int, int]]) -> Members:
+        """From (size, stride) of each axis, fastest first; axes that continue one another become one run."""
+        runs: list[tuple[int, int]] = []
+        for size, stride in axes:
+            if runs and runs[-1][0] * runs[-1][1] == stride:
+                runs[-1] = (runs[-1][0] * size, runs[-1][1])
+            elif size > 1:
+                runs.append((size, stride))
+        return cls(first, tuple(size for size, _ in runs), tuple(stride for _, stride in runs))
+
+    def __len__(self) -> int:
+        return prod(self.sizes)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        return self.first + sum(d * step for d, step in zip(decompose(place, self.sizes), self.strides))
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __contains__(self, rank: object) -> bool:
+        if not isinstance(rank, Integral):
+            return False
+        rest = int(rank) - self.first
+        for size, stride in zip(reversed(self.sizes), reversed(self.strides)):
+            rest -= max(0, min(rest // stride, size - 1)) * stride
+        return rest == 0
+
+    def array(self) -> np.ndarray:
+        """All members as int64; ValueError past MAX_LISTED_RANKS."""
+        check_listable(len(self), f"the group of rank {self.first}")
+        members = np.array([self.first], dtype=np.int64)
+        for size, stride in zip(self.sizes, self.strides):
+            steps = np.arange(size, dtype=np.int64) * stride
+            members = (steps[:, None] + members[None, :]).ravel()
+        return members
 
 
 def masked_orthogonal_array(parallel_size: Sequence[int], mask: Sequence[bool]) -> np.ndarray:
@@ -182,16 +242,16 @@ class RankGenerator:
             raise ValueError(f"rank {rank} is not in this layout, whose ranks are {first} to {last}")
         return dict(zip(self.axes, decompose(rank - first, self.ordered_size)))
 
-    def group_of(self, token: str, rank: int) -> np.ndarray:
-        """The one group of `token` that holds `rank`, in group order; costs its size, whatever the world's."""
+    def members_of(self, token: str, rank: int) -> Members:
+        """The one group of `token` that holds `rank`, by formula: costs the same for a group of any size."""
         mask, here = self.get_mask(token), self.coordinates(rank)
         inside = [axis for axis, masked in zip(self.axes, mask) if masked]
-        check_listable(prod(self.sizes[axis] for axis in inside), f"the {token} group of rank {rank}")
-        members = np.array([rank - sum(here[axis] * self.strides[axis] for axis in inside)], dtype=np.int64)
-        for axis in inside:
-            steps = np.arange(self.sizes[axis], dtype=np.int64) * self.strides[axis]
-            members = (steps[:, None] + members[None, :]).ravel()
-        return members
+        first = rank - sum(here[axis] * self.strides[axis] for axis in inside)
+        return Members.of(first, [(self.sizes[axis], self.strides[axis]) for axis in inside])
+
+    def group_of(self, token: str, rank: int) -> np.ndarray:
+        """The members of `members_of` as an int64 array; ValueError past MAX_LISTED_RANKS."""
+        return self.members_of(token, rank).array()
 
 
 def rank_generators(

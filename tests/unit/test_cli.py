@@ -305,8 +305,23 @@ def test_groups_of_a_large_world_are_shortened(capsys: pytest.CaptureFixture[str
     assert main(["groups", "--world-size", "131072", "--tp", "8", "--pp", "16"]) == 0
     out = capsys.readouterr().out
     assert "... 16,380 more" in out and len(out) < 4000
-    assert main(["groups", "--world-size", "2147483647", "--tp", "1", "--rank", "5", "--order", "tp-cp-ep-dp-pp"]) == 2
-    assert "2147483647" in capsys.readouterr().err  # one dp group of all ranks is more than is listed
+    assert main(["groups", "--world-size", "100000000", "--tp", "8"]) == 2
+    assert "more than the 1,048,576 ranks that are listed at once; add --rank r" in capsys.readouterr().err
+
+
+def test_one_ranks_groups_in_a_world_of_any_size(capsys: pytest.CaptureFixture[str]) -> None:
+    """A group that is too long to list is told by its ends, its size and its runs."""
+    words = ["groups", "--world-size", "100000000", "--tp", "8", "--rank", "5"]
+    found = _groups(capsys, *words[1:])
+    assert found["tp"] == list(range(8)) and found["pp"] == found["embd"] == [5]
+    assert found["dp"] == {"first": 5, "last": 99_999_997, "size": 12_500_000, "runs": [[12_500_000, 8]]}
+    assert main(words) == 0
+    assert "[5, 13, 21, 29, 37, 45, ..., 99999997]; 12,500,000 ranks, stride 8\n" in capsys.readouterr().out
+    assert main(["groups", "--world-size", "2147483647", "--rank", "5"]) == 0
+    assert "2,147,483,647 ranks, stride 1\n" in capsys.readouterr().out
+    assert main(["groups", "--world-size", "128", "--tp", "8", "--pp", "4", "--rank", "127"]) == 0
+    (mp,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  mp "))
+    assert mp.endswith("[24, 25, 26, 27, 28, 29, ..., 127]; 32 ranks: 8 at stride 1, 4 times at stride 32")
 
 
 def test_groups_and_errors_import_neither_torch_nor_other_commands() -> None:

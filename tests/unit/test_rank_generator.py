@@ -93,6 +93,10 @@ def test_one_ranks_group_needs_no_enumeration(generator: RankGenerator, token: s
     rank = data.draw(st.integers(0, generator.world_size - 1)) + generator.rank_offset
     expected = next(group for group in generator.get_ranks(token) if rank in group)
     assert generator.group_of(token, rank).tolist() == expected
+    members = generator.members_of(token, rank)
+    assert list(members) == [*members[:2], *members[2:]] == expected and members[-1] == expected[-1]
+    first, count = generator.rank_offset, generator.world_size
+    assert [r for r in range(first - count, first + 2 * count) if r in members] == sorted(expected)
 
 
 @given(generators(), TOKEN, st.randoms())
@@ -256,8 +260,11 @@ def test_two_to_the_31_ranks_are_refused_or_answered_before_allocation() -> None
         decoder, _ = rank_generators(world_size=2**31, tp=8, pp=64)
         with pytest.raises(ValueError, match=f"list {2**31} ranks, and at most {MAX_LISTED_RANKS}"):
             decoder.get_ranks("tp")
-        with pytest.raises(ValueError, match="dp group of rank 0 would list"):
+        with pytest.raises(ValueError, match=f"would list {2**31} ranks.*ask members_of_rank, which lists none"):
             RankGenerator(dp=2**31).group_of("dp", 0)
+        everybody = RankGenerator(dp=2**31).members_of("dp", 5)
+        assert (len(everybody), everybody[5], everybody[-1]) == (2**31, 5, 2**31 - 1)
+        assert 2**31 - 1 in everybody and 2**31 not in everybody and np.int64(7) in everybody
         last = 2**31 - 1
         assert decoder.group_of("tp", last).tolist() == list(range(last - 7, last + 1))
         assert np.diff(decoder.group_of("pp", last)).tolist() == [2**25] * 63
