@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from labkit.cli.arguments import Command, read
+from labkit.cli.output import readers_may_leave
 from labkit.config import ConfigError
 from labkit.config.errors import nearest, shown
 
@@ -32,7 +33,7 @@ SILENCE = 2.0
 _HELP = """\
 labkit: a workbench for Megatron-style parallel training
 
-  labkit COMMAND [options]         labkit COMMAND --help
+  labkit COMMAND [options]    labkit COMMAND --help    or python -m labkit ...
 
 {commands}
 
@@ -46,16 +47,17 @@ start here
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (`sys.argv` where none is given); returns the exit code. A user's mistake never raises."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    with readers_may_leave():
+        return _run(list(sys.argv[1:] if argv is None else argv))
+
+
+def _run(words: list[str]) -> int:
     try:
         code = _dispatch(words)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return _say("interrupted", 130)
-    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except _errors_of_users() as error:
         return _say(_message(error, words), 2, may_be_everybodys=True)
     except _failures() as error:

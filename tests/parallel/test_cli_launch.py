@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,24 @@ def test_parity_agrees_and_names_what_a_missing_all_reduce_changes(capfd: pytest
     assert "differs from one process, first in layers.1.mlp output" in capfd.readouterr().out
     assert main([*words, "--drop", "operation=all_to_all,group=tp"]) == 1
     assert "matched no call in any layout" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("reader", ["2>/dev/null | head -1", "2>&1 | true"])
+def test_a_run_whose_reader_leaves_is_finished(reader: str, tmp_path: Path) -> None:
+    words = shlex.join([sys.executable, "-m", "labkit", "train", *SMALL, "--tp", "2", "--steps", "2", "--output-dir"])
+    line = f"{words} {shlex.quote(str(tmp_path / 'out'))} {reader}; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.stdout.splitlines()[-1], done.stderr) == ("0", "")
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_parity_keeps_its_verdict_when_its_reader_leaves() -> None:
+    words = shlex.join([sys.executable, "-m", "labkit", "parity", *SMALL, "--steps", "1", "--layouts", "tp=2"])
+    drop = "operation=all_reduce,group=tp,phase=forward,layer=layers.1.mlp"
+    for fault, status in (("", "0"), (f"--warmup-steps 10 --drop {drop}", "1")):
+        line = f"{words} {fault} | true; echo ${{PIPESTATUS[0]}}"
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+        assert (done.stdout, done.stderr) == (f"{status}\n", "")
 
 
 def test_torchrun_uses_its_ranks_and_speaks_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -334,11 +335,45 @@ def test_groups_and_errors_import_neither_torch_nor_other_commands() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_closed_pipe_is_no_traceback() -> None:
-    labkit = Path(sys.executable).with_name("labkit")
-    command = f"{labkit} groups --world-size 4096 --tp 2 --json | head -c 1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert done.stdout == "{" and done.stderr == ""
+READERS = [
+    ("groups --world-size 4096 --tp 2 --json | head -c 1", "{", "0"),
+    ("groups --world-size 4096 --tp 2 | head -1", "4,096 ranks, order tp-cp-ep-dp-pp (fastest first)\n", "0"),
+    ("order --pp 8 --microbatches 64 | true", "", "0"),
+    ("--help | true", "", "0"),
+    ("train --preset tiny --print-config | true", "", "0"),
+    ("train --preset tiny --tp 3 2>&1 | true", "", "2"),
+    ("groups --world-size 8 >&-", "", "0"),
+    ("groups --world-size 7 --tp 2 2>&-", "", "2"),
+]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(("line", "out", "status"), READERS, ids=[line for line, *_ in READERS])
+def test_a_reader_that_leaves_changes_no_status(line: str, out: str, status: str, unbuffered: str) -> None:
+    command = f"{sys.executable} -m labkit {line}; echo ${{PIPESTATUS[0]}} >&3"
+    done = subprocess.run(
+        ["bash", "-c", f"exec 3>&2 2>&1; {command}"],
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == (out, f"{status}\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+def test_a_full_disk_is_a_failure_said_once() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "labkit", "groups", "--world-size", "8"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "labkit groups: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize("module", ["labkit", "labkit.cli"])
+def test_the_package_is_the_command(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=True)
+    assert main(["--help"]) == 0
+    assert done.stdout == capsys.readouterr().out and "python -m labkit" in done.stdout
 
 
 def test_layouts_of_parity() -> None:
