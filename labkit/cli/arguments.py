@@ -86,7 +86,7 @@ class Arguments:
 CONFIG_OPTIONS = (
     Option("config", "str", "YAML file of the run; fields on the command line come on top"),
     Option("preset", "str", "ready configuration under the file: tiny, llama_tiny, gpt2_124m, table1_1_2b, ..."),
-    Option("print-config", "bool", "print the whole configuration as YAML and stop", False),
+    Option("print-config", "bool", "print the whole configuration as YAML, every field explained, and stop", False),
 )
 
 

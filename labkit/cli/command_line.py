@@ -134,6 +134,6 @@ def _dispatch(words: list[str]) -> int:
         arguments.refuse(arguments.config.problems())
         from labkit.cli.help_text import checked_config
 
-        print(checked_config(command, arguments).to_yaml(), end="")
+        print(checked_config(command, arguments).to_commented_yaml(), end="")
         return 0
     return command.execute(arguments)

@@ -39,13 +39,12 @@ def parser_of(command: Command) -> Any:
             group = parser.add_argument_group(f"{section}: {section_docs()[section]}")
             for spec in (s for s in SPECS.values() if s.section == section):
                 doc = docs[spec.dotted]
-                text = doc.text + (f" [{doc.limits}]" if doc.limits else "")
                 group.add_argument(
                     f"--{spec.dotted}",
                     type=_type(spec.kind),
                     default=spec.default,
                     metavar=_metavar(doc.kind),
-                    help=text.replace("%", "%%"),
+                    help=doc.help.replace("%", "%%"),
                 )
     return parser
 

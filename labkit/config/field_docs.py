@@ -1,4 +1,4 @@
-"""The strings under the fields, read from the source: the command line's help and the reference page."""
+"""The strings under the fields, read from the source: help, comments of a printed configuration, reference page."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ class FieldDoc(NamedTuple):
     """Values it may hold beyond its type, or empty."""
     aliases: tuple[str, ...]
     """Megatron-LM's names for it."""
+
+    @property
+    def help(self) -> str:
+        """The text with the limits behind it, as the command line and a printed configuration say it."""
+        return self.text + (f" [{self.limits}]" if self.limits else "")
 
 
 @cache

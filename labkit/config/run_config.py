@@ -102,6 +102,14 @@ class RunConfig:
 
         return yaml_text.dump(self.to_dict())
 
+    def to_commented_yaml(self) -> str:
+        """`to_yaml` with what each section and field means, and the values it may take, in a comment above it."""
+        from labkit.config import yaml_text
+        from labkit.config.field_docs import field_docs, section_docs
+
+        texts = {dotted: doc.help for dotted, doc in field_docs().items()}
+        return yaml_text.dump_commented(self.to_dict(), texts | section_docs())
+
     def problems(self, world_size: int | None = None) -> list[str]:
         """One sentence for each rule that is broken; empty for a sound configuration.
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import re
+import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -21,6 +23,8 @@ MAX_BYTES = 100_000
 """Largest configuration file that is read."""
 MAX_DEPTH = 20
 """Deepest nesting that is read; a configuration has two levels."""
+WIDTH = 100
+"""Columns of the text that is written."""
 
 _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?$"
@@ -71,7 +75,33 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.012345
 
 def dump(values: dict[str, Any]) -> str:
     """YAML text of nested plain values, in their order."""
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=100)
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=WIDTH)
+
+
+def dump_commented(values: dict[str, dict[str, Any]], comments: Mapping[str, str]) -> str:
+    """`dump` of sections with a comment above each section and field, and an empty line between sections.
+
+    comments: by section, and by `section.field`.
+    """
+    parts: list[str] = []
+    for section, fields in values.items():
+        lines = [*_comment(comments[section], ""), f"{section}:"]
+        for name, value in fields.items():
+            text = dump({section: {name: value}})
+            lines += [*_comment(comments[f"{section}.{name}"], "  "), text.partition("\n")[2].rstrip("\n")]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=f"{indent}# ",
+        subsequent_indent=f"{indent}# ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def read_file(path: str | os.PathLike[str]) -> str:

@@ -256,6 +256,7 @@ def test_print_config_loads_back_equal(flag: str, tmp_path: Path, capsys: pytest
     assert main([*words, flag]) == 0
     path = tmp_path / "c.yaml"
     path.write_text(capsys.readouterr().out)
+    assert "  # Tensor parallel size. [>= 1]\n  tp: 2\n" in path.read_text()
     assert RunConfig.from_yaml(path) == presets.llama_tiny().override({"tp": 2, "lr": 3e-4})
 
 

@@ -143,11 +143,38 @@ def test_config_error_survives_a_pickle() -> None:
     assert error.problems == ["a", "b"] and error.source == "f.yaml" and "2 problems" in str(error)
 
 
-def test_yaml_round_trip_of_presets(tmp_path) -> None:
+@pytest.mark.parametrize("write", [RunConfig.to_yaml, RunConfig.to_commented_yaml])
+def test_yaml_round_trip_of_presets(tmp_path, write) -> None:
     for name in presets.names():
         path = tmp_path / f"{name}.yaml"
-        path.write_text(presets.get(name).to_yaml())
+        path.write_text(write(presets.get(name)))
         assert RunConfig.from_yaml(path) == presets.get(name)
+
+
+def test_comments_say_what_each_field_is() -> None:
+    """Above every field its string and its values, above every section its docstring, and nothing else."""
+    text = presets.tiny().to_commented_yaml()
+    assert max(map(len, text.splitlines())) <= 100
+    said: dict[str, str] = {}
+    section, comment = "", []
+    for line in filter(None, text.splitlines()):
+        words = line.strip()
+        if words.startswith("# "):
+            comment.append(words[2:])
+            continue
+        name = words.partition(":")[0]
+        if not line.startswith(" "):
+            section, name = name, name
+        elif line.startswith("  ") and line[2] not in " -":
+            name = f"{section}.{name}"
+        else:
+            continue  # an item of a list
+        said[name], comment = " ".join(comment), []
+    docs = field_docs()
+    assert said == {name: doc.help for name, doc in docs.items()} | section_docs()
+    assert said["model.layers"] == "Transformer layers of the whole model, over all stages. [>= 1]"
+    bare = "".join(f"{line}\n" for line in text.splitlines() if line and not line.strip().startswith("#"))
+    assert bare == presets.tiny().to_yaml()
 
 
 def _values(dotted: str) -> st.SearchStrategy:
@@ -175,10 +202,11 @@ def test_any_typed_value_survives_yaml(data) -> None:
 
     names = data.draw(st.lists(st.sampled_from(sorted(SPECS)), unique=True, max_size=8))
     config = RunConfig().replaced({name: data.draw(_values(name), label=name) for name in names})
-    entries, unknown = yaml_text.parse(config.to_yaml())
-    values, bad = fields.convert_entries(entries)
-    assert unknown + bad == []
-    assert RunConfig().replaced(values) == config
+    for text in (config.to_yaml(), config.to_commented_yaml()):
+        entries, unknown = yaml_text.parse(text)
+        values, bad = fields.convert_entries(entries)
+        assert unknown + bad == []
+        assert RunConfig().replaced(values) == config
 
 
 @pytest.mark.parametrize(
