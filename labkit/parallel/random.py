@@ -4,11 +4,17 @@ Outside a tensor-parallel region activations are alike on every rank of the grou
 mask on all of them. Inside, each rank holds its own part and must draw its own mask; under sequence parallelism it does
 so outside as well. Megatron keeps one generator state per kind and swaps it in for the region.
 
-| state                 | seed, with s = seed + 100 pp_rank  | used for                                        |
-|-----------------------|------------------------------------|-------------------------------------------------|
-| `data-parallel-rng`   | s (also torch's default state)     | dropout before residuals, after embeddings      |
-| `model-parallel-rng`  | s + 2718 + tp_rank                 | dropout inside attention, and of sequence parts |
-| `expert-parallel-rng` | s + 1024 + 100 ep_rank + etp_rank  | initial weights and dropout of experts          |
+| state                 | seed, with s = seed + 100 pp_rank | what draws from it                                    |
+|-----------------------|-----------------------------------|-------------------------------------------------------|
+| torch's default state | s                                 | dropout after embeddings and before residuals         |
+| `model-parallel-rng`  | s + 2718 + tp_rank                | dropout in attention and of sequence parts, jitter    |
+| `data-parallel-rng`   | s                                 | nothing of labkit's                                   |
+| `expert-parallel-rng` | s + 1024 + 100 ep_rank + etp_rank | nothing of labkit's: experts have no dropout          |
+
+Sequence parallelism cuts what dropout after embeddings and before residuals acts on into parts, one for each rank.
+Without tensor parallelism the jitter of a router comes from the default state. The last two states are for modules
+written for Megatron, which makes them as well. Initial weights come from no state: each is drawn by its own name
+(`weights.py`).
 """
 
 from __future__ import annotations
@@ -145,7 +151,7 @@ class RngTracker:
 
 
 def model_parallel_seed(seed: int, groups: ParallelGroups, *, device: torch.device | str | None = None) -> RngTracker:
-    """Seed torch's default generator and make the three named states (table above) for this rank.
+    """Seed torch's default generator and make the three named states for this rank, by the table of this module.
 
     Args:
         seed: of the run.
@@ -153,7 +159,7 @@ def model_parallel_seed(seed: int, groups: ParallelGroups, *, device: torch.devi
         device: whose generator is switched in `fork`; None is `groups.device` where it has one, else the host.
     """
     own = seed + 100 * groups.pp.rank
-    torch.manual_seed(own)  # every device: the default state is the data-parallel one
+    torch.manual_seed(own)  # every device
     tracker = RngTracker(device if device is not None else getattr(groups, "device", None))
     tracker.add(DATA_PARALLEL, own)
     tracker.add(MODEL_PARALLEL, own + 2718 + groups.tp.rank)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from labkit.config import ParallelConfig
-from labkit.parallel import initialize_model_parallel, single_process_groups
+from labkit.config import ParallelConfig, presets
+from labkit.models.gpt import GPTModel
+from labkit.parallel import initialize_model_parallel, random, single_process_groups
 from labkit.parallel.random import DATA_PARALLEL, EXPERT_PARALLEL, MODEL_PARALLEL, RngTracker, model_parallel_seed
 
 
@@ -54,6 +57,47 @@ def test_seeds_follow_the_table() -> None:
         with tracker.fork(name):
             assert torch.equal(torch.rand(3), expected)
     assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(7)))
+
+
+SP = {"sequence_parallel": True}
+DRAWS: list[tuple[str, str, dict[str, Any]]] = [
+    # row of the module's table, words of it, and the part of a model that they speak of
+    ("torch's default state", "dropout after embeddings", {"embedding_dropout": 0.5}),
+    ("torch's default state", "and before residuals", {"hidden_dropout": 0.5}),
+    ("`model-parallel-rng`", "dropout in attention", {"attention_dropout": 0.5}),
+    ("`model-parallel-rng`", "jitter", {"num_experts": 2, "input_jitter": 0.1, **SP}),
+    ("`model-parallel-rng`", "sequence parts", {"embedding_dropout": 0.5, **SP}),
+    ("`model-parallel-rng`", "sequence parts", {"hidden_dropout": 0.5, "num_experts": 2, "ep": 2, "etp": 1, **SP}),
+]
+
+
+def drawn_from(cases: list[dict[str, Any]]) -> list[set[str]]:
+    """The states that one forward of a model with experts or dropout moves, for each case."""
+    moved = []
+    for changes in cases:
+        sizes = {"layers": 2, "hidden": 16, "heads": 2, "seq_length": 8, "parallel.tp": 2}
+        config = presets.tiny().override({**sizes, **changes})
+        groups = initialize_model_parallel(config.parallel)
+        rng = model_parallel_seed(1, groups)
+        model = GPTModel(config.model, groups, layers=range(2), moe=config.moe, seed=1, rng=rng)
+        before, default = rng.get_states(), torch.get_rng_state()
+        model(torch.arange(8)[None])
+        after = rng.get_states()
+        now = {f"`{name}`" for name in after if not torch.equal(before[name], after[name])}
+        moved.append(now | ({"torch's default state"} if not torch.equal(default, torch.get_rng_state()) else set()))
+    return moved
+
+
+def test_every_dropout_draws_from_the_state_that_the_table_names(on_ranks) -> None:
+    found = on_ranks(drawn_from, 2, [case for *_, case in DRAWS])
+    rows = [line.split("|")[1:-1] for line in (random.__doc__ or "").splitlines() if line.startswith("| ")][1:]
+    said = {state.strip(): who for state, _, who in rows}
+    for rank in found:
+        for (state, words, case), moved in zip(DRAWS, rank, strict=True):
+            assert moved == {state}, case
+            assert words in said[state]
+    idle = {state for state, who in said.items() if "nothing of labkit's" in who}
+    assert idle == set(said) - {state for state, *_ in DRAWS}
 
 
 def test_experts_of_every_rank_draw_by_the_seed_of_the_table() -> None:
