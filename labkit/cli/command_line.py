@@ -56,8 +56,8 @@ def _run(words: list[str]) -> int:
         code = _dispatch(words)
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        return _say("interrupted", 130)
+    except KeyboardInterrupt as interrupt:
+        return _say(str(interrupt) or "interrupted", 130)
     except _errors_of_users() as error:
         return _say(_message(error, words), 2, may_be_everybodys=True)
     except _failures() as error:

@@ -122,17 +122,29 @@ def _typed(name: str, declared: str, text: str) -> Any:
 
 def _run(chapter: Chapter, timeout: float, *, html: bool) -> list[Path]:
     """Execute one chapter; the files it leaves. A failed cell becomes one message, the notebook up to it is kept."""
-    import warnings
-
-    import papermill
-    from papermill.exceptions import PapermillExecutionError
-    from traitlets.config import Config
-
     from labkit.cli.command_line import CommandFailedError
 
     print(f"{chapter.source.stem}: running", file=sys.stderr, flush=True)
     started = time.monotonic()
-    with warnings.catch_warnings():
+    failure = _execute(chapter, timeout)
+    if failure:
+        raise CommandFailedError(f"{chapter.source.stem} {failure}\n  see {chapter.target}")
+    print(f"{chapter.source.stem}: done in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    return [chapter.target, _html(chapter.target)] if html else [chapter.target]
+
+
+def _execute(chapter: Chapter, timeout: float) -> str:
+    """Why it failed, or an empty string. Raises KeyboardInterrupt with what was kept."""
+    import warnings
+
+    import papermill
+    from nbclient.exceptions import CellTimeoutError
+    from papermill.exceptions import PapermillExecutionError
+
+    from labkit.cli.chapter_kernel import chapter_kernel
+
+    failure = ""
+    with warnings.catch_warnings(), chapter_kernel() as kernel:
         warnings.simplefilter("ignore")
         try:
             papermill.execute_notebook(
@@ -142,16 +154,19 @@ def _run(chapter: Chapter, timeout: float, *, html: bool) -> list[Path]:
                 kernel_name="python3",
                 progress_bar={"desc": chapter.source.stem, "unit": "cell"},  # pyright: ignore[reportArgumentType]
                 execution_timeout=int(timeout),
-                config=Config({"KernelManager": {"transport": "ipc"}}),  # sockets in a folder of ours, no open ports
+                **kernel.options,
             )
         except PapermillExecutionError as error:
             what = _without_colours(f"{error.ename}: {error.evalue}")
             cell = str(error.source).strip().partition("\n")[0]
-            raise CommandFailedError(
-                f"{chapter.source.stem} failed in the cell that begins `{cell}`\n  {what}\n  see {chapter.target}"
-            ) from None
-    print(f"{chapter.source.stem}: done in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-    return [chapter.target, _html(chapter.target)] if html else [chapter.target]
+            failure = f"failed in the cell that begins `{cell}`\n  {what}"
+        except CellTimeoutError:
+            failure = f"failed: a cell took more than {timeout:g} seconds; --timeout gives cells more"
+        except RuntimeError as error:  # a kernel that does not start, or is killed
+            failure = f"failed: {error}{kernel.last_words()}"
+    if kernel.interrupted:
+        raise KeyboardInterrupt(f"interrupted; what {chapter.source.stem} showed so far is in {chapter.target}")
+    return failure
 
 
 def _without_colours(text: str) -> str:

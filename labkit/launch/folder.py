@@ -1,6 +1,6 @@
-"""The private folder of one launch: rendezvous, status slots, output, payloads and results.
+"""A private folder: of a launch (rendezvous, status slots, output, payloads, results), or of a `labkit run` (sockets).
 
-It goes when the launch ends. If the launching process is killed it stays, and the next process that launches anything
+It goes when its owner is done. If the owning process is killed it stays, and the next process that makes such a folder
 removes it: a live folder is locked by its owner, and the system drops the lock of a process that is gone.
 """
 
@@ -12,24 +12,30 @@ import os
 import re
 import shutil
 import tempfile
-import time
 from pathlib import Path
 
 PREFIX = "labkit-launch-"
-_NAME = re.compile(PREFIX + r"\d+-\w{8}")
-_FRESH = 60.0
-"""Seconds in which a folder is left alone, because its owner may not have locked it yet."""
-_swept = False
+RUN_PREFIX = "labkit-run-"
+_NAME = re.compile(rf"({PREFIX}|{RUN_PREFIX})\d+-\w{{8}}")
+_swept: set[Path] = set()
 
 
 class LaunchFolder:
-    """A new folder that only this user can read, locked while it is in use."""
+    """A new folder that only this user can read, locked while it is in use.
 
-    def __init__(self) -> None:
-        _sweep_once()
-        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
-        self._lock = os.open(self.path, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+    parent: where it is made; the system's temporary folder if not given.
+    """
+
+    def __init__(self, prefix: str = PREFIX, parent: Path | None = None) -> None:
+        parent = parent or Path(tempfile.gettempdir())
+        _sweep_once(parent)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
+            with contextlib.suppress(FileNotFoundError):  # swept by another process before it was locked
+                self._lock = os.open(self.path, os.O_RDONLY)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                if os.path.samestat(os.stat(self.path), os.fstat(self._lock)):
+                    break
         for stale in self.path.iterdir():  # a new folder is empty; the store of another launch would be met for ever
             stale.unlink()
 
@@ -41,21 +47,18 @@ class LaunchFolder:
             self._lock = -1
 
 
-def _sweep_once() -> None:
-    global _swept
-    if not _swept:
-        _swept = True
-        sweep(Path(tempfile.gettempdir()))
+def _sweep_once(parent: Path) -> None:
+    if parent not in _swept:
+        _swept.add(parent)
+        sweep(parent)
 
 
 def sweep(parent: Path) -> None:
     """Remove the folders whose owners are gone."""
-    for path in parent.glob(PREFIX + "*"):
+    for path in parent.glob("labkit-*"):
         if not _NAME.fullmatch(path.name):
             continue
         with contextlib.suppress(OSError):  # another user's, or gone meanwhile
-            if time.time() - path.stat().st_mtime < _FRESH:
-                continue
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError while the owner lives

@@ -21,10 +21,7 @@ def die_with(descriptor: int) -> None:
     end lives in the process that called `run`; when that goes, however it goes, the kernel sends the signal itself, so
     this works while the rank holds the GIL, sleeps in C, or is stopped. The caller must lead its process group.
     """
-    if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(descriptor, fcntl.F_SETOWN, -os.getpgid(0))  # negative: the whole group
-        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
+    if kill_group_at_close(descriptor, os.getpgid(0)):
         if select.select([descriptor], [], [], 0)[0]:  # it closed before the signal was armed
             os.killpg(0, signal.SIGKILL)
         return
@@ -34,6 +31,19 @@ def die_with(descriptor: int) -> None:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="labkit-die-with-parent", daemon=True).start()
+
+
+def kill_group_at_close(descriptor: int, group: int) -> bool:
+    """Have the system end a process group by SIGKILL when the other end of the pipe `descriptor` closes.
+
+    A process of the group must have inherited `descriptor`. False where the system has no such signal (macOS).
+    """
+    if not hasattr(fcntl, "F_SETSIG"):
+        return False
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, -group)  # negative: the whole group
+    fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
+    return True
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""`labkit run` with real kernels: parameters, results, a failed cell, Ctrl-C."""
+"""`labkit run` with real kernels: parameters, results, a failed cell, two at once, Ctrl-C, kill -9."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
@@ -23,11 +25,18 @@ def folder(tmp_path: Path) -> Path:
     parameters.metadata.tags = ["parameters"]
     work = nbformat.v4.new_code_cell(
         "import json, os, time\n"
-        "report = {'summary': ['final loss 1.5', 'largest difference 2e-16'], 'pid': os.getpid(), 'steps': steps}\n"
-        "open(os.path.join(output_dir, 'report.json'), 'w').write(json.dumps(report))"
+        "from labkit.launch import Ranks\n"
+        "ranks = Ranks(2) if mode == 'slow' else None\n"
+        "pids = [os.getpid(), *(ranks.run(os.getpid) if ranks else [])]\n"
+        "report = {'summary': ['final loss 1.5', 'largest difference 2e-16'], 'pids': pids, 'steps': steps}\n"
+        "report['here'] = os.listdir()\n"
+        "open(os.path.join(output_dir, 'fresh.json'), 'w').write(json.dumps(report))\n"
+        "os.replace(os.path.join(output_dir, 'fresh.json'), os.path.join(output_dir, 'report.json'))"
     )
     end = nbformat.v4.new_code_cell(
-        "assert mode != 'bad', 'asked to fail'\nfor _ in range(600 * (mode == 'slow')):\n    time.sleep(0.1)"
+        "assert mode != 'bad', 'asked to fail'\n"
+        "if mode == 'dead':\n    os.write(2, b'out of everything\\n') and time.sleep(0.5)\n    os._exit(1)\n"
+        "if ranks:\n    ranks.run(lambda: time.sleep(60))"
     )
     notebook = nbformat.v4.new_notebook(cells=[parameters, work, end])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
@@ -57,18 +66,93 @@ def test_a_failed_cell_is_one_message_and_code_1(folder: Path) -> None:
     assert "AssertionError: asked to fail" in done.stderr and (folder / "out" / "07_toy.ipynb").exists()
 
 
-def test_interrupt_ends_the_kernel_too(folder: Path) -> None:
-    report = folder / "out" / "report.json"
-    with subprocess.Popen(_command(folder, "-p", "mode", "slow"), stderr=subprocess.PIPE, text=True) as running:
-        try:
-            _wait(lambda: report.exists() and report.stat().st_size > 0, 60)
-            kernel = json.loads(report.read_text())["pid"]
-            running.send_signal(signal.SIGINT)
-            _, err = running.communicate(timeout=30)
-        finally:
-            running.kill()
-    assert running.returncode == 130 and err.endswith("interrupted\n")
-    _wait(lambda: not os.path.exists(f"/proc/{kernel}"), 5)
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A temporary folder with a short path, as sockets need, to see what is left in it."""
+    with tempfile.TemporaryDirectory(prefix="lk", dir="/tmp") as made:
+        yield Path(made)
+
+
+def _start(folder: Path, out: str, temporary: Path, mode: str, here: Path) -> subprocess.Popen[str]:
+    """One `labkit run` in the working directory `here`, in a process group of its own, as a terminal starts it."""
+    words = [LABKIT, "run", "07", "--notebooks", str(folder), "--out", str(folder / out), "-p", "mode", mode]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    return subprocess.Popen(words, cwd=here, env=environment, start_new_session=True, **pipes)
+
+
+def _pids(report: Path) -> list[int]:
+    """Kernel and ranks, once the chapter has them."""
+    _wait(report.exists, 60)
+    return json.loads(report.read_text())["pids"]
+
+
+def _gone(pids: list[int]) -> bool:
+    return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_two_at_once_in_one_folder_that_cannot_be_written(folder: Path, temporary: Path) -> None:
+    here, long = folder / "here", temporary / ("a" * 120)
+    here.mkdir(mode=0o555)
+    long.mkdir()
+    both = [_start(folder, f"out{i}", where, "good", here) for i, where in enumerate((temporary, long))]
+    for i, running in enumerate(both):
+        _, err = running.communicate(timeout=120)
+        assert running.returncode == 0, err
+        assert json.loads((folder / f"out{i}" / "report.json").read_text())["here"] == [], "a file while it ran"
+    assert list(here.iterdir()) == list(long.iterdir()) == []
+    assert list(temporary.iterdir()) == [long]
+
+
+@pytest.mark.parametrize("moment", ["kernel starts", "cell runs"])
+def test_interrupt_is_one_line_and_ends_kernel_and_ranks(folder: Path, temporary: Path, moment: str) -> None:
+    running = _start(folder, "out", temporary, "slow", folder)
+    try:
+        if moment == "cell runs":
+            pids = _pids(folder / "out" / "report.json")
+        else:
+            _wait(lambda: list(temporary.glob("labkit-run-*/kernel.json")), 60)
+            pids = [int(pid) for pid in _children(running.pid)]
+        os.killpg(running.pid, signal.SIGINT)
+        _wait(lambda: _gone(pids), 5)  # 2 seconds on a quiet machine
+        out, err = running.communicate(timeout=30)
+    finally:
+        running.kill()
+    assert running.returncode == 130 and out == ""
+    kept = folder / "out" / "07_toy.ipynb"
+    last = f"interrupted; what 07_toy showed so far is in {kept}"
+    bars = [line for line in err.splitlines() if line and "cell/s" not in line and "s/cell" not in line]
+    assert bars == ["07_toy: running", last]
+    ran = [cell.get("execution_count") is not None for cell in json.loads(kept.read_text())["cells"]]
+    assert any(ran) == (moment == "cell runs")
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_kernel_that_dies_is_one_message_with_its_last_words(folder: Path) -> None:
+    done = subprocess.run(_command(folder, "-p", "mode", "dead"), capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.endswith(
+        f"labkit run: 07_toy failed: Kernel died\n  out of everything\n  see {folder / 'out' / '07_toy.ipynb'}\n"
+    )
+
+
+def test_after_kill_9_nothing_runs_and_the_next_run_sweeps(folder: Path, temporary: Path) -> None:
+    running = _start(folder, "out", temporary, "slow", folder)
+    try:
+        pids = _pids(folder / "out" / "report.json")
+    finally:
+        os.killpg(running.pid, signal.SIGKILL)
+        running.communicate()
+    _wait(lambda: _gone(pids), 5)
+    assert list(temporary.glob("labkit-run-*/s-1")), "this is what the next run finds"
+    _, err = _start(folder, "out", temporary, "good", folder).communicate(timeout=120)
+    assert "07_toy: done" in err
+    assert list(temporary.glob("labkit-*")) == []
+
+
+def _children(pid: int) -> list[str]:
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    return found.stdout.split()
 
 
 def _wait(condition, seconds: float) -> None:

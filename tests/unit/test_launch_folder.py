@@ -1,8 +1,5 @@
 """A launch's folder is private, goes with the launch, and is swept up after a process that was killed."""
 
-import os
-import time
-
 import pytest
 
 from labkit.launch import folder
@@ -13,12 +10,6 @@ from labkit.launch.folder import LaunchFolder, sweep
 def temporary(tmp_path, monkeypatch):
     monkeypatch.setattr(folder.tempfile, "tempdir", str(tmp_path))
     return tmp_path
-
-
-def aged(path):
-    old = time.time() - 3600
-    os.utime(path, (old, old))
-    return path
 
 
 def test_private_and_removed_with_its_content(temporary):
@@ -40,20 +31,30 @@ def test_two_launches_never_share(temporary):
 
 
 def test_sweeping_takes_what_has_no_owner_and_nothing_else(temporary):
-    abandoned = temporary / "labkit-launch-17-abcd_123"
-    abandoned.mkdir()
-    (abandoned / "result-0-0").write_text("x")
-    fresh = temporary / "labkit-launch-18-abcd_123"
-    fresh.mkdir()
+    for name in ("labkit-launch-17-abcd_123", "labkit-run-18-abcd_123"):
+        (temporary / name).mkdir()
+        (temporary / name / "result-0-0").write_text("x")
     foreign = temporary / "labkit-launch-17-my-own-notes"
     foreign.mkdir()
-    aged(foreign)
     file = temporary / "labkit-launch-19-abcd_123"
     file.write_text("no folder")
-    aged(file)
     owned = LaunchFolder()
-    aged(abandoned)
-    aged(owned.path)
     sweep(temporary)
-    assert {path.name for path in temporary.iterdir()} == {fresh.name, foreign.name, file.name, owned.path.name}
+    assert {path.name for path in temporary.iterdir()} == {foreign.name, file.name, owned.path.name}
+    owned.remove()
+
+
+def test_a_folder_that_is_swept_before_it_is_locked_is_made_again(temporary, monkeypatch):
+    made = []
+
+    def swept_at_once(**where):
+        made.append(mkdtemp(**where))
+        if len(made) < 3:
+            sweep(temporary)
+        return made[-1]
+
+    mkdtemp = folder.tempfile.mkdtemp
+    monkeypatch.setattr(folder.tempfile, "mkdtemp", swept_at_once)
+    owned = LaunchFolder()
+    assert [str(owned.path)] == made[2:] and owned.path.is_dir()
     owned.remove()

@@ -40,7 +40,7 @@ def test_a_stale_rendezvous_at_the_very_place_of_the_launch_is_not_met(tmp_path,
     """A launch that was killed has left its store, status slots and outputs, and the next one gets the same folder."""
     place = tmp_path / f"{folder.PREFIX}1-abcd_123"
 
-    def same_place_again(prefix):
+    def same_place_again(prefix, dir):
         place.mkdir(exist_ok=True)
         return str(place)
 

@@ -1,0 +1,118 @@
+"""The kernel that runs a chapter: its sockets lie in a private folder, and it ends when `labkit run` ends or is killed.
+
+Jupyter's default is a socket on a port, which any user of the machine may reach, or files in the working directory,
+which two runs share. Here they are files in a folder of the run alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from jupyter_client.manager import AsyncKernelManager
+from traitlets.config import Config
+
+from labkit.launch.folder import RUN_PREFIX, LaunchFolder
+from labkit.launch.guard import kill_family, kill_group_at_close
+
+LONGEST_PARENT = 60
+"""Bytes of the temporary folder's path. A socket's path has 104 at most on macOS, 107 on Linux; our names take 30."""
+PATIENCE = 1.0
+"""Seconds that an interrupted cell gets to end its ranks and remove their folder."""
+
+
+class ChapterKernel:
+    """Where papermill is told to start one kernel, and how Ctrl-C ends it.
+
+    A KeyboardInterrupt in the middle of asyncio leaves tasks behind, whose tracebacks end up on screen. So Ctrl-C only
+    signals the kernel: the cell that runs fails with KeyboardInterrupt, papermill stores it and stops.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.interrupted = False
+        self.options: dict[str, Any] = {
+            "config": Config({"KernelManager": {
+                "transport": "ipc", "ip": str(folder / "s"), "connection_file": str(folder / "kernel.json")}}),
+            "kernel_manager_class": self._manager_class(),
+            "on_notebook_start": self._is_ready,
+        }  # fmt: skip
+        """For `papermill.execute_notebook`."""
+        self._words = folder / "words"
+        self._pid: int | None = None
+        self._ready = False
+        self._alive_end = -1
+        """Writing end of a pipe; the system closes it, and so ends the kernel, when this process goes."""
+
+    def _manager_class(self) -> type[AsyncKernelManager]:
+        kernel = self
+
+        class PrivateKernelManager(AsyncKernelManager):
+            async def start_kernel(self, **options: Any) -> None:
+                kernel_end, kernel._alive_end = os.pipe()
+                with kernel._words.open("wb") as words:
+                    await super().start_kernel(**options, stdout=words, stderr=words, pass_fds=(kernel_end,))
+                kernel._pid = pid = int(self.provisioner.pid)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+                kill_group_at_close(kernel_end, pid)
+                os.close(kernel_end)
+                self.shutdown_wait_time = 2 * PATIENCE
+                if kernel.interrupted:
+                    kernel.kill()
+
+        return PrivateKernelManager
+
+    def _is_ready(self, **_: Any) -> None:
+        self._ready = True
+
+    def interrupt(self, _number: int = signal.SIGINT, _frame: FrameType | None = None) -> None:
+        """End the cell that runs. A kernel that is still starting, or does not end soon, is killed; so it is twice."""
+        again, self.interrupted = self.interrupted, True
+        logging.disable(logging.CRITICAL)  # what jupyter says of a dead kernel is known
+        if self._pid is None:
+            return
+        if again or not self._ready:
+            self.kill()
+        else:
+            os.kill(self._pid, signal.SIGINT)
+            late = threading.Timer(PATIENCE, self.kill)
+            late.daemon = True
+            late.start()
+
+    def kill(self) -> None:
+        """End the kernel now, with its ranks."""
+        if self._pid is not None:
+            kill_family(self._pid)
+
+    def last_words(self) -> str:
+        """The end of what the kernel itself printed, indented; the cells' output is in the notebook, not here."""
+        printed = self._words.read_text(errors="replace") if self._words.exists() else ""
+        return "".join(f"\n  {line}" for line in printed.splitlines()[-4:])
+
+    def close(self) -> None:
+        """Nothing of it is left."""
+        if self._alive_end >= 0:
+            os.close(self._alive_end)
+            self._alive_end = -1
+
+
+@contextlib.contextmanager
+def chapter_kernel() -> Iterator[ChapterKernel]:
+    """A kernel that Ctrl-C ends, in a private folder that goes with it."""
+    parent = Path(tempfile.gettempdir())
+    folder = LaunchFolder(RUN_PREFIX, parent if len(os.fsencode(parent)) <= LONGEST_PARENT else Path("/tmp"))
+    kernel = ChapterKernel(folder.path)
+    before = signal.signal(signal.SIGINT, kernel.interrupt)
+    try:
+        yield kernel
+    finally:
+        kernel.close()
+        folder.remove()
+        logging.disable(logging.NOTSET)
+        signal.signal(signal.SIGINT, before)
