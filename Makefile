@@ -25,8 +25,9 @@ help:  ## this list
 run: $(INSTALLED)  ## train a small GPT on 4 ranks, TP2 x PP2, against one process; report in build/
 	$(BIN)/labkit run 00 --out build --html
 
+# Jupyter starts for root only if told to; in a container there is often no other user.
 lab: $(INSTALLED)  ## open JupyterLab on the chapters
-	$(BIN)/jupyter lab --notebook-dir=notebooks
+	$(BIN)/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
 
 test: $(INSTALLED_DEV)  ## everything that must pass: lint, types, layers, tests, chapters
 	$(BIN)/python scripts/run_tests.py

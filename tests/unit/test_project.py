@@ -1,6 +1,7 @@
 """Rules of the repository that users rely on: pins are complete, chapters are stored as they ran, nothing is stray."""
 
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -122,6 +123,17 @@ def test_makefile_explains_every_target():
     targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert targets is not None
     assert {line.split()[0] for line in shown.splitlines()} == set(targets[1].split())
+
+
+@pytest.mark.parametrize(("uid", "allowed"), [("0", True), ("1000", False)])
+def test_lab_starts_for_root_too(tmp_path, uid, allowed):
+    """Jupyter refuses root without --allow-root, and other users need not be told."""
+    (tmp_path / "id").write_text(f"#!/bin/sh\necho {uid}\n")
+    (tmp_path / "id").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["make", "-n", "lab"]
+    said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert (" --allow-root" in said.stdout) == allowed and "jupyter lab --notebook-dir=notebooks" in said.stdout
 
 
 def test_contributing_stays_short():
