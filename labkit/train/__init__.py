@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from labkit.train.lr_schedule import LearningRate, build_lr_schedule
-    from labkit.train.measured import follows, pipeline_events, stage_costs
+    from labkit.train.measured import follows, judge_prediction, pipeline_events, stage_costs
     from labkit.train.metrics import JsonLines, Timers, min_max_over_ranks
     from labkit.train.optimizer import MegatronOptimizer, Optimizer, build_optimizer, parameter_groups
     from labkit.train.parity import ParityReport, ParityRow, compare
@@ -17,6 +17,7 @@ _MODULES = {
     "LearningRate": "lr_schedule",
     "build_lr_schedule": "lr_schedule",
     "follows": "measured",
+    "judge_prediction": "measured",
     "pipeline_events": "measured",
     "stage_costs": "measured",
     "JsonLines": "metrics",
@@ -46,6 +47,7 @@ __all__ = [
     "build_optimizer",
     "compare",
     "follows",
+    "judge_prediction",
     "min_max_over_ranks",
     "parameter_groups",
     "pipeline_events",

@@ -6,6 +6,7 @@ which stage an Event belongs to.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -80,6 +81,30 @@ def follows(events: Iterable[Event], schedule: Schedule) -> bool:
         [event.name for event in ordered if event.rank == rank] == [str(a) for a in schedule.actions(rank)]
         for rank in range(schedule.pp)
     )
+
+
+TOLERANCE = 0.2
+"""Share by which a measured step may differ from a predicted one: a median step differs by less on a quiet machine."""
+
+
+def judge_prediction(ratio: float, ranks: int) -> str:
+    """Say whether a step took as long as predicted; if not, whether other programs kept the machine busy.
+
+    The load average counts processes that run or wait for a core, over a minute. At most `ranks` of them are the run's
+    own. More than that, and more than there are cores, means that other programs took turns with the run.
+
+    ratio: measured over predicted seconds of one step.
+    ranks: processes of the run, all on this machine.
+    """
+    said = f"measured over predicted time of a step: {ratio:.2f}"
+    if abs(ratio - 1) <= TOLERANCE:
+        return f"{said}; to {TOLERANCE:.0%}, they agree"
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    machine = f"load {load:.0f} on {cores} {'core' if cores == 1 else 'cores'}"
+    if load >= max(ranks, cores) + 1:
+        return f"{said}; this machine was busy: {machine}, at most {ranks} of it by this run"
+    far = f"{abs(ratio - 1):.0%} {'more' if ratio > 1 else 'less'} than predicted"
+    return f"{said}; {far}, though no other program kept the machine busy ({machine})"
 
 
 def _is_action(event: Event) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from labkit.events import Event
 from labkit.schedules import Schedule, one_f_one_b, simulate
 from labkit.schedules.simulator import Costs
-from labkit.train.measured import follows, pipeline_events, stage_costs, step_events
+from labkit.train.measured import follows, judge_prediction, pipeline_events, stage_costs, step_events
 
 SCHEDULE = one_f_one_b(2, 4)
 TIMELINE = simulate(SCHEDULE, Costs(forward=[1.0, 2.0], backward=[2.0, 5.0]))
@@ -91,3 +91,31 @@ def test_refusals():
         pipeline_events([[], []])
     with pytest.raises(ValueError, match="no forward of stage 1"):
         stage_costs(pipeline_events([run_events(0)]), 2)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "load", "cores", "said"),
+    [
+        (1.19, 14.0, 2, "1.19; to 20%, they agree"),
+        (0.81, 1.0, 2, "0.81; to 20%, they agree"),
+        (1.52, 14.2, 2, "1.52; this machine was busy: load 14 on 2 cores, at most 4 of it by this run"),
+        (0.61, 5.0, 2, "0.61; this machine was busy: load 5 on 2 cores, at most 4 of it by this run"),
+        # four ranks alone make a load of 4, and 64 cores have room for 14
+        (
+            1.52,
+            4.4,
+            2,
+            "1.52; 52% more than predicted, though no other program kept the machine busy (load 4 on 2 cores)",
+        ),
+        (
+            0.7,
+            14.0,
+            64,
+            "0.70; 30% less than predicted, though no other program kept the machine busy (load 14 on 64 cores)",
+        ),
+    ],
+)
+def test_a_prediction_that_misses_names_the_load_of_others(monkeypatch, ratio, load, cores, said):
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert judge_prediction(ratio, ranks=4) == f"measured over predicted time of a step: {said}"
