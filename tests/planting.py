@@ -50,6 +50,8 @@ class Comparison:
     """To the configuration, in the layout and in the one process."""
     steps: int = 1
     """Optimizer steps."""
+    dtype: str = "float64"
+    """Of the comparison."""
 
 
 @dataclass(frozen=True)
@@ -188,8 +190,9 @@ def find(fault: Fault, folder: Path) -> tuple[bool, str]:
     has_experts = presets.get(wanted.preset).moe.num_experts > 0
     config = matrix["sparse" if has_experts else "small"](wanted.preset).override(wanted.changes)
     try:
-        report = compare(config, [wanted.layout], steps=wanted.steps, pretrain=planted(fault))
+        report = compare(config, [wanted.layout], steps=wanted.steps, dtype=wanted.dtype, pretrain=planted(fault))
     except RankError as error:  # found, but not as it should be: no tensor is named
         return False, str(error).split("\n", 1)[0]
-    named = report.rows[0].first_difference
-    return named == wanted.names, named or "nothing"
+    row = report.rows[0]
+    named = row.first_difference or "nothing"
+    return row.verdict == "fault" and named == wanted.names, named if row.verdict != "rounding" else "rounding"

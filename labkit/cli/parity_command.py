@@ -25,7 +25,7 @@ _FAULT_KEYS = ("operation", "group", "phase", "layer")
 
 
 def execute(arguments: Arguments) -> int:
-    """Compare, print each layout as soon as it is known, then the table; exit code 1 where one differs."""
+    """Compare, print each layout as soon as it is known, then the table; exit code 1 where one has a fault."""
     options, config = arguments.options, arguments.config
     problems = config.problems()
     if options["steps"] < 1:
@@ -55,7 +55,7 @@ def execute(arguments: Arguments) -> int:
             fault=fault,
             timeout=options["timeout"],
             device=options["device"],
-            on_row=lambda row: print(f"compared {row.name} ({row.world_size} ranks)", flush=True),
+            on_row=lambda row: print(f"compared {row.name} ({row.world_size} ranks): {row.verdict}", flush=True),
         )
     print(report)
     return 0 if report.ok else 1
@@ -166,7 +166,7 @@ COMMAND = Command(
     options=(
         Option("layouts", "str", f"layouts such as tp=2,pp=2;dp=2; the configuration's own, or {STANDARD_LAYOUTS}"),
         Option("steps", "int", "optimizer steps", 3),
-        Option("dtype", "str", "float64 (agreement to 1e-10) or float32 (to 1e-5)", "float64"),
+        Option("dtype", "str", "float64 (agreement to 1e-10) or float32 (to 1e-5, or within rounding)", "float64"),
         Option("timeout", "float", "seconds after which one layout's run is ended", 600.0),
         Option(
             "world-size",

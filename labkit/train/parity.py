@@ -6,6 +6,9 @@ Adam moves in one step). `compare` launches every layout with real processes and
 the order in which a training step makes them: block outputs of the first microbatch, the loss, gradients from the
 output back to the input, updated parameters, then the later steps.
 
+In float32 rounding can exceed the tolerance; `labkit.train.verdict` tells it from a fault. Where a layout exceeds the
+tolerance, and only there, the reference runs four more times with its sums in other orders.
+
 A mixture of experts is compared in float64 as it is. In float32 the layouts route as the reference did
 (`labkit.train.routing_trace`): one choice of experts that rounding turns over would change everything after it.
 """
@@ -16,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,9 +32,14 @@ from labkit.train.joining import Whole, assemble
 from labkit.train.layout_words import layout_name
 from labkit.train.routing_trace import Routings
 from labkit.train.snapshots import Recorder, Snapshot
+from labkit.train.summation import reordered_sums
+from labkit.train.verdict import ORDERS, Spread, Verdict, judge, widest
 
 if TYPE_CHECKING:
     from labkit.train.pretraining import TrainResult
+
+_Judge = Callable[[list[tuple[str, str, float]]], tuple[Verdict, str | None]]
+"""From the differences of a layout to the verdict and the tensor to look at."""
 
 
 def tensor_difference(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
@@ -66,7 +75,10 @@ class ParityRow:
     param_diff: float
     """Largest difference of an updated parameter, over tensors and recorded steps."""
     first_difference: str | None
-    """The first tensor that differs by more than rounding, such as `layers.1.mlp output`; None if none does."""
+    """The first tensor beyond the tolerance, such as `layers.1.mlp output`; of a fault, the first that rounding does
+    not explain. None if no tensor is beyond the tolerance."""
+    verdict: Verdict
+    """`equal` (within the tolerance), `rounding` (beyond it, within the spread of the reference) or `fault`."""
     disagreements: tuple[str, ...] = ()
     """Tensors whose replicas are not bit-equal."""
     dropped_calls: int = 0
@@ -105,7 +117,7 @@ class ParityReport:
     @property
     def ok(self) -> bool:
         """Whether every layout agrees with the reference, and a fault that was asked for was really planted."""
-        return not self.fault_missed and all(row.first_difference is None for row in self.rows)
+        return not self.fault_missed and all(row.verdict != "fault" for row in self.rows)
 
     @property
     def sentence(self) -> str:
@@ -115,25 +127,35 @@ class ParityReport:
                 f"The fault {fault_words(self.fault)} matched no call in any layout, so nothing was left out: name a "
                 "group of more than one rank, and an operation that runs in it."
             )
-        wrong = [row for row in self.rows if row.first_difference is not None]
-        if not wrong:
-            return (
-                f"{len(self.rows)} of {len(self.rows)} layouts agree with {self.reference} to {self.tolerance:.0e} "
-                f"over {self.steps} optimizer steps in {self.dtype}."
-            )
-        return " ".join(f"{row.name} differs from {self.reference}, first in {row.first_difference}." for row in wrong)
+        named = " ".join(map(self._about, (row for row in self.rows if row.verdict != "equal")))
+        if not self.ok:
+            return named
+        equal = sum(row.verdict == "equal" for row in self.rows)
+        return (
+            f"{equal} of {len(self.rows)} layouts agree with {self.reference} to {self.tolerance:.0e} over "
+            f"{self.steps} optimizer steps in {self.dtype}. {named}"
+        ).rstrip()
+
+    def _about(self, row: ParityRow) -> str:
+        """One layout that is not equal."""
+        if row.verdict == "fault":
+            return f"{row.name} differs from {self.reference}, first in {row.first_difference}."
+        return (
+            f"{row.name} differs from {self.reference} by up to {row.largest:.1e}, first in {row.first_difference}: "
+            f"rounding, since {self.reference} with sums in another order differs from itself as far."
+        )
 
     def table(self) -> str:
         """The rows, aligned."""
-        lines = [("layout", "ranks", "loss", "worst gradient", "worst parameter", "first difference")]
+        lines = [("layout", "ranks", "loss", "worst gradient", "worst parameter", "verdict", "first difference")]
         lines += [
             (row.name, str(row.world_size), *(f"{d:.1e}" for d in (row.loss_diff, row.grad_diff, row.param_diff)),
-             row.first_difference or "none")
+             row.verdict, row.first_difference or "none")
             for row in self.rows
         ]  # fmt: skip
-        widths = [max(len(line[i]) for line in lines) for i in range(6)]
+        widths = [max(len(line[i]) for line in lines) for i in range(7)]
         return "\n".join(
-            "  ".join(cell.ljust(w) if i in (0, 5) else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
+            "  ".join(cell.rjust(w) if 1 <= i <= 4 else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths)))
             .rstrip() for line in lines
         )  # fmt: skip
 
@@ -160,7 +182,8 @@ def compare(
 
     layouts: overrides such as `{"tp": 2, "pp": 2}` or `{"parallel.tp": 2, "world_size": 4}`; world_size defaults to the
         least common multiple of tp cp pp and etp ep pp.
-    dtype: `float64` (agreement to 1e-10) or `float32` (to 1e-5; layouts choose experts as the one process did).
+    dtype: `float64` (agreement to 1e-10) or `float32` (to 1e-5, beyond it within ten times the spread of one process
+        whose sums are taken in other orders; layouts choose experts as the one process did).
     reference: a layout that the others are held against instead of one process. Where experts have a capacity, what
         they drop goes by the tokens that a rank holds, so only layouts that share these are comparable.
     fault: arguments of `labkit.parallel.collectives.dropped`; the matching communication is left out in the layouts.
@@ -189,10 +212,18 @@ def compare(
     replays = dtype == "float32" and base.moe.num_experts > 0
     expected, _ = _observe(first, first_size, _Observation(records_routing=replays), timeout, device)
     watched = _Observation(dict(fault) if fault is not None else None, pretrain, expected.routings if replays else None)
+
+    @cache
+    def spread() -> Spread:
+        orders = (_Observation(replay=watched.replay, parts=parts) for parts in ORDERS)
+        runs = (_observe(first, first_size, reordered, timeout, device)[0] for reordered in orders)
+        return widest(differences(run, expected, lr=first.optim.lr) for run in runs)
+
     rows = []
     for layout, (changed, world_size) in zip(layouts, planned):
         whole, calls = _observe(changed, world_size, watched, timeout, device)
-        row = _row(dict(layout), changed, world_size, whole, expected, tolerance)
+        judged = partial(judge, tolerance=tolerance, spread=spread if dtype == "float32" else None)
+        row = _row(dict(layout), changed, world_size, whole, expected, judged)
         rows.append(replace(row, dropped_calls=calls))
         if on_row is not None:
             on_row(rows[-1])
@@ -212,6 +243,8 @@ class _Observation:
     """Choices of experts to follow."""
     records_routing: bool = False
     """Whether the choices of experts are kept."""
+    parts: int = 0
+    """Order of summation, see `labkit.train.summation.reordered_sums`; 0 is the usual one."""
 
 
 def _observe(
@@ -236,28 +269,28 @@ def _snapshot(config: RunConfig, watched: _Observation) -> tuple[Snapshot, int]:
 
     steps = (0, config.train.steps - 1)
     recorder = Recorder(steps, config, replay=watched.replay, records_routing=watched.records_routing)
-    with dropped(**watched.fault) if watched.fault else nullcontext() as hook:
+    orders = reordered_sums(watched.parts) if watched.parts else nullcontext()
+    with orders, dropped(**watched.fault) if watched.fault else nullcontext() as hook:
         result = (watched.pretrain or pretrain)(config, observer=recorder)
     recorder.snapshot.losses = result.losses
     return recorder.snapshot, hook.calls if hook is not None else 0
 
 
 def _row(
-    layout: dict[str, Any], config: RunConfig, world_size: int, run: Whole, reference: Whole, tolerance: float
+    layout: dict[str, Any], config: RunConfig, world_size: int, run: Whole, reference: Whole, judged: _Judge
 ) -> ParityRow:
-    """Every tensor against its reference; the largest differences and the first that is no rounding."""
-    largest = {"output": 0.0, "loss": 0.0, "gradient": 0.0, "parameter": 0.0}
-    first = None
-    for name, kind, difference in differences(run, reference, lr=config.optim.lr):
-        largest[kind] = max(largest[kind], difference)
-        if first is None and not difference <= tolerance:
-            first = name
-    if first is None and run.disagreements:
-        first = run.disagreements[0]
+    """Every tensor against its reference; the largest differences and the verdict on them."""
+    found = list(differences(run, reference, lr=config.optim.lr))
+    verdict, first = judged(found)
+    if verdict != "fault" and run.disagreements:
+        verdict, first = "fault", run.disagreements[0]
+    loss, gradient, parameter = (
+        max((difference for _, of, difference in found if of == kind), default=0.0)
+        for kind in ("loss", "gradient", "parameter")
+    )
     name = layout_name(config, world_size)
     return ParityRow(
-        layout, world_size, name, largest["loss"], largest["gradient"], largest["parameter"], first,
-        tuple(run.disagreements),
+        layout, world_size, name, loss, gradient, parameter, first, verdict, tuple(run.disagreements)
     )  # fmt: skip
 
 

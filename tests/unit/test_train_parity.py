@@ -201,19 +201,21 @@ def test_a_tensor_that_the_layout_lacks_counts_as_different():
     assert found["layers.0.weight gradient"] == math.inf
 
 
-ROW = ParityRow({"tp": 2}, 2, "tp2 pp1 dp1", 1e-15, 2e-14, 3e-13, None)
+ROW = ParityRow({"tp": 2}, 2, "tp2 pp1 dp1", 1e-15, 2e-14, 3e-13, None, "equal")
 
 
 def test_the_report_says_what_came_out():
     good = ParityReport([ROW], 3, "float64", 1e-10, [6.9])
     assert good.ok
     assert good.sentence == "1 of 1 layouts agree with one process to 1e-10 over 3 optimizer steps in float64."
-    bad = replace(good, rows=[ROW, replace(ROW, name="tp4 pp1 dp1", first_difference="layers.1.mlp output")])
+    bad = replace(
+        good, rows=[ROW, replace(ROW, name="tp4 pp1 dp1", first_difference="layers.1.mlp output", verdict="fault")]
+    )
     assert not bad.ok
     assert bad.sentence == "tp4 pp1 dp1 differs from one process, first in layers.1.mlp output."
     lines = bad.table().splitlines()
-    assert lines[1].split() == ["tp2", "pp1", "dp1", "2", "1.0e-15", "2.0e-14", "3.0e-13", "none"]
-    assert lines[2].endswith("layers.1.mlp output")
+    assert lines[1].split() == ["tp2", "pp1", "dp1", "2", "1.0e-15", "2.0e-14", "3.0e-13", "equal", "none"]
+    assert lines[2].endswith("fault    layers.1.mlp output")
     assert ROW.largest == 3e-13
 
 
