@@ -144,6 +144,13 @@ DISTRIBUTED_OPTIMIZER = [
         Comparison({**DP, **ZERO}, f"{EMBEDDING} parameter"),
     ),
     Fault(
+        "a share of the state ignores the factor of its learning rate",
+        "parallel/distributed_optimizer.py",
+        'state["lr"] = lr * group.lr_factor',
+        'state["lr"] = lr',
+        "tests/parallel/test_distributed_optimizer.py -k one_process",
+    ),
+    Fault(
         "the norm counts every instance",
         "parallel/distributed_optimizer.py",
         "counted_elements(parameter, layout) if first_instance else 0",

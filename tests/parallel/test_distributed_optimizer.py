@@ -22,6 +22,8 @@ from labkit.train import pretrain
 from labkit.train.optimizer import Optimizer
 
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, eps=1e-5)
+LR_MULT = 0.25
+"""Of the learning rate of `scaled`."""
 STEPS, BATCH, WIDTH = 4, 24, 24
 BUCKET = 200
 """Elements: the model below fills five buckets: last; middle; unused; norm and first; table."""
@@ -85,12 +87,18 @@ def loss(chunk: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (chunk(x).to(wide) - y.to(wide)).square().mean() / 2
 
 
+def scaled(name: str, _: nn.Parameter) -> bool:
+    """One parameter of each pair of groups: with decay and without."""
+    return name.endswith(("first.weight", "norm.bias"))
+
+
 def build(
     groups: ParallelGroups, dtype: torch.dtype, *, zero: bool, net: type[Net] = Net, **wrapping: Any
 ) -> tuple[Any, Any]:
     wrapping = {"grad_dtype": grad_dtype_of(dtype), "bucket_size": BUCKET, **wrapping}
     chunk = DistributedDataParallel(net(dtype), groups, distributed_optimizer=zero, **wrapping)
-    of = parameter_groups([chunk])
+    of = parameter_groups([chunk], scale_lr_cond=scaled, lr_mult=LR_MULT)
+    assert sorted((g.weight_decay_factor, g.lr_factor) for g in of) == [(0, LR_MULT), (0, 1), (1, LR_MULT), (1, 1)]
     return chunk, DistributedOptimizer(of, [chunk], groups, OPTIM) if zero else Optimizer(of, OPTIM, layout=groups)
 
 
