@@ -1,16 +1,20 @@
-"""Scores a learner's function, layout or schedule: `check("01.groups", my_function)`."""
+"""Scores a learner's function, layout or schedule: `check("01.groups", my_function)`. And checks parameters."""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_EXPORTS = {"scoring": ("Exercise", "Outcome", "Score", "check", "compare", "exercise", "exercises", "holds")}
+_EXPORTS = {
+    "parameters": ("check_parameters",),
+    "scoring": ("Exercise", "Outcome", "Score", "check", "compare", "exercise", "exercises", "holds"),
+}
 """Module -> the names that this package offers from it."""
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from labkit.check.parameters import check_parameters as check_parameters
     from labkit.check.scoring import Exercise as Exercise
     from labkit.check.scoring import Outcome as Outcome
     from labkit.check.scoring import Score as Score

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from labkit.check.parameters import SIMPLE, Parameter, broken_rules, can_be_written, declared
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.config.errors import nearest, shown
 from labkit.config.fields import BadValueError, FieldSpec, convert
@@ -32,6 +33,8 @@ def execute(arguments: Arguments) -> int:
     folder = notebook_folder(options["notebooks"])
     out = Path(options["out"])
     problems = [f"--out {shown(str(out))}: is a file; name a folder"] if out.exists() and not out.is_dir() else []
+    if not problems and not can_be_written(out):
+        problems.append(f"--out {shown(str(out))}: cannot be written; name another folder")
     if options["timeout"] < 1:
         problems.append(f"--timeout {options['timeout']:g}: must be at least 1 second")
     sources, missing = find_chapters(arguments.words, folder)
@@ -80,44 +83,54 @@ def find_chapters(words: list[str], folder: Path) -> tuple[list[Path], list[str]
     return list(dict.fromkeys(found)), problems
 
 
-_SIMPLE = ("int", "float", "bool", "str")
-
-
 def check_parameters(source: Path, given: list[tuple[str, str]], out: Path) -> tuple[dict[str, Any], list[str]]:
-    """Typed parameters of one chapter, and what is wrong with them.
+    """Typed parameters of one chapter, and what is wrong with their names, types, and values.
 
     papermill itself ignores a name that the notebook does not have, and exits with 0.
     """
-    import warnings
-
-    import papermill
-
-    with warnings.catch_warnings():  # a notebook without cell ids, or papermill's own use of old interfaces
-        warnings.simplefilter("ignore")
-        known = papermill.inspect_notebook(str(source))
+    try:
+        known = declared(parameter_cell(source))
+    except (ValueError, SyntaxError) as error:
+        return {}, [f"{source}: its parameters cannot be read: {error}"]
     values: dict[str, Any] = {OUTPUT_PARAMETER: str(out.resolve())} if OUTPUT_PARAMETER in known else {}
+    written = {name: f"-p {name} {shown(text)}" for name, text in given}
     problems: list[str] = []
     for name, text in given:
         if name not in known:
             listed = ", ".join(known) or "none"
             problems.append(f"-p {name}: {source.stem} has no such parameter; it has {listed}{nearest(name, known)}")
             continue
-        declared = str(known[name]["inferred_type_name"])
         try:
-            values[name] = _typed(name, declared, text)
+            values[name] = _typed(known[name], text)
         except BadValueError as rule:
-            problems.append(f"-p {name} {shown(text)}: {rule} in {source.stem}")
+            problems.append(f"{written[name]}: {rule} in {source.stem}")
+    if problems:  # a relation between parameters needs all of them
+        return values, problems
+    everything = {name: parameter.default for name, parameter in known.items()} | values
+    for name, rule in broken_rules(known.values(), everything).items():
+        if name == OUTPUT_PARAMETER and name not in written:
+            continue  # --out itself is looked at
+        value = written.get(name, f"{name} {shown(everything[name])}{' (the default)' if name not in values else ''}")
+        problems.append(f"{value}: {rule} in {source.stem}")
     return values, problems
 
 
-def _typed(name: str, declared: str, text: str) -> Any:
+def parameter_cell(notebook: Path) -> str:
+    """Source of the cell that is tagged `parameters`; empty where there is none."""
+    content = json.loads(notebook.read_text(encoding="utf-8"))
+    cells = content.get("cells", []) if isinstance(content, dict) else []
+    tagged = [cell for cell in cells if "parameters" in cell.get("metadata", {}).get("tags", [])]
+    return "".join(tagged[0]["source"]) if tagged else ""
+
+
+def _typed(parameter: Parameter, text: str) -> Any:
     """`text` as the type that the notebook declares; JSON where that is none of the simple ones."""
-    if declared in _SIMPLE:
-        return convert(FieldSpec("", name, declared, False, None), text, text=True)
+    if parameter.kind in SIMPLE:
+        return convert(FieldSpec("", parameter.name, parameter.kind, False, None), text, text=True)
     try:
         return json.loads(text)
     except ValueError:
-        raise BadValueError(f"must be {declared} written as JSON") from None
+        raise BadValueError(f"must be {parameter.kind} written as JSON") from None
 
 
 def _run(chapter: Chapter, timeout: float, *, html: bool) -> list[Path]:

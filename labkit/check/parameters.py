@@ -1,0 +1,203 @@
+"""Values that a chapter's parameters may have: written once, in the chapter, behind each parameter.
+
+A line of the cell tagged `parameters` reads `name: type = value  # help (rule)`. The rule is one of
+
+    (2, 4 or 8)                              one of these
+    (1 to 64)                                a number, both ends included
+    (a multiple of 2 world_size)             so is `a divisor of`; the names are other parameters
+    (1 to 64, a multiple of world_size)      all of these
+    (tp-cp-ep-dp-pp in any order, pp last)   the same words, joined in another order
+    (a folder)                               one that exists or can be made, and can be written
+
+An amount is a number, a parameter, or a product of both with at most one division: `64`, `4 tp pp`, `8 / world_size`.
+`labkit run` reads the rules before it starts a kernel. Run in another way, a chapter reads them by `check_parameters`.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import re
+import tokenize
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from labkit.config.errors import shown
+from labkit.config.fields import BadValueError, FieldSpec, convert
+
+SIMPLE = ("int", "float", "bool", "str")
+"""Types that a word of a command line is read as; others are written as JSON."""
+_RULE = re.compile(r"\(([^()]+)\)$")
+
+
+class Parameter(NamedTuple):
+    """One line of a chapter's parameters."""
+
+    name: str
+    kind: str
+    """Its type as written, or that of its value where none is."""
+    default: Any
+    rule: str
+    """Empty where the line has none that is one."""
+
+
+def declared(source: str) -> dict[str, Parameter]:
+    """Parameters that a cell declares, by name.
+
+    Raises SyntaxError where the cell is no Python.
+    """
+    comments = {
+        token.start[0]: token.string.lstrip("# ").rstrip()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    found = {}
+    for line in ast.parse(source).body:
+        if not isinstance(line, ast.AnnAssign | ast.Assign) or line.value is None:
+            continue
+        target = line.target if isinstance(line, ast.AnnAssign) else line.targets[0]
+        if not isinstance(target, ast.Name):
+            continue
+        default = ast.literal_eval(line.value)
+        kind = ast.unparse(line.annotation) if isinstance(line, ast.AnnAssign) else type(default).__name__
+        comment = _RULE.search(comments.get(line.end_lineno or 0, ""))
+        rule = comment[1] if comment and is_rule(comment[1]) else ""
+        found[target.id] = Parameter(target.id, kind, default, rule)
+    return found
+
+
+def broken_rules(parameters: Iterable[Parameter], values: Mapping[str, Any]) -> dict[str, str]:
+    """What each bad value must be, by the parameter's name.
+
+    The values of all parameters are looked at together. A rule that names a parameter which is bad itself is not.
+    """
+    found: dict[str, str] = {}
+    relations: dict[str, list[str]] = {}
+    for name, kind, _, rule in parameters:
+        try:
+            if kind in SIMPLE:
+                convert(FieldSpec("", name, kind, False, None), values[name])
+        except BadValueError as problem:
+            found[name] = str(problem)
+            continue
+        if rule and not _holds(rule, values[name], values):
+            others = [word for word in dict.fromkeys(re.findall(r"[a-z_]\w*", rule)) if _is_number(values.get(word))]
+            relations[name] = others
+            where = " and ".join(f"{other} is {shown(values[other])}" for other in others)
+            found[name] = f"must be {rule}{f' ({where})' if where else ''}"
+    found = {name: said for name, said in found.items() if not set(relations.get(name, ())) & set(found)}
+    asked = {values.get("device"), values.get("backend")}
+    return found or (_hardware(values) if asked & {"cuda", "nccl"} else {})
+
+
+def _hardware(values: Mapping[str, Any]) -> dict[str, str]:
+    """What this machine lacks of the GPUs that are asked for; in the words of the launch that would refuse them."""
+    from labkit.launch.info import choose_backend, choose_device
+
+    name = "device"
+    try:
+        device = choose_device(values.get("device", "auto"), 0, 0)
+        name = "backend"
+        choose_backend(values.get("backend", "auto"), device, values.get("world_size", 1))
+    except ValueError as problem:
+        return {name: str(problem)}
+    return {}
+
+
+def check_parameters(namespace: Mapping[str, Any]) -> None:
+    """Refuse a chapter's parameters that break the rule behind them: `check_parameters(globals())`.
+
+    The rules are read in the cell that declared the parameters, as this kernel ran it, or in the script.
+    Raises ValueError with a sentence for each bad value.
+    """
+    parameters = declared(_source(namespace))
+    found = broken_rules(parameters.values(), namespace)
+    if found:
+        raise ValueError("; ".join(f"{name} = {shown(namespace[name])}: {rule}" for name, rule in found.items()))
+
+
+def _source(namespace: Mapping[str, Any]) -> str:
+    """The cell of parameters that ran last, or the file that runs."""
+    for cell in reversed(namespace.get("In", [])):
+        if re.search(r"^world_size: int = ", cell, re.MULTILINE):
+            return cell
+    if "__file__" in namespace:
+        return Path(namespace["__file__"]).read_text(encoding="utf-8")
+    raise ValueError("no cell that declares world_size has run: run the cell of parameters first")
+
+
+# ---- rules ----
+
+
+def is_rule(text: str) -> bool:
+    """Whether a parenthesis is a rule, not a remark."""
+    return bool(_choices(text) or text == "a folder" or _ORDER.fullmatch(text)) or all(
+        _clause(part) for part in text.split(", ")
+    )
+
+
+_AMOUNT = r"[\w.-]+(?: [\w.-]+)*(?: / [\w.-]+)?"
+_RANGE = re.compile(rf"({_AMOUNT}) to ({_AMOUNT})")
+_MULTIPLE = re.compile(rf"a (multiple|divisor) of ({_AMOUNT})")
+_ORDER = re.compile(r"(\w+(?:-\w+)+) in any order, (\w+) last")
+
+
+def _clause(text: str) -> re.Match[str] | None:
+    return _RANGE.fullmatch(text) or _MULTIPLE.fullmatch(text)
+
+
+def _choices(text: str) -> list[str]:
+    rest, separator, last = text.rpartition(" or ")
+    return [*rest.split(", "), last] if separator else []
+
+
+def _holds(rule: str, value: Any, values: Mapping[str, Any]) -> bool:
+    if choices := _choices(rule):
+        return str(value) in choices
+    if rule == "a folder":
+        return can_be_written(Path(value))
+    if order := _ORDER.fullmatch(rule):
+        words = str(value).split("-")
+        return sorted(words) == sorted(order[1].split("-")) and words[-1] == order[2]
+    return all(_clause_holds(part, value, values) for part in rule.split(", "))
+
+
+def _clause_holds(text: str, value: float, values: Mapping[str, Any]) -> bool:
+    if both := _RANGE.fullmatch(text):
+        low, high = (_amount(each, values) for each in both.groups())
+        return low is None or high is None or low <= value <= high
+    clause = _MULTIPLE.fullmatch(text)
+    assert clause is not None, "is_rule has seen it"
+    amount = _amount(clause[2], values)
+    if amount is None:
+        return True
+    whole, part = (value, amount) if clause[1] == "multiple" else (amount, value)
+    return part > 0 and whole % part == 0
+
+
+def _amount(text: str, values: Mapping[str, Any]) -> float | None:
+    """The number that an amount stands for; None where a parameter in it is no number, which is refused by itself."""
+    above, _, below = text.partition(" / ")
+    result = 1.0
+    for word in above.split():
+        number = values.get(word, word)
+        if not _is_number(number):
+            try:
+                number = float(str(number))
+            except ValueError:
+                return None
+        result *= number
+    divisor = values.get(below, below) if below else 1
+    return result / divisor if _is_number(divisor) and divisor else None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def can_be_written(folder: Path) -> bool:
+    """Whether it is a folder that can be written, or the nearest one above it is."""
+    nearest = next((each for each in (folder, *folder.absolute().parents) if each.exists()), Path("/"))
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
