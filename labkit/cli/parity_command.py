@@ -6,7 +6,7 @@ from typing import Any
 
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.preparation import input_problems, prepared
-from labkit.cli.train_command import device_problems, refusing_arguments
+from labkit.cli.train_command import TIMEOUT_HELP, device_problems, refusing_arguments, timeout_problems
 from labkit.config import RunConfig
 from labkit.config.errors import shown
 from labkit.config.fields import SPECS, BadValueError, Given, convert, resolve
@@ -30,8 +30,7 @@ def execute(arguments: Arguments) -> int:
     problems = config.problems()
     if options["steps"] < 1:
         problems.append(f"--steps {options['steps']}: must be at least 1")
-    if options["timeout"] <= 0:
-        problems.append(f"--timeout {options['timeout']:g}: must be above 0")
+    problems += timeout_problems(options["timeout"])
     if options["dtype"] not in ("float64", "float32"):
         problems.append(f"--dtype {shown(options['dtype'])}: must be float64 or float32")
     problems += device_problems(options["device"]) + world_size_problems(options["world_size"])
@@ -167,7 +166,7 @@ COMMAND = Command(
         Option("layouts", "str", f"layouts such as tp=2,pp=2;dp=2; the configuration's own, or {STANDARD_LAYOUTS}"),
         Option("steps", "int", "optimizer steps", 3),
         Option("dtype", "str", "float64 (agreement to 1e-10) or float32 (to 1e-5, or within rounding)", "float64"),
-        Option("timeout", "float", "seconds after which one layout's run is ended", 600.0),
+        Option("timeout", "float", TIMEOUT_HELP),
         Option(
             "world-size",
             "int",

@@ -15,6 +15,11 @@ from labkit.config.errors import nearest, shown
 
 DEVICES = ("auto", "cpu", "cuda")
 """What --device may be."""
+TIMEOUT_HELP = (
+    "seconds that a rank may wait for others before the run is ended as hung, however long it computes; "
+    "parallel.distributed_timeout_minutes where not given"
+)
+LONGEST_TIMEOUT = 7 * 24 * 3600
 
 
 class Refusal(NamedTuple):
@@ -36,8 +41,7 @@ def execute(arguments: Arguments) -> int:
     world_size = ranks_to_use(arguments)
     device, timeout = arguments.options["device"], arguments.options["timeout"]
     arguments.problems += device_problems(device)
-    if timeout is not None and timeout <= 0:
-        arguments.problems.append(f"--timeout {timeout:g}: must be above 0; leave it out for no limit")
+    arguments.problems += timeout_problems(timeout)
     arguments.refuse([*config.problems(world_size), *config.not_yet_trainable()])
     assert world_size is not None, "a sound layout has a smallest world"
     config = prepared(COMMAND, arguments, [world_size])
@@ -71,6 +75,13 @@ def device_problems(device: str) -> list[str]:
     return [f"--device {shown(device)}: must be one of {', '.join(DEVICES)}{nearest(device, DEVICES)}"]
 
 
+def timeout_problems(timeout: float | None) -> list[str]:
+    """What is wrong with --timeout, which stands for parallel.distributed_timeout_minutes in seconds."""
+    if timeout is None or 0 < timeout <= LONGEST_TIMEOUT:
+        return []
+    return [f"--timeout {timeout:g}: must be above 0 and at most {LONGEST_TIMEOUT} seconds (a week)"]
+
+
 def ranks_to_use(arguments: Arguments) -> int | None:
     """--nproc, or torchrun's number of ranks, or the fewest that the layout allows; None where that has no answer."""
     asked = arguments.options["nproc"]
@@ -92,9 +103,11 @@ def launch(
     device: str,
     progress: Callable[[dict[str, Any]], None],
 ) -> list[Any]:
-    """`labkit.launch.run` with the configuration's backend and time limit."""
+    """`labkit.launch.run` with the configuration's backend and limit of a collective, or with `timeout` for it."""
     from labkit.launch import run
 
+    if timeout is not None:
+        config = config.override({"parallel.distributed_timeout_minutes": timeout / 60})
     with refusing_arguments():
         return run(
             fn,
@@ -102,7 +115,6 @@ def launch(
             config,
             device=device,
             backend=config.parallel.distributed_backend,
-            timeout=timeout,
             distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
             progress=progress,
         )
@@ -237,7 +249,7 @@ COMMAND = Command(
             "nproc", "int", "ranks to start here; as few as the layout allows where not given", None, ("world_size",)
         ),
         Option("device", "str", "where tensors live: auto, cpu or cuda", "auto"),
-        Option("timeout", "float", "seconds after which the whole run is ended; no limit where not given"),
+        Option("timeout", "float", TIMEOUT_HELP),
     ),
     execute=execute,
     example="labkit train --preset tiny --nproc 4 --parallel.tp 2 --parallel.pp 2 --train.steps 50",

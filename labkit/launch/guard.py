@@ -11,7 +11,11 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+SEES_USAGE = Path("/proc/self/stat").exists()
+"""Whether this system tells what another process uses; macOS does not."""
+_TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 def die_with(descriptor: int) -> None:
@@ -73,6 +77,48 @@ def process_state(pid: int) -> str | None:
             return None
     found = subprocess.run(["ps", "-o", "state=", "-p", str(pid)], capture_output=True, text=True, check=False)
     return found.stdout.strip()[:1] or None
+
+
+class Usage(NamedTuple):
+    """What a process has done so far."""
+
+    state: str
+    """One-letter state of its main thread."""
+    switches: int
+    """How often its main thread went to wait: while that stands still, so does the main thread."""
+    seconds: float
+    """CPU time of all its threads, and of its children that have ended."""
+
+
+def usage(pid: int) -> Usage | None:
+    """What a process has done so far; None if there is none, or where the system does not tell."""
+    try:
+        fields = _fields(Path(f"/proc/{pid}"))
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    return Usage(fields[0], int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0]), _seconds(fields))
+
+
+def children_seconds() -> dict[int, float]:
+    """CPU time of the living processes of each process group but its leader's, which for a rank are its children."""
+    found: dict[int, float] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                fields = _fields(entry)
+                if fields[2] != entry.name:
+                    found[int(fields[2])] = found.get(int(fields[2]), 0.0) + _seconds(fields)
+    return found
+
+
+def _fields(entry: Path) -> list[str]:
+    """State, parent, process group and so on: the fields of /proc/PID/stat behind the name."""
+    return entry.joinpath("stat").read_text().rpartition(")")[2].split()
+
+
+def _seconds(fields: list[str]) -> float:
+    return sum(map(int, fields[11:15])) * _TICK  # utime, stime, and both of the children that were waited for
 
 
 def send_signal(pid: int, number: signal.Signals) -> None:

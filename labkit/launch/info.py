@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
+
+from labkit.launch import guard
 
 if TYPE_CHECKING:
     import torch
@@ -99,6 +102,31 @@ def choose_backend(backend: str, device: torch.device, local_world_size: int) ->
     return backend
 
 
+_BEHIND = 10.0
+"""Seconds by which torch's own limit comes after the launcher's."""
+_launcher_limit = math.inf
+
+
+def set_launcher_limit(seconds: float) -> None:
+    """Say how long this rank may wait for others before the launcher, which watches it, calls that a hang."""
+    global _launcher_limit
+    _launcher_limit = seconds
+
+
+def torch_timeout(seconds: float, backend: str) -> timedelta:
+    """Limit that torch is to put on a collective of a group, for one of `seconds`.
+
+    The launcher explains a hang better, so torch's limit never falls together with that of the launcher. Where the
+    launcher does not see that a rank waits, torch's follows it: a rank of NCCL waits in its GPU, and without /proc only
+    labkit's own collectives tell.
+    """
+    if seconds >= _launcher_limit and (
+        backend == "nccl" or not guard.SEES_USAGE or seconds < _launcher_limit + _BEHIND
+    ):
+        seconds = _launcher_limit + _BEHIND
+    return timedelta(seconds=seconds)
+
+
 def loopback_interface() -> str:
     """Name of the interface that no other machine can reach; gloo would else listen on whatever the host name means."""
     return "lo0" if sys.platform == "darwin" else "lo"
@@ -121,7 +149,7 @@ def join_group(
         init_method=init_method,
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeout),
+        timeout=torch_timeout(timeout, backend),
         device_id=where if backend == "nccl" else None,
     )
     info = RankInfo(rank, world_size, local_rank, where, backend)

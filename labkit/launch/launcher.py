@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -15,7 +16,10 @@ from labkit.launch.report import RankError
 
 MOST_RANKS = 512
 """More processes than this on one machine is a slip of the keyboard, and would take it down."""
-_GROUP_TIMEOUT = 600.0
+NOTEBOOK_LIMIT, SCRIPT_LIMIT = 60.0, 600.0
+"""Seconds that a rank may wait for others where the caller does not say: somebody sits in front of a notebook."""
+_LONGEST = 7 * 24 * 3600.0
+"""Seconds, a week: the longest limit that torch is given, as `parallel.distributed_timeout_minutes` has it."""
 _pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
 
 
@@ -24,7 +28,7 @@ def run(
     world_size: int = 4,
     *args: Any,
     backend: str = "auto",
-    timeout: float | None = 60.0,
+    timeout: float | None = None,
     debug: bool = False,
     device: str = "auto",
     distributed_timeout_minutes: float | None = None,
@@ -33,19 +37,26 @@ def run(
     """Call `fn(*args)` on `world_size` ranks, each a process of its own in one torch.distributed group.
 
     Under torchrun the ranks are those that torchrun started, and every one of them gets the results. Output, errors
-    and the end of hung ranks are then torchrun's business: `distributed_timeout_minutes` applies, `timeout` does not.
+    and the end of hung ranks are then torchrun's business.
 
     **Arguments**: `backend` is gloo, nccl or auto (nccl where each rank has a GPU of its own). `device` is cpu, cuda
-    or auto; on GPUs rank r uses GPU r % count, so several ranks may share one. `timeout` in seconds limits the whole
-    call, None does not. `debug` makes torch compare each collective between the ranks, so that differing shapes or
-    operations raise at once instead of hanging. `distributed_timeout_minutes` is the limit of a single collective
-    (default 10). `progress` receives what rank 0 passes to `report_progress`.
+    or auto; on GPUs rank r uses GPU r % count, so several ranks may share one. `debug` makes torch compare each
+    collective between the ranks, so that differing shapes or operations raise at once instead of hanging. `progress`
+    receives what rank 0 passes to `report_progress`.
+
+    `timeout` is the longest that a rank may wait for others, in seconds: in one collective, for one message, or at the
+    start. A longer wait is a hang and ends the call. A rank that computes has no limit, and neither has the whole call;
+    `labkit.launch.watch` has the rules. Default: `distributed_timeout_minutes` if given, else 60 s in a notebook and
+    600 s elsewhere. `math.inf` lets ranks wait for ever.
+
+    `distributed_timeout_minutes` is torch's own limit of a collective: default 10, or `timeout` if that is longer.
+    Under torchrun it is the only limit and defaults to `timeout`.
 
     **Returns** the results by rank; GPU tensors come back on the CPU. What the ranks print is shown afterwards, in
     rank order.
 
     **Raises** ValueError or TypeError before any process starts, if an argument cannot be; RankError if a rank raises,
-    dies or does not return in time. No rank is left behind, whatever happens.
+    dies or hangs. No rank is left behind, whatever happens.
     """
     with Ranks(
         world_size, backend=backend, timeout=timeout, debug=debug, device=device,
@@ -74,16 +85,17 @@ class Ranks:
         world_size: int = 4,
         *,
         backend: str = "auto",
-        timeout: float | None = 60.0,
+        timeout: float | None = None,
         debug: bool = False,
         device: str = "auto",
         distributed_timeout_minutes: float | None = None,
     ) -> None:
         _check(world_size, backend, device, timeout, distributed_timeout_minutes)
         self.world_size = world_size
-        self.timeout = timeout
+        self.timeout = _limit(timeout, distributed_timeout_minutes)
+        """Seconds that a rank may wait for others."""
         self._settings = {"backend": backend, "device": device, "debug": debug}
-        self._group_timeout = _group_timeout(timeout, distributed_timeout_minutes)
+        self._group_timeout = _group_timeout(self.timeout, distributed_timeout_minutes)
         self._pool: RankPool | None = None
         self._lost_state = False
         self._patience = 2.0
@@ -97,7 +109,7 @@ class Ranks:
         progress: Callable[[dict[str, Any]], None] | None = None,
     ) -> list[Any]:
         """Call `fn(*args)` on every rank; as `labkit.launch.run`. `timeout` replaces that of the constructor."""
-        timeout = self.timeout if timeout is None else _checked_timeout(timeout)
+        limit = self.timeout if timeout is None else _checked_timeout(timeout)
         if torchrun.started_us():
             return torchrun.run_here(
                 fn, self.world_size, args, group_timeout=self._group_timeout, progress=progress, **self._settings
@@ -105,7 +117,7 @@ class Ranks:
         packed = payload.pack(fn, args)
         pool = self._started()
         try:
-            return pool.call(packed, timeout, progress)
+            return pool.call(packed, limit, progress)
         except RankError as error:
             if not pool.in_step:
                 self._give_up()
@@ -145,7 +157,7 @@ class Ranks:
             if self._lost_state:
                 print("labkit: new ranks started; what earlier calls left in memory is gone")
                 self._lost_state = False
-            pool = RankPool(self.world_size, group_timeout=self._group_timeout, **self._settings)
+            pool = RankPool(self.world_size, limit=self.timeout, group_timeout=self._group_timeout, **self._settings)
             pool.patience = self._patience
             _pools.add(pool)
             self._pool, self._finalizer = pool, weakref.finalize(self, _end, pool)
@@ -201,13 +213,24 @@ def _check(
         problems.append(f"device must be one of {', '.join(info.DEVICES)}, got {device!r}")
     if (backend, device) == ("nccl", "cpu"):
         problems.append('backend="nccl" moves GPU tensors only and device="cpu" was asked for; use backend="gloo"')
-    for name, value in (("timeout", timeout), ("distributed_timeout_minutes", distributed_timeout_minutes)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
-            problems.append(f"{name} must be a positive number or None, got {value!r}")
+    if timeout is not None and not (_is_number(timeout) and timeout > 0):
+        problems.append(
+            f"timeout must be a positive number of seconds, math.inf for no limit or None for the usual "
+            f"{NOTEBOOK_LIMIT:g} in a notebook and {SCRIPT_LIMIT:g} elsewhere, got {timeout!r}"
+        )
+    minutes = distributed_timeout_minutes
+    if minutes is not None and not (_is_number(minutes) and 0 < 60 * minutes <= _LONGEST):
+        problems.append(
+            f"distributed_timeout_minutes must be None or above 0 and at most {_LONGEST / 60:g}, got {minutes!r}"
+        )
     if info.inside_rank() and not torchrun.started_us():
         problems.append("this process is a rank itself; a rank cannot launch ranks")
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _checked_timeout(timeout: float) -> float:
@@ -215,8 +238,23 @@ def _checked_timeout(timeout: float) -> float:
     return timeout
 
 
-def _group_timeout(timeout: float | None, distributed_timeout_minutes: float | None) -> float:
-    """Seconds for one collective: longer than the call's own limit, because the launcher explains a hang better."""
+def _limit(timeout: float | None, distributed_timeout_minutes: float | None) -> float:
+    """Seconds that a rank may wait for others."""
+    if timeout is not None:
+        return timeout
     if distributed_timeout_minutes is not None:
         return 60.0 * distributed_timeout_minutes
-    return max(_GROUP_TIMEOUT, (timeout or 0.0) + 10.0)
+    return NOTEBOOK_LIMIT if _in_notebook() else SCRIPT_LIMIT
+
+
+def _in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook; a script that a kernel starts is none."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
+def _group_timeout(limit: float, distributed_timeout_minutes: float | None) -> float:
+    """Seconds after which torch itself gives up a collective; `info.torch_timeout` puts them behind the launcher's."""
+    if distributed_timeout_minutes is not None:
+        return 60.0 * distributed_timeout_minutes
+    return min(_LONGEST, limit if torchrun.started_us() else max(SCRIPT_LIMIT, limit))

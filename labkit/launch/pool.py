@@ -19,6 +19,7 @@ from labkit.launch.folder import LaunchFolder
 from labkit.launch.forkserver import RankProcess
 from labkit.launch.report import Outcome, RankError, compose, trim
 from labkit.launch.status import create_slots, read_slot
+from labkit.launch.watch import HangWatch
 from labkit.launch.worker import LaunchSpec, rank_main
 
 GRACE = 0.25
@@ -42,6 +43,7 @@ class RankHandle:
         self.joined = False
         self.hung_up = False
         self.replayed = {"out": 0, "err": 0}
+        self._stack_file, self._stack_from = spec.file("stack", rank), 0
 
     def start(self) -> None:
         """Fork the process."""
@@ -83,14 +85,30 @@ class RankHandle:
         self.process.join()
         self.outcome.phase, self.outcome.exit_code = "died", self.process.exitcode
 
+    def ask_for_stack(self) -> None:
+        """Have the rank write the Python stacks of its threads. Before it runs the signal would end it."""
+        assert self.outcome.phase != "starting", "the rank listens to the signal"
+        with contextlib.suppress(OSError):
+            self._stack_from = self._stack_file.stat().st_size
+        guard.send_signal(self.pid, signal.SIGUSR1)
+
+    def stack(self) -> str:
+        """What the rank has written since it was last asked."""
+        with contextlib.suppress(OSError), self._stack_file.open(errors="replace") as file:
+            file.seek(self._stack_from)
+            return file.read()
+        return ""
+
 
 class RankPool:
     """All ranks of one launch and its folder. Not for two threads at once."""
 
-    def __init__(self, world_size: int, *, backend: str, device: str, group_timeout: float, debug: bool) -> None:
+    def __init__(
+        self, world_size: int, *, backend: str, device: str, limit: float, group_timeout: float, debug: bool
+    ) -> None:
         self._folder = LaunchFolder()
         environment = payload.environment()
-        self.spec = LaunchSpec(self._folder.path, world_size, backend, device, group_timeout, debug, environment)
+        self.spec = LaunchSpec(self._folder.path, world_size, backend, device, limit, group_timeout, debug, environment)
         self.handles: list[RankHandle] = []
         self._calls = 0
         self.owner = os.getpid()
@@ -113,9 +131,12 @@ class RankPool:
             ) from error  # fmt: skip
 
     def call(
-        self, packed: bytes, timeout: float | None, on_progress: Callable[[dict[str, Any]], None] | None = None
+        self, packed: bytes, limit: float, on_progress: Callable[[dict[str, Any]], None] | None = None
     ) -> list[Any]:
-        """Have every rank call the packed function; results by rank, or RankError. Output is replayed by the caller."""
+        """Have every rank call the packed function; results by rank, or RankError. Output is replayed by the caller.
+
+        limit: seconds that a rank may wait for others, inf for any time.
+        """
         number, self._calls = self._calls, self._calls + 1
         path = self.spec.payload(number)
         path.write_bytes(packed)
@@ -124,12 +145,13 @@ class RankPool:
             with contextlib.suppress(OSError):  # a dead rank is found by its sentinel
                 handle.connection.send(("call", number))
         try:
-            self._watch(timeout, on_progress)
+            self._watch(limit, on_progress)
             if any(handle.outcome.phase != "returned" for handle in self.handles):
                 for handle in self.handles:
                     handle.outcome.status = read_slot(self.spec.slots, handle.rank)
+                    handle.outcome.seen = time.monotonic()
                 self._interrogate([handle for handle in self.handles if not handle.finished])
-                raise compose([handle.outcome for handle in self.handles], timeout)
+                raise compose([handle.outcome for handle in self.handles], limit)
             return [self._result(handle, number) for handle in self.handles]
         finally:
             path.unlink(missing_ok=True)
@@ -141,19 +163,20 @@ class RankPool:
         """Whether every rank is in the group and has answered, so that another call can be made."""
         return all(handle.joined and handle.outcome.phase in ("returned", "failed") for handle in self.handles)
 
-    def _watch(self, timeout: float | None, on_progress: Callable[[dict[str, Any]], None] | None) -> None:
-        """Until all have answered, the time is up, or one has failed and the grace after it is over."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+    def _watch(self, limit: float, on_progress: Callable[[dict[str, Any]], None] | None) -> None:
+        """Until all have answered, the call hangs, or one has failed and the grace after it is over."""
+        hang = HangWatch(limit, self.spec.slots, time.monotonic())
         failed_at: float | None = None
+        deadline = math.inf
         while open_handles := [handle for handle in self.handles if not handle.finished]:
             if failed_at is None and any(handle.outcome.phase in ("failed", "died") for handle in self.handles):
                 failed_at = time.monotonic()
-                deadline = min(deadline or math.inf, failed_at + GRACE)
+                deadline = failed_at + GRACE
             # One that has returned may still die, and then the others wait for it in vain.
             alive = [handle for handle in self.handles if handle.outcome.phase != "died"]
             sources: dict[Any, RankHandle] = {handle.process.sentinel: handle for handle in alive}
             sources |= {handle.connection: handle for handle in open_handles if not handle.hung_up}
-            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            remaining = hang.period if failed_at is None else max(0.0, deadline - time.monotonic())
             ready = wait(list(sources), remaining)
             for source in ready:
                 if isinstance(source, Connection):
@@ -161,8 +184,12 @@ class RankPool:
             for source in ready:
                 if not isinstance(source, Connection):
                     self._take_last_words(sources[source], on_progress)
-            if not ready and deadline is not None and time.monotonic() >= deadline:
-                if failed_at is None or not self._may_come_back(open_handles, failed_at):
+            if failed_at is None:
+                silent = [handle for handle in open_handles if not handle.finished]
+                if hang.look(silent, time.monotonic()):
+                    return
+            elif not ready and time.monotonic() >= deadline:
+                if not self._may_come_back(open_handles, failed_at):
                     return
                 deadline += 0.05
 
@@ -183,26 +210,20 @@ class RankPool:
         """Ask ranks that gave no answer where they are: process state and Python stacks."""
         for handle in silent:
             handle.outcome.state = guard.process_state(handle.pid)
-            if handle.outcome.phase != "starting":  # before that, SIGUSR1 would end it
-                guard.send_signal(handle.pid, signal.SIGUSR1)
+            if handle.outcome.phase != "starting":
+                handle.ask_for_stack()
                 guard.send_signal(handle.pid, signal.SIGCONT)
         deadline = time.monotonic() + _STACK_WAIT
         waiting = [handle for handle in silent if handle.outcome.phase != "starting"]
         while waiting and time.monotonic() < deadline:
             time.sleep(0.01)
             for handle in list(waiting):
-                text = self._stack(handle)
+                text = handle.stack()
                 if text and text == handle.outcome.stack:  # it has stopped growing
                     waiting.remove(handle)
                 handle.outcome.stack = text
         for handle in silent:
             handle.outcome.stack = trim(handle.outcome.stack)
-
-    def _stack(self, handle: RankHandle) -> str:
-        """What the rank has written about its stacks so far."""
-        with contextlib.suppress(OSError):
-            return self.spec.file("stack", handle.rank).read_text(errors="replace")
-        return ""
 
     def _result(self, handle: RankHandle, number: int) -> Any:
         path = self.spec.file("result", handle.rank, number)

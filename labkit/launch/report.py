@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import signal
 import textwrap
@@ -16,6 +17,16 @@ _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name
 _ADDRESS = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+")
 """Differs between ranks that are at the same place."""
 
+_STOPPED = ("T", "t")
+_ADVICE = (
+    "timeout= is the longest that a rank may wait for others, here {:g} s; a rank that computes has no limit. Where "
+    "such a wait is meant, allow more: timeout={:g} (`labkit train --timeout`), or timeout=math.inf for no limit."
+)
+_GAVE_UP = re.compile(r"(RuntimeError|Dist\w*Error): .*time(d )?out", re.IGNORECASE | re.DOTALL)
+_TORCH_LIMIT = (
+    "torch gave up by the limit of the collective's own group: distributed_timeout_minutes= of run() and Ranks(), "
+    "parallel.distributed_timeout_minutes (`labkit train --timeout`) for the groups of a configuration."
+)
 _MISMATCH = re.compile(
     r"Rank \d+ is running collective: CollectiveFingerPrint\(SequenceNumber=\d+(?:, )?OpType=(\w+)"
     r"(?:, TensorShape=(\[[\d, ]*\]))?(?:, TensorDtypes=(\w+))?"
@@ -28,7 +39,7 @@ class RankError(RuntimeError):
     def __init__(self, message: str, *, ranks: list[int], kind: str) -> None:
         super().__init__(message)
         self.ranks = ranks
-        """The ranks at fault: that raised, that died, or that gave no answer in time."""
+        """The ranks at fault: that raised, that died, or that others waited for; in a hang of all, all that hang."""
         self.kind = kind
         """`raised`, `died`, `timeout` or `start`."""
 
@@ -52,12 +63,14 @@ class Outcome:
     state: str | None = None
     """One-letter process state before it was ended."""
     status: Status = field(default_factory=lambda: Status("", False, 0.0))
+    seen: float = field(default_factory=time.monotonic)
+    """`time.monotonic()` when the status was read."""
     stack: str = ""
     """Python stacks of all threads, innermost frame first, as faulthandler writes them."""
 
 
-def compose(outcomes: list[Outcome], timeout: float | None) -> RankError:
-    """The error for a call that not every rank returned from.
+def compose(outcomes: list[Outcome], limit: float) -> RankError:
+    """The error for a call that not every rank returned from. limit: seconds that a rank might wait for others.
 
     The cause is, in this order: ranks that died (the others then fail with broken connections), ranks that raised
     (the earliest first), ranks that gave no answer.
@@ -68,7 +81,7 @@ def compose(outcomes: list[Outcome], timeout: float | None) -> RankError:
         return _died(died, outcomes)
     if failed:
         return _raised(failed, outcomes)
-    return _silent(outcomes, timeout)
+    return _silent(outcomes, limit)
 
 
 def _died(died: list[Outcome], outcomes: list[Outcome]) -> RankError:
@@ -89,27 +102,50 @@ def _raised(failed: list[Outcome], outcomes: list[Outcome]) -> RankError:
         head = f"{len(failed)} of {len(outcomes)} ranks raised, first rank {first.rank}: {said}"
     texts = {o.rank: o.failure.traceback for o in failed if o.failure is not None and _frames(o) != _frames(first)}
     title = f"Traceback of rank {first.rank}"
-    if first.status.text and re.search("time(d )?out", said, re.IGNORECASE):
+    gave_up = _GAVE_UP.search(said)
+    if gave_up and first.status.text:
         title += f", which waited in {first.status.text}"
-    lines = [head, "", f"{title}:", _indent(first.failure.traceback)]
+    lines = [head, *([_TORCH_LIMIT] if gave_up else []), "", f"{title}:", _indent(first.failure.traceback)]
     lines += ["", *_others(outcomes, [first]), *_by_text("Traceback of {}:", texts), *_stacks(outcomes)]
     return RankError("\n".join(lines), ranks=[o.rank for o in failed], kind="raised")
 
 
-def _silent(outcomes: list[Outcome], timeout: float | None) -> RankError:
+def _silent(outcomes: list[Outcome], limit: float) -> RankError:
+    """Nobody raised or died: at least one rank waited too long, was stopped, or no rank ran any more."""
     silent = [o for o in outcomes if o.phase != "returned"]
+    waiting = [o for o in silent if waits(o, limit)]
+    busy = [o for o in silent if o not in waiting]
     missing = [o for o in silent if o.phase in ("starting", "here")]
     absent = [o for o in missing if o.status.text == ""] or missing
-    limit = "in time" if timeout is None else f"within {timeout:g} s"
-    if missing:
-        head = f"{_names(absent)} of {len(outcomes)} never joined {limit}; the others could not start"
-        if len(absent) == len(outcomes):
-            head = f"none of {len(outcomes)} ranks joined {limit}"
+    count = len(outcomes)
+    if missing and len(absent) == count:
+        culprits, head = absent, f"none of {count} ranks joined within {limit:g} s"
+    elif missing:
+        culprits = absent
+        head = f"{_names(absent)} of {count} never joined within {limit:g} s; the others could not start"
+    elif waiting and busy:
+        culprits, head = busy, f"{_names(waiting)} of {count} waited for {_names(busy)} longer than {limit:g} s"
+    elif waiting:
+        culprits, head = waiting, f"{_names(waiting)} of {count} waited longer than {limit:g} s"
+    elif stopped := [o for o in busy if o.state in _STOPPED]:
+        culprits, head = stopped, f"{_names(stopped)} of {count} stood still for {limit:g} s, stopped by a signal"
     else:
-        head = f"{_names(silent)} of {len(outcomes)} did not return {limit}"
-    lines = [head, *(f"  rank {o.rank}: {activity(o)}" for o in outcomes), *_stacks(outcomes)]
-    culprits = absent if missing else silent
-    return RankError("\n".join(lines), ranks=[o.rank for o in culprits], kind="start" if missing else "timeout")
+        culprits, head = busy, f"{_names(busy)} of {count} did nothing for {limit:g} s"
+    lines = [head, *(f"  rank {o.rank}: {activity(o)}" for o in outcomes), _ADVICE.format(limit, 10 * limit)]
+    kind = "start" if missing else "timeout"
+    return RankError("\n".join([*lines, *_stacks(outcomes)]), ranks=[o.rank for o in culprits], kind=kind)
+
+
+def waits(outcome: Outcome, limit: float) -> bool:
+    """Whether a rank that gave no answer waits for others, rather than others for it.
+
+    A stopped rank does not, even within a collective; nor does one that has only just come to a collective.
+    """
+    if outcome.state in _STOPPED:
+        return False
+    if outcome.status.inside:
+        return outcome.seen - outcome.status.since >= min(1.0, limit / 4)
+    return torch_call(outcome.stack) != ""
 
 
 def activity(outcome: Outcome) -> str:
@@ -132,7 +168,7 @@ def activity(outcome: Outcome) -> str:
         text = "gave no sign of life"
     else:
         text = "running" + (f", last waited in {status.text}" if status.text else "")
-    if outcome.state in ("T", "t"):
+    if outcome.state in _STOPPED:
         text = f"stopped by a signal (process state {outcome.state}), {text}"
     where = innermost(outcome.stack)
     return text + (f", at {where}" if where else "")
@@ -204,14 +240,20 @@ def innermost(stack: str) -> str:
 
 
 def torch_call(stack: str) -> str:
-    """`torch.distributed.all_reduce` if that is the innermost call of a faulthandler stack, else empty.
+    """`torch.distributed.all_reduce` if that is the innermost call of a thread in a faulthandler stack, else empty.
 
-    It names the collective of a rank that calls torch directly, past labkit's status slot.
+    It names the collective of a rank that calls torch directly, past labkit's status slot. `work.wait()` is no Python
+    function and so has no frame: the line that calls it tells.
     """
+    innermost = True
     for line in stack.splitlines():
         frame = _FRAME.match(line)
-        if frame:
-            return f"torch.distributed.{frame['name']}" if frame["file"].endswith("/distributed_c10d.py") else ""
+        if frame and innermost:
+            if frame["file"].endswith("/distributed_c10d.py"):
+                return f"torch.distributed.{frame['name']}"
+            if ".wait(" in linecache.getline(frame["file"], int(frame["line"])):
+                return "wait() of torch.distributed"
+        innermost = frame is None
     return ""
 
 

@@ -38,6 +38,8 @@ class LaunchSpec:
     world_size: int
     backend: str
     device: str
+    limit: float
+    """Seconds that a rank may wait for others before the launcher calls it a hang."""
     group_timeout: float
     """Seconds after which torch.distributed gives up a collective by itself."""
     debug: bool
@@ -142,6 +144,7 @@ def _join(spec: LaunchSpec, rank: int) -> None:
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     # torch read the variable when the fork server imported it
     dist.set_debug_level_from_env()  # pyright: ignore[reportPrivateImportUsage]
+    info.set_launcher_limit(spec.limit)
     with status.waiting("rendezvous of all ranks"):
         info.join_group(
             init_method=(spec.folder / "store").as_uri(), rank=rank, world_size=spec.world_size, local_rank=rank,

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.config import ParallelConfig
 from labkit.launch import rank_info
+from labkit.launch.info import torch_timeout
 from labkit.parallel.group_plan import GROUP_KINDS, GROUP_TOKENS, embedding_columns, groups_of_rank
 from labkit.parallel.rank_generator import as_size, check_listable
 
@@ -278,7 +279,7 @@ def cut_group(groups: ParallelGroups, group: Group, parts: int) -> tuple[Group, 
 
 
 def _timeout(config: ParallelConfig) -> timedelta:
-    return timedelta(minutes=config.distributed_timeout_minutes)
+    return torch_timeout(60.0 * config.distributed_timeout_minutes, dist.get_backend())
 
 
 def _creator(config: ParallelConfig, rank: int, joined: set[str]) -> Callable[[str, tuple[int, ...]], Any]:

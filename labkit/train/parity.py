@@ -174,7 +174,7 @@ def compare(
     reference: Mapping[str, Any] | None = None,
     fault: Mapping[str, str] | None = None,
     pretrain: Callable[..., TrainResult] | None = None,
-    timeout: float = 600.0,
+    timeout: float | None = None,
     device: str = "auto",
     on_row: Callable[[ParityRow], None] | None = None,
 ) -> ParityReport:
@@ -190,7 +190,8 @@ def compare(
         The report is not `ok` where it matches none.
     pretrain: what the ranks of a layout run, called as `pretrain(config, observer=...)`: a training of one's own (with
         another schedule, forward step or model provider), held against labkit's in one process. Default: labkit's.
-    device: where tensors live, as in `labkit.launch.run`; backend and time limit of a collective are the config's.
+    timeout: seconds that a rank may wait in one collective; default: `parallel.distributed_timeout_minutes`.
+    device: where tensors live, as in `labkit.launch.run`; the backend is the config's.
     on_row: called with each row as soon as it is known.
 
     AdamW runs with an eps of at least 1e-5 and a learning rate of at most 1e-3, so that its division by the root of
@@ -202,6 +203,8 @@ def compare(
     problems = fault_problems(fault) if fault is not None else []
     if problems:
         raise ConfigError(problems, source="the fault")
+    if timeout is not None:
+        config = config.override({"parallel.distributed_timeout_minutes": timeout / 60})
     base = shared_config(config, steps, dtype)
     if reference is not None and dtype == "float32" and base.moe.num_experts:
         problem = "in float32 layouts replay the choice of experts of one process; leave it out, or compare in float64"
@@ -210,18 +213,18 @@ def compare(
     planned = [plan_layout(base, layout, dtype, placement(first, first_size)) for layout in layouts]
     _, tolerance = PRECISIONS[dtype]
     replays = dtype == "float32" and base.moe.num_experts > 0
-    expected, _ = _observe(first, first_size, _Observation(records_routing=replays), timeout, device)
+    expected, _ = _observe(first, first_size, _Observation(records_routing=replays), device)
     watched = _Observation(dict(fault) if fault is not None else None, pretrain, expected.routings if replays else None)
 
     @cache
     def spread() -> Spread:
         orders = (_Observation(replay=watched.replay, parts=parts) for parts in ORDERS)
-        runs = (_observe(first, first_size, reordered, timeout, device)[0] for reordered in orders)
+        runs = (_observe(first, first_size, reordered, device)[0] for reordered in orders)
         return widest(differences(run, expected, lr=first.optim.lr) for run in runs)
 
     rows = []
     for layout, (changed, world_size) in zip(layouts, planned):
-        whole, calls = _observe(changed, world_size, watched, timeout, device)
+        whole, calls = _observe(changed, world_size, watched, device)
         judged = partial(judge, tolerance=tolerance, spread=spread if dtype == "float32" else None)
         row = _row(dict(layout), changed, world_size, whole, expected, judged)
         rows.append(replace(row, dropped_calls=calls))
@@ -247,14 +250,12 @@ class _Observation:
     """Order of summation, see `labkit.train.summation.reordered_sums`; 0 is the usual one."""
 
 
-def _observe(
-    config: RunConfig, world_size: int, watched: _Observation, timeout: float, device: str
-) -> tuple[Whole, int]:
+def _observe(config: RunConfig, world_size: int, watched: _Observation, device: str) -> tuple[Whole, int]:
     """Train in fresh processes and put what the ranks saw together; also how many calls the fault left out."""
     from labkit.launch import run
 
     seen = run(
-        _snapshot, world_size, config, watched, timeout=timeout, device=device,
+        _snapshot, world_size, config, watched, device=device,
         backend=config.parallel.distributed_backend,
         distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
     )  # fmt: skip

@@ -7,11 +7,15 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from labkit.cli import main
+from labkit.cli import main, train_command
+from labkit.config import RunConfig
+from labkit.launch import waiting
 
 SMALL = ["--preset", "tiny", "--layers", "2", "--hidden", "16", "--heads", "2", "--seq-length", "16",
          "--global-batch-size", "4"]  # fmt: skip
@@ -35,10 +39,19 @@ def test_a_tokenizer_that_does_not_fit_is_the_users_error(capfd: pytest.CaptureF
     assert "tokenizer mismatch" in err and "1024" in err and "512" in err and "Traceback" not in err
 
 
-def test_a_run_that_fails_is_code_1(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", *SMALL, "--nproc", "2", "--steps", "1000", "--timeout", "0.5"]) == 1
+def hang(config: RunConfig) -> None:
+    if dist.get_rank() == 0:
+        with waiting("all_reduce tp #1"):
+            dist.barrier()
+    time.sleep(60)
+
+
+def test_a_run_that_hangs_is_code_1(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_command, "train_on_rank", hang)
+    assert main(["train", *SMALL, "--nproc", "2", "--timeout", "1.5"]) == 1
     err = capfd.readouterr().err
-    assert "labkit train: " in err and "0.5 s" in err
+    assert "labkit train: rank 0 of 2 waited for rank 1 longer than 1.5 s" in err
+    assert "waiting in all_reduce tp #1 for" in err and "`labkit train --timeout`" in err
 
 
 def test_parity_agrees_and_names_what_a_missing_all_reduce_changes(capfd: pytest.CaptureFixture[str]) -> None:

@@ -443,6 +443,8 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["parity", "--preset", "tiny", "--layouts", "tq=2"], "'tq': unknown field"),
     (["train", "--preset", "tiny", "--device", "gpu"], "--device 'gpu': must be one of auto, cpu, cuda"),
     (["train", "--preset", "tiny", "--timeout", "0"], "--timeout 0: must be above 0"),
+    (["train", "--preset", "tiny", "--timeout", "604801"], "--timeout 604801: must be above 0 and at most 604800"),
+    (["parity", "--preset", "tiny", "--timeout", "inf"], "--timeout inf: must be"),
     (["parity", "--preset", "tiny", "--timeout", "-1"], "--timeout -1: must be above 0"),
     (["run", "--timeout", "0"], "--timeout 0: must be at least 1 second"),
     (["parity", "--preset", "tiny", "--steps", "0"], "--steps 0: must be at least 1"),

@@ -1,10 +1,13 @@
 """What cannot be launched is refused before any process starts."""
 
+import math
+import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
-from labkit.launch import Ranks, forkserver, pool, run
+from labkit.launch import Ranks, forkserver, guard, info, pool, run
 
 
 @pytest.fixture
@@ -33,9 +36,11 @@ def test_world_size(no_process, world_size):
         ({"backend": "mpi"}, "backend must be one of auto, gloo, nccl, got 'mpi'"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
         ({"backend": "nccl", "device": "cpu"}, 'backend="nccl" moves GPU tensors only and device="cpu" was asked for'),
-        ({"timeout": 0}, "timeout must be a positive number or None, got 0"),
+        ({"timeout": 0}, "timeout must be a positive number of seconds, math.inf for no limit or None .*, got 0"),
         ({"timeout": float("nan")}, "timeout must be"),
+        ({"timeout": True}, "timeout must be"),
         ({"distributed_timeout_minutes": "10"}, "distributed_timeout_minutes must be"),
+        ({"distributed_timeout_minutes": math.inf}, "distributed_timeout_minutes must be .* at most 10080, got inf"),
     ],
 )
 def test_settings(no_process, settings, message):
@@ -53,3 +58,40 @@ def test_function_and_arguments(no_process):
         run("task", 2)
     with pytest.raises(TypeError, match="cannot be sent to the ranks"):
         run(task, 2, threading.Lock())
+
+
+@pytest.mark.parametrize(
+    ("settings", "in_script", "in_notebook"),
+    [
+        ({}, 600.0, 60.0),
+        ({"timeout": 5.0}, 5.0, 5.0),
+        ({"timeout": math.inf, "distributed_timeout_minutes": 2}, math.inf, math.inf),
+        ({"distributed_timeout_minutes": 2}, 120.0, 120.0),
+    ],
+)
+def test_how_long_a_rank_may_wait(no_process, monkeypatch, settings, in_script, in_notebook):
+    assert Ranks(2, **settings).timeout == in_script
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))  # imported by a script
+    assert Ranks(2, **settings).timeout == in_script
+    shell = SimpleNamespace(kernel="of a notebook")
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert Ranks(2, **settings).timeout == in_notebook
+
+
+@pytest.mark.parametrize(
+    ("limit", "asked", "backend", "given"),
+    [
+        (600.0, 600.0, "gloo", 610.0),  # both at once: the launcher's error is the better one
+        (600.0, 605.0, "gloo", 610.0),
+        (600.0, 45.0, "gloo", 45.0),  # a configuration may ask for less
+        (60.0, 600.0, "gloo", 600.0),
+        (60.0, 600.0, "nccl", 70.0),  # what waits in the GPU the launcher does not see
+        (math.inf, 600.0, "nccl", 600.0),
+    ],
+)
+def test_torchs_own_limit_comes_after_the_launchers(monkeypatch, limit, asked, backend, given):
+    monkeypatch.setattr(info, "_launcher_limit", limit)
+    monkeypatch.setattr(guard, "SEES_USAGE", True)
+    assert info.torch_timeout(asked, backend).total_seconds() == given
+    monkeypatch.setattr(guard, "SEES_USAGE", False)
+    assert info.torch_timeout(asked, backend).total_seconds() == info.torch_timeout(asked, "nccl").total_seconds()

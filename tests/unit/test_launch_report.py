@@ -2,7 +2,7 @@
 
 import pytest
 
-from labkit.launch.report import Outcome, activity, compose, innermost, mismatched_call, trim
+from labkit.launch.report import Outcome, activity, compose, innermost, mismatched_call, torch_call, trim
 from labkit.launch.status import Status
 from labkit.launch.worker import Failure, describe
 
@@ -50,10 +50,37 @@ def test_silence_names_the_silent_and_shows_their_stacks():
     stuck = Outcome(1, "joined", stack=trim(STACK), status=Status("all_reduce tp #3", True, 0.0), state="T")
     error = compose([Outcome(0, "returned"), stuck], 2.0)
     assert (error.kind, error.ranks) == ("timeout", [1])
-    assert error.summary == "rank 1 of 2 did not return within 2 s"
+    assert error.summary == "rank 1 of 2 stood still for 2 s, stopped by a signal"
     assert "stopped by a signal (process state T), waiting in all_reduce tp #3" in str(error)
     assert "at hang (3021.py:13)" in str(error)
     assert "line 5356 in barrier" in str(error)
+
+
+def waiting_since(rank, seconds, **others):
+    return Outcome(rank, "joined", status=Status("all_reduce tp #3", True, 100.0 - seconds), seen=100.0, **others)
+
+
+@pytest.mark.parametrize(
+    ("last", "ranks", "summary"),
+    [
+        (Outcome(2, "joined"), [2], "ranks 0, 1 of 3 waited for rank 2 longer than 4 s"),
+        (waiting_since(2, 5.0, state="T"), [2], "ranks 0, 1 of 3 waited for rank 2 longer than 4 s"),
+        (waiting_since(2, 0.1), [2], "ranks 0, 1 of 3 waited for rank 2 longer than 4 s"),
+        (waiting_since(2, 2.0), [0, 1, 2], "ranks 0, 1, 2 of 3 waited longer than 4 s"),
+        (Outcome(2, "joined", stack=STACK), [0, 1, 2], "ranks 0, 1, 2 of 3 waited longer than 4 s"),
+        (Outcome(2, "returned"), [0, 1], "ranks 0, 1 of 3 waited longer than 4 s"),
+    ],
+    ids=["computes", "stopped in a collective", "came late", "waits", "calls torch", "returned"],
+)
+def test_the_rank_that_others_wait_for_is_blamed(last, ranks, summary):
+    error = compose([waiting_since(0, 4.3), waiting_since(1, 4.2), last], 4.0)
+    assert (error.kind, error.ranks, error.summary) == ("timeout", ranks, summary)
+    assert "timeout=40" in str(error)
+
+
+def test_ranks_of_which_none_waits():
+    error = compose([Outcome(0, "joined"), Outcome(1, "joined"), Outcome(2, "returned")], 60.0)
+    assert (error.ranks, error.summary) == ([0, 1], "ranks 0, 1 of 3 did nothing for 60 s")
 
 
 def test_after_a_timed_out_collective_the_silent_rank_shows_its_stack_and_the_others_what_they_waited_for():
@@ -61,7 +88,7 @@ def test_after_a_timed_out_collective_the_silent_rank_shows_its_stack_and_the_ot
     later = raised(2, "RuntimeError: Timed out waiting 1799 ms for 127.0.0.2", 2.0)
     late.status = later.status = Status("all_reduce tp #3", False, 0.0)
     silent = [Outcome(rank, "joined", stack=trim(STACK.replace("7fb6", f"7fb{rank}"))) for rank in (1, 3)]
-    text = str(compose([late, silent[0], later, silent[1]], None))
+    text = str(compose([late, silent[0], later, silent[1]], 60))
     assert (
         "rank 2: raised RuntimeError: Timed out waiting 1799 ms for 127.0.0.2, last waited in all_reduce tp #3" in text
     )
@@ -69,11 +96,13 @@ def test_after_a_timed_out_collective_the_silent_rank_shows_its_stack_and_the_ot
     assert text.count("Traceback of rank") == 1, "rank 2 raised at the same place"
     assert text.count("line 13 in hang") == 1
     assert "Stack of ranks 1, 3, innermost call first:\n  Thread (most recent call first):" in text
+    assert "distributed_timeout_minutes= of run() and Ranks(), parallel.distributed_timeout_minutes" in text
+    assert "distributed_timeout_minutes" not in str(compose([raised(0, "TimeoutError: mine", 1.0)], 60))
 
 
 def test_a_rank_that_raised_elsewhere_is_quoted_too():
     elsewhere = Outcome(1, "failed", failure=Failure("KeyError: b", "Traceback elsewhere\nKeyError: b"), when=2.0)
-    text = str(compose([raised(0, "ValueError: a", 1.0), elsewhere], None))
+    text = str(compose([raised(0, "ValueError: a", 1.0), elsewhere], 60))
     assert "Traceback of rank 1:\n  Traceback elsewhere\n  KeyError: b" in text
 
 
@@ -102,6 +131,15 @@ def test_a_rank_that_calls_torch_directly_is_found_by_its_stack():
     assert activity(Outcome(0, "joined", stack=STACK)) == "waiting in torch.distributed.barrier, at hang (3021.py:13)"
     computing = STACK.replace("distributed/distributed_c10d.py", "nn/functional.py")
     assert activity(Outcome(0, "joined", stack=computing)) == "running, at hang (3021.py:13)"
+
+
+def test_a_wait_of_torch_has_no_frame_and_is_found_by_its_line(tmp_path):
+    cell = tmp_path / "cell.py"
+    cell.write_text("work = dist.irecv(x, 1)\nwork.wait()\n")
+    thread = 'Thread 0x2 (most recent call first):\n  File "/usr/lib/queue.py", line 180 in get\n\n'
+    assert torch_call(f'{thread}Current thread 0x1:\n  File "{cell}", line 2 in f\n') == "wait() of torch.distributed"
+    assert torch_call(f'{thread}Current thread 0x1:\n  File "{cell}", line 1 in f\n  File "{cell}", line 2 in g') == ""
+    assert torch_call(thread + STACK) == "torch.distributed.barrier", "whatever thread it is"
 
 
 def test_last_wait_is_told_of_a_rank_that_computes():

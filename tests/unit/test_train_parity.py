@@ -247,7 +247,8 @@ def test_a_fault_that_matched_nothing_is_no_agreement():
     assert harmless.ok and "agree with one process" in harmless.sentence
 
 
-def test_backend_time_limit_and_device_reach_every_launch(monkeypatch):
+@pytest.mark.parametrize(("given", "minutes"), [({}, 3.0), ({"timeout": 90.0}, 1.5)])
+def test_backend_time_limit_and_device_reach_every_launch(monkeypatch, given, minutes):
     seen = []
 
     def launch(fn, world_size, *args, **options):
@@ -256,8 +257,8 @@ def test_backend_time_limit_and_device_reach_every_launch(monkeypatch):
 
     monkeypatch.setattr("labkit.launch.run", launch)
     config = presets.tiny().override({"distributed_backend": "gloo", "distributed_timeout_minutes": 3.0})
-    compare(config, [{"tp": 2}], steps=1, timeout=50.0, device="cpu")
-    wanted = {"backend": "gloo", "distributed_timeout_minutes": 3.0, "timeout": 50.0, "device": "cpu"}
+    compare(config, [{"tp": 2}], steps=1, device="cpu", **given)
+    wanted = {"backend": "gloo", "distributed_timeout_minutes": minutes, "device": "cpu"}
     assert seen == [(1, wanted), (2, wanted)]
 
 

@@ -2,11 +2,13 @@
 
 import contextlib
 import ctypes
+import math
 import os
 import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -126,8 +128,9 @@ def test_a_hang_is_explained_rank_by_rank():
     with refused_within(3.0, "timeout") as caught:
         run(hangs_in_four_ways, 4, timeout=2.0)
     text = caught["text"]
-    assert caught["ranks"] == [0, 1, 2]
-    assert caught["error"].summary == "ranks 0, 1, 2 of 4 did not return within 2 s"
+    assert caught["ranks"] == [1, 2], "those that do not wait"
+    assert caught["error"].summary == "rank 0 of 4 waited for ranks 1, 2 longer than 2 s"
+    assert "timeout=20" in text
     assert "rank 0: waiting in all_reduce tp #12 (4, 8) float32 for " in text
     assert "rank 1: stopped by a signal (process state T)" in text
     assert "rank 2: running, at hangs_in_four_ways (test_launch_faults.py:" in text
@@ -140,6 +143,95 @@ def test_a_loader_asleep_is_found():
     with refused_within(2.0, "timeout") as caught:
         run(time.sleep, 2, 60, timeout=1.0)
     assert caught["ranks"] == [0, 1]
+    assert caught["error"].summary == "ranks 0, 1 of 2 did nothing for 1 s"
+
+
+def compute(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+def steps(count):
+    """Computes for longer than the limit, and waits for the others for moments."""
+    for _ in range(count):
+        compute(0.1)
+        in_collective()
+        dist.barrier()
+    return "done"
+
+
+def test_ranks_that_compute_longer_than_the_limit_are_not_hung():
+    assert run(steps, 2, 25, timeout=2.0) == ["done"] * 2
+
+
+def one_computes():
+    compute(4.0)
+    return "done"
+
+
+def waits_for_a_child():
+    return subprocess.run(["sh", "-c", "while :; do :; done & sleep 4; kill $!"], check=False).returncode
+
+
+@pytest.mark.parametrize(("fn", "result"), [(one_computes, "done"), (waits_for_a_child, 0)])
+def test_a_rank_alone_may_work_for_as_long_as_it_likes(fn, result):
+    assert run(fn, 1, timeout=1.5) == [result]
+
+
+def receives():
+    dist.recv(torch.ones(1), 1)
+
+
+def waits_for_a_receive():
+    work = dist.irecv(torch.ones(1), 1)
+    work.wait()
+
+
+def waits_for(wait, meanwhile):
+    """Rank 0 waits past labkit's status slot, and rank 1 does something else."""
+    wait() if dist.get_rank() == 0 else meanwhile(60.0)
+
+
+@pytest.mark.parametrize(
+    ("wait", "meanwhile", "words"),
+    [
+        (receives, compute, "waiting in torch.distributed.recv, at receives (test_launch_faults.py:"),
+        (receives, time.sleep, "waiting in torch.distributed.recv, at receives (test_launch_faults.py:"),
+        (waits_for_a_receive, compute, "waiting in wait() of torch.distributed, at waits_for_a_receive ("),
+        (in_collective, time.sleep, "waiting in all_reduce tp #12 (4, 8) float32 for "),
+    ],
+)
+def test_the_rank_is_named_for_which_another_waits(wait, meanwhile, words):
+    with refused_within(8.0, "timeout") as caught:
+        run(waits_for, 2, wait, meanwhile, timeout=1.5)
+    assert caught["ranks"] == [1]
+    assert caught["error"].summary == "rank 0 of 2 waited for rank 1 longer than 1.5 s"
+    assert f"rank 0: {words}" in caught["text"]
+    assert "rank 1: running" in caught["text"]
+    assert "timeout=15" in caught["text"]
+
+
+def one_stops():
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    compute(60.0)
+
+
+def test_a_stopped_rank_is_named_while_the_others_compute():
+    with refused_within(8.0, "timeout") as caught:
+        run(one_stops, 2, timeout=1.5)
+    assert caught["ranks"] == [1]
+    assert caught["error"].summary == "rank 1 of 2 stood still for 1.5 s, stopped by a signal"
+    assert "rank 1: stopped by a signal (process state T)" in caught["text"]
+
+
+def test_the_limit_of_one_call_replaces_that_of_the_ranks():
+    with Ranks(2, timeout=math.inf) as ranks:
+        ranks.run(ready)
+        with refused_within(8.0, "timeout") as caught:
+            ranks.run(waits_for, in_collective, time.sleep, timeout=1.5)
+        assert caught["ranks"] == [1]
 
 
 def test_a_rank_that_never_starts_is_named(monkeypatch):
@@ -356,7 +448,7 @@ def falls_asleep():
 def test_a_hang_without_a_limit_of_the_call_shows_every_ranks_stack():
     """The collective's own limit ends it, as in a training job: those that waited raise, the culprit is alive."""
     with refused_within(8.0, "raised") as caught:
-        run(falls_asleep, 3, timeout=None, distributed_timeout_minutes=0.04)
+        run(falls_asleep, 3, timeout=math.inf, distributed_timeout_minutes=0.04)
     text = caught["text"]
     assert 1 not in caught["ranks"]
     assert "rank 1: running, at falls_asleep (test_launch_faults.py:" in text
@@ -369,7 +461,7 @@ def test_a_hang_without_a_limit_of_the_call_shows_every_ranks_stack():
 
 def test_ranks_left_in_a_collective_by_one_that_raised_show_their_stacks():
     with refused_within(3.0, "raised") as caught:
-        run(one_raises, 4, timeout=None)
+        run(one_raises, 4, timeout=math.inf)
     text = caught["text"]
     assert "Stack of ranks 0, 1, 3, innermost call first:" in text
     assert text.count("in in_collective") == 1, "equal stacks are printed once"
@@ -380,3 +472,4 @@ def test_the_limit_of_a_single_collective():
     with refused_within(8.0, "raised") as caught:
         run(wait_for_nobody, 2, timeout=20, distributed_timeout_minutes=0.02)
     assert caught["ranks"] == [0]
+    assert "distributed_timeout_minutes= of run() and Ranks()" in caught["text"]

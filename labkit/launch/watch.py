@@ -1,0 +1,147 @@
+"""When is a call hung? The launcher decides it from outside, because a hung rank cannot say it.
+
+A rank that computes has no limit. A call is hung as soon as, for longer than the limit, one of these holds:
+
+- a rank waits in one collective, for one message or in the rendezvous: its status slot says so, or, where it calls
+  torch.distributed itself, its stack;
+- a rank is stopped by a signal, or forked and has not begun to run;
+- no rank runs at all: each sleeps, or waits for something that labkit does not know, such as a lock or a loader.
+
+A sleep of some ranks, while the others compute, cannot be told from computing and is left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from labkit.launch import guard
+from labkit.launch.report import Outcome, torch_call
+from labkit.launch.status import read_slot
+
+PERIOD = 0.5
+"""Seconds between two looks, so that a hang is found within a second after the limit."""
+_FROZEN = 5.0
+"""Seconds without a look after which the launcher, and so probably the ranks too, did not run: waits start anew."""
+_SHARE, _SLACK = 0.01, 0.03
+"""A rank whose main thread waits still uses some CPU, because gloo's thread polls: a share, and seconds beside it."""
+
+
+class Watched(Protocol):
+    """One rank, as the pool keeps it."""
+
+    outcome: Outcome
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has answered."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        ...
+
+    def ask_for_stack(self) -> None:
+        """Have the rank write its stacks."""
+
+    def stack(self) -> str:
+        """What the rank has written of them since."""
+        ...
+
+
+@dataclass
+class _Quiet:
+    """Since when a rank has not run, and what its processes had used by then."""
+
+    since: float
+    usage: guard.Usage
+    children: float | None = None
+    asked: bool = False
+    """Whether the rank was asked for its stack, once while it is quiet."""
+
+
+class HangWatch:
+    """The watch over one call. Times are those of one clock, which the caller reads."""
+
+    def __init__(self, limit: float, slots: Path, now: float) -> None:
+        """limit: seconds that a rank may wait, inf for any time. slots: the file of the ranks' status slots."""
+        self.period = None if math.isinf(limit) else min(PERIOD, limit / 8)
+        """Seconds between two looks; None where nothing is to be found."""
+        self._limit, self._slots = limit, slots
+        self._begin = self._last = now
+        self._waits: dict[int, float] = {}
+        self._quiet: dict[int, _Quiet] = {}
+        self._asked: list[Watched] = []
+        self._children: dict[int, float] | None = None
+
+    def look(self, silent: Sequence[Watched], now: float) -> bool:
+        """Whether the call is hung. silent: the ranks that have not answered. Before its time a look does nothing."""
+        if self.period is None or not silent or now - self._last < self.period:
+            return False
+        if now - self._last > _FROZEN + self.period:
+            self._begin, self._quiet = now, {}
+        self._last, self._children = now, None
+        found = self._stacks_show_a_wait()
+        for rank in silent:  # all of them: each look is remembered
+            found |= self._waits_too_long(rank, now)
+        quiet = [rank for rank in silent if self._quiet_for(rank, now) > self._limit]
+        self._ask(quiet)
+        return found or len(quiet) == len(silent) or any(self._quiet[r.outcome.rank].usage.state == "T" for r in quiet)
+
+    def _waits_too_long(self, rank: Watched, now: float) -> bool:
+        if rank.outcome.phase == "starting":
+            return now - self._begin > self._limit
+        number = rank.outcome.rank
+        status, before = read_slot(self._slots, number), self._waits.pop(number, None)
+        if not status.inside:
+            return False
+        self._waits[number] = status.since
+        # A record read while the rank writes it may be garbled, but not twice in the same way.
+        return before == status.since and now - max(status.since, self._begin) > self._limit
+
+    def _quiet_for(self, rank: Watched, now: float) -> float:
+        """Seconds in which neither the rank nor its children did anything; 0 where the system does not tell."""
+        number, usage = rank.outcome.rank, guard.usage(rank.pid)
+        if usage is None:
+            return 0.0
+        quiet = self._quiet.get(number)
+        if quiet is not None and _is_still(quiet.usage, usage, now - quiet.since):
+            if now - quiet.since < self._limit / 2:
+                return now - quiet.since
+            if self._children is None:
+                self._children = guard.children_seconds()
+            children = self._children.get(rank.pid, 0.0)
+            if quiet.children is None:
+                quiet.children = children
+            if children == quiet.children:
+                return now - quiet.since
+        self._quiet[number] = _Quiet(now, usage)
+        return 0.0
+
+    def _ask(self, quiet: list[Watched]) -> None:
+        """Ask ranks that have not run for the limit where they are; their stacks are there at the next look."""
+        for rank in quiet:
+            memory = self._quiet[rank.outcome.rank]
+            if not memory.asked and memory.usage.state != "T" and rank.outcome.phase != "starting":
+                memory.asked = True
+                self._asked.append(rank)
+                rank.ask_for_stack()
+
+    def _stacks_show_a_wait(self) -> bool:
+        """Whether a rank that was asked waits in torch.distributed."""
+        asked, self._asked = self._asked, []
+        for rank in asked:
+            memory, usage = self._quiet.get(rank.outcome.rank), guard.usage(rank.pid)
+            if memory is not None and usage is not None:
+                memory.usage = usage  # what the answer cost is no work of its own
+        return any(torch_call(rank.stack()) for rank in asked if not rank.finished)
+
+
+def _is_still(before: guard.Usage, after: guard.Usage, seconds: float) -> bool:
+    """Whether the process did no more in between than a waiting one does."""
+    same = (before.state, before.switches) == (after.state, after.switches)
+    return same and after.state not in ("R", "D") and after.seconds - before.seconds < _SHARE * seconds + _SLACK
