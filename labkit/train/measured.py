@@ -18,14 +18,15 @@ from labkit.schedules.simulator import Costs
 
 
 def step_events(events: Iterable[Event], step: int) -> list[Event]:
-    """The Events of one rank inside its `step`-th optimizer step, without the timers.
+    """The Events of one rank inside one optimizer step, without the timers.
 
+    step: an index into the recorded steps: 0 is the first whose Events are kept, -1 the last.
     Raises ValueError where the run has no such step, or recorded none (`train.record_events`).
     """
     recorded = list(events)
     steps = [event for event in recorded if event.kind == "timer" and event.name == "step"]
     if not -len(steps) <= step < len(steps):
-        raise ValueError(f"step {step} is not among the {len(steps)} recorded steps; is train.record_events on?")
+        raise ValueError(f"index {step}: {len(steps)} steps were recorded; is train.record_events on?")
     whole = steps[step]
     return [e for e in recorded if e.kind != "timer" and whole.start <= e.start and e.end <= whole.end]
 
@@ -34,7 +35,7 @@ def pipeline_events(events_by_rank: Sequence[Iterable[Event]], step: int = -1) -
     """The actions of one step on each pipeline rank, numbered by pipeline rank, the first at time 0.
 
     events_by_rank: for each pipeline rank, the Events of one of the ranks that share it, in the pipeline's order.
-    step: which optimizer step; -1 is the last.
+    step: an index into the recorded steps: 0 is the first whose Events are kept, -1 the last.
     """
     actions = [
         replace(event, rank=rank)

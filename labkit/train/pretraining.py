@@ -59,7 +59,7 @@ class TrainResult:
     """Steps that changed no weight because a gradient was not finite."""
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of every metrics line that has `name`, such as `validation_loss`."""
+        """(step, value) of every metrics line that has `name`, such as `validation_loss`; steps count from 1."""
         return [(line["step"], line[name]) for line in self.metrics if name in line]
 
 
@@ -103,8 +103,8 @@ def pretrain(
         and `tokens`, the number of them; the reported loss is their quotient over the global batch.
     process_non_loss_data: called after each validation on the last of the ranks that compute the loss, with what
         `forward_step`'s loss function returns for each microbatch of one more global batch under `non_loss_data=True`
-        (the default one: `loss_BS` and `loss_mask_BS`), and the step. `process_non_loss_data_func`, Megatron's name, is
-        the same.
+        (the default one: `loss_BS` and `loss_mask_BS`), and the number of finished steps, as Megatron's iteration.
+        `process_non_loss_data_func`, Megatron's name, is the same.
     schedule: a pipeline schedule of one's own; `schedule.path` in the config names a CSV file instead.
     no_wd_decay_cond, scale_lr_cond, lr_mult: see `labkit.train.optimizer.parameter_groups`.
     observer: sees model, gradients and parameters; the parity microscope is one.
@@ -231,12 +231,13 @@ def train(
         recording(run.groups.rank) if _records(config) else nullcontext() as recorder,
         Report(config, run.groups, timers, recorder, RouterMetrics(chunks, run.groups)) as report,
     ):
-        for step in range(config.train.steps):
-            lr = lr_schedule(step - report.skipped_steps)  # a skipped step uses up nothing of the schedule
+        for done in range(config.train.steps):
+            step = done + 1  # as people count: metrics, messages and the screen name the first step 1
+            lr = lr_schedule(done - report.skipped_steps)  # a skipped step uses up nothing of the schedule
             with timers("step"):
                 result = train_step(
                     pipeline, optimizer, timers, data.train,
-                    step=step, lr=lr, clip_grad=config.optim.clip_grad, observer=observer,
+                    step=done, lr=lr, clip_grad=config.optim.clip_grad, observer=observer,
                 )  # fmt: skip
             report.graphs(step, pipeline.graphs)
             report.step(step, result, lr)
@@ -257,16 +258,16 @@ def _records(config: RunConfig) -> bool:
 
 
 def _validates_after(config: RunConfig, step: int) -> bool:
-    """Whether a validation follows `step`: every `eval_interval` steps and after the last."""
+    """Whether a validation follows `step`, counted from 1: every `eval_interval` steps and after the last."""
     train = config.train
-    due = train.eval_interval > 0 and (step + 1) % train.eval_interval == 0
-    return train.eval_steps > 0 and (due or step + 1 == train.steps)
+    due = train.eval_interval > 0 and step % train.eval_interval == 0
+    return train.eval_steps > 0 and (due or step == train.steps)
 
 
 def _test(pipeline: Pipeline, batches: Iterator[Batch], report: Report) -> None:
     """The mean loss over `eval_steps` global batches of the test split, after the last step."""
     train = pipeline.config.train
-    report.evaluation(train.steps - 1, "test_loss", evaluate(pipeline, batches, train.eval_steps))
+    report.evaluation(train.steps, "test_loss", evaluate(pipeline, batches, train.eval_steps))
 
 
 def _validate(

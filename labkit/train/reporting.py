@@ -5,6 +5,7 @@
     scalars.jsonl   the same numbers one by one, as TensorBoard takes them: {"step": 3, "tag": "loss", "value": 2.5}
     events.jsonl    an Event a line
 
+Steps count from 1: a line of step N is about the model after N steps, an evaluation's as well.
 All grow as the run goes, so that a run that dies leaves what it had, and memory does not grow with the steps.
 """
 
@@ -90,6 +91,7 @@ class Report:
     def step(self, step: int, result: StepResult, lr: float) -> None:
         """Take in a finished step; every `log_interval` steps, write a line with the spread of the timers.
 
+        step: counted from 1, so it is the number of finished steps.
         `skipped_steps` counts from the start of the run; `skipped_because` names what was not finite in the last step
         that was skipped since the line before.
         """
@@ -99,8 +101,8 @@ class Report:
         self._skipped_because = result.not_finite or self._skipped_because
         self._since_last_line += 1
         skipped = {"skipped_steps": self.skipped_steps} if self.skipped_steps else {}
-        self._progress(step=step + 1, steps=self._config.train.steps, loss=result.loss, **skipped)
-        if (step + 1) % self._config.train.log_interval and step + 1 < self._config.train.steps:
+        self._progress(step=step, steps=self._config.train.steps, loss=result.loss, **skipped)
+        if step % self._config.train.log_interval and step < self._config.train.steps:
             return
         timers, routers = self._over_ranks()
         slowest = timers["step"][1]

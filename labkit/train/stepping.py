@@ -43,7 +43,10 @@ GIVE_UP_AFTER = 10
 
 
 class Observer(Protocol):
-    """Somebody who looks at a run without changing it, such as the parity microscope."""
+    """Somebody who looks at a run without changing it, such as the parity microscope.
+
+    `step` is an index into `TrainResult.losses`: 0 is the first step. What people read counts from 1.
+    """
 
     def on_model(self, groups: ParallelGroups, chunks: Sequence[nn.Module], schedule: Schedule) -> None:
         """After the model is built."""
@@ -85,6 +88,7 @@ def train_step(
 ) -> StepResult:
     """One optimizer step; `clip_grad` 0 does not clip.
 
+    step: the number of steps before this one. Errors name the step as people count it, from 1.
     Raises FloatingPointError on every rank, before any weight changes, if a loss is not finite on any rank, or for the
     `GIVE_UP_AFTER`th gradient in a row that is not.
     """
@@ -111,8 +115,8 @@ def train_step(
             optimizer.step(lr)
     elif scaler.hopeless_steps >= GIVE_UP_AFTER:
         raise FloatingPointError(
-            f"{GIVE_UP_AFTER} steps in a row were skipped, the last being step {step}, because {fault}; no weight was "
-            f"changed in them. {scaler.advice}"
+            f"{GIVE_UP_AFTER} steps in a row were skipped, the last being step {step + 1}, because {fault}; no weight "
+            f"was changed in them. {scaler.advice}"
         )
     if observer is not None:
         observer.on_update(step, chunks)
@@ -137,8 +141,8 @@ def _fault(reports: Sequence[dict[str, Any]], pipeline: Pipeline, *, step: int, 
     if losses or any(finding.kind == "parameter" for finding in found):
         what = f"the loss is {'nan' if 'NaN' in ''.join(losses) else 'inf'}" if losses else "a weight is not finite"
         raise FloatingPointError(
-            f"{what} at step {step} (learning rate {lr:.3g}): {sentence(found)}; no weight was changed in this step. "
-            "Lower optim.lr, lengthen optim.warmup_steps, or look for bad samples in the data"
+            f"{what} at step {step + 1} (learning rate {lr:.3g}): {sentence(found)}; no weight was changed in this "
+            "step. Lower optim.lr, lengthen optim.warmup_steps, or look for bad samples in the data"
         )
     return sentence(found) if named else "a gradient is not finite (optim.check_for_nan_in_grad names it)"
 

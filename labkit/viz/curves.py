@@ -29,7 +29,7 @@ def loss_curves(
 ) -> Figure:
     """Losses by step, one line per run; below them each run's relative difference from the first.
 
-    curves: name -> loss of steps 0, 1, ... in nats a token.
+    curves: name -> loss of steps 1, 2, ... in nats a token.
     levels: horizontal lines to compare with, such as the unigram entropy.
     tolerance: largest relative difference that counts as the same; the lower panel shows it, the sentence says whether
         it holds. None draws no lower panel.
@@ -68,7 +68,9 @@ def _draw_curves(axes: Any, curves: Mapping[str, Sequence[float]], levels: Mappi
     for number, (name, losses) in enumerate(curves.items()):
         style, width = _LINES[number % len(_LINES)]
         marker = "o" if len(losses) == 1 else None
-        axes.plot(range(len(losses)), losses, style, color=SEQUENCE[number % 8], lw=width, marker=marker, label=name)
+        axes.plot(
+            range(1, len(losses) + 1), losses, style, color=SEQUENCE[number % 8], lw=width, marker=marker, label=name
+        )
     for name, value in levels.items():
         axes.axhline(value, color="#666666", lw=0.9, ls=(0, (6, 2)))
         axes.annotate(f"{name} {value:.2f}", (1, value), xycoords=("axes fraction", "data"), xytext=(-2, 3),
@@ -85,7 +87,7 @@ def _draw_differences(axes: Any, differences: Mapping[str, np.ndarray], names: l
     for name, values in differences.items():
         number = names.index(name)
         mark: dict[str, Any] = {"ls": "", "marker": "o", "color": SEQUENCE[number % 8], "mew": 0}
-        axes.plot(np.maximum(values, _LEAST), ms=_RINGS[(number - 1) % len(_RINGS)], **mark)
+        axes.plot(range(1, len(values) + 1), np.maximum(values, _LEAST), ms=_RINGS[(number - 1) % len(_RINGS)], **mark)
         largest = max(largest, float(values.max()))
     axes.axhline(tolerance, color="#666666", lw=0.9, ls=(0, (6, 2)))
     axes.annotate(f"tolerance {tolerance:.0e}", (1, tolerance), xycoords=("axes fraction", "data"), xytext=(-2, 3),

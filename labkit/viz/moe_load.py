@@ -28,7 +28,7 @@ _LAST = 5
 def load_over_training(runs: Mapping[str, ArrayLike]) -> Figure:
     """Each expert's share of a layer's rows by step, one panel a run; below, the fullest expert against the mean.
 
-    runs: name -> rows of each expert by step, [steps, E].
+    runs: name -> rows of each expert by step, [steps, E]. The axis counts steps from 1.
 
     Raises:
         ValueError: no run, or one that is no table of counts.
@@ -59,23 +59,29 @@ def _draw_shares(axes: Any, table: NDArray[Any]) -> None:
     shares = table / table.sum(axis=1, keepdims=True)
     steps, experts = shares.shape
     shades = [SEQUENCE[expert % len(SEQUENCE)] for expert in range(experts)]
-    axes.stackplot(range(steps), shares.T, colors=shades, edgecolor="white", linewidth=0.3)
+    axes.stackplot(range(1, steps + 1), shares.T, colors=shades, edgecolor="white", linewidth=0.3)
     for border in range(1, experts):
         axes.axhline(border / experts, color="black", lw=0.7, ls=":")
     if experts <= len(SEQUENCE):
         middle = shares[-1].cumsum() - shares[-1] / 2
         for expert in range(experts):
             if shares[-1, expert] > 0.05:
-                axes.text(0.98 * (steps - 1), middle[expert], expert, fontsize=7, ha="right", va="center",
+                axes.text(1 + 0.98 * (steps - 1), middle[expert], expert, fontsize=7, ha="right", va="center",
                           color=text_color(shades[expert]))  # fmt: skip
-    axes.set(xlim=(0, max(1, steps - 1)), ylim=(0, 1), xlabel="step")
+    axes.set(xlim=(1, max(2, steps)), ylim=(0, 1), xlabel="step")
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
 
 
 def _draw_fullest(axes: Any, loads: Mapping[str, NDArray[Any]]) -> None:
     for number, (name, table) in enumerate(loads.items()):
-        axes.plot(_fullest(table), _LINES[number % len(_LINES)], color=_RUNS[number % len(_RUNS)], label=name)
+        axes.plot(
+            range(1, len(table) + 1),
+            _fullest(table),
+            _LINES[number % len(_LINES)],
+            color=_RUNS[number % len(_RUNS)],
+            label=name,
+        )
     axes.axhline(1, color="#666666", lw=0.8, ls=":")
     axes.set(xlabel="step", ylabel="fullest expert / mean", ylim=(0.9, None))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

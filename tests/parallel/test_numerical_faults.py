@@ -23,7 +23,7 @@ from labkit.train.optimizer import named_parameters
 
 STEPS = 3
 BAD = 1
-"""The step in which something goes wrong."""
+"""Index of the step in which something goes wrong."""
 
 
 def small(**changes: Any) -> RunConfig:
@@ -163,7 +163,7 @@ def test_one_bad_loss_on_one_rank_ends_the_run_on_all(on_ranks, layout: dict, ra
     results = on_ranks(bad_loss, 2, small(**layout), rank)
     assert len({result["error"] for result in results}) == 1
     assert f"the loss of microbatch 2 is not finite on rank {rank}" in results[0]["error"]
-    assert f"at step {BAD} " in results[0]["error"]
+    assert f"at step {BAD + 1} " in results[0]["error"]
     assert all(len(result["weights"]) == BAD for result in results), "no update after the bad loss"
 
 
@@ -188,7 +188,7 @@ def test_a_gradient_that_never_is_finite_ends_the_run(on_ranks, changes: dict) -
     """fp16 first lowers its scale to the minimum: one step of patience, one that lowers, then ten in vain."""
     results = on_ranks(hopeless, 2, small(steps=20, **changes))
     assert len({result["error"] for result in results}) == 1
-    last = 9 + (2 if changes else 0)
+    last = 10 + (2 if changes else 0)
     assert f"10 steps in a row were skipped, the last being step {last}, because the gradient of" in results[0]["error"]
     first = results[0]["weights"][0]
     assert all(torch.equal(first[name], later[name]) for later in results[0]["weights"] for name in first)
@@ -198,7 +198,7 @@ def test_a_constant_scale_that_is_too_large_ends_the_run_and_is_named(on_ranks) 
     results = on_ranks(outcome, 2, small(steps=20, precision="fp16", loss_scale=2.0**40))
     assert len({result["error"] for result in results}) == 1
     error = results[0]["error"]
-    assert "10 steps in a row were skipped, the last being step 9, because the gradient of" in error
+    assert "10 steps in a row were skipped, the last being step 10, because the gradient of" in error
     assert error.endswith("optim.loss_scale = 1.099511628e+12 may be too large for fp16: lower it, or set it to null "
                           "for a scale that adapts")  # fmt: skip
 

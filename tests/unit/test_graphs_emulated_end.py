@@ -40,7 +40,7 @@ def test_a_run_lets_its_graphs_go(
 
     def step(self: Report, step: int, *more: object) -> None:
         alive.append(any(graph.num_operations for graph in graphs))
-        if fails and step == 2:
+        if fails and step == 3:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Report, "step", step)

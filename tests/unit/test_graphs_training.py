@@ -105,9 +105,9 @@ def test_evaluation_is_eager_with_graphs_of_layers_and_replays_with_one_of_the_i
 
 
 SAID = {
-    "layers": ({}, [(1, 2 * LAYERS)]),
-    "attention alone": ({"graph.cuda_graph_scope": ("attn",)}, [(1, 2 * LAYERS)]),
-    "iteration": ({**FULL, "train.eval_steps": 2, "train.eval_interval": 2}, [(1, 1), (1, 2)]),
+    "layers": ({}, [(2, 2 * LAYERS)]),
+    "attention alone": ({"graph.cuda_graph_scope": ("attn",)}, [(2, 2 * LAYERS)]),
+    "iteration": ({**FULL, "train.eval_steps": 2, "train.eval_interval": 2}, [(2, 1), (2, 2)]),
     "never captured": ({"graph.cuda_graph_warmup_steps": STEPS}, []),
     "eager": ({"graph.cuda_graph_impl": "none"}, []),
 }

@@ -85,7 +85,7 @@ def test_several_stages_a_rank_and_split_backwards():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="step 3 is not among the 3 recorded steps"):
+    with pytest.raises(ValueError, match="index 3: 3 steps were recorded"):
         step_events(run_events(0), 3)
     with pytest.raises(ValueError, match="record_events"):
         pipeline_events([[], []])

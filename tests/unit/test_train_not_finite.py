@@ -95,9 +95,9 @@ def test_the_command_line_counts_skipped_steps():
     from labkit.config import presets
 
     lines = [
-        {"step": 0, "loss_scale": 2.0, "skipped_steps": 1, "skipped_because": "the gradient of a is not finite"},
-        {"step": 1, "loss_scale": 1.0, "skipped_steps": 1},
-        {"step": 1, "validation_loss": 4.0},
+        {"step": 1, "loss_scale": 2.0, "skipped_steps": 1, "skipped_because": "the gradient of a is not finite"},
+        {"step": 2, "loss_scale": 1.0, "skipped_steps": 1},
+        {"step": 2, "validation_loss": 4.0},
     ]
     said = final_lines(Trained([5.0, 4.5], lines), presets.tiny())
     assert said[1] == "1 of them skipped, no weight changed; the last because the gradient of a is not finite"

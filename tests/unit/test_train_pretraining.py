@@ -26,7 +26,7 @@ def test_losses_fall_and_metrics_say_what_happened():
     result = pretrain(small(steps=8, lr=3e-3, warmup_steps=2, global_batch_size=8))
     assert len(result.losses) == 8
     assert result.losses[-1] < result.losses[0] - 0.1
-    assert [line["step"] for line in result.metrics] == list(range(8))
+    assert [line["step"] for line in result.metrics] == list(range(1, 9))
     assert [line["learning_rate"] for line in result.metrics[:3]] == pytest.approx([0.0, 1.5e-3, 3e-3])
     for line, loss in zip(result.metrics, result.losses):
         assert line["loss"] == loss
@@ -68,8 +68,8 @@ def test_bf16_follows_fp32():
 
 def test_validation_at_its_interval_and_at_the_end_then_the_test_split():
     result = pretrain(small(steps=5, eval_interval=2, eval_steps=2))
-    assert [step for step, _ in result.series("validation_loss")] == [1, 3, 4]
-    assert [step for step, _ in result.series("test_loss")] == [4]
+    assert [step for step, _ in result.series("validation_loss")] == [2, 4, 5]
+    assert [step for step, _ in result.series("test_loss")] == [5]
 
 
 def test_without_a_test_share_the_run_ends_with_its_validation():
@@ -101,7 +101,7 @@ def test_a_test_that_fails_leaves_the_losses_and_says_where(tmp_path):
     with pytest.raises(RuntimeError, match="bad sample") as error:
         pretrain(small(eval_steps=1, output_dir=str(tmp_path), log_interval=2), forward_step=forward_step)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 2] and "validation_loss" in lines[-1]
+    assert [line["step"] for line in lines] == [2, 3, 3] and "validation_loss" in lines[-1]
     [note] = error.value.__notes__
     assert "all 3 training steps were done" in note and str(tmp_path) in note and f"{lines[1]['loss']:.4f}" in note
     assert {event.kind for event in read_jsonl(tmp_path / "events.jsonl")} >= {"forward", "backward"}
@@ -141,7 +141,7 @@ def test_process_non_loss_data_gets_what_the_loss_function_returns():
         forward_step=forward_step,
         process_non_loss_data=lambda collected, step: seen.append((step, len(collected))),
     )
-    assert seen == [(0, 4), (1, 4)]
+    assert seen == [(1, 4), (2, 4)]
 
 
 @pytest.mark.parametrize("name", ["process_non_loss_data", "process_non_loss_data_func"])
@@ -150,7 +150,7 @@ def test_the_default_loss_function_gives_the_loss_of_every_token(name):
     config = small(steps=2, eval_steps=1, lr=0.0, precision="fp64")
     pretrain(config, **{name: lambda collected, step: seen.append((step, collected))})
     [(step, collected)] = seen
-    assert step == 1 and len(collected) == 4
+    assert step == 2 and len(collected) == 4
     model = build_model_chunks(config, single_process_groups())[0].eval()
     sample = torch.from_numpy(build_gpt_datasets(config)[1][4])[None]  # the batch after the four that were validated
     with torch.no_grad():
@@ -217,7 +217,7 @@ def test_parameters_keep_no_grad_and_scaled_groups_move_more():
 def test_files(tmp_path):
     result = pretrain(small(output_dir=str(tmp_path), timing_log_level=1, eval_steps=1))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1, 2, 2, 2]
+    assert [line["step"] for line in lines] == [1, 2, 3, 3, 3]
     assert [line["loss"] for line in lines[:3]] == result.losses
     assert set(lines[0]["timers"]) == {"step", "forward-backward", "finalize-grads", "optimizer"}
     events = read_jsonl(tmp_path / "events.jsonl")
@@ -250,7 +250,7 @@ def test_a_crash_keeps_what_was_written(tmp_path):
 
 def test_log_interval_thins_the_lines_not_the_losses():
     result = pretrain(small(steps=5, log_interval=2))
-    assert [line["step"] for line in result.metrics] == [1, 3, 4]
+    assert [line["step"] for line in result.metrics] == [2, 4, 5]
     assert len(result.losses) == 5
 
 
@@ -267,7 +267,7 @@ def poisoned(step_to_fail: int, value: float):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_one_error_that_names_the_step(value):
-    with pytest.raises(FloatingPointError, match=r"the loss is (nan|inf) at step 2"):
+    with pytest.raises(FloatingPointError, match=r"the loss is (nan|inf) at step 3 "):
         pretrain(small(steps=5), forward_step=poisoned(2, value))
 
 

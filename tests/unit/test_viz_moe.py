@@ -99,7 +99,9 @@ def test_load_over_training_names_start_peak_and_end():
         "nothing 1.2, at most 1.2, at the end 1.2."
     )
     assert len(figure.fig.axes) == 3
-    assert figure.fig.axes[2].lines[0].get_ydata().tolist() == [2, 4, 1, 1, 1, 1, 1]
+    fullest = figure.fig.axes[2].lines[0]
+    assert fullest.get_ydata().tolist() == [2, 4, 1, 1, 1, 1, 1]
+    assert list(fullest.get_xdata()) == [1, 2, 3, 4, 5, 6, 7], "steps count from 1"
     for wrong in ({}, {"a": [1, 2]}, {"a": [[0, 0]]}):
         with pytest.raises(ValueError):
             load_over_training(wrong)
