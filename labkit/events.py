@@ -51,6 +51,8 @@ class Event:
     """Model chunk on the rank, where the event belongs to one."""
     bytes: int | None = None
     """Payload of a communication, in bytes."""
+    step: int | None = None
+    """Optimizer step, counted from 1, of a training run; a validation belongs to the step before it."""
 
     @property
     def duration(self) -> float:
@@ -63,6 +65,8 @@ class EventRecorder:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        self.step: int | None = None
+        """Written into every event from here on."""
         self._events: list[Event] = []
         self._fields: list[tuple[Any, ...]] = []
         """Of events that nobody has asked for yet: what is recorded should take as little time as can be."""
@@ -88,7 +92,7 @@ class EventRecorder:
         bytes: int | None = None,
     ) -> None:
         """Append one event that has already ended."""
-        self._fields.append((name, kind, start, end, microbatch, chunk, bytes))
+        self._fields.append((name, kind, start, end, microbatch, chunk, bytes, self.step))
 
     def add_later(
         self,
@@ -100,9 +104,8 @@ class EventRecorder:
         chunk: int | None = None,
     ) -> None:
         """Keep the place of an event whose (start, end) only `settle` can ask for: work that a GPU has yet to do."""
-        self._later.append(
-            (len(self.events), lambda: Event(self.rank, name, kind, *times(), microbatch=microbatch, chunk=chunk))
-        )
+        fields = {"microbatch": microbatch, "chunk": chunk, "step": self.step}
+        self._later.append((len(self.events), lambda: Event(self.rank, name, kind, *times(), **fields)))
 
     def settle(self) -> None:
         """Put the events of `add_later` into their places, which waits for their work. `recording` ends with it."""

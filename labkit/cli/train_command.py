@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.preparation import prepared
+from labkit.cli.progress_bar import ProgressBar
 from labkit.config import ConfigError, RunConfig
 from labkit.config.errors import nearest, shown
+from labkit.events import Event
 
 DEVICES = ("auto", "cpu", "cuda")
 """What --device may be."""
@@ -29,10 +32,12 @@ class Refusal(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What the command prints of a rank's result; events stay in their files."""
+    """What the command needs of a rank's result."""
 
     losses: list[float]
     metrics: list[dict[str, Any]]
+    events: Sequence[Event] = ()
+    """For --trace."""
 
 
 def execute(arguments: Arguments) -> int:
@@ -42,19 +47,23 @@ def execute(arguments: Arguments) -> int:
     device, timeout = arguments.options["device"], arguments.options["timeout"]
     arguments.problems += device_problems(device)
     arguments.problems += timeout_problems(timeout)
+    arguments.problems += trace_problems(arguments.options["trace"])
     arguments.refuse([*config.problems(world_size), *config.not_yet_trainable()])
     assert world_size is not None, "a sound layout has a smallest world"
-    config = prepared(COMMAND, arguments, [world_size])
+    config, trace = prepared(COMMAND, arguments, [world_size]), arguments.options["trace"]
     microbatches = config.num_microbatches(world_size)
     on_first_rank(
         f"{layout_words(config, world_size)}, {config.train.steps} steps of {config.train.global_batch_size} samples, "
         f"{microbatches} microbatches each"
     )
-    with ProgressBar("train", config.train.steps) as bar:
-        results = launch(train_on_rank, world_size, config, timeout, device, bar.update)
+    recorded = config.override({"train.record_events": trace is not None})
+    with ProgressBar(config.train.steps, shown=first_rank()) as bar:
+        results = launch(train_on_rank, world_size, recorded, timeout, device, bar.update)
     refuse_if_any(results)
     for line in final_lines(results[0], config):
         on_first_rank(line)
+    if trace is not None and first_rank():
+        write_trace_of(results, Path(trace))
     return 0
 
 
@@ -80,6 +89,22 @@ def timeout_problems(timeout: float | None) -> list[str]:
     if timeout is None or 0 < timeout <= LONGEST_TIMEOUT:
         return []
     return [f"--timeout {timeout:g}: must be above 0 and at most {LONGEST_TIMEOUT} seconds (a week)"]
+
+
+def trace_problems(path: str | None) -> list[str]:
+    """What is wrong with --trace, as far as it can be told before there is a trace."""
+    if path is None or not first_rank():
+        return []
+    folder = os.path.dirname(path) or "."
+    if not path or os.path.isdir(path):
+        return [f"--trace {shown(path, 200)}: give the name of a file"]
+    if not os.path.isdir(folder):
+        return [f"--trace {shown(path, 200)}: there is no folder {shown(folder, 200)}; make it first"]
+    try:
+        with open(path, "ab") if os.path.exists(path) else TemporaryFile(dir=folder):
+            return []
+    except OSError as error:
+        return [f"--trace {shown(path, 200)}: {error.strerror or error}; give a path that can be written"]
 
 
 def ranks_to_use(arguments: Arguments) -> int | None:
@@ -147,7 +172,7 @@ def train_on_rank(config: RunConfig) -> Trained | Refusal:
         result = pretrain(config, datasets_provider=lambda _: datasets)
     except ConfigError as error:  # the same on every rank as well: what a machine cannot do
         return Refusal("; ".join(error.problems))
-    return Trained(result.losses, result.metrics)
+    return Trained(result.losses, result.metrics, result.events)
 
 
 def refuse_if_any(results: list[Any]) -> None:
@@ -172,8 +197,19 @@ def final_lines(result: Trained, config: RunConfig) -> list[str]:
     lines += [graph_words(line["graphs"]) for line in result.metrics if "graphs" in line][-1:]
     lines += never_captured(config)
     if config.train.output_dir is not None:
-        lines.append(f"metrics and events: {config.train.output_dir}")
+        files = "metrics and events" if config.train.write_events else "metrics"
+        lines.append(f"{files}: {config.train.output_dir}")
     return lines
+
+
+def write_trace_of(results: Sequence[Trained], path: Path) -> None:
+    """All ranks' Events as a file for ui.perfetto.dev, and a line that says which steps it holds."""
+    from labkit.viz.trace import write_trace
+
+    events = [event for result in results for event in result.events]
+    steps = sorted({event.step for event in events if event.step is not None})
+    write_trace(events, path)
+    print(f"trace of steps {steps[0]} to {steps[-1]} for ui.perfetto.dev: {path}", flush=True)
 
 
 def graph_words(held: Mapping[str, tuple[int, int]]) -> str:
@@ -212,34 +248,6 @@ def on_first_rank(line: str) -> None:
         print(line, flush=True)
 
 
-class ProgressBar:
-    """tqdm in the process that launched, fed by what rank 0 reports."""
-
-    def __init__(self, name: str, total: int) -> None:
-        self._name, self._total = name, total
-        self._bar: Any = None
-
-    def __enter__(self) -> ProgressBar:
-        from tqdm.auto import tqdm
-
-        self._bar = tqdm(
-            total=self._total, desc=self._name, unit="step", file=sys.stderr, mininterval=0.5, disable=not first_rank()
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def update(self, values: dict[str, Any]) -> None:
-        """Show the step and the losses that came with it."""
-        if "steps" in values:
-            self._bar.update(values["step"] - self._bar.n)
-        losses = {name: f"{value:.4f}" for name, value in values.items() if name.endswith("loss")}
-        skipped = {"skipped": values["skipped_steps"]} if "skipped_steps" in values else {}
-        if losses:
-            self._bar.set_postfix(losses | skipped)
-
-
 COMMAND = Command(
     name="train",
     summary="Train a model under a layout. Under torchrun its ranks are used: python -m torch.distributed.run "
@@ -250,6 +258,7 @@ COMMAND = Command(
         ),
         Option("device", "str", "where tensors live: auto, cpu or cuda", "auto"),
         Option("timeout", "float", TIMEOUT_HELP),
+        Option("trace", "str", "write the last train.keep_event_steps steps into this file (json) for ui.perfetto.dev"),
     ),
     execute=execute,
     example="labkit train --preset tiny --nproc 4 --parallel.tp 2 --parallel.pp 2 --train.steps 50",

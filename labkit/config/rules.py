@@ -245,6 +245,8 @@ def _data(found: Findings) -> None:
     folder = found.values["train.output_dir"]
     if found.sound("train.output_dir") and folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
         found.add("train.output_dir", "is a file; name a folder")
+    if folder is None and found.values["train.write_events"] is True:
+        found.add("train.write_events", "there is no folder for events.jsonl; name one in train.output_dir")
 
 
 _LATER: tuple[tuple[str, Any, str], ...] = (

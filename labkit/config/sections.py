@@ -341,11 +341,14 @@ class TrainConfig:
     timing_log_level: int = 0
     """0, 1 or 2: how fine the named timers are."""
     record_events: bool = True
-    """Make an Event for every forward, backward, send, receive and collective; on a GPU each waits for the device."""
+    """Keep an Event of every forward, backward, send, receive and collective for `TrainResult.events`; on a GPU each
+    waits for the device. `labkit train` returns none and records for --trace alone."""
     keep_event_steps: int = 100
-    """Steps whose Events stay in memory, counted from the end; events.jsonl has those of all steps."""
+    """Steps whose Events stay in memory for `TrainResult.events` and --trace, counted from the end."""
+    write_events: bool = False
+    """Write the Events of all steps and ranks to events.jsonl, often 0.5 MB a step; needs train.output_dir."""
     output_dir: str | None = None
-    """Folder for metrics.jsonl, scalars.jsonl and events.jsonl; None writes nothing."""
+    """Folder for metrics.jsonl and scalars.jsonl; None writes nothing."""
 
 
 SECTIONS: dict[str, type] = {

@@ -30,6 +30,8 @@ class Timer:
     def __init__(self, name: str, timers: Timers | None) -> None:
         """timers: where the time goes; None makes a timer that does nothing, for levels that are off."""
         self.name = name
+        self.seconds = 0.0
+        """The last span, from start to stop."""
         self._timers = timers
         self._started: float | None = None
 
@@ -41,9 +43,10 @@ class Timer:
     def stop(self, barrier: bool = False) -> None:
         """End, add the time, and record an Event of kind `timer`."""
         assert self._started is not None, f"timer {self.name!r} was not started"
-        start, self._started = self._started, None
+        start, end, self._started = self._started, time.perf_counter(), None
+        self.seconds = end - start
         if self._timers is not None:
-            self._timers.add(self.name, start, time.perf_counter())
+            self._timers.add(self.name, start, end)
 
     def __enter__(self) -> Timer:
         self.start()

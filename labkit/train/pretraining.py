@@ -109,9 +109,10 @@ def pretrain(
     no_wd_decay_cond, scale_lr_cond, lr_mult: see `labkit.train.optimizer.parameter_groups`.
     observer: sees model, gradients and parameters; the parity microscope is one.
 
-    Writes metrics.jsonl, scalars.jsonl and events.jsonl into `train.output_dir`, if one is given, as the run goes
-    (`labkit.train.reporting`). Raises ValueError for a configuration that cannot be trained (ConfigError lists all
-    problems) and for functions that return what the loop cannot use, FloatingPointError for a loss that is not finite.
+    Writes metrics.jsonl, scalars.jsonl and, with `train.write_events`, events.jsonl into `train.output_dir`, if one is
+    given, as the run goes (`labkit.train.reporting`). Raises ValueError for a configuration that cannot be trained
+    (ConfigError lists all problems) and for functions that return what the loop cannot use, FloatingPointError for a
+    loss that is not finite.
     """
     if process_non_loss_data is not None and process_non_loss_data_func is not None:
         raise ValueError("process_non_loss_data and process_non_loss_data_func are two names of one argument; give one")
@@ -233,6 +234,7 @@ def train(
     ):
         for done in range(config.train.steps):
             step = done + 1  # as people count: metrics, messages and the screen name the first step 1
+            report.begin_step(step)
             lr = lr_schedule(done - report.skipped_steps)  # a skipped step uses up nothing of the schedule
             with timers("step"):
                 result = train_step(
@@ -254,7 +256,8 @@ def train(
 
 def _records(config: RunConfig) -> bool:
     """Whether anybody wants Events. On a GPU each costs a synchronisation, so they are not made for nobody."""
-    return config.train.record_events or config.train.timing_log_level == 2
+    train = config.train
+    return train.record_events or train.write_events or train.timing_log_level == 2
 
 
 def _validates_after(config: RunConfig, step: int) -> bool:

@@ -1,11 +1,11 @@
 """What a run writes down: a line of metrics per step, all ranks' Events, progress for whoever launched it.
 
-    metrics.jsonl   a line a step: loss, norm, rates, timers, and of experts what `router_metrics` says; lines of
-                    evaluations; with CUDA graphs a line ahead of that of the step that captured them
+    metrics.jsonl   a line a step: loss, norm, rates, memory, timers, and of experts what `router_metrics` says; lines
+                    of evaluations; with CUDA graphs a line ahead of that of the step that captured them
     scalars.jsonl   the same numbers one by one, as TensorBoard takes them: {"step": 3, "tag": "loss", "value": 2.5}
-    events.jsonl    an Event a line
+    events.jsonl    an Event a line, if `train.write_events` asks
 
-Steps count from 1: a line of step N is about the model after N steps, an evaluation's as well.
+Steps count from 1: a line of step N is written when N steps are finished, an evaluation's as well.
 All grow as the run goes, so that a run that dies leaves what it had, and memory does not grow with the steps.
 """
 
@@ -27,6 +27,7 @@ from labkit.train.metrics import JsonLines, Timers, min_max_over_ranks, scalars
 from labkit.train.router_metrics import LayerMetrics, RouterMetrics, router_line
 from labkit.train.step_graphs import StepGraphs
 from labkit.train.stepping import StepResult
+from labkit.train.throughput import Throughput, peak_memory_bytes
 
 
 class Report:
@@ -50,7 +51,9 @@ class Report:
         self._folder = Path(config.train.output_dir) if config.train.output_dir is not None else None
         self._lines = self._file("metrics.jsonl")
         self._scalar_lines = self._file("scalars.jsonl")
-        self._event_lines = self._file("events.jsonl")
+        self._event_lines = self._file("events.jsonl") if config.train.write_events else JsonLines(None)
+        self._throughput = Throughput(config, groups.world.size)
+        self._peak_memory = 0
         self.skipped_steps = 0
         self._skipped_because: str | None = None
         self._since_last_line = 0
@@ -71,7 +74,7 @@ class Report:
         """Close the files. After an error nobody is waited for: rank 0 adds what it did itself since the last step."""
         if kind is None:
             self._take_events(ends_step=False)
-        elif self._recorder is not None and self._config.train.record_events:
+        elif self._recorder is not None:
             self._write_events(self._recorder.events)
         for lines in (self._lines, self._scalar_lines, self._event_lines):
             lines.close()
@@ -88,10 +91,17 @@ class Report:
             error.add_note(f"{count} training steps were done, the last with a loss of {self.losses[-1]:.4f}; {where}")
             raise
 
+    def begin_step(self, step: int) -> None:
+        """Events from here on belong to `step`, counted from 1."""
+        if self._recorder is not None:
+            self._recorder.step = step
+
     def step(self, step: int, result: StepResult, lr: float) -> None:
         """Take in a finished step; every `log_interval` steps, write a line with the spread of the timers.
 
         step: counted from 1, so it is the number of finished steps.
+        Times and rates of a line are those of the slowest rank over the steps since the line before, memory is that of
+        the fullest rank. Progress is reported after every step, with what rank 0 knows without asking the others.
         `skipped_steps` counts from the start of the run; `skipped_because` names what was not finite in the last step
         that was skipped since the line before.
         """
@@ -100,30 +110,34 @@ class Report:
         self.skipped_steps += result.skipped
         self._skipped_because = result.not_finite or self._skipped_because
         self._since_last_line += 1
-        skipped = {"skipped_steps": self.skipped_steps} if self.skipped_steps else {}
-        self._progress(step=step, steps=self._config.train.steps, loss=result.loss, **skipped)
-        if step % self._config.train.log_interval and step < self._config.train.steps:
-            return
-        timers, routers = self._over_ranks()
-        slowest = timers["step"][1]
-        train, model = self._config.train, self._config.model
-        tokens = train.global_batch_size * model.seq_length * self._since_last_line
-        because = {"skipped_because": self._skipped_because} if self._skipped_because else {}
-        self._since_last_line, self._skipped_because = 0, None
-        self._add(
-            {
-                "step": step,
-                "loss": result.loss,
-                "grad_norm": result.grad_norm,
-                "learning_rate": lr,
-                "loss_scale": result.loss_scale,
-                "skipped_steps": self.skipped_steps,
-                **because,
-                "tokens_per_second": tokens / slowest,
-                **routers,
-                "timers": timers,
-            }
+        self._peak_memory = max(self._peak_memory, peak_memory_bytes(self._groups.device))
+        values = {
+            "step": step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": lr,
+            "loss_scale": result.loss_scale,
+            "skipped_steps": self.skipped_steps,
+        }
+        if step % self._config.train.log_interval == 0 or step == self._config.train.steps:
+            self._write_line(values)
+        seconds = self._timers("step").seconds
+        self._progress(
+            **values,
+            steps=self._config.train.steps,
+            eta=self._throughput.time_left(step, seconds),
+            peak_memory_bytes=self._peak_memory,
+            **self._throughput.rates(seconds),
         )
+
+    def _write_line(self, values: dict[str, Any]) -> None:
+        """A line of metrics with `values` of the last step and what all ranks did since the line before."""
+        timers, routers = self._over_ranks()
+        because = {"skipped_because": self._skipped_because} if self._skipped_because else {}
+        rates = self._throughput.rates(timers["step"][1] / self._since_last_line)
+        self._since_last_line, self._skipped_because = 0, None
+        memory = {"peak_memory_bytes": self._peak_memory}
+        self._add({**values, **because, **rates, **memory, **routers, "timers": timers})
 
     def evaluation(self, step: int, name: str, loss: float) -> None:
         """Write a line `{"step": ..., name: loss}`, name being `validation_loss` or `test_loss`."""
@@ -148,22 +162,24 @@ class Report:
             self._add({"step": step, "graphs": min_max_over_ranks(by_rank)})
 
     def _take_events(self, *, ends_step: bool) -> None:
-        """Feed what was recorded since the last call to the timers; with `train.record_events`, keep and write it."""
+        """Feed what was recorded since the last call to the timers; keep it and write it where that is asked for."""
         if self._recorder is None:
             return
         recorded = self._recorder.events[:]
         self._recorder.events.clear()
         self._timers.feed(recorded)
-        if not self._config.train.record_events:
-            return
+        if self._config.train.record_events:
+            self._keep_events(recorded, ends_step=ends_step)
+        if self._config.train.write_events:
+            with recording(self._groups.rank), comm_scope(layer="events", phase="report"):  # not itself an Event
+                by_rank = gather_objects(recorded, self._groups.world)
+            self._write_events(event for rank in by_rank for event in rank)
+
+    def _keep_events(self, recorded: list[Event], *, ends_step: bool) -> None:
         if ends_step or not self._events_of_steps:
             self._events_of_steps.append(recorded)
         else:
             self._events_of_steps[-1] += recorded
-        if self._folder is not None:
-            with recording(self._groups.rank), comm_scope(layer="events", phase="report"):  # not itself an Event
-                by_rank = gather_objects(recorded, self._groups.world)
-            self._write_events(event for rank in by_rank for event in rank)
 
     def _write_events(self, events: Iterable[Event]) -> None:
         self._event_lines.write(*({k: v for k, v in asdict(e).items() if v is not None} for e in events))
@@ -178,8 +194,10 @@ class Report:
             report_progress(values)
 
     def _over_ranks(self) -> tuple[dict[str, tuple[float, float]], dict[str, Any]]:
-        """Since the last line: (minimum, maximum) seconds of each timer over all ranks, and what the routers did."""
-        own: tuple[dict[str, float], LayerMetrics] = self._timers.take(), self._routers.take()
+        """Since the last line: (minimum, maximum) seconds of each timer over all ranks, and what the routers did. The
+        peak of memory becomes that of all ranks."""
+        own: tuple[dict[str, float], LayerMetrics, int] = self._timers.take(), self._routers.take(), self._peak_memory
         with comm_scope(layer="timers", phase="report"):
-            timers, routers = zip(*gather_objects(own, self._groups.world))
+            timers, routers, peaks = zip(*gather_objects(own, self._groups.world))
+        self._peak_memory = max(peaks)
         return min_max_over_ranks(timers), router_line(routers)

@@ -75,13 +75,8 @@ def _draw_shares(axes: Any, table: NDArray[Any]) -> None:
 
 def _draw_fullest(axes: Any, loads: Mapping[str, NDArray[Any]]) -> None:
     for number, (name, table) in enumerate(loads.items()):
-        axes.plot(
-            range(1, len(table) + 1),
-            _fullest(table),
-            _LINES[number % len(_LINES)],
-            color=_RUNS[number % len(_RUNS)],
-            label=name,
-        )
+        ratio, style = _fullest(table), {"ls": _LINES[number % len(_LINES)], "color": _RUNS[number % len(_RUNS)]}
+        axes.plot(range(1, len(ratio) + 1), ratio, label=name, **style)
     axes.axhline(1, color="#666666", lw=0.8, ls=":")
     axes.set(xlabel="step", ylabel="fullest expert / mean", ylim=(0.9, None))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

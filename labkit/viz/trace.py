@@ -17,6 +17,7 @@ from labkit.schedules.simulator import Timeline
 
 _TRACKS = {
     "compute": ("forward", "backward", "input_grad", "weight_grad"),
+    "graphs": ("graph_replay",),
     "optimizer": ("optimizer",),
     "wait": ("wait",),
     "collective": ("collective",),
@@ -34,7 +35,8 @@ _LANES = 100
 def write_trace(events: Timeline | Iterable[Event], path: str | Path, *, arrows: bool = True) -> Path:
     """Write a Timeline's or recorded Events as one JSON file; makes the folder; returns the path.
 
-    Times are moved so that the earliest event starts at 0.
+    Times are moved so that the earliest event starts at 0. Of a training run each slice says its step, and the slices
+    `step 1`, `step 2`, ... on the track `timers` span the steps.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,11 +79,12 @@ def _meta(what: str, rank: int, lane: int, **args: Any) -> dict[str, Any]:
 
 
 def _slice(event: Event, lane: int) -> dict[str, Any]:
-    details = {"microbatch": event.microbatch, "chunk": event.chunk, "bytes": event.bytes}
+    details = {"step": event.step, "microbatch": event.microbatch, "chunk": event.chunk, "bytes": event.bytes}
+    is_step = event.kind == "timer" and event.name == "step" and event.step is not None
     return {
         "ph": "X",
         "cat": event.kind,
-        "name": event.name,
+        "name": f"step {event.step}" if is_step else event.name,
         "pid": event.rank,
         "tid": lane,
         "ts": event.start * 1e6,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
 import re
 import shlex
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -30,7 +35,48 @@ def test_train_prints_the_final_losses_and_writes_metrics(tmp_path: Path, capfd:
     assert out.startswith("2 ranks: tp 2 x cp 1 x dp 1 x pp 1, 2 steps of 4 samples")
     assert f"step 2 of 2: training loss {final:.4f}\n" in out
     assert re.search(r"^validation loss \d", out, re.M) and re.search(r"^test loss \d", out, re.M)
-    assert str(tmp_path) in out and "train: 100%" in err
+    assert f"metrics: {tmp_path}\n" in out
+    last = [line for line in lines if "loss" in line][-1]
+    assert f"step 2 of 2: loss {final:.4f}  " in err and f"lr {last['learning_rate']:.2e}" in err and " tokens/s" in err
+    assert re.search(r"^step 2 of 2: validation loss \d", err, re.M) and "\r" not in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "scalars.jsonl"]
+
+
+def test_trace_holds_the_last_steps_of_all_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.json"
+    words = ["--pp", "2", "--steps", "3", "--keep-event-steps", "2", "--eval-steps", "1", "--trace", str(path)]
+    assert main(["train", *SMALL, *words]) == 0
+    assert f"trace of steps 2 to 3 for ui.perfetto.dev: {path}\n" in capfd.readouterr().out
+    rows = json.loads(path.read_text())["traceEvents"]
+    assert {row["ph"] for row in rows} == {"M", "X", "s", "f"}
+    slices = [row for row in rows if row["ph"] == "X"]
+    assert {row["args"]["step"] for row in slices} == {2, 3} and {row["pid"] for row in slices} == {0, 1}
+    spans = {(row["pid"], row["name"]): (row["ts"], row["ts"] + row["dur"]) for row in slices if "step " in row["name"]}
+    assert set(spans) == {(rank, f"step {step}") for rank in (0, 1) for step in (2, 3)}
+    for row in (row for row in slices if row["cat"] == "backward"):
+        start, end = spans[row["pid"], f"step {row['args']['step']}"]
+        assert start <= row["ts"] <= row["ts"] + row["dur"] <= end
+    assert not (tmp_path / "events.jsonl").exists()
+
+
+def test_a_terminal_of_80_columns_and_one_of_none_show_the_run() -> None:
+    """Standard error on a terminal: a line drawn anew, or whole lines where the terminal tells no width."""
+    command = [sys.executable, "-m", "labkit.cli", "train", *SMALL, "--nproc", "1", "--steps", "2"]
+    for width, shown in ((80, "\r"), (0, "memory ")):
+        reader, writer = pty.openpty()
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+        done = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=writer)
+        os.close(writer)
+        text = b""
+        while True:
+            try:
+                text += os.read(reader, 65536)
+            except OSError:  # EIO: the command has ended
+                break
+        os.close(reader)
+        assert done.wait() == 0
+        lines = text.decode().replace("\r\n", "\n")
+        assert re.search(r"step 2 of 2: loss \d\.\d{4}  [\d.]+ s/step", lines) and shown in lines, (width, lines)
 
 
 def test_a_tokenizer_that_does_not_fit_is_the_users_error(capfd: pytest.CaptureFixture[str]) -> None:
@@ -82,10 +128,14 @@ def test_parity_keeps_its_verdict_when_its_reader_leaves() -> None:
         assert (done.stdout, done.stderr) == (f"{status}\n", "")
 
 
-def test_torchrun_uses_its_ranks_and_speaks_once() -> None:
+def test_torchrun_uses_its_ranks_and_speaks_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "labkit.cli", "train"]
-    done = subprocess.run([*command, *SMALL, "--tp", "2", "--steps", "1"], capture_output=True, text=True, check=False)
+    words = [*SMALL, "--tp", "2", "--steps", "1", "--trace", str(tmp_path / "run.json")]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("step 1 of 1: loss") == 1 and done.stdout.count("trace of steps 1 to 1") == 1
+    slices = [row for row in json.loads((tmp_path / "run.json").read_text())["traceEvents"] if row["ph"] == "X"]
+    assert {row["pid"] for row in slices} == {0, 1}
     assert done.stdout.count("2 ranks: tp 2") == 1 and done.stdout.count("step 1 of 1: training loss") == 1
 
 

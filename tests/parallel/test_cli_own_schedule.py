@@ -32,7 +32,8 @@ def final_losses(words: list[str], capfd: pytest.CaptureFixture[str]) -> list[st
 def test_a_table_of_ones_own_trains_in_its_order(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path, output = tmp_path / "mine.csv", tmp_path / "run"
     path.write_text(text)
-    own = final_losses(["--schedule.path", str(path), "--eval-steps", "1", "--output-dir", str(output)], capfd)
+    written = ["--output-dir", str(output), "--write-events"]
+    own = final_losses(["--schedule.path", str(path), "--eval-steps", "1", *written], capfd)
     usual = final_losses(["--eval-steps", "1"], capfd)
     assert own == usual and len(own) == 3
     events = read_jsonl(output / "events.jsonl")

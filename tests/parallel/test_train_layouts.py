@@ -31,7 +31,7 @@ def test_the_same_layout_twice_is_bit_equal_with_dropout_and_all_ranks_report_th
 
 def test_files_of_a_whole_world(tmp_path):
     seen = []
-    config = small(tp=2, output_dir=str(tmp_path), eval_steps=1, timing_log_level=2)
+    config = small(tp=2, output_dir=str(tmp_path), eval_steps=1, timing_log_level=2, write_events=True)
     results = run(pretrain, 4, config, progress=seen.append)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines if "loss" in line] == results[0].losses
@@ -180,7 +180,7 @@ def pretrain_with_a_bad_test(config: RunConfig) -> None:
 
 def test_a_test_that_fails_after_training_says_what_is_kept(tmp_path):
     with pytest.raises(RankError) as error:
-        run(pretrain_with_a_bad_test, 2, small(tp=2, eval_steps=1, output_dir=str(tmp_path)))
+        run(pretrain_with_a_bad_test, 2, small(tp=2, eval_steps=1, output_dir=str(tmp_path), write_events=True))
     text = str(error.value)
     assert "RuntimeError: bad sample" in text
     assert "all 2 training steps were done" in text and str(tmp_path) in text

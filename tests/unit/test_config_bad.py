@@ -321,6 +321,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"data.path": "/tmp"}, None, "data.path", "is a directory; give a file"),
     ({"data.tokenizer": "/nowhere/t.json"}, None, "data.tokenizer", "no such file"),
     ({"output_dir": sys.executable}, None, "train.output_dir", "is a file; name a folder"),
+    ({"write_events": True}, None, "train.write_events", "no folder for events.jsonl; name one in train.output_dir"),
 ]  # fmt: skip
 
 # (YAML text, part of the message)
@@ -445,6 +446,10 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["train", "--preset", "tiny", "--timeout", "0"], "--timeout 0: must be above 0"),
     (["train", "--preset", "tiny", "--timeout", "604801"], "--timeout 604801: must be above 0 and at most 604800"),
     (["parity", "--preset", "tiny", "--timeout", "inf"], "--timeout inf: must be"),
+    (["train", "--preset", "tiny", "--trace", "/nowhere/run.json"], "--trace '/nowhere/run.json': there is no folder"),
+    (["train", "--preset", "tiny", "--trace", "/"], "--trace '/': give the name of a file"),
+    (["train", "--preset", "tiny", "--trace", ""], "--trace '': give the name of a file"),
+    (["train", "--preset", "tiny", "--trace", "/proc/run.json"], "give a path that can be written"),
     (["parity", "--preset", "tiny", "--timeout", "-1"], "--timeout -1: must be above 0"),
     (["run", "--timeout", "0"], "--timeout 0: must be at least 1 second"),
     (["parity", "--preset", "tiny", "--steps", "0"], "--steps 0: must be at least 1"),

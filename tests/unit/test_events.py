@@ -19,6 +19,7 @@ EVENTS = st.builds(
     microbatch=st.none() | st.integers(0, 100),
     chunk=st.none() | st.integers(0, 7),
     bytes=st.none() | st.integers(0, 2**40),
+    step=st.none() | st.integers(1, 2**31),
 )
 
 

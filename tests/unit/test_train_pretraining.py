@@ -99,7 +99,9 @@ def test_a_test_that_fails_leaves_the_losses_and_says_where(tmp_path):
 
     calls = []
     with pytest.raises(RuntimeError, match="bad sample") as error:
-        pretrain(small(eval_steps=1, output_dir=str(tmp_path), log_interval=2), forward_step=forward_step)
+        pretrain(
+            small(eval_steps=1, output_dir=str(tmp_path), log_interval=2, write_events=True), forward_step=forward_step
+        )
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 3, 3] and "validation_loss" in lines[-1]
     [note] = error.value.__notes__
@@ -215,7 +217,7 @@ def test_parameters_keep_no_grad_and_scaled_groups_move_more():
 
 
 def test_files(tmp_path):
-    result = pretrain(small(output_dir=str(tmp_path), timing_log_level=1, eval_steps=1))
+    result = pretrain(small(output_dir=str(tmp_path), timing_log_level=1, eval_steps=1, write_events=True))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 3, 3]
     assert [line["loss"] for line in lines[:3]] == result.losses
@@ -223,6 +225,26 @@ def test_files(tmp_path):
     events = read_jsonl(tmp_path / "events.jsonl")
     assert events == result.events
     assert {"step", "optimizer", "forward-backward"} <= {event.name for event in events}
+    assert [event.step for event in events if event.name == "step"] == [1, 2, 3]
+    inside = [event.step for event in events if event.name == "0B0"]
+    assert inside == [1, 2, 3], "each Event says its step"
+    trained = max(event.end for event in events if event.name == "step")
+    assert {event.step for event in events if event.start >= trained} == {3}, "a validation belongs to the step before"
+    numbers = [json.loads(line) for line in (tmp_path / "scalars.jsonl").read_text().splitlines()]
+    assert [number["step"] for number in numbers if number["tag"] == "loss"] == [1, 2, 3]
+
+
+def test_a_run_writes_no_events_unless_it_is_asked_to(tmp_path):
+    """They are 0.5 MB a step; what stays in memory is for who calls `pretrain`."""
+    result = pretrain(small(output_dir=str(tmp_path)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "scalars.jsonl"]
+    assert {event.step for event in result.events} == {1, 2, 3}
+
+
+def test_events_that_are_written_need_not_be_kept(tmp_path):
+    result = pretrain(small(output_dir=str(tmp_path), record_events=False, write_events=True))
+    assert result.events == []
+    assert {event.step for event in read_jsonl(tmp_path / "events.jsonl")} == {1, 2, 3}
 
 
 def test_without_recording_nothing_is_kept_but_timers_still_add_up():
@@ -232,7 +254,7 @@ def test_without_recording_nothing_is_kept_but_timers_still_add_up():
 
 
 def test_memory_holds_the_last_steps_and_the_file_holds_all(tmp_path):
-    result = pretrain(small(steps=5, keep_event_steps=2, output_dir=str(tmp_path)))
+    result = pretrain(small(steps=5, keep_event_steps=2, output_dir=str(tmp_path), write_events=True))
     written = read_jsonl(tmp_path / "events.jsonl")
     assert [event.name for event in written].count("step") == 5
     assert [event.name for event in result.events].count("step") == 2
@@ -241,7 +263,7 @@ def test_memory_holds_the_last_steps_and_the_file_holds_all(tmp_path):
 
 def test_a_crash_keeps_what_was_written(tmp_path):
     with pytest.raises(FloatingPointError):
-        pretrain(small(steps=5, output_dir=str(tmp_path)), forward_step=poisoned(2, math.nan))
+        pretrain(small(steps=5, output_dir=str(tmp_path), write_events=True), forward_step=poisoned(2, math.nan))
     events = read_jsonl(tmp_path / "events.jsonl")
     assert [event.name for event in events].count("step") == 3
     assert [event.name for event in events].count("0F0") == 3

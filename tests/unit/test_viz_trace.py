@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from labkit.events import Event
+from labkit.events import KINDS, Event
 from labkit.schedules import Costs, one_f_one_b, simulate
 from labkit.viz import write_trace
 
@@ -53,6 +53,24 @@ def test_ranks_and_tracks_are_named(trace):
     threads = {args["name"] for (_, _, what), args in names.items() if what == "thread_name"}
     assert threads == {"compute", "send", "send 2", "optimizer", "wait"}
     assert {row["tid"] for row in of(trace, "X")} <= {tid for _, tid, what in names if what == "thread_name"}
+
+
+def test_each_step_of_a_run_is_named_and_replays_have_a_track(tmp_path):
+    events = [
+        Event(0, "step", "timer", 0.0, 1.0, step=7),
+        Event(0, "optimizer", "timer", 0.5, 1.0, step=7),
+        Event(0, "full iteration, training", "graph_replay", 0.0, 0.4, step=7),
+        Event(0, "step", "timer", 1.0, 2.0, step=8),
+    ]
+    rows = of(json.loads(write_trace(events, tmp_path / "t.json").read_text()), "X")
+    assert [row["name"] for row in rows if row["cat"] == "timer"] == ["step 7", "optimizer", "step 8"]
+    assert [row["args"]["step"] for row in rows] == [7, 7, 7, 8]
+
+
+def test_every_kind_of_event_has_a_track(tmp_path):
+    events = [Event(0, kind, kind, 0.0, 1.0) for kind in KINDS]
+    rows = of(json.loads(write_trace(events, tmp_path / "t.json").read_text()), "X")
+    assert sorted(row["cat"] for row in rows) == sorted(KINDS)
 
 
 def test_slices_of_one_track_do_not_overlap(trace):

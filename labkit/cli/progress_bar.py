@@ -1,0 +1,105 @@
+"""The progress of a training run on standard error, fed by what rank 0 reports.
+
+On a terminal of 60 columns or more there is one line, drawn anew: a bar where there is room, then as many values as
+fit. A narrower terminal, one that does not tell its width, and a file get whole lines with all values: the first step,
+the last, and some between, a line a second at first and a line a minute after a hundred minutes. An evaluation has a
+line of its own everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from typing import Any, TextIO
+
+from labkit.train.progress_line import all_lines, one_line
+
+NARROWEST = 60
+"""Columns of a terminal whose line is drawn anew; on fewer a line loses what a reader needs."""
+WITH_BAR = 150
+"""Columns from which a bar has room beside all values."""
+_BAR = "{percentage:3.0f}%|{bar:10}| "
+_BAR_COLUMNS = 17
+
+
+def columns(stream: TextIO) -> int | None:
+    """Width of the terminal behind `stream`: None for a file or pipe, 0 for a terminal that does not tell."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError, AttributeError):  # no terminal; a stream of Python without a file behind it
+        return None
+
+
+class ProgressBar:
+    """`with ProgressBar(100) as bar: run(..., progress=bar.update)`."""
+
+    def __init__(self, steps: int, stream: TextIO | None = None, *, shown: bool = True) -> None:
+        """steps: of the whole run. stream: where to write, standard error if not given. shown: False on ranks of
+        torchrun that nobody reports to."""
+        self._steps, self._stream, self._shown = steps, stream or sys.stderr, shown
+        self._bar: Any = None
+        self._unshown: dict[str, Any] | None = None
+        self._started, self._shown_at = time.monotonic(), -math.inf
+
+    def __enter__(self) -> ProgressBar:
+        if self._shown and (columns(self._stream) or 0) >= NARROWEST:
+            from tqdm.auto import tqdm
+
+            self._bar = tqdm(
+                total=self._steps, file=self._stream, mininterval=0.1, miniters=1, dynamic_ncols=True,
+                bar_format=self._bar_format(), desc=f"step 0 of {self._steps}: starting",
+            )  # fmt: skip
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the last state on the screen, also of a run that failed."""
+        if self._bar is not None:
+            self._bar.close()
+        self._show_rest()
+
+    def update(self, values: dict[str, Any]) -> None:
+        """Show a finished step, or an evaluation after it."""
+        values = {"steps": self._steps, **values}
+        if "loss" not in values:
+            self._show_rest()
+            self._write(values)
+        elif self._bar is not None:
+            self._redraw(values)
+        else:
+            self._unshown = values
+            if self._is_due():
+                self._show_rest()
+
+    def _redraw(self, values: dict[str, Any]) -> None:
+        self._bar.bar_format = self._bar_format()
+        width = (columns(self._stream) or NARROWEST) - 1  # a character in the last column may break the line
+        if self._has_bar():
+            width -= _BAR_COLUMNS
+        self._bar.set_description_str(one_line(values, width), refresh=False)
+        self._bar.update(values["step"] - self._bar.n)
+
+    def _has_bar(self) -> bool:
+        return (columns(self._stream) or 0) >= WITH_BAR
+
+    def _bar_format(self) -> str:
+        return f"{_BAR if self._has_bar() else ''}{{desc}}"
+
+    def _is_due(self) -> bool:
+        """Whether a whole line is due: the first, and later ones the rarer the longer the run."""
+        now = time.monotonic()
+        return now - self._shown_at >= min(60.0, max(1.0, (now - self._started) / 100))
+
+    def _show_rest(self) -> None:
+        """A whole line for a step that has none yet."""
+        if self._unshown is not None:
+            self._write(self._unshown)
+            self._shown_at, self._unshown = time.monotonic(), None
+
+    def _write(self, values: dict[str, Any]) -> None:
+        text = "\n".join(all_lines(values, columns(self._stream) or None))
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)

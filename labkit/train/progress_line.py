@@ -1,0 +1,83 @@
+"""A finished step in one line for people: its values with their units, the most important first.
+
+    step 12 of 100: loss 5.8054  0.420 s/step  ETA 0:37  1,234 tokens/s  0.0123 TFLOP/s/rank  lr 3.00e-04
+      grad norm 1.23  memory 0.41 GiB
+
+The values bear the names that they have in metrics.jsonl, so that a line of that file can be shown as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def duration(seconds: float) -> str:
+    """`0:37`, `12:05`, `1:02:03`: minutes and seconds, with hours where there are any."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def digits(value: float) -> str:
+    """Three significant digits below a thousand, whole numbers with commas above."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:#.3g}".rstrip(".")
+
+
+FIELDS: dict[str, Callable[[Any], str]] = {
+    "loss": lambda loss: f"loss {loss:.4f}",
+    "validation_loss": lambda loss: f"validation loss {loss:.4f}",
+    "test_loss": lambda loss: f"test loss {loss:.4f}",
+    "skipped_steps": lambda count: f"skipped {count}" if count else "",
+    "step_time": lambda seconds: f"{digits(seconds)} s/step",
+    "eta": lambda seconds: f"ETA {duration(seconds)}",
+    "tokens_per_second": lambda rate: f"{digits(rate)} tokens/s",
+    "tflops_per_rank": lambda rate: f"{digits(rate)} TFLOP/s/rank",
+    "learning_rate": lambda rate: f"lr {rate:.2e}",
+    "grad_norm": lambda norm: f"grad norm {digits(norm)}",
+    "peak_memory_bytes": lambda size: f"memory {size / 2**30:.2f} GiB",
+}
+"""Name in metrics.jsonl -> words, the most important first. `eta` (seconds to the end) is in no file."""
+
+
+def step_words(values: Mapping[str, Any]) -> list[str]:
+    """`step 12 of 100:` and the words of each field that `values` has; without `steps` the total is left out.
+
+    A number that was not finite is None in metrics.jsonl; its field is left out.
+    """
+    total = f" of {values['steps']}" if "steps" in values else ""
+    shown = (say(values[name]) for name, say in FIELDS.items() if values.get(name) is not None)
+    return [f"step {values['step']}{total}:", *filter(None, shown)]
+
+
+def one_line(values: Mapping[str, Any], width: int) -> str:
+    """As many fields as fit into `width` columns, in order of importance; step and first field are always there."""
+    head, *fields = step_words(values)
+    line = " ".join([head, *fields[:1]])
+    for field in fields[1:]:
+        if len(line) + 2 + len(field) > width:
+            break
+        line += f"  {field}"
+    return line
+
+
+def all_lines(values: Mapping[str, Any], width: int | None = None) -> list[str]:
+    """All fields, on as many lines of `width` columns as they need; without a width on one line.
+
+    Later lines are indented by two. A field wider than the terminal stays whole.
+    """
+    head, *fields = step_words(values)
+    if width is None:
+        return [f"{head} {'  '.join(fields)}"]
+    return _wrapped([head, *fields], width)
+
+
+def _wrapped(words: Sequence[str], width: int) -> list[str]:
+    lines = [words[0]]
+    for place, word in enumerate(words[1:]):
+        longer = f"{lines[-1]}{'  ' if place else ' '}{word}"
+        if len(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(f"  {word}")
+    return lines
