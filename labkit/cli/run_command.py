@@ -79,7 +79,8 @@ def find_chapters(words: list[str], folder: Path) -> tuple[list[Path], list[str]
         else:
             matches = [p for stem, p in known.items() if stem == word or stem.split("_")[0] == word.zfill(2)]
             found += matches
-            problems += [] if matches else [f"{shown(word)}: no such chapter; {listed}{nearest(word, known)}"]
+            to_come = " (README.md lists those to come)" if word.isdecimal() else ""
+            problems += [] if matches else [f"{shown(word)}: no such chapter{to_come}; {listed}{nearest(word, known)}"]
     return list(dict.fromkeys(found)), problems
 
 

@@ -477,7 +477,10 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["train", "--preset", "tiny", "--data.tokenizer", SHORT_TEXT], "is not a tokenizer in the JSON format"),
     (["parity", "--preset", "tiny", "--drop", "all_reduce"], "--drop 'all_reduce': write operation=all_reduce"),
     (["run"], "no chapter named"),
-    (["run", "99"], "'99': no such chapter"),
+    (["run", "99"], "'99': no such chapter (README.md lists those to come); chapters in "),
+    (["run", "tours"], "'tours': no such chapter; chapters in "),
+    (["run", "08", "-p", "world_size", "3"], "-p world_size '3': must be 2, 4 or 8 in 08_p2p_and_1f1b"),
+    (["run", "08", "--out", f"{__file__}/below"], "test_config_bad.py/below': cannot be written; name another folder"),
     (["run", "nowhere.ipynb"], "no such file"),
     (["run", "-p", "steps"], "needs a name and a value"),
 ]
