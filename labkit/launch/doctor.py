@@ -14,6 +14,7 @@ from importlib import metadata
 from typing import Literal
 
 from labkit.launch.info import loopback_interface
+from labkit.launch.machine import host_memory, usable_cores
 from labkit.launch.transformer_engine import why_no_transformer_engine
 
 Level = Literal["good", "note", "bad"]
@@ -97,13 +98,6 @@ def _transformer_engine() -> Finding:
     return Finding(topic, "good", metadata.version("transformer_engine"))
 
 
-def usable_cores() -> int:
-    """Cores this process may run on, which a container or a batch system can restrict."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _cores() -> Finding:
     cores = usable_cores()
     if cores < 2:
@@ -112,10 +106,12 @@ def _cores() -> Finding:
 
 
 def _memory() -> Finding:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
-    if total < 4:
-        return Finding("memory", "note", f"{total:.1f} GiB", "use at most 4 ranks; each needs about 0.1 GiB of its own")
-    return Finding("memory", "good", f"{total:.1f} GiB")
+    memory = host_memory()
+    text = f"{memory.available / _GIB:.1f} of {memory.total / _GIB:.1f} GiB available"
+    text += ", by the limit of a control group" if memory.limited else ""
+    if memory.available < 4 * _GIB:
+        return Finding("memory", "note", text, "use at most 4 ranks; each needs about 0.1 GiB of its own")
+    return Finding("memory", "good", text)
 
 
 def _shared_memory() -> Finding:
