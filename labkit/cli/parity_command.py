@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from labkit.cli.arguments import Arguments, Command, Option
-from labkit.cli.preparation import input_problems, prepared
+from labkit.cli.preparation import data_problem, prepared
 from labkit.cli.train_command import TIMEOUT_HELP, device_problems, refusing_arguments, timeout_problems
 from labkit.config import RunConfig
 from labkit.config.errors import shown
@@ -41,8 +41,7 @@ def execute(arguments: Arguments) -> int:
     layouts, bad_layouts = read_layouts(text, config, options["world_size"]) if not problems else ([], [])
     fault, bad_fault = _read_fault(options["drop"])
     arguments.refuse(problems + bad_layouts + bad_fault)
-    config = prepared(COMMAND, arguments, [])
-    arguments.refuse(_input_problems(layouts, config, options["device"]))
+    config = prepared(COMMAND, arguments, _input_problems(layouts, config, options["device"]))
     from labkit.train import compare
 
     with refusing_arguments():
@@ -68,11 +67,13 @@ def world_size_problems(world_size: int | None) -> list[str]:
 
 def _input_problems(layouts: list[dict[str, Any]], config: RunConfig, device: str) -> list[str]:
     """What is wrong with the files that the configuration and its layouts name, and with the devices they need."""
+    from labkit.train.preflight import machine_problems
+
     problems = []
     for layout in layouts:
-        fields = {name: value for name, value in layout.items() if name != "world_size"}
-        problems += input_problems(config.replaced(fields), layout["world_size"], device)
-    return list(dict.fromkeys(problems))
+        changed = config.replaced({name: value for name, value in layout.items() if name != "world_size"})
+        problems += [*machine_problems(changed, layout["world_size"], device), data_problem(changed)]
+    return problems
 
 
 def read_layouts(

@@ -10,7 +10,7 @@ from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 from labkit.cli.arguments import Arguments, Command, Option
-from labkit.cli.preparation import prepared
+from labkit.cli.preparation import data_problem, prepared
 from labkit.cli.progress_bar import ProgressBar
 from labkit.config import ConfigError, RunConfig
 from labkit.config.errors import nearest, shown
@@ -50,7 +50,10 @@ def execute(arguments: Arguments) -> int:
     arguments.problems += trace_problems(arguments.options["trace"])
     arguments.refuse([*config.problems(world_size), *config.not_yet_trainable()])
     assert world_size is not None, "a sound layout has a smallest world"
-    config, trace = prepared(COMMAND, arguments, [world_size]), arguments.options["trace"]
+    from labkit.train import preflight
+
+    config = prepared(COMMAND, arguments, [*preflight.problems(config, world_size, device), data_problem(config)])
+    trace = arguments.options["trace"]
     microbatches = config.num_microbatches(world_size)
     on_first_rank(
         f"{layout_words(config, world_size)}, {config.train.steps} steps of {config.train.global_batch_size} samples, "

@@ -247,6 +247,8 @@ def _data(found: Findings) -> None:
         found.add("train.output_dir", "is a file; name a folder")
     if folder is None and found.values["train.write_events"] is True:
         found.add("train.write_events", "there is no folder for events.jsonl; name one in train.output_dir")
+    if folder is None:
+        found.no_effect(["train.overwrite"], "without train.output_dir; name a folder")
 
 
 _LATER: tuple[tuple[str, Any, str], ...] = (

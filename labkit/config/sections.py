@@ -348,7 +348,13 @@ class TrainConfig:
     write_events: bool = False
     """Write the Events of all steps and ranks to events.jsonl, often 0.5 MB a step; needs train.output_dir."""
     output_dir: str | None = None
-    """Folder for metrics.jsonl and scalars.jsonl; None writes nothing."""
+    """Folder for metrics.jsonl and scalars.jsonl; None writes nothing. One run at a time writes into it, and one that
+    holds a run already is refused."""
+    overwrite: bool = False
+    """Replace the files of an earlier run in output_dir; other files there stay."""
+    allow_oversubscription: bool = False
+    """Start even where the sum of weights, gradients, optimizer and activations exceeds the memory that is
+    available."""
 
 
 SECTIONS: dict[str, type] = {

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from labkit.launch.info import RankInfo as RankInfo
     from labkit.launch.info import rank_info as rank_info
     from labkit.launch.launcher import Ranks as Ranks
+    from labkit.launch.launcher import before_launch as before_launch
     from labkit.launch.launcher import run as run
     from labkit.launch.report import RankError as RankError
     from labkit.launch.status import report_progress as report_progress
@@ -30,6 +31,7 @@ _MODULE_OF = {
     "RankError": "report",
     "RankInfo": "info",
     "Ranks": "launcher",
+    "before_launch": "launcher",
     "join": "torchrun",
     "preload": "forkserver",
     "rank_info": "info",

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from labkit.launch import guard
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 BACKENDS = ("auto", "gloo", "nccl")
 DEVICES = ("auto", "cpu", "cuda")
+DeviceKind = Literal["cpu", "cuda"]
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""One of these is there where a driver of GPUs is: NVIDIA's on Linux and in WSL, AMD's."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,17 @@ def set_rank_info(info: RankInfo) -> None:
 def inside_rank() -> bool:
     """Whether this process is a rank that labkit started or took over."""
     return _current is not None
+
+
+def device_kind(device: str) -> DeviceKind:
+    """Where tensors will live: `auto` is cuda where torch sees a GPU. Imports torch only where there is a driver."""
+    if device != "auto":
+        return "cuda" if device == "cuda" else "cpu"
+    if "torch" not in sys.modules and not any(Path(driver).exists() for driver in _DRIVERS):
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def choose_device(device: str, rank: int, local_rank: int) -> torch.device:

@@ -7,10 +7,11 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from labkit.launch import info, payload, torchrun
+from labkit.launch import info, machine, payload, torchrun
 from labkit.launch.pool import GRACE, RankPool
 from labkit.launch.report import RankError
 
@@ -56,7 +57,8 @@ def run(
     rank order.
 
     **Raises** ValueError or TypeError before any process starts, if an argument cannot be; RankError if a rank raises,
-    dies or hangs. No rank is left behind, whatever happens.
+    dies or hangs. No rank is left behind, whatever happens. A function may look at its arguments before any process
+    starts: see `before_launch`.
     """
     with Ranks(
         world_size, backend=backend, timeout=timeout, debug=debug, device=device,
@@ -64,6 +66,32 @@ def run(
     ) as ranks:  # fmt: skip
         ranks._patience = GRACE  # nobody will use these ranks again: do not wait for stragglers after a failure
         return ranks.run(fn, *args, progress=progress)
+
+
+Look = Callable[..., None]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def before_launch(look: Look) -> Callable[[_Function], _Function]:
+    """Decorator: have `look(world_size, device, *args)` called in the launching process ahead of every launch of the
+    function, with the arguments of the call. `look` raises ValueError for what the ranks could only fail at.
+    `functools.partial` of the function is looked at too. Under torchrun there is no such moment, and nobody looks."""
+
+    def decorate(fn: _Function) -> _Function:
+        fn.before_launch = look  # pyright: ignore[reportFunctionMemberAccess]
+        return fn
+
+    return decorate
+
+
+def look_before_launch(fn: Callable[..., Any], world_size: int, device: str, args: tuple[Any, ...]) -> None:
+    """Call what `before_launch` has given `fn`, if anything."""
+    keywords: dict[str, Any] = {}
+    while isinstance(fn, partial):
+        fn, args, keywords = fn.func, (*fn.args, *args), {**fn.keywords, **keywords}
+    look: Look | None = getattr(fn, "before_launch", None)
+    if look is not None and not torchrun.started_us():
+        look(world_size, device, *args, **keywords)
 
 
 class Ranks:
@@ -110,6 +138,7 @@ class Ranks:
     ) -> list[Any]:
         """Call `fn(*args)` on every rank; as `labkit.launch.run`. `timeout` replaces that of the constructor."""
         limit = self.timeout if timeout is None else _checked_timeout(timeout)
+        look_before_launch(fn, self.world_size, self._settings["device"], args)
         if torchrun.started_us():
             return torchrun.run_here(
                 fn, self.world_size, args, group_timeout=self._group_timeout, progress=progress, **self._settings
@@ -157,6 +186,8 @@ class Ranks:
             if self._lost_state:
                 print("labkit: new ranks started; what earlier calls left in memory is gone")
                 self._lost_state = False
+            if warning := machine.crowding(self.world_size):
+                print(warning, file=sys.stderr, flush=True)
             pool = RankPool(self.world_size, limit=self.timeout, group_timeout=self._group_timeout, **self._settings)
             pool.patience = self._patience
             _pools.add(pool)

@@ -13,7 +13,7 @@ from typing import Any
 
 import cloudpickle
 
-from labkit.launch import info, status
+from labkit.launch import info, machine, status
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -79,10 +79,13 @@ def _join(backend: str, device: str, debug: bool, group_timeout: float) -> None:
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     dist.set_debug_level_from_env()  # pyright: ignore[reportPrivateImportUsage]
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    if os.environ["LOCAL_RANK"] == "0" and (warning := machine.crowding(here)):
+        print(warning, file=sys.stderr, flush=True)
     info.join_group(
         init_method="env://", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
         local_rank=int(os.environ["LOCAL_RANK"]), backend=backend, device=device, timeout=group_timeout,
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
+        local_world_size=here,
     )  # fmt: skip
     atexit.register(_leave)
 

@@ -30,6 +30,7 @@ from labkit.train.comparison_plan import PRECISIONS, alone, placement, plan_layo
 from labkit.train.fault import fault_problems, fault_words
 from labkit.train.joining import Whole, assemble
 from labkit.train.layout_words import layout_name
+from labkit.train.memory_fit import memory_problem
 from labkit.train.routing_trace import Routings
 from labkit.train.snapshots import Recorder, Snapshot
 from labkit.train.summation import reordered_sums
@@ -197,8 +198,8 @@ def compare(
     AdamW runs with an eps of at least 1e-5 and a learning rate of at most 1e-3, so that its division by the root of
     the second moment does not blow rounding up. CUDA graphs are captured after the first step or later, but before the
     last. Learning rates are those of the whole run, however few steps are
-    compared. Raises ConfigError for dropout, an unknown dtype, a layout or a schedule that cannot be, or a fault that
-    means nothing.
+    compared. Raises ConfigError for dropout, an unknown dtype, a layout or a schedule that cannot be, one that does not
+    fit the memory of this machine, or a fault that means nothing.
     """
     problems = fault_problems(fault) if fault is not None else []
     if problems:
@@ -211,6 +212,9 @@ def compare(
         raise ConfigError([problem], source=f"reference {dict(reference)}")
     first, first_size = (alone(base), 1) if reference is None else plan_layout(base, reference, dtype, None)
     planned = [plan_layout(base, layout, dtype, placement(first, first_size)) for layout in layouts]
+    for changed, world_size in [(first, first_size), *([] if pretrain else planned)]:
+        if problem := memory_problem(changed, world_size, device):
+            raise ConfigError([problem], source=f"layout {layout_name(changed, world_size)}")
     _, tolerance = PRECISIONS[dtype]
     replays = dtype == "float32" and base.moe.num_experts > 0
     expected, _ = _observe(first, first_size, _Observation(records_routing=replays), device)

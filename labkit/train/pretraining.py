@@ -23,18 +23,20 @@ from torch import nn
 from labkit.config import RunConfig
 from labkit.data.gpt_data import GPTDataset, build_gpt_datasets, data_iterator, parse_split
 from labkit.events import Event, recording
-from labkit.launch import rank_info, torchrun
+from labkit.launch import before_launch, rank_info, torchrun
 from labkit.models.gpt import build_model_chunks
 from labkit.parallel.distributed_data_parallel import DataParallel, wrap_model_chunks
 from labkit.parallel.groups import ParallelGroups, initialize_model_parallel
 from labkit.parallel.param_gather import finish_param_sync
 from labkit.schedules.ir import Schedule
 from labkit.schedules.runtime import chunks_of
+from labkit.train import preflight
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.lr_schedule import LearningRate, build_lr_schedule
 from labkit.train.metrics import Timers
 from labkit.train.optimizer import Condition, MegatronOptimizer, build_optimizer
 from labkit.train.pipeline import Batch, ForwardStep, Pipeline
+from labkit.train.rank_preflight import look, refuse, run_folder
 from labkit.train.reporting import Report
 from labkit.train.router_metrics import RouterMetrics
 from labkit.train.schedule_fit import check_schedule, schedule_of
@@ -77,6 +79,15 @@ class Run:
     """Named timers of this rank."""
 
 
+def _look(
+    world_size: int, device: str, config: RunConfig, *, schedule: Schedule | None = None,
+    model_provider: ModelProvider | None = None, **_: Any,
+) -> None:  # fmt: skip
+    """In the process that launches `pretrain`: ConfigError for what the ranks could only fail at."""
+    refuse(preflight.problems(config, world_size, device, schedule=schedule, own_model=model_provider is not None))
+
+
+@before_launch(_look)
 def pretrain(
     config: RunConfig,
     *,
@@ -110,13 +121,16 @@ def pretrain(
     observer: sees model, gradients and parameters; the parity microscope is one.
 
     Writes metrics.jsonl, scalars.jsonl and, with `train.write_events`, events.jsonl into `train.output_dir`, if one is
-    given, as the run goes (`labkit.train.reporting`). Raises ValueError for a configuration that cannot be trained
-    (ConfigError lists all problems) and for functions that return what the loop cannot use, FloatingPointError for a
-    loss that is not finite.
+    given, as the run goes (`labkit.train.reporting`), beside the configuration and the state of the run
+    (`labkit.train.output_folder`).
+
+    Raises ValueError for a configuration that cannot be trained (ConfigError lists all problems: `run(pretrain, ...)`
+    raises it before any process starts) and for functions that return what the loop cannot use, FloatingPointError for
+    a loss that is not finite.
     """
     if process_non_loss_data is not None and process_non_loss_data_func is not None:
         raise ValueError("process_non_loss_data and process_non_loss_data_func are two names of one argument; give one")
-    run = initialize(config, schedule=schedule)
+    run = initialize(config, schedule=schedule, own_model=model_provider is not None)
     chunks, optimizer, lr_schedule = setup_model_and_optimizer(
         run, model_provider, no_wd_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult
     )
@@ -127,8 +141,9 @@ def pretrain(
     )  # fmt: skip
 
 
-def initialize(config: RunConfig, *, schedule: Schedule | None = None) -> Run:
-    """Step 1: check configuration and schedule against the world, create groups that fit both."""
+def initialize(config: RunConfig, *, schedule: Schedule | None = None, own_model: bool = False) -> Run:
+    """Step 1: check configuration and schedule against the world, create groups that fit both, and look whether the
+    machine can do it. own_model: the model is not labkit's, so that nobody knows what memory it needs."""
     unready = config.not_yet_trainable()
     if unready:
         raise ValueError("this configuration cannot be trained: " + "; ".join(unready))
@@ -140,6 +155,7 @@ def initialize(config: RunConfig, *, schedule: Schedule | None = None) -> Run:
     ends = schedule.placement(0), schedule.placement(schedule.num_stages - 1)
     device = rank_info().device  # on its own: a GPU if there is one
     groups = initialize_model_parallel(config.parallel, device=device, ends=ends)
+    look(config, groups, schedule, own_model=own_model)
     return Run(config, groups, schedule, Timers(config.train.timing_log_level))
 
 
@@ -228,6 +244,7 @@ def train(
     if observer is not None:
         observer.on_model(run.groups, chunks, run.schedule)
     with (
+        run_folder(config, run.groups),
         closing(pipeline.graphs),
         recording(run.groups.rank) if _records(config) else nullcontext() as recorder,
         Report(config, run.groups, timers, recorder, RouterMetrics(chunks, run.groups)) as report,

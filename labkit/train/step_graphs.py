@@ -18,17 +18,15 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from labkit.config import ConfigError, RunConfig
+from labkit.config import RunConfig
 from labkit.graphs.communicators import refuse_gloo
 from labkit.graphs.full_iteration import FullIterationGraph
 from labkit.graphs.graphable import release_cudagraphs
 from labkit.graphs.helper import CudaGraphHelper
 from labkit.graphs.memory import GraphMemory
 from labkit.graphs.scope import captures_layers
-from labkit.launch.transformer_engine import why_no_transformer_engine
 from labkit.parallel.fp8 import Float8Scaling
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.param_gather import finish_param_sync
@@ -129,7 +127,6 @@ def build_step_graphs(
     graph, train = config.graph, config.train
     if graph.cuda_graph_impl == "none":
         return NoGraphs(run)
-    _check_machine(graph.cuda_graph_impl, groups.device)
     if captures_layers(graph):
         release_cudagraphs(chunks)  # of a pipeline with another number of microbatches
         length, batch = config.model.seq_length, train.micro_batch_size
@@ -151,17 +148,6 @@ def build_step_graphs(
         FullIterationGraph(run_and_finalize, name="training", **shared),
         FullIterationGraph(partial(run, forward_only=True), name="validation", **shared),
     )
-
-
-def _check_machine(impl: str, device: torch.device) -> None:
-    """ConfigError, the same on all ranks, for graphs that this machine cannot make."""
-    needed = "cpu" if impl == "emulated" else "cuda"
-    missing = why_no_transformer_engine() if impl == "transformer_engine" and device.type == "cuda" else None
-    if device.type != needed:
-        fitting = "local" if device.type == "cuda" else "emulated"
-        missing = f"it captures on {needed}, and this run is on {device.type}; set it to {fitting} or none"
-    if missing is not None:
-        raise ConfigError([f"graph.cuda_graph_impl = {impl}: {missing}"])
 
 
 def _settle(chunks: Sequence[Any]) -> None:

@@ -1,0 +1,184 @@
+"""The folder of a run: who writes there, whether the run ended, and with which configuration.
+
+    run.json       what became of the run; locked by the process that writes the other files
+    config.yaml    the resolved configuration: `labkit train --config FOLDER/config.yaml` trains the same again
+    metrics.jsonl, scalars.jsonl, events.jsonl    see `reporting.py`
+
+The lock is the kernel's (flock) and goes with the process that holds it, so a killed run leaves no lock. The killed
+run does leave the word `unfinished` in run.json, and its folder is refused as a finished one is: nothing here is
+written over unless `train.overwrite` says so. Linux carries the lock to the server of an NFS mount. A file system
+without locks is used all the same, with a warning. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from labkit.config import ConfigError, RunConfig, TrainConfig
+from labkit.config.errors import shown
+
+STATE = "run.json"
+CONFIG = "config.yaml"
+WRITTEN = ("metrics.jsonl", "scalars.jsonl", "events.jsonl")
+"""Files that grow as the run goes."""
+_PATIENCE = 1.0
+"""Seconds for which a run tries again to lock its folder: another launch may look at it for a moment."""
+
+
+def folder_problem(train: TrainConfig) -> str:
+    """Why a run cannot write into `train.output_dir`, or an empty string. Leaves no trace in the folder."""
+    if train.output_dir is None:
+        return ""
+    folder = Path(train.output_dir)
+    return _sentence(train, _unwritable(folder) or _holds(folder, overwrite=train.overwrite))
+
+
+def _sentence(train: TrainConfig, problem: str) -> str:
+    return f"train.output_dir = {shown(train.output_dir, 200)}: {problem}" if problem else ""
+
+
+def _unwritable(folder: Path) -> str:
+    """Try it, since permissions alone do not tell (a read-only mount, root). Folders made for it are removed again."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return _cannot(error)
+    finally:
+        for path in made:
+            with contextlib.suppress(OSError):  # another launch may use it by now
+                path.rmdir()
+    return ""
+
+
+def _cannot(error: OSError) -> str:
+    return f"cannot be written ({error.strerror or error}); name a folder that can"
+
+
+def _holds(folder: Path, *, overwrite: bool) -> str:
+    """Why what the folder holds must not be touched, or an empty string."""
+    try:
+        descriptor = os.open(folder / STATE, os.O_RDWR)
+    except FileNotFoundError:
+        return _left_over(folder, None, overwrite=overwrite)
+    except OSError as error:
+        return f"{STATE} in it cannot be read ({error.strerror or error}); name another folder"
+    try:
+        if not _locked(descriptor, fcntl.LOCK_SH):
+            return _busy(descriptor)
+        return _left_over(folder, descriptor, overwrite=overwrite)
+    finally:
+        os.close(descriptor)
+
+
+def _locked(descriptor: int, kind: int) -> bool:
+    """Take the lock, or say that somebody else has it."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        print(
+            f"labkit: {STATE} cannot be locked ({error.strerror}); see to it that no second run writes into its folder",
+            file=sys.stderr,
+        )
+    return True
+
+
+def _busy(descriptor: int) -> str:
+    state = _read(descriptor)
+    who = f"process {state['pid']} on {state['host']}" if {"pid", "host"} <= state.keys() else "another run"
+    return f"{who} is writing there; name another folder, or wait until that run has ended"
+
+
+def _left_over(folder: Path, descriptor: int | None, *, overwrite: bool) -> str:
+    """What an earlier run has left, once nobody writes there."""
+    state = {} if descriptor is None else _read(descriptor)
+    if not state and (folder / CONFIG).exists():
+        return f"its {CONFIG} was not written by a run, and this run would replace it; move it, or name another folder"
+    if overwrite or not (state or any((folder / name).exists() for name in WRITTEN)):
+        return ""
+    replace = "name another folder, or let --overwrite (train.overwrite) replace its files"
+    if state.get("state") == "finished":
+        return f"holds a finished run; {replace}"
+    return f"holds a run that did not finish, and none can be continued yet; {replace}"
+
+
+def _read(descriptor: int) -> dict[str, Any]:
+    """What run.json says; nothing in it, or half of it, is a run that was killed as it began."""
+    text = os.pread(descriptor, 1 << 16, 0)
+    if not text:
+        return {}
+    try:
+        state = json.loads(text)
+    except ValueError:
+        state = None
+    return state if isinstance(state, dict) and state else {"state": "unfinished"}
+
+
+class RunFolder:
+    """The folder of one run, in the process that writes its files: `claim`, then `finish` or `let_go`."""
+
+    def __init__(self, config: RunConfig) -> None:
+        assert config.train.output_dir is not None, "without a folder nothing is written"
+        self._config, self._folder = config, Path(config.train.output_dir)
+        self._descriptor = -1
+
+    def claim(self) -> None:
+        """Make and lock the folder, remove the files of an earlier run where `train.overwrite` allows it, and store the
+        configuration. Raises ConfigError where the folder cannot be written, is locked, or holds a run."""
+        if problem := self._opened():
+            self.let_go()
+            raise ConfigError([_sentence(self._config.train, problem)])
+        for name in WRITTEN:
+            (self._folder / name).unlink(missing_ok=True)
+        self._write("unfinished")
+        again = self._config.replaced({"train.overwrite": False})  # that was said of this launch, not of the run
+        (self._folder / CONFIG).write_text(again.to_yaml(), encoding="utf-8")
+
+    def _opened(self) -> str:
+        """Open and lock run.json; why that cannot be, or why what is there must stay."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._folder / STATE, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            return _cannot(error)
+        deadline = time.monotonic() + _PATIENCE
+        while not _locked(self._descriptor, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                return _busy(self._descriptor)
+            time.sleep(0.02)
+        return _left_over(self._folder, self._descriptor, overwrite=self._config.train.overwrite)
+
+    def _write(self, state: str) -> None:
+        """In place: a new file of that name would not be the locked one."""
+        parent = multiprocessing.parent_process()  # of a rank: the process that launched it, which a user sees
+        pid = os.getpid() if parent is None or parent.pid is None else parent.pid
+        words = {"state": state, "pid": pid, "host": socket.gethostname(), "written": time.strftime("%FT%T%z")}
+        text = (json.dumps(words) + "\n").encode()
+        os.pwrite(self._descriptor, text, 0)
+        os.ftruncate(self._descriptor, len(text))
+
+    def finish(self) -> None:
+        """The run has ended as it should."""
+        self._write("finished")
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Give up the lock; what run.json says stays."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
