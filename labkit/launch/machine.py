@@ -72,9 +72,9 @@ def host_memory(root: Path = _ROOT) -> Memory:
 def _machine(root: Path) -> tuple[int, int]:
     """(total, available) bytes of the whole machine."""
     try:
-        lines = (line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
-        kib = {name: int(value.split()[0]) for name, value in lines}
-        return kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024
+        lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
+        kib = {words[0]: int(words[1]) for words in lines if words}
+        return kib["MemTotal:"] * 1024, kib["MemAvailable:"] * 1024
     except (OSError, ValueError, KeyError):
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return total, total

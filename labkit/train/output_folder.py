@@ -132,8 +132,10 @@ def _read(descriptor: int) -> dict[str, Any]:
 class RunFolder:
     """The folder of one run, in the process that writes its files: `claim`, then `finish` or `let_go`."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, world_size: int) -> None:
+        """world_size: stored with the state, because no configuration holds it."""
         assert config.train.output_dir is not None, "without a folder nothing is written"
+        self._world_size = world_size
         self._config, self._folder = config, Path(config.train.output_dir)
         self._descriptor = -1
 
@@ -167,7 +169,7 @@ class RunFolder:
         """In place: a new file of that name would not be the locked one."""
         parent = multiprocessing.parent_process()  # of a rank: the process that launched it, which a user sees
         pid = os.getpid() if parent is None or parent.pid is None else parent.pid
-        words = {"state": state, "pid": pid, "host": socket.gethostname(), "written": time.strftime("%FT%T%z")}
+        words = {"state": state, "world_size": self._world_size, "pid": pid, "host": socket.gethostname(), "written": time.strftime("%FT%T%z")}
         text = (json.dumps(words) + "\n").encode()
         os.pwrite(self._descriptor, text, 0)
         os.ftruncate(self._descriptor, len(text))

@@ -79,7 +79,7 @@ def run_folder(config: RunConfig, groups: ParallelGroups) -> Iterator[None]:
     if config.train.output_dir is None:
         yield
         return
-    folder, problems = RunFolder(config) if groups.world.rank == 0 else None, []
+    folder, problems = RunFolder(config, groups.world.size) if groups.world.rank == 0 else None, []
     try:
         if folder is not None:
             folder.claim()

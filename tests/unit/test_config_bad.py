@@ -322,6 +322,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"data.tokenizer": "/nowhere/t.json"}, None, "data.tokenizer", "no such file"),
     ({"output_dir": sys.executable}, None, "train.output_dir", "is a file; name a folder"),
     ({"write_events": True}, None, "train.write_events", "no folder for events.jsonl; name one in train.output_dir"),
+    ({"overwrite": True}, None, "train.overwrite", "no effect without train.output_dir; name a folder"),
 ]  # fmt: skip
 
 # (YAML text, part of the message)
@@ -483,6 +484,17 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["run", "08", "--out", f"{__file__}/below"], "test_config_bad.py/below': cannot be written; name another folder"),
     (["run", "nowhere.ipynb"], "no such file"),
     (["run", "-p", "steps"], "needs a name and a value"),
+    (["train", "--preset", "tiny", "--output-dir", f"{SHORT_TEXT}/run"], "cannot be written (Not a directory); name a"),
+    (
+        ["train", "--preset", "tiny", "--device", "cpu", "--cuda-graph-impl", "local"],
+        "graph.cuda_graph_impl = local: it captures on cuda, and this run is on cpu; set it to emulated or none",
+    ),
+    (
+        ["parity", "--preset", "tiny", "--layouts", "tp=2", "--device", "cpu", "--cuda-graph-impl", "local"],
+        "graph.cuda_graph_impl = local: it captures on cuda, and this run is on cpu; set it to emulated or none",
+    ),
+    (["train", "--preset", "mixtral_8x7b", "--device", "cpu", "--layers", "3200"], "32 ranks need"),
+    (["parity", "--preset", "tiny", "--device", "cpu", "--hidden", "65536", "--layouts", "tp=2"], "layout one process"),
 ]
 
 
