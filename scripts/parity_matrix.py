@@ -198,11 +198,13 @@ INTRODUCTION = f"""# Parity of all layouts with one process
 Each row trains the same model for several optimizer steps under a layout, with one process per rank (gloo, CPU), and
 in one process; same data, same seed. A difference is ‖a − b‖ / max(‖b‖, floor) on whole tensors, gathered over ranks,
 the largest over all tensors of the first and the last step; the floor is 1e-6 of the global norm for gradients and
-lr·√n for parameters. "First difference" is the first tensor, in the order of training, that differs by more than
-rounding: 1e-10 in float64, 1e-5 in float32. Layouts run {STEPS} steps. Schedules run {SCHEDULE_STEPS}, with 16 layers
-and {MICROBATCHES} microbatches, so that pp4 vpp4 is 16 stages of one layer; their first table, which has all of them,
-runs {STEPS}. Parts of the sequence, recomputation, gradient buckets and the distributed optimizer run {DATA_STEPS},
-with 4 layers and {DATA_BATCH} samples.
+lr·√n for parameters. "First difference" is the first tensor, in the order of training, that differs by more than 1e-10
+in float64 or 1e-5 in float32. In float32 rounding alone can exceed that, at some seeds and in some biases. Such a row
+says "rounding": one process whose sums are taken in other orders differs as far (`labkit/train/verdict.py`).
+
+Layouts run {STEPS} steps. Schedules run {SCHEDULE_STEPS}, with 16 layers and {MICROBATCHES} microbatches, so that
+pp4 vpp4 is 16 stages of one layer; their first table, which has all of them, runs {STEPS}. Parts of the sequence,
+recomputation, gradient buckets and the distributed optimizer run {DATA_STEPS}, with 4 layers and {DATA_BATCH} samples.
 Experts run {EXPERT_STEPS}, with 4 layers, all or every second of which have 8 experts or 16, and micro batches of 2
 samples. They are held against experts that are computed one after the other from tokens that are never sent; in float32
 the layouts choose experts as the one process did. Written by `scripts/parity_matrix.py`; `make sweep` asserts the same
@@ -265,7 +267,7 @@ DATA_SWEEPS: dict[str, tuple[RunConfig, list[dict[str, Any]], str]] = {
 }
 """The same for sequence, context and data parallelism and recomputation; with Llama's blocks every second layout, in
 float32 every third. Those have no biases: the gradient of a key bias is zero but for rounding, and an average over 6
-replicas or a sum over tokens rounds it so that it moves by 1e-5 of a step."""
+replicas or a sum over tokens rounds it so that it moves by 1e-5 of a step, a verdict of `rounding`."""
 
 
 def sparse(preset: str) -> RunConfig:
@@ -298,7 +300,8 @@ def section(title: str, about: str, report: ParityReport) -> str:
     for row in report.rows:
         name = row.name.replace("|", "\\|")  # a layout's text has them, and so have tables
         numbers = (f"{difference:.1e}" for difference in (row.loss_diff, row.grad_diff, row.param_diff))
-        rows += f"| {' | '.join([name, str(row.world_size), *numbers, row.first_difference or 'none'])} |\n"
+        first = f"{row.first_difference} ({row.verdict})" if row.first_difference else "none"
+        rows += f"| {' | '.join([name, str(row.world_size), *numbers, first])} |\n"
     return f"\n## {title}\n\n{about}{report.sentence}\n\n{head}{rows}"
 
 

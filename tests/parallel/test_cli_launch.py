@@ -128,6 +128,24 @@ def test_parity_keeps_its_verdict_when_its_reader_leaves() -> None:
         assert (done.stdout, done.stderr) == (f"{status}\n", "")
 
 
+def test_parity_in_float32_tells_rounding_from_a_fault(capfd: pytest.CaptureFixture[str]) -> None:
+    """Unclipped gradients of large weights: rounding moves a key's bias, whose gradient is zero, by 1e-4 of a step."""
+    words = ["parity", *SMALL, "--steps", "4", "--layouts", "tp=2", "--dtype", "float32"]
+    words += ["--clip-grad", "0", "--init-std", "0.2"]
+    assert main(words) == 0
+    out = capfd.readouterr().out
+    assert "compared tp2 pp1 dp1 (2 ranks): rounding" in out and "attention.qkv.bias parameter" in out
+    assert main([*words, "--drop", "operation=all_reduce,group=tp,phase=backward,layer=layers.0.mlp"]) == 1
+    assert "(2 ranks): fault" in capfd.readouterr().out
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(6))
+def test_parity_of_the_tiny_preset_in_float32_at_any_seed(seed: int) -> None:
+    words = ["--preset", "tiny", "--layouts", "tp=2", "--dtype", "float32", "--steps", "10"]
+    assert main(["parity", *words, "--train.seed", str(seed)]) == 0
+
+
 def test_torchrun_uses_its_ranks_and_speaks_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "labkit.cli", "train"]
     words = [*SMALL, "--tp", "2", "--steps", "1", "--trace", str(tmp_path / "run.json")]

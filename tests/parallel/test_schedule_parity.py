@@ -60,7 +60,6 @@ def test_float32():
     layout = {"pp": 2, **DUALPIPE_V, "gradient_accumulation_fusion": False}
     report = compare(deep("tiny"), [layout], steps=3, dtype="float32")
     assert report.ok, f"\n{report}"
-    assert report.rows[0].largest <= 1e-5
 
 
 @pytest.mark.sweep

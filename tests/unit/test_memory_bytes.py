@@ -58,7 +58,9 @@ def test_experts_are_sharded_over_their_own_replicas() -> None:
 def test_microbatches_in_flight_are_those_of_the_schedule() -> None:
     """1F1B keeps min(pp - r, m) microbatches on rank r, each of the paper's s b h (34 + 5 a s / h) bytes a layer."""
     dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "attention_backend": "unfused"}
-    config = presets.tiny().override({**dropout, "precision": "bf16", "hidden": 512, "seq_length": 512, "parallel.pp": 4})
+    config = presets.tiny().override(
+        {**dropout, "precision": "bf16", "hidden": 512, "seq_length": 512, "parallel.pp": 4}
+    )
     first, second = (memory(config, 4, place, "cuda").activations for place in (1, 2))
     layer = paper_layer_bytes(config.model, share_of(config, "cuda"), "none")
     assert first - second == pytest.approx(2 * layer, rel=0.01)  # one microbatch more of a stage of 2 layers
