@@ -14,7 +14,7 @@ Kernels that sum inside, such as LayerNorm's, attention's and Transformer Engine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
-_PRODUCTS = {
+_PRODUCTS: dict[Any, tuple[int, Callable[..., Any]]] = {
     _aten.mm.default: (0, _aten.addmm_.default),
     _aten.mm.out: (0, _aten.addmm_.default),
     _aten.addmm.default: (1, _aten.addmm_.default),
@@ -34,7 +34,7 @@ _PRODUCTS = {
     _aten.baddbmm_.default: (1, _aten.baddbmm_.default),
 }
 """Operation -> place of the left factor, and the operation that adds another product to its result."""
-_SUMS = (_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim)
+_SUMS = (_aten.sum.default, _aten.sum.dim_IntList, _aten.sum.IntList_out, _aten.mean.default, _aten.mean.dim)
 
 
 @contextmanager
@@ -51,7 +51,7 @@ class _Reordered(TorchDispatchMode):
         self.order = cache(self._order)
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in _PRODUCTS and args[_PRODUCTS[func][0]].is_floating_point():
@@ -62,7 +62,7 @@ class _Reordered(TorchDispatchMode):
             return func(self._reordered(args[0], longest), *args[1:], **kwargs)
         return func(*args, **kwargs)
 
-    def _product(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+    def _product(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
         """The product of the first part, to which those of the others are added."""
         place, add = _PRODUCTS[func]
         left = self._reordered(args[place], -1).chunk(self.parts, -1)

@@ -128,6 +128,7 @@ OPERATIONS: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
     "baddbmm_": lambda t: C_NM.to(t).repeat(3, 1, 1).baddbmm_(*(x.to(t) for x in BATCH), alpha=2),
     "sum": lambda t: A_NK.to(t).sum(),
     "sum of a dimension": lambda t: A_NK.to(t).sum(-1, keepdim=True),
+    "sum into a tensor": lambda t: torch.sum(A_NK.to(t), -1, out=torch.empty(6, dtype=t)),
     "mean": lambda t: A_NK.to(t).mean(),
     "mean of dimensions": lambda t: BATCH[0].to(t).mean((0, 2)),
 }
