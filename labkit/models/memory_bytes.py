@@ -22,6 +22,7 @@ from labkit.models.activation_bytes import (
 )
 from labkit.models.counts import ELEMENT_BYTES, expert_parameters, moe_layers, rank_parameters
 from labkit.models.placement import StageContents, stage_contents
+from labkit.parallel.bucket_plan import default_bucket_size
 from labkit.parallel.zero_memory import bytes_per_parameter
 from labkit.schedules import Schedule
 from labkit.schedules.partial_checkpoints import kept_whole
@@ -55,7 +56,10 @@ def rank_memory(
     schedule: what the run executes, such as `labkit.train.schedule_fit.schedule_of(config, world_size)`.
     """
     weights, gradients, optimizer = _state(config, world_size, schedule, pp_rank)
-    return RankMemory(weights, gradients, optimizer, _activations(config, schedule, pp_rank, device))
+    activations = _activations(config, schedule, pp_rank, device)
+    if device == "cpu" and config.optim.distributed_optimizer:
+        activations = max(activations, _scattered_copy(config, world_size, gradients))
+    return RankMemory(weights, gradients, optimizer, activations)
 
 
 def _state(config: RunConfig, world_size: int, schedule: Schedule, pp_rank: int) -> tuple[int, int, int]:
@@ -78,6 +82,16 @@ def _state(config: RunConfig, world_size: int, schedule: Schedule, pp_rank: int)
         gradients += int(parameters * each.gradient)
         optimizer += int(parameters * each.optimizer)
     return weights, gradients, optimizer
+
+
+def _scattered_copy(config: RunConfig, world_size: int, gradients: int) -> int:
+    """Of the gradients of a bucket, which gloo copies to reduce-scatter them. The first bucket closes late in a
+    backward, when few activations are left, so the copy is not added to their peak."""
+    replicas, optim = config.data_parallel_size(world_size) * config.parallel.cp, config.optim
+    if replicas == 1:
+        return 0
+    elements = (optim.bucket_size or default_bucket_size(replicas)) if optim.overlap_grad_reduce else gradients
+    return min(gradients, elements * max(4, ELEMENT_BYTES[optim.precision]))
 
 
 def _expert_parameters(config: RunConfig, schedule: Schedule, pp_rank: int, etp: int) -> int:

@@ -169,7 +169,13 @@ class RunFolder:
         """In place: a new file of that name would not be the locked one."""
         parent = multiprocessing.parent_process()  # of a rank: the process that launched it, which a user sees
         pid = os.getpid() if parent is None or parent.pid is None else parent.pid
-        words = {"state": state, "world_size": self._world_size, "pid": pid, "host": socket.gethostname(), "written": time.strftime("%FT%T%z")}
+        words = {
+            "state": state,
+            "world_size": self._world_size,
+            "pid": pid,
+            "host": socket.gethostname(),
+            "written": time.strftime("%FT%T%z"),
+        }
         text = (json.dumps(words) + "\n").encode()
         os.pwrite(self._descriptor, text, 0)
         os.ftruncate(self._descriptor, len(text))

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import shlex
+import signal
 import struct
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from labkit.cli import main, train_command
 from labkit.config import RunConfig
 from labkit.launch import waiting
+from labkit.train.output_folder import folder_problem
 
 SMALL = ["--preset", "tiny", "--layers", "2", "--hidden", "16", "--heads", "2", "--seq-length", "16",
          "--global-batch-size", "4"]  # fmt: skip
@@ -155,6 +157,52 @@ def test_torchrun_uses_its_ranks_and_speaks_once(tmp_path: Path) -> None:
     slices = [row for row in json.loads((tmp_path / "run.json").read_text())["traceEvents"] if row["ph"] == "X"]
     assert {row["pid"] for row in slices} == {0, 1}
     assert done.stdout.count("2 ranks: tp 2") == 1 and done.stdout.count("step 1 of 1: training loss") == 1
+
+
+def test_two_runs_into_one_folder_and_one_that_is_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The second is refused while the first writes, and the first does not notice. After kill -9 the folder says that
+    its run did not finish, and only --overwrite replaces it."""
+    words = ["train", *SMALL, "--output-dir", str(tmp_path), "--steps"]
+    command = [sys.executable, "-m", "labkit.cli", *words, "100000", "--nproc", "2"]
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "metrics.jsonl"
+    try:
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert first.poll() is None
+            time.sleep(0.05)
+        for more in ([], ["--overwrite"]):
+            assert main([*words, "1", *more]) == 2
+            assert f"process {first.pid} on " in capfd.readouterr().err
+        assert first.poll() is None
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    written = [json.loads(line)["step"] for line in metrics.read_text().rpartition("\n")[0].splitlines()]
+    assert written == list(range(written[0], written[0] + len(written))), "every step of the first run, and once"
+    while (said := folder_problem(RunConfig().override({"output_dir": str(tmp_path)}).train)).endswith("has ended"):
+        time.sleep(0.05)  # its ranks are being killed
+    assert "holds a run that did not finish" in said
+    assert main([*words, "1"]) == 2 and "did not finish" in capfd.readouterr().err
+    assert main([*words, "1", "--overwrite"]) == 0
+    assert len(metrics.read_text().splitlines()) == 1
+    assert main(["train", "--config", str(tmp_path / "config.yaml")]) == 2
+    assert "holds a finished run" in capfd.readouterr().err
+    assert main(["train", "--config", str(tmp_path / "config.yaml"), "--output-dir", str(tmp_path / "again")]) == 0
+    losses = [json.loads((tmp_path / name).read_text())["loss"] for name in ("metrics.jsonl", "again/metrics.jsonl")]
+    assert losses[0] == losses[1], "the stored configuration is the whole run"
+
+
+def test_under_torchrun_the_ranks_refuse_together(tmp_path: Path) -> None:
+    """One message, for a folder that cannot be written and for memory, although no process launched them."""
+    (tmp_path / "file").write_text("")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "labkit.cli", "train"]
+    words = [*SMALL, "--tp", "2", "--seq-length", "4096", "--micro-batch-size", "4096", "--global-batch-size", "4096"]
+    more = ["--output-dir", str(tmp_path / "file" / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *words, *more], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 1 and "pretraining.py" not in done.stderr, "a message, no stack of ours"
+    assert len(re.findall(r"rank \d: labkit train: 2 problems", done.stderr)) == 1
+    assert "cannot be written (Not a directory)" in done.stderr and "2 ranks need " in done.stderr
 
 
 SCRIPT = """

@@ -1,4 +1,4 @@
-"""Memory and cores of machines laid out in a folder: plain ones, containers of both kinds of control groups, no /proc."""
+"""Memory and cores of machines laid out in a folder: containers of both kinds of control groups, no /proc."""
 
 from __future__ import annotations
 

@@ -1,0 +1,146 @@
+"""The folder of a run: locked while it is written, never written over unasked, its configuration beside the metrics."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from labkit.config import ConfigError, RunConfig, presets
+from labkit.train import pretrain
+from labkit.train.output_folder import CONFIG, STATE, WRITTEN, RunFolder, folder_problem
+
+
+def config(folder: Path, **changes: object) -> RunConfig:
+    return presets.tiny().override({"output_dir": str(folder), "steps": 1, "global_batch_size": 1, **changes})
+
+
+def claimed(folder: Path, **changes: object) -> RunFolder:
+    run = RunFolder(config(folder, **changes), 1)
+    run.claim()
+    return run
+
+
+def problem(folder: Path, **changes: object) -> str:
+    return folder_problem(config(folder, **changes).train)
+
+
+def test_a_run_leaves_its_configuration_and_its_end(tmp_path: Path) -> None:
+    asked = config(tmp_path / "new" / "run", overwrite=True)
+    pretrain(asked)
+    assert json.loads((tmp_path / "new/run" / STATE).read_text())["state"] == "finished"
+    again = RunConfig.from_yaml(tmp_path / "new/run" / CONFIG)
+    assert again == asked.override({"overwrite": False}), "a repeat must not write over the original"
+    assert "holds a finished run" in folder_problem(again.train)
+
+
+def test_a_run_that_raises_is_unfinished(tmp_path: Path) -> None:
+    def forward_step(*_: object) -> None:
+        raise KeyError("in the first step")
+
+    with pytest.raises(KeyError):
+        pretrain(config(tmp_path), forward_step=forward_step)  # type: ignore[arg-type]
+    assert "holds a run that did not finish" in problem(tmp_path) and problem(tmp_path, overwrite=True) == ""
+    with pytest.raises(ConfigError, match="did not finish"):
+        pretrain(config(tmp_path))
+
+
+def test_two_runs_of_one_process(tmp_path: Path) -> None:
+    """The second is refused, also with --overwrite, and the first does not notice."""
+    first = claimed(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("of the first")
+    for overwrite in (False, True):
+        assert f"process {os.getpid()} on " in problem(tmp_path, overwrite=overwrite)
+        with pytest.raises(ConfigError, match="is writing there; name another folder"):
+            claimed(tmp_path, overwrite=overwrite)
+    assert (tmp_path / "metrics.jsonl").read_text() == "of the first"
+    first.finish()
+    assert "holds a finished run" in problem(tmp_path)
+    claimed(tmp_path, overwrite=True).let_go()
+
+
+def test_a_look_does_not_turn_a_run_away(tmp_path: Path) -> None:
+    """While a launch looks at the folder it shares the lock for a moment; a run waits that long."""
+    claimed(tmp_path).finish()
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            problem(tmp_path)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        for _ in range(20):
+            claimed(tmp_path, overwrite=True).finish()
+    finally:
+        stop.set()
+        looking.join()
+
+
+def _claim_and_die(folder: str) -> None:
+    claimed(Path(folder))
+    os._exit(9)
+
+
+def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_claim_and_die, args=(str(tmp_path),))
+    process.start()
+    process.join()
+    assert process.exitcode == 9
+    assert "holds a run that did not finish, and none can be continued yet" in problem(tmp_path)
+    claimed(tmp_path, overwrite=True).finish()
+
+
+def test_overwrite_touches_labkits_files_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert problem(tmp_path) == "", "other people's files are no run"
+    claimed(tmp_path).finish()
+    for name in WRITTEN:
+        (tmp_path / name).write_text("old")
+    claimed(tmp_path, overwrite=True, seed=7).let_go()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["notes.txt", STATE, CONFIG])
+    assert RunConfig.from_yaml(tmp_path / CONFIG).train.seed == 7
+
+
+def test_a_configuration_of_ones_own_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text("train: {steps: 3}")
+    for overwrite in (False, True):
+        assert "its config.yaml was not written by a run" in problem(tmp_path, overwrite=overwrite)
+    assert (tmp_path / CONFIG).read_text() == "train: {steps: 3}"
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_files_of_an_older_version_count_as_a_run(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    assert "did not finish" in problem(tmp_path) and problem(tmp_path, overwrite=True) == ""
+
+
+@pytest.mark.parametrize("text", ["{", '{"state": "fin', "null", "[]"])
+def test_half_a_state_is_a_run_that_was_killed(tmp_path: Path, text: str) -> None:
+    (tmp_path / STATE).write_text(text)
+    assert "did not finish" in problem(tmp_path)
+
+
+def test_looking_leaves_no_trace(tmp_path: Path) -> None:
+    assert problem(tmp_path / "a" / "b") == "" and list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    assert "cannot be written (Not a directory)" in problem(tmp_path / "file" / "run")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        claimed(tmp_path / "file" / "run")
+
+
+def test_a_file_system_without_locks_is_used_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    claimed(tmp_path).finish()
+    assert "run.json cannot be locked (No locks available)" in capsys.readouterr().err

@@ -1,0 +1,163 @@
+"""What does not fit, cannot be captured or cannot be written is refused before any process starts."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from labkit.cli import main
+from labkit.config import ConfigError, presets
+from labkit.launch import Ranks, forkserver, machine, pool, run
+from labkit.launch.machine import GIB, Memory
+from labkit.schedules import gpipe
+from labkit.train import compare, pretrain
+from labkit.train.memory_fit import CUDA_BYTES, TORCH_BYTES, memory_problem
+from labkit.train.preflight import graph_problem, problems
+
+
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_args: object, **_kwargs: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(forkserver, "ensure_running", started)
+    monkeypatch.setattr(pool.LaunchFolder, "__init__", started)
+
+
+def available(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(machine, "host_memory", lambda: Memory(size, size, False))
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_presets_on_a_laptop(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Tiny ones run on 8 ranks in 2 GiB; the models of the papers do not fit 24 GiB, but for GPT-2 small, whose batch
+    of 8 does (dropout on a CPU keeps three maps of probabilities a layer). The sum comes at once, also for 8.3B."""
+    config = presets.get(name)
+    small = config.model.hidden == 64
+    available(monkeypatch, 2 * GIB if small else 24 * GIB)
+    start = time.process_time()
+    said = memory_problem(config, 8 if small else config.parallel.smallest_world_size, "cpu")
+    assert time.process_time() - start < 1.0
+    assert bool(said) == (not small and name != "gpt2_124m")
+
+
+def test_the_sum_adds_up_and_names_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    available(monkeypatch, 22 * GIB)
+    config = presets.mixtral_8x7b()
+    said = memory_problem(config, 32, "cpu")
+    words = said.replace(",", "").replace("(", "").replace(")", "").replace(";", "").split()
+    parts = [float(words[words.index(p) + 1]) for p in ("weights", "gradients", "optimizer", "activations", "torch")]
+    total = float(words[words.index("need") + 1])
+    assert sum(parts) == pytest.approx(total, abs=0.3) and said.startswith("32 ranks need ")
+    assert "this machine has 22.0 GiB available" in said and "--allow-oversubscription" in said
+    assert parts[4] == pytest.approx(32 * TORCH_BYTES / GIB, abs=0.05)
+    assert memory_problem(config.override({"allow_oversubscription": True}), 32, "cpu") == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "advice"),
+    [
+        ({}, 8, "take fewer ranks"),
+        ({"micro_batch_size": 16, "seq_length": 1024}, 1, "smaller train.micro_batch_size, model.recompute_gran"),
+        ({"hidden": 2048}, 1, "take a smaller model, or --allow"),
+        ({"hidden": 2048}, 2, "take a smaller model, optim.distributed_optimizer true"),
+        ({"hidden": 2048, "distributed_optimizer": True}, 2, "take a smaller model, or --allow"),
+    ],
+)
+def test_advice_goes_by_the_largest_part(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], ranks: int, advice: str
+) -> None:
+    available(monkeypatch, GIB // 4)
+    assert advice in memory_problem(presets.tiny().override(changes), ranks, "cpu")
+
+
+def test_ranks_that_share_a_gpu_are_summed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank r is on GPU r % count, and each process has a CUDA context there."""
+    available(monkeypatch, 24 * GIB)
+    tiny, small = presets.tiny(), 20 << 20
+    for free, fits in (([3 * (CUDA_BYTES + small)], False), ([4 * (CUDA_BYTES + small)], True), ([], True)):
+        monkeypatch.setattr(machine, "free_gpu_memory", lambda free=free: free)
+        assert (memory_problem(tiny, 4, "cuda") == "") == fits
+    monkeypatch.setattr(machine, "free_gpu_memory", lambda: [10 * GIB, CUDA_BYTES])
+    assert "2 ranks need" in memory_problem(tiny, 4, "cuda") and "; GPU 1 has 0.5 GiB" in memory_problem(
+        tiny, 4, "cuda"
+    )
+    available(monkeypatch, 4 * TORCH_BYTES - 1)  # of the host
+    assert "; this machine has" in memory_problem(tiny, 4, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("impl", "device", "expected"),
+    [
+        ("none", "cpu", ""),
+        ("emulated", "cpu", ""),
+        ("local", "cpu", "it captures on cuda, and this run is on cpu; set it to emulated or none"),
+        ("transformer_engine", "cpu", "it captures on cuda, and this run is on cpu; set it to emulated or none"),
+        ("emulated", "cuda", "it captures on cpu, and this run is on cuda; set it to local or none"),
+        ("local", "cuda", ""),
+    ],
+)
+def test_graphs(impl: str, device: str, expected: str) -> None:
+    said = graph_problem(presets.tiny().override({"graph.cuda_graph_impl": impl}), device)
+    assert said == (f"graph.cuda_graph_impl = {impl}: {expected}" if expected else "")
+
+
+def test_everything_is_said_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    available(monkeypatch, GIB)
+    (tmp_path / "file").write_text("")
+    changes = {"hidden": 4096, "graph.cuda_graph_impl": "local", "output_dir": str(tmp_path / "file/run")}
+    said = problems(presets.tiny().override(changes), 4, "cpu")
+    assert [any(part in p for p in said) for part in ("captures on cuda", "cannot be written", "4 ranks need")] == [
+        True, True, True,
+    ]  # fmt: skip
+
+
+def test_run_looks_before_it_launches(monkeypatch: pytest.MonkeyPatch, no_process: None) -> None:
+    available(monkeypatch, 22 * GIB)
+    large = presets.mixtral_8x7b()
+    calls = (
+        lambda: run(pretrain, 32, large, device="cpu"),
+        lambda: run(partial(pretrain, large), 32, device="cpu"),
+        lambda: Ranks(32, device="cpu").run(pretrain, large),
+    )
+    for call in calls:
+        with pytest.raises(ConfigError, match=r"32 ranks need .* GiB available"):
+            call()
+    with pytest.raises(ConfigError, match=r"model.heads = 8: must be a multiple of parallel.tp = 3"):
+        run(pretrain, 3, presets.tiny().override({"tp": 3}))
+    with pytest.raises(ConfigError, match="GPipe is for 2 pipeline ranks"):
+        run(partial(pretrain, presets.tiny(), schedule=gpipe(2, 16)), 1, device="cpu")
+    with pytest.raises(AssertionError, match="a process was started"):
+        run(partial(pretrain, model_provider=lambda *_: []), 32, large, device="cpu")  # nobody knows that model
+
+
+def test_a_plain_call_looks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    available(monkeypatch, 1 << 20)
+    with pytest.raises(ConfigError, match=r"1 rank needs .* this machine has 0\.0 GiB"):
+        pretrain(presets.tiny())
+
+
+def test_a_comparison_is_refused_before_its_first_run(monkeypatch: pytest.MonkeyPatch, no_process: None) -> None:
+    available(monkeypatch, 300 << 20)
+    with pytest.raises(ConfigError, match=r"layout tp2.*: 2 ranks need"):
+        compare(presets.tiny(), [{"tp": 2, "model.seq_length": 1024}], device="cpu")
+
+
+def test_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_process: None
+) -> None:
+    """As a laptop of 24 GiB found it: 32 ranks of a 46.7B model were started, and the kernel killed them."""
+    available(monkeypatch, 22 * GIB)
+    assert main(["train", "--preset", "mixtral_8x7b", "--device", "cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("labkit train: 32 ranks need ") and err.count("\n") == 1
+    with pytest.raises(AssertionError, match="a process was started"):
+        main(["train", "--preset", "mixtral_8x7b", "--device", "cpu", "--allow-oversubscription"])
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
+    with pytest.raises(AssertionError, match="a process was started"):
+        main(["train", "--preset", "mixtral_8x7b", "--device", "cpu", "--allow-oversubscription"])
+    assert "labkit: 32 ranks share 2 cores" in capsys.readouterr().err
