@@ -33,12 +33,23 @@ def test_chapters_table_names_every_chapter():
     assert linked == {path.name for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")}
 
 
+def test_contributing_names_what_browser_tests_need():
+    """The Chromiums that they look for, and the packages that they import or drive."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert len(text.splitlines()) < 60
+    source = next((ROOT / "tests" / "browser").glob("test_*.py")).read_text()
+    (looked_for,) = re.findall(r'names = \(os.environ.get\("(\w+)"\), (.*)\)', source)
+    for name in (looked_for[0], *re.findall(r'"(.*?)"', looked_for[1])):
+        assert f"`{name}`" in text or f"`{name}=path`" in text
+    assert all(word in text for word in ("playwright", "JupyterLab", "ipywidgets", "tests/browser -rs"))
+
+
 def commands() -> list[str]:
     """Lines of code blocks that call labkit, by its command or as a module."""
     lines = [
         line.split("  #")[0] for block in re.findall(r"```\w*\n(.*?)```", README, re.S) for line in block.split("\n")
     ]
-    calls = [re.sub(r"^.* -m labkit\.cli ", "labkit ", line.strip()) for line in lines]
+    calls = [re.sub(r"^.* -m labkit(?:\.cli)? ", "labkit ", line.strip()) for line in lines]
     return [call for call in calls if call.startswith("labkit ")]
 
 
