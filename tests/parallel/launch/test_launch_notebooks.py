@@ -102,6 +102,7 @@ def test_interrupt_cells_out_of_order_and_errors(kernel, family, wait_until, lim
     # a cell is run before the one that it needs, then again
     assert session.execute("later.run(total, 1)")[1] == "NameError"
     assert session.execute("later = Ranks(2)\nlater.run(total, 1)") == ("[2.0, 2.0]", None)
+    assert session.execute("later.timeout") == ("60.0", None), "a notebook has the shorter limit"
     # the cell that makes the ranks is run again: the first ones go
     assert session.execute("later = Ranks(2)\nlater.run(total, 5)") == ("[10.0, 10.0]", None)
     assert wait_until(lambda: len(family.pids()) == idle + 2, 5), "the ranks of the first object are still there"
