@@ -15,7 +15,7 @@ from labkit.graphs.scope import captures_layers, layer_scope
 from labkit.train.schedule_fit import schedule_problem
 
 PRECISIONS = {"float64": ("fp64", 1e-10), "float32": ("fp32", 1e-5)}
-"""dtype -> (optim.precision, largest difference that is rounding)."""
+"""dtype -> (optim.precision, largest difference that is equal, whatever rounding does)."""
 
 
 def shared_config(config: RunConfig, steps: int, dtype: str) -> RunConfig:

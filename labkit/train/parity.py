@@ -102,7 +102,7 @@ class ParityReport:
     dtype: str
     """`float64` or `float32`."""
     tolerance: float
-    """Largest difference that counts as rounding."""
+    """Largest difference that is `equal`."""
     reference_losses: list[float]
     """Of the one process, by step."""
     fault: dict[str, str] | None = None
@@ -117,7 +117,7 @@ class ParityReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every layout agrees with the reference, and a fault that was asked for was really planted."""
+        """Whether no layout has the verdict `fault`, and a fault that was asked for was really planted."""
         return not self.fault_missed and all(row.verdict != "fault" for row in self.rows)
 
     @property
