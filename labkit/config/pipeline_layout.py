@@ -2,7 +2,8 @@
 
 Megatron's `pipeline_model_parallel_layout`: E is the embedding, t a transformer layer, L the final norm with the loss,
 `|` stands between stages. `t*3` and `(tt|)*2` repeat what is before the star; spaces and commas mean nothing. Stages
-are numbered from the left. A stage of E or of L alone is a standalone embedding or loss stage.
+are numbered from the left. A stage of E or of L alone is a standalone embedding or loss stage. Nothing between two `|`
+is an empty stage, which hands on what it is given: `Et||tt|L` has four stages, and the second is empty.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class LayoutError(ValueError):
 def parse_layout(text: str) -> list[str]:
     """The stages of `text`, repetitions written out: `Et*2|(t|)*2L` gives `Ett`, `t`, `t`, `L`.
 
-    Raises LayoutError for a letter that is none, brackets that do not match, an empty stage, and an embedding or loss
-    that is not where the model begins or ends.
+    Raises LayoutError for a letter that is none, brackets that do not match, and an embedding or loss that is not where
+    the model begins or ends. Megatron reads `|Ett|L` and embeds in stage 0 all the same; here it is refused.
     """
     signs = _written_out(text, 0, len(text))
     stages: list[list[Sign]] = [[]]
@@ -36,10 +37,14 @@ def parse_layout(text: str) -> list[str]:
             stages.append([])
         else:
             stages[-1].append(sign)
-    for number, stage in enumerate(stages):
-        if not stage:
-            raise LayoutError(f"stage {number} of {len(stages)} is empty; give it E, L or at least one t")
     _check_ends([sign for stage in stages for sign in stage])
+    if not stages[0]:
+        raise LayoutError(
+            f"stage 0 of {len(stages)} is empty: the first stage embeds the tokens, so write E before any |"
+        )
+    if not stages[-1]:
+        last = len(stages) - 1
+        raise LayoutError(f"stage {last} of {last + 1} is empty: the last stage has the loss; end with L")
     return ["".join(letter for letter, _ in stage) for stage in stages]
 
 

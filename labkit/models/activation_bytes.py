@@ -210,6 +210,8 @@ def recomputed_at_once_bytes(
     if model.recompute_granularity != "full":
         return 0
     each, together = _bytes_of(model, share, layers, moe), model.recompute_num_layers
+    if not each:
+        return 0
     if model.recompute_method == "uniform":
         pieces = [sum(each[i : i + together]) for i in range(0, len(each), together)]
     else:

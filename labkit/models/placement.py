@@ -17,7 +17,7 @@ class StageContents:
     """What one stage holds."""
 
     layers: range
-    """Global indices of its transformer layers; empty for a standalone embedding or loss stage."""
+    """Global indices of its transformer layers; none in a standalone embedding or loss stage or an empty one."""
     embedding: bool
     """Whether it embeds tokens (the first stage)."""
     loss: bool

@@ -34,7 +34,7 @@ from labkit.parallel.grad_buffers import GradBuffer, own_part
 from labkit.parallel.gradients import counted_elements, split_gradient
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.param_gather import finish_param_sync, param_gathers
-from labkit.parallel.parameter_groups import ParameterGroup
+from labkit.parallel.parameter_groups import ParameterGroup, adamw
 from labkit.parallel.shard_map import Piece, pieces_of_rank
 
 
@@ -99,19 +99,7 @@ class DistributedOptimizer:
             for owned in _pieces(shard, layout):
                 if id(owned.parameter) in group_of:
                     self.pieces[group_of[id(owned.parameter)]].append(owned)
-        self.adamw = torch.optim.AdamW(
-            [
-                {
-                    "params": [owned.master for owned in pieces],
-                    "weight_decay": optim.weight_decay * group.weight_decay_factor,
-                }
-                for group, pieces in zip(self.groups, self.pieces)
-            ],
-            lr=optim.lr,
-            betas=(optim.beta1, optim.beta2),
-            eps=optim.eps,
-            fused=True,
-        )
+        self.adamw = adamw(self.groups, [[owned.master for owned in pieces] for pieces in self.pieces], optim)
 
     def _all_pieces(self) -> list[OwnedPiece]:
         return [owned for pieces in self.pieces for owned in pieces]

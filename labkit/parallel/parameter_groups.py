@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from labkit.config import OptimConfig
 
 Condition = Callable[[str, nn.Parameter], bool]
 """A predicate over a parameter's full name and the parameter."""
@@ -74,3 +77,20 @@ def parameter_groups(
         groups[key].names.append(name)
         groups[key].params.append(param)
     return [group for group in groups.values() if group.params]
+
+
+def adamw(
+    groups: Sequence[ParameterGroup], masters: Sequence[Sequence[Tensor]], optim: OptimConfig
+) -> torch.optim.AdamW:
+    """Torch's fused AdamW over `masters`, the tensors that are updated for each of `groups`. All may be empty."""
+    return torch.optim.AdamW(
+        [
+            {"params": list(own), "weight_decay": optim.weight_decay * group.weight_decay_factor}
+            for group, own in zip(groups, masters, strict=True)
+        ]
+        or [{"params": []}],  # torch refuses a list without groups
+        lr=optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        fused=True,
+    )

@@ -27,6 +27,7 @@ from labkit.parallel.gradients import counted_elements, is_first_replica, main_g
 from labkit.parallel.groups import Group, ParallelGroups, single_process_groups
 from labkit.parallel.parameter_groups import Condition as Condition
 from labkit.parallel.parameter_groups import ParameterGroup as ParameterGroup
+from labkit.parallel.parameter_groups import adamw
 from labkit.parallel.parameter_groups import is_bias_or_norm as is_bias_or_norm
 from labkit.parallel.parameter_groups import named_parameters as named_parameters
 from labkit.parallel.parameter_groups import parameter_groups as parameter_groups
@@ -67,28 +68,15 @@ class Optimizer:
     def __init__(
         self, groups: Iterable[ParameterGroup], optim: OptimConfig, *, layout: ParallelGroups | None = None
     ) -> None:
-        """Keep fp32 masters of 16-bit parameters. Raises ValueError if there is nothing to update.
+        """Keep fp32 masters of 16-bit parameters. The rank of an empty pipeline stage has none, and updates nothing.
 
         layout: this rank's process groups, for the global norm; None means a single process.
         """
         self.groups = list(groups)
-        if not self.groups:
-            raise ValueError(
-                "the optimizer got no parameter: the model chunks of this rank have none that need a gradient"
-            )
         self._layout = layout or single_process_groups()
         self.norm_groups = (self._layout.dp_cp, self._layout.mp)
         self.masters: list[list[torch.Tensor]] = [[_master(p) for p in group.params] for group in self.groups]
-        self.adamw = torch.optim.AdamW(
-            [
-                {"params": masters, "weight_decay": optim.weight_decay * group.weight_decay_factor}
-                for group, masters in zip(self.groups, self.masters)
-            ],
-            lr=optim.lr,
-            betas=(optim.beta1, optim.beta2),
-            eps=optim.eps,
-            fused=True,
-        )
+        self.adamw = adamw(self.groups, self.masters, optim)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [param for group in self.groups for param in group.params]
@@ -149,9 +137,12 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """AdamW for all model chunks of this rank, sharded if `optim.distributed_optimizer`.
 
-    `layout` is as for `Optimizer`, the rest as for `parameter_groups`.
+    `layout` is as for `Optimizer`, the rest as for `parameter_groups`. Raises ValueError where no parameter needs a
+    gradient, unless this rank has no parameters at all and the pipeline has other ranks: its stages are empty.
     """
     groups = parameter_groups(chunks, no_wd_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult)
+    if not groups and (layout is None or layout.pp.size == 1 or named_parameters(chunks)):
+        raise ValueError("the optimizer got no parameter: the model chunks of this rank have none that need a gradient")
     if not optim.distributed_optimizer:
         return Optimizer(groups, optim, layout=layout)
     return DistributedOptimizer(groups, chunks, layout or single_process_groups(), optim)

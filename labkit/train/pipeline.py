@@ -9,10 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from labkit.config import RunConfig
+from labkit.models.gpt import DTYPES
 from labkit.parallel.distributed_data_parallel import DataParallel
 from labkit.parallel.fp8 import end_float8_step
 from labkit.parallel.gradients import finalize_model_grads
 from labkit.parallel.groups import ParallelGroups
+from labkit.parallel.parameter_groups import named_parameters
 from labkit.schedules.ir import Schedule
 from labkit.schedules.runtime import PipelineRuntime
 from labkit.train.loss_form import checked_forward_step
@@ -60,6 +62,7 @@ class Pipeline:
             groups,
             forward_step_func=checked_forward_step(forward_step, cp=groups.cp.size),
             tensor_shape=None if config.schedule.variable_seq_lengths else shape,
+            dtype=None if any(named_parameters(chunks)) else DTYPES[config.optim.precision],  # empty stages tell none
             transport=transport_of(config),
             deallocate_pipeline_outputs=config.schedule.deallocate_pipeline_outputs,
             **self._synchronisation(),

@@ -18,8 +18,9 @@ _HATCHES = ("", "//", "..", "xx")
 def layer_placement(schedule: Schedule, stages: Sequence[StageContents]) -> Figure:
     """Draw what each rank of `schedule` holds; `stages` are the contents of its stages (`models.stage_contents`).
 
-    E and L are the embedding and the output with the loss; a colour is a model chunk. The sentence names what rank 0
-    holds. Raises ValueError where the numbers of stages differ.
+    E and L are the embedding and the output with the loss; a colour is a model chunk. An empty stage is a label at the
+    place where hidden states pass through it. The sentence names what rank 0 holds, and the empty stages. Raises
+    ValueError where the numbers of stages differ.
     """
     if len(stages) != schedule.num_stages:
         raise ValueError(f"{len(stages)} stages are described, {schedule.name} has {schedule.num_stages}")
@@ -29,15 +30,23 @@ def layer_placement(schedule: Schedule, stages: Sequence[StageContents]) -> Figu
         fig = new_figure(_WIDTH, 0.42 * schedule.pp + 1.0)
         axes = fig.add_subplot()
         first = -1
+        empty: dict[tuple[int, int], list[int]] = {}
         for number, stage in enumerate(stages):
             width = len(stage.layers) + stage.embedding + stage.loss
             rank, chunk = schedule.placement(number), schedule.chunk(number)
+            if not width:
+                empty.setdefault((rank, first), []).append(number)
+                continue
             fill, pattern = SEQUENCE[chunk % len(SEQUENCE)], _HATCHES[chunk // len(SEQUENCE) % len(_HATCHES)]
             axes.add_patch(Rectangle((first, rank + 0.08), width, 0.84, facecolor=fill, edgecolor="#FFFFFF",
                                      linewidth=1.2, hatch=pattern))  # fmt: skip
             axes.text(first + width / 2, rank + 0.5, f"stage {number}" if width * 14 > layers else str(number),
                       ha="center", va="center", fontsize=8, color=text_color(fill))  # fmt: skip
             first += width
+        for (rank, place), numbers in empty.items():
+            edge = SEQUENCE[schedule.chunk(numbers[0]) % len(SEQUENCE)]
+            axes.text(place, rank + 0.5, f"{_stages(numbers)}: empty", ha="center", va="center", fontsize=8,
+                      bbox={"boxstyle": "round,pad=0.3", "facecolor": "#FFFFFF", "edgecolor": edge})  # fmt: skip
         step = max(1, layers // 16)
         ticks = range(0, layers, step)
         axes.set_xticks([-0.5, *(tick + 0.5 for tick in ticks), layers + 0.5], ["E", *map(str, ticks), "L"])
@@ -52,14 +61,22 @@ def layer_placement(schedule: Schedule, stages: Sequence[StageContents]) -> Figu
         )
     held = " and ".join(_text(stages[number]) for number in schedule.stages_of(0))
     plural = "" if chunks == 1 else "s"
-    return Figure(fig, f"{layers} layers on {schedule.pp} ranks, {chunks} chunk{plural} a rank: rank 0 holds {held}")
+    sentence = f"{layers} layers on {schedule.pp} ranks, {chunks} chunk{plural} a rank: rank 0 holds {held}"
+    if numbers := sorted(number for those in empty.values() for number in those):
+        sentence += f"; {_stages(numbers)} {'are' if len(numbers) > 1 else 'is'} empty"
+    return Figure(fig, sentence)
+
+
+def _stages(numbers: Sequence[int]) -> str:
+    return f"stage{'s'[: len(numbers) > 1]} {' and '.join(map(str, numbers))}"
 
 
 def _text(stage: StageContents) -> str:
-    """`the embedding with layers 0-3`."""
+    """`the embedding with layers 0-3`, or `an empty stage`."""
     parts = ["the embedding"] if stage.embedding else []
     if len(stage.layers) == 1:
         parts.append(f"layer {stage.layers[0]}")
     elif stage.layers:
         parts.append(f"layers {stage.layers[0]}-{stage.layers[-1]}")
-    return " with ".join([*parts, "the loss"] if stage.loss else parts)
+    parts += ["the loss"] if stage.loss else []
+    return " with ".join(parts) or "an empty stage"

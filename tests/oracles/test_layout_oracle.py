@@ -17,11 +17,14 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.oracle
 LETTERS = {"embedding": "E", "decoder": "t", "loss": "L"}
-UNIT = st.sampled_from(["t", "tt", "t*3", "(tt|)*2t", "(t|t)*3", "t,t", "t|t*2"])
+UNIT = st.sampled_from(["t", "tt", "t*3", "(tt|)*2t", "(t|t)*3", "t,t", "t|t*2", "t||t", "|", "(|)*2", "t(|t)*2|"])
 
 
 @given(st.lists(UNIT, min_size=1, max_size=5), st.sampled_from(["", "|"]), st.sampled_from(["", "|"]))
 def test_stages_equal_megatron_cores(units: list[str], after: str, before: str) -> None:
     text = f"E{after}{'|'.join(units)}{before}L"
     parsed = theirs.PipelineParallelLayerLayout.parse_str_to_list(text)
-    assert parse_layout(text) == ["".join(LETTERS[layer.name] for layer in stage) for stage in parsed]
+    stages = ["".join(LETTERS[layer.name] for layer in stage) for stage in parsed]
+    assert parse_layout(text) == stages
+    if layers := "".join(stages).count("t"):
+        theirs.PipelineParallelLayerLayout(text, len(stages)).validate_layer_layout(layers, mtp_num_layers=0)

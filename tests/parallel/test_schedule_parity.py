@@ -27,6 +27,13 @@ SUBSET = [
     {"pp": 4, **ZERO_BUBBLE_H1, "pipeline_layout": "E t*4 | ttt | t*5 | t*4 L"},
     {"pp": 4, **DUALPIPE_V, "pipeline_layout": "E | (tt|)*2 (ttt|)*4 L"},
 ]
+EMPTY_STAGES = [
+    {"pp": 4, **ZERO_BUBBLE_H1, "pipeline_layout": "Ett||tt|L"},
+    {"pp": 2, "world_size": 4, **INTERLEAVED_2, **MATRIX["MEGATRON"], "pipeline_layout": "Ett||tt|L"},
+    {"pp": 2, **ZBV, **MATRIX["FULL"], "pipeline_layout": "Etttt|||L"},
+    {"pp": 4, "tp": 2, "sequence_parallel": True, "batch_p2p_comm": True, "pipeline_layout": "Ettt||t|L"},
+]
+"""One is the only stage of its rank, one a chunk of several, two are all that a rank has."""
 REPLICAS = [{"pp": 2, "world_size": 4, **schedule} for schedule in (GPIPE, ZBV)]
 
 
@@ -53,6 +60,25 @@ def test_a_table_that_starts_with_another_microbatch_and_has_its_first_stage_in_
 def test_replicas_and_an_output_layer_of_its_own():
     report = compare(deep("llama_tiny", dp=2, layers=4), REPLICAS, steps=2)
     assert report.ok, f"\n{report}"
+
+
+def test_empty_stages():
+    report = compare(deep("tiny", dp=2, layers=4), EMPTY_STAGES, steps=2)
+    assert report.ok, f"\n{report}"
+    assert max(row.largest for row in report.rows) <= 1e-10
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_rank_of_empty_stages_takes_the_type_of_the_others_and_joins_fp8_and_graphs(precision):
+    """It has no parameter to take a type from, no layer to capture and no scale of its own to agree on."""
+    changes = {"layers": 4, "steps": 3, "eval_steps": 1, "eval_interval": 1, "precision": precision}
+    changes |= {"cuda_graph_impl": "emulated", "cuda_graph_warmup_steps": 1}
+    changes |= {"fp8": "hybrid"} if precision == "bf16" else {}
+    config = deep("tiny", **changes)
+    without = run(pretrain, 3, config.override({"pp": 3, "pipeline_layout": "Ett|tt|L"}))[0]
+    for result in run(pretrain, 4, config.override({"pp": 4, "pipeline_layout": "Ett||tt|L"})):
+        for name in ("loss", "grad_norm", "validation_loss"):
+            assert result.series(name) == without.series(name)
 
 
 def test_float32():

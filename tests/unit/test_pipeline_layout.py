@@ -9,6 +9,9 @@ import pytest
 from labkit.config import presets
 from labkit.config.pipeline_layout import MOST_SIGNS, LayoutError, parse_layout
 from labkit.models import stage_contents
+from labkit.models.activation_bytes import Share, layers_activation_bytes, recomputed_at_once_bytes
+from labkit.models.counts import rank_parameters
+from labkit.models.placement import StageContents
 
 
 @pytest.mark.parametrize(
@@ -21,6 +24,9 @@ from labkit.models import stage_contents
         ("E(t*2|)*2tL", ["Ett", "tt", "tL"]),
         ("Et|*1tL", ["Et", "tL"]),
         ("E t * 2 L", ["EttL"]),
+        ("Et||tt|L", ["Et", "", "tt", "L"]),
+        ("Ett|*3L", ["Ett", "", "", "L"]),
+        ("Et(|)*2 , |t L", ["Et", "", "", "tL"]),
     ],
 )
 def test_forms(text: str, stages: list[str]) -> None:
@@ -32,9 +38,10 @@ def test_forms(text: str, stages: list[str]) -> None:
     [
         ("Ett|txt|L", "'x' at position 5 is no part of a stage"),
         ("Ett|mL", "'m' at position 4"),
-        ("Ett||L", "stage 1 of 3 is empty"),
-        ("Ett|", "stage 1 of 2 is empty"),
-        ("", "stage 0 of 1 is empty"),
+        ("|EttL", "stage 0 of 2 is empty: the first stage embeds the tokens"),
+        ("Ett|L|*2", "stage 3 of 4 is empty: the last stage has the loss"),
+        ("Ett|", "has no L"),
+        ("", "has no E"),
         ("tt|L", "has no E"),
         ("Ett|t", "has no L"),
         ("tE|tL", "the E at position 1 is out of place"),
@@ -67,6 +74,15 @@ def test_stages_hold_consecutive_layers_and_may_hold_none() -> None:
     assert [stage.layers for stage in contents] == [range(0), range(3), range(3, 5), range(5, 5)]
     assert [stage.embedding for stage in contents] == [True, False, False, False]
     assert [stage.loss for stage in contents] == [False, False, False, True]
+
+
+def test_empty_stages_hold_nothing() -> None:
+    config = presets.tiny().override({"layers": 3, "pp": 4, "pipeline_layout": "Et||tt|L"})
+    assert stage_contents(config, 4)[1] == StageContents(range(1, 1), embedding=False, loss=False)
+    assert [rank_parameters(config, pp_rank=rank) > 0 for rank in range(4)] == [True, False, True, True]
+    full = config.override({"recompute_granularity": "full"}).model
+    assert layers_activation_bytes(full, Share(), range(1, 1)) == 0
+    assert recomputed_at_once_bytes(full, Share(), range(1, 1)) == 0
 
 
 def test_equal_shares_go_by_the_number_of_the_stage() -> None:

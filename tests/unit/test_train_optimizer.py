@@ -156,6 +156,7 @@ def test_one_process_counts_every_gradient_but_the_copy_of_a_tied_weight():
     assert counted == {id(p.main_grad) for p in module.parameters() if p is not module.head.weight}
 
 
-def test_no_parameters_is_an_error():
+@pytest.mark.parametrize("module", [nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)])
+def test_no_parameters_is_an_error(module):
     with pytest.raises(ValueError, match="no parameter"):
-        build_optimizer([nn.ReLU()], OPTIM)
+        build_optimizer([module], OPTIM)
