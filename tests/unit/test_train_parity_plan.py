@@ -26,6 +26,7 @@ CONTEXTS: tuple[dict[str, Any], ...] = (
     {"parallel.pp": 2, "parallel.vpp": 2},
     {"parallel.tp": 2},
     {"train.eval_steps": 1},
+    {"train.output_dir": "/tmp/nothing-is-written"},
     {"moe.num_experts": 4},
     {"moe.num_experts": 4, "parallel.ep": 2},
     {"moe.num_experts": 4, "parallel.tp": 2, "parallel.sequence_parallel": True},
