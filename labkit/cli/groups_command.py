@@ -41,15 +41,14 @@ def execute(arguments: Arguments) -> int:
     assert world_size is not None
     from labkit.parallel.group_plan import all_groups, members_of_rank
 
-    if rank is None:
-        every = all_groups(parallel, world_size)
-        groups, lines = {kind: array.tolist() for kind, array in every.items()}, _world_lines(every, world_size)
-    else:
-        mine = members_of_rank(rank, parallel, world_size)
-        groups, lines = {kind: _as_json(members) for kind, members in mine.items()}, _rank_lines(mine, rank)
+    plan: dict[str, Any] = (
+        all_groups(parallel, world_size) if rank is None else members_of_rank(rank, parallel, world_size)
+    )
     if as_json:
+        groups = {kind: _as_json(group) for kind, group in plan.items()}
         print(json.dumps({"world_size": world_size, **_sizes(parallel, world_size), "rank": rank, "groups": groups}))
     else:
+        lines = _world_lines(plan, world_size) if rank is None else _rank_lines(plan, rank)
         print("\n".join([*_head(parallel, world_size), "", *lines]))
     return 0
 
@@ -100,14 +99,18 @@ def _runs_words(members: Sequence[int]) -> str:
     return f"; {len(members):,} ranks: {size:,} at stride {stride:,}{more}"
 
 
-def _as_json(members: Sequence[int]) -> list[int] | dict[str, Any]:
-    """The list of a group, or its formula where the list would be too long."""
+def _as_json(groups: np.ndarray | Sequence[int]) -> list[Any] | dict[str, Any]:
+    """All groups of a kind or one group as a list; of a group that is too long its formula."""
     from labkit.parallel.rank_generator import Members
 
-    if isinstance(members, Members) and len(members) > MOST_LISTED_RANKS:
-        ends = {"first": members[0], "last": members[-1], "size": len(members)}
-        return {**ends, "runs": [list(run) for run in zip(members.sizes, members.strides)]}
-    return members.array().tolist() if isinstance(members, Members) else list(members)
+    if isinstance(groups, np.ndarray):
+        return groups.tolist()
+    if not isinstance(groups, Members):
+        return list(groups)
+    if len(groups) <= MOST_LISTED_RANKS:
+        return groups.array().tolist()
+    ends = {"first": groups[0], "last": groups[-1], "size": len(groups)}
+    return {**ends, "runs": [list(run) for run in zip(groups.sizes, groups.strides)]}
 
 
 def _world_lines(plan: dict[str, np.ndarray], world_size: int) -> list[str]:
