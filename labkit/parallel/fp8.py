@@ -23,6 +23,9 @@ fp8 values as one process (in float64 to the last bits; `current` agrees over dp
 before there is a history, a tensor is scaled by its own amax (agreed over tp_cp); a scale of 1 would flush the
 gradients of a mean loss to zero, since e5m2 has nothing between 0 and 2^-16.
 
+Where ranks hold copies of a key/value head, each casts the gradient that its own query heads give. One process casts
+the sum of these, so there the weight gradients agree to the format's precision only.
+
 Shapes: N rows (sequence x batch), I input size, O output size, M layers of a model chunk, L steps of history.
 """
 

@@ -58,7 +58,7 @@ def saved_on_a_rank(config: ModelConfig, parallel: dict[str, Any]) -> list[tuple
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("config", [GPT2, LLAMA, replace(GPT2, kv_heads=1)], ids=["gpt2", "llama", "one kv head"])
 def test_saved_bytes_of_a_rank_to_one_percent(config: ModelConfig, sequence_parallel: bool, on_ranks: Any) -> None:
     layout = {"tp": 2, "sequence_parallel": sequence_parallel}
     dropped = {"attention_dropout": 0.1, "hidden_dropout": 0.1, "embedding_dropout": 0.1}
