@@ -67,7 +67,7 @@ ROUTING = [
         "moe/routing.py",
         "combine_weights(logits_TE, map_TE, top_k,",
         "combine_weights(logits_TE if expert_bias is None else logits_TE + expert_bias, map_TE, top_k,",
-        deepseek(EP, "loss of step 1", steps=2),
+        deepseek(EP, "loss of step 2", steps=2),
     ),
     Fault(
         "biases of experts follow the load of one rank",

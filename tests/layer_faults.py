@@ -35,7 +35,7 @@ TENSOR_PARALLEL = [
         "parallel/layers.py",
         "y.add_(bias)",
         "y.add_(bias, alpha=plan.group.size)",
-        Comparison(TP, "loss of step 1", steps=2),
+        Comparison(TP, "loss of step 2", steps=2),
     ),
     Fault(
         "rows of ids that belong to other ranks are not zeroed",

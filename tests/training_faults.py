@@ -65,7 +65,7 @@ GRADIENTS = [
         "parallel/grad_buffers.py",
         "parameter.main_grad_is_old = True",
         "pass",
-        Comparison(TP, "final_norm.bias gradient of step 1", steps=2),
+        Comparison(TP, "final_norm.bias gradient of step 2", steps=2),
     ),
     Fault(
         "norms and biases decay",

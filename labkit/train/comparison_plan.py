@@ -33,7 +33,15 @@ def _common(config: RunConfig, steps: int, dtype: str) -> dict[str, Any]:
     """What the comparison decides, whatever configuration and layouts say; with what then has no effect left out."""
     optim = config.optim
     scales = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-    reports = ("eval_interval", "eval_steps", "keep_event_steps", "timing_log_level", "output_dir", "overwrite")
+    reports = (
+        "eval_interval",
+        "eval_steps",
+        "keep_event_steps",
+        "timing_log_level",
+        "output_dir",
+        "overwrite",
+        "write_events",
+    )
     return {
         **_usual(*(f"optim.{name}" for name in scales), *(f"train.{name}" for name in reports)),
         "optim.precision": PRECISIONS[dtype][0],

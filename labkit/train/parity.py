@@ -305,7 +305,7 @@ def differences(run: Whole, reference: Whole, *, lr: float) -> Iterator[tuple[st
         yield f"{block} output", "output", _of(run.activations, block, output, 0.0)
     recorded = reference.gradients
     for step, (loss, expected) in enumerate(zip(run.losses, reference.losses)):
-        later = f" of step {step}" if step else ""
+        later = f" of step {step + 1}" if step else ""  # of the first step nothing is said
         yield f"loss{later}", "loss", _relative(loss, expected)
         if step not in recorded:
             continue

@@ -79,7 +79,7 @@ class Snapshot:
     losses: list[float] = field(default_factory=list)
     """By step."""
     activations: dict[str, Tensor] = field(default_factory=dict)
-    """Block outputs of the first microbatch of step 0, in order of execution."""
+    """Block outputs of the first microbatch of the first step, in order of execution."""
     gradients: dict[int, dict[str, Shard]] = field(default_factory=dict)
     """By step, then by parameter: after finalisation, before clipping."""
     parameters: dict[int, dict[str, Shard]] = field(default_factory=dict)

@@ -176,10 +176,10 @@ def test_tensors_are_compared_in_the_order_of_training():
         "embedding output", "layers.0 output", "loss",
         "final.weight gradient", "layers.0.weight gradient", "embedding.weight gradient",
         "embedding.weight parameter", "layers.0.weight parameter", "final.weight parameter",
-        "loss of step 1",
-        "final.weight gradient of step 1", "layers.0.weight gradient of step 1", "embedding.weight gradient of step 1",
-        "embedding.weight parameter of step 1", "layers.0.weight parameter of step 1",
-        "final.weight parameter of step 1",
+        "loss of step 2",
+        "final.weight gradient of step 2", "layers.0.weight gradient of step 2", "embedding.weight gradient of step 2",
+        "embedding.weight parameter of step 2", "layers.0.weight parameter of step 2",
+        "final.weight parameter of step 2",
     ]  # fmt: skip
 
 
