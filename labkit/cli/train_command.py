@@ -26,9 +26,9 @@ LONGEST_TIMEOUT = 7 * 24 * 3600
 
 
 class Refusal(NamedTuple):
-    """A user's mistake that only the ranks could see, such as a tokenizer larger than the vocabulary."""
+    """Users' mistakes that only the ranks could see, such as a tokenizer larger than the vocabulary."""
 
-    message: str
+    problems: list[str]
 
 
 class Trained(NamedTuple):
@@ -170,19 +170,19 @@ def train_on_rank(config: RunConfig) -> Trained | Refusal:
     try:
         datasets = build_gpt_datasets(config)
     except (ValueError, OSError) as error:
-        return Refusal(str(error))
+        return Refusal([str(error)])
     try:
         result = pretrain(config, datasets_provider=lambda _: datasets)
     except ConfigError as error:  # the same on every rank as well: what a machine cannot do
-        return Refusal("; ".join(error.problems))
+        return Refusal(error.problems)
     return Trained(result.losses, result.metrics, result.events)
 
 
 def refuse_if_any(results: list[Any]) -> None:
     """ConfigError with what the ranks refused."""
-    messages = list(dict.fromkeys(r.message for r in results if isinstance(r, Refusal)))
-    if messages:
-        raise ConfigError(messages, source="labkit train")
+    problems = list(dict.fromkeys(p for r in results if isinstance(r, Refusal) for p in r.problems))
+    if problems:
+        raise ConfigError(problems, source="labkit train")
 
 
 def final_lines(result: Trained, config: RunConfig) -> list[str]:
