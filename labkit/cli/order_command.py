@@ -82,8 +82,8 @@ def _missing_or_idle(arguments: Arguments) -> list[str]:
     if options["verify"] is not None:
         return [
             f"--{_dashed(name)}: the schedule comes from the file of --verify; leave it out"
-            for name in ("name", "vpp", "group_size")
-            if options[name] is not None
+            for name in ("name", "vpp", "group_size", "all_warmup")
+            if options[name] not in (None, False)
         ]
     written = {re.split("[ :]", problem)[0].lstrip("-").replace("-", "_") for problem in arguments.problems}
     for option in COMMAND.options:
@@ -92,9 +92,13 @@ def _missing_or_idle(arguments: Arguments) -> list[str]:
             problems.append(f"--{option.name}: is missing; give it ({example}), or a file (--verify FILE.csv)")
     if options["transport"]:
         problems.append("--transport: says over which transport --verify FILE checks; there is no file")
-    if options["group_size"] is not None and not _interleaves(options) and "vpp" not in written:
-        rule = "has no effect: only the interleaved schedule, with --vpp above 1, runs microbatches in groups"
-        problems.append(f"--group-size {shown(options['group_size'])}: {rule}; leave it out")
+    if not _interleaves(options) and "vpp" not in written:
+        rule = "has no effect: only the interleaved schedule, with --vpp above 1,"
+        if options["group_size"] is not None:
+            given = f"--group-size {shown(options['group_size'])}"
+            problems.append(f"{given}: {rule} runs microbatches in groups; leave it out")
+        if options["all_warmup"]:
+            problems.append(f"--all-warmup: {rule} has this rule; leave it out")
     return problems
 
 
@@ -149,7 +153,8 @@ def _check_rank(arguments: Arguments, schedule: Schedule) -> None:
 
 
 def _build(options: dict[str, Any]) -> Schedule:
-    config = ScheduleConfig(name=options["name"] or "auto", microbatch_group_size=options["group_size"])
+    sizes = {"microbatch_group_size": options["group_size"], "all_warmup": options["all_warmup"]}
+    config = ScheduleConfig(name=options["name"] or "auto", **sizes)
     return build_schedule(config, pp=options["pp"], vpp=options["vpp"] or 1, microbatches=options["microbatches"])
 
 
@@ -199,6 +204,8 @@ def _warm_ups(options: dict[str, Any], schedule: Schedule) -> list[int] | None:
     if options["verify"] or (options["name"] or "auto") not in _TABLES:
         return None
     chunks, pp, group = schedule.num_stages // schedule.pp, schedule.pp, options["group_size"]
+    if options["all_warmup"]:
+        return [schedule.num_microbatches * chunks] * pp
     sizes = [
         get_pp_rank_microbatches(schedule.num_microbatches, chunks, group, pp_size=pp, pp_rank=rank)
         for rank in range(pp)
@@ -338,6 +345,13 @@ COMMAND = Command(
             "int",
             "microbatches on one chunk before the next (interleaved); pp where not given",
             aliases=("microbatch_group_size_per_vp_stage", "schedule.microbatch_group_size"),
+        ),
+        Option(
+            "all-warmup",
+            "bool",
+            "all forwards first (interleaved, as many microbatches as ranks: Megatron-LM in 2023)",
+            False,
+            aliases=("schedule.all_warmup",),
         ),
         Option("rank", "int", "only the order of this rank, as one list"),
         Option("plot", "str", "draw timeline and memory into this file (png, svg, pdf)"),

@@ -115,6 +115,10 @@ def _transfers(found: Findings) -> None:
     if got and got[0] is not None and not interleaves(found):
         rule = "has no effect: only the interleaved schedule, with parallel.vpp above 1, runs microbatches in groups"
         found.add("schedule.microbatch_group_size", f"{rule}; leave it out")
+    got = found.get("schedule.all_warmup", "schedule.name", "schedule.path", "parallel.vpp")
+    if got and got[0] and not interleaves(found):
+        rule = "has no effect: only the interleaved schedule, with parallel.vpp above 1, has this rule"
+        found.add("schedule.all_warmup", f"{rule}; leave it out")
     if found.values["schedule.use_ring_exchange_p2p"] is True:
         rule = "torch has no ring exchange (it was a patched build of NVIDIA's); use batch_p2p_comm"
         found.add("schedule.use_ring_exchange_p2p", rule)
@@ -144,6 +148,9 @@ def microbatch_rules(found: Findings, microbatches: int) -> None:
     if interleaves(found):
         if group := found.get("schedule.microbatch_group_size"):
             _interleaving(found, pp, microbatches, group[0])
+        if (early := found.get("schedule.all_warmup")) and early[0] and microbatches != pp:
+            rule = f"needs as many microbatches a step as parallel.pp = {pp}, and there are {microbatches}"
+            found.add("schedule.all_warmup", f"{rule}; leave it out, or change train.global_batch_size")
     elif path is None and name == "dualpipe_v" and microbatches < 2 * pp:
         rule = f"needs at least 2 x pp = {2 * pp} microbatches a step, and there are {microbatches}"
         found.add("schedule.name", f"{rule}; raise train.global_batch_size, or use zbv")

@@ -109,7 +109,7 @@ class ParallelConfig:
     """The first stage holds the embedding and no layer; the others share the layers."""
     pipeline_layout: str | None = None
     """What each stage holds, as in `Ettt|tttt|tttt|tttL`: E embedding, t a layer, L final norm and loss, | between
-    stages; `t*3` and `(tt|)*2` repeat. None shares the layers equally."""
+    stages; `t*3` and `(tt|)*2` repeat. A stage of no letters is empty. None shares the layers equally."""
     distributed_backend: str = "auto"
     """`auto` (nccl where each rank has a GPU of its own, gloo otherwise), `gloo` or `nccl`."""
     distributed_timeout_minutes: float = 10.0
@@ -133,6 +133,9 @@ class ScheduleConfig:
     """A CSV file with a schedule of one's own; takes the place of `name`."""
     microbatch_group_size: int | None = None
     """Microbatches a rank runs on one chunk before the next (interleaving); None means pp."""
+    all_warmup: bool = False
+    """Interleaving with as many microbatches as pp: every rank runs all forwards before its first backward, as
+    Megatron-LM did in 2023."""
     overlap_p2p_comm: bool = False
     """Post receives ahead and let sends run behind the computation; for the interleaved schedule, and not with
     batch_p2p_comm = true."""

@@ -51,7 +51,9 @@ def one_f_one_b(pp: int, microbatches: int) -> Schedule:
     return from_programs("1F1B", microbatches, programs, lambda rank, _: rank)
 
 
-def interleaved(pp: int, vpp: int, microbatches: int, group_size: int | None = None) -> Schedule:
+def interleaved(
+    pp: int, vpp: int, microbatches: int, group_size: int | None = None, *, all_warmup: bool = False
+) -> Schedule:
     """Interleaved 1F1B: v stages a rank, stage c p + r is chunk c of rank r (Megatron, arXiv 2104.04473 section 2.2).
 
     The schedule table (`tables.py`) says which microbatch and chunk the k-th forward and backward run, in groups of N
@@ -63,10 +65,19 @@ def interleaved(pp: int, vpp: int, microbatches: int, group_size: int | None = N
     Peak in flight: min(2(p - r - 1) + (v - 1)N + 1, m v) of these smaller stages on rank r: more than 1F1B's, and more
     still with larger groups.
 
+    all_warmup: Megatron's rule of 2023 for m = p: every rank runs all forwards before its first backward.
+        Program of every rank: `mvF mvB`. The bubble is the same, and m v stages are in flight on every rank.
+
     Raises:
-        ValueError: one pipeline rank with several chunks, and the sizes that `legal_group_size` refuses.
+        ValueError: one pipeline rank with several chunks, the sizes that `legal_group_size` refuses, and `all_warmup`
+            with one chunk a rank or with m other than p.
     """
     require_positive(pp=pp, vpp=vpp, microbatches=microbatches)
+    if all_warmup and (vpp == 1 or microbatches != pp):
+        given = "vpp is 1" if vpp == 1 else f"{microbatches} microbatches on {pp} pipeline ranks"
+        raise ValueError(
+            f"all_warmup: {given}; it is a rule of interleaving (vpp 2 or more) with as many microbatches as ranks"
+        )
     if vpp == 1:
         return one_f_one_b(pp, microbatches)
     if pp == 1:
@@ -78,12 +89,13 @@ def interleaved(pp: int, vpp: int, microbatches: int, group_size: int | None = N
     stage_rows, number_rows = (np.empty((pp, 2 * total), dtype=np.int32) for _ in range(2))
     kind_rows = np.empty((pp, 2 * total), dtype=np.int8)
     for rank in range(pp):
-        warmup = get_pp_rank_microbatches(microbatches, vpp, size, pp_size=pp, pp_rank=rank)[2]
+        newer = get_pp_rank_microbatches(microbatches, vpp, size, pp_size=pp, pp_rank=rank)[2]
+        warmup = total if all_warmup else newer
         _forwards_then_by_turns(stage_rows[rank], warmup, chunks * pp + rank, (vpp - 1 - chunks) * pp + rank)
         _forwards_then_by_turns(kind_rows[rank], warmup, forward, backward)
         _forwards_then_by_turns(number_rows[rank], warmup, numbers, numbers)
     return Schedule.from_columns(
-        "interleaved 1F1B",
+        "interleaved, all warm-up" if all_warmup else "interleaved 1F1B",
         pp * vpp,
         microbatches,
         stages=stage_rows.ravel(),
@@ -144,7 +156,9 @@ def build_schedule(config: ScheduleConfig, *, pp: int, vpp: int = 1, microbatche
             raise ValueError(
                 "schedule.name is 'interleaved' and vpp is 1: give parallel.vpp at least 2, or choose 1f1b"
             )
-        return interleaved(pp, vpp, microbatches, config.microbatch_group_size)
+        return interleaved(pp, vpp, microbatches, config.microbatch_group_size, all_warmup=config.all_warmup)
+    if config.all_warmup:
+        raise ValueError(f"schedule.all_warmup is a rule of interleaving, and schedule.name is {name!r}; leave it out")
     if name not in _BUILDERS:
         names = ", ".join(["auto", "interleaved", *_BUILDERS])
         raise ValueError(f"schedule.name is {name!r}; choose one of {names}, or give schedule.path")

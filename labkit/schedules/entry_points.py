@@ -20,7 +20,7 @@ from labkit.schedules.shapes import TensorShape, sequence_shapes, split_over_ten
 
 _REFUSED = {
     "adjust_tensor_shapes_fn": "give tensor_shape, or set variable_seq_lengths",
-    "first_val_step": "it steers fp8 weight caching, which labkit does not have",
+    "first_val_step": "it says when fp8 weights are cast anew, which labkit does by itself after each update",
     "force_all_reduce": "gradients are reduced by finalize_model_grads, outside the schedule",
     "finalize_model_grads_func": "call it after the step: the schedule ends with the last backward",
     "overlap_moe_expert_parallel_comm": "a forward and a backward are not merged into one action",

@@ -48,6 +48,7 @@ def _schedule(config: RunConfig) -> list[str]:
     words += [] if own.batch_p2p_comm is None else ["batched" if own.batch_p2p_comm else "even/odd"]
     words += ["variable lengths"] if own.variable_seq_lengths else []
     words += [f"group {own.microbatch_group_size}"] if own.microbatch_group_size is not None else []
+    words += ["all warm-up"] if own.all_warmup else []
     return words
 
 

@@ -15,7 +15,7 @@ _EXPORTS = {
     "router_lab": ("replay", "replay_policies", "skewed_logits", "standard_policies"),
     "comms": ("TransformerTraffic", "bytes_between_nodes", "compare_orders", "order_traffic"),
     "widgets": ("explore_layout", "explore_schedule", "is_live"),
-    "timeline": ("gantt", "gantt_overlay"),
+    "timeline": ("compare_timelines", "gantt", "gantt_overlay"),
     "overlap": ("bucket_size_curve", "overlap_gantt"),
     "bucket_explorer": ("explore_buckets",),
     "folding": ("fold_grid", "folded_digits", "readings"),
@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from labkit.viz.router_lab import replay_policies as replay_policies
     from labkit.viz.router_lab import skewed_logits as skewed_logits
     from labkit.viz.router_lab import standard_policies as standard_policies
+    from labkit.viz.timeline import compare_timelines as compare_timelines
     from labkit.viz.timeline import gantt as gantt
     from labkit.viz.timeline import gantt_overlay as gantt_overlay
     from labkit.viz.trace import write_trace as write_trace

@@ -6,7 +6,7 @@ under it; what is empty is the bubble. The activations in flight can be drawn be
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -103,6 +103,30 @@ def gantt_overlay(
     return Figure(fig, sentence + (_comparison(predicted, measured, found, row) if numbers else ""))
 
 
+def compare_timelines(timelines: Sequence[Timeline], *, unit: str = "units of the costs") -> Figure:
+    """Draw simulated Timelines one above the other, on the same axis; `unit` is that of their times.
+
+    The sentence gives the bubble and each rank's peak of activations in flight, schedule by schedule. Raises ValueError
+    for no Timeline.
+    """
+    if not timelines:
+        raise ValueError("no timeline to draw: give one or more, as simulate returns them")
+    rows = [rows_of(timeline) for timeline in timelines]
+    end = max(each.end for each in rows)
+    heights = [len(each.ranks) * row_height(len(each.ranks)) for each in rows]
+    with styled():
+        fig = new_figure(WIDTH, sum(heights) + 0.5 * len(rows) + 0.6)
+        panels = fig.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=[h + 0.3 for h in heights])[:, 0]
+        for axes, timeline, each in zip(panels, timelines, rows, strict=True):
+            inches = row_height(len(each.ranks))
+            draw_rows(axes, each, Style(1.0, end, inches))
+            finish(axes, _labels(each, "rank"), end, inches)
+            axes.set_title(_heading(timeline, None), loc="left")
+        panels[-1].set_xlabel(f"time ({unit})")
+        legend(fig, rows[0], True)
+    return Figure(fig, "; ".join(map(_bubble_and_peaks, timelines)))
+
+
 def _figure(rows_height: float, around: float, memory: bool) -> tuple[Any, list[Axes]]:
     """An empty figure with a panel for the rows and, with `memory`, one below on the same axis."""
     fig = new_figure(WIDTH, rows_height + around + (1.6 if memory else 0.0))
@@ -121,6 +145,11 @@ def _labels(rows: Rows, row: str) -> list[str]:
 def _sentence_of(timeline: Timeline, name: str | None) -> str:
     peak = max(timeline.peak_memory)
     return f"{_heading(timeline, name)}: bubble {timeline.bubble_fraction:.1%}, peak {peak:.4g} in flight"
+
+
+def _bubble_and_peaks(timeline: Timeline) -> str:
+    peaks = ", ".join(f"{peak:.4g}" for peak in timeline.peak_memory)
+    return f"{_heading(timeline, None)}: bubble {timeline.bubble_fraction:.1%}, ranks keep {peaks} in flight"
 
 
 def _heading(timeline: Timeline, name: str | None) -> str:

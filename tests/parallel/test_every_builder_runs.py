@@ -36,6 +36,7 @@ BUILDERS = {
     "1f1b": one_f_one_b,
     "interleaved v2": _interleaved_by(2),
     "interleaved v3 by 5": _interleaved_by(3, 5),
+    "interleaved v2 all warm-up": lambda pp, count: interleaved(pp, 2, count, all_warmup=True),
     "zero_bubble_h1": zero_bubble_h1,
     "zbv": zbv,
     "dualpipe_v": dualpipe_v,
@@ -62,7 +63,9 @@ class LabkitStage(nn.Module):
 
 
 def _build(name, pp):
-    """Nine microbatches are the 5 + 4 of groups of five; groups of pp and DualPipeV take eight."""
+    """Nine microbatches are the 5 + 4 of groups of five; groups of pp and DualPipeV take eight, all warm-up pp."""
+    if "all warm-up" in name:
+        return BUILDERS[name](pp, pp)
     uneven = name == "interleaved v2" and COUNT % pp
     return BUILDERS[name](pp, 8 if uneven or name == "dualpipe_v" else COUNT)
 

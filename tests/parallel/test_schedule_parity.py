@@ -24,6 +24,7 @@ SUBSET = [
     {"pp": 2, "tp": 2, **ZBV, "variable_seq_lengths": True},
     {"pp": 4, "tp": 2, **ONE_F_ONE_B},
     {"pp": 4, **INTERLEAVED_4},
+    {"pp": 4, "world_size": 8, **INTERLEAVED_2, "all_warmup": True},
     {"pp": 4, **ZERO_BUBBLE_H1, "pipeline_layout": "E t*4 | ttt | t*5 | t*4 L"},
     {"pp": 4, **DUALPIPE_V, "pipeline_layout": "E | (tt|)*2 (ttt|)*4 L"},
 ]

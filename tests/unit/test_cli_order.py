@@ -67,6 +67,12 @@ def test_group_size_changes_the_order(capsys: pytest.CaptureFixture[str]) -> Non
     assert (by_default[:3], wider[:5]) == ([1, 1, 2], [1, 1, 1, 1, 2])
 
 
+def test_all_warmup_runs_every_forward_first(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--pp", "2", "--vpp", "2", "--microbatches", "2", "--schedule.all_warmup")
+    assert json.loads(told(capsys, *words, "--rank", "1")) == [1, 1, 2, 2, -2, -2, -1, -1]
+    assert "  rank 1   1 3      4         4                4                3\n" in told(capsys, *words)
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble_h1", "zbv", "dualpipe_v"])
 def test_every_name_is_printed_and_reads_back(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     text = told(capsys, "--pp", "2", "--microbatches", "4", "--name", name, "--csv", str(tmp_path / "s.csv"))
@@ -145,6 +151,8 @@ def test_large_schedules_are_told_in_numbers(capsys: pytest.CaptureFixture[str])
         ),
         (["--pp", "2", "--microbatches", "8", "--group-size", "4"], ["--group-size 4: has no effect"]),
         ([*SIZES, "--name", "zbv", "--group-size", "4"], ["--group-size 4: has no effect"]),
+        (["--pp", "4", "--microbatches", "4", "--all-warmup"], ["--all-warmup: has no effect: only the interleaved"]),
+        ([*SIZES, "--all-warmup"], ["all_warmup: 8 microbatches on 4 pipeline ranks; it is a rule of interleaving"]),
         ([*SIZES, "--csv", ""], ["labkit order: --csv '': give the name of a file"]),
         ([*SIZES, "--plot", "", "--trace="], ["--plot '': give the name", "--trace '': give the name"]),
         (["--verify", "no.csv"], ["--verify 'no.csv': no such file"]),
@@ -275,8 +283,8 @@ def test_pictures_and_traces_need_no_torch_either(tmp_path: Path) -> None:
 def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["order", "--help"]) == 0
     out = capsys.readouterr().out
-    for option in ("--pp", "--vpp", "--microbatches", "--name", "--group-size", "--rank", "--plot", "--trace", "--csv",
-                   "--verify", "--transport"):  # fmt: skip
+    for option in ("--pp", "--vpp", "--microbatches", "--name", "--group-size", "--all-warmup", "--rank", "--plot",
+                   "--trace", "--csv", "--verify", "--transport"):  # fmt: skip
         assert option in out
     assert main([]) == 0
     assert "order" in capsys.readouterr().out

@@ -49,6 +49,7 @@ from labkit.train.layout_words import layout_name
         ),
         ({"fp8": "hybrid"}, 2, "tp1 pp1 dp2 fp8 hybrid delayed"),
         ({"pp": 2, "vpp": 2, "schedule.name": "interleaved"}, 2, "tp1 pp2 dp1 vpp2 interleaved"),
+        ({"pp": 2, "vpp": 2, "all_warmup": True}, 2, "tp1 pp2 dp1 vpp2 all warm-up"),
         ({"num_experts": 8, "ep": 4}, 8, "tp1 pp1 dp8 ep4"),
         ({"num_experts": 8, "tp": 2, "sequence_parallel": True, "pp": 2}, 4, "tp2 pp2 dp1 sp etp2"),
         (

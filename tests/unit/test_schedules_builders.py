@@ -81,6 +81,41 @@ def test_interleaved_defaults_and_one_chunk():
     assert interleaved(1, 1, 4) == one_f_one_b(1, 4)
 
 
+def _warmup_of_2023(num_microbatches, num_model_chunks, pp_size, pp_rank):
+    """Megatron-LM's formula in July 2023, as an article of that month quotes it."""
+    total = num_microbatches * num_model_chunks
+    if num_microbatches == pp_size:
+        return total
+    return min((pp_size - pp_rank - 1) * 2 + (num_model_chunks - 1) * pp_size, total)
+
+
+@given(pp=st.integers(2, 6), vpp=st.integers(2, 5), groups=st.integers(1, 3))
+def test_all_warmup_is_the_order_of_megatron_in_2023(pp, vpp, groups):
+    """With more microbatches than ranks its warm-up was that of today."""
+    microbatches = groups * pp
+    schedule = interleaved(pp, vpp, microbatches, all_warmup=groups == 1)
+    for rank in range(pp):
+        warmup, total = _warmup_of_2023(microbatches, vpp, pp, rank), microbatches * vpp
+        actions = schedule.actions(rank)
+        assert "".join(a.kind for a in actions) == "F" * warmup + "FB" * (total - warmup) + "B" * warmup
+        if groups == 1:
+            forwards = [Action(chunk * pp + rank, "F", m) for chunk in range(vpp) for m in range(pp)]
+            backwards = [Action(chunk * pp + rank, "B", m) for chunk in reversed(range(vpp)) for m in range(pp)]
+            assert actions == [*forwards, *backwards]
+
+
+@given(pp=st.integers(2, 6), vpp=st.integers(2, 5), forward=TIMES, backward=TIMES)
+@settings(max_examples=30)
+def test_all_warmup_takes_as_long_and_keeps_more(pp, vpp, forward, backward):
+    costs = Costs(forward=forward, backward=backward)
+    older, newer = (simulate(interleaved(pp, vpp, pp, all_warmup=rule), costs) for rule in (True, False))
+    assert older.makespan == newer.makespan == (pp * vpp + pp - 1) * (forward + backward)
+    assert older.peak_in_flight == [pp * vpp] * pp
+    assert newer.peak_in_flight == [min(2 * (pp - r - 1) + (vpp - 1) * pp + 1, pp * vpp) for r in range(pp)]
+    for transport in ("posted", "batched", "even_odd"):
+        verify(older.schedule, transport)
+
+
 @given(pp=st.integers(1, 9), extra=st.integers(0, 20), forward=TIMES, input_grad=TIMES, weight_grad=TIMES)
 def test_zero_bubble_h1_bubble_peak_and_what_it_beats(pp, extra, forward, input_grad, weight_grad):
     microbatches = pp + extra
@@ -232,6 +267,8 @@ def _lines_run(builder, pp, microbatches):
         (lambda: interleaved(2, 2, 8, 16), "group size is 16: .* choose one of 2, 3, 4, 5, 6, 8$"),
         (lambda: interleaved(1, 2, 8), "pp is 1 and vpp is 2: .* set vpp to 1, or raise pp"),
         (lambda: interleaved(2, 0, 8), "vpp is 0"),
+        (lambda: interleaved(2, 2, 4, all_warmup=True), "4 microbatches on 2 pipeline ranks; .* as many microbatches"),
+        (lambda: interleaved(4, 1, 4, all_warmup=True), "all_warmup: vpp is 1; it is a rule of interleaving"),
     ],
 )
 def test_refusals_say_what_is_allowed(call, needle):
@@ -261,6 +298,8 @@ def test_a_config_names_its_schedule(name, vpp, expected):
 def test_a_config_gives_group_size_and_file(tmp_path):
     config = ScheduleConfig(name="interleaved", microbatch_group_size=4)
     assert build_schedule(config, pp=2, vpp=2, microbatches=4) == interleaved(2, 2, 4, 4)
+    early = build_schedule(ScheduleConfig(all_warmup=True), pp=4, vpp=2, microbatches=4)
+    assert early == interleaved(4, 2, 4, all_warmup=True) != interleaved(4, 2, 4)
     for name in ("auto", "interleaved"):
         assert build_schedule(ScheduleConfig(name=name), pp=1, microbatches=4) == one_f_one_b(1, 4)
     path = tmp_path / "mine.csv"
@@ -281,6 +320,8 @@ def test_a_config_gives_group_size_and_file(tmp_path):
         (ScheduleConfig(name="zbv"), {"vpp": 3}, "'zbv', which has 2 stages a rank, and vpp is 3"),
         (ScheduleConfig(name="interleaved"), {}, "vpp is 1: give parallel.vpp at least 2, or choose 1f1b"),
         (ScheduleConfig(name="dualpipe_v"), {"microbatches": 3}, "needs at least 4"),
+        (ScheduleConfig(name="zbv", all_warmup=True), {}, "all_warmup is a rule of interleaving, .* is 'zbv'"),
+        (ScheduleConfig(all_warmup=True), {}, "all_warmup is a rule of interleaving, .* is '1f1b'"),
         (ScheduleConfig(path="nowhere.csv"), {}, "nowhere.csv: no such file"),
     ],
 )

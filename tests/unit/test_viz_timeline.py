@@ -6,7 +6,7 @@ import pytest
 
 from labkit.events import Event
 from labkit.schedules import Costs, Schedule, gpipe, interleaved, one_f_one_b, simulate, zbv
-from labkit.viz import gantt, gantt_overlay
+from labkit.viz import compare_timelines, gantt, gantt_overlay
 from labkit.viz.timeline import measured_bubble
 
 
@@ -30,6 +30,19 @@ def test_the_sentence_of_a_prediction():
     assert repr(gantt(simulate(gpipe(4, 8)))) == "GPipe, 4 stages, 8 microbatches: bubble 27.3%, peak 8 in flight"
     single = gantt(simulate(one_f_one_b(2, 1)), name="mine", memory=True)
     assert repr(single) == "mine, 2 stages, 1 microbatch: bubble 50.0%, peak 1 in flight"
+
+
+def test_timelines_are_compared_on_one_axis():
+    pair = [simulate(interleaved(4, 2, 4, all_warmup=rule)) for rule in (True, False)]
+    figure = compare_timelines(pair)
+    assert repr(figure) == (
+        "interleaved, all warm-up, 8 stages, 4 microbatches: bubble 27.3%, ranks keep 8, 8, 8, 8 in flight; "
+        "interleaved 1F1B, 8 stages, 4 microbatches: bubble 27.3%, ranks keep 8, 8, 7, 5 in flight"
+    )
+    above, below = figure.fig.axes
+    assert above.get_xlim() == below.get_xlim() and len(above.patches) == len(below.patches)
+    with pytest.raises(ValueError, match="no timeline"):
+        compare_timelines([])
 
 
 def test_every_bar_is_labelled_and_stands_in_its_row():
