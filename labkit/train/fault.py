@@ -11,7 +11,7 @@ KNOWN: dict[str, tuple[str, ...] | None] = {
     "operation": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"),
     "group": (*GROUP_KINDS, "world"),
     "phase": (
-        *("forward", "backward", "recompute", "gradients", "parameters", "amax", "expert bias", "report"),
+        *("start", "forward", "backward", "recompute", "gradients", "parameters", "amax", "expert bias", "report"),
         "capture",
     ),
     "layer": None,

@@ -30,7 +30,7 @@ class _Seen(NamedTuple):
 
     problems: list[str]
     place: tuple[str, str]
-    """Machine and GPU, whose memory it shares with the other ranks there."""
+    """Machine and GPU, whose memory it shares with the other ranks there; not looked at where `memory` is None."""
     available: int
     """Bytes there."""
     memory: RankMemory | None
@@ -46,7 +46,8 @@ def look(config: RunConfig, groups: ParallelGroups, schedule: Schedule, *, own_m
     skipped = own_model or config.train.allow_oversubscription
     kind = "cuda" if groups.device.type == "cuda" else "cpu"
     memory = None if skipped else rank_memory(config, groups.world.size, schedule, groups.pp.rank, kind)
-    seen = _exchanged(_Seen([p for p in found if p], *_memory_here(groups.device), memory), groups)
+    here = (("", ""), 0) if memory is None else _memory_here(groups.device)
+    seen = _exchanged(_Seen([p for p in found if p], *here, memory), groups)
     refuse([problem for one in seen for problem in one.problems] + _too_much(config, seen))
 
 

@@ -91,14 +91,6 @@ def test_an_iteration_holds_messages_of_all_groups(backend, axis):
         build_step_graphs(config, groups, [], schedule, list, list)
 
 
-def test_an_engine_that_is_missing_is_refused_before_the_first_step():
-    config = presets.tiny().override({"graph.cuda_graph_impl": "transformer_engine"})
-    groups = replace(initialize_model_parallel(ParallelConfig()), device=GPU)
-    schedule = build_schedule(config.schedule, pp=1, microbatches=2)
-    with pytest.raises(ConfigError, match=r"graph\.cuda_graph_impl = transformer_engine: Transformer Engine"):
-        build_step_graphs(config, groups, [], schedule, list, list)
-
-
 @pytest.mark.parametrize("scope", ["mlp", "attn,mlp"])
 def test_linears_in_fp8_agree_on_scales_over_cp(scope):
     """All ranks that hold parts of a sample do, so cp's messages are in the graph of an MLP too."""

@@ -36,7 +36,8 @@ def test_a_plain_process_uses_the_cpu_unless_a_gpu_is_asked_for(monkeypatch: pyt
         assert groups.device == torch.device("cpu")
     assert single_process_groups(device="cuda").device == torch.device("cuda")
     assert single_process_groups(device="cuda").backend == "none"
-    assert initialize(presets.tiny()).groups.device == torch.device("cuda", 0), "training takes the GPU"
+    tiny = presets.tiny().override({"train.allow_oversubscription": True})  # nobody asks the GPU for its memory
+    assert initialize(tiny).groups.device == torch.device("cuda", 0), "training takes the GPU"
 
 
 def test_groups_of_one_rank_of_the_16_gpu_example() -> None:
