@@ -132,7 +132,10 @@ def on_a_rank(read: dict[str, Any], state: dict[str, Tensor], tokens: Tensor) ->
     loss = wrapped(tokens[:, :-1], labels_BS=tokens[:, 1:]).mean()
     loss.backward()
     finalize_model_grads([wrapped], groups)
-    back = full_state_to_hugging_face(config, gather_full_state([ours], groups))
+    back = {
+        name: tensor.clone()
+        for name, tensor in full_state_to_hugging_face(config, gather_full_state([ours], groups)).items()
+    }
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter.copy_(parameter.main_grad)  # type: ignore[attr-defined]
