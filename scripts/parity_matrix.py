@@ -41,17 +41,22 @@ STAGES = [
     {"pp": 2, "schedule.name": "zbv", "pipeline_layout": "E | t*9 | t*7 | L"},
     {"pp": 4, "schedule.name": "dualpipe_v", "pipeline_layout": "Et | (tt|)*2 t | (ttt|)*3 tL"},
     {"pp": 2, "tp": 2, "schedule.name": "zero_bubble_h1", "standalone_embedding_stage": True},
+    {"pp": 4, "pipeline_layout": "E t*8 || t*8 | L"},
+    {"pp": 4, "schedule.name": "zero_bubble_h1", "pipeline_layout": "E t*8 || t*8 | L"},
+    {"pp": 2, "tp": 2, "vpp": 2, "sequence_parallel": True, "pipeline_layout": "E t*8 || t*8 | L"},
+    {"pp": 2, "schedule.name": "zbv", "pipeline_layout": "E t*16 ||| L"},
 ]
-"""Stages of different sizes, standalone embedding and loss stages."""
+"""Stages of different sizes, standalone embedding and loss stages, empty ones."""
 TRANSFERS = [
     {"pp": 2, "vpp": 2, "overlap_p2p_comm": True, "microbatch_group_size": 4},
+    {"pp": 4, "world_size": 8, "vpp": 2, "all_warmup": True},
     *[
         {"pp": 2, **schedule, **transfer}
         for schedule in (SCHEDULES[2], SCHEDULES[5])
         for transfer in ({"batch_p2p_comm": True}, {"batch_p2p_comm": False}, {"variable_seq_lengths": True})
     ],
 ]
-"""How tensors move between stages."""
+"""How tensors move between stages, and two orders of interleaving."""
 DATA_STEPS, DATA_BATCH = 10, 12
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 FULL = {"recompute_granularity": "full"}
@@ -109,6 +114,8 @@ ZERO_LAYOUTS = [
     *grid({**ZERO, "num_distributed_optimizer_instances": 2}, [(1, 1, 1, 4), (2, 1, 1, 4), (1, 1, 2, 4)]),
     *grid({**ZERO, "calculate_per_token_loss": True}, [(1, 1, 1, 2)]),
     *grid({**MEGATRON, **SEQUENCE_PARALLEL, **FULL}, [(2, 1, 1, 2), (2, 2, 1, 2), (2, 1, 2, 2)]),
+    *grid({**MEGATRON, "vpp": 2, "pipeline_layout": "Ett||tt|L"}, [(1, 1, 2, 2)]),
+    *grid({**ZERO, "pipeline_layout": "Ett||tt|L"}, [(1, 1, 4, 2)]),
 ]
 """The distributed optimizer, always over two replicas or more."""
 EXPERT_STEPS, EXPERT_BATCH, MOST_RANKS = 3, 16, 8
