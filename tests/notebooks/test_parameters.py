@@ -17,6 +17,9 @@ import papermill
 import pytest
 from papermill.exceptions import PapermillExecutionError
 
+from labkit.check.parameters import declared
+from labkit.cli.run_command import parameter_cell
+
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 CHAPTERS = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
 
@@ -277,6 +280,44 @@ FURTHER = {
 }
 """A second change of a chapter: another number of ranks, the least that a parameter allows."""
 
+EXTREMES = [
+    ("00_tour", {"world_size": 1, "tp": 1, "pp": 1, "steps": 3}),
+    ("00_tour", {"world_size": 16, "tp": 4, "pp": 4, "steps": 4}),
+    ("00_tour", {"world_size": 8, "tp": 2, "pp": 1, "steps": 32}),
+    ("01_rank_groups", {"world_size": 4, "gpus_per_node": 1, "order": "dp-ep-cp-tp-pp"}),
+    ("01_rank_groups", {"world_size": 16, "gpus_per_node": 64, "order": "ep-cp-tp-dp-pp"}),
+    ("02_moe_folding", {"world_size": 4, "gpus_per_node": 1, "tokens_per_rank": 1}),
+    ("02_moe_folding", {"world_size": 22, "gpus_per_node": 64, "tokens_per_rank": 256}),
+    ("03_f_and_g", {"world_size": 8, "layers": 1, "hidden": 8}),
+    ("03_f_and_g", {"world_size": 2, "layers": 16, "hidden": 512}),
+    ("05_sequence_parallel", {"world_size": 8, "hidden": 64, "seq_length": 8, "dropout": 0, "stages": 2}),
+    ("05_sequence_parallel", {"world_size": 2, "hidden": 512, "seq_length": 256, "dropout": 0.9, "stages": 8}),
+    ("06_context_parallel", {"world_size": 2, "seq_length": 16, "pair_us": 1}),
+    ("06_context_parallel", {"world_size": 8, "seq_length": 256, "pair_us": 50}),
+    ("06_context_parallel", {"world_size": 3, "seq_length": 18, "pair_us": 1000}),
+    ("07_data_parallel", {"world_size": 2, "bucket_size": 1, "layer_ms": 1, "link_ms": 0, "link_mb": 1000}),
+    ("07_data_parallel", {"world_size": 8, "bucket_size": 10**6, "layer_ms": 200, "link_ms": 50, "link_mb": 1}),
+    ("08_p2p_and_1f1b", {"world_size": 2, "microbatches": 1, "forward_ms": 1, "backward_ms": 1}),
+    ("08_p2p_and_1f1b", {"world_size": 8, "microbatches": 64, "forward_ms": 1, "backward_ms": 100}),
+    ("09_interleaving", {"world_size": 2, "chunks": 2, "microbatches": 2, "stage_ms": 3}),
+    ("09_interleaving", {"world_size": 2, "chunks": 4, "microbatches": 64, "stage_ms": 300}),
+    ("10_write_your_own_schedule", {"world_size": 2, "microbatches": 4}),
+    ("10_write_your_own_schedule", {"world_size": 4, "microbatches": 64}),
+    ("13_moe_layer", {"world_size": 2, "experts": 2, "top_k": 2, "tokens": 1, "row_us": 1, "steps": 1}),
+    ("13_moe_layer", {"world_size": 8, "experts": 16, "top_k": 16, "tokens": 256, "row_us": 1, "steps": 2}),
+    ("13_moe_layer", {"world_size": 4, "experts": 16, "top_k": 2, "tokens": 256, "row_us": 2000, "steps": 100}),
+    ("14_cuda_graphs", {"world_size": 1, "rows": 2, "width": 1, "warmup": 1, "steps": 8}),
+    ("14_cuda_graphs", {"world_size": 4, "rows": 1024, "width": 512, "warmup": 20, "steps": 100}),
+    ("15_graphs_in_a_pipeline", {"world_size": 2, "microbatches": 2, "steps": 4}),
+    ("15_graphs_in_a_pipeline", {"world_size": 4, "microbatches": 64, "steps": 100}),
+    ("16_partial_graphs_moe", {"world_size": 1, "experts": 2, "top_k": 2, "microbatches": 5, "steps": 3}),
+    ("16_partial_graphs_moe", {"world_size": 8, "experts": 64, "top_k": 64, "microbatches": 64, "steps": 3}),
+    ("16_partial_graphs_moe", {"world_size": 8, "experts": 64, "top_k": 2, "microbatches": 5, "steps": 100}),
+]
+"""Both ends of the rules that the chapters state; what they allow has to work."""
+QUICK = {("01_rank_groups", 4), ("03_f_and_g", 8)}
+"""Chapter and world size of the extremes that `make test` runs."""
+
 REFUSED = [
     ("15_graphs_in_a_pipeline", {"world_size": 1}, "world_size = 1: must be 2 or 4"),
     (
@@ -318,6 +359,25 @@ def test_what_does_not_fit_is_refused_in_the_first_cells(stem, parameters, messa
         papermill.execute_notebook(
             NOTEBOOKS / f"{stem}.ipynb", tmp_path / "out.ipynb", parameters, kernel_name="python3", progress_bar=False
         )
+
+
+@pytest.mark.parametrize(
+    ("stem", "parameters"),
+    [
+        pytest.param(stem, given, marks=[] if (stem, given["world_size"]) in QUICK else pytest.mark.sweep)
+        for stem, given in EXTREMES
+    ],
+)
+def test_what_a_chapter_allows_works(stem, parameters, tmp_path):
+    done = run_chapter(NOTEBOOKS / f"{stem}.ipynb", tmp_path, parameters)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_parameter_is_taken_to_both_ends():
+    for chapter in CHAPTERS:
+        names = {name for stem, given in EXTREMES if stem == chapter.stem for name in given}
+        fixed = {"device", "backend", "output_dir", "impl"}  # what the machine offers, and a folder
+        assert names == set(declared(parameter_cell(chapter))) - fixed, chapter.stem
 
 
 def follows(chapter: Path, case: Case, tmp_path: Path) -> None:
