@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from labkit.graphs.graphable import GraphableMegatronModule
     from labkit.graphs.graphed import GraphedCallable
     from labkit.graphs.helper import CudaGraphHelper, TECudaGraphHelper
-    from labkit.graphs.manager import CudaGraphManager
     from labkit.graphs.memory import (
         GraphCounts,
         GraphMemory,
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 _WHERE = {
     "BufferPlan": "buffers",
     "CudaGraphHelper": "helper",
-    "CudaGraphManager": "manager",
     "FullIterationGraph": "full_iteration",
     "Graph": "backend",
     "GraphBackend": "backend",
@@ -85,7 +83,6 @@ __all__ = [
     "LAYER_ORDER",
     "BufferPlan",
     "CudaGraphHelper",
-    "CudaGraphManager",
     "FullIterationGraph",
     "Graph",
     "GraphBackend",
