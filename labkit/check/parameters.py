@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import io
+import linecache
 import os
 import re
 import tokenize
@@ -119,8 +120,12 @@ def check_parameters(namespace: Mapping[str, Any]) -> None:
 
 
 def _source(namespace: Mapping[str, Any]) -> str:
-    """The cell of parameters that ran last, or the file that runs."""
-    for cell in reversed(namespace.get("In", [])):
+    """The cell of parameters that ran last, or the file that runs.
+
+    A kernel told to keep no history (nbval does that) still has its cells in linecache, for tracebacks.
+    """
+    cached = ("".join(entry[2]) for name, entry in linecache.cache.items() if "ipykernel" in name and len(entry) > 2)
+    for cell in (*reversed(namespace.get("In", [])), *reversed(list(cached))):
         if re.search(r"^world_size: int = ", cell, re.MULTILINE):
             return cell
     if "__file__" in namespace:

@@ -224,6 +224,6 @@ COMMAND = Command(
         Option("timeout", "float", "seconds that one cell may take", 600.0),
     ),
     execute=execute,
-    example="labkit run 00 01 --out build -p steps 5 --html",
+    example="labkit run 00 --out build -p steps 5 --html",
     words="CHAPTER...",
 )

@@ -283,7 +283,7 @@ FURTHER = {
 EXTREMES = [
     ("00_tour", {"world_size": 1, "tp": 1, "pp": 1, "steps": 3}),
     ("00_tour", {"world_size": 16, "tp": 4, "pp": 4, "steps": 4}),
-    ("00_tour", {"world_size": 8, "tp": 2, "pp": 1, "steps": 32}),
+    ("00_tour", {"world_size": 8, "tp": 2, "pp": 1, "steps": 100}),
     ("01_rank_groups", {"world_size": 4, "gpus_per_node": 1, "order": "dp-ep-cp-tp-pp"}),
     ("01_rank_groups", {"world_size": 16, "gpus_per_node": 64, "order": "ep-cp-tp-dp-pp"}),
     ("02_moe_folding", {"world_size": 4, "gpus_per_node": 1, "tokens_per_rank": 1}),

@@ -1,6 +1,7 @@
 """The rules behind chapters' parameters: every parameter has one; defaults keep it, values just outside do not."""
 
 import json
+import linecache
 import re
 import time
 from pathlib import Path
@@ -76,7 +77,7 @@ def test_any_comment_is_read_without_an_error(text):
     is_rule(text)
 
 
-def test_a_kernel_reads_the_cell_that_ran_last_and_a_script_its_own_file(tmp_path):
+def test_a_kernel_reads_the_cell_that_ran_last_and_a_script_its_own_file(tmp_path, monkeypatch):
     known = {name: p.default for name, p in declared(LINES).items()}
     cells = [
         "",
@@ -94,6 +95,9 @@ def test_a_kernel_reads_the_cell_that_ran_last_and_a_script_its_own_file(tmp_pat
         check_parameters({**known, "rate": 2.0, "__file__": str(script)})
     with pytest.raises(ValueError, match="run the cell of parameters first"):
         check_parameters({})
+    monkeypatch.setitem(linecache.cache, "/x/ipykernel_7/1.py", (9, None, LINES.splitlines(keepends=True), "1.py"))
+    with pytest.raises(ValueError, match="^tp = 3: must be 1 to 8, a divisor of world_size"):
+        check_parameters({**known, "tp": 3})  # as under nbval, whose kernel keeps no history
 
 
 # ---- the chapters' own ----
