@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.preparation import data_problem, prepared
-from labkit.cli.progress_bar import ProgressBar
 from labkit.config import ConfigError, RunConfig
 from labkit.config.errors import nearest, shown
 from labkit.events import Event
@@ -50,6 +49,7 @@ def execute(arguments: Arguments) -> int:
     arguments.problems += trace_problems(arguments.options["trace"])
     arguments.refuse([*config.problems(world_size), *config.not_yet_trainable()])
     assert world_size is not None, "a sound layout has a smallest world"
+    from labkit.cli.progress_bar import ProgressBar
     from labkit.train import preflight
 
     config = prepared(COMMAND, arguments, [*preflight.problems(config, world_size, device), data_problem(config)])

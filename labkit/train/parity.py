@@ -214,7 +214,8 @@ def compare(
     planned = [plan_layout(base, layout, dtype, placement(first, first_size)) for layout in layouts]
     for changed, world_size in [(first, first_size), *([] if pretrain else planned)]:
         if problem := memory_problem(changed, world_size, device):
-            raise ConfigError([problem], source=f"layout {layout_name(changed, world_size)}")
+            name = "one process" if changed is first else f"layout {layout_name(changed, world_size)}"
+            raise ConfigError([problem], source=name)
     _, tolerance = PRECISIONS[dtype]
     replays = dtype == "float32" and base.moe.num_experts > 0
     expected, _ = _observe(first, first_size, _Observation(records_routing=replays), device)

@@ -451,7 +451,7 @@ COMMANDS: list[tuple[list[str], str]] = [
     (["train", "--preset", "tiny", "--device", "gpu"], "--device 'gpu': must be one of auto, cpu, cuda"),
     (["train", "--preset", "tiny", "--timeout", "0"], "--timeout 0: must be above 0"),
     (["train", "--preset", "tiny", "--timeout", "604801"], "--timeout 604801: must be above 0 and at most 604800"),
-    (["parity", "--preset", "tiny", "--timeout", "inf"], "--timeout inf: must be"),
+    (["parity", "--preset", "tiny", "--timeout", "inf"], "--timeout 'inf': must be a finite number"),
     (["train", "--preset", "tiny", "--trace", "/nowhere/run.json"], "--trace '/nowhere/run.json': there is no folder"),
     (["train", "--preset", "tiny", "--trace", "/"], "--trace '/': give the name of a file"),
     (["train", "--preset", "tiny", "--trace", ""], "--trace '': give the name of a file"),
@@ -499,7 +499,7 @@ COMMANDS: list[tuple[list[str], str]] = [
         "graph.cuda_graph_impl = local: it captures on cuda, and this run is on cpu; set it to emulated or none",
     ),
     (["train", "--preset", "mixtral_8x7b", "--device", "cpu", "--layers", "3200"], "32 ranks need"),
-    (["parity", "--preset", "tiny", "--device", "cpu", "--hidden", "65536", "--layouts", "tp=2"], "layout one process"),
+    (["parity", "--preset", "tiny", "--device", "cpu", "--hidden", "65536", "--layouts", "tp=2"], "one process: 1 rank needs"),
 ]
 
 

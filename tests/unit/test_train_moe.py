@@ -255,7 +255,7 @@ def test_a_line_covers_the_steps_since_the_line_before() -> None:
     every, third = pretrain(small(steps=6, lr=0.0)), pretrain(small(steps=6, lr=0.0, log_interval=3))
     name = "moe/layers.1/tokens_per_expert"
     one, three = (result.series(name) for result in (every, third))
-    assert [step for step, _ in three] == [2, 5]
+    assert [step for step, _ in three] == [3, 6]
     assert three[1][1] == [sum(counts) for counts in zip(*(load for _, load in one[3:]), strict=True)]
     losses = [loss for _, loss in every.series("moe/load_balancing_loss")]
     assert third.series("moe/load_balancing_loss")[1][1] == pytest.approx(sum(losses[3:]) / 3, rel=1e-12)
@@ -289,7 +289,7 @@ def test_scalars_are_the_numbers_of_metrics_one_by_one(tmp_path: Path) -> None:
         for name in ("tokens_per_expert", "expert_bias"):
             values = line[f"moe/layers.1/{name}"]
             assert [found[line["step"], f"moe/layers.1/{name}/{expert}"] for expert in range(4)] == values
-    assert found[1, "test_loss"] == lines[-1]["test_loss"]
+    assert found[2, "test_loss"] == lines[-1]["test_loss"]
 
 
 def test_scalars_of_a_line() -> None:
