@@ -105,7 +105,7 @@ def judge_prediction(ratio: float, ranks: int) -> str:
     if load >= max(ranks, cores) + 1:
         return f"{said}; this machine was busy: {machine}, at most {ranks} of it by this run"
     far = f"{abs(ratio - 1):.0%} {'more' if ratio > 1 else 'less'} than predicted"
-    return f"{said}; {far}, though no other program kept the machine busy ({machine})"
+    return f"{said}; {far}, and the load shows no other program ({machine})"
 
 
 def _is_action(event: Event) -> bool:

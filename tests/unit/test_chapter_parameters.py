@@ -96,7 +96,7 @@ def test_a_kernel_reads_the_cell_that_ran_last_and_a_script_its_own_file(tmp_pat
     with pytest.raises(ValueError, match="run the cell of parameters first"):
         check_parameters({})
     monkeypatch.setitem(linecache.cache, "/x/ipykernel_7/1.py", (9, None, LINES.splitlines(keepends=True), "1.py"))
-    with pytest.raises(ValueError, match="^tp = 3: must be 1 to 8, a divisor of world_size"):
+    with pytest.raises(ValueError, match=r"^tp = 3: must be 1 to 8, a divisor of world_size"):
         check_parameters({**known, "tp": 3})  # as under nbval, whose kernel keeps no history
 
 

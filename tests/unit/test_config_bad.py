@@ -499,7 +499,10 @@ COMMANDS: list[tuple[list[str], str]] = [
         "graph.cuda_graph_impl = local: it captures on cuda, and this run is on cpu; set it to emulated or none",
     ),
     (["train", "--preset", "mixtral_8x7b", "--device", "cpu", "--layers", "3200"], "32 ranks need"),
-    (["parity", "--preset", "tiny", "--device", "cpu", "--hidden", "65536", "--layouts", "tp=2"], "one process: 1 rank needs"),
+    (
+        ["parity", "--preset", "tiny", "--device", "cpu", "--hidden", "65536", "--layouts", "tp=2"],
+        "one process: 1 rank",
+    ),
 ]
 
 

@@ -105,13 +105,13 @@ def test_refusals():
             1.52,
             4.4,
             2,
-            "1.52; 52% more than predicted, though no other program kept the machine busy (load 4 on 2 cores)",
+            "1.52; 52% more than predicted, and the load shows no other program (load 4 on 2 cores)",
         ),
         (
             0.7,
             14.0,
             64,
-            "0.70; 30% less than predicted, though no other program kept the machine busy (load 14 on 64 cores)",
+            "0.70; 30% less than predicted, and the load shows no other program (load 14 on 64 cores)",
         ),
     ],
 )
