@@ -20,12 +20,12 @@ from typing import Any
 from jupyter_client.manager import AsyncKernelManager
 from traitlets.config import Config
 
-from labkit.launch.folder import RUN_PREFIX, LaunchFolder
+from labkit.launch.folder import RUN_PREFIX, LaunchFolder, sweep
 from labkit.launch.guard import kill_family, kill_group_at_close
 
 LONGEST_PARENT = 60
 """Bytes of the temporary folder's path. A socket's path has 104 at most on macOS, 107 on Linux; our names take 30."""
-PATIENCE = 1.0
+PATIENCE = 1.5
 """Seconds that an interrupted cell gets to end its ranks and remove their folder."""
 
 
@@ -114,5 +114,7 @@ def chapter_kernel() -> Iterator[ChapterKernel]:
     finally:
         kernel.close()
         folder.remove()
+        if kernel.interrupted:
+            sweep(parent)  # the folder of a launch whose kernel had to be killed
         logging.disable(logging.NOTSET)
         signal.signal(signal.SIGINT, before)
