@@ -41,7 +41,8 @@ def test_train_prints_the_final_losses_and_writes_metrics(tmp_path: Path, capfd:
     last = [line for line in lines if "loss" in line][-1]
     assert f"step 2 of 2: loss {final:.4f}  " in err and f"lr {last['learning_rate']:.2e}" in err and " tokens/s" in err
     assert re.search(r"^step 2 of 2: validation loss \d", err, re.M) and "\r" not in err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "scalars.jsonl"]
+    names = ["config.yaml", "metrics.jsonl", "run.json", "scalars.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_trace_holds_the_last_steps_of_all_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -196,7 +197,8 @@ def test_under_torchrun_the_ranks_refuse_together(tmp_path: Path) -> None:
     """One message, for a folder that cannot be written and for memory, although no process launched them."""
     (tmp_path / "file").write_text("")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "labkit.cli", "train"]
-    words = [*SMALL, "--tp", "2", "--seq-length", "4096", "--micro-batch-size", "4096", "--global-batch-size", "4096"]
+    sizes = ["--seq-length", "4096", "--micro-batch-size", "4096", "--global-batch-size", "4096"]
+    words = ["--preset", "tiny", "--tp", "2", *sizes]
     more = ["--output-dir", str(tmp_path / "file" / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *words, *more], capture_output=True, text=True, check=False, env=environment)

@@ -12,8 +12,9 @@ from labkit.events import read_jsonl
 from labkit.schedules import Schedule
 from labkit.train.measured import follows, pipeline_events
 
-SMALL = ["--preset", "tiny", "--layers", "4", "--hidden", "32", "--heads", "4", "--seq-length", "16",
+SIZES = ["--preset", "tiny", "--hidden", "32", "--heads", "4", "--seq-length", "16",
          "--global-batch-size", "4", "--steps", "2", "--precision", "fp64", "--pp", "2"]  # fmt: skip
+SMALL = [*SIZES, "--layers", "4"]
 MINE = """\
 0F0,0F1,2F0,2F1,0F2,2I0,0F3,0I0,2I1,2F2,0I1,2W0,2I2,2F3,0I2,0W0,2I3,2W1,0I3,0W1,2W2,0W2,2W3,0W3
 1F0,1F1,3F0,3I0,3F1,1I0,3I1,1F2,1I1,3F2,3I2,1F3,1I2,3F3,3I3,3W0,1I3,1W0,3W1,1W1,3W2,1W2,3W3,1W3
@@ -61,5 +62,6 @@ def test_what_cannot_train_is_refused_before_any_process_starts(
     path = tmp_path / "mine.csv"
     path.write_text(text)
     monkeypatch.setattr("labkit.launch.run", lambda *_, **__: pytest.fail("ranks were started"))
-    assert main(["train", *SMALL, *changes, "--schedule.path", str(path)]) == 2
+    words = [*SIZES, *changes] if "--layers" in changes else [*SMALL, *changes]
+    assert main(["train", *words, "--schedule.path", str(path)]) == 2
     assert message in capfd.readouterr().err
