@@ -25,12 +25,27 @@ KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
 def clean(notebook: NotebookNode) -> NotebookNode:
-    """Drop widget state, timings and the Python version, so that only a changed result changes the file."""
+    """Drop widget state, timings and the Python version, and join what a stream printed in pieces, so that only a
+    changed result changes the file."""
     notebook.metadata = NotebookNode({"kernelspec": KERNEL, "language_info": {"name": "python"}})
     for cell in notebook.cells:
         kept = {key: value for key, value in cell.metadata.items() if key in ("tags", "slideshow", "jupyter")}
         cell.metadata = NotebookNode(kept)
+        if cell.cell_type == "code":
+            cell.outputs = joined(cell.outputs)
     return notebook
+
+
+def joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """The outputs of a cell, with neighbouring pieces of one stream as one: a busy machine sends more of them."""
+    result: list[NotebookNode] = []
+    for output in outputs:
+        last = result[-1] if result else None
+        if last is not None and output.output_type == last.output_type == "stream" and output.name == last.name:
+            last.text += output.text
+        else:
+            result.append(output)
+    return result
 
 
 def execute(path: Path) -> None:

@@ -6,6 +6,9 @@ import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
 
+TWO_PIECES = "import time\nprint(6 * 7, flush=True)\ntime.sleep(0.5)\nprint(8)"
+"""The kernel sends two outputs."""
+
 
 @pytest.fixture
 def script(load_script):
@@ -21,7 +24,7 @@ def write(path: Path, *sources: str) -> Path:
 
 
 def test_same_chapter_twice_is_the_same_file(script, tmp_path):
-    chapter = write(tmp_path / "00_small.ipynb", "import ipywidgets\nipywidgets.IntSlider(3).value", "print(6 * 7)")
+    chapter = write(tmp_path / "00_small.ipynb", "import ipywidgets\nipywidgets.IntSlider(3).value", TWO_PIECES)
     script.execute(chapter)
     first = chapter.read_bytes()
     script.execute(chapter)
@@ -29,7 +32,7 @@ def test_same_chapter_twice_is_the_same_file(script, tmp_path):
     notebook = nbformat.read(chapter, as_version=4)
     assert "widgets" not in notebook.metadata
     assert [cell.metadata for cell in notebook.cells] == [{}, {}]
-    assert notebook.cells[1].outputs[0].text == "42\n"
+    assert [output.text for output in notebook.cells[1].outputs] == ["42\n8\n"]
     assert [cell.execution_count for cell in notebook.cells] == [1, 2]
 
 
