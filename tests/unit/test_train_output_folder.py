@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -82,16 +83,19 @@ def test_a_look_does_not_turn_a_run_away(tmp_path: Path) -> None:
         looking.join()
 
 
-def _claim_and_die(folder: str) -> None:
-    claimed(Path(folder))
-    os._exit(9)
+CLAIM_AND_DIE = """
+import os, sys
+from labkit.config import presets
+from labkit.train.output_folder import RunFolder
+
+RunFolder(presets.tiny().override({"output_dir": sys.argv[1]}), 1).claim()
+os._exit(9)
+"""
 
 
 def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=_claim_and_die, args=(str(tmp_path),))
-    process.start()
-    process.join()
-    assert process.exitcode == 9
+    died = subprocess.run([sys.executable, "-c", CLAIM_AND_DIE, str(tmp_path)], timeout=120, check=False)
+    assert died.returncode == 9
     assert "holds a run that did not finish, and none can be continued yet" in problem(tmp_path)
     claimed(tmp_path, overwrite=True).finish()
 
