@@ -6,6 +6,7 @@ python scripts/run_tests.py [STAGE ...]     all stages, or only those named (--l
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -30,6 +31,10 @@ class Stage:
         """The command line."""
         report = [f"--junitxml={REPORTS / self.name.replace(' ', '-')}.xml"] if self.tool == "pytest" else []
         return [str(Path(sys.executable).parent / self.tool), *self.arguments, *report]
+
+    def environment(self) -> dict[str, str]:
+        """Of the tool: without GPUs but for the tests that need one. A chapter's `device = auto` is then the CPU."""
+        return dict(os.environ) if "tests/gpu" in self.arguments else os.environ | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def stages() -> list[Stage]:
@@ -64,7 +69,8 @@ def run(chosen: list[Stage]) -> str | None:
     for number, stage in enumerate(chosen, 1):
         print(f"\n== {number}/{len(chosen)} {stage.name}", flush=True)
         start = time.monotonic()
-        code = subprocess.run(stage.command(), cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
+        tool = subprocess.run(stage.command(), cwd=ROOT, env=stage.environment(), stdin=subprocess.DEVNULL, check=False)
+        code = tool.returncode
         outcome = "passed" if code == 0 else f"FAILED with exit code {code}"
         print(f"== {stage.name} {outcome} in {time.monotonic() - start:.1f} s", flush=True)
         if code != 0:

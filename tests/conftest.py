@@ -16,6 +16,22 @@ settings.register_profile("local", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+def module_at(path: Path) -> ModuleType:
+    """Import a file that lies in no package, by its path."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the plugins that lie beside this file."""
+    for name in ("own_process", "without_gpus"):
+        config.pluginmanager.register(module_at(Path(__file__).parent / f"{name}.py"), name)
+
+
 def why_no_cuda() -> str | None:
     """Why tests marked `gpu` cannot run here; None where they can."""
     import torch
@@ -52,12 +68,7 @@ def load_script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     """Import a file of scripts/ by its name; it is no package."""
 
     def load(name: str) -> ModuleType:
-        path = Path(__file__).parents[1] / "scripts" / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-        return module
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # whatever comes in its place is forgotten again
+        return module_at(Path(__file__).parents[1] / "scripts" / f"{name}.py")
 
     return load

@@ -38,6 +38,11 @@ INTERLEAVED = [1, 1, 2, 2, 1, -2, 1, -2, 2, -1, 2, -1, -2, -2, -1, -1]
 GPIPE = [1, 1, 1, -1, -1, -1]
 
 
+FAILS_CAPTURE = pytest.mark.own_process(only_with="gpu")
+"""For tests in which something fails while CUDA captures: torch 2.11 leaves a process then that captures no more
+(`tests/own_process.py`)."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """Who captures here."""
@@ -251,6 +256,7 @@ SYNCS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@FAILS_CAPTURE
 @pytest.mark.parametrize("sync", SYNCS)
 def test_waiting_for_the_device_is_refused_at_capture(machine: Machine, sync: str) -> None:
     layer = Body(machine, lambda self, x: SYNCS[sync](self.linear(x)))
@@ -269,7 +275,7 @@ def test_waiting_for_the_device_is_refused_at_capture(machine: Machine, sync: st
 # ---- what cannot be captured ----
 
 
-@pytest.mark.parametrize("drops", [0.0, 0.3])
+@pytest.mark.parametrize("drops", [0.0, pytest.param(0.3, marks=FAILS_CAPTURE)])
 def test_a_recomputed_part_must_not_draw(machine: Machine, drops: float) -> None:
     """A state of a generator cannot be set back inside a graph: other masks in backward would be wrong gradients."""
     machine.needs("emulated", "local")

@@ -14,12 +14,6 @@ if BENCHMARKS not in sys.path:
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks started here see no GPU, on machines that have one too: these tests make CPU tensors."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-
-@pytest.fixture(autouse=True)
 def torch_stays_as_it_is() -> Iterator[None]:
     """`megatron_on_cpu` patches torch for good: imported here and not in a rank, it breaks later tests of others."""
     yield

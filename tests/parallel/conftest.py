@@ -8,12 +8,6 @@ import pytest
 from labkit.launch import Ranks
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks and programs started here see no GPU, on machines that have one too: these tests make CPU tensors."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-
 @pytest.fixture(scope="module")
 def on_ranks() -> Iterator[Callable[..., list[Any]]]:
     """`on_ranks(fn, world_size, *args)`: like `labkit.launch.run`, on ranks that the tests of one module share."""

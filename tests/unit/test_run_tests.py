@@ -43,3 +43,14 @@ def test_chapters_stage_compares_every_chapter(script):
     }
     assert expected and expected == {word for word in chapters.arguments if word.endswith(".ipynb")}
     assert "--nbval" in chapters.arguments
+
+
+def test_only_the_stage_with_gpu_tests_sees_a_gpu(script, monkeypatch, tmp_path):
+    """A chapter's `device = auto` would be the GPU else, in a kernel that no conftest of ours reaches."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    seen = tmp_path / "seen"
+    write = f"import os; open(r'{seen}', 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
+    for arguments, expected in (("notebooks/00_tour.ipynb",), ""), (("tests/parallel", "tests/gpu"), "3"):
+        assert script.run([script.Stage("any", "python", ("-c", write, *arguments))]) is None
+        assert seen.read_text() == expected
+    assert [stage.name for stage in script.stages() if stage.environment()["CUDA_VISIBLE_DEVICES"]] == ["parallel"]
