@@ -34,9 +34,7 @@ def graph_source() -> str | None:
     return (place / GRAPH).read_text(encoding="utf-8") if (place / GRAPH).exists() else None
 
 
-WHY_NONE = (
-    f"the engine's source is not in {sys.prefix}/te-source; pip install --no-deps --target that transformer_engine"
-)
+WHY_NONE = f"needs transformer_engine: its source is not in {sys.prefix}/te-source, where `make test` puts it"
 
 
 class Quantisation:

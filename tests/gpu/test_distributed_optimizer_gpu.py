@@ -44,6 +44,13 @@ def test_losses_are_those_of_the_whole_optimizer(backend: str, precision: str) -
     assert whole[0][-1] < whole[0][0]
 
 
+def cublas_workspaces_taken() -> None:
+    """cuBLAS keeps up to 32 MiB of torch's memory for each thread and stream, from its first product on: this thread's,
+    and that of autograd."""
+    x = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.nn.functional.linear(x, x).float().sum().backward()
+
+
 def bytes_held(zero: bool) -> int:
     """Bytes of the allocator that live on from building and stepping an optimizer over 64 MB of weights."""
     from labkit.config import OptimConfig, ParallelConfig
@@ -52,6 +59,7 @@ def bytes_held(zero: bool) -> int:
 
     groups = initialize_model_parallel(ParallelConfig())
     optim = OptimConfig(precision="bf16", distributed_optimizer=zero)
+    cublas_workspaces_taken()
     before = torch.cuda.memory_allocated()
     module = torch.nn.Linear(4096, 8192, bias=False, device=groups.device, dtype=torch.bfloat16)
     chunk = DistributedDataParallel(module, groups, distributed_optimizer=zero)

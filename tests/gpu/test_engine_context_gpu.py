@@ -44,7 +44,7 @@ def both_forms(cp_comm_type: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def test_the_engines_ring_computes_what_ours_does(cp_comm_type: str) -> None:
     """Causal, grouped queries, zigzag: wrong positions or a lost block differ by their own size, roundings by 2^-6."""
     if (missing := why_no_transformer_engine()) is not None:
-        pytest.skip(missing)
+        pytest.skip(f"needs transformer_engine: {missing}")
     if torch.cuda.device_count() < CP:
         pytest.skip(f"NCCL runs one rank per GPU, and cp = {CP} needs {CP} GPUs; here is {torch.cuda.device_count()}")
     for pairs in run(both_forms, CP, cp_comm_type, backend="nccl", device="cuda", timeout=300):

@@ -50,8 +50,10 @@ def loss_and_gradients(config: ModelConfig, groups: Any, device: torch.device, d
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_cuda_computes_what_the_cpu_computes(config: ModelConfig) -> None:
-    groups = single_process_groups()
-    cpu, cuda = (loss_and_gradients(config, groups, torch.device(where), torch.float64) for where in ("cpu", "cuda"))
+    cpu, cuda = (
+        loss_and_gradients(config, single_process_groups(device=where), torch.device(where), torch.float64)
+        for where in ("cpu", "cuda")
+    )
     for name, expected in cpu.items():
         torch.testing.assert_close(cuda[name], expected, rtol=1e-8, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 

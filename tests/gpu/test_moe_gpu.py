@@ -70,8 +70,14 @@ def test_grouped_is_sequential(counts: list[int], dtype: torch.dtype, tolerance:
     assert_close(found, exact, tolerance)
 
 
+def need_grouped_kernel() -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip(f"{torch.cuda.get_device_name()} has no grouped kernel of torch's (Hopper and later have)")
+
+
 def test_an_expert_without_rows_has_zeros_for_a_gradient_whatever_the_memory_held() -> None:
     """The grouped kernel sums over no row there: nothing but zeros may come of it."""
+    need_grouped_kernel()
     counts = Segments([0, 48, 0, 16])
     grad_NO, x_NI = (torch.randn(64, width, device="cuda", dtype=torch.bfloat16) for width in (WIDTH, HIDDEN))
     for _ in range(3):
@@ -94,8 +100,7 @@ def no_waiting() -> Iterator[None]:
 
 @pytest.mark.parametrize("counts_on", ["cpu", "cuda"])
 def test_grouped_experts_never_wait_for_the_gpu(counts_on: str) -> None:
-    if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip(f"{torch.cuda.get_device_name()} has no grouped kernel of torch's (Hopper and later have)")
+    need_grouped_kernel()
     experts = build(GroupedExperts, torch.bfloat16)
     tokens, counts, probs = inputs(ROUTINGS["skewed"], torch.bfloat16)
     counts, grad = counts.to(counts_on), torch.randn_like(tokens)
@@ -107,7 +112,7 @@ def test_grouped_experts_never_wait_for_the_gpu(counts_on: str) -> None:
 @pytest.mark.parametrize("counts", ROUTINGS.values(), ids=ROUTINGS)
 def test_transformer_engine_computes_what_we_do(counts: list[int]) -> None:
     if (missing := why_no_transformer_engine()) is not None:
-        pytest.skip(missing)
+        pytest.skip(f"needs transformer_engine: {missing}")
     theirs, ours = (build(GroupedExperts, torch.bfloat16, impl) for impl in ("transformer_engine", "local"))
     assert list(theirs.state_dict()) == list(ours.state_dict())
     assert_close(results(theirs, counts, torch.bfloat16), results(ours, counts, torch.bfloat16), 1e-2)

@@ -49,7 +49,8 @@ def gradients(config: ModelConfig) -> list[Tensor]:
 @pytest.mark.parametrize("backend", ["fused", "unfused"])
 @pytest.mark.parametrize("choice", [name for name in CHOICES if name != "kept"])
 def test_dropout_is_replayed_to_the_bit(choice: str, backend: str) -> None:
-    config = replace(MODEL, attention_backend=backend)
+    # 128 keys: a fused kernel adds the parts of a query's gradient up in any order, and has at most two of them here
+    config = replace(MODEL, attention_backend=backend, seq_length=128)
     kept, again = gradients(config), gradients(replace(config, **CHOICES[choice]))
     assert len(kept) == len(again) > 0
     assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
@@ -70,11 +71,13 @@ def test_saved_bytes_to_one_percent(choice: str, backend: str, dtype: torch.dtyp
 
 def test_memory_between_forward_and_backward_falls_by_what_is_not_kept() -> None:
     def allocated(config: ModelConfig) -> int:
-        model = layers_of(config)
-        before = torch.cuda.memory_allocated()
-        y = model(None)
-        held = torch.cuda.memory_allocated() - before
-        y.sum().backward()
+        model, held = layers_of(config), 0
+        for _ in range(2):  # the first time cuBLAS takes its workspace
+            before = torch.cuda.memory_allocated()
+            y = model(None)
+            held = torch.cuda.memory_allocated() - before
+            y.sum().backward()
+            del y
         return held
 
     config, on = replace(MODEL, attention_backend="unfused"), Share(samples=BATCH, element_bytes=2, device="cuda")

@@ -26,6 +26,7 @@ def test_an_action_is_timed_where_it_ran_and_the_host_does_not_wait_for_it() -> 
     torch.mm(a, a)
     with recording(0) as recorder:
         clock = StreamClock(a.device)
+        torch.cuda.synchronize()
         before = time.perf_counter()
         for number in range(4):
             with clock.span(f"0F{number}", "forward", microbatch=number):

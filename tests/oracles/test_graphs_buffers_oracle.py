@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from labkit.graphs import plan_buffers, sample_index
 from labkit.schedules import get_overlap_moe_expert_parallel_comm_order, interleaved, one_f_one_b
 
-cuda_graphs = pytest.importorskip("megatron.core.transformer.cuda_graphs")
+cuda_graphs = pytest.importorskip("megatron.core.transformer.cuda_graphs", reason="needs megatron-core")
 pytestmark = pytest.mark.oracle
 
 

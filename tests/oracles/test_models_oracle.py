@@ -33,7 +33,7 @@ from labkit.parallel import (
     single_process_groups,
 )
 
-transformers = pytest.importorskip("transformers", reason="the Hugging Face oracle needs transformers")
+transformers = pytest.importorskip("transformers", reason="needs transformers")
 pytestmark = pytest.mark.oracle
 
 GPT2: dict[str, Any] = {"n_layer": 3, "n_embd": 48, "n_head": 4, "n_positions": 32, "vocab_size": 99}

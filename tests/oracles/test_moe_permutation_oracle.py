@@ -10,7 +10,7 @@ from labkit.moe.alltoall import Splits
 from labkit.moe.routing import apply_capacity
 
 pytestmark = pytest.mark.oracle
-pytest.importorskip("megatron.core")
+pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 TOKENS, EXPERTS, TOP_K, HIDDEN = 24, 6, 3, 5
 

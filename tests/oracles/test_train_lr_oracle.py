@@ -14,7 +14,7 @@ pytestmark = pytest.mark.oracle
 def megatron_scheduler():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        module = pytest.importorskip("megatron.core.optimizer_param_scheduler", reason="megatron-core is not installed")
+        module = pytest.importorskip("megatron.core.optimizer_param_scheduler", reason="needs megatron-core")
     return module.OptimizerParamScheduler
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from labkit.cli import main
 from labkit.config import ConfigError, presets
@@ -102,7 +103,8 @@ def test_ranks_that_share_a_gpu_are_summed_there(monkeypatch: pytest.MonkeyPatch
         (
             "transformer_engine",
             "cuda",
-            "Transformer Engine is not installed, and this torch is the CPU build",
+            "Transformer Engine is not installed, and "
+            + ("no GPU is visible" if torch.version.cuda else "this torch is the CPU build"),
         ),
     ],
 )
