@@ -1,12 +1,14 @@
 """Training with experts replays graphs and comes to the same bits: losses, metrics of routers, weights.
 
-Every case is 20 steps, of which the first three are eager; the same run without graphs is what it is held against.
+Every case is a run by graphs, held against the same run without. A run has 20 steps, of which the first three are
+eager, or in the matrix of layouts 6 and one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,9 +21,8 @@ from labkit.moe.router import routers_of
 from labkit.parallel.param_gather import finish_param_sync
 from labkit.train import pretrain
 
-STEPS = 20
 SHAPE = {"layers": 2, "hidden": 16, "heads": 2, "seq_length": 16, "model.ffn_hidden": 16, "moe.ffn_hidden": 16,
-         "global_batch_size": 4, "steps": STEPS, "record_events": False}  # fmt: skip
+         "global_batch_size": 4, "steps": 20, "record_events": False}  # fmt: skip
 ROUTER, PREPROCESS = ("attn", "moe_router"), ("attn", "moe_router", "moe_preprocess")
 SHARED = {"shared_expert_ffn_hidden": 16, "shared_expert_gate": True}
 OVERLAPPED = {**SHARED, "shared_expert_overlap": True}
@@ -32,16 +33,65 @@ DROPS = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "attention_backend": "
 AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "shared_experts"]}
 SP, FOUR = {"tp": 2, "sequence_parallel": True}, {"layers": 4}
 
-# changes to the run, ranks, scope
-EVERY_DAY: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
+Case = tuple[dict[str, Any], int, tuple[str, ...]]
+"""Changes to the run, ranks, scope."""
+
+
+# ---- every scope in every layout with replicas ----
+
+FEW = {"steps": 6, "cuda_graph_warmup_steps": 1, "global_batch_size": 8}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1 stage": {},
+    "pp2": {"pp": 2, **FOUR},
+    "pp4": {"pp": 4, "layers": 8},
+    "pp4 vpp2": {"pp": 4, "vpp": 2, "layers": 8, "layer_freq": [1] * 4 + [0] * 4},
+}
+"""On every rank there are layers with experts and layers without; there are twice as many ranks as stages."""
+REPLICAS = {"buckets": {"overlap_grad_reduce": True, "bucket_size": 2_000}, "zero": ZERO}
+WITH_EXPERTS = {
+    "": (), "router": ("moe_router",), "preprocess": ("moe_router", "moe_preprocess"), "experts": ("moe",)
+}  # fmt: skip
+SCOPES: list[tuple[str, ...]] = [
+    ("full_iteration",),
+    *(
+        (*attn, *mlp, *experts)
+        for attn, mlp, experts in product(((), ("attn",)), ((), ("mlp",)), WITH_EXPERTS.values())
+    ),
+]
+"""Every scope there is; the empty one is the whole layer."""
+
+
+def row(layout: str, replicas: str, scope: tuple[str, ...]) -> Case:
+    """A case of the matrix. Experts are in a graph by drop-and-pad alone, and messages are in none."""
+    whole = not scope or not {"moe", "full_iteration"}.isdisjoint(scope)
+    changes = {**LAYOUTS[layout], **REPLICAS[replicas], **FEW, **(PADDED if whole else {})}
+    return changes, 2 * changes.get("pp", 1), scope
+
+
+MATRIX = [
+    row(*choice) for choice in product(LAYOUTS, REPLICAS, SCOPES)
+    if choice[0] == "1 stage" or choice[2] != ("full_iteration",)
+]  # fmt: skip
+COVER = [
+    row("1 stage", "buckets", ("full_iteration",)),
+    row("1 stage", "zero", (*PREPROCESS, "mlp")),
+    row("pp2", "zero", ("moe",)),
+    row("pp2", "buckets", ("mlp", "moe_router")),
+    row("pp4", "buckets", ("attn",)),
+    row("pp4 vpp2", "zero", ("attn", "mlp", "moe_router", "moe_preprocess")),
+]
+"""Every layout, every kind of replicas and every part of a scope."""
+
+EVERY_DAY: list[Case] = [
     ({}, 1, ("moe_router",)),
     ({}, 1, (*PREPROCESS, "mlp")),
     ({"ep": 2, **OVERLAPPED, **ZERO}, 2, PREPROCESS),
     ({"ep": 2, **PADDED, **SHARED}, 2, ()),
     ({"pp": 2, "vpp": 2, **FOUR, **BIASED}, 2, PREPROCESS),
     ({"pp": 2, **SHARED, **DROPS}, 2, ROUTER),
+    *COVER,
 ]
-SWEEP: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
+SWEEP: list[Case] = [
     *[({}, 1, scope) for scope in (("attn",), ("mlp",), ("moe_router", "moe_preprocess"), ROUTER, PREPROCESS)],
     *[({"dispatcher": dispatcher, **SHARED}, 1, scope) for dispatcher in ("local", "allgather")
       for scope in (ROUTER, PREPROCESS)],
@@ -64,15 +114,19 @@ SWEEP: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"pp": 4, "vpp": 2, "layers": 8, "global_batch_size": 8}, 4, ROUTER),
     *[({"pp": 4, **FOUR, **more}, 4, PREPROCESS) for more in ({}, ZERO)],
     *[({"pp": 2, **ZERO}, 2, scope) for scope in (("moe_router",), PREPROCESS)],
+    *[case for case in MATRIX if case not in COVER],
 ]  # fmt: skip
 
 
 class Watcher:
-    """The weights in the end; how often routers ran in Python and how many graphs there were, by step."""
+    """The weights in the beginning and in the end; how often routers ran in Python and how many graphs there were, by
+    step."""
 
     weights: list[Tensor]
+    first: list[Tensor]
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
         self.calls, self.calls_by_step, self.graphs_by_step = 0, list[int](), list[int]()
 
     def on_model(self, groups: Any, chunks: Sequence[nn.Module], schedule: Any) -> None:
@@ -87,22 +141,24 @@ class Watcher:
         return counted
 
     def on_gradients(self, step: int, chunks: Sequence[nn.Module]) -> None:
+        if not self.calls_by_step:
+            self.first = [parameter.detach().clone() for chunk in chunks for parameter in chunk.parameters()]
         self.calls_by_step.append(self.calls)
         layers = [layer for chunk in chunks for layer in graphable_modules(chunk)]
         self.graphs_by_step.append(sum(len(layer.cuda_graphs) for layer in layers))
 
     def on_update(self, step: int, chunks: Sequence[nn.Module]) -> None:
-        if len(self.calls_by_step) == STEPS:
+        if len(self.calls_by_step) == self.steps:
             finish_param_sync(chunks)
             self.weights = [parameter.detach().clone() for chunk in chunks for parameter in chunk.parameters()]
 
 
 def trained(config: RunConfig) -> dict[str, Any]:
-    watcher = Watcher()
+    watcher = Watcher(config.train.steps)
     result = pretrain(config, observer=watcher)
     steps = [line for line in result.metrics if "graphs" not in line]
     lines = [{name: line[name] for name in line if not _of_the_machine(name)} for line in steps]
-    return {"losses": result.losses, "metrics": lines, "weights": watcher.weights,
+    return {"losses": result.losses, "metrics": lines, "first": watcher.first, "weights": watcher.weights,
             "calls": watcher.calls_by_step, "graphs": watcher.graphs_by_step}  # fmt: skip
 
 
@@ -122,9 +178,10 @@ def _eager(on_ranks: Any, ranks: int, config: RunConfig) -> list[dict[str, Any]]
     return on_ranks(trained, ranks, config)
 
 
-def _name(case: tuple[dict[str, Any], int, tuple[str, ...]]) -> str:
+def _name(case: Case) -> str:
     changes, ranks, scope = case
-    words = [key.split(".")[-1] if value is True else f"{key.split('.')[-1]}={value}" for key, value in changes.items()]
+    told = {key.split(".")[-1]: value for key, value in changes.items() if key not in FEW or changes[key] != FEW[key]}
+    words = [key if value is True else f"{key}={value}" for key, value in told.items()]
     return f"{ranks}: {' '.join(words)} [{','.join(scope)}]"
 
 
@@ -132,21 +189,24 @@ def _name(case: tuple[dict[str, Any], int, tuple[str, ...]]) -> str:
     "case", [*EVERY_DAY, *(pytest.param(case, marks=pytest.mark.sweep) for case in SWEEP)],
     ids=[_name(case) for case in (*EVERY_DAY, *SWEEP)],
 )  # fmt: skip
-def test_graphs_change_no_bit(on_ranks, case: tuple[dict[str, Any], int, tuple[str, ...]]) -> None:
+def test_graphs_change_no_bit(on_ranks, case: Case) -> None:
     changes, ranks, scope = case
+    config = config_of(changes, scope)
+    steps, eagerly = config.train.steps, config.graph.cuda_graph_warmup_steps
     eager = _eager(on_ranks, ranks, config_of(changes, None))
-    replayed = on_ranks(trained, ranks, config_of(changes, scope))
+    replayed = on_ranks(trained, ranks, config)
     for left, right in zip(eager, replayed, strict=True):
-        assert left["losses"] == right["losses"] and len(left["losses"]) == STEPS
+        assert left["losses"] == right["losses"] and len(left["losses"]) == steps
         assert left["metrics"] == right["metrics"]
         assert all(torch.equal(a, b) for a, b in zip(left["weights"], right["weights"], strict=True))
-    assert any(rank["graphs"][-1] for rank in replayed)
+        assert not any(torch.equal(a, b) for a, b in zip(left["first"], left["weights"], strict=True)), "all move"
+    assert any(rank["graphs"][-1] for rank in replayed) or scope == ("full_iteration",)  # whose graph is no layer's
     for rank in replayed:
-        assert not any(rank["graphs"][:3]) and len(set(rank["graphs"][3:])) == 1, (
-            "eager for three steps, graphs ever after"
+        assert not any(rank["graphs"][:eagerly]) and len(set(rank["graphs"][eagerly:])) == 1, (
+            "eager for the first steps, graphs ever after"
         )
-        if not scope or not {"moe", "moe_router"}.isdisjoint(scope):
-            assert len(set(rank["calls"][3:])) == 1, (
+        if not scope or not {"moe", "moe_router", "full_iteration"}.isdisjoint(scope):
+            assert len(set(rank["calls"][eagerly:])) == 1, (
                 "a replay calls no Python: the routers ran at capture for the last time"
             )
         else:
