@@ -6,6 +6,7 @@ from planting import Fault
 
 PARTIAL = "tests/unit/test_graphs_partial.py"
 MIDDLE = f"{PARTIAL} -k pieces"
+LAYOUTS = "tests/parallel/test_graphs_moe.py"
 
 PARTIAL_GRAPHS: list[Fault] = [
     Fault(
@@ -37,11 +38,25 @@ PARTIAL_GRAPHS: list[Fault] = [
         f"{PARTIAL} -k copied",
     ),
     Fault(
+        "behind every replay rows travel by the routing of the layer's first",
+        "graphs/partial.py",
+        "        (routing_map,) = others\n",
+        '        routing_map = vars(moe_layer).setdefault("first_routing", others[0].clone())\n',
+        f"{LAYOUTS} -k overlap_grad_reduce",
+    ),
+    Fault(
+        "no replay waits for the gathered weights of a norm and a router behind the attention",
+        "models/blocks.py",
+        "            found += [self.mlp.norm, *self.mlp.get_submodules_under_cudagraphs()]",
+        "            found += []",
+        f"{LAYOUTS} -k overlap_param_gather",
+    ),
+    Fault(
         "the store is left filled behind a replay",
         "models/blocks.py",
         "            store.clear()\n",
         "            pass\n",
-        "tests/parallel/test_graphs_moe.py -k pad_to_capacity",
+        f"{LAYOUTS} -k pad_to_capacity",
     ),
     Fault(
         "the shape of the layer's input stays that of the last eager forward",

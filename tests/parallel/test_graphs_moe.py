@@ -6,7 +6,7 @@ eager, or in the matrix of layouts 6 and one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import product
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from labkit.config import RunConfig, presets
 from labkit.graphs.graphable import graphable_modules
+from labkit.launch import Ranks
 from labkit.moe.router import routers_of
 from labkit.parallel.param_gather import finish_param_sync
 from labkit.train import pretrain
@@ -47,7 +48,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp4 vpp2": {"pp": 4, "vpp": 2, "layers": 8, "layer_freq": [1] * 4 + [0] * 4},
 }
 """On every rank there are layers with experts and layers without; there are twice as many ranks as stages."""
-REPLICAS = {"buckets": {"overlap_grad_reduce": True, "bucket_size": 2_000}, "zero": ZERO}
+REPLICAS = {"buckets": {"overlap_grad_reduce": True, "bucket_size": 200}, "zero": {**ZERO, "bucket_size": 200}}
+"""A bucket holds a parameter or two, so that each must be waited for by itself."""
 WITH_EXPERTS = {
     "": (), "router": ("moe_router",), "preprocess": ("moe_router", "moe_preprocess"), "experts": ("moe",)
 }  # fmt: skip
@@ -116,6 +118,26 @@ SWEEP: list[Case] = [
     *[({"pp": 2, **ZERO}, 2, scope) for scope in (("moe_router",), PREPROCESS)],
     *[case for case in MATRIX if case not in COVER],
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def on_ranks() -> Iterator[Callable[..., list[Any]]]:
+    """As that of conftest.py, with new ranks for another number of them and after a dozen trainings: the groups of a
+    training live on in its ranks, each with three threads."""
+    ranks, calls = None, 0
+
+    def call(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        nonlocal ranks, calls
+        if ranks is None or ranks.world_size != world_size or calls == 12:
+            if ranks is not None:
+                ranks.close()
+            ranks, calls = Ranks(world_size, device="cpu", backend="gloo"), 0
+        calls += 1
+        return ranks.run(fn, *args)
+
+    yield call
+    if ranks is not None:
+        ranks.close()
 
 
 class Watcher:
