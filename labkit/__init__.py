@@ -30,9 +30,12 @@ _PACKAGES = (
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("labkit")
+        try:
+            return version("labkit")
+        except PackageNotFoundError:
+            return "0.0.0+source"  # imported from a checkout that was never installed
     if name in _PACKAGES:
         return importlib.import_module(f"labkit.{name}")
     raise AttributeError(f"module 'labkit' has no attribute {name!r}")

@@ -8,12 +8,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import settings
 
 os.environ["MPLBACKEND"] = "Agg"
-settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
-settings.register_profile("local", deadline=None)
-settings.load_profile("ci" if os.environ.get("CI") else "local")
+if importlib.util.find_spec("hypothesis") is not None:  # the GPU suite runs where it is not installed
+    from hypothesis import settings
+
+    settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+    settings.register_profile("local", deadline=None)
+    settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def module_at(path: Path) -> ModuleType:

@@ -34,12 +34,11 @@ def prepared(command: Command, arguments: Arguments, found: Iterable[str]) -> Ru
 def data_problem(config: RunConfig) -> str:
     """Why there would be nothing to train on, or an empty string."""
     from labkit.data.gpt_data import build_gpt_datasets, check_vocabulary
-    from labkit.data.tokenizer import load_tokenizer
 
     data = config.data
     try:
         if data.path is not None and os.path.getsize(data.path) > MOST_READ_TWICE:
-            check_vocabulary(load_tokenizer(data.tokenizer), data, config.model.vocab_size)
+            check_vocabulary(data, config.model.vocab_size)
         else:
             build_gpt_datasets(config)
     except (ValueError, OSError) as error:

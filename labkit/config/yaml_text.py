@@ -13,7 +13,12 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
+try:
+    import yaml
+except ModuleNotFoundError:
+    raise ModuleNotFoundError(
+        "a configuration as YAML text needs PyYAML (pip install PyYAML); presets and override() do without", name="yaml"
+    ) from None
 
 from labkit.config.errors import ConfigError, shown
 from labkit.config.fields import Entry, resolve

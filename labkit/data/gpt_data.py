@@ -25,11 +25,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from labkit.data.corpus import bundled_text, bundled_tokens, read_text
-from labkit.data.tokenizer import encode, load_tokenizer
+from labkit.data.tokenizer import encode, load_tokenizer, vocabulary_size
 
 if TYPE_CHECKING:
     import torch
-    from tokenizers import Tokenizer
 
     from labkit.config import DataConfig, RunConfig
     from labkit.parallel.groups import ParallelGroups
@@ -101,9 +100,9 @@ def parse_split(split: str) -> tuple[float, float, float]:
     return train, valid, test
 
 
-def check_vocabulary(tokenizer: Tokenizer, data: DataConfig, vocab_size: int) -> None:
+def check_vocabulary(data: DataConfig, vocab_size: int) -> None:
     """ValueError where the tokenizer has more tokens than `vocab_size`."""
-    size = tokenizer.get_vocab_size()
+    size = vocabulary_size(data.tokenizer)
     if size > vocab_size:
         raise ValueError(
             f"tokenizer mismatch: {data.tokenizer or 'the bundled tokenizer'} has {size} tokens, model.vocab_size is "
@@ -117,13 +116,13 @@ def load_tokens(data: DataConfig, vocab_size: int) -> np.ndarray:
     Raises:
         FileNotFoundError: text or tokenizer is missing.
         ValueError: text is not UTF-8, tokenizer is not one, or it has more tokens than `vocab_size`.
+        ModuleNotFoundError: a text of one's own needs the library `tokenizers`.
     """
-    tokenizer = load_tokenizer(data.tokenizer)
-    check_vocabulary(tokenizer, data, vocab_size)
+    check_vocabulary(data, vocab_size)
     if data.path is None and data.tokenizer is None:
         return bundled_tokens()
     text = bundled_text() if data.path is None else read_text(data.path)
-    return encode(tokenizer, text)
+    return encode(load_tokenizer(data.tokenizer), text)
 
 
 def build_gpt_datasets(config: RunConfig) -> tuple[GPTDataset, GPTDataset, GPTDataset]:

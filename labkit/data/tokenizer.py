@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
     from tokenizers import Tokenizer
 
+BUNDLED_SIZE = 1024
+"""Tokens of the bundled tokenizer: training on the bundled token ids needs neither its file nor the library."""
 END_OF_TEXT = "<|endoftext|>"
 """Closes a document, as in GPT-2; id 0 of the bundled tokenizer."""
 
@@ -24,8 +26,15 @@ def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file is not a tokenizer.
+        ModuleNotFoundError: the library is not installed.
     """
-    from tokenizers import Tokenizer
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "a tokenizer needs the package `tokenizers` (pip install tokenizers); the bundled token ids do without",
+            name="tokenizers",
+        ) from None
 
     file = BUNDLED / TOKENIZER_NAME if path is None else Path(path)
     if not file.is_file():
@@ -36,6 +45,11 @@ def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
         raise ValueError(
             f"data.tokenizer: {str(path)!r} is not a tokenizer in the JSON format of the `tokenizers` library: {error}"
         ) from None
+
+
+def vocabulary_size(path: str | Path | None = None) -> int:
+    """Tokens of a tokenizer, by default the bundled one; raises as `load_tokenizer` does."""
+    return BUNDLED_SIZE if path is None else load_tokenizer(path).get_vocab_size()
 
 
 def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:

@@ -1,5 +1,8 @@
 """The tokenizer loses nothing, agrees with the bundled ids, and says what is wrong with a file."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +10,7 @@ from hypothesis import strategies as st
 
 from labkit.data import bundled_text, load_tokenizer
 from labkit.data.corpus import bundled_tokens
-from labkit.data.tokenizer import END_OF_TEXT, encode
+from labkit.data.tokenizer import END_OF_TEXT, encode, vocabulary_size
 
 
 @settings(max_examples=200, deadline=None)
@@ -28,6 +31,28 @@ def test_bundled_ids_are_the_text_and_what_the_tokenizer_makes_of_it():
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_vocabulary_needs_no_padding(tp):
     assert load_tokenizer().get_vocab_size() % (128 * tp) == 0
+
+
+def test_the_size_that_is_known_without_the_library_is_the_bundled_one(tmp_path):
+    assert vocabulary_size() == load_tokenizer().get_vocab_size()
+    with pytest.raises(FileNotFoundError):
+        vocabulary_size(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("package", "call", "said"),
+    [
+        ("tokenizers", "from labkit.data import load_tokenizer; load_tokenizer()", "pip install tokenizers"),
+        ("yaml", "from labkit.config import presets; presets.tiny().to_yaml()", "pip install PyYAML"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named_only_where_it_is_needed(package, call, said):
+    """Training on the bundled ids needs neither; a text of one's own and YAML do."""
+    hidden = f"import sys; sys.modules[{package!r}] = None\n"
+    trains = "from labkit.config import presets\nfrom labkit.data.gpt_data import build_gpt_datasets\n"
+    trains += "assert len(build_gpt_datasets(presets.tiny().override({'train.steps': 1}))[0])\n"
+    done = subprocess.run([sys.executable, "-c", hidden + trains + call], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and said in done.stderr.splitlines()[-1], done.stderr
 
 
 def test_missing_tokenizer_names_the_file(tmp_path):
