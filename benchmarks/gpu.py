@@ -1,270 +1,173 @@
-"""What one GPU can show: step times and MFU in bf16 and fp8, the attention kernel, products of experts, memory of
-recomputation, CUDA graphs, and ranks that share the GPU (rows G1 to G7, F25).
+"""What one GPU can show, in parts: rows G1 to G7 and F25 of the aims, beside the peers that a user would choose.
 
-    python benchmarks/gpu.py                 # writes results/gpu.json; needs CUDA, takes a few minutes
+    python benchmarks/gpu.py --list                      # the parts
+    python benchmarks/gpu.py NAME --out FILE.jsonl       # one part in this process; appends each row as it is measured
+    python benchmarks/gpu.py --store FILE.jsonl ...      # such rows into results/gpu.json and docs/benchmarks.md
+    python benchmarks/gpu.py                             # every part in a process of its own, then stored
 
-MFU is the model's operations (causal attention counted as the half that is computed) over time, against two rates: the
-989 TFLOP/s of an H100 or H200 in dense bf16 (`--peak` for another GPU), and a bf16 GEMM measured in the same run. Each
-part is measured by itself: one that fails is reported as failed, and the others still count.
+A part is a generator function without required arguments, written as `module:function`; NAME may also be that. It
+yields `harness.Comparison` or finished rows, each with a `case`. MFU is the operations of the model over time
+(half of the scores of causal attention, as computed), against the data sheet and a bf16 GEMM of the same process.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
+import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-import gpu_graphs
-import gpu_moe
-import gpu_precision
-import pipeline
-import torch
-from gpu_steps import DEVICE, batches, layer_flops, layer_step, our_step, peak_memory_gib, rates, timed
-from harness import Comparison, report
-from plain_gpt import PlainGPT
-from torch import Tensor
+import harness
 
-from labkit.config import ModelConfig, ParallelConfig, presets
-from labkit.events import recording
-from labkit.launch import rank_info, run
-from labkit.models import GPTModel, counts
-from labkit.parallel import initialize_model_parallel, single_process_groups
-from labkit.schedules import Schedule
+ROOT = Path(__file__).resolve().parent.parent
+NEEDS_GPU = 77
+"""Exit code where there is no GPU: skipped, neither measured nor failed."""
 
-LAYER = ModelConfig(layers=1, hidden=4096, heads=32, seq_length=2048)
-LAYER_BATCH = 8
-GPT2 = replace(presets.gpt2_124m().model, embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0)
-STACK = replace(presets.table1("1.2B").model, embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0)
-SHARED = ModelConfig(layers=4, hidden=256, heads=8, vocab_size=1024, seq_length=256)
-SECONDS = 420
-"""No new part is begun after this time."""
-
-# ---- parts ----
-
-
-def gemm() -> tuple[Comparison, float]:
-    """A bf16 GEMM of 8192^3 on random data, and its operations per second."""
-    size = 8192
-    a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    out = torch.empty_like(a)
-    found = timed(
-        "bf16 GEMM 8192 x 8192 x 8192, 10 at once", {"torch.mm": lambda: [torch.mm(a, b, out=out) for _ in range(10)]}
-    )
-    rate = 10 * 2 * size**3 / found.median("torch.mm")
-    return replace(found, facts={"tflop_per_s": round(rate / 1e12, 1)}), rate
+PARTS: dict[str, str] = {
+    "gemm": "gpu_training:gemm",
+    "layer": "gpu_training:one_layer",
+    "gpt2": "gpu_training:gpt2",
+    "stack": "gpu_training:stack",
+    "fp8_layer": "gpu_precision:fp8_layer",
+    "precisions": "gpu_precision:precisions",
+    "recomputation": "gpu_precision:recomputation",
+    "grouped_gemm": "gpu_moe:grouped_gemm",
+    "launches": "gpu_moe:launches",
+    "graphs": "gpu_graphs:dense",
+    "partial_graphs": "gpu_graphs:experts_in_part",
+    "graphs_equal_eager": "gpu_graphs:equality",
+    "graph_pool": "gpu_graphs:pipeline_pool",
+    "shared_tensor_parallel": "gpu_shared:tensor_parallel",
+    "shared_pipeline": "gpu_shared:pipeline_parallel",
+    "shared_reduction": "gpu_shared:overlapped_reduction",
+}
+"""Name -> module:function; a module that cannot be imported loses its own parts alone."""
+NOTES = (
+    "mfu is against the data sheet's dense bf16 rate, share_of_gemm_rate against a GEMM of the same process.",
+    "Operations count the half of the attention scores that a causal mask leaves.",
+)
 
 
-def one_layer(gemm_rate: float, peak: float) -> list[Comparison]:
-    """G1: aim at most 34 ms on an H200."""
-    torch.cuda.reset_peak_memory_stats()
-    found = timed("layer h4096 s2048 b8, forward and backward", {"labkit": layer_step(LAYER, LAYER_BATCH)})
-    flops = layer_flops(LAYER, LAYER_BATCH)
-    facts = {"attention_kernel": attention_kernel(LAYER, LAYER_BATCH), "peak_gib": peak_memory_gib()}
-    return [rates(replace(found, facts=facts), flops, gemm_rate, peak)]
+def part_rows(name: str) -> Iterator[dict[str, Any]]:
+    """Rows of a part, each as it is measured.
+
+    Raises:
+        ValueError: the name is no part.
+    """
+    module, _, function = PARTS.get(name, name).partition(":")
+    if not function:
+        raise ValueError(f"no part {name!r}; parts: {', '.join(PARTS)}")
+    for found in getattr(importlib.import_module(module), function)():
+        yield found.row() if isinstance(found, harness.Comparison) else dict(found)
 
 
-def attention_kernel(config: ModelConfig, batch: int) -> str:
-    """Which implementation `scaled_dot_product_attention` chose, by the operator it called."""
-    from torch.profiler import ProfilerActivity, profile
-
-    step = layer_step(config, batch)
-    step()
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        step()
-        torch.cuda.synchronize()
-    names = {event.key.removeprefix("aten::") for event in seen.key_averages() if "scaled_dot_product" in event.key}
-    chosen = sorted(name for name in names if name.startswith("_") and not name.endswith("_backward"))
-    return ", ".join(chosen) or "unknown"
-
-
-def plain_step(model: ModelConfig, micro_batch: int) -> Callable[[], Any]:
-    """The same step as one writes it for one GPU: compiled, autocast to bf16, torch's clipping and fused AdamW."""
-    plain = PlainGPT(model).to(DEVICE)
-    compiled = torch.compile(plain)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4, betas=(0.9, 0.999), weight_decay=0.01, fused=True)
-    data = batches(model, micro_batch)
-
-    def step() -> float:
-        batch = next(data)
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            loss = compiled(batch["tokens_BS"], batch["labels_BS"])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return step
+def run_part(name: str, out: Path | None) -> None:
+    """Measure one part; print its rows and append them to `out`, each on disk before the next is measured."""
+    origin = {"part": name, "machine": harness.machine(), "date": time.strftime("%Y-%m-%d")}
+    for row in part_rows(name):
+        line = json.dumps(origin | {"row": row})
+        print(line, flush=True)
+        if out is not None:
+            with out.open("a") as file:
+                file.write(line + "\n")
+                file.flush()
+                os.fsync(file.fileno())
 
 
-def gpt2_step(gemm_rate: float, peak: float) -> list[Comparison]:
-    """G2: GPT-2 124M, the whole step, beside the compiled plain model."""
-    micro_batch = 16
-    steps = {"labkit": our_step(GPT2, micro_batch), "plain model, compiled": plain_step(GPT2, micro_batch)}
-    found = timed("GPT-2 124M, s1024 b16, whole step", steps, warmup=5)
-    flops = counts.step_flops(GPT2, samples=micro_batch, causal=True).total
-    return [rates(found, flops, gemm_rate, peak)]
+# ---- what was measured, stored ----
 
 
-def stack_step(gemm_rate: float, peak: float) -> list[Comparison]:
-    """G2: the paper's 1.2B model (40 layers, hidden 1536), the whole step at its batch of 8."""
-    micro_batch = 8
-    torch.cuda.reset_peak_memory_stats()
-    found = timed("1.2B (40 layers, h1536), s1024 b8, whole step", {"labkit": our_step(STACK, micro_batch)})
-    flops = counts.step_flops(STACK, samples=micro_batch, causal=True).total
-    parameters = counts.stage_parameters(STACK, layers=STACK.layers)
-    facts = {"parameters": parameters, "state_gib": round(counts.state_bytes(parameters, "bf16").total / 2**30, 2)}
-    return [rates(replace(found, facts=facts | {"peak_gib": peak_memory_gib()}), flops, gemm_rate, peak)]
+def read_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """The lines of such files.
+
+    Raises:
+        ValueError: the file and line that is no row, or that there is none.
+    """
+    lines = []
+    for path in paths:
+        for number, text in enumerate(path.read_text().splitlines(), 1):
+            try:
+                line = json.loads(text)
+                lines.append({key: line[key] for key in ("part", "machine", "date", "row")})
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number} is no row of benchmarks/gpu.py: {error!r}") from error
+    if not lines:
+        raise ValueError("there is no row to store: nothing was measured")
+    return lines
 
 
-def shared_gpu_loss(tp: int, steps: int) -> tuple[float, str, float]:
-    """(loss, backend and device, seconds of the last forward and backward) on a rank of a tensor-parallel group."""
-    groups = initialize_model_parallel(ParallelConfig(tp=tp))
-    model = GPTModel(SHARED, groups, layers=range(SHARED.layers), seed=1)
-    tokens = torch.randint(0, SHARED.vocab_size, (4, 257), generator=torch.Generator().manual_seed(0)).to(groups.device)
-    for _ in range(steps):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        loss = model(tokens[:, :-1], labels_BS=tokens[:, 1:]).mean()
-        loss.backward()
-        torch.cuda.synchronize()
-    return loss.item(), f"{groups.backend} on {groups.device}", time.perf_counter() - start
+def store(paths: Sequence[Path], name: str = "gpu") -> Path:
+    """Merge rows into results/NAME.json and write docs/benchmarks.md; a row replaces that of the same part and case.
+
+    Raises:
+        ValueError: the rows are of several machines, or the file is of another machine.
+    """
+    lines = read_lines(paths)
+    machine, path = lines[0]["machine"], harness.RESULTS / f"{name}.json"
+    stored = json.loads(path.read_text()) if path.exists() else {"machine": machine, "rows": []}
+    for other in (stored, *lines):
+        if other["machine"] != machine:
+            raise ValueError(
+                f"rows of two machines: {other['machine']} and {machine}; store each --as gpu_NAME, or remove {path}"
+            )
+    rows = {(row.get("part"), row["case"]): row for row in stored["rows"]}
+    for line in lines:
+        rows[line["part"], line["row"]["case"]] = line["row"] | {"part": line["part"]}
+    order = {part: number for number, part in enumerate(PARTS)}
+    found = sorted(rows.values(), key=lambda row: order.get(row.get("part", ""), len(order)))
+    title = "One GPU" if name == "gpu" else f"One GPU, {name.removeprefix('gpu').strip('_-')}"
+    date = max(line["date"] for line in lines)
+    result = {"benchmark": name, "title": title, "machine": machine, "date": date, "rows": found, "notes": list(NOTES)}
+    return harness.write_result(result)
 
 
-def shared_gpu() -> list[dict[str, Any]]:
-    """Ranks of one tensor-parallel group on the same GPU, over gloo through host memory: the loss of one rank."""
-    alone = run(shared_gpu_loss, 1, 1, 5, device="cuda", timeout=120)[0]
-    rows = []
-    for tp in (2, 4):
-        found = run(shared_gpu_loss, tp, tp, 5, backend="gloo", device="cuda", timeout=120)
-        rows.append(
-            {
-                "case": f"{tp} tensor-parallel ranks on one GPU",
-                "transport": found[0][1],
-                "loss_difference": max(abs(loss - alone[0]) for loss, _, _ in found),
-                "ms": round(1e3 * max(seconds for _, _, seconds in found), 2),
-                "ms_one_rank": round(1e3 * alone[2], 2),
-            }
-        )
-    return rows
+def run_all() -> int:
+    """Every part by the GPU suite, one process each; then stored. Returns the suite's exit code."""
+    suite = [sys.executable, str(ROOT / "scripts" / "gpu_suite.py"), "--only", "benchmark"]
+    folder = ROOT / "build" / "gpu"
+    code = subprocess.run([*suite, "all", "--out", str(folder)], check=False).returncode
+    paths = [path for phase in (2, 3) if (path := folder / f"phase{phase}.jsonl").exists() and path.stat().st_size]
+    if paths:
+        print(f"written: {store(paths).relative_to(ROOT)}")
+    return code
 
 
-def on_the_gpu(count: int) -> list[dict[str, Tensor]]:
-    """The microbatches of the pipeline benchmark on the GPU."""
-    made = pipeline.make_batches(pipeline.run_config(count, SHARED), count)
-    return [{key: tensor.to(DEVICE) for key, tensor in batch.items()} for batch in made]
-
-
-def loss_of_one_rank(count: int) -> float:
-    """Mean loss of the microbatches on the whole model."""
-    config = pipeline.run_config(count, SHARED)
-    groups = single_process_groups(device=DEVICE)
-    model = GPTModel(SHARED, groups, layers=range(SHARED.layers), seed=config.train.seed)
-    with torch.no_grad():
-        losses = [model(batch["tokens_BS"], labels_BS=batch["labels_BS"]).mean() for batch in on_the_gpu(count)]
-    return float(torch.stack(losses).mean())
-
-
-def shared_gpu_pipeline_step(schedule: Schedule, steps: int) -> tuple[list[float], float, float, float]:
-    """(losses, where this rank has them; seconds of a step, plain and recording Events; share of the recorded step that
-    this rank's actions took on the GPU)."""
-    count = schedule.num_microbatches
-    side = pipeline.our_side(pipeline.run_config(count, SHARED), on_the_gpu(count), schedule)
-    found, losses, actions = [], [], []
-    for records in (False, True):
-        for _ in range(steps):
-            torch.distributed.barrier()
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            with recording(rank_info().rank) if records else nullcontext() as recorder:
-                losses = side.step()
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - start
-            actions = [event for event in recorder.events if event.chunk is not None] if recorder else []
-        found.append(seconds)
-    return losses, found[0], found[1], sum(event.duration for event in actions) / found[1]
-
-
-def shared_gpu_pipeline(count: int = 8) -> list[dict[str, Any]]:
-    """Two pipeline ranks on the same GPU, messages through host memory, and what recording by CUDA events costs."""
-    alone, rows = loss_of_one_rank(count), []
-    for name, build in pipeline.OURS.items():
-        found = run(shared_gpu_pipeline_step, 2, build(count), 5, backend="gloo", device="cuda", timeout=120)
-        [losses] = [losses for losses, *_ in found if losses]
-        rows.append(
-            {
-                "case": f"2 pipeline ranks on one GPU, {name}, {count} microbatches",
-                "loss_difference": abs(sum(losses) / count - alone),
-                "ms": round(1e3 * max(plain for _, plain, _, _ in found), 2),
-                "ms_recording_events": round(1e3 * max(recorded for _, _, recorded, _ in found), 2),
-                "busy_share_by_rank": [round(busy, 3) for *_, busy in found],
-            }
-        )
-    return rows
-
-
-# ---- all of it ----
-
-
-def attempt(name: str, part: Callable[[], Any], began: float, failures: list[dict[str, Any]]) -> Any:
-    """The part's result, or None and a row that says why not."""
-    if time.monotonic() - began > SECONDS:
-        failures.append({"case": name, "left_out": f"more than {SECONDS} s had passed"})
-        return None
-    try:
-        return part()
-    except Exception as error:
-        failures.append({"case": name, "failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"})
-        return None
-    finally:
-        torch.cuda.empty_cache()
-
-
-def main() -> None:
-    """Measure what this GPU can show."""
+def main() -> int:
+    """Measure one part, store, list, or do all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peak", type=float, default=989.0, help="dense bf16 TFLOP/s of the GPU's data sheet")
-    parser.add_argument("--dry", action="store_true", help="print only, write no result")
+    parser.add_argument("part", nargs="?", metavar="NAME", help="the part to measure in this process")
+    parser.add_argument("--list", action="store_true", help="print the parts and stop")
+    parser.add_argument("--out", type=Path, help="the file that rows are appended to")
+    parser.add_argument("--store", type=Path, nargs="+", metavar="FILE", help="files of rows to store")
+    parser.add_argument("--as", dest="name", default="gpu", help="with --store: the result's name, gpu or gpu_...")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks/gpu.py needs a GPU: torch sees no CUDA device here (`labkit doctor` says why)")
-    began, peak = time.monotonic(), options.peak * 1e12
-    comparisons: list[Comparison] = []
-    rows: list[dict[str, Any]] = []
-    measured = attempt("bf16 GEMM", gemm, began, rows)
-    rate = measured[1] if measured else float("nan")
-    if measured:
-        comparisons.append(measured[0])
-    parts = {"layer h4096": one_layer, "fp8 layers": gpu_precision.fp8_layer, "GPT-2 124M": gpt2_step}
-    for name, part in (parts | {"1.2B stack": stack_step}).items():
-        comparisons += attempt(name, lambda part=part: part(rate, peak), began, rows) or []
-    comparisons += attempt("types", lambda: gpu_precision.precisions(GPT2), began, rows) or []
-    comparisons += attempt("products of experts", lambda: gpu_moe.grouped_gemm(rate, peak), began, rows) or []
-    rows += attempt("launches of experts", gpu_moe.launches, began, rows) or []
-    comparisons += attempt("graphs", gpu_graphs.dense, began, rows) or []
-    comparisons += attempt("partial graphs", gpu_graphs.experts_in_part, began, rows) or []
-    rows += attempt("graphs equal to eager", gpu_graphs.equality, began, rows) or []
-    rows += attempt("pool of graphs", gpu_graphs.pipeline_pool, began, rows) or []
-    rows += attempt("recomputation", gpu_precision.recomputation, began, rows) or []
-    rows += attempt("reduction behind the backward", gpu_precision.overlapped_reduction, began, rows) or []
-    rows += attempt("ranks sharing a GPU", shared_gpu, began, rows) or []
-    rows += attempt("pipeline ranks sharing a GPU", shared_gpu_pipeline, began, rows) or []
-    report(
-        "gpu",
-        comparisons,
-        title="One GPU",
-        rows=rows,
-        notes=[
-            f"mfu is against {options.peak:g} TFLOP/s, share_of_gemm_rate against the GEMM of this run.",
-            "Operations count the half of the attention scores that a causal mask leaves.",
-        ],
-        write=not options.dry,
-    )
+    if options.list:
+        print(*(f"{name:<24} {where}" for name, where in PARTS.items()), sep="\n")
+        return 0
+    try:
+        if options.store:
+            print(f"written: {store(options.store, options.name)}")
+            return 0
+        if options.part and options.part not in PARTS and ":" not in options.part:
+            raise ValueError(f"no part {options.part!r}; parts: {', '.join(PARTS)}")
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    import torch
+
+    if not torch.cuda.is_available() and options.part in (None, *PARTS):
+        print("needs a GPU: torch sees no CUDA device here (`labkit doctor` says why)", file=sys.stderr)
+        return NEEDS_GPU
+    if options.part is None:
+        return run_all()
+    run_part(options.part, options.out)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,14 +7,14 @@ memory that graphs of a pipeline share.
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from gpu_steps import DEVICE, batches, timed
+from gpu_steps import DEVICE, Step, batches, synchronize, timed
 from harness import Comparison
 
 from labkit.config import GraphConfig, ModelConfig, MoEConfig, OptimConfig, RunConfig, TrainConfig
@@ -46,7 +46,6 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 LOCAL = GraphConfig(cuda_graph_impl="local", cuda_graph_warmup_steps=1)
 EAGER = GraphConfig()
-Step = Callable[[], Any]
 
 # ---- steps ----
 
@@ -101,11 +100,12 @@ def iteration(
 
 def captured(made: Iteration) -> float:
     """Run until its graphs are there; seconds of the step that captured."""
+    device = made.pipeline.groups.device
     made.run()
-    torch.cuda.synchronize()
+    synchronize(device)
     start = time.perf_counter()
     made.run()
-    torch.cuda.synchronize()
+    synchronize(device)
     return time.perf_counter() - start
 
 
@@ -126,7 +126,7 @@ class Work:
         """For a step of `seconds`."""
         return {
             "kernels": self.kernels, "launches": self.launches, "kernel_ms": round(1e3 * self.kernel_seconds, 3),
-            "over_kernels": round(seconds / self.kernel_seconds, 3),
+            "over_kernels": round(seconds / self.kernel_seconds, 3) if self.kernels else None,
             "idle": round(1 - self.kernel_seconds / seconds, 3),
         }  # fmt: skip
 
@@ -141,16 +141,18 @@ def work_of(names: Sequence[tuple[str, bool, float]]) -> Work:
     return Work(len(kernels), sum(kernels) / 1e6, launches)
 
 
-def profiled(step: Step) -> Work:
-    """One step, warmed up before."""
+def profiled(step: Step, device: torch.device) -> Work:
+    """One step, warmed up before; a CPU has no kernels that the profiler shows."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     step()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+    synchronize(device)
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    ) as seen:
         step()
-        torch.cuda.synchronize()
+        synchronize(device)
     events = seen.events() or []
     return work_of([(e.name, e.device_type == DeviceType.CUDA, e.time_range.elapsed_us()) for e in events])
 
@@ -161,10 +163,11 @@ def profiled(step: Step) -> Work:
 def compared(case: str, made: Mapping[str, Iteration]) -> Comparison:
     """Times of all, interleaved; by name what each launches, and its pool. The last is the eager one."""
     capture_seconds = {name: captured(one) for name, one in made.items()}
-    found = timed(case, {name: one.run for name, one in made.items()})
+    device = next(iter(made.values())).pipeline.groups.device
+    found = timed(case, {name: one.run for name, one in made.items()}, device=device)
     facts: dict[str, Any] = {}
     for name, one in made.items():
-        facts[name] = profiled(one.run).facts(found.median(name)) if not found.rejected else {}
+        facts[name] = profiled(one.run, device).facts(found.median(name)) if not found.rejected else {}
         if (pool := one.pool_bytes()) is not None:
             facts[name]["pool_mib"] = round(pool / 2**20, 1)
         if layers := one.graphed_layers():
@@ -172,30 +175,39 @@ def compared(case: str, made: Mapping[str, Iteration]) -> Comparison:
     return replace(found, facts=found.facts | {"by_name": facts})
 
 
-def dense() -> list[Comparison]:
-    """G4: launch-bound, aim at 1.5 of eager's rate and 1.05 of the kernels' own time; compute-bound, no loss."""
-    rows = []
-    for case, (model, micro_batch) in SIZES.items():
-        made = {"graphs of layers, ours": iteration(model, LOCAL, micro_batch)}
+def dense(
+    sizes: Mapping[str, tuple[ModelConfig, int]] = MappingProxyType(SIZES), graph: GraphConfig = LOCAL, **made_with: Any
+) -> Iterator[Comparison]:
+    """G4: launch-bound, aim at 1.5 of eager's rate and 1.05 of the kernels' own time; compute-bound, no loss.
+
+    `made_with` goes to `iteration`: precision and device.
+    """
+    for case, (model, micro_batch) in sizes.items():
+        made = {"graphs of layers, ours": iteration(model, graph, micro_batch, **made_with)}
         if why_no_transformer_engine() is None:
-            engine = replace(LOCAL, cuda_graph_impl="transformer_engine")
-            made["graphs of layers, Transformer Engine"] = iteration(model, engine, micro_batch)
-        whole = replace(LOCAL, cuda_graph_scope=("full_iteration",))
-        made["one graph of the iteration"] = iteration(model, whole, micro_batch)
-        made["eager"] = iteration(model, EAGER, micro_batch)
-        rows.append(compared(f"{case}, forward and backward", made))
+            engine = replace(graph, cuda_graph_impl="transformer_engine")
+            made["graphs of layers, Transformer Engine"] = iteration(model, engine, micro_batch, **made_with)
+        whole = replace(graph, cuda_graph_scope=("full_iteration",))
+        made["one graph of the iteration"] = iteration(model, whole, micro_batch, **made_with)
+        made["eager"] = iteration(model, EAGER, micro_batch, **made_with)
+        yield compared(f"G4: {case}, forward and backward", made)
         del made
         torch.cuda.empty_cache()
-    return rows
 
 
-def experts_in_part() -> list[Comparison]:
-    """G6: aim at 1.10 of eager's rate where the GPU idles 15% of the time or more; neutral cases are reported too."""
-    model, moe = EXPERTS
-    parts = {f"scope {name}": replace(LOCAL, cuda_graph_scope=scope) for name, scope in PARTS.items()}
-    made = {name: iteration(model, graph, moe=moe) for name, graph in parts.items()}
-    made["eager"] = iteration(model, EAGER, moe=moe)
-    return [compared("16 experts, top 2, 4 layers, h1024 s1024 b1: partial graphs", made)]
+def experts_in_part(
+    case: tuple[ModelConfig, MoEConfig] = EXPERTS, graph: GraphConfig = LOCAL, **made_with: Any
+) -> Iterator[Comparison]:
+    """G6: aim at 1.10 of eager's rate where the GPU idles 15% of the time or more; neutral cases are reported too.
+
+    `made_with` goes to `iteration`: precision and device.
+    """
+    model, moe = case
+    parts = {f"scope {name}": replace(graph, cuda_graph_scope=scope) for name, scope in PARTS.items()}
+    made = {name: iteration(model, scoped, moe=moe, **made_with) for name, scoped in parts.items()}
+    made["eager"] = iteration(model, EAGER, moe=moe, **made_with)
+    sizes = f"{moe.num_experts} experts, top {moe.top_k}, {model.layers} layers, h{model.hidden} s{model.seq_length} b1"
+    yield compared(f"G6: {sizes}: partial graphs", made)
 
 
 def same_losses(
@@ -216,21 +228,21 @@ def same_losses(
     expected = record(EAGER)
     return [
         {
-            "case": f"{name}: {steps} steps, losses and gradients bit-equal to eager",
+            "case": f"F25: {name}: {steps} steps, losses and gradients bit-equal to eager",
             "equal": all(torch.equal(a, b) for a, b in zip(record(graph), expected, strict=True)),
         }
         for name, graph in graphs.items()
     ]
 
 
-def equality() -> list[dict[str, Any]]:
+def equality() -> Iterator[dict[str, Any]]:
     """F25 and G6: weights change between replays, and nothing else does."""
     small = ModelConfig(layers=2, hidden=256, heads=8, vocab_size=1024, seq_length=256, **PLAIN)
-    rows = same_losses(
+    yield from same_losses(
         small, {"graphs of layers": LOCAL, "one graph": replace(LOCAL, cuda_graph_scope=("full_iteration",))}
     )
     scopes = {f"scope {name}": replace(LOCAL, cuda_graph_scope=scope) for name, scope in PARTS.items()}
-    return rows + same_losses(replace(small, activation="swiglu"), scopes, MoEConfig(num_experts=8, top_k=2))
+    yield from same_losses(replace(small, activation="swiglu"), scopes, MoEConfig(num_experts=8, top_k=2))
 
 
 def pipeline_pool(
@@ -243,7 +255,7 @@ def pipeline_pool(
     device: torch.device = DEVICE,
     impl: str = "local",
     dtype: torch.dtype = torch.bfloat16,
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """G7: the pool of the first stage of 1F1B, aim at 1.15 of what is in flight at the peak and half of a pool for each
     layer and microbatch (a backward shares that of its forward), flat over 1,000 replays."""
     groups = single_process_groups(device=device)
@@ -271,14 +283,14 @@ def pipeline_pool(
     for layer in stack * microbatches:
         alone.append(make_graphed_callables(layer, sample(), impl=impl, num_warmup=1))
         separate += alone[-1].pool.reserved_bytes
-    mib = 2**20
-    return [{
-        "case": f"pool of stage 0, 1F1B pp{pp} M{microbatches}, {layers} layers h{config.hidden} s{config.seq_length}",
+    mib, sizes = 2**20, f"{layers} layers h{config.hidden} s{config.seq_length}"
+    yield {
+        "case": f"G7: pool of stage 0, 1F1B pp{pp} M{microbatches}, {sizes}",
         "pool_mib": round(pool / mib, 1), "grown_mib": round((pool - before) / mib, 1),
         "in_flight_and_static_mib": round((activations + 2 * in_flight * layers * boundary) / mib, 1),
         "over_in_flight": round(pool / (activations + 2 * in_flight * layers * boundary), 3),
         "of_a_pool_each": round(pool / separate, 3),
-    }]  # fmt: skip
+    }  # fmt: skip
 
 
 def run_order(order: Sequence[float], graphed: Sequence[Any], layers: int, x: torch.Tensor) -> None:
@@ -295,7 +307,3 @@ def run_order(order: Sequence[float], graphed: Sequence[Any], layers: int, x: to
         else:
             under_way.pop(backwards).sum().backward()
             backwards += 1
-
-
-if __name__ == "__main__":
-    sys.exit("benchmarks/gpu_graphs.py is a part of the GPU benchmark: run benchmarks/gpu.py, which needs a GPU")

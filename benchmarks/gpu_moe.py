@@ -6,13 +6,13 @@ and uneven loads; and how long a GPU waits between them and before the activatio
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from gpu_steps import DEVICE, rates, timed
+from gpu_steps import DEVICE, Step, gemm_rate, peak_rate, rates, synchronize, timed
 from harness import Comparison
 from torch import Tensor, nn
 
@@ -28,27 +28,26 @@ SHAPES = {8: (4096, 14336), 64: (2048, 2816)}
 """Experts -> input and output width of their first projection: Mixtral 8x7B's over etp 2, and DeepSeekMoE 16B's."""
 STREAMS = 4
 """Of the loop on streams."""
-Step = Callable[[], Any]
 
 
-def even(experts: int) -> Tensor:
+def even(experts: int, rows: int = ROWS) -> Tensor:
     """As many rows for each: torch's batched product."""
-    return torch.full((experts,), ROWS // experts)
+    return torch.full((experts,), rows // experts)
 
 
-def nearly_even(experts: int) -> Tensor:
+def nearly_even(experts: int, rows: int = ROWS) -> Tensor:
     """What a trained router gives: each expert within a tenth of its share."""
-    counts = even(experts)
-    counts[::2] += ROWS // experts // 10
-    counts[1::2] -= ROWS // experts // 10
+    counts = even(experts, rows)
+    counts[::2] += rows // experts // 10
+    counts[1::2] -= rows // experts // 10
     return counts
 
 
-def skewed(experts: int) -> Tensor:
+def skewed(experts: int, rows: int = ROWS) -> Tensor:
     """Half of the rows for the first expert, the rest spread evenly; one expert has none."""
-    counts = torch.full((experts,), ROWS // 2 // (experts - 2))
-    counts[0], counts[-1] = ROWS // 2, 0
-    counts[1] += ROWS - counts.sum()
+    counts = torch.full((experts,), rows // 2 // (experts - 2))
+    counts[0], counts[-1] = rows // 2, 0
+    counts[1] += rows - counts.sum()
     return counts
 
 
@@ -70,11 +69,11 @@ class Loop(nn.Module):
         return torch.cat([x @ weight.t() for x, weight in zip(rows, self.weight.unbind(), strict=True)])
 
 
-def projections(experts: int, inputs: int, outputs: int) -> dict[str, nn.Module]:
+def projections(experts: int, inputs: int, outputs: int, device: torch.device) -> dict[str, nn.Module]:
     """The first projection of all experts in bf16, by everyone who computes it."""
-    groups = single_process_groups(device=DEVICE)
+    groups = single_process_groups(device=device)
     made: dict[str, Any] = {"ep": groups.ep, "etp": groups.etp, "partition_dim": 1}
-    made |= {"dtype": torch.bfloat16, "device": DEVICE}
+    made |= {"dtype": torch.bfloat16, "device": device}
     shape = (experts, outputs, inputs)
     ours = StackedLinear("experts", "fc1", shape, **made)
     found: dict[str, nn.Module] = {"labkit, grouped": ours, "loop over experts": Loop(ours.weight)}
@@ -83,10 +82,11 @@ def projections(experts: int, inputs: int, outputs: int) -> dict[str, nn.Module]
     return found
 
 
-def projection_step(projection: nn.Module, counts: Tensor, inputs: int, outputs: int) -> Step:
+def projection_step(projection: nn.Module, counts: Tensor, inputs: int, outputs: int, device: torch.device) -> Step:
     """Forward and backward: three products for each expert."""
-    x_NI = torch.randn(ROWS, inputs, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    grad_NO = torch.randn(ROWS, outputs, device=DEVICE, dtype=torch.bfloat16)
+    rows = int(counts.sum())
+    x_NI = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
+    grad_NO = torch.randn(rows, outputs, device=device, dtype=torch.bfloat16)
 
     def step() -> None:
         x_NI.grad = None
@@ -96,11 +96,11 @@ def projection_step(projection: nn.Module, counts: Tensor, inputs: int, outputs:
     return step
 
 
-def dense_step(inputs: int, outputs: int) -> Step:
+def dense_step(rows: int, inputs: int, outputs: int, device: torch.device) -> Step:
     """The same operations as one dense layer of all rows: what the hardware gives at best."""
-    dense = nn.Linear(inputs, outputs, bias=False, device=DEVICE, dtype=torch.bfloat16)
-    x_NI = torch.randn(ROWS, inputs, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    grad_NO = torch.randn(ROWS, outputs, device=DEVICE, dtype=torch.bfloat16)
+    dense = nn.Linear(inputs, outputs, bias=False, device=device, dtype=torch.bfloat16)
+    x_NI = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
+    grad_NO = torch.randn(rows, outputs, device=device, dtype=torch.bfloat16)
 
     def step() -> None:
         x_NI.grad = None
@@ -110,26 +110,22 @@ def dense_step(inputs: int, outputs: int) -> Step:
     return step
 
 
-def grouped_gemm(gemm_rate: float, peak: float) -> list[Comparison]:
+def grouped_gemm(
+    shapes: Mapping[int, tuple[int, int]] = MappingProxyType(SHAPES), rows: int = ROWS, *, device: torch.device = DEVICE
+) -> Iterator[Comparison]:
     """G5: aim at 1.4 of a loop's rate with 64 experts and at no less than a loop's with 8."""
-    found = []
-    for experts, (inputs, outputs) in SHAPES.items():
-        modules, dense = projections(experts, inputs, outputs), dense_step(inputs, outputs)
+    for experts, (inputs, outputs) in shapes.items():
+        modules, dense = projections(experts, inputs, outputs, device), dense_step(rows, inputs, outputs, device)
+        operations = 3 * 2 * rows * inputs * outputs
         for load, spread in LOADS.items():
-            counts = spread(experts)
-            steps = {name: projection_step(module, counts, inputs, outputs) for name, module in modules.items()}
-            case = f"{experts} experts, {inputs} to {outputs}, {ROWS} rows, {load}: products forward and backward"
-            timings = timed(case, steps | {"one dense GEMM": dense})
-            found.append(with_rates(rates(timings, flops(inputs, outputs), gemm_rate, peak), flops(inputs, outputs)))
+            counts = spread(experts, rows)
+            steps = {name: projection_step(one, counts, inputs, outputs, device) for name, one in modules.items()}
+            case = f"G5: {experts} experts, {inputs} to {outputs}, {rows} rows, {load}: products forward and backward"
+            found = timed(case, steps | {"one dense GEMM": dense}, device=device)
+            yield with_rates(rates(found, operations, gemm_rate(device), peak_rate(device)), operations)
             del steps
         del modules, dense
         torch.cuda.empty_cache()
-    return found
-
-
-def flops(inputs: int, outputs: int) -> float:
-    """Of the three products."""
-    return 3 * 2 * ROWS * inputs * outputs
 
 
 def with_rates(found: Comparison, operations: float) -> Comparison:
@@ -171,21 +167,24 @@ def before_activation(kernels: Sequence[Kernel], activation: str = "silu") -> di
     return {"launches": len(before), "idle_us_between": round(idle, 1), "idle_us_before_activation": round(gap, 1)}
 
 
-def profiled(step: Step) -> list[Kernel]:
-    """The kernels of one step, warmed up before."""
+def profiled(step: Step, device: torch.device) -> list[Kernel]:
+    """The kernels of one step, warmed up before; on a CPU, its operators."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     for _ in range(3):
         step()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+    synchronize(device)
+    kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    ) as seen:
         step()
-        torch.cuda.synchronize()
+        synchronize(device)
     return [
         Kernel(event.name, event.time_range.start, event.time_range.end)
         for event in seen.events() or []
-        if event.device_type == DeviceType.CUDA and "Memcpy" not in event.name and "Memset" not in event.name
+        if event.device_type == kind and "Memcpy" not in event.name and "Memset" not in event.name
     ]
 
 
@@ -193,7 +192,7 @@ def loop_on_streams(experts: Experts, tokens_NH: Tensor, counts: Tensor, probs_N
     """The forward as a loop whose products are spread over streams, joined before the activation."""
     streams = [torch.cuda.Stream() for _ in range(STREAMS)]
     first, rows = experts.fc1.weight.detach().unbind(), tokens_NH.split(counts.tolist())
-    outputs = torch.empty(len(tokens_NH), experts.fc1.weight.shape[1], device=DEVICE, dtype=tokens_NH.dtype)
+    outputs = torch.empty(len(tokens_NH), experts.fc1.weight.shape[1], device=tokens_NH.device, dtype=tokens_NH.dtype)
     places = outputs.split(counts.tolist())
 
     def step() -> None:
@@ -215,25 +214,27 @@ def one_kernel(experts: Experts, tokens_NH: Tensor, counts: Tensor, probs_N: Ten
     return lambda: experts.weighted_activation(experts.fc1(tokens_NH, Segments(counts)), probs_N)
 
 
-def launches() -> list[dict[str, Any]]:
+WAYS = {"one grouped product": one_kernel, f"loop on {STREAMS} streams": loop_on_streams}
+
+
+def launches(
+    shapes: Mapping[int, tuple[int, int]] = MappingProxyType(SHAPES),
+    rows: int = ROWS,
+    ways: Sequence[str] = tuple(WAYS),
+    *,
+    device: torch.device = DEVICE,
+) -> Iterator[dict[str, Any]]:
     """Kernels and idle time up to the activation: one grouped product, and a loop on streams."""
-    rows = []
-    for count in SHAPES:
-        hidden, width = SHAPES[count][0], SHAPES[count][1] // 2
+    for count, (hidden, width) in shapes.items():
         model = ModelConfig(layers=1, hidden=hidden, heads=16, activation="swiglu")
-        moe = MoEConfig(num_experts=count, ffn_hidden=width)
-        groups = single_process_groups(device=DEVICE)
-        experts = GroupedExperts("experts", model, moe, groups, dtype=torch.bfloat16, device=DEVICE)
-        tokens_NH = torch.randn(ROWS, hidden, device=DEVICE, dtype=torch.bfloat16)
-        probs_N = torch.rand(ROWS, device=DEVICE)
-        for name, build in {"one grouped product": one_kernel, f"loop on {STREAMS} streams": loop_on_streams}.items():
+        moe, groups = MoEConfig(num_experts=count, ffn_hidden=width // 2), single_process_groups(device=device)
+        experts = GroupedExperts("experts", model, moe, groups, dtype=torch.bfloat16, device=device)
+        tokens_NH = torch.randn(rows, hidden, device=device, dtype=torch.bfloat16)
+        probs_N = torch.rand(rows, device=device)
+        for name in ways:
             with torch.no_grad():
-                found = before_activation(profiled(build(experts, tokens_NH, nearly_even(count), probs_N)))
-            rows.append({"case": f"{count} experts, first projection and activation, {name}"} | found)
+                step = WAYS[name](experts, tokens_NH, nearly_even(count, rows), probs_N)
+                found = before_activation(profiled(step, device))
+            yield {"case": f"{count} experts, first projection and activation, {name}"} | found
         del experts
         torch.cuda.empty_cache()
-    return rows
-
-
-if __name__ == "__main__":
-    sys.exit("benchmarks/gpu_moe.py is a part of the GPU benchmark: run benchmarks/gpu.py, which needs a GPU")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
-from harness import Comparison, interleave
+from harness import LEAST, Comparison, interleave
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig, RunConfig, TrainConfig, presets
@@ -30,27 +32,68 @@ from labkit.train.stepping import train_step
 DEVICE = torch.device("cuda", 0)
 LOAD = float(os.cpu_count() or 1)
 """The host only launches kernels: its load matters where it has no core left."""
+PEAKS = {"H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "A100": 312.0}
+"""Dense bf16 TFLOP/s of the data sheets, by what the GPU's name holds; the first that fits counts."""
+Step = Callable[[], Any]
 
 
-def timed(case: str, steps: dict[str, Callable[[], Any]], *, repetitions: int = 15, warmup: int = 3) -> Comparison:
+def synchronize(device: torch.device = DEVICE) -> None:
+    """Wait for a GPU; a CPU has done its work already."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(
+    case: str, steps: Mapping[str, Step], *, repetitions: int = LEAST, warmup: int = 3, device: torch.device = DEVICE
+) -> Comparison:
     """Interleaved, with the GPU idle at both ends of every repetition."""
-    return interleave(
-        case, steps, repetitions=repetitions, warmup=warmup, synchronize=torch.cuda.synchronize, max_load=LOAD
-    )
+    wait = partial(synchronize, device)
+    return interleave(case, steps, repetitions=repetitions, warmup=warmup, synchronize=wait, max_load=LOAD)
+
+
+def gemm(size: int = 8192, at_once: int = 10, device: torch.device = DEVICE) -> Comparison:
+    """A square bf16 GEMM on random data, several at once, with its rate as a fact."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    case = f"bf16 GEMM {size} x {size} x {size}, {at_once} at once"
+    found = timed(case, {"torch.mm": lambda: [torch.mm(a, b, out=out) for _ in range(at_once)]}, device=device)
+    rate = at_once * 2 * size**3 / found.median("torch.mm")
+    return replace(found, facts={"tflop_per_s": round(rate / 1e12, 1)})
+
+
+@cache
+def gemm_rate(device: torch.device = DEVICE) -> float:
+    """Operations per second of a bf16 GEMM, measured once in this process; of a small one on a CPU."""
+    size = 8192 if device.type == "cuda" else 128
+    return 10 * 2 * size**3 / gemm(size, 10, device).median("torch.mm")
+
+
+def peak_rate(device: torch.device = DEVICE) -> float:
+    """Operations per second in dense bf16 by the GPU's data sheet; NaN where `PEAKS` does not know it."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return next((1e12 * peak for part, peak in PEAKS.items() if part in name), float("nan"))
 
 
 def rates(found: Comparison, flops: float, gemm_rate: float, peak: float) -> Comparison:
-    """The comparison with TFLOP/s and both utilisations of ours; without them where it was rejected."""
+    """The comparison with TFLOP/s and both utilisations of ours; without them where it was rejected, and without the
+    one against the peak where that is NaN."""
     if found.rejected:
         return found
     rate = flops / found.median(found.ours)
-    facts = {"tflop": round(flops / 1e12, 2), "tflop_per_s": round(rate / 1e12, 1), "mfu": round(rate / peak, 3)}
+    facts = {"tflop": round(flops / 1e12, 2), "tflop_per_s": round(rate / 1e12, 1)}
+    facts |= {} if math.isnan(peak) else {"mfu": round(rate / peak, 3)}
     return replace(found, facts=found.facts | facts | {"share_of_gemm_rate": round(rate / gemm_rate, 3)})
 
 
-def peak_memory_gib() -> float:
-    """Largest memory that tensors took since the last reset."""
-    return round(torch.cuda.max_memory_allocated() / 2**30, 2)
+def forget_peak_memory(device: torch.device = DEVICE) -> None:
+    """Begin to look for the largest memory anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_gib(device: torch.device = DEVICE) -> float | None:
+    """Largest memory that tensors took since the last reset; None on a CPU, which does not count it."""
+    return round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if device.type == "cuda" else None
 
 
 def layer_flops(config: ModelConfig, batch: int) -> float:
@@ -58,18 +101,20 @@ def layer_flops(config: ModelConfig, batch: int) -> float:
     return 3 * counts.forward_flops(config, samples=batch, causal=True, logits=False).total
 
 
-def layer_step(config: ModelConfig, batch: int, float8: Float8Recipe | None = None) -> Callable[[], None]:
+def layer_step(
+    config: ModelConfig, batch: int, float8: Float8Recipe | None = None, device: torch.device = DEVICE
+) -> Callable[[], None]:
     """Forward and backward of one transformer layer in bf16, with gradients of weights and input; in fp8 a whole step,
     so that the weights are cast every time."""
-    groups = single_process_groups(device=DEVICE)
+    groups = single_process_groups(device=device)
     scaling: Float8Scaling | EngineFloat8 | None = Float8Scaling(float8, groups) if float8 else None
-    build = Build(config=config, group=groups.tp, seed=1, dtype=torch.bfloat16, device=DEVICE, float8=scaling)
+    build = Build(config=config, group=groups.tp, seed=1, dtype=torch.bfloat16, device=device, float8=scaling)
     layer = TransformerLayer(0, build)
     if float8 is not None and config.transformer_impl == "transformer_engine":
         scaling = EngineFloat8(float8, groups, layer)
     shape = (config.seq_length, batch, config.hidden)
-    x = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    grad = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(shape, device=device, dtype=torch.bfloat16)
 
     def step() -> None:
         layer.zero_grad(set_to_none=True)
@@ -83,14 +128,14 @@ def layer_step(config: ModelConfig, batch: int, float8: Float8Recipe | None = No
     return step
 
 
-def stack_step(config: ModelConfig, batch: int) -> Callable[[], None]:
+def stack_step(config: ModelConfig, batch: int, device: torch.device = DEVICE) -> Callable[[], None]:
     """Forward and backward of `config.layers` layers in bf16, recomputed as `config` says."""
-    groups = single_process_groups(device=DEVICE)
-    build = Build(config=config, group=groups.tp, seed=1, dtype=torch.bfloat16, device=DEVICE)
+    groups = single_process_groups(device=device)
+    build = Build(config=config, group=groups.tp, seed=1, dtype=torch.bfloat16, device=device)
     layers = nn.ModuleList([TransformerLayer(index, build) for index in range(config.layers)])
     shape = (config.seq_length, batch, config.hidden)
-    x = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    grad = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(shape, device=device, dtype=torch.bfloat16)
 
     def step() -> None:
         layers.zero_grad(set_to_none=True)
@@ -111,14 +156,14 @@ def batches(model: ModelConfig, micro_batch: int, device: torch.device = DEVICE)
     return itertools.cycle(made)
 
 
-def our_step(model: ModelConfig, micro_batch: int, **optim: Any) -> Callable[[], Any]:
+def our_step(model: ModelConfig, micro_batch: int, device: torch.device = DEVICE, **optim: Any) -> Callable[[], Any]:
     """A whole training step with float32 masters, in bf16 unless `optim` says else: forward, backward, clip, AdamW."""
     chosen = replace(presets.gpt2_124m().optim, lr_schedule="constant", warmup_steps=0, **optim)
     train = TrainConfig(micro_batch_size=micro_batch, global_batch_size=micro_batch, record_events=False)
     config = RunConfig(model=model, optim=chosen, train=train)
-    groups = single_process_groups(device=DEVICE)
+    groups = single_process_groups(device=device)
     schedule = one_f_one_b(1, 1)
     chunks, optimizer, _ = setup_model_and_optimizer(Run(config, groups, schedule, Timers(0)))
     pipeline = Pipeline(config, groups, chunks, gpt_forward_step, schedule)
-    data, timers = batches(model, micro_batch), Timers(0)
+    data, timers = batches(model, micro_batch, device), Timers(0)
     return lambda: train_step(pipeline, optimizer, timers, data, step=0, lr=1e-4, clip_grad=1.0)

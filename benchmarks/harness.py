@@ -5,8 +5,9 @@
 
 The rule of honesty: ours and the peers' run interleaved (ABAB...), at least 15 times each; what is quoted is the median
 of the ratios of neighbouring runs. A comparison in which any alternative's median exceeds 1.3 times its minimum, or
-around which the machine's load, to one decimal, exceeds 2, is marked as rejected and stored without times. Inside ranks
-(`across_ranks=True`, every rank calls it alike) a barrier stands before each repetition and the slowest rank counts.
+around which the machine's load, to one decimal, exceeds 2, is marked as rejected: its raw seconds are stored, and
+nothing is quoted. Inside ranks (`across_ranks=True`, every rank calls it alike) a barrier stands before each repetition
+and the slowest rank counts.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import gc
 import json
 import os
 import platform
+import re
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +85,11 @@ class Comparison:
         return f"rejected: {repetitions} repetitions, at least {LEAST} needed" if repetitions < LEAST else None
 
     def row(self) -> dict[str, Any]:
-        """What is stored: times and ratios, or the reason why there are none."""
+        """What is stored: times and ratios, or the reason why none may be quoted; and the raw seconds either way."""
         row: dict[str, Any] = {"case": self.case, "repetitions": len(self.seconds[self.ours])}
         row |= {"load": round(self.load, 2), "load_limit": self.max_load}
         row |= {"noise": {name: round(self.noise(name), 3) for name in self.seconds}}
+        row |= {"raw_seconds": {name: [round(one, 9) for one in seconds] for name, seconds in self.seconds.items()}}
         if self.rejected:
             return row | {"rejected": self.rejected} | self.facts
         row["median_ms"] = {name: round(1e3 * self.median(name), 4) for name in self.seconds}
@@ -179,7 +184,28 @@ def machine() -> dict[str, Any]:
         words["gpu"] = torch.cuda.get_device_name()
         words["gpus"] = torch.cuda.device_count()
         words["cuda"] = torch.version.cuda
+        words |= {"driver": _driver(), "triton": _version("triton")}
     return words
+
+
+def _driver() -> str:
+    """Version of NVIDIA's driver."""
+    try:
+        found = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=20, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return found.stdout.split()[0] if found.stdout.split() else "unknown"
+
+
+def _version(package: str) -> str:
+    """Version of an installed package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _processor() -> str:
@@ -215,14 +241,14 @@ def report(
     for note in notes:
         print(f"  Note: {note}")
     if write:
-        path = _write(result)
+        path = write_result(result)
         print(f"  written: {path.relative_to(RESULTS.parent.parent)}")
     return result
 
 
 def store(name: str, rows: Sequence[Mapping[str, Any]], *, title: str, notes: Sequence[str]) -> None:
     """What `report` writes, without a word: for a long run, after each of its rows."""
-    _write(_result(name, rows, title, notes))
+    write_result(_result(name, rows, title, notes))
 
 
 def _result(name: str, rows: Sequence[Mapping[str, Any]], title: str, notes: Sequence[str]) -> dict[str, Any]:
@@ -236,12 +262,18 @@ def _result(name: str, rows: Sequence[Mapping[str, Any]], title: str, notes: Seq
     }
 
 
-def _write(result: Mapping[str, Any]) -> Path:
+def write_result(result: Mapping[str, Any]) -> Path:
+    """Write `results/NAME.json` and bring docs/benchmarks.md up to date."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{result['benchmark']}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    text = json.dumps(result, indent=2)
+    path.write_text(re.sub(r"\[\s+([-+.\deE,\s]+?)\s+\]", _on_one_line, text) + "\n")
     table.main()
     return path
+
+
+def _on_one_line(numbers: re.Match[str]) -> str:
+    return f"[{' '.join(numbers[1].split())}]"
 
 
 def _print_comparison(comparison: Comparison) -> None:

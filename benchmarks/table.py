@@ -22,19 +22,22 @@ Written by `benchmarks/table.py` from `benchmarks/results/*.json`; `make bench` 
 Each row stands beside its peer from the same run. Repetitions are interleaved, at least 15 of each; a time is the
 median, a ratio the median of the ratios of neighbouring repetitions: 0.80 means that ours takes 0.80 of the peer's
 time. A run whose median exceeds its minimum by more than 30% is not quoted, nor one around which the load average, to
-one decimal, exceeds its limit; below each table stand the largest load and that limit, as they were stored.
+one decimal, exceeds its limit; below each table stand the largest load and that limit, as they were stored. Files
+written from now on also keep the raw seconds of every repetition, quoted or not.
 """
 
 MISSING_GPU = """
 ## One GPU
 
-Unmeasured: no result of `benchmarks/gpu.py` is here yet. `make gpu` writes it.
+Unmeasured: no result of `benchmarks/gpu.py` is here yet. `scripts/gpu_suite.sh 2` and `3` measure on a GPU, and
+`python benchmarks/gpu.py --store build/gpu/phase2.jsonl build/gpu/phase3.jsonl` writes what they measured here.
 """
 
 
 def machine_in_words(machine: dict[str, Any]) -> str:
     """One line about where it was measured."""
-    gpu = f", {machine['gpus']} x {machine['gpu']} (CUDA {machine['cuda']})" if "gpu" in machine else ""
+    gpu = f", {machine['gpus']} x {machine['gpu']} (CUDA {machine['cuda']}" if "gpu" in machine else ""
+    gpu += "".join(f", {key} {machine[key]}" for key in ("driver", "triton") if key in machine) + (")" if gpu else "")
     return (
         f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB{gpu}; "
         f"Python {machine['python']}, torch {machine['torch']}"
@@ -52,7 +55,18 @@ def number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value).replace("|", "/")
 
 
-BOOKKEEPING = ("case", "repetitions", "load", "load_limit", "noise", "median_ms", "ratio_to", "rejected")
+BOOKKEEPING = (
+    "case",
+    "repetitions",
+    "load",
+    "load_limit",
+    "noise",
+    "raw_seconds",
+    "median_ms",
+    "ratio_to",
+    "rejected",
+    "part",
+)
 
 
 def others(row: dict[str, Any]) -> str:
@@ -99,7 +113,7 @@ def document(folder: Path = RESULTS) -> str:
             parts.append(section(json.loads(path.read_text())))
         except (KeyError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is no benchmark result: {error!r}; run its benchmark again") from error
-    if not any(path.stem == "gpu" for path in paths):
+    if not any(path.stem.startswith("gpu") for path in paths):
         parts.append(MISSING_GPU)
     return "".join(parts)
 

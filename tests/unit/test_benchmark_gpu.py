@@ -1,0 +1,180 @@
+"""The parts of the GPU benchmark, tiny and on the CPU: each yields its rows; and how rows are kept and stored."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import gpu
+import gpu_graphs
+import gpu_moe
+import gpu_precision
+import gpu_steps
+import gpu_training
+import harness
+import table
+
+from labkit.config import GraphConfig, ModelConfig, MoEConfig
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+HOST = torch.device("cpu")
+PLAIN: dict[str, Any] = gpu_training.NO_DROPOUT
+TINY = ModelConfig(layers=2, hidden=32, heads=2, vocab_size=64, seq_length=16, **PLAIN)
+EMULATED = GraphConfig(cuda_graph_impl="emulated", cuda_graph_warmup_steps=1)
+SHAPES = {8: (32, 64)}
+ON_CPU: dict[str, tuple[Callable[[], Any], int]] = {
+    "gemm": (lambda: gpu_training.gemm(64, device=HOST), 1),
+    "layer": (lambda: gpu_training.one_layer(replace(TINY, layers=1), 2, device=HOST), 1),
+    "gpt2": (lambda: gpu_training.gpt2(TINY, 2, device=HOST), 1),
+    "stack": (lambda: gpu_training.stack(TINY, 2, device=HOST), 1),
+    "fp8_layer": (lambda: gpu_precision.fp8_layer(((32, 2),), 16, 16, device=HOST), 1),
+    "precisions": (lambda: gpu_precision.precisions(TINY, 2, ("labkit, bf16", "labkit, fp32"), device=HOST), 1),
+    "recomputation": (lambda: gpu_precision.recomputation(TINY, 2, device=HOST), 4),
+    "grouped_gemm": (lambda: gpu_moe.grouped_gemm(SHAPES, 256, device=HOST), 3),
+    "launches": (lambda: gpu_moe.launches(SHAPES, 256, ("one grouped product",), device=HOST), 1),
+    "graphs": (lambda: gpu_graphs.dense({"tiny": (TINY, 1)}, EMULATED, precision="fp32", device=HOST), 1),
+    "partial_graphs": (
+        lambda: gpu_graphs.experts_in_part(
+            (replace(TINY, activation="swiglu"), MoEConfig(num_experts=4)), EMULATED, precision="fp32", device=HOST
+        ),
+        1,
+    ),
+}
+"""Tiny versions by name, and how many rows each yields; graph_pool and graphs_equal_eager have tests of their own."""
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    """No compiler."""
+    monkeypatch.setattr(gpu_training.torch, "compile", lambda module: module)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_a_part_yields_its_rows(name: str) -> None:
+    make, expected = ON_CPU[name]
+    rows = [one.row() if isinstance(one, harness.Comparison) else one for one in make()]
+    assert len(rows) == len({row["case"] for row in rows}) == expected
+    json.dumps(rows, allow_nan=False)
+    for row in rows:
+        repetitions = {name: len(seconds) for name, seconds in row.get("raw_seconds", {}).items()}
+        assert all(count >= harness.LEAST for count in repetitions.values()), "else the harness rejects every row"
+        assert not str(row.get("rejected", "")).endswith("needed")
+
+
+@pytest.mark.parametrize("name", gpu.PARTS)
+def test_every_part_is_there_and_starts_without_arguments(name: str) -> None:
+    module, _, function = gpu.PARTS[name].partition(":")
+    made = getattr(importlib.import_module(module), function)
+    assert made.__code__.co_flags & 0x20, "a generator function: rows are kept as they come"
+    assert made.__code__.co_argcount == len(made.__defaults__ or ())
+
+
+def test_the_peak_is_that_of_the_data_sheet_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = harness.Comparison("x", {"ours": [0.5] * 15}, load=0.0)
+    assert math.isnan(gpu_steps.peak_rate(HOST))
+    assert "mfu" not in gpu_steps.rates(found, 1e12, 4e12, math.nan).facts
+    for name, peak in {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12, "NVIDIA H100 PCIe": 756e12}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert gpu_steps.peak_rate() == peak
+    facts = gpu_steps.rates(found, 1e12, 4e12, 8e12).facts
+    assert facts["mfu"] == 0.25 and facts["share_of_gemm_rate"] == 0.5
+
+
+# ---- one part as a process ----
+
+FAKE = """
+def rows():
+    yield {"case": "first"}
+    yield {"case": "second"}
+    raise RuntimeError
+"""
+
+
+def ask(*words: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": f"{path or ''}:{BENCHMARKS.parent}", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_rows_that_came_before_an_error_without_text_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "fake.py").write_text(FAKE)
+    done = ask("fake:rows", "--out", str(tmp_path / "rows.jsonl"), path=tmp_path)
+    assert done.returncode == 1 and done.stderr.rstrip().endswith("RuntimeError")
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [line["row"]["case"] for line in lines] == ["first", "second"]
+    assert lines[0]["part"] == "fake:rows" and lines[0]["machine"]["torch"] == torch.__version__
+
+
+def test_without_a_gpu_it_says_so_and_a_wrong_name_is_refused() -> None:
+    done = ask("layer")
+    assert done.returncode == gpu.NEEDS_GPU and done.stderr.startswith("needs a GPU: ")
+    done = ask("lyer")
+    assert done.returncode == 2 and "no part 'lyer'" in done.stderr
+    listed = ask("--list")
+    assert listed.returncode == 0 and {line.split()[0] for line in listed.stdout.splitlines()} == set(gpu.PARTS)
+
+
+# ---- storing ----
+
+MACHINE = {
+    "processor": "a",
+    "cores": 1,
+    "memory_gib": 1,
+    "python": "3",
+    "torch": "2.11",
+    "gpu": "NVIDIA H200",
+    "gpus": 1,
+}
+MACHINE |= {"cuda": "13.0", "driver": "580", "triton": "3.6.0"}
+
+
+def line(part: str, case: str, day: int = 1, **row: Any) -> str:
+    origin = {"part": part, "machine": MACHINE, "date": f"2030-01-0{day}"}
+    return json.dumps(origin | {"row": {"case": case, **row}}) + "\n"
+
+
+def test_rows_are_merged_and_the_document_tells_them_with_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(table, "main", lambda: None)
+    noisy = harness.Comparison("G1: layer", {"labkit": [1.0, 2.0, 3.0] * 5}, load=0.0).row()
+    (tmp_path / "a").write_text(line("gemm", "GEMM", speed=1) + line("layer", **noisy))
+    (tmp_path / "b").write_text(line("shared_reduction", "two ranks", 2) + line("gemm", "GEMM", 2, speed=2))
+    gpu.store([tmp_path / "a"])
+    path = gpu.store([tmp_path / "b"])
+    stored = json.loads(path.read_text())
+    assert [(row["part"], row.get("speed")) for row in stored["rows"]] == [
+        ("gemm", 2), ("layer", None), ("shared_reduction", None),
+    ]  # fmt: skip
+    assert stored["machine"] == MACHINE and stored["date"] == "2030-01-02"
+    assert stored["rows"][1]["raw_seconds"] == {"labkit": [1.0, 2.0, 3.0] * 5}, "kept where the row is rejected"
+    text = table.document(tmp_path / "results")
+    assert "| G1: layer | rejected: noisy (labkit median/min 2.00) |  |  |" in text, "nothing is quoted"
+    assert "1 x NVIDIA H200 (CUDA 13.0, driver 580, triton 3.6.0); Python 3, torch 2.11" in text
+    assert "Unmeasured" not in text
+
+
+def test_what_cannot_be_stored_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
+    (tmp_path / "empty").write_text("")
+    with pytest.raises(ValueError, match="no row to store"):
+        gpu.store([tmp_path / "empty"])
+    (tmp_path / "half").write_text(line("gemm", "GEMM")[:-20])
+    with pytest.raises(ValueError, match="half, line 1 is no row"):
+        gpu.store([tmp_path / "half"])
+    (tmp_path / "two").write_text(line("gemm", "GEMM") + line("gemm", "GEMM").replace("H200", "A100"))
+    with pytest.raises(ValueError, match="rows of two machines"):
+        gpu.store([tmp_path / "two"])
