@@ -38,9 +38,8 @@ sweep: $(INSTALLED_DEV)  ## the long matrices that `make test` covers by a subse
 chapters: $(INSTALLED_DEV)  ## execute every chapter again and store its outputs
 	$(BIN)/python scripts/run_chapters.py
 
-gpu: $(INSTALLED_DEV)  ## tests and benchmarks that need CUDA, in under 8 minutes
-	$(BIN)/python -m pytest tests/gpu -m gpu -rs
-	$(BIN)/python benchmarks/gpu.py
+gpu: $(INSTALLED_DEV)  ## tests and benchmarks that need CUDA, in three phases of ten minutes; results in build/gpu
+	PYTHON=$(abspath $(BIN))/python scripts/gpu_suite.sh all
 
 bench: $(INSTALLED_DEV)  ## the benchmarks of a laptop, each beside its peer, one after the other (leave the machine alone meanwhile)
 	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file; done

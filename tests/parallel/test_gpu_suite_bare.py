@@ -72,10 +72,8 @@ def installed_environment(folder: Path, torch: str) -> Path:
 
 def lacks(python: Path) -> None:
     """The environment is bare: what the suite must do without is not there."""
-    code = (
-        "import importlib.util as u; print([n for n in ('hypothesis', 'tokenizers', 'yaml', 'pytest_timeout', 'matplotlib',\
-        'papermill', 'jsonargparse', 'labkit') if u.find_spec(n)])"
-    )
+    names = ("hypothesis", "tokenizers", "yaml", "pytest_timeout", "matplotlib", "papermill", "jsonargparse", "labkit")
+    code = f"import importlib.util as u; print([name for name in {names} if u.find_spec(name)])"
     done = subprocess.run(
         [str(python), "-c", code], cwd="/", env=bare_variables(python), capture_output=True, text=True
     )
