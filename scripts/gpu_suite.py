@@ -32,9 +32,10 @@ import signal
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -263,14 +264,16 @@ class Running:
         """What came of it."""
         self.kill_all()
         log = (self.folder / "log").read_bytes()[-LOG_BYTES:].decode(errors="replace")
-        junit, rows = self.folder / "junit", self.folder / "rows"
-        text = junit.read_text() if junit.is_file() and junit.stat().st_size else ""
+        text, rows = whole_report(self.folder / "junit"), self.folder / "rows"
         outcome, _, why = (self.why or self._outcome(log)).partition(": ")
         lines = rows.read_text().splitlines() if rows.is_file() else []
-        return Record(
+        made = Record(
             self.part.name, self.part.phase, self.key, outcome, why, round(time.monotonic() - self.started, 1), log,
             text, [row for line in lines if (row := _parsed(line)) is not None],
         )  # fmt: skip
+        if made.outcome == "passed" and not made.counts()["passed"]:
+            return replace(made, outcome="skipped", why="each of its tests")
+        return made
 
     def _outcome(self, log: str) -> str:
         code = self.process.returncode
@@ -284,6 +287,16 @@ class Running:
         if self.part.test and code == 5:
             return "failed: pytest found no test"
         return f"failed: exit code {code}, {last}"
+
+
+def whole_report(path: Path) -> str:
+    """A JUnit report; empty where there is none, or one that a kill cut off."""
+    try:
+        text = path.read_text()
+        ElementTree.fromstring(text)
+    except (OSError, ElementTree.ParseError):
+        return ""
+    return text
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
@@ -333,7 +346,7 @@ class Phase:
                 if time.monotonic() > self.deadline(self.start_within):
                     waiting.clear()
                 while waiting and self._may_start(waiting[0], running):
-                    running.append(self._start(waiting.pop(0)))
+                    running += self._start(waiting.pop(0))
                 for one in [one for one in running if one.ended()]:
                     running.remove(one)
                     self._keep(one.record())
@@ -349,10 +362,15 @@ class Phase:
             return True
         return part.together and len(running) < self.jobs and all(one.part.together for one in running)
 
-    def _start(self, part: Part) -> Running:
+    def _start(self, part: Part) -> list[Running]:
         left = self.deadline(self.end_within) - time.monotonic()
-        folder = self.scratch / str(self.parts.index(part))
-        return Running(part, self.keys[part.name], min(part.seconds, left), folder)
+        try:
+            return [
+                Running(part, self.keys[part.name], min(part.seconds, left), self.scratch / str(self.parts.index(part)))
+            ]
+        except OSError as error:
+            self._keep(Record(part.name, part.phase, self.keys[part.name], "failed", f"cannot start: {error}", 0.0, ""))
+            return []
 
     def _keep(self, record: Record) -> None:
         self.memory.add(record)

@@ -118,6 +118,7 @@ def test_one_crashes_one_hangs_one_raises_without_text_and_all_others_are_there(
             part("crash", "import os; print('about to'); os.kill(os.getpid(), 11)"),
             part("hang", HUNG + f"  # {tmp_path}", seconds=1.5),
             part("textless", "raise RuntimeError"),
+            {"name": "no program", "phase": 1, "seconds": 60, "command": ["there-is-no-such-program"]},
             part("cannot", "print('needs a GPU: none here'); raise SystemExit(77)"),
             {"name": "tests", "phase": 1, "seconds": 60, "test": str(tmp_path / "test_some.py")},
             {"name": "half", "phase": 1, "seconds": 60, "benchmark": "fake:rows"},
@@ -128,7 +129,7 @@ def test_one_crashes_one_hangs_one_raises_without_text_and_all_others_are_there(
     (tmp_path / "fake.py").write_text("def rows():\n    yield {'case': 'first'}\n    raise RuntimeError\n")
     done = suite.run()
     assert done.returncode == 1
-    failed = dict.fromkeys(["crash", "hang", "textless", "tests", "half"], "failed")
+    failed = dict.fromkeys(["crash", "hang", "textless", "no program", "tests", "half"], "failed")
     assert suite.outcomes() == failed | {"cannot": "skipped", "last": "passed"}
     text = suite.summary()
     assert text in done.stdout
@@ -136,7 +137,7 @@ def test_one_crashes_one_hangs_one_raises_without_text_and_all_others_are_there(
         "== crash: crashed, killed by SIGSEGV", "   about to", "== hang: too long, more than 2 s", "   hanging",
         "== textless: failed, exit code 1, RuntimeError", "No GPU: nothing that needs one was measured",
         "tests (1 passed, 1 failed, 2 skipped)", "   1  needs papermill", "   1  needs PyYAML", "   1  needs a GPU\n",
-        "half (1 failed, 1 rows)", "Phase 1: 1 crashed, 1 too long, 3 failed, 1 skipped, 1 passed",
+        "half (1 failed, 1 rows)", "Phase 1: 1 crashed, 1 too long, 4 failed, 1 skipped, 1 passed",
     ):  # fmt: skip
         assert told in text, told
     assert "assert 1 == 2" in text, "the last lines of a failed test"
@@ -234,6 +235,14 @@ def test_a_suite_that_is_killed_loses_nothing_that_ended(tmp_path: Path) -> None
     assert suite.run().returncode == 3
     assert suite.outcomes() == {"first": "passed", "second": "passed"} and good.read_text() == "x"
     assert suite.run().returncode == 3 and "second (1 passed; earlier" in suite.summary()
+
+
+def test_a_report_that_a_kill_cut_off_counts_for_nothing(script: ModuleType, tmp_path: Path) -> None:
+    report = tmp_path / "junit"
+    assert script.whole_report(report) == ""
+    for text, expected in (("", ""), ("<testsuites><testsuite tests='1'", ""), ("<testsuites/>", "<testsuites/>")):
+        report.write_text(text)
+        assert script.whole_report(report) == expected
 
 
 def test_neighbours_run_together_and_others_alone(tmp_path: Path) -> None:
