@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -197,7 +198,8 @@ def test_time_is_bounded(tmp_path: Path) -> None:
     began = time.monotonic()
     done = suite.run("1", "--start-within", "4", "--end-within", "6")
     assert time.monotonic() - began < 40
-    assert done.returncode == 1 and "== cut: too long" in suite.summary()
+    limit = re.search(r"== cut: too long, more than (\d+) s", suite.summary())
+    assert done.returncode == 1 and limit is not None and int(limit[1]) <= 6, "it had what was left of the phase"
     assert "not started            late" in suite.summary() and suite.outcomes() == {"cut": "failed"}
     suite = Suite(tmp_path, [parts[1]])
     assert suite.run("1", "--start-within", "0").returncode == 3, "nothing failed, and not all was done"
