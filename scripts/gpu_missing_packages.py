@@ -21,8 +21,10 @@ PACKAGES = {
 
 def missing(told: str) -> str | None:
     """The package that a text with a ModuleNotFoundError asks for; None if there is none or it is unknown here."""
-    found = re.search(r"ModuleNotFoundError: No module named '(\w+)", told)
-    return PACKAGES.get(found[1]) if found else None
+    if found := re.search(r"ModuleNotFoundError: No module named '(\w+)", told):
+        return PACKAGES.get(found[1])
+    named = re.search(r"ModuleNotFoundError: [^\n]*\(pip install ([\w-]+)\)", told)  # labkit's own words
+    return named[1] if named and named[1] in PACKAGES.values() else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -276,6 +276,18 @@ def test_a_second_suite_beside_the_first_and_a_wrong_table_are_refused(tmp_path:
     assert done.returncode == 2 and "'a' is given twice" in done.stderr
 
 
+def test_a_missing_package_is_found_in_an_error_of_this_process_and_of_a_rank(script: ModuleType) -> None:
+    from gpu_missing_packages import missing
+
+    assert missing("E   ModuleNotFoundError: No module named 'yaml'") == "PyYAML"
+    assert (
+        missing("rank 0 of 4 raised ModuleNotFoundError: YAML needs PyYAML (pip install PyYAML); or\nothers")
+        == "PyYAML"
+    )
+    assert missing("ModuleNotFoundError: No module named 'labkit.typo'") is None, "our own mistake stays one"
+    assert missing("ImportError: cannot import name 'x' from 'yaml'") is None
+
+
 # ---- the real table ----
 
 
