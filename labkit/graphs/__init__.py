@@ -34,9 +34,11 @@ if TYPE_CHECKING:
     from labkit.graphs.passes import read_order, sample_index
     from labkit.graphs.pool import LAYER_ORDER, LayerMemory, Playback, layer_memory, play_back, predict_pool
     from labkit.graphs.scope import LayerScope, layer_scope
-    from labkit.parallel.capturing import GraphCaptureError, is_graph_capturing
+    from labkit.graphs.workspaces import predict_workspaces
+    from labkit.parallel.capturing import BrokenProcessError, GraphCaptureError, is_graph_capturing
 
 _WHERE = {
+    "BrokenProcessError": "labkit.parallel.capturing",
     "BufferPlan": "buffers",
     "CudaGraphHelper": "helper",
     "FullIterationGraph": "full_iteration",
@@ -76,11 +78,13 @@ _WHERE = {
     "play_back": "pool",
     "predict_graph_memory": "memory",
     "predict_pool": "pool",
+    "predict_workspaces": "workspaces",
     "read_order": "passes",
     "sample_index": "passes",
 }
 __all__ = [
     "LAYER_ORDER",
+    "BrokenProcessError",
     "BufferPlan",
     "CudaGraphHelper",
     "FullIterationGraph",
@@ -119,6 +123,7 @@ __all__ = [
     "play_back",
     "predict_graph_memory",
     "predict_pool",
+    "predict_workspaces",
     "read_order",
     "sample_index",
 ]

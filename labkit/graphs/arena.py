@@ -83,6 +83,8 @@ class Arena:
         self.owner = ""
         self.history: list[PoolStep] = []
         self.peak_bytes = self.reserved_bytes = self.live_bytes = 0
+        self.workspace_bytes: int | None = None
+        """Of cuBLAS, which the host has not."""
         self._segments: list[Segment] = []  # by offset
         self._free_from: dict[int, int] = {}  # first byte of a free range -> the byte after its last; in the arena
         self._free_until: dict[int, int] = {}  # the same, the other way round

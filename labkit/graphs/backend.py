@@ -84,6 +84,11 @@ class Pool(Protocol):
         """What is alive now."""
         ...
 
+    @property
+    def workspace_bytes(self) -> int | None:
+        """What cuBLAS keeps for the stream of the captures, outside the pool; None where nobody knows."""
+        ...
+
 
 class GraphBackend(Protocol):
     """Captures on one kind of machine."""
@@ -109,8 +114,12 @@ class GraphBackend(Protocol):
         """
         ...
 
-    def warming_up(self) -> AbstractContextManager[None]:
-        """Where the runs before a capture take place (a side stream on a GPU)."""
+    def warming_up(self, pool: Any) -> AbstractContextManager[None]:
+        """Where the runs before captures into `pool` take place: on a GPU, on the stream of those captures."""
+        ...
+
+    def before_captures(self, pool: Any) -> None:
+        """To be called once ahead of a set of captures into `pool`: frees the memory that nobody uses."""
         ...
 
     def static_like(self, tensor: Tensor, pool: Any) -> Tensor:

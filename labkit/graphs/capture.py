@@ -49,7 +49,13 @@ from labkit.graphs.surroundings import (
     random_states_kept,
     rng_trackers_of,
 )
-from labkit.parallel.capturing import GraphCaptureError, call_site, graph_warmup, is_graph_capturing
+from labkit.parallel.capturing import (
+    GraphCaptureError,
+    call_site,
+    graph_warmup,
+    is_graph_capturing,
+    require_whole_process,
+)
 from labkit.parallel.random import RngTracker
 from labkit.parallel.weight_grad_store import WeightGradStore
 
@@ -108,7 +114,9 @@ def make_graphed_callables(
         TypeError: arguments that are no tensors.
         GraphCaptureError: what no graph can hold: hooks, buffers that want gradients, mixed modes, and whatever the
             backend refuses while the callables run.
+        BrokenProcessError: a GPU's failed capture, this one or an earlier one, could not be repaired.
     """
+    require_whole_process()
     if is_graph_capturing():
         raise GraphCaptureError(f"{call_site()}: graphs cannot be captured while another graph is being captured")
     single = not isinstance(callables, tuple | list) and order is None
@@ -235,8 +243,9 @@ class _Capture:
         """Warm up, then capture everything. A failure leaves nothing behind."""
         with parameters_put_aside(self.parameters, self.arrivals):
             try:
-                with self.backend.warming_up(), graph_warmup():
+                with self.backend.warming_up(self.pool), graph_warmup():
                     self._warm_up(num_warmup)
+                self.backend.before_captures(self.pool)
                 for one in self.work:
                     {"F": self._forward, "B": self._backward, "W": self._weights}[one.kind](one)
             except BaseException:

@@ -112,9 +112,12 @@ class EmulatedBackend:
                 gc.enable()
         graph._steps, graph._parameters = recorder.steps, recorder.parameters
 
-    def warming_up(self) -> AbstractContextManager[None]:
+    def warming_up(self, pool: Arena) -> AbstractContextManager[None]:
         """Runs before a capture; on the host they need no place of their own."""
         return graph_warmup()
+
+    def before_captures(self, pool: Arena) -> None:
+        """Nothing: on the host a capture does not need memory that a collection would free."""
 
     def static_like(self, tensor: Tensor, pool: Arena) -> Tensor:
         """An uninitialised tensor like `tensor`, in memory of its own outside the pool, as on a GPU."""

@@ -27,6 +27,7 @@ from labkit.graphs.backend import Graph, GraphBackend, Pool, choose_impl, get_ba
 from labkit.graphs.counters import counters_kept
 from labkit.graphs.id_checks import IdChecks
 from labkit.graphs.memory import GraphMemory, graph_objects_made
+from labkit.parallel.capturing import require_whole_process
 from labkit.parallel.random import RngTracker
 from labkit.parallel.recompute import RandomStates
 from labkit.parallel.vocab import token_ids_noted
@@ -82,14 +83,16 @@ class FullIterationGraph:
     def __call__(self, batches: Iterator[Batch]) -> Any:
         """One step on the next `num_microbatches` of `batches`. Other shapes than before start over, eagerly.
 
-        Raises ValueError where `batches` ends too early, TokenIdError for an id outside the model's vocabulary.
+        Raises ValueError where `batches` ends too early, TokenIdError for an id outside the model's vocabulary,
+        BrokenProcessError where a GPU's failed capture could not be repaired.
         """
+        require_whole_process()
         self._fill(list(islice(batches, self.num_microbatches)))
         if self._before is not None:
             self._before()
         if self.graph is None and self.eager_steps < self.warmup_steps:
             self.eager_steps += 1
-            with self.backend.warming_up():
+            with self.backend.warming_up(self.pool):
                 return self.function(self._batches())
         if self.graph is None:
             self._capture()
@@ -109,6 +112,7 @@ class FullIterationGraph:
             graphs=1, operations=self.graph.num_operations, graph_objects=self._graph_objects, static_inputs=sum(data),
             static_gradients=0, break_points=0,
             pool_peak=self.pool.peak_bytes, pool_reserved=self.pool.reserved_bytes,
+            workspaces=self.pool.workspace_bytes,
         )  # fmt: skip
 
     def reset(self) -> None:
@@ -138,6 +142,7 @@ class FullIterationGraph:
 
     def _capture(self) -> None:
         """Record one step. What it computes is thrown away, so what it draws is drawn again by the replay after it."""
+        self.backend.before_captures(self.pool)
         states = RandomStates.now(self._rng)
         name = f"full iteration, {self.name}"
         self._ids = IdChecks(slot.values() for slot in self._slots)

@@ -1,16 +1,22 @@
 """Graphs of our own on a GPU: `torch.cuda.CUDAGraph` behind the protocol of `backend.py`.
 
 All captures of a pool run on one side stream, on which autograd then runs the captured backwards too: the allocator
-keeps free blocks by stream, so another one could not take them. torch's generator is known to every graph; the
-generators of `RngTracker`s are registered with each, so that a replay draws on from where they stand. Garbage
-collection is off while a graph is captured: what it frees or destroys at a random moment may be another graph, which
-ends the capture. Threads of other work, such as one that pins batches in memory, go on meanwhile (mode `thread_local`).
+keeps free blocks by stream, so another one could not take them. The warm-up runs on the same stream.
+`capture_streams.py` tells which stream that is, and when a reset graph is really let go. Ahead of a set of captures,
+once, dead cycles are collected and unused memory is given back. `torch.cuda.graph` gives memory back for every graph
+and collects only where TORCH_CUDAGRAPH_GC=1, because a collection is slow.
+
+torch's generator is known to every graph; the generators of `RngTracker`s are registered with each, so that a replay
+draws on from where they stand. Garbage collection is off while a graph is captured: what it frees or destroys at a
+random moment may be another graph, which ends the capture. Threads of other work, such as one that pins batches in
+memory, go on meanwhile (mode `thread_local`).
 
 Graphs that hold NCCL's collectives must be gone before their communicator is, which otherwise waits for them for ever
 (pytorch#115388). So whoever leaves the process group has all graphs reset first (`launch.info.before_leaving`).
 
-A capture that fails is ended, the stream is set back, and the error names the line that did it. Up to torch 2.11 the
-allocator does not get over a failed capture (pytorch#180395): there, start the process again.
+A capture that fails is ended, the stream is set back, and the error names the line that did it. Up to torch 2.11 that
+does not bring the allocators and the generators back (pytorch#180395): `failed_capture.py` does, or says that this
+process must be left.
 
 Written from the documentation and tested by tests/gpu only where there is a GPU.
 """
@@ -29,23 +35,16 @@ import torch
 from torch import Tensor
 
 from labkit.graphs.backend import PoolStep
+from labkit.graphs.capture_streams import pool_mates
+from labkit.graphs.failed_capture import is_spent, repair_process
 from labkit.launch.info import before_leaving
-from labkit.parallel.capturing import GraphCaptureError, graph_capturing, graph_warmup
+from labkit.parallel.capturing import GraphCaptureError, graph_capturing, graph_warmup, require_whole_process
 from labkit.parallel.random import RngTracker
 
 __all__ = ["LocalBackend", "LocalGraph", "LocalPool"]
 
 
-_streams: dict[tuple[int, Any], Any] = {}
 _alive: weakref.WeakSet[LocalGraph] = weakref.WeakSet()
-
-
-def _stream_of(handle: Any) -> Any:
-    """The one stream of a pool, whoever asks for it and however often."""
-    key = torch.cuda.current_device(), tuple(handle)
-    if key not in _streams:
-        _streams[key] = torch.cuda.Stream()
-    return _streams[key]
 
 
 def reset_all() -> None:
@@ -60,7 +59,19 @@ class LocalPool:
     def __init__(self, handle: tuple[int, int] | None = None) -> None:
         """handle: of `torch.cuda.graph_pool_handle()`, or `.pool()` of a graph; None takes a new one."""
         self.handle: Any = torch.cuda.graph_pool_handle() if handle is None else handle
-        self.stream = _stream_of(self.handle)
+        self._handles = {tuple(self.handle)}
+        self.mates = pool_mates(self.handle)
+        """The graphs that are let go together with those of this pool."""
+
+    @property
+    def stream(self) -> Any:
+        """Where captures and warm-up run."""
+        return self.mates.on.stream
+
+    def renew(self) -> None:
+        """A new handle for the captures to come, where torch takes none any more for the old one."""
+        self.handle = torch.cuda.graph_pool_handle()
+        self._handles.add(tuple(self.handle))
 
     @property
     def history(self) -> Sequence[PoolStep]:
@@ -68,7 +79,7 @@ class LocalPool:
         return ()
 
     def _segments(self) -> list[dict[str, Any]]:
-        return [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", ())) == tuple(self.handle)]
+        return [s for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", ())) in self._handles]
 
     @property
     def peak_bytes(self) -> int:
@@ -85,6 +96,11 @@ class LocalPool:
         """Bytes of blocks whose tensors are alive now."""
         return sum(segment["allocated_size"] for segment in self._segments())
 
+    @property
+    def workspace_bytes(self) -> int:
+        """Of cuBLAS on the stream of the captures; in no pool. Pools with one stream tell the same bytes."""
+        return self.mates.on.workspace_bytes
+
 
 class LocalGraph:
     """A CUDA graph with a name."""
@@ -94,6 +110,7 @@ class LocalGraph:
         self._graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
         for generator in generators:
             self._graph.register_generator_state(generator)
+        self._leave: weakref.finalize | None = None
         _alive.add(self)
         before_leaving(reset_all)
 
@@ -113,16 +130,31 @@ class LocalGraph:
             raise GraphCaptureError(f"graph {self.name!r} holds nothing: it was reset, or its capture failed")
         return self._graph
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether its capture was begun and ended well, whatever happened in between."""
+        return self._leave is not None
+
+    def captured(self, pool: LocalPool) -> None:
+        """Its capture has ended. It is let go together with the pool's other graphs, also where nobody resets it."""
+        pool.mates.join(self.cuda_graph)
+        self._leave = weakref.finalize(self, pool.mates.leave, self.cuda_graph)
+        self._leave.atexit = False
+
     def replay(self) -> None:
-        """Launch it on the current stream; the host does not wait."""
+        """Launch it on the current stream; the host does not wait.
+
+        Raises:
+            BrokenProcessError: a failed capture has left this process unable to draw random numbers.
+        """
+        require_whole_process()
         self.cuda_graph.replay()
 
     def reset(self) -> None:
-        """Let it go; a later `replay` is an error."""
-        if self._graph is not None:
-            with suppress(RuntimeError):  # nothing to undo where nothing was captured
-                self._graph.reset()
-            self._graph = None
+        """Let it go; a later `replay` is an error. Its memory is free when all graphs of its pool are reset."""
+        if self._leave is not None:
+            self._leave()
+        self._graph = None
 
 
 class LocalBackend:
@@ -144,29 +176,40 @@ class LocalBackend:
         """Record what runs inside the block, on the pool's stream.
 
         Raises:
-            GraphCaptureError: CUDA refused something inside; names the line.
+            GraphCaptureError: CUDA refused something inside; names the line. Or torch takes no more captures for this
+                handle of a pool.
+            BrokenProcessError: a failed capture, this one or an earlier one, could not be repaired.
         """
-        if not isinstance(pool, LocalPool):
-            pool = LocalPool(pool)
-        graph = LocalGraph(name, [g for tracker in self._rng_trackers for g in tracker.generators])
+        require_whole_process()
+        pool = _open_pool(pool)
+        generators = [g for tracker in self._rng_trackers for g in tracker.generators]
+        graph = LocalGraph(name, generators)
         torch.cuda.synchronize()
         collected = gc.isenabled()
         gc.disable()
-        outer = torch.cuda.current_stream()
+        outer, begun = torch.cuda.current_stream(), False
         try:
             torch.cuda.set_stream(pool.stream)
             graph.cuda_graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+            begun = True
             try:
                 with graph_capturing(), stale_streams_followed():
                     yield graph
             except BaseException:
                 with suppress(RuntimeError):  # says only that the capture was broken off
                     graph.cuda_graph.capture_end()
+                    graph.captured(pool)
                 raise
             graph.cuda_graph.capture_end()
+            graph.captured(pool)
         except BaseException as error:
+            told = explained(error, name) if isinstance(error, RuntimeError) else error
+            if told is not error:
+                told.__cause__ = error
+            if not graph.is_captured:
+                repair_process(graph.cuda_graph, pool.handle, generators, told, begun=begun)
             graph.reset()
-            if isinstance(error, RuntimeError) and (told := explained(error, name)) is not error:
+            if told is not error:
                 raise told from error
             raise
         finally:
@@ -175,14 +218,36 @@ class LocalBackend:
                 gc.enable()
 
     @contextmanager
-    def warming_up(self) -> Iterator[None]:
-        """Runs before a capture, on a side stream: what is made there lazily is then no stranger to another stream."""
-        stream = torch.cuda.Stream()
+    def warming_up(self, pool: LocalPool | tuple[int, int]) -> Iterator[None]:
+        """Runs before captures, on the pool's stream: what is made there lazily, as cuBLAS workspaces are, then lies
+        outside the pool.
+
+        Raises:
+            BrokenProcessError: an earlier capture has failed and could not be repaired.
+        """
+        require_whole_process()
+        pool = _open_pool(pool)
+        stream = pool.stream
         stream.wait_stream(torch.cuda.current_stream())
+        pool.mates.on.prepare()
         with torch.cuda.stream(stream), graph_warmup():
             yield
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
+
+    def before_captures(self, pool: LocalPool | tuple[int, int]) -> None:
+        """Collect dead cycles and give back unused memory, of the device and pinned: a capture can do neither. And have
+        cuBLAS make its workspaces for the pool's stream, where no warm-up has.
+
+        Raises:
+            BrokenProcessError: an earlier capture has failed and could not be repaired.
+        """
+        require_whole_process()
+        _open_pool(pool).mates.on.prepare()
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()
 
     def static_like(self, tensor: Tensor, pool: Any) -> Tensor:
         """An uninitialised tensor outside the pool: allocated by nobody's capture, it is freed when it dies."""
@@ -191,6 +256,25 @@ class LocalBackend:
     def weak_ref(self, tensor: Tensor) -> Tensor:
         """A tensor at the same address that owns nothing."""
         return weak_cuda_tensor(tensor)
+
+
+def _open_pool(pool: LocalPool | tuple[int, int]) -> LocalPool:
+    """A pool into which can be captured.
+
+    Raises:
+        GraphCaptureError: torch takes no more captures for this handle.
+    """
+    if isinstance(pool, LocalPool):
+        if is_spent(pool.handle):
+            pool.renew()
+        return pool
+    if is_spent(pool):
+        raise GraphCaptureError(
+            f"nothing can be captured into the pool {tuple(pool)} any more: a capture into it has failed, and torch "
+            f"{torch.__version__} believes that it goes on (pytorch#180395). Take a new pool (pool=None), or give the "
+            "object that the earlier graphs have as .pool"
+        )
+    return LocalPool(pool)
 
 
 @contextmanager

@@ -9,6 +9,7 @@
 | pool                | what the captured operations make, held until a backward | layers x in flight               |
 | of it, break points | outputs of graphs that end inside a layer of experts     | such layers x in flight          |
 | fragmentation       | what the pool holds of the machine beyond its peak       |                                  |
+| cuBLAS workspaces   | scratch memory of matrix products, outside the pool      | threads that run products        |
 
 In flight is the warm-up and one more: p - r microbatches under 1F1B. What is new against a run without graphs is the
 first three, and the break points so far as the eager run would have let them go earlier; the rest of the pool is the
@@ -71,6 +72,8 @@ class GraphMemory:
     """Most that was held at once."""
     pool_reserved: int | None
     """What the pool holds of the machine, used or not."""
+    workspaces: int | None = None
+    """What cuBLAS keeps for the stream of the captures (`predict_workspaces`), in no pool. None on the host."""
 
     @property
     def fragmentation(self) -> int | None:
@@ -97,6 +100,7 @@ class GraphMemoryReport:
             ("of it break points", "break_points"),
             ("pool, reserved", "pool_reserved"),
             ("fragmentation", "fragmentation"),
+            ("cuBLAS workspaces", "workspaces"),
         )
         found = [
             (label, None if self.predicted is None else getattr(self.predicted, name), getattr(self.measured, name))
@@ -161,6 +165,7 @@ def measure_graphs(
     graphs = [graph for one in callables for graph in one.graphs if graph is not None]
     operations = [graph.num_operations for graph in graphs]
     pools = {id(one.pool): one.pool for one in callables if one.pool is not None}.values()
+    workspaces = [pool.workspace_bytes for pool in pools if pool.workspace_bytes is not None]
     return GraphMemory(
         graphs=len(graphs),
         operations=None if None in operations else sum(operations),
@@ -170,6 +175,7 @@ def measure_graphs(
         break_points=_held_at_most(order, layers, stores),
         pool_peak=sum(pool.peak_bytes for pool in pools),
         pool_reserved=sum(pool.reserved_bytes for pool in pools),
+        workspaces=max(workspaces, default=None),
     )
 
 
@@ -182,6 +188,7 @@ def predict_graph_memory(
     gradient_bytes: int | Sequence[int] | None = None,
     store_bytes: int | Sequence[int] = 0,
     operations: int | Sequence[int] | None = None,
+    workspaces: int | None = None,
 ) -> GraphMemory:
     """The same parts before any capture, under `plan_buffers` and one shared pool.
 
@@ -193,6 +200,7 @@ def predict_graph_memory(
         gradient_bytes: Of the gradients of each layer's outputs; None: as many as its inputs.
         store_bytes: Of the outputs of graphs that end inside a layer, 0 for others.
         operations: Of each layer's forward and backward graph together, where known.
+        workspaces: Of cuBLAS, as `predict_workspaces` tells for a GPU; None on the host.
 
     Raises:
         ValueError: an order that `predict_pool` refuses, numbers for another number of layers.
@@ -213,6 +221,7 @@ def predict_graph_memory(
         break_points=_held_at_most(order, layers, _of_each_sample(stores, layers, microbatches)),
         pool_peak=predict_pool(order, layers, memory).peak_bytes,
         pool_reserved=None,
+        workspaces=workspaces,
     )
 
 

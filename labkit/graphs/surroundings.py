@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.parallel.capturing import GraphCaptureError, is_graph_capturing
+from labkit.parallel.capturing import BrokenProcessError, GraphCaptureError, is_graph_capturing
 from labkit.parallel.random import RngTracker, forks_noted
 
 
@@ -108,7 +108,7 @@ def rng_trackers_of(functions: Sequence[Callable[..., Any]]) -> list[RngTracker]
 
 @contextmanager
 def random_states_kept(device_type: str, trackers: list[RngTracker]) -> Iterator[None]:
-    """After the block torch's generator and the named states are what they were before.
+    """After the block torch's generator and the named states are what they were before, but in a broken process.
 
     trackers: those that are known. Others that code in the block draws from, held by whatever object, are found as it
     does, in the warm-up, and added: a backend that has been given this list then tells its graphs of them.
@@ -131,13 +131,20 @@ def random_states_kept(device_type: str, trackers: list[RngTracker]) -> Iterator
         named.append(tracker.get_states())
         trackers.append(tracker)
 
-    try:
-        with forks_noted(note):
-            yield
-    finally:
+    def put_back() -> None:
         if on_cuda:
             torch.cuda.set_rng_state(before)
         else:
             torch.set_rng_state(before)
         for tracker, states in zip(trackers, named, strict=True):
             tracker.set_states(states)
+
+    try:
+        with forks_noted(note):
+            yield
+    except BrokenProcessError:
+        raise  # setting a state may fail as drawing does, and would hide why
+    except BaseException:
+        put_back()
+        raise
+    put_back()

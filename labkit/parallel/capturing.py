@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 __all__ = [
+    "BrokenProcessError",
     "GraphCaptureError",
     "Recorder",
     "active_capture",
@@ -36,13 +37,19 @@ __all__ = [
     "graph_warmup",
     "is_graph_capturing",
     "is_graph_warmup",
+    "process_is_broken",
     "recorded_call",
     "refuse_host_sync",
+    "require_whole_process",
 ]
 
 
 class GraphCaptureError(RuntimeError):
     """What a CUDA graph cannot hold was done during capture, or a replay would not be what was captured."""
+
+
+class BrokenProcessError(GraphCaptureError):
+    """A failed capture has left this process unable to go on: it must be left (`labkit.graphs.failed_capture`)."""
 
 
 class Recorder(Protocol):
@@ -64,6 +71,8 @@ class _State:
     """Captures under way, one inside the other (a helper's around a backend's)."""
     warmup: int = 0
     recorder: Recorder | None = None
+    broken: str | None = None
+    """Why nothing can be captured or drawn here any more."""
 
 
 _state = _State()
@@ -79,6 +88,18 @@ def is_graph_capturing() -> bool:
 def is_graph_warmup() -> bool:
     """Whether a callable runs before its capture, so that what is made lazily is made outside the graph."""
     return _state.warmup > 0
+
+
+def process_is_broken(why: str) -> BrokenProcessError:
+    """Have `require_whole_process` raise from now on; returns the error to raise here."""
+    _state.broken = why
+    return BrokenProcessError(why)
+
+
+def require_whole_process() -> None:
+    """Raise the BrokenProcessError of before, if a failed capture could not be repaired."""
+    if _state.broken is not None:
+        raise BrokenProcessError(_state.broken)
 
 
 def active_capture() -> Recorder | None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.parallel.capturing import recorded_call
+from labkit.parallel.capturing import recorded_call, require_whole_process
 from labkit.parallel.groups import ParallelGroups
 
 DATA_PARALLEL = "data-parallel-rng"
@@ -113,7 +113,9 @@ class RngTracker:
 
         Raises:
             ValueError: no state has that name.
+            BrokenProcessError: a failed capture has left this process unable to draw.
         """
+        require_whole_process()
         if name not in self._states:
             raise ValueError(f"no random state {name!r}; known are {', '.join(self._states) or 'none'}")
         for note in _listeners:

@@ -104,7 +104,7 @@ def test_python_runs_at_capture_alone(pool: Arena) -> None:
         counter.append(1)
         return x * scale if x.shape[0] == 3 else x
 
-    with BACKEND.warming_up():
+    with BACKEND.warming_up(pool):
         body()
     with BACKEND.capturing(pool, "body") as graph:
         y = body()

@@ -1,0 +1,130 @@
+"""What a failed capture leaves behind on a GPU, and its repair.
+
+Where CUDA has invalidated a capture, `CUDAGraph.capture_end` throws. Up to torch 2.11 it does so before it has told
+anybody (pytorch#180395), and then
+
+| who                    | believes                                      | so                                          |
+|------------------------|-----------------------------------------------|---------------------------------------------|
+| allocator of the GPU   | the capture goes on; asks the graph each time | `empty_cache` raises; a freed graph is read |
+| allocator of the host  | the same                                      | that pool takes no other capture            |
+| generators             | draws belong to the capture                   | every draw raises                           |
+
+The repair keeps the graph alive for ever, ends the allocation to its pool, and makes one small good capture with the
+same generators, whose end sets them right. Nothing in Python reaches the allocator of the host: it goes on asking the
+graph that is kept, and the pool's handle is not captured into again (`is_spent`). Whether each step is needed is asked
+of torch and not of its version: torch 2.13 tells everybody before it throws. There as well, though, the claim of the
+graph on its pool stays, whose memory then could not be given back (pytorch#190308): the repair gives the claim back.
+
+After the repair every generator draws once, its state put back, and `empty_cache` runs. Where anything of that raises,
+the process must be left: `BrokenProcessError`, now and at everything that labkit is asked to capture, replay or draw.
+
+Sources: PyTorch 2.11's `CUDAGraph::capture_end` and `reset` (CUDAGraph.cpp), `CUDAGeneratorState::increase`,
+`capture_prologue` and `capture_epilogue` (CUDAGeneratorImpl.cpp), `endAllocateToPool`, `releasePool` and
+`synchronize_and_free_events` (CUDACachingAllocator.cpp), `begin_allocate_to_pool` (CachingHostAllocator.h).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from labkit.parallel.capturing import process_is_broken
+
+_kept: list[Any] = []
+"""Graphs that torch's allocators still ask. They are never freed."""
+_spent: set[tuple[int, ...]] = set()
+"""Handles of pools that the host's allocator believes to be captured into."""
+
+
+def is_spent(handle: Any) -> bool:
+    """Whether nothing can be captured into the pool of this handle any more."""
+    return tuple(handle) in _spent
+
+
+def repair_process(
+    graph: Any, handle: Any, generators: Sequence[torch.Generator], cause: BaseException, *, begun: bool
+) -> None:
+    """Bring this process back to where random numbers can be drawn and memory be given back.
+
+    graph: torch's object, whose `capture_begin` or `capture_end` has thrown. handle: of its pool. generators: the named
+    ones that were registered with it; the current device's default one is always with them. cause: what broke the
+    capture. begun: `capture_begin` came back. To be called on the stream of the capture.
+
+    Raises:
+        BrokenProcessError: it did not succeed; caused by `cause`.
+    """
+    tried: list[str] = []
+    drawing = [torch.cuda.default_generators[torch.cuda.current_device()], *generators]
+    try:
+        if _allocation_ended(graph, handle, begun=begun):
+            tried.append("ending the allocation to the graph's pool")
+        if not all(_draws(generator) for generator in drawing):
+            tried.append("a small capture with the same generators")
+            _capture_something(generators)
+        _require_repaired(drawing)
+    except RuntimeError as error:
+        raise process_is_broken(_words(cause, error, tried)) from cause
+
+
+def _allocation_ended(graph: Any, handle: Any, *, begun: bool) -> bool:
+    """End it where torch has not. The graph's claim on the pool goes with it: up to torch 2.13 `reset` gives back only
+    those of captures that ended well."""
+    device = torch.cuda.current_device()
+    try:
+        torch._C._cuda_endAllocateToPool(device, handle)
+    except RuntimeError:  # "not currently recording to mempool_id": torch has ended it itself, or not begun
+        if begun and torch.__version__ < "2.14":
+            torch._C._cuda_releasePool(device, handle)
+        return False
+    _kept.append(graph)
+    _spent.add(tuple(handle))
+    torch._C._cuda_releasePool(device, handle)
+    return True
+
+
+def _draws(generator: torch.Generator) -> bool:
+    """Whether a random number can be drawn; the state is afterwards what it was."""
+    state = generator.get_state()
+    try:
+        torch.rand(1, device=generator.device, generator=generator)
+    except RuntimeError:
+        return False
+    generator.set_state(state)
+    return True
+
+
+def _capture_something(generators: Sequence[torch.Generator]) -> None:
+    """A capture that ends well ends it for all generators that it knows."""
+    graph, number = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+    _kept.append(graph)  # should it fail as well
+    for generator in generators:
+        graph.register_generator_state(generator)
+    torch.cuda.synchronize()
+    graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+    number.add_(1)
+    graph.capture_end()
+    graph.reset()
+    _kept.remove(graph)
+
+
+def _require_repaired(generators: Sequence[torch.Generator]) -> None:
+    torch.cuda.synchronize()
+    if not all(_draws(generator) for generator in generators):
+        raise RuntimeError("random numbers still cannot be drawn")
+    torch.cuda.empty_cache()
+
+
+def _words(cause: BaseException, error: RuntimeError, tried: Sequence[str]) -> str:
+    attempts = " and ".join(tried) or "nothing: torch had ended the capture itself"
+    return (
+        f"a capture has failed ({_line(cause)}), and this process cannot be repaired: {_line(error)}. Tried: "
+        f"{attempts}. torch {torch.__version__} can neither draw random numbers nor give memory back here "
+        "(pytorch#180395). Leave this process: restart the kernel of a notebook, or end this rank and start the run "
+        "again from its last checkpoint"
+    )
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
