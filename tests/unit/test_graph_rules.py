@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from graph_rules import *  # noqa: F403
 from graph_rules import Machine
+from graph_rules_changes import *  # noqa: F403
 from graph_rules_numbers import *  # noqa: F403
 
 
