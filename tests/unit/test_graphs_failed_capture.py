@@ -114,6 +114,16 @@ def test_a_capture_that_cannot_begin(device: Machine) -> None:
     assert usable(device, *generators)
 
 
+def test_a_capture_that_torch_never_began_has_no_claim(device: Machine) -> None:
+    """`capture_begin` may throw ahead of everything; the claim on this pool is that of another graph."""
+    pool = LocalPool()
+    with LocalBackend().capturing(pool, "a") as graph:
+        pass
+    failed_capture.repair_process(Graph(), pool.handle, [], RuntimeError("no"), begun=False)
+    assert device.pools[pool.handle] == 1
+    assert graph.is_captured
+
+
 def test_torch_that_tells_everybody_needs_its_claim_given_back_and_no_more() -> None:
     with fake_cuda("2.13.0") as new:
         pool = LocalPool()
