@@ -157,4 +157,32 @@ GRAPHS: list[Fault] = [
         "ranges[place][0] <= life.end",
         f"{POOL} -k neighbours",
     ),
+    Fault(
+        "warm-up of a GPU's graphs runs on another stream than their capture",
+        "graphs/local.py",
+        "        stream = pool.stream\n",
+        "        stream = torch.cuda.Stream()\n",
+        "tests/unit/test_graphs_local.py -k warm_up_runs",
+    ),
+    Fault(
+        "after a failed capture no other one sets the generators right",
+        "graphs/failed_capture.py",
+        "            _capture_something(generators)\n",
+        "",
+        "tests/unit/test_graphs_failed_capture.py -k goes_on",
+    ),
+    Fault(
+        "what a failed capture claims of its pool is never given back",
+        "graphs/failed_capture.py",
+        "    _spent.add(tuple(handle))\n    torch._C._cuda_releasePool(device, handle)\n",
+        "    _spent.add(tuple(handle))\n",
+        "tests/unit/test_graphs_failed_capture.py -k hundred",
+    ),
+    Fault(
+        "a graph is reset while others of its stream are alive",
+        "graphs/capture_streams.py",
+        "        if self._alive:\n            return\n",
+        "",
+        "tests/unit/test_graphs_capture_streams.py -k together",
+    ),
 ]
