@@ -19,8 +19,8 @@ GRAPHS: list[Fault] = [
     Fault(
         "ids of a captured iteration are never compared with the vocabulary",
         "graphs/full_iteration.py",
-        "        self._ids.before_replay()\n        with span",
-        "        with span",
+        "        self._ids.replayed()\n",
+        "",
         f"{IDS} -k tp2",
     ),
     Fault(

@@ -71,7 +71,10 @@ def _run(words: list[str]) -> int:
 
 def _errors_of_users() -> tuple[type[BaseException], ...]:
     """Errors that a user mends, with a message that says how. A module that was never imported raised none."""
-    return (ConfigError, *_loaded(("labkit.parallel.vocab", "TokenIdError"), ("labkit.schedules.ir", "ScheduleError")))
+    return (
+        ConfigError,
+        *_loaded(("labkit.parallel.token_ids", "TokenIdError"), ("labkit.schedules.ir", "ScheduleError")),
+    )
 
 
 def _failures() -> tuple[type[BaseException], ...]:

@@ -193,7 +193,9 @@ def _microbatches(
     while True:
         for positions in microbatch_positions(config, dp=groups.dp.size, dp_rank=groups.dp.rank, step=step):
             rows = np.stack([dataset.ordered(int(position)) for position in positions])
-            samples = torch.from_numpy(rows).to(groups.device)
+            samples = torch.from_numpy(rows)
+            if groups.device.type == "cuda":  # a copy from memory that is not pinned makes the host wait for the GPU
+                samples = samples.pin_memory().to(groups.device, non_blocking=True)
             batch = {
                 "tokens_BS": samples[:, :-1].contiguous(),
                 "labels_BS": samples[:, 1:].contiguous(),

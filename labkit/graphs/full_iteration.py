@@ -8,8 +8,8 @@ and validation compute different things, so each has an object of this class.
 
 Results lie in the graph's memory and are written anew by every replay: what a caller gets is a copy. Whatever Python
 decides or counts inside was decided at capture: nothing in there may look for NaN, change a learning rate, or write a
-report, and a replay leaves one Event in the place of theirs. Token ids and labels, which the model compares with its
-vocabulary on the host, are compared ahead of every replay instead.
+report, and a replay leaves one Event in the place of theirs. Token ids and labels are compared with the vocabulary by
+the graph itself, which notes what is bad; the host reads the notes after the replay (`labkit.parallel.token_ids`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from torch.utils._pytree import tree_map_only
 from labkit.events import not_recording, span
 from labkit.graphs.backend import Graph, GraphBackend, Pool, choose_impl, get_backend
 from labkit.graphs.counters import counters_kept
-from labkit.graphs.id_checks import IdChecks
 from labkit.graphs.memory import GraphMemory, graph_objects_made
 from labkit.parallel.capturing import require_whole_process
 from labkit.parallel.random import RngTracker
 from labkit.parallel.recompute import RandomStates
-from labkit.parallel.vocab import token_ids_noted
+from labkit.parallel.token_ids import TokenIdChecks, token_ids_checked_late
 
 Batch = dict[str, Tensor]
 Iteration = Callable[[Iterator[Batch]], Any]
@@ -78,13 +77,14 @@ class FullIterationGraph:
         self._slots: list[dict[str, Tensor]] = []
         self._results: Any = None
         self._graph_objects: int | None = None
-        self._ids = IdChecks()
+        self._ids = TokenIdChecks(captured=True)
 
     def __call__(self, batches: Iterator[Batch]) -> Any:
         """One step on the next `num_microbatches` of `batches`. Other shapes than before start over, eagerly.
 
-        Raises ValueError where `batches` ends too early, TokenIdError for an id outside the model's vocabulary,
-        BrokenProcessError where a GPU's failed capture could not be repaired.
+        Raises ValueError where `batches` ends too early; TokenIdError for an id outside the model's vocabulary, after
+        the run or where the block around (`token_ids_checked_late`) looks; BrokenProcessError where a GPU's failed
+        capture could not be repaired.
         """
         require_whole_process()
         self._fill(list(islice(batches, self.num_microbatches)))
@@ -97,10 +97,9 @@ class FullIterationGraph:
         if self.graph is None:
             self._capture()
         assert self.graph is not None
-        self._ids.before_replay()
         with span(f"full iteration, {self.name}", "graph_replay"):
             self.graph.replay()
-        self._ids.after_replay()
+        self._ids.replayed()
         return tree_map_only(Tensor, torch.clone, self._results)
 
     def memory(self) -> GraphMemory | None:
@@ -120,7 +119,7 @@ class FullIterationGraph:
         if self.graph is not None:
             self.graph.reset()
         self.graph, self._results, self._slots, self.eager_steps = None, None, [], 0
-        self._ids = IdChecks()
+        self._ids = TokenIdChecks(captured=True)
         self.pool = self.backend.new_pool()
 
     def _batches(self) -> Iterator[Batch]:
@@ -145,23 +144,18 @@ class FullIterationGraph:
         self.backend.before_captures(self.pool)
         states = RandomStates.now(self._rng)
         name = f"full iteration, {self.name}"
-        self._ids = IdChecks(slot.values() for slot in self._slots)
-        try:
-            with (
-                span(f"capture, {name}", "timer"),
-                not_recording(),
-                counters_kept(self._chunks),
-                token_ids_noted(self._ids.note),
-                graph_objects_made(self.backend.device_type) as objects,
-                self.backend.capturing(self.pool, name) as graph,
-            ):
-                self._results = self.function(self._batches())
-        except (IndexError, RuntimeError):
-            self._ids.before_replay()  # an emulated capture computes, and stumbles over an id before anybody looks
-            raise
+        with (
+            span(f"capture, {name}", "timer"),
+            not_recording(),
+            counters_kept(self._chunks),
+            token_ids_checked_late(self.backend.device_type, captured=True) as ids,
+            graph_objects_made(self.backend.device_type) as objects,
+            self.backend.capturing(self.pool, name) as graph,
+        ):
+            self._results = self.function(self._batches())
         self._results = tree_map_only(Tensor, Tensor.detach, self._results)
         states.restore(self._rng)
-        self.graph, self._graph_objects = graph, objects[0] if objects else None
+        self.graph, self._ids, self._graph_objects = graph, ids, objects[0] if objects else None
         self.num_captures += 1
 
 

@@ -5,27 +5,12 @@ Shapes: S sequence, B batch, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from torch import Tensor, nn
 
 from labkit.models.build import Build, dropout
-from labkit.parallel.capturing import is_graph_capturing
-from labkit.parallel.vocab import TokenIdError, VocabParallelEmbedding, check_token_ids, make_vocab_parameter
+from labkit.parallel.token_ids import check_token_ids
+from labkit.parallel.vocab import VocabParallelEmbedding, make_vocab_parameter
 from labkit.parallel.weights import make_parameter
-
-
-@contextmanager
-def named_as_given(ids_BS: Tensor, vocab_size: int, what: str) -> Iterator[None]:
-    """An id outside the vocabulary is named by its place in what the caller gave, not in the transpose used inside."""
-    if is_graph_capturing():
-        check_token_ids(ids_BS, vocab_size, what)  # noted as given, and looked at by replays
-    try:
-        yield
-    except TokenIdError:
-        check_token_ids(ids_BS, vocab_size, what)
-        raise
 
 
 class PositionEmbedding(nn.Module):
@@ -74,8 +59,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens_BS: Tensor, position_ids_BS: Tensor | None = None) -> Tensor:
         """[B, S] -> [S, B, H]. TokenIdError for an id outside the vocabulary."""
-        with named_as_given(tokens_BS, self.word.vocab_size, "token"):
-            x_SBH = self.word(tokens_BS.t())  # transposing ids is cheaper than transposing vectors
+        ids_BS = check_token_ids(tokens_BS, self.word.vocab_size)  # an error names the place in what was given
+        x_SBH = self.word(ids_BS.t(), check_ids=False)  # transposing ids is cheaper than transposing vectors
         if self.position is not None:
             x_SBH = x_SBH + self.position(tokens_BS.shape[1], position_ids_BS)
         return self.dropout(x_SBH)

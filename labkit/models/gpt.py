@@ -21,7 +21,7 @@ from labkit.models.attention import Rotary, kv_copies, rotary_table
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build, Norm
 from labkit.models.counts import padded_vocab
-from labkit.models.ends import Embedding, OutputLayer, named_as_given
+from labkit.models.ends import Embedding, OutputLayer
 from labkit.models.placement import stage_contents
 from labkit.moe.balance import AuxLossScale
 from labkit.moe.layer import MoELayer
@@ -31,6 +31,7 @@ from labkit.parallel.cross_entropy import linear_cross_entropy
 from labkit.parallel.fp8 import Float8Recipe, Float8Scaling, float8_recipe
 from labkit.parallel.groups import ParallelGroups, cut_group
 from labkit.parallel.random import RngTracker, model_parallel_seed
+from labkit.parallel.token_ids import check_token_ids
 from labkit.parallel.vocab import parallel_lm_logits
 from labkit.schedules import Schedule, build_schedule
 
@@ -189,19 +190,20 @@ class GPTModel(nn.Module):
             return parallel_lm_logits(
                 x_SBH, self.output_weight_VH, self.group, sequence_parallel=self.sequence_parallel
             )
-        with named_as_given(labels_BS, self.config.vocab_size, "label"):
-            loss_SB = linear_cross_entropy(
-                x_SBH,
-                self.output_weight_VH,
-                labels_BS.t(),
-                self.group,
-                vocab_size=self.config.vocab_size,
-                padded_vocab_size=padded_vocab(self.config, self.group.size),
-                label_smoothing=self.label_smoothing,
-                gradient_accumulation_fusion=self.fusion,
-                sequence_parallel=self.sequence_parallel,
-                name="loss",
-            )
+        labels_BS = check_token_ids(labels_BS, self.config.vocab_size, "label")
+        loss_SB = linear_cross_entropy(
+            x_SBH,
+            self.output_weight_VH,
+            labels_BS.t(),
+            self.group,
+            vocab_size=self.config.vocab_size,
+            padded_vocab_size=padded_vocab(self.config, self.group.size),
+            label_smoothing=self.label_smoothing,
+            gradient_accumulation_fusion=self.fusion,
+            sequence_parallel=self.sequence_parallel,
+            check_ids=False,
+            name="loss",
+        )
         return loss_SB.t()
 
     def _first_hidden(self, tokens_BS: Tensor | None, position_ids_BS: Tensor | None) -> Tensor:

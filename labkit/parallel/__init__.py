@@ -61,7 +61,8 @@ _EXPORTS = {
     "layers": ("ColumnParallelLinear", "RowParallelLinear"),
     "mlp": ("ParallelMLP",),
     "weights": ("gather_expert_parameter", "gather_parameter", "make_expert_parameter", "make_parameter"),
-    "vocab": ("padded_vocab_size", "parallel_lm_logits", "TokenIdError", "VocabParallelEmbedding"),
+    "token_ids": ("check_token_ids", "TokenIdError", "token_ids_checked_late"),
+    "vocab": ("padded_vocab_size", "parallel_lm_logits", "VocabParallelEmbedding"),
     "cross_entropy": ("linear_cross_entropy", "vocab_parallel_cross_entropy"),
     "context": (
         "contiguous_positions",
@@ -230,9 +231,11 @@ if TYPE_CHECKING:
     from labkit.parallel.shard_map import owned_bytes as owned_bytes
     from labkit.parallel.shard_map import pieces_of_rank as pieces_of_rank
     from labkit.parallel.shard_map import shard_range as shard_range
+    from labkit.parallel.token_ids import TokenIdError as TokenIdError
+    from labkit.parallel.token_ids import check_token_ids as check_token_ids
+    from labkit.parallel.token_ids import token_ids_checked_late as token_ids_checked_late
     from labkit.parallel.unequal import all_gather_unequal as all_gather_unequal
     from labkit.parallel.unequal import reduce_scatter_unequal as reduce_scatter_unequal
-    from labkit.parallel.vocab import TokenIdError as TokenIdError
     from labkit.parallel.vocab import VocabParallelEmbedding as VocabParallelEmbedding
     from labkit.parallel.vocab import padded_vocab_size as padded_vocab_size
     from labkit.parallel.vocab import parallel_lm_logits as parallel_lm_logits

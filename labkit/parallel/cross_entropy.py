@@ -25,7 +25,7 @@ from labkit.parallel.groups import Group
 from labkit.parallel.layers import LinearPlan, weight_gradient
 from labkit.parallel.ledger import comm_scope
 from labkit.parallel.mappings import backward_scope, forward_scope
-from labkit.parallel.vocab import check_token_ids
+from labkit.parallel.token_ids import check_token_ids
 from labkit.parallel.weight_grad_store import deferred
 from labkit.parallel.weights import takes_first_gradient
 
@@ -56,7 +56,13 @@ class _Shard:
 
 
 def _shard(
-    width: int, labels: Tensor, group: Group, vocab_size: int, padded_vocab_size: int | None, label_smoothing: float
+    width: int,
+    labels: Tensor,
+    group: Group,
+    vocab_size: int,
+    padded_vocab_size: int | None,
+    label_smoothing: float,
+    check_ids: bool = True,
 ) -> _Shard:
     if padded_vocab_size is not None and width * group.size != padded_vocab_size:
         raise ValueError(
@@ -76,7 +82,8 @@ def _shard(
         )
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"label_smoothing must lie in [0, 1), got {label_smoothing}")
-    check_token_ids(labels, vocab_size, "label")
+    if check_ids:
+        labels = check_token_ids(labels, vocab_size, "label")
     first = group.rank * width
     columns = min(max(vocab_size - first, 0), width)
     local = labels.reshape(-1) - first
@@ -328,18 +335,20 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     gradient_accumulation_fusion: bool = False,
     sequence_parallel: bool = False,
+    check_ids: bool = True,
     name: str = "output",
 ) -> Tensor:
     """Cross-entropy per token of `hidden @ weight.T`, without ever gathering logits or keeping them twice.
 
     The operator f is included, as in `ColumnParallelLinear`: `hidden` is whole and alike on every rank, and its
     gradient is complete. With `sequence_parallel` it is this rank's part of the sequence, [S/t, B, H], while labels and
-    loss are of all of it. The arguments are those of `vocab_parallel_cross_entropy` and of `ColumnParallelLinear`.
+    loss are of all of it. The arguments are those of `vocab_parallel_cross_entropy` and of `ColumnParallelLinear`;
+    `check_ids` is False where the caller has compared the labels with the vocabulary (`check_token_ids`).
 
     Returns:
         loss_SB, the same on every rank.
     """
-    shard = _shard(weight_VH.shape[0], labels_SB, group, vocab_size, padded_vocab_size, label_smoothing)
+    shard = _shard(weight_VH.shape[0], labels_SB, group, vocab_size, padded_vocab_size, label_smoothing, check_ids)
     plan = LinearPlan(name, group, sequence_parallel and group.size > 1, gradient_accumulation_fusion)
     with comm_scope(layer=name):
         loss_N: Tensor = _LinearCrossEntropy.apply(hidden_SBH.flatten(0, -2), weight_VH, shard, plan)  # type: ignore

@@ -8,14 +8,11 @@ Shapes: S sequence, B batch, H hidden, V the vocabulary's columns on this rank; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from labkit.parallel.capturing import is_graph_capturing
 from labkit.parallel.groups import Group
 from labkit.parallel.layers import LinearPlan, column_parallel_linear, table_lookup
 from labkit.parallel.ledger import comm_scope
@@ -23,53 +20,8 @@ from labkit.parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from labkit.parallel.token_ids import check_token_ids
 from labkit.parallel.weights import make_parameter
-
-
-class TokenIdError(ValueError):
-    """A token id outside the vocabulary. Without a check it would be looked up as zeros wherever tp > 1."""
-
-
-class _Postponed:
-    """Of this process."""
-
-    note: Callable[[Tensor, int, str], None] | None = None
-
-
-@contextmanager
-def token_ids_noted(note: Callable[[Tensor, int, str], None]) -> Iterator[None]:
-    """While a CUDA graph is captured inside the block, `check_token_ids` hands its arguments to `note`, which sees to
-    it that these ids are looked at whenever the graph is replayed."""
-    outer, _Postponed.note = _Postponed.note, note
-    try:
-        yield
-    finally:
-        _Postponed.note = outer
-
-
-def check_token_ids(ids: Tensor, vocab_size: int, what: str = "token") -> None:
-    """Refuse ids outside 0..vocab_size-1: the same error at every tp, and the same on every rank of a group.
-
-    One pass over the ids on a host tensor; on a GPU one synchronisation. While a CUDA graph is captured the host must
-    not look, and at a replay this is not called: whoever captures asks for the ids (`token_ids_noted`).
-
-    Raises:
-        TokenIdError: names the first such id, its position and the range.
-    """
-    if ids.numel() == 0:
-        return
-    if is_graph_capturing():
-        if _Postponed.note is not None:
-            _Postponed.note(ids, vocab_size, what)
-        return
-    lowest, highest = torch.stack(torch.aminmax(ids)).tolist()
-    if lowest >= 0 and highest < vocab_size:
-        return
-    position = tuple(((ids < 0) | (ids >= vocab_size)).nonzero()[0].tolist())
-    raise TokenIdError(
-        f"{what} id {int(ids[position])} at position {position} of {tuple(ids.shape)} is outside the vocabulary "
-        f"0..{vocab_size - 1}; check that the tokenizer and the model have the same vocabulary"
-    )
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
@@ -140,9 +92,13 @@ class VocabParallelEmbedding(nn.Module):
         made |= {"dtype": dtype, "device": device}
         self.weight = make_vocab_parameter(f"{name}.weight", vocab_size, hidden, group=group, **made)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [S, ..] -> [S, .., H], or [S/t, .., H]. TokenIdError for an id outside the vocabulary."""
-        check_token_ids(tokens, self.vocab_size)
+    def forward(self, tokens: Tensor, *, check_ids: bool = True) -> Tensor:
+        """tokens [S, ..] -> [S, .., H], or [S/t, .., H]. TokenIdError for an id outside the vocabulary.
+
+        check_ids: False where the caller has done so (`check_token_ids`).
+        """
+        if check_ids:
+            tokens = check_token_ids(tokens, self.vocab_size)
         if self.group.size == 1:
             return table_lookup(tokens, self.weight, self.name)
         rows = self.weight.shape[0]

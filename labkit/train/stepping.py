@@ -8,6 +8,7 @@ rank has the same bits of it.
 One exchange carries the norm and the question whether any loss or gradient on any rank is not finite, replicas
 included; so all ranks take a step or none does. A loss that is not finite ends the run, a gradient skips the step: with
 fp16 that is how the loss scale finds its size, and otherwise one bad batch may be left behind, but not ten in a row.
+On a GPU the same exchange tells of token ids outside the vocabulary, for which the host has not waited before.
 
 Shapes: B micro batch, S sequence.
 """
@@ -32,6 +33,7 @@ from labkit.parallel.gradients import (
     scale_gradients,
 )
 from labkit.parallel.groups import ParallelGroups
+from labkit.parallel.token_ids import TokenIdChecks, token_ids_checked_late
 from labkit.schedules.ir import Schedule
 from labkit.train.metrics import Timers
 from labkit.train.not_finite import find, sentence
@@ -90,21 +92,23 @@ def train_step(
 
     step: the number of steps before this one. Errors name the step as people count it, from 1.
     Raises FloatingPointError on every rank, before any weight changes, if a loss is not finite on any rank, or for the
-    `GIVE_UP_AFTER`th gradient in a row that is not.
+    `GIVE_UP_AFTER`th gradient in a row that is not; TokenIdError, before any weight changes too, for an id outside the
+    vocabulary: on a GPU at the end of the step on every rank, else at once on the ranks that look it up.
     """
     chunks, scaler = pipeline.chunks, pipeline.loss_scaler
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    with timers("forward-backward", log_level=1):
+    device = pipeline.groups.device
+    with timers("forward-backward", log_level=1), token_ids_checked_late(device) as ids:
         reports = pipeline.run(batches)
     loss, scale = global_loss(reports, pipeline), scaler.scale
     with timers("finalize-grads", log_level=1):
         pipeline.finalize_grads()
         if observer is not None:
             observer.on_gradients(step, chunks)
-        norm, finite = _norm_and_finite(optimizer, reports, pipeline.groups.device)
+        norm, finite = _norm_and_finite(optimizer, reports, ids, device)
     norm /= scale
-    fault = None if finite else _fault(reports, pipeline, step=step, lr=lr)
+    fault = None if finite else _fault(reports, ids, pipeline, step=step, lr=lr)
     scaler.update(found_inf=not finite)
     finish_router_step(chunks, pipeline.groups, move_biases=finite)
     if finite:
@@ -124,16 +128,20 @@ def train_step(
 
 
 def _norm_and_finite(
-    optimizer: MegatronOptimizer, reports: Sequence[dict[str, Any]], device: torch.device
+    optimizer: MegatronOptimizer, reports: Sequence[dict[str, Any]], ids: TokenIdChecks, device: torch.device
 ) -> GradientStatistics:
-    """The norm of the finalised gradients; the losses of this rank's microbatches are looked at as gradients are."""
+    """The norm of the finalised gradients; the losses of this rank's microbatches are looked at as gradients are, and
+    so is the alarm of its token ids."""
     losses = [torch.as_tensor(report["loss_sum"]).detach().to(device, torch.float64) for report in reports]
-    others = [*optimizer.uncounted_pieces(), *losses]
+    others = [*optimizer.uncounted_pieces(), *losses, *ids.alarm()]
     return gradient_statistics(optimizer.gradient_pieces(), others, optimizer.norm_groups, device)
 
 
-def _fault(reports: Sequence[dict[str, Any]], pipeline: Pipeline, *, step: int, lr: float) -> str:
-    """Which gradient is not finite, on which rank. Called by all ranks; raises on all if it is a loss or a weight."""
+def _fault(reports: Sequence[dict[str, Any]], ids: TokenIdChecks, pipeline: Pipeline, *, step: int, lr: float) -> str:
+    """Which gradient is not finite, on which rank. Called by all ranks; raises on all if the cause is a token id, or if
+    a loss or a weight is not finite."""
+    if ids.late:
+        ids.look_together(pipeline.groups.world)
     stages = pipeline.schedule.stages_of(pipeline.groups.pp.rank)
     named = pipeline.config.optim.check_for_nan_in_grad
     found = find(reports, pipeline.chunks, stages, pipeline.groups, gradients=named)
@@ -149,16 +157,20 @@ def _fault(reports: Sequence[dict[str, Any]], pipeline: Pipeline, *, step: int, 
 
 def evaluate(pipeline: Pipeline, batches: Iterator[Batch], steps: int) -> float:
     """Mean loss over `steps` global batches, without gradients and dropout; the same on every rank."""
-    with evaluating(pipeline.chunks):
+    with evaluating(pipeline.chunks), token_ids_checked_late(pipeline.groups.device) as ids:
         reports = [report for _ in range(steps) for report in pipeline.run(batches, forward_only=True)]
-    return global_loss(reports, pipeline)
+    loss = global_loss(reports, pipeline)
+    ids.look()  # the host has waited for the loss
+    return loss
 
 
 def collect_non_loss_data(pipeline: Pipeline, batches: Iterator[Batch]) -> list[Any]:
     """What the loss function gives for each microbatch of one global batch under `non_loss_data=True`, without
     gradients and dropout; [] on ranks that do not compute the loss."""
-    with evaluating(pipeline.chunks):
-        return pipeline.run(batches, forward_only=True, collect_non_loss_data=True)
+    with evaluating(pipeline.chunks), token_ids_checked_late(pipeline.groups.device) as ids:
+        collected = pipeline.run(batches, forward_only=True, collect_non_loss_data=True)
+    ids.look()
+    return collected
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from labkit.parallel import CommLedger, Group, all_gather
+from labkit.parallel import CommLedger, Group, TokenIdError, all_gather, check_token_ids
 from labkit.parallel import cross_entropy as ce
 from labkit.parallel import vocab as v
 from labkit.parallel.weights import gather_parameter
@@ -189,7 +189,7 @@ def error_for(bad: int, where: str) -> str:
             ce.vocab_parallel_cross_entropy(logits, ids, group, vocab_size=50)
         else:
             ce.linear_cross_entropy(torch.zeros(5, 3, 12), embedding.weight, ids, group, vocab_size=50)
-    except v.TokenIdError as error:
+    except TokenIdError as error:
         return str(error)
     return "no error"
 
@@ -203,10 +203,10 @@ def test_ids_out_of_range_are_the_same_named_error_at_every_tp(on_ranks, bad: in
 
 
 def test_int32_ids_are_checked_too() -> None:
-    v.check_token_ids(torch.tensor([0, 49], dtype=torch.int32), 50)
-    v.check_token_ids(torch.empty(0, dtype=torch.int64), 50)
-    with pytest.raises(v.TokenIdError, match=r"token id 2147483647 at position \(1,\)"):
-        v.check_token_ids(torch.tensor([0, 2**31 - 1], dtype=torch.int32), 50)
+    check_token_ids(torch.tensor([0, 49], dtype=torch.int32), 50)
+    check_token_ids(torch.empty(0, dtype=torch.int64), 50)
+    with pytest.raises(TokenIdError, match=r"token id 2147483647 at position \(1,\)"):
+        check_token_ids(torch.tensor([0, 2**31 - 1], dtype=torch.int32), 50)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,170 @@
+"""Token ids outside the vocabulary: refused where a model reads them, or on a GPU when the step ends.
+
+An embedding cut over ranks looks up zeros for an id that nobody has, and training goes on with a plausible loss. So a
+model compares its ids with the vocabulary. On the host that takes one pass and is done at once. On a GPU the host would
+wait for the device, twice a microbatch, and the device would idle meanwhile. Inside a CUDA graph nobody can look.
+
+There the device looks: it notes the first bad id and its position, and goes on with ids that are clamped to the
+vocabulary, so that no lookup leaves its table. The host reads the notes where it waits anyway:
+
+    with token_ids_checked_late(device) as ids:
+        ...                    # forward and backward of all microbatches: no wait for ids
+    ids.look()                 # TokenIdError, to the letter that of a check at once; before the weights change
+
+`train_step` and `evaluate` do so. Whoever calls a model outside such a block gets the error at once, on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from labkit.parallel.capturing import is_graph_capturing
+from labkit.parallel.collectives import gather_objects
+from labkit.parallel.groups import Group
+
+LATE_DEVICES = {"cuda"}
+"""Types of devices for which `token_ids_checked_late` postpones the look; elsewhere looking costs no wait."""
+
+
+class TokenIdError(ValueError):
+    """A token id outside the vocabulary. Without a check it would be looked up as zeros wherever tp > 1."""
+
+
+@dataclass(frozen=True)
+class _Note:
+    """Ids that were used. The numbers lie on their device; a replay of the graph that made them writes them anew."""
+
+    numbers: tuple[Tensor, Tensor, Tensor]
+    """Whether an id is bad, the position of the first bad one in the flattened ids, and the id that is there."""
+    shape: tuple[int, ...]
+    vocab_size: int
+    what: str
+
+    def error(self, position: int, token_id: int) -> TokenIdError:
+        place = tuple(int(i) for i in np.unravel_index(position, self.shape))
+        return TokenIdError(
+            f"{self.what} id {token_id} at position {place} of {self.shape} is outside the vocabulary "
+            f"0..{self.vocab_size - 1}; check that the tokenizer and the model have the same vocabulary"
+        )
+
+
+class TokenIdChecks:
+    """Ids that the device has compared with the vocabulary, and of which the host has yet to hear."""
+
+    def __init__(self, *, late: bool = True, captured: bool = False) -> None:
+        """late: whether ids are noted at all; where they are not, bad ones have raised where they were used.
+
+        captured: for the ids that a CUDA graph uses, noted while it is captured; `replayed` follows each replay.
+        """
+        self.late, self.captured = late, captured
+        self._notes: list[_Note] = []
+
+    def note(self, ids: Tensor, vocab_size: int, what: str) -> Tensor:
+        """Let the device look at `ids`; returns them clamped to the vocabulary. Four small kernels, no wait."""
+        safe = ids.clamp(0, vocab_size - 1)
+        bad, position = (safe != ids).reshape(-1).max(dim=0)  # of several the first
+        self._notes.append(_Note((bad, position, ids.take(position)), tuple(ids.shape), vocab_size, what))
+        return safe
+
+    def alarm(self) -> list[Tensor]:
+        """For an exchange of numbers that must be finite: one float64 number on the device, NaN where an id is bad and
+        else 0; [] where nothing was noted."""
+        if not self._notes:
+            return []
+        bad = torch.stack([note.numbers[0] for note in self._notes]).any()
+        return [torch.zeros((), dtype=torch.float64, device=bad.device).masked_fill(bad, float("nan"))]
+
+    def error(self) -> TokenIdError | None:
+        """The first bad id that this rank used, or None. One wait of the host for all notes."""
+        if not self._notes:
+            return None
+        for note, (bad, position, token_id) in zip(self._notes, self._numbers().tolist(), strict=True):
+            if bad:
+                return note.error(position, token_id)
+        return None
+
+    def look(self) -> None:
+        """Raise TokenIdError for the first bad id that this rank used, and forget what was noted."""
+        error = self.error()
+        self._notes.clear()
+        if error is not None:
+            raise error
+
+    def look_together(self, group: Group) -> None:
+        """`look` on all ranks of `group`, which all call it: one error for all, of the first rank that has one."""
+        found = gather_objects(self.error(), group)
+        self._notes.clear()
+        for error in found:
+            if error is not None:
+                raise error
+
+    def replayed(self) -> None:
+        """After a replay of the graph in which these notes are: hand a copy to the block around, or look at once."""
+        outer = _Active.checks
+        if outer is None or outer.captured:
+            if (error := self.error()) is not None:
+                raise error
+        elif self._notes:
+            rows = self._numbers().unbind()
+            outer._notes += [replace(note, numbers=row.unbind()) for note, row in zip(self._notes, rows, strict=True)]
+
+    def _numbers(self) -> Tensor:
+        """[notes, 3], int64, in memory of its own."""
+        columns = zip(*(note.numbers for note in self._notes), strict=True)
+        return torch.stack([torch.stack(column).to(torch.int64) for column in columns], dim=1)
+
+
+class _Active:
+    """Of this process, not of a thread: on CUDA a recomputed forward runs on a thread of autograd's."""
+
+    checks: TokenIdChecks | None = None
+
+
+@contextmanager
+def token_ids_checked_late(device: torch.device | str, *, captured: bool = False) -> Iterator[TokenIdChecks]:
+    """Inside the block a GPU notes bad ids and the host does not wait for them; `look` at the result after it.
+
+    On a device outside `LATE_DEVICES` nothing changes: bad ids raise inside the block, and the result is empty.
+
+    captured: the block is the capture of a CUDA graph, in which ids are noted on any device.
+    """
+    checks = TokenIdChecks(late=captured or torch.device(device).type in LATE_DEVICES, captured=captured)
+    outer = _Active.checks
+    if checks.late:
+        _Active.checks = checks
+    try:
+        yield checks
+    finally:
+        _Active.checks = outer
+
+
+def check_token_ids(ids: Tensor, vocab_size: int, what: str = "token") -> Tensor:
+    """Refuse ids outside 0..vocab_size-1: the same error at every tp, and the same on every rank of a group.
+
+    Inside `token_ids_checked_late` the error comes later. While a CUDA graph is captured that nobody asks for its ids,
+    as one of single layers, they go unchecked.
+
+    Returns:
+        Ids that may be looked up: the given ones, or where the error comes later, these clamped to the vocabulary.
+
+    Raises:
+        TokenIdError: names the first such id, its position and the range.
+    """
+    if ids.numel() == 0:
+        return ids
+    capturing, checks = is_graph_capturing(), _Active.checks
+    if checks is not None and checks.captured == capturing:
+        return checks.note(ids, vocab_size, what)
+    if not capturing:
+        lowest, highest = torch.stack(torch.aminmax(ids)).tolist()
+        if lowest < 0 or highest >= vocab_size:
+            found = TokenIdChecks()
+            found.note(ids, vocab_size, what)
+            found.look()
+    return ids
