@@ -29,14 +29,28 @@ from labkit.parallel.token_ids import check_token_ids
 from labkit.parallel.weight_grad_store import deferred
 from labkit.parallel.weights import takes_first_gradient
 
-CACHE_ELEMENTS = 1 << 18
-"""Logits of one chunk of tokens where they are only read: a chunk stays in a core's cache between its passes."""
 
-FORWARD_ELEMENTS = 1 << 24
-"""Logits of one chunk where a GEMM makes them. Cache-sized chunks are slower: the weight is read again for each."""
+@dataclass(frozen=True)
+class ChunkSizes:
+    """How many logits one chunk of tokens has. Sums are of chunks: another size is another order of rounding."""
 
-GRADIENT_ELEMENTS = 1 << 22
-"""Logit gradients of one chunk in backward: bounds the second copy of the logits."""
+    given: int
+    """Where the logits are given, and only read."""
+    forward: int
+    """Where a GEMM makes them. It reads the weight again for each chunk."""
+    gradient: int
+    """Of their gradients in backward, which adds to the whole weight gradient for each chunk."""
+
+
+CHUNKS = {
+    # Measured. Given logits stay in a core's cache between passes; 2^22 gradients bound the second copy of the logits.
+    "cpu": ChunkSizes(given=1 << 18, forward=1 << 24, gradient=1 << 22),
+    # Unmeasured (benchmarks/gpu_loss.py). 2^27 logits in bf16 are 256 MiB; their gradients, in float32 and bf16 at
+    # once, 768 MiB. A vocabulary of 50,257 gives chunks of 2,670 tokens: enough for a GEMM, and 16,384 tokens then add
+    # 7 times to a weight gradient of V x H, not 64 times. Given logits are worked on in place: one chunk, no temporary.
+    "cuda": ChunkSizes(given=1 << 62, forward=1 << 27, gradient=1 << 27),
+}
+"""By type of device; what is not here takes the CPU's."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +151,11 @@ def _logit_gradient(exp_NV: Tensor, scale_N: Tensor, grad_N: Tensor, shard: _Sha
     return grad.flatten(0, -2)
 
 
+def chunk_sizes(device: torch.device) -> ChunkSizes:
+    """Those of `CHUNKS` for this device."""
+    return CHUNKS.get(device.type, CHUNKS["cpu"])
+
+
 def _chunks(tokens: int, columns: int, elements: int, at_least: int) -> list[slice]:
     step = max(at_least, elements // max(1, columns))
     return [slice(i, min(i + step, tokens)) for i in range(0, tokens, step)]
@@ -161,7 +180,7 @@ class _CrossEntropy(Function):
         tokens = logits_NV.shape[0]
         exp_NV = logits_NV.new_empty((tokens, shard.columns), dtype=dtype)
         statistics = exp_NV.new_zeros((4, tokens))
-        for rows in _chunks(tokens, shard.columns, CACHE_ELEMENTS, 16):
+        for rows in _chunks(tokens, shard.columns, chunk_sizes(logits_NV.device).given, 16):
             part = exp_NV[rows].copy_(logits_NV[rows, : shard.columns])
             _local_statistics(part, shard, rows, statistics[:, rows])
         with forward_scope(ctx, shard.group):
@@ -229,14 +248,15 @@ class _LinearCrossEntropy(Function):
         keeps = any(ctx.needs_input_grad[:2])
         exp_NV = hidden_NH.new_empty((tokens if keeps else 0, shard.columns), dtype=dtype)
         statistics = exp_NV.new_zeros((4, tokens))
-        for rows in _chunks(tokens, shard.columns, FORWARD_ELEMENTS, 64):
+        for rows in _chunks(tokens, shard.columns, chunk_sizes(hidden_NH.device).forward, 64):
             if keeps and dtype == hidden_NH.dtype:
                 logits = torch.mm(whole_NH[rows], real_VH.t(), out=exp_NV[rows])
+            elif keeps:
+                logits = exp_NV[rows].copy_(whole_NH[rows] @ real_VH.t())
             else:
                 logits = (whole_NH[rows] @ real_VH.t()).to(dtype)
             _local_statistics(logits, shard, rows, statistics[:, rows])
-            if keeps and dtype != hidden_NH.dtype:
-                exp_NV[rows] = logits
+            del logits  # before the next chunk takes its memory
         with forward_scope(ctx, shard.group):
             loss_N, scale_N = _combine(statistics, shard)
         ctx.save_for_backward(hidden_NH, weight_VH, exp_NV, scale_N)
@@ -250,7 +270,8 @@ class _LinearCrossEntropy(Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         parts = shard.group.size if plan.sequence_parallel else 1
         # By the width with padding, which is that of every rank: each chunk is a sum over all of them.
-        chunks = _chunks(exp_NV.shape[0] // parts, parts * weight_VH.shape[0], GRADIENT_ELEMENTS, -(-256 // parts))
+        columns, elements = parts * weight_VH.shape[0], chunk_sizes(hidden_NH.device).gradient
+        chunks = _chunks(exp_NV.shape[0] // parts, columns, elements, -(-256 // parts))
 
         def dlogits(rows: slice) -> Tensor:
             return _logit_gradient(exp_NV, scale_N, grad_N, shard, _rows_of_parts(rows, parts)).to(hidden_NH.dtype)
@@ -281,6 +302,7 @@ class _LinearCrossEntropy(Function):
                     dgrad.start(rows, dlogits_NV)
                 if target is not None:
                     wgrad(rows, dlogits_NV, hidden_NH if regathering is None else regathering.wait(), target)
+                del dlogits_NV  # before the next chunk takes its memory
             return None if dgrad is None else dgrad.wait(), returned, None, None
 
 
