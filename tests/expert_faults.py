@@ -96,8 +96,8 @@ EXPERTS = [
     Fault(
         "experts are drawn by their number on the rank",
         "parallel/weights.py",
-        'draw(f"{name}.{expert}.{part}"',
-        'draw(f"{name}.{expert % local}.{part}"',
+        '_drawn_part(f"{name}.{expert}.{part}"',
+        '_drawn_part(f"{name}.{expert % local}.{part}"',
         tiny(EP, "layers.0.mlp output"),
     ),
     Fault(

@@ -57,6 +57,9 @@ class ModelConfig:
     """Dropout before each residual addition, outside the tensor-parallel region."""
     init_std: float = 0.02
     """Weights are N(0, init_std); residual projections are scaled by 1/sqrt(2 x layers)."""
+    use_cpu_initialization: bool = True
+    """Every rank draws whole weights on the host, the same in every layout, and keeps its part. False: it draws its
+    part alone, on its device; that is fast, but two layouts start from different numbers."""
     transformer_impl: str = "local"
     """`local`: labkit's own layers; `transformer_engine`: NVIDIA's, on GPUs that have them installed."""
     attention_backend: str = "fused"

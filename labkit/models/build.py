@@ -26,7 +26,7 @@ from labkit.parallel.fp8 import Float8Scaling
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.random import RngTracker
 from labkit.parallel.recompute import checkpoint
-from labkit.parallel.weights import make_parameter
+from labkit.parallel.weights import DeviceSeed, Seed, make_parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,12 @@ class Build:
             "gradient_accumulation_fusion": self.gradient_accumulation_fusion,
             "float8": self.float8,
         }
-        return self.made | shared | {"seed": self.seed, "std": self.config.init_std if std is None else std}
+        return self.made | shared | {"seed": self.weight_seed, "std": self.config.init_std if std is None else std}
+
+    @property
+    def weight_seed(self) -> Seed:
+        """`seed`, as `config.use_cpu_initialization` has it."""
+        return self.seed if self.config.use_cpu_initialization else DeviceSeed(self.seed)
 
     @property
     def sequence_parts(self) -> int:

@@ -24,7 +24,7 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         config = build.config
         shape = (config.seq_length, config.hidden)
-        weight = make_parameter(f"{name}.weight", shape, seed=build.seed, std=config.init_std, **build.made)
+        weight = make_parameter(f"{name}.weight", shape, seed=build.weight_seed, std=config.init_std, **build.made)
         self.weight, self.own = build.whole_here(weight), build.own_positions
 
     def forward(self, length: int, position_ids_BS: Tensor | None) -> Tensor:
@@ -48,7 +48,7 @@ class Embedding(nn.Module):
             group=build.group,
             divisible_by=config.make_vocab_size_divisible_by,
             reduce_scatter_embeddings=build.sequence_parallel,
-            seed=build.seed,
+            seed=build.weight_seed,
             std=config.init_std,
             **build.made,
         )
@@ -84,7 +84,7 @@ class OutputLayer(nn.Module):
             config.hidden,
             group=build.group,
             divisible_by=config.make_vocab_size_divisible_by,
-            seed=build.seed,
+            seed=build.weight_seed,
             std=config.init_std,
             **build.made,
         )

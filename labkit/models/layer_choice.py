@@ -71,7 +71,7 @@ def moe_mlp(name: str, build: Build) -> tuple[nn.Module, MoELayer]:
         build.moe,
         build.groups,
         sequence_parallel=build.sequence_parallel,
-        seed=build.seed,
+        seed=build.weight_seed,
         output_std=build.residual_std,
         gradient_accumulation_fusion=build.gradient_accumulation_fusion,
         float8=build.float8,

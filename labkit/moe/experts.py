@@ -34,7 +34,7 @@ from labkit.parallel import te
 from labkit.parallel.fp8 import Float8Scaling
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.mlp import ACTIVATIONS
-from labkit.parallel.weights import make_expert_parameter
+from labkit.parallel.weights import Seed, make_expert_parameter
 
 
 def expert_width(model: ModelConfig, moe: MoEConfig) -> int:
@@ -93,7 +93,7 @@ class Experts(nn.Module, ABC):
         moe: MoEConfig,
         groups: ParallelGroups,
         *,
-        seed: int = 0,
+        seed: Seed = 0,
         std: float = 0.02,
         output_std: float | None = None,
         dtype: torch.dtype = torch.float32,

@@ -45,6 +45,7 @@ from labkit.parallel.fp8 import Float8Scaling
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.ledger import comm_scope
 from labkit.parallel.random import RngTracker
+from labkit.parallel.weights import Seed
 
 Part = Callable[..., Tensor]
 """`part(name, function, x)` is `function(x)`, computed again in backward where the part called `name` is selected."""
@@ -109,7 +110,7 @@ class MoELayer(nn.Module):
         groups: ParallelGroups,
         *,
         sequence_parallel: bool = False,
-        seed: int = 0,
+        seed: Seed = 0,
         output_std: float | None = None,
         gradient_accumulation_fusion: bool = False,
         float8: Float8Scaling | None = None,

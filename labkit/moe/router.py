@@ -41,7 +41,7 @@ from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.ledger import comm_scope, current_scope
 from labkit.parallel.random import RngTracker
 from labkit.parallel.recompute import once, will_run_again
-from labkit.parallel.weights import make_parameter
+from labkit.parallel.weights import Seed, make_parameter
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -109,7 +109,7 @@ class TopKRouter(nn.Module):
         groups: ParallelGroups,
         *,
         sequence_parallel: bool = False,
-        seed: int = 0,
+        seed: Seed = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         aux_scale: AuxLossScale | None = None,

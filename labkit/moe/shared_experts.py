@@ -33,7 +33,7 @@ from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.layers import column_parallel_linear
 from labkit.parallel.ledger import comm_scope
 from labkit.parallel.mlp import ParallelMLP
-from labkit.parallel.weights import make_parameter
+from labkit.parallel.weights import Seed, make_parameter
 
 
 class SharedExpertGate(nn.Module):
@@ -77,7 +77,7 @@ class SharedExpertMLP(nn.Module):
         groups: ParallelGroups,
         *,
         sequence_parallel: bool = False,
-        seed: int = 0,
+        seed: Seed = 0,
         std: float = 0.02,
         output_std: float | None = None,
         dtype: torch.dtype = torch.float32,

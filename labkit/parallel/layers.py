@@ -28,7 +28,7 @@ from labkit.parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from labkit.parallel.weight_grad_store import deferred
-from labkit.parallel.weights import Replicated, make_parameter, put_gradient, takes_first_gradient
+from labkit.parallel.weights import Replicated, Seed, make_parameter, put_gradient, takes_first_gradient
 
 if TYPE_CHECKING:
     from labkit.parallel.fp8 import Float8Scaling
@@ -302,7 +302,7 @@ class ColumnParallelLinear(nn.Module):
         sequence_parallel: bool = False,
         gradient_accumulation_fusion: bool = False,
         float8: Float8Scaling | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
         std: float = 0.02,
         partition_stride: int = 1,
         replicated: Replicated | None = None,
@@ -372,7 +372,7 @@ class RowParallelLinear(nn.Module):
         sequence_parallel: bool = False,
         gradient_accumulation_fusion: bool = False,
         float8: Float8Scaling | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
         std: float = 0.02,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,

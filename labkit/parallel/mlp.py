@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from labkit.parallel.groups import Group
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from labkit.parallel.weights import Seed
 
 if TYPE_CHECKING:
     from labkit.parallel.fp8 import Float8Scaling
@@ -67,7 +68,7 @@ class ParallelMLP(nn.Module):
         sequence_parallel: bool = False,
         gradient_accumulation_fusion: bool = False,
         float8: Float8Scaling | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
         std: float = 0.02,
         output_std: float | None = None,
         column: Callable[..., nn.Module] = ColumnParallelLinear,

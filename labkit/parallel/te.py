@@ -35,7 +35,7 @@ from labkit.launch.transformer_engine import why_no_transformer_engine
 from labkit.parallel.fp8 import Float8Recipe, Float8Scaling
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.random import RngTracker
-from labkit.parallel.weights import Replicated, make_expert_parameter, make_parameter
+from labkit.parallel.weights import Replicated, Seed, make_expert_parameter, make_parameter
 
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 """Our name of a norm -> the engine's."""
@@ -132,7 +132,7 @@ class NormColumnParallelLinear(_EngineLinear):
         sequence_parallel: bool = False,
         gradient_accumulation_fusion: bool = False,
         float8: Float8Scaling | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
         std: float = 0.02,
         partition_stride: int = 1,
         replicated: Replicated | None = None,
@@ -174,7 +174,7 @@ class RowParallelLinear(_EngineLinear):
         sequence_parallel: bool = False,
         gradient_accumulation_fusion: bool = False,
         float8: Float8Scaling | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
         std: float = 0.02,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,

@@ -21,7 +21,7 @@ from labkit.parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from labkit.parallel.token_ids import check_token_ids
-from labkit.parallel.weights import make_parameter
+from labkit.parallel.weights import Seed, make_parameter
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
@@ -37,7 +37,7 @@ def make_vocab_parameter(
     *,
     group: Group,
     divisible_by: int = 128,
-    seed: int = 0,
+    seed: Seed = 0,
     std: float = 0.02,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
@@ -78,7 +78,7 @@ class VocabParallelEmbedding(nn.Module):
         group: Group,
         divisible_by: int = 128,
         reduce_scatter_embeddings: bool = False,
-        seed: int = 0,
+        seed: Seed = 0,
         std: float = 0.02,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,

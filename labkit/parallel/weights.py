@@ -2,6 +2,8 @@
 
 Every weight is a function of (seed, name, full shape): each rank draws the same full tensor and keeps its slice. So a
 model starts from the same numbers on one process and on any tp x pp x dp, and differences between layouts are faults.
+That costs a host thread some nanoseconds a number, a minute and more for ten billion. Where no layout is held against
+another, a `DeviceSeed` draws a rank's slice alone, on its device.
 
 Attributes on each parameter (the first three are Megatron's):
 
@@ -31,6 +33,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +48,37 @@ def parameter_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def draw(name: str, shape: Sequence[int], *, seed: int, std: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """N(0, std) by (seed, name), on the host; float64 for float64, else float32 (to be rounded by the caller)."""
-    generator = torch.Generator().manual_seed(parameter_seed(seed, name))
+@dataclass(frozen=True)
+class DeviceSeed:
+    """A seed of weights of which a rank draws only what it holds, on the device where it lies.
+
+    The numbers go by (seed, name, part) and by the kind of device: they are the same in every run of a layout, and
+    others in another layout. What several ranks hold alike is drawn alike: parameters that nobody cuts, replicated
+    rows, the copy of a tied weight, the parts of data-parallel replicas.
+    """
+
+    value: int
+
+
+Seed = int | DeviceSeed
+"""Of weights: a number is for the same values in every layout."""
+
+
+def draw(
+    name: str,
+    shape: Sequence[int],
+    *,
+    seed: int,
+    std: float,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """N(0, std) by (seed, name), on `device` (None is the host), whose kind of generator decides the numbers; float64
+    for float64, else float32 (to be rounded by the caller)."""
+    where = torch.device("cpu" if device is None else device)
+    generator = torch.Generator(where).manual_seed(parameter_seed(seed, name))
     drawn = torch.float64 if dtype == torch.float64 else torch.float32
-    return torch.empty(tuple(shape), dtype=drawn).normal_(0.0, std, generator=generator)
+    return torch.empty(tuple(shape), dtype=drawn, device=where).normal_(0.0, std, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -91,11 +120,66 @@ def tensor_part(
     return torch.cat(chunks[rank::size], dim=dim)
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """Which part of a tensor a rank holds: arguments of `tensor_part`."""
+
+    rank: int = 0
+    size: int = 1
+    dim: int = 0
+    stride: int = 1
+    replicated: Replicated | None = None
+
+    def part(self, full: Tensor) -> Tensor:
+        return tensor_part(full, self.rank, self.size, self.dim, self.stride, self.replicated)
+
+
+def _drawn_part(
+    name: str,
+    full_shape: Sequence[int],
+    cut: _Cut,
+    *,
+    seed: Seed,
+    std: float,
+    padded_rows: int | None = None,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+) -> Tensor:
+    """A rank's part of a normal draw: of one for all layouts, or with a `DeviceSeed` of its own."""
+    if isinstance(seed, DeviceSeed):
+        part = _drawn_here(name, full_shape, cut, padded_rows, seed=seed.value, std=std, dtype=dtype, device=device)
+    else:
+        part = cut.part(_padded(draw(name, full_shape, seed=seed, std=std, dtype=dtype), padded_rows))
+    return part.to(device=device, dtype=dtype).contiguous()
+
+
+def _drawn_here(name: str, full_shape: Sequence[int], cut: _Cut, padded_rows: int | None, **drawn: Any) -> Tensor:
+    """The part on its device. The name of what is drawn says which part it is, so that equal parts have equal names."""
+    shape = cut.part(_padded(torch.empty(tuple(full_shape), device="meta"), padded_rows)).shape
+    own = name if cut.size == 1 else f"{name}, part {cut.rank} of {cut.size} along {cut.dim}"
+    if cut.size > 1 and cut.replicated is not None:
+        ranks, alike = cut.replicated.ranks, cut.replicated.rows
+        shared = f"{name}, rows of block {cut.rank // ranks} of {cut.size // ranks}"
+        rows = (draw(own, (shape[0] - alike, *shape[1:]), **drawn), draw(shared, (alike, *shape[1:]), **drawn))
+        return torch.cat(rows)
+    part = draw(own, shape, **drawn)
+    if padded_rows is not None:  # then dimension 0 is cut, in one block
+        part[max(0, full_shape[0] - cut.rank * shape[0]) :] = 0
+    return part
+
+
+def _padded(full: Tensor, rows: int | None) -> Tensor:
+    """`full` with zeros behind it along dimension 0, up to `rows`."""
+    if rows is None or rows <= full.shape[0]:
+        return full
+    return torch.cat([full, full.new_zeros(rows - full.shape[0], *full.shape[1:])])
+
+
 def make_parameter(
     name: str,
     full_shape: Sequence[int],
     *,
-    seed: int = 0,
+    seed: Seed = 0,
     std: float | None = None,
     fill: float | None = None,
     group: Group | None = None,
@@ -111,7 +195,7 @@ def make_parameter(
     Args:
         name: name in the whole model.
         full_shape: shape in one process, without padding.
-        seed: of the run.
+        seed: of the run; a `DeviceSeed` draws this part alone, on `device`.
         std: standard deviation of a normal draw; exactly one of `std` and `fill` is given.
         fill: constant value.
         group: the tensor-parallel group that cuts it; None for a parameter that every rank has in full.
@@ -128,20 +212,17 @@ def make_parameter(
     """
     if (std is None) == (fill is None):
         raise ValueError(f"parameter {name}: give either std or fill, got std={std}, fill={fill}")
+    is_cut, cut = False, _Cut()
+    if group is not None and partition_dim is not None and group.size > 1:
+        is_cut, cut = True, _Cut(group.rank, group.size, partition_dim, partition_stride, replicated)
+    made: dict[str, Any] = {"dtype": dtype, "device": device}
     if std is not None:
-        full = draw(name, full_shape, seed=seed, std=std, dtype=dtype)
+        part = _drawn_part(name, full_shape, cut, seed=seed, std=std, padded_rows=padded_rows, **made)
     else:
         assert fill is not None
-        full = torch.full(tuple(full_shape), fill, dtype=dtype)
-    if padded_rows is not None and padded_rows > full.shape[0]:
-        full = torch.cat([full, full.new_zeros(padded_rows - full.shape[0], *full.shape[1:])])
-    is_cut = group is not None and partition_dim is not None and group.size > 1
-    if is_cut:
-        assert group is not None and partition_dim is not None
-        full = tensor_part(full, group.rank, group.size, partition_dim, partition_stride, replicated)
-    parameter = nn.Parameter(full.to(device=device, dtype=dtype).contiguous())
+        part = cut.part(_padded(torch.full(tuple(full_shape), fill, dtype=dtype), padded_rows)).to(**made).contiguous()
     return tag_parameter(
-        parameter,
+        nn.Parameter(part),
         full_name=name,
         full_shape=full_shape,
         tensor_model_parallel=is_cut,
@@ -160,14 +241,15 @@ def make_expert_parameter(
     etp: Group,
     partition_dim: int,
     partition_stride: int = 1,
-    seed: int = 0,
+    seed: Seed = 0,
     std: float = 0.02,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> nn.Parameter:
     """This rank's experts' weights, stacked along dimension 0: experts cut over `ep`, each of them over `etp`.
 
-    Expert e is drawn as `<name>.<e>.<part>`, so its values depend neither on the layout nor on how many there are.
+    Expert e is drawn as `<name>.<e>.<part>`, so its values depend neither on ep nor on how many there are, and with a
+    number as seed not on the layout at all.
 
     Args:
         name: of the experts in the whole model, `layers.3.mlp.experts`.
@@ -192,14 +274,10 @@ def make_expert_parameter(
             f"{partition_stride} block(s); it must be a multiple of {etp.size * partition_stride}"
         )
     local = experts // ep.size
+    cut = _Cut(etp.rank, etp.size, partition_dim - 1, partition_stride)
+    made: dict[str, Any] = {"seed": seed, "std": std, "dtype": dtype, "device": device}
     drawn = [
-        tensor_part(
-            draw(f"{name}.{expert}.{part}", full_shape[1:], seed=seed, std=std, dtype=dtype),
-            etp.rank,
-            etp.size,
-            partition_dim - 1,
-            partition_stride,
-        ).to(device=device, dtype=dtype)
+        _drawn_part(f"{name}.{expert}.{part}", full_shape[1:], cut, **made)
         for expert in range(ep.rank * local, (ep.rank + 1) * local)
     ]
     parameter = tag_parameter(

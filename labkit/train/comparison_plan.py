@@ -66,6 +66,11 @@ def _incomparable(config: RunConfig, dtype: str) -> str:
     for name in ("embedding_dropout", "attention_dropout", "hidden_dropout"):
         if getattr(model, name) > 0:
             return f"model.{name} is {getattr(model, name)}; masks differ between layouts by design, so set it to 0"
+    if not model.use_cpu_initialization:
+        return (
+            f"model.use_cpu_initialization is {model.use_cpu_initialization}; layouts then start from different "
+            "weights by design, so set it to true"
+        )
     if model.transformer_impl == "transformer_engine" and dtype == "float64":
         return (
             "model.transformer_impl is 'transformer_engine', which has no float64; compare in float32, or set it to "

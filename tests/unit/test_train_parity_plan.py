@@ -139,6 +139,7 @@ def test_recomputation_and_loss_scales_are_no_reason_to_refuse(changes, launched
         ({"loss_scale": 8.0}, "optim.loss_scale = 8.0: is the same in every run"),
         ({"train.steps": 9}, "train.steps = 9: is the same in every run"),
         ({"hidden_dropout": 0.1}, "model.hidden_dropout is 0.1; masks differ"),
+        ({"use_cpu_initialization": False}, "model.use_cpu_initialization is False; layouts then start from different"),
         ({"transformer_impl": "transformer_engine"}, "which has no float64; compare in float32"),
     ],
 )

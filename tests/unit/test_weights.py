@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.parallel import Group
 from labkit.parallel.weights import (
+    DeviceSeed,
     Replicated,
     draw,
     gather_expert_parameter,
@@ -136,11 +140,106 @@ def test_an_expert_has_the_same_weights_wherever_it_is(ep: int, etp: int, each: 
             assert part.partition_dim == (dim if etp > 1 else -1) and part.partition_stride == stride
 
 
+HERE = {"seed": DeviceSeed(3), "std": 0.5, "device": "cpu"}
+"""Draws of a rank's own part, on its device: here the host's generator, on the path of every device."""
+CUTS: dict[str, tuple[tuple[int, ...], int, dict]] = {
+    "columns": ((240, 100), 4, {"partition_dim": 0}),
+    "rows": ((100, 240), 4, {"partition_dim": 1}),
+    "gate and up": ((240, 100), 3, {"partition_dim": 0, "partition_stride": 2}),
+    "heads with copies": ((2 * (2 * 30 + 40), 100), 4, {"partition_dim": 0, "replicated": Replicated(2, 40)}),
+    "vocabulary": ((230, 100), 4, {"partition_dim": 0, "padded_rows": 240}),
+    "a rank of padding alone": ((130, 100), 4, {"partition_dim": 0, "padded_rows": 240}),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_device_seed_draws_parts_of_the_same_form_by_seed_name_and_part(name: str) -> None:
+    shape, size, cut = CUTS[name]
+    parts = [make_parameter("w", shape, group=member(rank, size), **cut, **HERE) for rank in range(size)]
+    by_host = [make_parameter("w", shape, seed=3, std=0.5, group=member(rank, size), **cut) for rank in range(size)]
+    for part, expected in zip(parts, by_host, strict=True):
+        assert part.shape == expected.shape and vars(part) == vars(expected)
+        assert torch.equal(part.detach().any(dim=1), expected.detach().any(dim=1)), "the same rows of padding"
+    real = gather_rows(parts, cut).detach()
+    assert abs(float(real.mean())) < 4 * 0.5 / real.numel() ** 0.5
+    assert abs(float(real.std()) / 0.5 - 1) < 4 / (2 * real.numel()) ** 0.5
+    again = [make_parameter("w", shape, group=member(rank, size), **cut, **HERE) for rank in range(size)]
+    assert all(map(torch.equal, parts, again)), "as on the ranks of another replica, or another stage"
+    others = [("v", HERE), ("w", HERE | {"seed": DeviceSeed(4)})]
+    draws = [make_parameter(own, shape, group=member(0, size), **cut, **made) for own, made in others]
+    for x in (*draws, *parts[1:]):
+        rows = slice(None) if "replicated" not in cut else slice(0, -40)
+        if x[rows].any():
+            assert abs(correlation(x[rows], parts[0][rows])) < 0.1, "another name, seed or part: unrelated numbers"
+
+
+def gather_rows(parts: list, cut: dict) -> torch.Tensor:
+    """Every number that is drawn, once."""
+    alike: Replicated | None = cut.get("replicated")
+    rows = [row for part in parts for row in (part if alike is None else part[: -alike.rows]) if row.any()]
+    return torch.cat([row.flatten() for row in rows])
+
+
+def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
+    both = a.detach().flatten(), b.detach().flatten()
+    rows = min(map(len, both))
+    return float(torch.corrcoef(torch.stack([x[:rows] for x in both]))[0, 1])
+
+
+def test_a_device_seed_draws_alike_what_ranks_hold_alike() -> None:
+    shape, size, cut = CUTS["heads with copies"]
+    parts = [make_parameter("qkv", shape, group=member(rank, size), **cut, **HERE).detach() for rank in range(size)]
+    heads = [part[-40:] for part in parts]
+    assert torch.equal(heads[0], heads[1]) and torch.equal(heads[2], heads[3])
+    assert abs(correlation(heads[0], heads[2])) < 0.1, "heads of another block"
+    for group in (None, member(0, 1)):  # a router, a table of positions; a layer of one rank
+        whole = make_parameter("router", (30, 40), group=group, partition_dim=0, **HERE).detach()
+        assert torch.equal(whole, draw("router", (30, 40), seed=3, std=0.5))
+    half = make_parameter("router", (30, 40), dtype=torch.bfloat16, **HERE)
+    assert torch.equal(half.detach(), whole.bfloat16())
+
+
+@pytest.mark.parametrize("etp", [1, 2])
+def test_an_expert_is_drawn_the_same_on_every_ep(etp: int) -> None:
+    cut = {"partition_dim": 1, "partition_stride": 2, **HERE}
+
+    def stack(ep: int, other: int) -> torch.Tensor:
+        groups = ({"ep": member(rank, ep), "etp": member(other, etp)} for rank in range(ep))
+        parts = [make_expert_parameter("experts", "fc1.weight", (6, 8, 5), **both, **cut) for both in groups]
+        return torch.cat([part.detach() for part in parts])
+
+    alone = [stack(1, other) for other in range(etp)]
+    for other, experts in enumerate(alone):
+        assert torch.equal(stack(2, other), experts) and torch.equal(stack(3, other), experts)
+    assert len(set(torch.cat(alone)[:, 0, 0].tolist())) == 6 * etp, "no two experts alike, and no two parts of one"
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that is really allocated."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.device.type != "meta":
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+def test_a_device_seed_never_makes_the_whole() -> None:
+    for seed, expected in ((DeviceSeed(3), 400 * 10 // 4), (3, 400 * 10)):
+        with Largest() as seen:
+            make_parameter("w", (400, 10), group=member(1, 4), partition_dim=0, seed=seed, std=1.0)
+        assert seen.elements == expected
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="either std or fill, got std=None, fill=None"):
         make_parameter("a", (2,))
     with pytest.raises(ValueError, match="7 must be a multiple of 2"):
         make_parameter("a", (7, 4), std=1.0, group=member(0, 2), partition_dim=0)
+    with pytest.raises(ValueError, match="7 must be a multiple of 2"):
+        make_parameter("a", (7, 4), group=member(0, 2), partition_dim=0, **HERE)
     cut = {"partition_dim": 1, "partition_stride": 2}
     with pytest.raises(ValueError, match="experts: 5 experts cannot be shared out over ep=2; choose a multiple of it"):
         make_expert_parameter("experts", "fc1.weight", (5, 4, 4), ep=member(0, 2), etp=member(0, 1), **cut)
