@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,8 +31,7 @@ def weights(config: RunConfig) -> Found:
     run = initialize(config)
     chunks, *_ = setup_model_and_optimizer(run)
     groups, found = run.groups, {}
-    parameters: Iterator[Any] = (p for chunk in chunks for p in chunk.parameters())
-    for parameter in parameters:
+    for parameter in (p for chunk in chunks for p in chunk.parameters()):
         place = (groups.etp.rank, groups.ep.rank) if is_expert(parameter) else (groups.tp.rank,)
         if not parameter.tensor_model_parallel:  # whole on every rank, or on all of etp
             place = (groups.ep.rank,) if is_expert(parameter) else ()
