@@ -14,7 +14,9 @@ A block of 128 lies along the dimension that a product sums over (arXiv 2412.194
 
 On a CPU, and for shapes that tensor cores do not take, operands are cast and cast back, and the product is computed in
 float32: the same values as on a GPU but for the order of summation. On a GPU that has fp8 tensor cores products with
-per-tensor scales go to `torch._scaled_mm`.
+per-tensor scales go to `torch._scaled_mm`. It wants both operands with the summed dimension along the rows, so dgrad
+reads the weight transposed, and wgrad the input and the gradient. Where kernels make operands (`fp8_operands`), they
+make the transposed copy in the same pass, and for backward an input is kept transposed alone.
 
 Two choices differ from Transformer Engine's. The history of `delayed` moves on once per optimizer step, not once per
 microbatch: scales then do not depend on how microbatches are spread over ranks, activations recomputed in backward are
@@ -40,9 +42,9 @@ import torch
 from torch import Tensor
 
 from labkit.config import OptimConfig
-from labkit.parallel import collectives
+from labkit.parallel import collectives, fp8_operands
 from labkit.parallel.capturing import is_graph_capturing
-from labkit.parallel.fp8_casting import COLUMNS, E4M3, E5M2, ROWS, SQUARE, cast, scale_of, through_blocks
+from labkit.parallel.fp8_casting import COLUMNS, E4M3, E5M2, ROWS, SQUARE, scale_of, through_blocks
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.layers import Gemms, Packed
 from labkit.parallel.ledger import comm_scope
@@ -88,9 +90,12 @@ def float8_recipe(optim: OptimConfig) -> Float8Recipe | None:
 # ---- products ----
 
 
-def _on_tensor_cores(a: Tensor, b: Tensor) -> bool:
-    """Whether `torch._scaled_mm` takes these operands: Ada, Hopper or later, and sizes in multiples of 16."""
+def _on_tensor_cores(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
+    """Whether `torch._scaled_mm` takes this product: Ada, Hopper or later, sizes in multiples of 16, no float64, and
+    e5m2 on one side at most."""
     if not a.is_cuda or torch.cuda.get_device_capability(a.device) < (8, 9):
+        return False
+    if out_dtype == torch.float64 or a.dtype == b.dtype == E5M2:
         return False
     return all(size % 16 == 0 for size in (*a.shape, *b.shape))
 
@@ -112,7 +117,7 @@ def product(
     a_MK: Tensor, b_NK: Tensor, scale_inv: tuple[Tensor, Tensor], out_dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
     """(a b^T) * scale_inv[0] * scale_inv[1] of fp8 operands, [M, N]; summed in float32 at least."""
-    if _on_tensor_cores(a_MK, b_NK):
+    if _on_tensor_cores(a_MK, b_NK, out_dtype):
         return scaled_product(a_MK, b_NK, scale_inv, out_dtype, fast=fast)
     wide = torch.float64 if out_dtype == torch.float64 else torch.float32
     summed = a_MK.to(wide) @ b_NK.to(wide).t()
@@ -127,13 +132,14 @@ class Float8Gemms(Gemms):
     """The products of one linear layer, with one scale per tensor (`delayed` and `current`).
 
     Inputs and gradients are packed as bytes and the reciprocal of their scale: what is kept for backward, and what
-    sequence parallelism gathers, is one byte per value.
+    sequence parallelism gathers, is one byte per value. Where kernels make them, a third tensor holds the transposed
+    bytes [K, N], unless parts of a sequence are yet to be joined; backward then keeps these in place of the first.
     """
 
     def __init__(self, scaling: Float8Scaling, index: int) -> None:
         self._scaling, self._index, self._recipe = scaling, index, scaling.recipe
-        self._weight: tuple[Any, Tensor, Tensor] | None = None
-        self._kept: tuple[Tensor, Tensor] | None = None
+        self._weight: tuple[Any, ...] | None = None
+        self._kept: tuple[Tensor, ...] | None = None
 
     def forget_weight(self) -> None:
         """The weight is about to change: cast it again at its next use."""
@@ -154,38 +160,48 @@ class Float8Gemms(Gemms):
             self._weight = state, *self._kept
 
     def pack(self, x: Tensor, kind: str, gathered_over: Group | None, *, trains: bool) -> Packed:
-        values, scale_inv = self._cast(x.detach(), kind, gathered_over, trains=trains)
-        return values.view(torch.uint8), scale_inv
+        values, scale_inv, *columns = self._cast(x.detach(), kind, gathered_over, trains=trains)
+        return values.view(torch.uint8), scale_inv, *(made.view(torch.uint8) for made in columns)
+
+    def for_wgrad(self, packed: Packed) -> Packed:
+        return packed if len(packed) < 3 else (packed[0].new_empty(0), *packed[1:])
 
     def fprop(self, x: Packed, weight: Tensor, bias: Tensor | None) -> Tensor:
-        weight8, weight_scale = self._cast_weight(weight)
+        weight8, weight_scale, *_ = self._cast_weight(weight)
         y = product(self._rows(x, "input"), weight8, (x[1], weight_scale), weight.dtype, fast=True)
         y = y.view(*x[0].shape[:-1], -1)
         return y if bias is None else y.add_(bias)
 
     def dgrad(self, grad: Packed, weight: Tensor) -> Tensor:
-        weight8, weight_scale = self._cast_weight(weight)
-        grad_x = product(self._rows(grad, "grad"), weight8.t(), (grad[1], weight_scale), weight.dtype)
+        weight8, weight_scale, *transposed = self._cast_weight(weight)
+        weight8_IO = transposed[0] if transposed else weight8.t()
+        grad_x = product(self._rows(grad, "grad"), weight8_IO, (grad[1], weight_scale), weight.dtype)
         return grad_x.view(*grad[0].shape[:-1], -1)
 
     def wgrad(
         self, grad: Packed, x: Packed, weight: Tensor, main_grad: Tensor | None, *, replace: bool = False
     ) -> Tensor | None:
-        grad8, x8 = self._rows(grad, "grad"), self._rows(x, "input")
         out = weight.dtype if main_grad is None else main_grad.dtype
-        grad_weight = product(grad8.t(), x8.t(), (grad[1], x[1]), out)
+        grad_weight = product(self._columns(grad, "grad"), self._columns(x, "input"), (grad[1], x[1]), out)
         return grad_weight if main_grad is None else put_gradient(grad_weight, main_grad, replace=replace)
 
     def _rows(self, packed: Packed, kind: str) -> Tensor:
         """The fp8 values, [N, K]."""
         return _flat(packed[0]).view(self._recipe.dtype(kind))
 
-    def _cast(self, x: Tensor, kind: str, group: Group | None, *, trains: bool) -> tuple[Tensor, Tensor]:
-        """The fp8 values in x's shape, and the reciprocal of their scale."""
-        scale = self._scaling.scale(self._index, kind, x, group, noted=trains)
-        return cast(x, scale, self._recipe.dtype(kind)), 1 / scale
+    def _columns(self, packed: Packed, kind: str) -> Tensor:
+        """The fp8 values, [K, N]."""
+        return packed[2].view(self._recipe.dtype(kind)) if len(packed) > 2 else self._rows(packed, kind).t()
 
-    def _cast_weight(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def _cast(self, x: Tensor, kind: str, group: Group | None, *, trains: bool) -> tuple[Tensor, ...]:
+        """The fp8 values in x's shape, the reciprocal of their scale, and where kernels make them the values [K, N]."""
+        transposed = group is None and (trains or kind == "weight")  # joined parts of a sequence are no joined columns
+        rows, scale_inv, columns = self._scaling.operand(
+            self._index, kind, _flat(x), group, noted=trains, transposed=transposed
+        )
+        return rows.view(x.shape), scale_inv, *(() if columns is None else (columns,))
+
+    def _cast_weight(self, weight: Tensor) -> tuple[Tensor, ...]:
         """Cast once per step: between the microbatches of a step weights do not change."""
         if self._kept is not None:
             if not is_graph_capturing():
@@ -225,7 +241,7 @@ class BlockwiseGemms(Float8Gemms):
     def _blocks(self, x: Tensor, kind: str, block: tuple[int, int]) -> Tensor:
         return through_blocks(_flat(x.detach()), block, self._recipe.dtype(kind))
 
-    def _cast(self, x: Tensor, kind: str, group: Group | None, *, trains: bool) -> tuple[Tensor, Tensor]:
+    def _cast(self, x: Tensor, kind: str, group: Group | None, *, trains: bool) -> tuple[Tensor, ...]:
         return self._blocks(x, kind, SQUARE), x.new_ones(())
 
 
@@ -276,25 +292,26 @@ class Float8Scaling:
         """Where the forward of all layers of one microbatch runs; only Transformer Engine's layers need to be told."""
         return nullcontext()
 
-    def scale(self, index: int, kind: str, x: Tensor, group: Group | None, *, noted: bool) -> Tensor:
-        """The scale of a tensor that is about to be cast, a float32 scalar.
+    def operand(
+        self, index: int, kind: str, x_RC: Tensor, group: Group | None, *, noted: bool, transposed: bool
+    ) -> fp8_operands.Operand:
+        """x in fp8, the reciprocal of its scale (a float32 scalar), and where kernels make it and it is asked for x
+        transposed.
 
+        group: whose ranks agree on the scale of `current`, None for this rank alone.
         noted: whether its amax counts for later steps; not so in an evaluation.
         """
         column, dtype = KINDS.index(kind), self.recipe.dtype(kind)
-        if self.recipe.name == "current":
-            return scale_of(self._amax(x, group), dtype)
-        assert self.recipe.name == "delayed"
-        if self._steps == 0:
-            amax = self._amax(x, self._one_sample)
-            scale = scale_of(amax, dtype) / 2**self.recipe.margin
-        else:
-            amax, scale = self._amax(x, None), self._scale_M3[index, column]
-            scale = torch.where(amax.isfinite(), scale, torch.nan)  # saturation would hide what is not finite
-        if noted:
-            so_far = self._amax_M3[index, column]
-            torch.maximum(so_far, amax, out=so_far)
-        return scale
+        delayed = self.recipe.name == "delayed"
+        assert delayed or self.recipe.name == "current"
+        so_far = self._amax_M3[index, column] if noted and delayed else None
+        if delayed and self._steps:
+            known = self._scale_M3[index, column]
+            return fp8_operands.operand_by_history(x_RC, known, dtype, transposed=transposed, so_far=so_far)
+        peaks_P = self._agreed(fp8_operands.peaks(x_RC), self._one_sample if delayed else group)
+        margin = self.recipe.margin if delayed else 0
+        scale, scale_inv = fp8_operands.scales(peaks_P, dtype, margin, so_far=so_far)
+        return fp8_operands.operand(x_RC, scale, scale_inv, dtype, transposed=transposed)
 
     def forget_weights(self) -> None:
         """All layers cast their weights anew at the next use."""
@@ -343,10 +360,11 @@ class Float8Scaling:
             self._scale_M3[index] = state[f"{name}.scale"]
         self._steps = int(state["steps"])
 
-    def _amax(self, x: Tensor, group: Group | None) -> Tensor:
-        """max |x| in float32, over the ranks of `group` too; of an empty tensor 0."""
-        amax = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
-        return amax if group is None else collectives.all_reduce(amax, group, "max")
+    def _agreed(self, peaks_P: Tensor, group: Group | None) -> Tensor:
+        """The largest magnitude over the ranks of `group`, [1]; the peaks as they are where this rank is alone."""
+        if group is None or group.size == 1:
+            return peaks_P
+        return collectives.all_reduce(peaks_P.amax(), group, "max").view(1)
 
     def _resize(self, members: int) -> None:
         made: Callable[..., Tensor] = lambda *shape: torch.zeros(*shape, members, 3, device=self._device)  # noqa: E731

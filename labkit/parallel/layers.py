@@ -66,6 +66,10 @@ class Gemms:
         """
         return (x,)
 
+    def for_wgrad(self, packed: Packed) -> Packed:
+        """Of a packed tensor what `wgrad` reads: all that backward keeps of an input."""
+        return packed
+
     def fprop(self, x: Packed, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + b: [.., I] -> [.., O]."""
         return F.linear(x[0], weight, bias)
@@ -124,8 +128,8 @@ class _ColumnLinear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, trains: bool) -> Tensor:
         ctx.plan, ctx.parameters = plan, (weight, bias)
         with forward_scope(ctx, plan.group):
-            part, *scales = plan.gemms.pack(x, "input", plan.gathered_over, trains=trains)
-            ctx.save_for_backward(weight, part, *scales)
+            part, *scales = packed = plan.gemms.pack(x, "input", plan.gathered_over, trains=trains)
+            ctx.save_for_backward(weight, *plan.gemms.for_wgrad(packed))
             whole = collectives.all_gather(part, plan.group) if plan.sequence_parallel else part
         return plan.gemms.fprop((whole, *scales), weight, bias)
 
@@ -140,7 +144,8 @@ class _ColumnLinear(Function):
 
         with backward_scope(ctx):
             grad = plan.gemms.pack(own, "grad", None, trains=True)
-            later = deferred(trained, lambda: _parameter_gradients(plan, trained, grad, own, gathered()))
+            kept = plan.gemms.for_wgrad(grad)
+            later = deferred(trained, lambda: _parameter_gradients(plan, trained, kept, own, gathered()))
             regathers = plan.sequence_parallel and not later
             regathering = collectives.all_gather_async(part, plan.group) if regathers else None
             if ctx.needs_input_grad[0]:
@@ -149,7 +154,7 @@ class _ColumnLinear(Function):
                 start = collectives.reduce_scatter_async if plan.sequence_parallel else collectives.all_reduce_async
                 pending = start(grad_x, plan.group)
             whole = part if regathering is None else regathering.wait()
-            now = (None, None) if later else _parameter_gradients(plan, trained, grad, own, (whole, *scales))
+            now = (None, None) if later else _parameter_gradients(plan, trained, kept, own, (whole, *scales))
             return None if pending is None else pending.wait(), *now, None, None
 
 
@@ -169,7 +174,7 @@ class _RowLinear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, trains: bool) -> Tensor:
         ctx.plan, ctx.parameters = plan, (weight, bias)
         packed = plan.gemms.pack(x, "input", None, trains=trains)
-        ctx.save_for_backward(weight, *packed)
+        ctx.save_for_backward(weight, *plan.gemms.for_wgrad(packed))
         partial = plan.gemms.fprop(packed, weight, None)
         reduce = collectives.reduce_scatter if plan.sequence_parallel else collectives.all_reduce
         with forward_scope(ctx, plan.group):
@@ -187,8 +192,9 @@ class _RowLinear(Function):
             if ctx.needs_input_grad[0]:
                 with span(f"{plan.name} input_grad", "input_grad"):
                     grad_x = plan.gemms.dgrad(grad, weight)
-            later = deferred(trained, lambda: _parameter_gradients(plan, trained, grad, own, tuple(x)))
-            now = (None, None) if later else _parameter_gradients(plan, trained, grad, own, tuple(x))
+            kept = plan.gemms.for_wgrad(grad)
+            later = deferred(trained, lambda: _parameter_gradients(plan, trained, kept, own, tuple(x)))
+            now = (None, None) if later else _parameter_gradients(plan, trained, kept, own, tuple(x))
         return grad_x, *now, None, None
 
 
