@@ -354,6 +354,34 @@ def test_tensor_cores_are_given_what_the_definition_says() -> None:
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+class OnGpu:
+    """As much of a tensor on a GPU as the choice of a product looks at."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+
+
+def test_tensor_cores_are_not_given_what_they_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch._scaled_mm` wants multiples of 16, e5m2 on one side at most, and no float64 result."""
+    from labkit.parallel.fp8 import _on_tensor_cores
+
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability[0])
+
+    def taken(formats: tuple[torch.dtype, torch.dtype], out_dtype: torch.dtype, rows: int = 48) -> bool:
+        a, b = OnGpu((32, 64), formats[0]), OnGpu((rows, 64), formats[1])
+        return _on_tensor_cores(a, b, out_dtype)  # type: ignore[arg-type]
+
+    assert all(taken((form, E4M3), out) for form in (E4M3, E5M2) for out in (torch.bfloat16, torch.float32))
+    assert not taken((E5M2, E5M2), torch.bfloat16)
+    assert not taken((E4M3, E4M3), torch.float64)
+    assert not taken((E4M3, E4M3), torch.bfloat16, rows=40)
+    capability[0] = (8, 6)
+    assert not taken((E4M3, E4M3), torch.bfloat16)
+
+
 def test_one_process_communicates_nothing() -> None:
     with CommLedger() as ledger:
         for recipe in RECIPES:
