@@ -155,8 +155,10 @@ class Float8Gemms(Gemms):
         """Bring the kept weight up to date, if `weight` has changed."""
         state = weight._version, weight.data_ptr()
         if self._kept is not None and (self._weight is None or self._weight[0] != state):
-            for kept, fresh in zip(self._kept, self._cast(weight.detach(), "weight", None, trains=True), strict=True):
-                kept.copy_(fresh)
+            rows, scale_inv, *columns = self._cast(weight.detach(), "weight", None, trains=True)
+            fresh = rows, scale_inv, columns[0] if columns else rows.t()  # torch transposes nothing by itself
+            for kept, value in zip(self._kept, fresh, strict=False):
+                kept.copy_(value)
             self._weight = state, *self._kept
 
     def pack(self, x: Tensor, kind: str, gathered_over: Group | None, *, trains: bool) -> Packed:
