@@ -1,10 +1,10 @@
 """Triton kernels for fp8 operands: amax, scale, clamp, cast and transposed cast in one pass over a tensor.
 
-torch passes over memory for each of |x|, amax, x * scale, clamp, cast and the transposed copy: 35 bytes of traffic per
-bf16 value. `sweep` reads x once and writes what is asked: 2 bytes read, 1 or 2 written. Each program also writes the
-largest magnitude of its tile, so the amax needs neither atomics nor zeroed memory. A second kernel of one program
-reduces these peaks and makes the scale. A maximum does not depend on its order: amax, scale and values equal torch's to
-the bit.
+torch passes over memory for each of |x|, amax, float32, x * scale, clamp, cast and the transposed copy. A bf16
+value moves 4 + 2 + 6 + 8 + 8 + 5 + 2 = 35 bytes. `sweep` reads x once and writes what is asked: 2 bytes read, 1 or 2
+written. Each program also writes the largest magnitude of its tile, so the amax needs no atomics and no zeros.
+A second kernel of one program reduces these peaks and makes the scale. A maximum does not depend on its order: amax,
+scale and values equal torch's to the bit.
 
 Only `fp8_operands` imports this module, where Triton runs. Triton compiles a kernel at its first launch, which needs a
 C compiler. `NoKernel` says that it failed, or that a CUDA graph is being captured, in which nothing can be compiled.
