@@ -1,0 +1,187 @@
+"""Part of the GPU benchmark: the attention kernels behind torch's scaled_dot_product_attention, side by side.
+
+Layers call SDPA and take what torch chooses; the ring calls flash, which alone hands out log-sum-exps
+(`labkit/parallel/attention_block.py`). Each form is timed forward and backward, at the sizes and strides that labkit's
+layers give, and compared with the formula in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from gpu_peers import DEVICE, Row, Side, beside, difference, reason
+from harness import Comparison
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from labkit.parallel.attention_block import attend, attend_backward
+
+TOLERANCE = 0.02
+"""Of outputs and gradients in bf16 between kernels."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One call: `heads` counts those of all samples, as labkit's layers put the batch into the heads."""
+
+    heads: int
+    length: int
+    head_dim: int
+    causal: bool = True
+
+
+SIZES = {
+    "layer h4096 b8": Sizes(8 * 32, 2048, 128),
+    "GPT-2 124M b16": Sizes(16 * 12, 1024, 64),
+    "1.2B b8": Sizes(8 * 16, 1024, 96),
+    "long sequence": Sizes(32, 16384, 128),
+    "rectangle of the ring": Sizes(32, 8192, 128, causal=False),
+}
+
+
+@dataclass
+class Operands:
+    """q, k, v as views of one fused projection, [1, n, S, D], and the gradient of the output."""
+
+    sizes: Sizes
+    qkv: tuple[Tensor, Tensor, Tensor]
+    grad: Tensor
+
+    @classmethod
+    def random(cls, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Operands:
+        """Normal numbers, the same at every call."""
+        generator = torch.Generator(device).manual_seed(0)
+        shape = (sizes.length, sizes.heads, 3, sizes.head_dim)
+        mixed = torch.randn(shape, device=device, generator=generator).to(dtype)
+        grad = torch.randn(shape[:2] + shape[3:], device=device, generator=generator).to(dtype)
+        q, k, v = (mixed[:, :, i].transpose(0, 1)[None].detach().requires_grad_() for i in range(3))
+        return cls(sizes, (q, k, v), grad.transpose(0, 1)[None])
+
+
+class Form(Protocol):
+    """One way to compute attention."""
+
+    def forward(self) -> Tensor:
+        """[1, n, S, D]."""
+        ...
+
+    def backward(self) -> Sequence[Tensor]:
+        """dq, dk, dv, after a forward that is not done again."""
+        ...
+
+
+class OfTheRing:
+    """labkit's block of the ring: flash with its log-sum-exps."""
+
+    def __init__(self, given: Operands) -> None:
+        self.given = given
+        self.q, self.k, self.v = (x.detach() for x in given.qkv)
+
+    def forward(self) -> Tensor:
+        return self._forward()[0]
+
+    def backward(self) -> Sequence[Tensor]:
+        return attend_backward(self.given.grad, self.q, self.k, self.v, *self._kept, causal=self.given.sizes.causal)
+
+    def _forward(self) -> tuple[Tensor, Tensor]:
+        return attend(self.q, self.k, self.v, causal=self.given.sizes.causal)
+
+    @cached_property
+    def _kept(self) -> tuple[Tensor, Tensor]:
+        return self._forward()
+
+
+class Sdpa:
+    """scaled_dot_product_attention with one backend, or with torch's choice (None)."""
+
+    def __init__(self, given: Operands, backend: SDPBackend | None) -> None:
+        self.given, self.backend = given, backend
+
+    def forward(self) -> Tensor:
+        with self._chosen():
+            return F.scaled_dot_product_attention(*self.given.qkv, is_causal=self.given.sizes.causal)
+
+    def backward(self) -> Sequence[Tensor]:
+        return torch.autograd.grad(self._kept, self.given.qkv, self.given.grad, retain_graph=True)
+
+    def _chosen(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.backend is None else sdpa_kernel(self.backend)
+
+    @cached_property
+    def _kept(self) -> Tensor:
+        return self.forward()
+
+
+FORMS: dict[str, Callable[[Operands], Form]] = {
+    "labkit, flash as in the ring": OfTheRing,
+    "SDPA, flash": lambda given: Sdpa(given, SDPBackend.FLASH_ATTENTION),
+    "SDPA, cuDNN": lambda given: Sdpa(given, SDPBackend.CUDNN_ATTENTION),
+    "SDPA, as torch chooses": lambda given: Sdpa(given, None),
+}
+
+
+def side(build: Callable[[Operands], Form], given: Operands, calls: int, *, forward: bool) -> Side:
+    """`calls` forwards without autograd, or as many backwards."""
+    form, last = build(given), list[Tensor]()
+
+    def step() -> None:
+        with torch.no_grad() if forward else nullcontext():
+            for _ in range(calls):
+                last[:] = [form.forward()] if forward else form.backward()
+
+    names = ("output",) if forward else ("dq", "dk", "dv")
+    return Side(step, lambda: dict(zip(names, last, strict=True)))
+
+
+def precise(given: Operands, heads: int) -> dict[str, Tensor]:
+    """Output and gradients of the first heads by the formula in float64: no head knows of another."""
+    q, k, v = (x.detach()[:, :heads].double().requires_grad_() for x in given.qkv)
+    with sdpa_kernel(SDPBackend.MATH):
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=given.sizes.causal)
+    gradients = torch.autograd.grad(output, (q, k, v), given.grad[:, :heads].double())
+    return {"output": output.detach()} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+
+
+def errors(case: str, given: Operands, heads: int) -> Row:
+    """How far each form is from float64: |a - b| / |b| over the first heads."""
+    exact, row = precise(given, heads), Row(case=f"{case}: difference from float64 on {heads} heads")
+    for name, build in FORMS.items():
+        try:
+            form = build(given)
+            found = dict(zip(exact, [form.forward(), *form.backward()], strict=True))
+        except Exception as error:
+            row[name] = reason(error)
+            continue
+        row[name] = {key: float(f"{difference(x[:, :heads], exact[key]):.3g}") for key, x in found.items()}
+    return row
+
+
+def attention(
+    sizes: dict[str, Sizes] = SIZES,
+    *,
+    device: torch.device = DEVICE,
+    dtype: torch.dtype = torch.bfloat16,
+    repetitions: int = 15,
+    calls: int = 10,
+    exact_heads: int = 2,
+) -> Iterator[Comparison | Row]:
+    """Flash, cuDNN's kernel and what torch chooses: times, memory, and difference from float64."""
+    for name, one in sizes.items():
+        mask = "causal" if one.causal else "no mask"
+        case = f"attention, {name}: {one.heads} heads, s{one.length} d{one.head_dim}, {mask}"
+        given = Operands.random(one, device, dtype)
+        yield errors(case, given, min(exact_heads, one.heads))
+        for forward in (True, False):
+            builds = {key: partial(side, build, given, calls, forward=forward) for key, build in FORMS.items()}
+            products = 2 if forward else 5
+            flops = calls * products * 2 * one.heads * one.length**2 * one.head_dim * (0.5 if one.causal else 1.0)
+            words = f"{case}, {'forward' if forward else 'backward'}, {calls} calls"
+            made: dict[str, Any] = {"device": device, "tolerance": TOLERANCE, "repetitions": repetitions}
+            yield from beside(words, builds, **made, flops=flops)
+        del given

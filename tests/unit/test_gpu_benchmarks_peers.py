@@ -1,0 +1,385 @@
+"""The peers of the GPU benchmark, tiny on the host: who is compared with whom, what is counted, what is reported of a
+peer that drops out. Times and memory of a GPU are planted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import gpu_attention
+import gpu_graph_memory
+import gpu_moe_layers
+import gpu_peers
+import gpu_plain
+import gpu_profile
+import gpu_replays
+from gpu_peers import Side, beside
+from gpu_profile import STEP, Op, by_phase, shares, waits, work
+from harness import Comparison
+
+from labkit.config import ModelConfig, MoEConfig
+from labkit.graphs import LAYER_ORDER, layer_memory, play_back
+from labkit.graphs.backend import get_backend
+from labkit.moe.grouped_gemm import Segments
+
+HOST = torch.device("cpu")
+TINY = ModelConfig(layers=2, hidden=32, heads=2, vocab_size=128, seq_length=16)
+EXPERTS = {
+    "tiny": (
+        ModelConfig(hidden=32, heads=2, seq_length=16, **gpu_moe_layers.SWIGLU),
+        MoEConfig(num_experts=4, top_k=2, ffn_hidden=48, dispatcher="local"),
+    )
+}
+FEW: dict[str, Any] = {"device": HOST, "repetitions": 2}
+
+
+def sorted_out(part: Iterator[Any]) -> tuple[list[Comparison], list[dict[str, Any]]]:
+    """Comparisons and rows of a part; every one has a case."""
+    found = list(part)
+    rows = [one for one in found if isinstance(one, dict)]
+    assert all(row["case"] for row in rows)
+    return [one for one in found if isinstance(one, Comparison)], rows
+
+
+@pytest.fixture
+def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled peers are traced as on a GPU, and run without generated code, which takes a minute to build."""
+
+    def traced(module: nn.Module, *, fullgraph: bool, mode: str | None = None) -> Any:
+        torch._dynamo.reset()
+        return torch.compile(module, backend="aot_eager", fullgraph=fullgraph)
+
+    for module in (gpu_plain, gpu_replays, gpu_moe_layers):
+        monkeypatch.setattr(module, "compiled", traced)
+
+
+# ---- how sides are set beside each other ----
+
+
+def side(*values: float) -> Side:
+    return Side(lambda: None, lambda: {"y": torch.tensor(values)})
+
+
+def broken() -> Side:
+    raise RuntimeError
+
+
+def test_a_peer_that_fails_or_computes_something_else_is_a_row_and_the_others_stay() -> None:
+    builds = {
+        "ours": lambda: side(1.0, 2.0),
+        "same": lambda: side(1.0, 2.001),
+        "broken": broken,
+        "other": lambda: side(1.0, 3.0),
+        "nan": lambda: side(1.0, float("nan")),
+    }
+    [found], rows = sorted_out(beside("case", builds, device=HOST, tolerance=1e-2, repetitions=2))
+    assert list(found.seconds) == ["ours", "same"] and found.ours == "ours"
+    assert found.facts["difference_from_ours"] == {"same": {"y": 0.00045}}  # 0.001 / sqrt(5)
+    assert rows[0] == {"case": "case: broken", "could_not_run": "RuntimeError"}
+    assert rows[1] == {"case": "case: other", "not_the_same": {"y": 0.45}, "tolerance": 1e-2}
+    assert [row["case"] for row in rows[1:]] == ["case: other", "case: nan"]
+
+
+def test_without_ours_there_is_nothing_to_compare() -> None:
+    with pytest.raises(RuntimeError):
+        list(beside("case", {"ours": broken, "peer": lambda: side(1.0)}, device=HOST))
+
+
+def test_what_is_told_of_a_side_gets_its_time_unless_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float | None] = []
+
+    def describe(_: Side, seconds: float | None) -> dict[str, Any]:
+        given.append(seconds)
+        return {"told": seconds is not None}
+
+    for repetitions in (2, 15):
+        seconds = {"ours": [0.5] * repetitions, "peer": [1.0] * repetitions}
+        planted = Comparison("case", seconds, load=0.0)
+        monkeypatch.setattr(gpu_peers, "timed", lambda *_, planted=planted, **__: planted)
+        builds = {"ours": lambda: side(1.0), "peer": lambda: side(1.0)}
+        [found], _ = sorted_out(beside("case", builds, device=HOST, describe=describe, flops=2e12))
+        assert found.facts["by_name"]["peer"] == {"told": repetitions == 15}
+    assert given == [None, None, 0.5, 1.0]
+    assert found.facts["tflop_per_s"] == {"ours": 4.0, "peer": 2.0}
+
+
+def test_memory_of_a_side_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, gib = [], 2**30
+    pools = [{"segment_pool_id": (0, 0), "total_size": 9 * gib}, {"segment_pool_id": (0, 7), "total_size": 3 * gib}]
+
+    def peak(_: torch.device) -> int:
+        log.append("peak")
+        return 5 * gib
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: log.append("wait"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: log.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", peak)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: pools)
+    found = gpu_peers.memory(lambda: log.append("step"), (2 * gib, gib), torch.device("cuda"))
+    assert found == {"peak_gib": 3.0, "graph_pools_gib": 2.0}
+    assert log == ["wait", "reset", "step", "wait", "peak"]
+
+
+# ---- the layer and the step ----
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_plain_peers_compute_what_our_layer_and_step_do() -> None:
+    parts = [
+        gpu_plain.layer(replace(TINY, layers=1), 2, dtype=torch.float32, **FEW),
+        gpu_plain.gpt2(TINY, 2, precision="fp32", **FEW),
+    ]
+    for part in parts:
+        [found], rows = sorted_out(part)
+        assert list(found.seconds) == ["labkit", "plain, eager", "plain, compiled"] and rows == []
+        differences = found.facts["difference_from_ours"]
+        assert max(value for by_name in differences.values() for value in by_name.values()) < 1e-5
+
+
+def test_without_a_compiler_ours_is_still_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no C++ compiler\nset CXX")
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    [found], [row] = sorted_out(gpu_plain.layer(replace(TINY, layers=1), 2, dtype=torch.float32, **FEW))
+    assert list(found.seconds) == ["labkit", "plain, eager"]
+    assert row["case"].endswith(": plain, compiled") and row["could_not_run"] == "RuntimeError: no C++ compiler set CXX"
+
+
+# ---- attention ----
+
+
+def test_attention_is_compared_with_float64_and_a_missing_kernel_is_named() -> None:
+    sizes = {"a": gpu_attention.Sizes(3, 16, 8), "b": gpu_attention.Sizes(2, 16, 8, causal=False)}
+    found, rows = sorted_out(gpu_attention.attention(sizes, dtype=torch.float32, calls=2, **FEW))
+    assert [len(one.seconds) for one in found] == [3] * 4, "forward and backward, without cuDNN"
+    exact = [row for row in rows if "difference from float64" in row["case"]]
+    assert len(exact) == 2
+    for row in exact:
+        assert all(0 < value < 1e-6 for value in row["labkit, flash as in the ring"].values())
+        assert row["labkit, flash as in the ring"].keys() == {"output", "dq", "dk", "dv"}
+        assert row["SDPA, cuDNN"].startswith("RuntimeError: No viable backend")
+    dropped = [row["could_not_run"] for row in rows if "could_not_run" in row]
+    assert len(dropped) == 4 and all("No viable backend" in why for why in dropped)
+
+
+def test_operands_lie_as_the_layers_give_them() -> None:
+    """As `ParallelAttention.attend` cuts them out of the projection's output."""
+    given = gpu_attention.Operands.random(gpu_attention.Sizes(4, 16, 8), HOST, torch.float32)
+    mixed = torch.empty(16, 2, 2 * 3 * 8).view(16, 4, 3, 8)
+    of_layer = [x.reshape(16, -1, 8).transpose(0, 1)[None] for x in mixed.split((1, 1, 1), dim=2)]
+    assert [x.stride() for x in given.qkv] == [x.stride() for x in of_layer]
+    assert [x.shape for x in given.qkv] == [x.shape for x in of_layer]
+
+
+# ---- graphs ----
+
+
+def test_microseconds_of_python_in_a_replay() -> None:
+    assert gpu_replays.host_facts([100.0, 60.0], [40.0, 20.0], 4) == {
+        "host_us": [100.0, 60.0],
+        "host_us_a_replay": [25.0, 15.0],
+        "bare_us_a_replay": [10.0, 5.0],
+        "python_us_a_replay": [15.0, 10.0],
+    }
+    assert gpu_replays.host_facts([100.0, 60.0], None, 0) == {"host_us": [100.0, 60.0]}
+
+
+def test_the_host_is_timed_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(gpu_replays, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def takes(seconds: float) -> Any:
+        return lambda: clock.__setitem__(0, clock[0] + seconds)
+
+    found = gpu_replays.host_us([takes(1e-3), takes(5e-6), takes(2e-6)], HOST, repetitions=3)
+    assert found == pytest.approx([1000.0, 5.0, 2.0])
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_graphs_of_all_makers_stand_in_one_run() -> None:
+    [found], rows = sorted_out(gpu_replays.replays(TINY, 2, dtype=torch.float32, impl="emulated", **FEW))
+    assert len(found.seconds) == 5 and found.ours == "labkit, a graph a layer"
+    assert {row["case"].split(": ")[-1].split(",")[0] for row in rows} == {"torch.cuda.make_graphed_callables"}
+    assert len(rows) == 2 and all("CUDAGraph" in row["could_not_run"] for row in rows)
+    by_name = found.facts["by_name"]
+    assert "host_us_a_replay" not in by_name["eager"]
+    for name, count in {"labkit, a graph a layer": TINY.layers, "labkit, one graph": 1}.items():
+        one = by_name[name]
+        assert one["host_us_a_replay"] == pytest.approx([us / count for us in one["host_us"]], abs=0.1)
+        assert one.keys() >= {"bare_us_a_replay", "python_us_a_replay"}
+
+
+def test_prediction_from_one_layer_stands_beside_the_measured_pool() -> None:
+    small = replace(TINY, layers=1)
+    part = gpu_graph_memory.graph_memory(2, 4, 2, small, device=HOST, dtype=torch.float32, impl="emulated")
+    _, rows = sorted_out(part)
+    assert [row["case"].split("one layer on the ")[1] for row in rows] == ["host, measured", "device, measured"]
+    for row in rows:
+        assert row["graphs"] == [16, 16]  # 2 layers, 4 microbatches, forward and backward
+        assert row["over_predicted"] == 1.0
+        assert row["static inputs mib"][0] == row["static inputs mib"][1] > 0
+
+
+def test_one_layer_measured_by_the_allocator_is_what_its_history_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's counters are played by the emulated pool's, which has a history to compare with."""
+    backend = gpu_graph_memory.Watched(get_backend("emulated", []), HOST)
+    pool, since = backend.new_pool(), [0]
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: pool.live_bytes)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: since.__setitem__(0, len(pool.history)))
+
+    def peak(_: torch.device) -> int:
+        live = play_back(pool.history).live_bytes
+        return max(live[max(0, since[0] - 1) :])
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", peak)
+    small = replace(TINY, layers=1)
+    gpu_graph_memory.captured(small, 1, LAYER_ORDER, HOST, torch.float32, backend=backend, pool=pool)
+    assert len(backend.spans) == len(LAYER_ORDER)
+    assert gpu_graph_memory.from_spans(backend.spans) == layer_memory(pool.history)
+    with pytest.raises(ValueError, match="5 captures"):
+        gpu_graph_memory.from_spans(backend.spans[1:])
+
+
+# ---- where a step's time goes ----
+
+BACKWARD = "autograd::engine::evaluate_function: "
+PROFILE = [
+    Op((STEP,), 0, 100, annotated=True),
+    Op((STEP,), 0, 90, on_gpu=True, annotated=True),
+    Op((STEP, "forward-backward"), 0, 50, annotated=True, kernels=(("forward-backward", 40.0),)),
+    Op(("forward-backward",), 10, 50, on_gpu=True),  # the range again, without its mark
+    Op((STEP, "forward-backward", "aten::mm"), 0, 2, kernels=(("gemm", 20.0),)),
+    Op((STEP, "forward-backward", "_LinearCrossEntropy", "aten::mm"), 3, 4, kernels=(("gemm", 8.0),)),
+    Op((BACKWARD + "_LinearCrossEntropyBackward", "aten::mm"), 5, 6, kernels=(("gemm", 12.0),)),
+    Op((BACKWARD + "_LinearBackward", "aten::mm"), 7, 8, kernels=(("gemm", 30.0), ("split", 2.0))),
+    Op((STEP, "finalize-grads", "aten::norm"), 60, 61, kernels=(("norm", 3.0),)),
+    Op((STEP, "finalize-grads", "aten::item", "cudaStreamSynchronize"), 61, 66),
+    Op((STEP, "optimizer", "aten::_foreach_mul_"), 70, 71, kernels=(("scale", 4.0),)),
+    Op((STEP, "optimizer", "update", "aten::_fused_adamw_"), 72, 73, kernels=(("adamw", 10.0),)),
+    Op((STEP, "aten::zero_"), 74, 75, kernels=(("Memset", 1.0),)),
+    Op(("cudaDeviceSynchronize",), 101, 110),  # ours, behind the step
+    *(Op((name,), start, end, on_gpu=True) for name, start, end in (
+        ("gemm", 0, 20), ("gemm", 20, 28), ("gemm", 28, 40), ("gemm", 40, 70), ("split", 70, 72), ("norm", 72, 75),
+        ("scale", 75, 79), ("adamw", 79, 89), ("Memset", 89, 90), ("Memcpy DtoH", 90, 92),
+    )),
+]  # fmt: skip
+
+
+def test_kernels_belong_to_the_phase_that_launched_them() -> None:
+    found = by_phase(PROFILE, on_gpu=True)
+    assert found == pytest.approx(
+        {
+            "forward": 0.020,
+            "output layer and loss": 0.020,
+            "backward": 0.032,
+            "gradients: norm, check": 0.003,
+            "gradients: clip": 0.004,
+            "optimizer": 0.010,
+            "other": 0.003,  # the memset, and the copy that no operation claims
+        }
+    )
+    seen = work(PROFILE)
+    assert (seen.kernels, seen.kernel_seconds) == (8, pytest.approx(89e-6)), "no range, copy or fill"
+    assert waits(PROFILE) == (1, 5.0)
+
+
+def test_shares_of_a_step_sum_to_one() -> None:
+    row = shares({"forward": 2.0, "backward": 5.0}, 10.0)
+    assert row["share"] == {"forward": 0.2, "backward": 0.5, "GPU idle": 0.3}
+    assert row["ms"]["GPU idle"] == 3.0
+    overlapping = shares({"forward": 6.0, "backward": 6.0}, 10.0)
+    assert overlapping["share"] == {"forward": 0.5, "backward": 0.5, "GPU idle": 0.0}
+
+
+def test_phases_of_both_steps() -> None:
+    [found], rows = sorted_out(gpu_profile.where(TINY, 2, precision="fp32", **FEW))
+    assert list(found.seconds) == ["labkit", "plain, eager"]
+    both = {"forward", "backward", "gradients: norm, check", "optimizer", "GPU idle"}
+    assert both | {"output layer and loss", "gradients: clip"} <= rows[0]["ms"].keys()
+    assert both | {"loss"} <= rows[1]["ms"].keys()
+    for row in rows:
+        assert sum(row["share"].values()) == pytest.approx(1.0, abs=0.01)
+        assert row["host_waits"] == 0
+
+
+# ---- experts ----
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_plain_moe_layers_compute_what_ours_does() -> None:
+    # bf16, because torch traces its grouped product for no other type.
+    [found], [row] = sorted_out(gpu_moe_layers.moe_layers(EXPERTS, 2, dtype=torch.bfloat16, **FEW))
+    assert "Transformer Engine is not installed" in row["could_not_run"]
+    assert list(found.seconds) == [
+        "labkit", "labkit, dispatcher alltoall", "plain, loop over experts", "plain, grouped product",
+        "plain, grouped product, compiled", "plain, loop over experts, compiled",
+    ]  # fmt: skip
+    [found], _ = sorted_out(gpu_moe_layers.moe_layers(EXPERTS, 2, dtype=torch.float32, **FEW))
+    for name in ("plain, loop over experts", "plain, grouped product"):
+        assert max(found.facts["difference_from_ours"][name].values()) < 1e-5
+
+
+def test_experts_on_streams_and_in_a_loop_stand_beside_the_grouped_product() -> None:
+    found, rows = sorted_out(gpu_moe_layers.grouped_product(EXPERTS, 64, dtype=torch.float32, **FEW))
+    assert rows == [] and [len(one.seconds) for one in found] == [3] * 4
+    assert [one.case.rsplit(", ", 1)[1] for one in found] == ["forward", "forward and backward"] * 2
+    differences = [v for one in found for by_name in one.facts.get("difference_from_ours", {}).values()
+                   for v in by_name.values()]  # fmt: skip
+    assert len(differences) == 2 * 2 * (1 + 4) and max(differences) < 1e-5
+
+
+def test_gradients_of_the_loop_on_streams() -> None:
+    x, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (3, 4, 3)))
+    projection = gpu_moe_layers.OnStreams(nn.Parameter(weight.detach().clone()))
+    y = projection(x, Segments([2, 0, 3]))
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    got = x.grad
+    x.grad = None
+    torch.cat([rows @ w.t() for rows, w in zip(x.split([2, 0, 3]), weight, strict=True)]).backward(grad)
+    torch.testing.assert_close(got, x.grad)
+    torch.testing.assert_close(projection.weight.grad, weight.grad)
+    assert not projection.weight.grad[1].any(), "an expert without rows"
+
+
+def test_streams_wait_for_what_is_under_way_and_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            log.append(f"{self.name} after {other.name}")
+
+        def __enter__(self) -> None:
+            log.append(f"on {self.name}")
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("main"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    gpu_moe_layers.spread_over([Stream("a"), Stream("b")], [lambda i=i: log.append(f"job {i}") for i in range(3)])
+    assert log == [
+        "a after main", "b after main", "on a", "job 0", "on b", "job 1", "on a", "job 2",
+        "main after a", "main after b",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("experts", [8, 64])
+def test_loads_have_all_rows(experts: int) -> None:
+    found = gpu_moe_layers.loads(16384, experts)
+    assert all(int(counts.sum()) == 16384 and int(counts.min()) >= 0 for counts in found.values())
+    assert int(found["skewed"].max()) == 8192 and int(found["skewed"][-1]) == 0
+    assert int(found["nearly even"].max()) <= 1.1 * 16384 / experts
