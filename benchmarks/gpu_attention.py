@@ -8,10 +8,10 @@ layers give, and compared with the formula in float64.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,76 +64,57 @@ class Operands:
         return cls(sizes, (q, k, v), grad.transpose(0, 1)[None])
 
 
-class Form(Protocol):
-    """One way to compute attention."""
-
-    def forward(self) -> Tensor:
-        """[1, n, S, D]."""
-        ...
-
-    def backward(self) -> Sequence[Tensor]:
-        """dq, dk, dv, after a forward that is not done again."""
-        ...
+Form = tuple[Callable[[], Tensor], Callable[[], Sequence[Tensor]]]
+"""The forward, [1, n, S, D]; and dq, dk, dv of a forward that was done once and is not done again."""
 
 
-class OfTheRing:
+def of_the_ring(given: Operands) -> Form:
     """labkit's block of the ring: flash with its log-sum-exps."""
+    causal = given.sizes.causal
+    q, k, v = (x.detach() for x in given.qkv)
+    kept: list[Tensor] = []
 
-    def __init__(self, given: Operands) -> None:
-        self.given = given
-        self.q, self.k, self.v = (x.detach() for x in given.qkv)
+    def backward() -> Sequence[Tensor]:
+        if not kept:
+            kept.extend(attend(q, k, v, causal=causal))
+        return attend_backward(given.grad, q, k, v, kept[0], kept[1], causal=causal)
 
-    def forward(self) -> Tensor:
-        return self._forward()[0]
-
-    def backward(self) -> Sequence[Tensor]:
-        return attend_backward(self.given.grad, self.q, self.k, self.v, *self._kept, causal=self.given.sizes.causal)
-
-    def _forward(self) -> tuple[Tensor, Tensor]:
-        return attend(self.q, self.k, self.v, causal=self.given.sizes.causal)
-
-    @cached_property
-    def _kept(self) -> tuple[Tensor, Tensor]:
-        return self._forward()
+    return lambda: attend(q, k, v, causal=causal)[0], backward
 
 
-class Sdpa:
+def sdpa(given: Operands, backend: SDPBackend | None) -> Form:
     """scaled_dot_product_attention with one backend, or with torch's choice (None)."""
+    kept: list[Tensor] = []
 
-    def __init__(self, given: Operands, backend: SDPBackend | None) -> None:
-        self.given, self.backend = given, backend
+    def forward() -> Tensor:
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*given.qkv, is_causal=given.sizes.causal)
 
-    def forward(self) -> Tensor:
-        with self._chosen():
-            return F.scaled_dot_product_attention(*self.given.qkv, is_causal=self.given.sizes.causal)
+    def backward() -> Sequence[Tensor]:
+        if not kept:
+            kept.append(forward())
+        return torch.autograd.grad(kept[0], given.qkv, given.grad, retain_graph=True)
 
-    def backward(self) -> Sequence[Tensor]:
-        return torch.autograd.grad(self._kept, self.given.qkv, self.given.grad, retain_graph=True)
-
-    def _chosen(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.backend is None else sdpa_kernel(self.backend)
-
-    @cached_property
-    def _kept(self) -> Tensor:
-        return self.forward()
+    return forward, backward
 
 
 FORMS: dict[str, Callable[[Operands], Form]] = {
-    "labkit, flash as in the ring": OfTheRing,
-    "SDPA, flash": lambda given: Sdpa(given, SDPBackend.FLASH_ATTENTION),
-    "SDPA, cuDNN": lambda given: Sdpa(given, SDPBackend.CUDNN_ATTENTION),
-    "SDPA, as torch chooses": lambda given: Sdpa(given, None),
+    "labkit, flash as in the ring": of_the_ring,
+    "SDPA, flash": partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
+    "SDPA, cuDNN": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+    "SDPA, as torch chooses": partial(sdpa, backend=None),
 }
 
 
 def side(build: Callable[[Operands], Form], given: Operands, calls: int, *, forward: bool) -> Side:
     """`calls` forwards without autograd, or as many backwards."""
-    form, last = build(given), list[Tensor]()
+    ahead, back = build(given)
+    last: list[Tensor] = []
 
     def step() -> None:
         with torch.no_grad() if forward else nullcontext():
             for _ in range(calls):
-                last[:] = [form.forward()] if forward else form.backward()
+                last[:] = [ahead()] if forward else back()
 
     names = ("output",) if forward else ("dq", "dk", "dv")
     return Side(step, lambda: dict(zip(names, last, strict=True)))
@@ -151,10 +132,13 @@ def precise(given: Operands, heads: int) -> dict[str, Tensor]:
 def errors(case: str, given: Operands, heads: int) -> Row:
     """How far each form is from float64: |a - b| / |b| over the first heads."""
     exact, row = precise(given, heads), Row(case=f"{case}: difference from float64 on {heads} heads")
+    backends: dict[str, Any] = dict(SDPBackend.__members__)
+    choice = torch.ops.aten._fused_sdp_choice(*given.qkv, is_causal=given.sizes.causal)
+    row["torch_chooses"] = next((name for name, one in backends.items() if int(one) == choice), choice)
     for name, build in FORMS.items():
         try:
-            form = build(given)
-            found = dict(zip(exact, [form.forward(), *form.backward()], strict=True))
+            forward, backward = build(given)
+            found = dict(zip(exact, [forward(), *backward()], strict=True))
         except Exception as error:
             row[name] = reason(error)
             continue

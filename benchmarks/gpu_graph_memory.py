@@ -53,11 +53,11 @@ class Watched:
         return getattr(self.inner, name)
 
     @contextmanager
-    def capturing(self, pool: Any, name: str) -> Iterator[Any]:
+    def capturing(self, pool: Any, *given: Any, **options: Any) -> Iterator[Any]:
         """The inner backend's, between two looks at the allocator."""
         before, allocated = pool.live_bytes, torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        with self.inner.capturing(pool, name) as graph:
+        with self.inner.capturing(pool, *given, **options) as graph:
             yield graph
         peak = torch.cuda.max_memory_allocated(self.device) - allocated
         self.spans.append(Span(before, before + peak))

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from gpu_moe import STREAMS, Kernel, Loop, before_activation
-from gpu_peers import DEVICE, Row, Side, beside, compiled
+from gpu_peers import DEVICE, Row, Side, beside
 from gpu_plain import random_pair, stack_side
 from gpu_profile import on_the_gpu, profiled
 from harness import Comparison
@@ -96,9 +97,10 @@ class PlainMoE(nn.Module):
         return torch.zeros_like(x_TH).index_add_(0, tokens, rows)
 
 
-def our_layer(model: ModelConfig, moe: MoEConfig, made: Made) -> MoELayer:
-    """A layer of ours, always with the same weights."""
-    return MoELayer("moe", model, moe, single_process_groups(device=made["device"]), seed=1, **made)
+@cache
+def our_layer(model: ModelConfig, moe: MoEConfig, device: torch.device, dtype: torch.dtype) -> MoELayer:
+    """A layer of ours. Its many weights are drawn once; plain layers copy them."""
+    return MoELayer("moe", model, moe, single_process_groups(device=device), seed=1, device=device, dtype=dtype)
 
 
 def moe_side(model: ModelConfig, moe: MoEConfig, wrap: Callable[[MoELayer], Any], batch: int, made: Made) -> Side:
@@ -106,7 +108,7 @@ def moe_side(model: ModelConfig, moe: MoEConfig, wrap: Callable[[MoELayer], Any]
     called and what holds the weights."""
     if model.transformer_impl == "transformer_engine" and (missing := why_no_transformer_engine()) is not None:
         raise RuntimeError(missing)
-    wrapped = wrap(our_layer(model, moe, made))
+    wrapped = wrap(our_layer(model, moe, **made))
     run, holder = wrapped if isinstance(wrapped, tuple) else (wrapped, wrapped)
     x, grad = random_pair(model, batch, made["device"], made["dtype"])
     weights = holder.experts if isinstance(holder, MoELayer) else holder
@@ -118,7 +120,7 @@ def plain(grouped: bool, **options: Any) -> Callable[[MoELayer], Any]:
 
     def wrap(ours: MoELayer) -> Any:
         made = PlainMoE(ours, grouped=grouped)
-        return (compiled(made, **options), made) if options else made
+        return (torch.compile(made, **options), made) if options else made
 
     return wrap
 
@@ -150,6 +152,7 @@ def moe_layers(
         flops = 3 * 3 * 2 * rows * model.hidden * (moe.ffn_hidden or 4 * model.hidden)
         case = f"MoE layer, {name}: h{model.hidden} s{model.seq_length} b{batch}, {rows} rows, forward and backward"
         yield from beside(case, builds, device=device, tolerance=TOLERANCE, repetitions=repetitions, flops=flops)
+        our_layer.cache_clear()
 
 
 # ---- a grouped product beside loops ----
@@ -222,18 +225,17 @@ def loads(rows: int, experts: int) -> dict[str, Tensor]:
     return found
 
 
-def experts_side(model: ModelConfig, moe: MoEConfig, counts: Tensor, made: Made, linear: Any, *, forward: bool) -> Side:
-    """All experts on sorted rows: two projections and what is between; `linear(weight)` in the place of ours."""
-    groups = single_process_groups(device=made["device"])
-    experts = GroupedExperts("experts", model, moe, groups, seed=1, **made)
+def experts_side(given: GroupedExperts, counts: Tensor, made: Made, linear: Any, *, forward: bool) -> Side:
+    """All experts on sorted rows: two projections and what is between; `linear(weight)` in the place of ours. The
+    weights are those of `given`, and shared."""
+    experts = copy(given)
+    experts._modules = dict(given._modules)
     if linear is not None:
-        experts.fc1, experts.fc2 = linear(experts.fc1.weight), linear(experts.fc2.weight)
-    generator = torch.Generator(made["device"]).manual_seed(0)
-    count = int(counts.sum())
-    x, grad = (
-        torch.randn(count, model.hidden, device=made["device"], generator=generator).to(made["dtype"]) for _ in range(2)
-    )
-    probs = torch.rand(count, device=made["device"], generator=generator)
+        experts.fc1, experts.fc2 = linear(given.fc1.weight), linear(given.fc2.weight)
+    device, shape = made["device"], (int(counts.sum()), given.input_shape[1])
+    generator = torch.Generator(device).manual_seed(0)
+    x, grad = (torch.randn(shape, device=device, generator=generator).to(made["dtype"]) for _ in range(2))
+    probs = torch.rand(shape[0], device=device, generator=generator)
     if not forward:
         return stack_side(lambda x: experts(x, counts, probs), experts, x, grad, [experts], batch_first=False)
     output: list[Tensor] = []
@@ -261,11 +263,13 @@ def grouped_product(
 ) -> Iterator[Comparison | Row]:
     """G5 beside the loop on streams: experts on rows that are sorted already, forward, and forward and backward."""
     made: Made = {"device": device, "dtype": dtype}
+    groups = single_process_groups(device=device)
     linears = {"labkit, grouped product": None, f"loop on {STREAMS} streams": OnStreams, "loop over experts": Loop}
     for name, (model, moe) in layers.items():
         flops = 3 * 2 * rows * model.hidden * (moe.ffn_hidden or 4 * model.hidden)
+        experts = GroupedExperts("experts", model, moe, groups, seed=1, **made)
         for load, counts in loads(rows, moe.num_experts).items():
-            given = (model, moe, counts, made)
+            given = (experts, counts, made)
             for forward in (True, False):
                 builds = {key: partial(experts_side, *given, one, forward=forward) for key, one in linears.items()}
                 words = "forward" if forward else "forward and backward"

@@ -7,6 +7,7 @@ go on without it.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from gpu_steps import DEVICE, LOAD
 from harness import Comparison, interleave
 from torch import Tensor, nn
 
-__all__ = ["DEVICE", "Side", "beside", "compiled", "difference", "reason", "synchronize", "timed"]
+__all__ = ["DEVICE", "Side", "beside", "difference", "reason", "synchronize", "timed"]
 
 WARMUP = 3
 """Steps of each side before its memory is measured: kernels are compiled, graphs captured and states allocated."""
@@ -128,6 +129,7 @@ def beside(
     flops: of a step, for everyone's TFLOP/s.
     describe: what else is told of a side, given its median seconds, or None where the times are rejected.
     """
+    forget_compiled()
     open_workspaces(device)
     ready: dict[str, Side] = {}
     weights: dict[str, dict[str, float]] = {}
@@ -142,14 +144,16 @@ def beside(
                 raise
             yield {"case": f"{case}: {name}", "could_not_run": reason(error)}
             continue
+        found = {key: difference(tensor, expected[key]) for key, tensor in results.items()} if ready else {}
         if not ready:
             expected = {key: tensor.detach().clone() for key, tensor in results.items()}
-        else:
-            found = {key: difference(tensor, expected[key]) for key, tensor in results.items()}
+        if side.passes is not None:  # sides may share weights: the next one starts without gradients
+            side.passes[0]()
+        if found:
             differences[name] = {key: float(f"{value:.2g}") for key, value in found.items()}
-            if not all(value <= tolerance for value in found.values()):
-                yield {"case": f"{case}: {name}", "not_the_same": differences.pop(name), "tolerance": tolerance}
-                continue
+        if not all(value <= tolerance for value in found.values()):
+            yield {"case": f"{case}: {name}", "not_the_same": differences.pop(name), "tolerance": tolerance}
+            continue
         ready[name], weights[name] = side, weight
         del side, results
     found = timed(case, {name: side.step for name, side in ready.items()}, device, repetitions=repetitions)
@@ -161,11 +165,19 @@ def beside(
         facts["tflop_per_s"] = {name: round(flops / found.median(name) / 1e12, 1) for name in ready}
     if describe is not None:
         medians = {name: None if found.rejected else found.median(name) for name in ready}
-        facts["by_name"] = {name: describe(side, medians[name]) for name, side in ready.items()}
+        facts["by_name"] = {name: told(describe, side, medians[name]) for name, side in ready.items()}
     yield replace(found, facts=found.facts | facts)
 
 
-def compiled(module: Any, **options: Any) -> Any:
-    """`torch.compile(module)` without what an earlier compilation in this process left; errors are raised."""
-    torch._dynamo.reset()
-    return torch.compile(module, **options)
+def told(describe: Callable[[Side, float | None], Row], side: Side, seconds: float | None) -> Row:
+    """What `describe` tells; the reason where it fails, for the times stand without it."""
+    try:
+        return describe(side, seconds)
+    except Exception as error:
+        return {"not_described": reason(error)}
+
+
+def forget_compiled() -> None:
+    """Drop what torch.compile keeps of earlier sizes: it would take changed sizes for variable ones."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()

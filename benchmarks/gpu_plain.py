@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from gpu_peers import DEVICE, Row, Side, beside, compiled
+from gpu_peers import DEVICE, Row, Side, beside
 from gpu_steps import batches, layer_flops
 from harness import Comparison
 from plain_gpt import Block, PlainGPT
@@ -173,7 +173,7 @@ def layer(
     builds = {
         "labkit": lambda: our_layer_side(*sizes),
         "plain, eager": lambda: plain_layer_side(*sizes, lambda block: block),
-        "plain, compiled": lambda: plain_layer_side(*sizes, lambda block: compiled(block, fullgraph=True)),
+        "plain, compiled": lambda: plain_layer_side(*sizes, lambda block: torch.compile(block, fullgraph=True)),
     }
     case = f"layer h{config.hidden} s{config.seq_length} b{batch} beside plain torch, forward and backward"
     flops = layer_flops(config, batch)
@@ -273,7 +273,7 @@ def gpt2(
         "labkit": lambda: our_training(model, micro_batch, **made).side(),
         "plain, eager": lambda: plain_training(model, micro_batch, **made).side(),
         "plain, compiled": lambda: plain_training(
-            model, micro_batch, **made, wrap=lambda plain: compiled(plain, fullgraph=True)
+            model, micro_batch, **made, wrap=lambda plain: torch.compile(plain, fullgraph=True)
         ).side(),
     }
     case = (

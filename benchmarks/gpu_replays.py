@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from gpu_graphs import PLAIN
-from gpu_peers import DEVICE, Row, Side, beside, compiled, synchronize
+from gpu_peers import DEVICE, Row, Side, beside, synchronize
 from gpu_plain import LAYER_TOLERANCE, our_layers, plain_blocks, random_pair, stack_side
 from gpu_profile import profiled, work
 from harness import Comparison
@@ -40,20 +40,6 @@ class Replays(Side):
     """Replays all graphs of a forward and of a backward, and nothing else."""
 
 
-class Chain(nn.Module):
-    """Layers one after the other, as one module."""
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[S, B, H] -> [S, B, H]."""
-        for one in self.layers:
-            x = one(x)
-        return x
-
-
 def chain(functions: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
     """One after the other."""
     for function in functions:
@@ -71,7 +57,7 @@ class Sides:
     def ours(self, whole: bool, make: Callable[[tuple[nn.Module, ...], Any], Sequence[Any]] | None) -> Replays:
         """A stack of our layers, graphed by `make`, as one callable or as one for each layer; None stays eager."""
         layers = our_layers(self.config, self.device, self.dtype)
-        callables: tuple[nn.Module, ...] = (Chain(layers),) if whole else tuple(layers)
+        callables: tuple[nn.Module, ...] = (nn.Sequential(*layers),) if whole else tuple(layers)
         graphed: Sequence[Any] = callables
         if make is not None:
             graphed = make(callables, tuple((self.x.detach().clone().requires_grad_(),) for _ in callables))
@@ -93,12 +79,14 @@ class Sides:
 
     def by_torch(self, whole: bool) -> Side:
         """torch's function; it puts the graphs into the modules' forward."""
+        if self.device.type != "cuda":
+            raise RuntimeError("torch.cuda.make_graphed_callables captures on a GPU alone")
         return self.ours(whole, torch.cuda.make_graphed_callables)
 
     def reduce_overhead(self) -> Side:
         """The plain stack, compiled with graphs."""
         blocks = plain_blocks(self.config, self.device, self.dtype)
-        run = compiled(blocks, mode="reduce-overhead", fullgraph=True)
+        run = torch.compile(blocks, mode="reduce-overhead", fullgraph=True)
 
         def step(x: Tensor) -> Tensor:
             torch.compiler.cudagraph_mark_step_begin()

@@ -53,13 +53,12 @@ def sorted_out(part: Iterator[Any]) -> tuple[list[Comparison], list[dict[str, An
 @pytest.fixture
 def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled peers are traced as on a GPU, and run without generated code, which takes a minute to build."""
+    original = torch.compile
 
     def traced(module: nn.Module, *, fullgraph: bool, mode: str | None = None) -> Any:
-        torch._dynamo.reset()
-        return torch.compile(module, backend="aot_eager", fullgraph=fullgraph)
+        return original(module, backend="aot_eager", fullgraph=fullgraph)
 
-    for module in (gpu_plain, gpu_replays, gpu_moe_layers):
-        monkeypatch.setattr(module, "compiled", traced)
+    monkeypatch.setattr(torch, "compile", traced)
 
 
 # ---- how sides are set beside each other ----
@@ -110,6 +109,29 @@ def test_what_is_told_of_a_side_gets_its_time_unless_rejected(monkeypatch: pytes
         assert found.facts["by_name"]["peer"] == {"told": repetitions == 15}
     assert given == [None, None, 0.5, 1.0]
     assert found.facts["tflop_per_s"] == {"ours": 4.0, "peer": 2.0}
+
+
+def test_what_cannot_be_told_does_not_take_the_times_along() -> None:
+    def describe(*_: Any) -> dict[str, Any]:
+        raise ZeroDivisionError("no kernel was seen")
+
+    part = beside("case", {"ours": lambda: side(1.0)}, device=HOST, describe=describe, repetitions=2)
+    [found], rows = sorted_out(part)
+    assert rows == [] and list(found.seconds) == ["ours"]
+    assert found.facts["by_name"] == {"ours": {"not_described": "ZeroDivisionError: no kernel was seen"}}
+
+
+def test_sides_that_share_weights_start_without_gradients() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    seen: list[bool] = []
+
+    def build() -> Side:
+        seen.append(weight.grad is None)
+        passes = (lambda: setattr(weight, "grad", None), lambda: None, lambda: weight.sum().backward())
+        return Side(lambda: [one() for one in passes], lambda: {"gradient": weight.grad + 0}, passes)  # type: ignore[operator]
+
+    sorted_out(beside("case", {"ours": build, "peer": build}, device=HOST, repetitions=2))
+    assert seen == [True, True]
 
 
 def test_memory_of_a_side_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +190,7 @@ def test_attention_is_compared_with_float64_and_a_missing_kernel_is_named() -> N
         assert all(0 < value < 1e-6 for value in row["labkit, flash as in the ring"].values())
         assert row["labkit, flash as in the ring"].keys() == {"output", "dq", "dk", "dv"}
         assert row["SDPA, cuDNN"].startswith("RuntimeError: No viable backend")
+        assert row["torch_chooses"] == "FLASH_ATTENTION"
     dropped = [row["could_not_run"] for row in rows if "could_not_run" in row]
     assert len(dropped) == 4 and all("No viable backend" in why for why in dropped)
 
@@ -210,7 +233,7 @@ def test_graphs_of_all_makers_stand_in_one_run() -> None:
     [found], rows = sorted_out(gpu_replays.replays(TINY, 2, dtype=torch.float32, impl="emulated", **FEW))
     assert len(found.seconds) == 5 and found.ours == "labkit, a graph a layer"
     assert {row["case"].split(": ")[-1].split(",")[0] for row in rows} == {"torch.cuda.make_graphed_callables"}
-    assert len(rows) == 2 and all("CUDAGraph" in row["could_not_run"] for row in rows)
+    assert len(rows) == 2 and all("on a GPU alone" in row["could_not_run"] for row in rows)
     by_name = found.facts["by_name"]
     assert "host_us_a_replay" not in by_name["eager"]
     for name, count in {"labkit, a graph a layer": TINY.layers, "labkit, one graph": 1}.items():
