@@ -130,7 +130,7 @@ def graph_memory(
     order = one_f_one_b(pp, microbatches).order(0)
     open_workspaces(device, dtype)
     known: dict[str, LayerMemory] = {}
-    case = f"graphs of stage 0, 1F1B pp{pp} M{microbatches}, {layers} layers h{config.hidden} s{config.seq_length}"
+    case = f"G7: graphs of stage 0, 1F1B pp{pp} M{microbatches}, {layers} layers h{config.hidden} s{config.seq_length}"
     for where, place in {"host": HOST, "device": device}.items():
         try:
             known[where] = of_one_layer(config, place, dtype)

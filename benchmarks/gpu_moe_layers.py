@@ -150,7 +150,7 @@ def moe_layers(
         builds = {key: partial(moe_side, *one, batch, made) for key, one in sides.items()}
         rows = batch * model.seq_length * moe.top_k
         flops = 3 * 3 * 2 * rows * model.hidden * (moe.ffn_hidden or 4 * model.hidden)
-        case = f"MoE layer, {name}: h{model.hidden} s{model.seq_length} b{batch}, {rows} rows, forward and backward"
+        case = f"G5: MoE layer, {name}: h{model.hidden} s{model.seq_length} b{batch}, {rows} rows, forward and backward"
         yield from beside(case, builds, device=device, tolerance=TOLERANCE, repetitions=repetitions, flops=flops)
         our_layer.cache_clear()
 
@@ -275,7 +275,7 @@ def grouped_product(
                 words = "forward" if forward else "forward and backward"
                 shown = forward and device.type == "cuda"
                 yield from beside(
-                    f"experts, {name}: {rows} rows, {load}, {words}", builds, device=device, tolerance=TOLERANCE,
+                    f"G5: experts, {name}: {rows} rows, {load}, {words}", builds, device=device, tolerance=TOLERANCE,
                     repetitions=repetitions, flops=flops if forward else 3 * flops,
                     describe=(lambda side, _: launches(side, device)) if shown else None,
                 )  # fmt: skip

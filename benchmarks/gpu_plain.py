@@ -175,7 +175,7 @@ def layer(
         "plain, eager": lambda: plain_layer_side(*sizes, lambda block: block),
         "plain, compiled": lambda: plain_layer_side(*sizes, lambda block: torch.compile(block, fullgraph=True)),
     }
-    case = f"layer h{config.hidden} s{config.seq_length} b{batch} beside plain torch, forward and backward"
+    case = f"G1: layer h{config.hidden} s{config.seq_length} b{batch} beside plain torch, forward and backward"
     flops = layer_flops(config, batch)
     yield from beside(case, builds, device=device, tolerance=LAYER_TOLERANCE, repetitions=repetitions, flops=flops)
 
@@ -276,8 +276,7 @@ def gpt2(
             model, micro_batch, **made, wrap=lambda plain: torch.compile(plain, fullgraph=True)
         ).side(),
     }
-    case = (
-        f"GPT, {model.layers} layers h{model.hidden} s{model.seq_length} b{micro_batch}, whole step beside plain torch"
-    )
+    sizes = f"{model.layers} layers h{model.hidden} s{model.seq_length} b{micro_batch}"
+    case = f"G2: GPT, {sizes}, whole step beside plain torch"
     flops = counts.step_flops(model, samples=micro_batch, causal=True).total
     yield from beside(case, builds, device=device, tolerance=LOSS_TOLERANCE, repetitions=repetitions, flops=flops)

@@ -169,7 +169,7 @@ def where(
     for one in sides.values():
         for _ in range(3):
             one.step(no_ranges)
-    case = f"GPT, {model.layers} layers h{model.hidden} s{model.seq_length} b{micro_batch}, whole step in phases"
+    case = f"G2: GPT, {model.layers} layers h{model.hidden} s{model.seq_length} b{micro_batch}, whole step in phases"
     steps = {name: one.side().step for name, one in sides.items()}
     found = timed(case, steps, device, repetitions=repetitions)
     yield found

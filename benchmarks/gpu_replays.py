@@ -166,7 +166,7 @@ def replays(
         "torch.cuda.make_graphed_callables, a graph a layer": lambda: make.by_torch(False),
         "torch.cuda.make_graphed_callables, one graph": lambda: make.by_torch(True),
     }
-    case = f"{config.layers} layers h{config.hidden} s{config.seq_length} b{batch}, graphs beside torch's"
+    case = f"G4: {config.layers} layers h{config.hidden} s{config.seq_length} b{batch}, graphs beside torch's"
     yield from beside(
         f"{case}, forward and backward", builds, device=device, tolerance=LAYER_TOLERANCE, repetitions=repetitions,
         describe=lambda side, seconds: describe(side, seconds, device),
