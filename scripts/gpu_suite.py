@@ -21,9 +21,7 @@ failed, but a part was not started in time or there is no GPU: not everything wa
 from __future__ import annotations
 
 import argparse
-import ast
 import ctypes
-import hashlib
 import json
 import os
 import resource
@@ -33,157 +31,23 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from gpu_parts import KINDS, ROOT, Part, read_parts
 from gpu_records import BAD, Memory, Record, Result
 
-ROOT = Path(__file__).resolve().parent.parent
 MARK = "LABKIT_GPU_PART"
 """Environment variable by which the processes of a part are found, also those in sessions of their own."""
 SKIPPED = 77
 """Exit code of a command or benchmark that cannot run here."""
 LOG_BYTES = 200_000
 """How much of a part's output is kept, from its end."""
-KINDS = ("test", "benchmark", "command")
 
-# ---- parts ----
-
-
-@dataclass(frozen=True)
-class Part:
-    """One line of the table."""
-
-    name: str
-    phase: int
-    seconds: float
-    test: str = ""
-    benchmark: str = ""
-    command: tuple[str, ...] = ()
-    select: str = ""
-    together: bool = False
-    files: tuple[str, ...] = ()
-
-    @property
-    def kind(self) -> str:
-        """Which of the three ways to run it was given."""
-        return next(kind for kind in KINDS if getattr(self, kind))
-
-    def words(self, folder: Path) -> list[str]:
-        """Its command line; reports go to `folder`."""
-        if self.test:
-            chosen = ["-k", self.select] if self.select else []
-            plain = ["-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider", "-p", "gpu_missing_packages"]
-            shown = ["-m", "not sweep", "--import-mode=importlib", "-v", "--tb=short", f"--junitxml={folder / 'junit'}"]
-            return [sys.executable, "-m", "pytest", *plain, *shown, *chosen, self.test]
-        if self.benchmark:
-            return [sys.executable, "benchmarks/gpu.py", self.benchmark, "--out", str(folder / "rows")]
-        return [sys.executable if word == "python" else word for word in self.command]
-
-    def key(self, versions: str) -> str:
-        """Hash of all that its outcome depends on: labkit, its own files, itself but for the time limit, versions."""
-        told = hashlib.sha256(f"{versions} {self.words(Path())[1:]}".encode())
-        own = [ROOT / name for name in self.files]
-        if self.test:
-            file = ROOT / self.test.split("::")[0]
-            own += sources([file, file.parent / "conftest.py", ROOT / "tests" / "conftest.py"])
-        if self.benchmark:
-            own += sources([ROOT / "benchmarks" / f"{module_of(self.benchmark)}.py"])
-        for path in sorted(set(own)):
-            told.update(f"{path} {digest(path)}".encode())
-        told.update(package_digest().encode())
-        return told.hexdigest()
-
-
-def read_parts(path: Path) -> list[Part]:
-    """The table.
-
-    Raises:
-        ValueError: the file, the part and what is wrong with it.
-    """
-    try:
-        table = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no table of parts: {error}") from error
-    parts = []
-    for number, entry in enumerate(table):
-        try:
-            lists = {key: tuple(entry[key]) for key in ("command", "files") if key in entry}
-            part = Part(**(entry | lists))
-        except TypeError as error:
-            raise ValueError(f"{path}, part {number}: {error}") from error
-        if sum(bool(getattr(part, kind)) for kind in KINDS) != 1:
-            raise ValueError(f"{path}, part {part.name!r}: give one of {', '.join(KINDS)}")
-        if part.phase not in (1, 2, 3) or part.seconds <= 0:
-            raise ValueError(f"{path}, part {part.name!r}: phase is 1, 2 or 3, and seconds are above 0")
-        parts.append(part)
-    names = [part.name for part in parts]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{path}: the name {twice[0]!r} is given twice")
-    return parts
-
-
-@cache
-def benchmark_table() -> dict[str, str]:
-    """`PARTS` of benchmarks/gpu.py, read without running that file."""
-    tree = ast.parse((ROOT / "benchmarks" / "gpu.py").read_text())
-    for node in tree.body:
-        target = node.target if isinstance(node, ast.AnnAssign) else None
-        if isinstance(node, ast.AnnAssign) and isinstance(target, ast.Name) and target.id == "PARTS" and node.value:
-            return ast.literal_eval(node.value)
-    raise ValueError("benchmarks/gpu.py holds no table PARTS")
-
-
-def module_of(benchmark: str) -> str:
-    """The module that holds a benchmark part."""
-    return benchmark_table().get(benchmark, benchmark).split(":")[0]
-
-
-# ---- what an outcome depends on ----
-
-
-@cache
-def digest(path: Path) -> str:
-    """Hash of a file; of a file that is missing, a word."""
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "missing"
-
-
-@cache
-def package_digest() -> str:
-    """Hash of all of labkit: imports are lazy, so any part may reach any module."""
-    paths = sorted(path for path in (ROOT / "labkit").rglob("*") if path.is_file() and path.suffix != ".pyc")
-    told = "".join(f"{path.relative_to(ROOT)} {digest(path)}\n" for path in paths)
-    return hashlib.sha256(told.encode()).hexdigest()
-
-
-def sources(start: Iterable[Path]) -> set[Path]:
-    """These files and all of tests/ and benchmarks/ that they import, directly or not."""
-    todo, found = [path for path in start if path.is_file()], set()
-    while todo:
-        path = todo.pop()
-        if path not in found:
-            found.add(path)
-            todo += [file for name in imported(path) for file in beside(path, name)]
-    return found
-
-
-def imported(path: Path) -> Iterator[str]:
-    """Names of the modules that a file imports anywhere in its text."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-
-
-def beside(path: Path, module: str) -> list[Path]:
-    """Where a module of that name lies next to the file, in tests/ or in benchmarks/."""
-    name = module.split(".")[-1] + ".py"
-    return [file for folder in (path.parent, ROOT / "tests", ROOT / "benchmarks") if (file := folder / name).is_file()]
+# ---- one part as a process ----
 
 
 def look_at_machine() -> dict[str, Any]:
@@ -196,9 +60,6 @@ def look_at_machine() -> dict[str, Any]:
     except (subprocess.SubprocessError, ValueError, IndexError) as error:
         told = getattr(error, "stderr", "") or str(error)
         return {"python": sys.version.split()[0], "unknown": f"{type(error).__name__}: {told.strip()[-300:]}"}
-
-
-# ---- one part as a process ----
 
 
 def prepare_child() -> None:

@@ -24,6 +24,12 @@ time.sleep(600)'], start_new_session=True); time.sleep(600)"
 )
 
 
+@pytest.fixture
+def script(load_script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return load_script("gpu_suite")
+
+
 def part(name: str, code: str, phase: int = 1, seconds: float = 60, **more: Any) -> dict[str, Any]:
     """A part that runs a line of Python."""
     return {"name": name, "phase": phase, "seconds": seconds, "command": ["python", "-c", code], **more}
@@ -292,14 +298,13 @@ def test_a_missing_package_is_found_in_an_error_of_this_process_and_of_a_rank(sc
 
 
 @pytest.fixture
-def script(load_script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return load_script("gpu_suite")
+def table(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    return load_script("gpu_parts")
 
 
-def test_the_table_holds_every_gpu_test_and_every_benchmark_part(script: ModuleType) -> None:
-    parts = script.read_parts(ROOT / "scripts" / "gpu_parts.json")
-    assert {one.benchmark for one in parts if one.benchmark} == set(script.benchmark_table()), "gpu.py --list"
+def test_the_table_holds_every_gpu_test_and_every_benchmark_part(table: ModuleType) -> None:
+    parts = table.read_parts(ROOT / "scripts" / "gpu_parts.json")
+    assert {one.benchmark for one in parts if one.benchmark} == set(table.benchmark_table()), "gpu.py --list"
     by_file: dict[str, list[str]] = {}
     for one in parts:
         if one.test.startswith("tests/gpu/") and "::" not in one.test:
@@ -319,15 +324,15 @@ def test_the_table_holds_every_gpu_test_and_every_benchmark_part(script: ModuleT
     assert all((ROOT / one.test.split("::")[0]).is_file() for one in parts if one.test)
 
 
-def test_a_key_follows_what_a_part_imports_and_the_versions(script: ModuleType, tmp_path: Path, monkeypatch) -> None:
-    files = script.sources([ROOT / "tests" / "gpu" / "test_graph_rules_gpu.py"])
+def test_a_key_follows_what_a_part_imports_and_the_versions(table: ModuleType, tmp_path: Path, monkeypatch) -> None:
+    files = table.sources([ROOT / "tests" / "gpu" / "test_graph_rules_gpu.py"])
     assert {ROOT / "tests" / "graph_rules.py", ROOT / "tests" / "graph_rules_numbers.py"} <= files
-    files = script.sources([ROOT / "benchmarks" / "gpu_precision.py"])
+    files = table.sources([ROOT / "benchmarks" / "gpu_precision.py"])
     assert {ROOT / "benchmarks" / f"{name}.py" for name in ("gpu_training", "gpu_steps", "harness")} <= files
-    one = script.Part("a", 1, 60, test="tests/gpu/test_random_gpu.py")
+    one = table.Part("a", 1, 60, test="tests/gpu/test_random_gpu.py")
     before = one.key("torch 2.11")
-    assert before == script.Part("b", 2, 90, test="tests/gpu/test_random_gpu.py").key("torch 2.11")
+    assert before == table.Part("b", 2, 90, test="tests/gpu/test_random_gpu.py").key("torch 2.11")
     assert before != one.key("torch 2.13")
-    assert before != script.Part("a", 1, 60, test="tests/gpu/test_moe_gpu.py").key("torch 2.11")
-    monkeypatch.setattr(script, "package_digest", lambda: "labkit changed")
+    assert before != table.Part("a", 1, 60, test="tests/gpu/test_moe_gpu.py").key("torch 2.11")
+    monkeypatch.setattr(table, "package_digest", lambda: "labkit changed")
     assert before != one.key("torch 2.11")
