@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from gpu_graphs import PLAIN
 from gpu_peers import DEVICE, Row, held, open_workspaces, reason
 from gpu_plain import our_layers
+from gpu_steps import PLAIN
 from torch import Tensor
 
 from labkit.config import ModelConfig

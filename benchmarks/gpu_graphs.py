@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from gpu_steps import DEVICE, Step, batches, synchronize, timed
+from gpu_steps import DEVICE, PLAIN, Step, batches, synchronize, timed
 from harness import Comparison
 
 from labkit.config import GraphConfig, ModelConfig, MoEConfig, OptimConfig, RunConfig, TrainConfig
@@ -30,7 +30,6 @@ from labkit.train.metrics import Timers
 from labkit.train.pipeline import Pipeline
 from labkit.train.pretraining import Run, setup_model_and_optimizer
 
-PLAIN: dict[str, Any] = {"embedding_dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
 SMALL = ModelConfig(layers=12, hidden=768, heads=12, seq_length=256, vocab_size=1024, **PLAIN)
 LARGE = ModelConfig(layers=4, hidden=4096, heads=32, seq_length=2048, vocab_size=1024, **PLAIN)
 SIZES = {"launch-bound: 12 layers, h768 s256 b1": (SMALL, 1), "compute-bound: 4 layers, h4096 s2048 b2": (LARGE, 2)}

@@ -226,7 +226,7 @@ def launches(
 ) -> Iterator[dict[str, Any]]:
     """Kernels and idle time up to the activation: one grouped product, and a loop on streams."""
     for count, (hidden, width) in shapes.items():
-        model = ModelConfig(layers=1, hidden=hidden, heads=16, activation="swiglu")
+        model = ModelConfig(hidden=hidden, heads=16, activation="swiglu", use_cpu_initialization=False)
         moe, groups = MoEConfig(num_experts=count, ffn_hidden=width // 2), single_process_groups(device=device)
         experts = GroupedExperts("experts", model, moe, groups, dtype=torch.bfloat16, device=device)
         tokens_NH = torch.randn(rows, hidden, device=device, dtype=torch.bfloat16)

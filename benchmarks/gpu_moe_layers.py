@@ -32,7 +32,7 @@ from labkit.moe.grouped_gemm import Segments
 from labkit.moe.layer import MoELayer
 from labkit.parallel import single_process_groups
 
-SWIGLU: dict[str, Any] = {"layers": 1, "activation": "swiglu", "bias": False}
+SWIGLU: dict[str, Any] = {"layers": 1, "activation": "swiglu", "bias": False, "use_cpu_initialization": False}
 LAYERS = {
     "8 experts, top 2, as Mixtral 8x7B's with half their width": (
         ModelConfig(hidden=4096, heads=32, seq_length=2048, **SWIGLU),

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from gpu_steps import DEVICE, LOAD
-from harness import Comparison, interleave
+from gpu_steps import DEVICE, gemm_rate, peak_rate, rates, timed
+from harness import Comparison
 from torch import Tensor, nn
 
-__all__ = ["DEVICE", "Side", "beside", "difference", "reason", "synchronize", "timed"]
+__all__ = ["DEVICE", "Side", "beside", "difference", "reason"]
 
 WARMUP = 3
 """Steps of each side before its memory is measured: kernels are compiled, graphs captured and states allocated."""
@@ -39,12 +39,6 @@ class Side:
 
 
 # ---- what is measured of one side ----
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for a GPU; the host has always finished."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def reason(error: BaseException) -> str:
@@ -97,12 +91,6 @@ def open_workspaces(device: torch.device, dtype: torch.dtype = torch.bfloat16) -
 # ---- all sides ----
 
 
-def timed(case: str, steps: Mapping[str, Step], device: torch.device, *, repetitions: int = 15) -> Comparison:
-    """Interleaved, with a GPU idle at both ends of every repetition."""
-    wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None
-    return interleave(case, steps, repetitions=repetitions, warmup=1, synchronize=wait, max_load=LOAD)
-
-
 def warmed_up(build: Callable[[], Side], device: torch.device) -> tuple[Side, dict[str, float]]:
     """A side after its warm-up, and its memory."""
     before = held(device)
@@ -126,7 +114,7 @@ def beside(
 
     builds: by name, ours first. Each is built, warmed up and measured in memory while the others stand still.
     tolerance: largest relative difference of a peer's results from ours; a peer beyond it is not timed.
-    flops: of a step, for everyone's TFLOP/s.
+    flops: of a step, for everyone's TFLOP/s and the utilisation of ours.
     describe: what else is told of a side, given its median seconds, or None where the times are rejected.
     """
     forget_compiled()
@@ -156,7 +144,8 @@ def beside(
             continue
         ready[name], weights[name] = side, weight
         del side, results
-    found = timed(case, {name: side.step for name, side in ready.items()}, device, repetitions=repetitions)
+    steps = {name: side.step for name, side in ready.items()}
+    found = timed(case, steps, repetitions=repetitions, warmup=1, device=device)
     facts: Row = {"difference_from_ours": differences} if any(differences.values()) else {}
     for key in ("peak_gib", "graph_pools_gib"):
         by_name = {name: weight[key] for name, weight in weights.items() if key in weight}
@@ -166,7 +155,8 @@ def beside(
     if describe is not None:
         medians = {name: None if found.rejected else found.median(name) for name in ready}
         facts["by_name"] = {name: told(describe, side, medians[name]) for name, side in ready.items()}
-    yield replace(found, facts=found.facts | facts)
+    found = replace(found, facts=found.facts | facts)
+    yield rates(found, flops, gemm_rate(device), peak_rate(device)) if flops else found
 
 
 def told(describe: Callable[[Side, float | None], Row], side: Side, seconds: float | None) -> Row:

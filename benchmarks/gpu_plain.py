@@ -8,30 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from gpu_peers import DEVICE, Row, Side, beside
-from gpu_steps import batches, layer_flops
+from gpu_steps import GPT2, batches, layer_flops, our_run
 from harness import Comparison
 from plain_gpt import Block, PlainGPT
 from torch import Tensor, nn
 
-from labkit.config import ModelConfig, RunConfig, TrainConfig, presets
+from labkit.config import ModelConfig, TrainConfig, presets
 from labkit.models import counts
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build
 from labkit.parallel import single_process_groups
-from labkit.schedules import one_f_one_b
-from labkit.train.forward_step import gpt_forward_step
-from labkit.train.metrics import Timers
-from labkit.train.pipeline import Pipeline
-from labkit.train.pretraining import Run, setup_model_and_optimizer
 from labkit.train.stepping import train_step
 
-LAYER = ModelConfig(layers=1, hidden=4096, heads=32, seq_length=2048)
-GPT2 = replace(presets.gpt2_124m().model, embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0)
+LAYER = ModelConfig(layers=1, hidden=4096, heads=32, seq_length=2048, use_cpu_initialization=False)
 LAYER_TOLERANCE = 0.03
 """Of outputs and gradients in bf16 whose sums run in another order."""
 LOSS_TOLERANCE = 0.01
@@ -216,18 +210,13 @@ class Marked:
 
 def our_training(model: ModelConfig, micro_batch: int, *, device: torch.device, precision: str) -> Training:
     """Ours: weights of `precision` with float32 masters."""
-    optim = replace(presets.gpt2_124m().optim, lr_schedule="constant", warmup_steps=0, precision=precision)
-    train = TrainConfig(micro_batch_size=micro_batch, global_batch_size=micro_batch, record_events=False)
-    config = RunConfig(model=model, optim=optim, train=train)
-    groups, schedule = single_process_groups(device=device), one_f_one_b(1, 1)
-    chunks, optimizer, _ = setup_model_and_optimizer(Run(config, groups, schedule, Timers(0)))
-    pipeline = Pipeline(config, groups, chunks, gpt_forward_step, schedule)
-    marked, data = Marked(optimizer), batches(model, micro_batch, device)
+    pipeline, optimizer, data = our_run(model, micro_batch, device, precision=precision)
+    marked: Any = Marked(optimizer)
 
     def step(ranges: Ranges) -> float:
         marked.ranges = ranges
         timers: Any = ranges
-        return train_step(pipeline, marked, timers, data, step=0, lr=LR, clip_grad=1.0).loss  # pyright: ignore[reportArgumentType]
+        return train_step(pipeline, marked, timers, data, step=0, lr=LR, clip_grad=1.0).loss
 
     return Training(step)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from gpu_steps import (
     DEVICE,
+    GPT2,
     forget_peak_memory,
     gemm_rate,
     layer_flops,
@@ -21,7 +22,6 @@ from gpu_steps import (
     synchronize,
     timed,
 )  # fmt: skip
-from gpu_training import GPT2
 from harness import Comparison
 
 from labkit.config import ModelConfig
@@ -30,7 +30,8 @@ from labkit.parallel.fp8 import Float8Recipe
 
 SIZES = ((4096, 8), (1024, 8))
 """Hidden size and samples: fp8 should win at the first (aim 1.25) and may lose at the second."""
-RECOMPUTED = ModelConfig(layers=8, hidden=2048, heads=16, seq_length=2048)
+LAYER = ModelConfig(layers=1, use_cpu_initialization=False)
+RECOMPUTED = replace(LAYER, layers=8, hidden=2048, heads=16, seq_length=2048)
 TYPES: dict[str, dict[str, Any]] = {
     "labkit, bf16": {"precision": "bf16"},
     "labkit, fp16": {"precision": "fp16"},
@@ -54,7 +55,9 @@ def fp8_layer(
 ) -> Iterator[Comparison]:
     """G3: one layer in fp8 and in bf16, by our layers (`torch._scaled_mm`) and, where it is, by Transformer Engine."""
     for hidden, batch in sizes:
-        config = ModelConfig(layers=1, hidden=hidden, heads=hidden // head, seq_length=seq_length)
+        config = ModelConfig(
+            layers=1, hidden=hidden, heads=hidden // head, seq_length=seq_length, use_cpu_initialization=False
+        )
         steps = {
             "labkit, fp8 delayed": layer_step(config, batch, Float8Recipe("delayed"), device),
             "labkit, fp8 current": layer_step(config, batch, Float8Recipe("current"), device),

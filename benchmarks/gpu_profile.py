@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from gpu_graphs import Work, work_of
-from gpu_peers import DEVICE, Row, open_workspaces, synchronize, timed
+from gpu_peers import DEVICE, Row, open_workspaces
 from gpu_plain import GPT2, Training, no_ranges, our_training, plain_training
+from gpu_steps import synchronize, timed
 from harness import Comparison
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -171,7 +172,7 @@ def where(
             one.step(no_ranges)
     case = f"G2: GPT, {model.layers} layers h{model.hidden} s{model.seq_length} b{micro_batch}, whole step in phases"
     steps = {name: one.side().step for name, one in sides.items()}
-    found = timed(case, steps, device, repetitions=repetitions)
+    found = timed(case, steps, repetitions=repetitions, warmup=1, device=device)
     yield found
     for name, one in sides.items():
         ms = 1e3 * found.median(name)

@@ -18,10 +18,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from gpu_graphs import PLAIN
-from gpu_peers import DEVICE, Row, Side, beside, synchronize
+from gpu_peers import DEVICE, Row, Side, beside
 from gpu_plain import LAYER_TOLERANCE, our_layers, plain_blocks, random_pair, stack_side
 from gpu_profile import profiled, work
+from gpu_steps import PLAIN, synchronize
 from harness import Comparison
 from torch import Tensor, nn
 

@@ -34,6 +34,10 @@ LOAD = float(os.cpu_count() or 1)
 """The host only launches kernels: its load matters where it has no core left."""
 PEAKS = {"H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "A100": 312.0}
 """Dense bf16 TFLOP/s of the data sheets, by what the GPU's name holds; the first that fits counts."""
+PLAIN: dict[str, Any] = {"embedding_dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+PLAIN["use_cpu_initialization"] = False
+"""Of models that are timed: no dropout, as peers have none, and weights drawn on the device, which takes no minutes."""
+GPT2 = replace(presets.gpt2_124m().model, **PLAIN)
 Step = Callable[[], Any]
 
 
@@ -82,7 +86,7 @@ def rates(found: Comparison, flops: float, gemm_rate: float, peak: float) -> Com
     rate = flops / found.median(found.ours)
     facts = {"tflop": round(flops / 1e12, 2), "tflop_per_s": round(rate / 1e12, 1)}
     facts |= {} if math.isnan(peak) else {"mfu": round(rate / peak, 3)}
-    return replace(found, facts=found.facts | facts | {"share_of_gemm_rate": round(rate / gemm_rate, 3)})
+    return replace(found, facts=facts | {"share_of_gemm_rate": round(rate / gemm_rate, 3)} | found.facts)
 
 
 def forget_peak_memory(device: torch.device = DEVICE) -> None:
@@ -156,14 +160,21 @@ def batches(model: ModelConfig, micro_batch: int, device: torch.device = DEVICE)
     return itertools.cycle(made)
 
 
-def our_step(model: ModelConfig, micro_batch: int, device: torch.device = DEVICE, **optim: Any) -> Callable[[], Any]:
-    """A whole training step with float32 masters, in bf16 unless `optim` says else: forward, backward, clip, AdamW."""
+def our_run(
+    model: ModelConfig, micro_batch: int, device: torch.device = DEVICE, **optim: Any
+) -> tuple[Pipeline, Any, Iterator[dict[str, Tensor]]]:
+    """(pipeline, optimizer, batches) of a training with float32 masters, in bf16 unless `optim` says else."""
     chosen = replace(presets.gpt2_124m().optim, lr_schedule="constant", warmup_steps=0, **optim)
     train = TrainConfig(micro_batch_size=micro_batch, global_batch_size=micro_batch, record_events=False)
     config = RunConfig(model=model, optim=chosen, train=train)
     groups = single_process_groups(device=device)
     schedule = one_f_one_b(1, 1)
     chunks, optimizer, _ = setup_model_and_optimizer(Run(config, groups, schedule, Timers(0)))
-    pipeline = Pipeline(config, groups, chunks, gpt_forward_step, schedule)
-    data, timers = batches(model, micro_batch, device), Timers(0)
+    return Pipeline(config, groups, chunks, gpt_forward_step, schedule), optimizer, batches(model, micro_batch, device)
+
+
+def our_step(model: ModelConfig, micro_batch: int, device: torch.device = DEVICE, **optim: Any) -> Callable[[], Any]:
+    """A whole training step of `our_run`: forward, backward, clip, AdamW."""
+    pipeline, optimizer, data = our_run(model, micro_batch, device, **optim)
+    timers = Timers(0)
     return lambda: train_step(pipeline, optimizer, timers, data, step=0, lr=1e-4, clip_grad=1.0)

@@ -11,7 +11,8 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_graphs
-from gpu_graphs import PARTS, PLAIN, pipeline_pool, same_losses, work_of
+from gpu_graphs import PARTS, pipeline_pool, same_losses, work_of
+from gpu_steps import PLAIN
 
 from labkit.config import GraphConfig, ModelConfig, MoEConfig
 
