@@ -30,14 +30,11 @@ from labkit.config import GraphConfig, ModelConfig, MoEConfig
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 HOST = torch.device("cpu")
-PLAIN: dict[str, Any] = gpu_training.NO_DROPOUT
-TINY = ModelConfig(layers=2, hidden=32, heads=2, vocab_size=64, seq_length=16, **PLAIN)
+TINY = ModelConfig(layers=2, hidden=32, heads=2, vocab_size=64, seq_length=16, **gpu_steps.PLAIN)
 EMULATED = GraphConfig(cuda_graph_impl="emulated", cuda_graph_warmup_steps=1)
 SHAPES = {8: (32, 64)}
 ON_CPU: dict[str, tuple[Callable[[], Any], int]] = {
     "gemm": (lambda: gpu_training.gemm(64, device=HOST), 1),
-    "layer": (lambda: gpu_training.one_layer(replace(TINY, layers=1), 2, device=HOST), 1),
-    "gpt2": (lambda: gpu_training.gpt2(TINY, 2, device=HOST), 1),
     "stack": (lambda: gpu_training.stack(TINY, 2, device=HOST), 1),
     "fp8_layer": (lambda: gpu_precision.fp8_layer(((32, 2),), 16, 16, device=HOST), 1),
     "precisions": (lambda: gpu_precision.precisions(TINY, 2, ("labkit, bf16", "labkit, fp32"), device=HOST), 1),
@@ -52,17 +49,11 @@ ON_CPU: dict[str, tuple[Callable[[], Any], int]] = {
         1,
     ),
 }
-"""Tiny versions by name, and how many rows each yields; graph_pool and graphs_equal_eager have tests of their own."""
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    """No compiler."""
-    monkeypatch.setattr(gpu_training.torch, "compile", lambda module: module)
+"""Tiny versions by name, and how many rows each yields; the other parts have tests of their own."""
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_a_part_yields_its_rows(name: str) -> None:
+def test_a_part_yields_its_rows(name: str, one_thread: None) -> None:
     make, expected = ON_CPU[name]
     rows = [one.row() if isinstance(one, harness.Comparison) else one for one in make()]
     assert len(rows) == len({row["case"] for row in rows}) == expected
@@ -79,6 +70,7 @@ def test_every_part_is_there_and_starts_without_arguments(name: str) -> None:
     made = getattr(importlib.import_module(module), function)
     assert made.__code__.co_flags & 0x20, "a generator function: rows are kept as they come"
     assert made.__code__.co_argcount == len(made.__defaults__ or ())
+    assert (made.__kwdefaults__ or {}).get("repetitions", harness.LEAST) >= harness.LEAST
 
 
 def test_the_peak_is_that_of_the_data_sheet_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -328,7 +328,7 @@ def test_a_key_follows_what_a_part_imports_and_the_versions(table: ModuleType, t
     files = table.sources([ROOT / "tests" / "gpu" / "test_graph_rules_gpu.py"])
     assert {ROOT / "tests" / "graph_rules.py", ROOT / "tests" / "graph_rules_numbers.py"} <= files
     files = table.sources([ROOT / "benchmarks" / "gpu_precision.py"])
-    assert {ROOT / "benchmarks" / f"{name}.py" for name in ("gpu_training", "gpu_steps", "harness")} <= files
+    assert {ROOT / "benchmarks" / f"{name}.py" for name in ("gpu_steps", "harness", "table")} <= files
     one = table.Part("a", 1, 60, test="tests/gpu/test_random_gpu.py")
     before = one.key("torch 2.11")
     assert before == table.Part("b", 2, 90, test="tests/gpu/test_random_gpu.py").key("torch 2.11")
