@@ -1,9 +1,10 @@
-"""What one GPU can show, in parts: rows G1 to G7 and F25 of the aims, beside the peers that a user would choose.
+"""What one GPU can show, in parts, beside the peers that a user would choose. G1 to G7 number the project's aims.
 
     python benchmarks/gpu.py --list                      # the parts
     python benchmarks/gpu.py NAME --out FILE.jsonl       # one part in this process; appends each row as it is measured
     python benchmarks/gpu.py --store FILE.jsonl ...      # such rows into results/gpu.json and docs/benchmarks.md
-    python benchmarks/gpu.py                             # every part in a process of its own, then stored
+
+`scripts/gpu_suite.sh 2` and `3` run all parts, each in a process of its own. Exit code 77: no GPU.
 
 A part is a generator function without required arguments, written as `module:function`; NAME may also be that. It
 yields `harness.Comparison` or finished rows, each with a `case`. MFU is the operations of the model over time
@@ -16,16 +17,19 @@ import argparse
 import importlib
 import json
 import os
-import subprocess
+import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import harness
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # labkit, where it is not installed
+USELESS = ("rejected", "could_not_run", "not_the_same")
+"""Keys of a row that holds no number to quote."""
 NEEDS_GPU = 77
 """Exit code where there is no GPU: skipped, neither measured nor failed."""
 
@@ -76,26 +80,34 @@ def part_rows(name: str) -> Iterator[dict[str, Any]]:
 
 
 def run_part(name: str, out: Path | None) -> None:
-    """Measure one part; print its rows and append them to `out`, each on disk before the next is measured."""
+    """Measure one part and print its rows, or append them to `out`, each on disk before the next is measured."""
     origin = {"part": name, "machine": harness.machine(), "date": time.strftime("%Y-%m-%d")}
     for row in part_rows(name):
         line = json.dumps(origin | {"row": row})
-        print(line, flush=True)
-        if out is not None:
-            with out.open("a") as file:
-                file.write(line + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+        if out is None:
+            print(line, flush=True)
+            continue
+        print(row["case"], *(f"{key}: {row[key]}" for key in USELESS if key in row), flush=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("a+") as file:
+            file.write("\n" * ends_inside_a_line(out) + line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def ends_inside_a_line(path: Path) -> bool:
+    """Whether a writer was killed there."""
+    return path.read_bytes()[-1:] not in (b"", b"\n")
 
 
 # ---- what was measured, stored ----
 
 
 def read_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """The lines of such files.
+    """The lines of such files; a line that a kill cut off is left out.
 
     Raises:
-        ValueError: the file and line that is no row, or that there is none.
+        ValueError: there is no row.
     """
     lines = []
     for path in paths:
@@ -103,30 +115,40 @@ def read_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
             try:
                 line = json.loads(text)
                 lines.append({key: line[key] for key in ("part", "machine", "date", "row")})
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number} is no row of benchmarks/gpu.py: {error!r}") from error
+            except (json.JSONDecodeError, KeyError, TypeError):
+                print(f"{path}, line {number} is no row and is left out", file=sys.stderr)
     if not lines:
-        raise ValueError("there is no row to store: nothing was measured")
+        raise ValueError("there is no row to store; run scripts/gpu_suite.sh 2 on a GPU first")
     return lines
 
 
+def worth_keeping(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:
+    """Whether a row replaces the one before: not where it lost the number that there was."""
+    return before is None or not any(key in row and key not in before for key in USELESS)
+
+
 def store(paths: Sequence[Path], name: str = "gpu") -> Path:
-    """Merge rows into results/NAME.json and write docs/benchmarks.md; a row replaces that of the same part and case.
+    """Merge rows into results/NAME.json and write docs/benchmarks.md; a row replaces that of the same part and case,
+    unless only the older one holds a number.
 
     Raises:
-        ValueError: the rows are of several machines, or the file is of another machine.
+        ValueError: the rows are of several machines, or the file is of another machine; NAME is not gpu or gpu_...
     """
+    if not re.fullmatch(r"gpu(_\w+)?", name):
+        raise ValueError(f"--as {name!r}: give gpu, or gpu_ and a name")
     lines = read_lines(paths)
     machine, path = lines[0]["machine"], harness.RESULTS / f"{name}.json"
     stored = json.loads(path.read_text()) if path.exists() else {"machine": machine, "rows": []}
-    for other in (stored, *lines):
-        if other["machine"] != machine:
-            raise ValueError(
-                f"rows of two machines: {other['machine']} and {machine}; store each --as gpu_NAME, or remove {path}"
-            )
+    if stored["machine"] != machine:
+        raise ValueError(f"{path} is of another machine, {stored['machine']}; store these rows --as gpu_NAME")
+    for line in lines:
+        if line["machine"] != machine:
+            raise ValueError(f"rows of two machines, {machine} and {line['machine']}: store each in a file of its own")
     rows = {(row.get("part"), row["case"]): row for row in stored["rows"]}
     for line in lines:
-        rows[line["part"], line["row"]["case"]] = line["row"] | {"part": line["part"]}
+        key = line["part"], line["row"]["case"]
+        if worth_keeping(line["row"], rows.get(key)):
+            rows[key] = line["row"] | {"part": line["part"]}
     order = {part: number for number, part in enumerate(PARTS)}
     found = sorted(rows.values(), key=lambda row: order.get(row.get("part", ""), len(order)))
     title = "One GPU" if name == "gpu" else f"One GPU, {name.removeprefix('gpu').strip('_-')}"
@@ -135,19 +157,8 @@ def store(paths: Sequence[Path], name: str = "gpu") -> Path:
     return harness.write_result(result)
 
 
-def run_all() -> int:
-    """Every part by the GPU suite, one process each; then stored. Returns the suite's exit code."""
-    suite = [sys.executable, str(ROOT / "scripts" / "gpu_suite.py"), "--only", "benchmark"]
-    folder = ROOT / "build" / "gpu"
-    code = subprocess.run([*suite, "all", "--out", str(folder)], check=False).returncode
-    paths = [path for phase in (2, 3) if (path := folder / f"phase{phase}.jsonl").exists() and path.stat().st_size]
-    if paths:
-        print(f"written: {store(paths).relative_to(ROOT)}")
-    return code
-
-
 def main() -> int:
-    """Measure one part, store, list, or do all."""
+    """Measure one part, store, or list."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="?", metavar="NAME", help="the part to measure in this process")
     parser.add_argument("--list", action="store_true", help="print the parts and stop")
@@ -162,17 +173,20 @@ def main() -> int:
         if options.store:
             print(f"written: {store(options.store, options.name)}")
             return 0
-        if options.part and options.part not in PARTS and ":" not in options.part:
+        if options.part is None:
+            raise ValueError("give the NAME of a part, --list or --store; scripts/gpu_suite.sh 2 runs them all")
+        if options.part not in PARTS and ":" not in options.part:
             raise ValueError(f"no part {options.part!r}; parts: {', '.join(PARTS)}")
     except (OSError, ValueError) as error:
         parser.error(str(error))
     import torch
 
-    if not torch.cuda.is_available() and options.part in (None, *PARTS):
-        print("needs a GPU: torch sees no CUDA device here (`labkit doctor` says why)", file=sys.stderr)
+    if not torch.cuda.is_available() and options.part in PARTS:
+        print(
+            "needs a GPU: torch sees no CUDA device here (PYTHONPATH=. python -m labkit doctor says why)",
+            file=sys.stderr,
+        )
         return NEEDS_GPU
-    if options.part is None:
-        return run_all()
     run_part(options.part, options.out)
     return 0
 

@@ -30,7 +30,7 @@ MISSING_GPU = """
 ## One GPU
 
 Unmeasured: no result of `benchmarks/gpu.py` is here yet. `scripts/gpu_suite.sh 2` and `3` measure on a GPU, and
-`python benchmarks/gpu.py --store build/gpu/phase2.jsonl build/gpu/phase3.jsonl` writes what they measured here.
+`python benchmarks/gpu.py --store build/gpu/rows.jsonl` writes what they measured here.
 """
 
 

@@ -1,4 +1,13 @@
-"""The parts of the GPU suite: the table that names them, their command lines, and what their outcome depends on."""
+"""The parts of the GPU suite: the table that names them, their command lines, and what their outcome depends on.
+
+The table is `gpu_parts.json`, a list of parts. Each has a `name`, a `phase`, `seconds` (its time limit), and one of
+
+- `test`: a file or a node id; `select` is pytest's -k,
+- `benchmark`: a name of `benchmarks/gpu.py --list`,
+- `command`: a list of words; exit code 77 means skipped.
+
+`together: true` lets neighbours in the table run at once. `files` names further files that the part reads.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +43,20 @@ class Part:
         """Which of the three ways to run it was given."""
         return next(kind for kind in KINDS if getattr(self, kind))
 
-    def words(self, folder: Path) -> list[str]:
-        """Its command line; reports go to `folder`."""
+    def words(self, folder: Path, rows: Path) -> list[str]:
+        """Its command line; reports go to `folder`, measured rows are appended to the file `rows`."""
         if self.test:
             chosen = ["-k", self.select] if self.select else []
             plain = ["-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider", "-p", "gpu_missing_packages"]
             shown = ["-m", "not sweep", "--import-mode=importlib", "-v", "--tb=short", f"--junitxml={folder / 'junit'}"]
             return [sys.executable, "-m", "pytest", *plain, *shown, *chosen, self.test]
         if self.benchmark:
-            return [sys.executable, "benchmarks/gpu.py", self.benchmark, "--out", str(folder / "rows")]
+            return [sys.executable, "benchmarks/gpu.py", self.benchmark, "--out", str(rows)]
         return [sys.executable if word == "python" else word for word in self.command]
 
     def key(self, versions: str) -> str:
         """Hash of all that its outcome depends on: labkit, its own files, itself but for the time limit, versions."""
-        told = hashlib.sha256(f"{versions} {self.words(Path())[1:]}".encode())
+        told = hashlib.sha256(f"{versions} {self.words(Path(), Path())[1:]}".encode())
         own = [ROOT / name for name in self.files]
         if self.test:
             file = ROOT / self.test.split("::")[0]
@@ -70,6 +79,8 @@ def read_parts(path: Path) -> list[Part]:
         table = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no table of parts: {error}") from error
+    if not isinstance(table, list):
+        raise ValueError(f"{path} is no table of parts: give a list")
     parts = []
     for number, entry in enumerate(table):
         try:
@@ -79,8 +90,8 @@ def read_parts(path: Path) -> list[Part]:
             raise ValueError(f"{path}, part {number}: {error}") from error
         if sum(bool(getattr(part, kind)) for kind in KINDS) != 1:
             raise ValueError(f"{path}, part {part.name!r}: give one of {', '.join(KINDS)}")
-        if part.phase not in (1, 2, 3) or part.seconds <= 0:
-            raise ValueError(f"{path}, part {part.name!r}: phase is 1, 2 or 3, and seconds are above 0")
+        if part.phase not in (1, 2, 3) or not isinstance(part.seconds, int | float) or part.seconds <= 0:
+            raise ValueError(f"{path}, part {part.name!r}: phase is 1, 2 or 3, and seconds are a number above 0")
         parts.append(part)
     names = [part.name for part in parts]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -143,5 +154,7 @@ def imported(path: Path) -> Iterator[str]:
 
 def beside(path: Path, module: str) -> list[Path]:
     """Where a module of that name lies next to the file, in tests/ or in benchmarks/."""
+    if module.split(".")[0] == "labkit":
+        return []
     name = module.split(".")[-1] + ".py"
     return [file for folder in (path.parent, ROOT / "tests", ROOT / "benchmarks") if (file := folder / name).is_file()]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
 # Tests and benchmarks on one rented GPU, phase by phase: scripts/gpu_suite.sh 1, then 2, then 3; or all. Needs no install.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-exec env PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" "${PYTHON:-python3}" scripts/gpu_suite.py "$@"
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+exec env PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "${PYTHON:-python3}" "$root/scripts/gpu_suite.py" "$@"

@@ -7,7 +7,8 @@ What it repeats, from the C++ of PyTorch (`aten/src/ATen/cuda/CUDAGraph.cpp`, `C
   graph to its pool and has both allocators ask it whether memory is for that pool. A second one for the same pool is
   refused by both ("already recording to mempool_id").
 - `capture_end` first ends the capture of the stream. Where CUDA has invalidated that, torch 2.11 throws at once; since
-  pytorch#180395 both allocators are told first. Only then come `capture_epilogue` and `capture_ended_`.
+  pytorch#180395 both allocators are told first. Only then come `capture_epilogue`, `capture_ended_` and the
+  instantiation, which may throw as well.
 - `reset` gives the claim on the pool back only where `capture_ended_`; from 2.12 on it frees the cuBLAS workspaces of
   the stream as well (pytorch#175276).
 - `CUDAGeneratorState::increase` refuses to draw outside a capture while `capturing_`. From 2.12 on that is kept by
@@ -88,7 +89,7 @@ class Machine:
         """Streams that have them."""
         self.captured: Graph | None = None
         self.invalid = False
-        self.begin_refused = False
+        self.begin_refused = self.instantiation_refused = False
         self.generator = Generator()
 
     # ---- torch.cuda ----
@@ -185,7 +186,7 @@ class Graph:
         self.generators.append(generator)
 
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
-        machine, self.pool, self.stream = self.machine, pool, self.machine.stream
+        machine, self.handle, self.stream = self.machine, pool, self.machine.stream
         machine.calls.append(f"begin in pool {pool}, {capture_error_mode}")
         self.generators.append(machine.generator)
         for generator in self.generators:
@@ -208,13 +209,20 @@ class Graph:
         broken, machine.captured, machine.invalid = machine.invalid, None, False
         if broken and not machine.tells_first:
             raise RuntimeError(INVALIDATED)
-        del machine.device_asks[self.pool], machine.host_asks[self.pool]
+        del machine.device_asks[self.handle], machine.host_asks[self.handle]
         if broken:
             raise RuntimeError(INVALIDATED)
         for generator in self.generators:
             if isinstance(generator, Generator):
                 generator.capturing = False
         self.ended = True
+        if machine.instantiation_refused:
+            raise RuntimeError("CUDA error: out of memory")
+
+    def pool(self) -> Any:
+        if not self.ended:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self.handle
 
     def replay(self) -> None:
         self.machine.calls.append("replay")
@@ -224,7 +232,7 @@ class Graph:
         if self.ended:
             if self.machine.tells_first:
                 self.machine.workspaces.discard(self.stream.cuda_stream)
-            self.machine.release(0, self.pool)
+            self.machine.release(0, self.handle)
             self.ended = False
 
 

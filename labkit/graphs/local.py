@@ -166,6 +166,8 @@ class LocalBackend:
     def __init__(self, rng_trackers: Sequence[RngTracker] = ()) -> None:
         """rng_trackers: whose generators captured code may draw from; a list that grows in the warm-up is followed."""
         self._rng_trackers = rng_trackers
+        self._of_handles: dict[tuple[int, ...], LocalPool] = {}
+        """Pools of bare handles: one object for each, hence one stream from the warm-up to the last capture."""
 
     def new_pool(self) -> LocalPool:
         """An empty pool."""
@@ -181,7 +183,7 @@ class LocalBackend:
             BrokenProcessError: a failed capture, this one or an earlier one, could not be repaired.
         """
         require_whole_process()
-        pool = _open_pool(pool)
+        pool = self._open(pool)
         generators = [g for tracker in self._rng_trackers for g in tracker.generators]
         graph = LocalGraph(name, generators)
         torch.cuda.synchronize()
@@ -206,6 +208,8 @@ class LocalBackend:
             told = explained(error, name) if isinstance(error, RuntimeError) else error
             if told is not error:
                 told.__cause__ = error
+            if begun and not graph.is_captured and _has_ended(graph.cuda_graph):
+                graph.captured(pool)  # CUDA could not make it runnable, but torch has told everybody
             if not graph.is_captured:
                 repair_process(graph.cuda_graph, pool.handle, generators, told, begun=begun)
             graph.reset()
@@ -226,7 +230,7 @@ class LocalBackend:
             BrokenProcessError: an earlier capture has failed and could not be repaired.
         """
         require_whole_process()
-        pool = _open_pool(pool)
+        pool = self._open(pool)
         stream = pool.stream
         stream.wait_stream(torch.cuda.current_stream())
         pool.mates.on.prepare()
@@ -243,11 +247,31 @@ class LocalBackend:
             BrokenProcessError: an earlier capture has failed and could not be repaired.
         """
         require_whole_process()
-        _open_pool(pool).mates.on.prepare()
         torch.cuda.synchronize()
-        gc.collect()
+        gc.collect()  # may reset graphs, and with them free the workspaces of their stream
+        self._open(pool).mates.on.prepare()
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()
+
+    def _open(self, pool: LocalPool | tuple[int, int]) -> LocalPool:
+        """A pool into which can be captured.
+
+        Raises:
+            GraphCaptureError: torch takes no more captures for this handle.
+        """
+        if isinstance(pool, LocalPool):
+            if is_spent(pool.handle):
+                pool.renew()
+            return pool
+        if is_spent(pool):
+            raise GraphCaptureError(
+                f"nothing can be captured into the pool {tuple(pool)} any more: a capture into it has failed, and "
+                f"torch {torch.__version__} believes that it goes on (pytorch#180395). Take a new pool (pool=None), or "
+                "give the object that the earlier graphs have as .pool"
+            )
+        if tuple(pool) not in self._of_handles:
+            self._of_handles[tuple(pool)] = LocalPool(pool)
+        return self._of_handles[tuple(pool)]
 
     def static_like(self, tensor: Tensor, pool: Any) -> Tensor:
         """An uninitialised tensor outside the pool: allocated by nobody's capture, it is freed when it dies."""
@@ -258,23 +282,13 @@ class LocalBackend:
         return weak_cuda_tensor(tensor)
 
 
-def _open_pool(pool: LocalPool | tuple[int, int]) -> LocalPool:
-    """A pool into which can be captured.
-
-    Raises:
-        GraphCaptureError: torch takes no more captures for this handle.
-    """
-    if isinstance(pool, LocalPool):
-        if is_spent(pool.handle):
-            pool.renew()
-        return pool
-    if is_spent(pool):
-        raise GraphCaptureError(
-            f"nothing can be captured into the pool {tuple(pool)} any more: a capture into it has failed, and torch "
-            f"{torch.__version__} believes that it goes on (pytorch#180395). Take a new pool (pool=None), or give the "
-            "object that the earlier graphs have as .pool"
-        )
-    return LocalPool(pool)
+def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
+    """Whether torch has ended its capture; what may still fail after that is the instantiation."""
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def parameter_seed(seed: int, name: str) -> int:
 class DeviceSeed:
     """A seed of weights of which a rank draws only what it holds, on the device where it lies.
 
-    The numbers go by (seed, name, part) and by the kind of device: they are the same in every run of a layout, and
+    The numbers go by (seed, name, part) and by the model of the device: they are the same in every run of a layout, and
     others in another layout. What several ranks hold alike is drawn alike: parameters that nobody cuts, replicated
     rows, the copy of a tied weight, the parts of data-parallel replicas.
     """

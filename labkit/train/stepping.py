@@ -140,8 +140,7 @@ def _norm_and_finite(
 def _fault(reports: Sequence[dict[str, Any]], ids: TokenIdChecks, pipeline: Pipeline, *, step: int, lr: float) -> str:
     """Which gradient is not finite, on which rank. Called by all ranks; raises on all if the cause is a token id, or if
     a loss or a weight is not finite."""
-    if ids.late:
-        ids.look_together(pipeline.groups.world)
+    _look_together(ids, pipeline)
     stages = pipeline.schedule.stages_of(pipeline.groups.pp.rank)
     named = pipeline.config.optim.check_for_nan_in_grad
     found = find(reports, pipeline.chunks, stages, pipeline.groups, gradients=named)
@@ -160,7 +159,7 @@ def evaluate(pipeline: Pipeline, batches: Iterator[Batch], steps: int) -> float:
     with evaluating(pipeline.chunks), token_ids_checked_late(pipeline.groups.device) as ids:
         reports = [report for _ in range(steps) for report in pipeline.run(batches, forward_only=True)]
     loss = global_loss(reports, pipeline)
-    ids.look()  # the host has waited for the loss
+    _look_together(ids, pipeline)  # the host has waited for the loss
     return loss
 
 
@@ -169,8 +168,14 @@ def collect_non_loss_data(pipeline: Pipeline, batches: Iterator[Batch]) -> list[
     gradients and dropout; [] on ranks that do not compute the loss."""
     with evaluating(pipeline.chunks), token_ids_checked_late(pipeline.groups.device) as ids:
         collected = pipeline.run(batches, forward_only=True, collect_non_loss_data=True)
-    ids.look()
+    _look_together(ids, pipeline)
     return collected
+
+
+def _look_together(ids: TokenIdChecks, pipeline: Pipeline) -> None:
+    """After an evaluation on a GPU: one TokenIdError on every rank, or none."""
+    if ids.late:
+        ids.look_together(pipeline.groups.world)
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def run_suite(python: Path, folder: Path, *words: str) -> tuple[int, str]:
 
 def outcomes(text: str) -> dict[str, str]:
     """By part, from the summaries."""
-    found = re.findall(r"^  (passed|skipped|failed|crashed|too long) +[\d.]+ s  (.+?) \(", text, re.MULTILINE)
+    found = re.findall(r"^  (passed|skipped|failed|crashed|too long|cut off) +[\d.]+ s  (.+?) \(", text, re.MULTILINE)
     return {name: outcome for outcome, name in found}
 
 

@@ -107,11 +107,17 @@ def test_rows_that_came_before_an_error_without_text_are_kept(tmp_path: Path) ->
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [line["row"]["case"] for line in lines] == ["first", "second"]
     assert lines[0]["part"] == "fake:rows" and lines[0]["machine"]["torch"] == torch.__version__
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"part": "cut o')
+    ask("fake:rows", "--out", str(tmp_path / "rows.jsonl"), path=tmp_path)
+    assert len(gpu.read_lines([tmp_path / "rows.jsonl"])) == 4, "a writer that was killed spoils its own line alone"
 
 
 def test_without_a_gpu_it_says_so_and_a_wrong_name_is_refused() -> None:
     done = ask("layer")
     assert done.returncode == gpu.NEEDS_GPU and done.stderr.startswith("needs a GPU: ")
+    done = ask()
+    assert done.returncode == 2 and "give the NAME of a part" in done.stderr
     done = ask("lyer")
     assert done.returncode == 2 and "no part 'lyer'" in done.stderr
     listed = ask("--list")
@@ -147,7 +153,12 @@ def test_rows_are_merged_and_the_document_tells_them_with_the_machine(
     (tmp_path / "b").write_text(line("shared_reduction", "two ranks", 2) + line("gemm", "GEMM", 2, speed=2))
     gpu.store([tmp_path / "a"])
     path = gpu.store([tmp_path / "b"])
+    worse = [line("gemm", "GEMM", 2, rejected="noisy"), line("gemm", "GEMM", 2, speed=3)[:-9] + "\n"]
+    (tmp_path / "c").write_text("".join(worse) + line("layer", "another", rejected="noisy"))
+    gpu.store([tmp_path / "c"])  # no number in the place of one, and half a line is left out
     stored = json.loads(path.read_text())
+    assert [row["case"] for row in stored["rows"]] == ["GEMM", "G1: layer", "another", "two ranks"]
+    del stored["rows"][2]
     assert [(row["part"], row.get("speed")) for row in stored["rows"]] == [
         ("gemm", 2), ("layer", None), ("shared_reduction", None),
     ]  # fmt: skip
@@ -165,8 +176,10 @@ def test_what_cannot_be_stored_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match="no row to store"):
         gpu.store([tmp_path / "empty"])
     (tmp_path / "half").write_text(line("gemm", "GEMM")[:-20])
-    with pytest.raises(ValueError, match="half, line 1 is no row"):
+    with pytest.raises(ValueError, match="no row to store"):
         gpu.store([tmp_path / "half"])
+    with pytest.raises(ValueError, match=r"give gpu, or gpu_ and a name"):
+        gpu.store([tmp_path / "half"], "../x")
     (tmp_path / "two").write_text(line("gemm", "GEMM") + line("gemm", "GEMM").replace("H200", "A100"))
     with pytest.raises(ValueError, match="rows of two machines"):
         gpu.store([tmp_path / "two"])

@@ -129,27 +129,39 @@ def test_one_crashes_one_hangs_one_raises_without_text_and_all_others_are_there(
             part("cannot", "print('needs a GPU: none here'); raise SystemExit(77)"),
             {"name": "tests", "phase": 1, "seconds": 60, "test": str(tmp_path / "test_some.py")},
             {"name": "half", "phase": 1, "seconds": 60, "benchmark": "fake:rows"},
+            {"name": "useless", "phase": 1, "seconds": 60, "benchmark": "fake:useless"},
+            {"name": "good", "phase": 1, "seconds": 60, "benchmark": "fake:good"},
             part("last", "print('fine')"),
             part("elsewhere", "print('fine')", phase=2),
         ],
     )
-    (tmp_path / "fake.py").write_text("def rows():\n    yield {'case': 'first'}\n    raise RuntimeError\n")
+    (tmp_path / "fake.py").write_text(
+        "def rows():\n    yield {'case': 'first'}\n    raise RuntimeError\n"
+        "def useless():\n    yield {'case': 'G9: noisy', 'rejected': 'noisy (load 9)'}\n"
+        "def good():\n    yield {'case': 'G8', 'median_ms': {'labkit': 2.5, 'peer': 5.0}, 'ratio_to': {'peer': 0.5}}\n"
+        "    yield {'case': 'G8: torch', 'could_not_run': 'OSError'}\n"
+    )
     done = suite.run()
     assert done.returncode == 1
-    failed = dict.fromkeys(["crash", "hang", "textless", "no program", "tests", "half"], "failed")
-    assert suite.outcomes() == failed | {"cannot": "skipped", "last": "passed"}
+    failed = dict.fromkeys(["crash", "hang", "textless", "no program", "tests", "half", "useless"], "failed")
+    assert suite.outcomes() == failed | {"cannot": "skipped", "good": "passed", "last": "passed"}
     text = suite.summary()
     assert text in done.stdout
     for told in (
-        "== crash: crashed, killed by SIGSEGV", "   about to", "== hang: too long, more than 2 s", "   hanging",
+        "== crash: crashed, killed by SIGSEGV", "   about to", "== hang: too long, ended after 2 s", "   hanging",
         "== textless: failed, exit code 1, RuntimeError", "No GPU: nothing that needs one was measured",
         "tests (1 passed, 1 failed, 2 skipped)", "   1  needs papermill", "   1  needs PyYAML", "   1  needs a GPU\n",
-        "half (1 failed, 1 rows)", "Phase 1: 1 crashed, 1 too long, 4 failed, 1 skipped, 1 passed",
+        "half (1 failed, 1 rows)", "Phase 1: 1 crashed, 1 too long, 5 failed, 1 skipped, 2 passed",
+        "useless (1 failed, 1 rows, 1 of them without a number)", "== useless: failed, it measured nothing that counts",
+        "  G8: labkit 2.5 ms, 0.50 of peer\n", "  G8: torch: could not run, OSError\n",
+        "Failed parts run again by scripts/gpu_suite.sh 1.\nNext: scripts/gpu_suite.sh 2.\n",
     ):  # fmt: skip
         assert told in text, told
     assert "assert 1 == 2" in text, "the last lines of a failed test"
-    [row] = map(json.loads, (suite.out / "phase1.jsonl").read_text().splitlines())
-    assert row["row"] == {"case": "first"} and row["part"] == "fake:rows", "measured before the error"
+    row, *others = map(json.loads, (suite.out / "rows.jsonl").read_text().splitlines())
+    assert len(others) == 3 and row["row"] == {"case": "first"} and row["part"] == "fake:rows", (
+        "measured before the error"
+    )
     assert "== last: passed\nfine" in (suite.out / "phase1.log").read_text()
     assert len(list(suite.out.iterdir())) <= 8 and all(path.is_file() for path in suite.out.iterdir())
     assert not alive(str(tmp_path)) and not alive("time.sleep(600)"), (
@@ -195,23 +207,73 @@ def test_code_that_changed_is_run_again(tmp_path: Path) -> None:
     read.write_text("two")
     suite.run()
     assert "a (1 passed)" in suite.summary() and "b (1 passed; earlier" in suite.summary()
+    suite.run("1", "--only", "b")
+    assert "b (1 passed)" in suite.summary() and "a (1 passed; earlier" in suite.summary(), "asked for by name"
+
+
+def test_rows_outlive_code_that_changed_another_table_and_a_kill(tmp_path: Path) -> None:
+    (tmp_path / "fake.py").write_text(
+        "import os, time\ndef rows():\n    yield {'case': 'one'}\n"
+        f"    time.sleep(0 if os.path.exists(r'{tmp_path / 'quick'}') else 600)\n    yield {{'case': 'two'}}\n"
+    )
+    benchmark = {"name": "slow", "phase": 1, "seconds": 600, "benchmark": "fake:rows"}
+    suite = Suite(tmp_path, [benchmark])
+    process = suite.start()
+    until(lambda: (suite.memory / "rows.jsonl").exists())
+    process.kill()
+    process.wait()
+    (tmp_path / "quick").touch()
+    assert suite.run().returncode == 3
+    suite = Suite(tmp_path, [part("other", "print(1)")])
+    suite.run()
+    cases = [json.loads(text)["row"]["case"] for text in (suite.out / "rows.jsonl").read_text().splitlines()]
+    assert cases == ["one", "one", "two"]
+
+
+def test_leftovers_of_a_killed_suite_are_ended_by_the_next(tmp_path: Path) -> None:
+    orphan = f"{sys.executable} -c import time; time.sleep(600)"
+    suite = Suite(tmp_path, [part("a", HUNG + f"  # {tmp_path}")])
+    process = suite.start()
+    until(lambda: len(alive(str(tmp_path))) == 1 and alive(orphan))
+    process.kill()
+    process.wait()
+    assert alive(orphan), "in a session of its own"
+    Suite(tmp_path, [part("b", "print(1)")]).run()
+    assert not alive(orphan)
+
+
+def test_without_torch_nothing_starts(tmp_path: Path) -> None:
+    suite = Suite(tmp_path, [part("a", "print(1)")])
+    (tmp_path / "torch.py").write_text("raise ImportError('broken')")
+    done = suite.run()
+    assert done.returncode == 2 and "cannot import torch: ImportError: broken; choose another: PYTHON=" in done.stderr
+    (tmp_path / "file").touch()
+    suite.out = tmp_path / "file"
+    done = suite.run()
+    assert done.returncode == 2 and "cannot write results: " in done.stderr
 
 
 def test_time_is_bounded(tmp_path: Path) -> None:
-    """No part starts late, and one that started in time is cut when the phase is over."""
-    parts = [part("cut", "import time; time.sleep(600)"), part("late", "print(1)")]
+    """No part starts late, one that started in time is cut when the phase is over, and the next run begins with what
+    never ran."""
+    slow = f"import time, os; time.sleep(0 if os.path.exists(r'{tmp_path / 'quick'}') else 600)"
+    parts = [part("bad", "raise SystemExit(1)"), part("cut", slow), part("late", "print(1)")]
     suite = Suite(tmp_path, parts)
     began = time.monotonic()
     done = suite.run("1", "--start-within", "4", "--end-within", "6")
     assert time.monotonic() - began < 40
-    limit = re.search(r"== cut: too long, more than (\d+) s", suite.summary())
-    assert done.returncode == 1 and limit is not None and int(limit[1]) <= 6, "it had what was left of the phase"
-    assert "not started            late" in suite.summary() and suite.outcomes() == {"cut": "failed"}
-    suite = Suite(tmp_path, [parts[1]])
+    cut = re.search(r"  cut off +[\d.]+ s  cut ", suite.summary())
+    assert done.returncode == 1 and cut is not None and "not started            late" in suite.summary()
+    assert suite.outcomes() == {"bad": "failed", "cut": "skipped"}
+    assert "Next: scripts/gpu_suite.sh 1 again; 2 parts have not run to their end." in suite.summary()
+    (tmp_path / "quick").touch()
+    started = re.findall(r"^start, at most \d+ s: (\w+)$", suite.run().stdout, re.MULTILINE)
+    assert started == ["late", "cut", "bad"]
+    suite = Suite(tmp_path, [part("never", "print(1)")])
     assert suite.run("1", "--start-within", "0").returncode == 3, "nothing failed, and not all was done"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_suite_ends_its_part_and_keeps_what_ended(tmp_path: Path, number: signal.Signals) -> None:
     suite = Suite(
         tmp_path, [part("first", "print(1)"), part("second", HUNG + f"  # {tmp_path}"), part("third", "print(1)")]
@@ -275,6 +337,7 @@ def test_a_second_suite_beside_the_first_and_a_wrong_table_are_refused(tmp_path:
         ({"name": "a", "phase": 1, "seconds": 1}, "give one of test, benchmark, command"),
         ({"name": "a", "phase": 4, "seconds": 1, "test": "x"}, "phase is 1, 2 or 3"),
         ({"name": "a", "phase": 1, "seconds": 1, "tset": "x"}, "tset"),
+        ({"name": "a", "phase": 1, "seconds": "5", "test": "x"}, "seconds are a number"),
     ):
         done = Suite(tmp_path, [entry]).run()
         assert done.returncode == 2 and told in done.stderr, done.stderr
@@ -328,7 +391,8 @@ def test_a_key_follows_what_a_part_imports_and_the_versions(table: ModuleType, t
     files = table.sources([ROOT / "tests" / "gpu" / "test_graph_rules_gpu.py"])
     assert {ROOT / "tests" / "graph_rules.py", ROOT / "tests" / "graph_rules_numbers.py"} <= files
     files = table.sources([ROOT / "benchmarks" / "gpu_precision.py"])
-    assert {ROOT / "benchmarks" / f"{name}.py" for name in ("gpu_steps", "harness", "table")} <= files
+    assert {ROOT / "benchmarks" / f"{name}.py" for name in ("gpu_steps", "harness")} <= files
+    assert ROOT / "benchmarks" / "pipeline.py" not in files, "labkit.train.pipeline is another"
     one = table.Part("a", 1, 60, test="tests/gpu/test_random_gpu.py")
     before = one.key("torch 2.11")
     assert before == table.Part("b", 2, 90, test="tests/gpu/test_random_gpu.py").key("torch 2.11")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_cuda import Machine, fake_cuda
@@ -159,3 +160,41 @@ def test_a_hundred_captures_leave_no_pool() -> None:
             assert device.pools == {}
             gc.collect()
             assert len(capture_streams._of_pool) <= 1
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0"])
+def test_a_graph_that_cannot_be_instantiated_gives_its_claim_back_once(version: str) -> None:
+    """Torch has ended such a capture and told everybody: nothing is to be repaired."""
+    with fake_cuda(version) as device:
+        backend, pool = LocalBackend(), LocalPool()
+        first = captured(pool, "a")
+        device.instantiation_refused = True
+        with pytest.raises(RuntimeError, match="out of memory"), backend.capturing(pool, "b"):
+            pass
+        gc.collect()
+        assert device.pools[pool.handle] == 2, "the first lives, and the second waits for it"
+        device.draw()
+        first.reset()
+        device.empty_cache()
+        assert device.pools == {}
+
+
+def test_workspaces_are_made_after_the_collection_that_may_free_them(
+    new: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, pool = LocalBackend(), LocalPool()
+    backend.before_captures(pool)
+    old = captured(pool)
+    monkeypatch.setattr(gc, "collect", old.reset)
+    backend.before_captures(pool)
+    assert new.workspaces == {pool.stream.cuda_stream}
+
+
+def test_a_bare_handle_keeps_its_stream_from_the_warm_up_to_the_capture(new: Machine) -> None:
+    backend, handle = LocalBackend(), torch.cuda.graph_pool_handle()
+    with backend.warming_up(handle):
+        pass
+    backend.before_captures(handle)
+    with backend.capturing(handle, "a"):
+        assert new.stream.cuda_stream in new.workspaces
+    assert new.streams_dealt == 1

@@ -234,7 +234,7 @@ def test_a_repair_is_not_believed_but_tried(old: Machine) -> None:
 
     def ended(graph: Graph) -> None:
         old.captured = None
-        old.device_asks.pop(graph.pool)
+        old.device_asks.pop(graph.handle)
 
     said = pytest.raises(BrokenProcessError, match="random numbers still cannot be drawn")
     with said, LocalBackend().capturing(LocalPool(), "a"):
