@@ -112,6 +112,28 @@ def test_every_rank_ends_with_the_error_of_a_check_at_once_and_no_weight_changes
     assert at_once == error
 
 
+def outcome_of_validation(config: RunConfig, key: str, value: int, steps: int) -> str:
+    """The error on this rank of an evaluation whose second microbatch is bad in the last replica."""
+    with as_on_a_gpu():
+        pipeline, _, batches = pipeline_of(config)
+        given = [next(batches) for _ in range(steps * MICROBATCHES)]
+        if pipeline.groups.dp.rank == pipeline.groups.dp.size - 1:
+            given[1] = given[1] | {key: given[1][key].clone()}
+            given[1][key][0, 5] = value
+        with pytest.raises(TokenIdError) as error:
+            evaluate(pipeline, iter(given), steps)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "key"), [({"pp": 2}, "tokens_BS"), ({"pp": 2}, "labels_BS"), ({"dp": 2}, "labels_BS")], ids=str
+)
+def test_a_validation_ends_with_one_error_on_every_rank(on_ranks, layout: dict[str, int], key: str) -> None:
+    """Only one rank has looked the bad id up."""
+    found = on_ranks(outcome_of_validation, 2, small(**layout), key, 5000, 2)
+    assert len(set(found)) == 1 and "id 5000 at position (0, 5) of (1, 16)" in found[0]
+
+
 class Waits(TorchDispatchMode):
     """Counts what would make the host wait for a GPU: what no CUDA graph can hold."""
 
