@@ -260,8 +260,8 @@ def test_time_is_bounded(tmp_path: Path) -> None:
     parts = [part("bad", "raise SystemExit(1)"), part("cut", slow), part("late", "print(1)")]
     suite = Suite(tmp_path, parts)
     began = time.monotonic()
-    done = suite.run("1", "--start-within", "4", "--end-within", "6")
-    assert time.monotonic() - began < 40
+    done = suite.run("1", "--start-within", "10", "--end-within", "12")
+    assert time.monotonic() - began < 60
     cut = re.search(r"  cut off +[\d.]+ s  cut ", suite.summary())
     assert done.returncode == 1 and cut is not None and "not started            late" in suite.summary()
     assert suite.outcomes() == {"bad": "failed", "cut": "skipped"}
