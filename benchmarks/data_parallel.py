@@ -34,7 +34,7 @@ from labkit.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, T
 from labkit.launch import run
 from labkit.models import GPTModel
 from labkit.models.activation_bytes import Share, layers_activation_bytes
-from labkit.models.gpt import build_model_chunks
+from labkit.models.chunks import build_model_chunks
 from labkit.models.saved_tensors import SavedTensors
 from labkit.models.sleeping import SleepingLayer
 from labkit.parallel import DistributedDataParallel, ParallelGroups, initialize_model_parallel

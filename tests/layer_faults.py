@@ -119,7 +119,7 @@ SEQUENCE_PARALLEL = [
     ),
     Fault(
         "all ranks drop the same of their different positions",
-        "models/build.py",
+        "models/norm_and_dropout.py",
         'with self.rng.fork("model-parallel-rng"):',
         "if True:",
         "tests/parallel/test_sequence_parallel.py -k drops",

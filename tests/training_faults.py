@@ -239,14 +239,14 @@ PRECISION = [
     ),
     Fault(
         "gradients in fp8 are cast to e4m3",
-        "parallel/fp8.py",
+        "fp8/recipe.py",
         'return E5M2 if self.hybrid and kind == "grad" else E4M3',
         "return E4M3",
         "tests/unit/test_fp8.py -k hybrid",
     ),
     Fault(
         "fp8 values beyond the format become infinite",
-        "parallel/fp8_casting.py",
+        "fp8/casting.py",
         "return (wide * scale).clamp(-limit, limit).to(dtype)",
         "return (wide * scale).to(dtype)",
         "tests/unit/test_fp8.py -k saturates",

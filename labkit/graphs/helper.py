@@ -26,6 +26,8 @@ from torch import Tensor, nn
 
 from labkit.config import GraphConfig
 from labkit.events import not_recording, span
+from labkit.fp8.gemms import Float8Gemms
+from labkit.fp8.scaling import Float8Scaling
 from labkit.graphs.backend import choose_impl
 from labkit.graphs.buffers import BufferPlan, plan_buffers
 from labkit.graphs.capture import make_graphed_callables
@@ -36,7 +38,6 @@ from labkit.graphs.memory import GraphMemory, graph_objects_made, measure_graphs
 from labkit.graphs.orders import capture_order
 from labkit.graphs.passes import sample_index
 from labkit.graphs.scope import captures_layers
-from labkit.parallel.fp8 import Float8Gemms, Float8Scaling
 from labkit.schedules.ir import Schedule
 
 EAGER_RUNS = 10
@@ -229,7 +230,7 @@ class CudaGraphHelper:
         for chunk in self.chunks:
             if hasattr(chunk, "zero_grad_buffer"):
                 chunk.zero_grad_buffer()  # pyright: ignore[reportCallIssue]
-            scaling = getattr(chunk, "float8", None)
+            scaling = getattr(chunk, "precision", None)
             if isinstance(scaling, Float8Scaling):
                 scaling.forget_weights()
         for optimizer in self.optimizers:
@@ -296,7 +297,7 @@ TECudaGraphHelper = CudaGraphHelper
 
 def _engine_options(chunks: Sequence[Any], impl: str) -> dict[str, Any] | None:
     """How Transformer Engine's layers compute in fp8; None where they do not."""
-    scalings: list[Any] = [getattr(chunk, "float8", None) for chunk in chunks]
+    scalings: list[Any] = [getattr(chunk, "precision", None) for chunk in chunks]
     engines = [scaling for scaling in scalings if hasattr(scaling, "graph_options")]
     if engines and impl != "transformer_engine":
         raise ValueError(

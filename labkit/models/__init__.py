@@ -14,7 +14,8 @@ _EXPORTS = {
         "moe_config_from_hugging_face",
     ),
     "full_state": ("gather_full_state", "load_full_state"),
-    "gpt": ("build_model_chunks", "GPTModel"),
+    "chunks": ("build_model_chunks",),
+    "gpt": ("GPTModel",),
     "placement": ("stage_contents", "stage_layers"),
     "saved_tensors": ("SavedTensors",),
     "sleeping": ("SleepingStage", "sleep_through"),
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from labkit.models.activation_bytes import layer_activation_bytes as layer_activation_bytes
     from labkit.models.activation_bytes import layer_parts as layer_parts
     from labkit.models.activation_bytes import paper_layer_bytes as paper_layer_bytes
+    from labkit.models.chunks import build_model_chunks as build_model_chunks
     from labkit.models.convert import full_state_from_hugging_face as full_state_from_hugging_face
     from labkit.models.convert import full_state_to_hugging_face as full_state_to_hugging_face
     from labkit.models.convert import model_config_from_hugging_face as model_config_from_hugging_face
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
     from labkit.models.full_state import gather_full_state as gather_full_state
     from labkit.models.full_state import load_full_state as load_full_state
     from labkit.models.gpt import GPTModel as GPTModel
-    from labkit.models.gpt import build_model_chunks as build_model_chunks
     from labkit.models.placement import stage_contents as stage_contents
     from labkit.models.placement import stage_layers as stage_layers
     from labkit.models.saved_tensors import SavedTensors as SavedTensors

@@ -16,10 +16,11 @@ from labkit.graphs.graphable import GraphableMegatronModule
 from labkit.graphs.partial import fill_store
 from labkit.graphs.scope import layer_scope
 from labkit.models.attention import ParallelAttention, Rotary
-from labkit.models.build import Build, dropout
-from labkit.models.layer_choice import dense_mlp, moe_mlp
+from labkit.models.build import Build
 from labkit.moe.layer import MoELayer
 from labkit.parallel.groups import Group
+from labkit.parallel.mlp import ParallelMLP
+from labkit.parallel.precision import NATIVE
 
 
 class TransformerLayer(GraphableMegatronModule):
@@ -36,7 +37,8 @@ class TransformerLayer(GraphableMegatronModule):
         norm, self.mlp = (moe_mlp if has_experts else dense_mlp)(f"{name}.mlp", build)
         self.mlp.norm = norm  # in the branch it feeds, as in attention
         self.part = "moe" if has_experts else "mlp"
-        self.dropout, self.recompute = dropout(build.config.hidden_dropout, build), build.recompute
+        self.dropout, self.recompute = build.dropout(build.config.hidden_dropout), build.recompute
+        self.recomputes_norm, self.recomputes_mlp = (self.recompute.selects(p) for p in ("layernorm", self.part))
         self.scope = layer_scope(self.graph, has_experts=has_experts)
         self._new_input = partial(_new_input, build)
         self._groups: list[Group] = [*_groups_of_attention(build)] if self.scope.attention else []
@@ -52,8 +54,9 @@ class TransformerLayer(GraphableMegatronModule):
 
     def _forward_mlp(self, x_SBH: Tensor) -> Any:
         """[S, B, H] -> [S, B, H]; where a capture ends inside the layer of experts, its outputs and the residual."""
-        mlp: Any = partial(self.recompute.part, self.part, self.mlp)
-        made: Any = self.recompute.norm(self.mlp.norm, x_SBH, mlp)  # pyright: ignore[reportArgumentType]
+        norm: Any = self.mlp.norm
+        mlp: Any = partial(self.recompute.part, self.part, self.mlp) if self.recomputes_mlp else self.mlp
+        made: Any = self.recompute.norm(norm, x_SBH, mlp) if self.recomputes_norm else mlp(norm(x_SBH))
         return self._after_mlp(made, x_SBH) if isinstance(made, Tensor) else (*made, x_SBH)
 
     def _after_mlp(self, made_SBH: Tensor, residual_SBH: Tensor) -> Tensor:
@@ -120,9 +123,51 @@ class TransformerLayer(GraphableMegatronModule):
         return self._after_mlp(made_SBH, residual_SBH)
 
 
+def dense_mlp(name: str, build: Build) -> tuple[nn.Module, ParallelMLP]:
+    """The norm, and the MLP behind it."""
+    norm, column = build.norm_before(f"{name}.norm")
+    mlp = ParallelMLP(
+        name,
+        build.config.hidden,
+        build.config.ffn_hidden or 4 * build.config.hidden,
+        activation=build.config.activation,
+        output_std=build.residual_std,
+        column=column,
+        row=build.spec.row_parallel,
+        **build.linear(),
+    )
+    return norm, mlp
+
+
+def moe_mlp(name: str, build: Build) -> tuple[nn.Module, MoELayer]:
+    """The norm, and the layer of experts behind it.
+
+    The norm is a module of its own in every spec: its output goes to router, experts and shared experts, and no linear
+    layer could apply it for all of them.
+    """
+    assert build.groups is not None, "experts are placed by all groups of the rank: give Build groups"
+    layer = MoELayer(
+        name,
+        build.config,
+        build.moe,
+        build.groups,
+        sequence_parallel=build.sequence_parallel,
+        seed=build.weight_seed,
+        output_std=build.residual_std,
+        gradient_accumulation_fusion=build.gradient_accumulation_fusion,
+        expert_linear=build.spec.expert_linear,
+        aux_loss_scale=build.aux_loss_scale,
+        rng=build.rng,
+        part=build.recompute.part,
+        graph=build.graph,
+        **build.factory_kwargs,
+    )
+    return build.norm(f"{name}.norm"), layer
+
+
 def _groups_of_linears(build: Build) -> list[Group]:
     """Scales of fp8 are agreed on by all ranks that hold parts of a sample."""
-    return [build.group] if build.float8 is None or build.cp is None else [build.group, build.cp]
+    return [build.group] if build.precision is NATIVE or build.cp is None else [build.group, build.cp]
 
 
 def _groups_of_attention(build: Build) -> list[Group]:
@@ -132,4 +177,4 @@ def _groups_of_attention(build: Build) -> list[Group]:
 def _new_input(build: Build, seq_length: int, micro_batch_size: int) -> Tensor:
     cp = 1 if build.cp is None else build.cp.size
     length = seq_length // cp // build.sequence_parts
-    return torch.ones(length, micro_batch_size, build.config.hidden, **build.made, requires_grad=True)
+    return torch.ones(length, micro_batch_size, build.config.hidden, **build.factory_kwargs, requires_grad=True)

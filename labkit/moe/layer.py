@@ -38,10 +38,9 @@ from labkit.graphs.partial import (
 from labkit.graphs.scope import layer_scope
 from labkit.moe.balance import AuxLossScale
 from labkit.moe.dispatcher import build_dispatcher
-from labkit.moe.experts import GroupedExperts, SequentialExperts
+from labkit.moe.experts import GroupedExperts, SequentialExperts, StackedLinear
 from labkit.moe.router import TopKRouter
 from labkit.moe.shared_experts import SharedExpertMLP
-from labkit.parallel.fp8 import Float8Scaling
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.ledger import comm_scope
 from labkit.parallel.random import RngTracker
@@ -86,7 +85,7 @@ class MoELayer(nn.Module):
         seed: of the weights.
         output_std: of the last projections of the experts; None means model.init_std.
         gradient_accumulation_fusion: add weight gradients to `main_grad` where it exists.
-        float8: refused by the experts.
+        expert_linear: constructor of the routed experts' projections (`Experts`).
         aux_loss_scale: what the gradient of the routers' losses starts from, shared within a model chunk.
         rng: random states for `moe.input_jitter`.
         part: how a part is called that may be recomputed; here that is `shared_experts`.
@@ -98,7 +97,7 @@ class MoELayer(nn.Module):
 
     Raises:
         ConfigError: a value that a field of `moe` cannot hold, no experts, or more top_k than experts.
-        ValueError: tp > 1 without sequence parallelism, sizes that ep, etp or tp do not divide, fp8, or shared experts
+        ValueError: tp > 1 without sequence parallelism, sizes that ep, etp or tp do not divide, or shared experts
             to be overlapped that are not there, or with a dispatcher that has no transfer.
     """
 
@@ -113,7 +112,7 @@ class MoELayer(nn.Module):
         seed: Seed = 0,
         output_std: float | None = None,
         gradient_accumulation_fusion: bool = False,
-        float8: Float8Scaling | None = None,
+        expert_linear: Callable[..., nn.Module] = StackedLinear,
         aux_loss_scale: AuxLossScale | None = None,
         rng: RngTracker | None = None,
         part: Part = _keep,
@@ -135,10 +134,10 @@ class MoELayer(nn.Module):
             rng=rng,
             **made,
         )
-        made |= {"std": model.init_std, "output_std": output_std, "float8": float8}
+        made |= {"std": model.init_std, "output_std": output_std}
         made |= {"gradient_accumulation_fusion": gradient_accumulation_fusion}
         experts = GroupedExperts if moe.grouped_gemm else SequentialExperts
-        self.experts = experts(f"{name}.experts", model, moe, groups, **made)
+        self.experts = experts(f"{name}.experts", model, moe, groups, linear=expert_linear, **made)
         self.shared_experts: SharedExpertMLP | None = None
         if moe.shared_expert_ffn_hidden is not None:
             self.shared_experts = SharedExpertMLP(

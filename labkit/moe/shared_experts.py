@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from labkit.config import ModelConfig, MoEConfig
 from labkit.parallel import mappings
-from labkit.parallel.fp8 import Float8Scaling
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.layers import column_parallel_linear
 from labkit.parallel.ledger import comm_scope
@@ -83,7 +82,6 @@ class SharedExpertMLP(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         gradient_accumulation_fusion: bool = False,
-        float8: Float8Scaling | None = None,
     ) -> None:
         super().__init__()
         assert moe.shared_expert_ffn_hidden is not None, "built only where the configuration has shared experts"
@@ -101,7 +99,6 @@ class SharedExpertMLP(nn.Module):
             bias=False,
             sequence_parallel=sequence_parallel,
             gradient_accumulation_fusion=gradient_accumulation_fusion,
-            float8=float8,
             output_std=output_std,
             **made,
         )

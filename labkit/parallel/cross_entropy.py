@@ -22,9 +22,9 @@ from labkit.events import span
 from labkit.parallel import collectives
 from labkit.parallel.collectives import Pending
 from labkit.parallel.groups import Group
-from labkit.parallel.layers import LinearPlan, weight_gradient
-from labkit.parallel.ledger import comm_scope
-from labkit.parallel.mappings import backward_scope, forward_scope
+from labkit.parallel.layers import LinearPlan
+from labkit.parallel.ledger import backward_scope, comm_scope, forward_scope
+from labkit.parallel.precision import weight_gradient
 from labkit.parallel.token_ids import check_token_ids
 from labkit.parallel.weight_grad_store import deferred
 from labkit.parallel.weights import takes_first_gradient

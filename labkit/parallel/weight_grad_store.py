@@ -42,6 +42,11 @@ _collecting: list[_Deferred] | None = None
 """What the running I has put off. Of the process, not of a thread: on a GPU autograd runs backward on its own."""
 
 
+def is_collecting() -> bool:
+    """Whether a store may take weight gradients now."""
+    return _collecting is not None
+
+
 def deferred(parameters: Sequence[Tensor | None], compute: Compute) -> bool:
     """Called by a layer's backward: True if a store took `compute`, which then must not be run now.
 

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from labkit.train.layer_specs import layer_spec
     from labkit.train.lr_schedule import LearningRate, build_lr_schedule
     from labkit.train.measured import follows, judge_prediction, pipeline_events, stage_costs
     from labkit.train.metrics import JsonLines, Timers, min_max_over_ranks
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from labkit.train.pretraining import TrainResult, pretrain
 
 _MODULES = {
+    "layer_spec": "layer_specs",
     "LearningRate": "lr_schedule",
     "build_lr_schedule": "lr_schedule",
     "follows": "measured",
@@ -48,6 +50,7 @@ __all__ = [
     "compare",
     "follows",
     "judge_prediction",
+    "layer_spec",
     "min_max_over_ranks",
     "parameter_groups",
     "pipeline_events",

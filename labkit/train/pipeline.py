@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from labkit.config import RunConfig
-from labkit.models.gpt import DTYPES
+from labkit.models.chunks import DTYPES
 from labkit.parallel.distributed_data_parallel import DataParallel
-from labkit.parallel.fp8 import end_float8_step
 from labkit.parallel.gradients import finalize_model_grads
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.parameter_groups import named_parameters
+from labkit.parallel.precision import Precision
 from labkit.schedules.ir import Schedule
 from labkit.schedules.runtime import PipelineRuntime
 from labkit.train.loss_form import checked_forward_step
@@ -123,7 +123,9 @@ class Pipeline:
             self._finalize()
 
     def _finalize(self) -> None:
-        end_float8_step(self.chunks)
+        for chunk in self.chunks:
+            if isinstance(precision := getattr(chunk, "precision", None), Precision):
+                precision.end_step()
         finalize_model_grads(self.chunks, self.groups, num_tokens=self.num_tokens, last_stage=self.last_stage)
 
     def _run_and_finalize(self, batches: Iterator[Batch]) -> list[Any]:

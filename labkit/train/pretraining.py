@@ -24,7 +24,7 @@ from labkit.config import RunConfig
 from labkit.data.gpt_data import GPTDataset, build_gpt_datasets, data_iterator, parse_split
 from labkit.events import Event, recording
 from labkit.launch import before_launch, rank_info, torchrun
-from labkit.models.gpt import build_model_chunks
+from labkit.models.chunks import build_model_chunks
 from labkit.parallel.distributed_data_parallel import DataParallel, wrap_model_chunks
 from labkit.parallel.groups import ParallelGroups, initialize_model_parallel
 from labkit.parallel.param_gather import finish_param_sync
@@ -32,6 +32,7 @@ from labkit.schedules.ir import Schedule
 from labkit.schedules.runtime import chunks_of
 from labkit.train import preflight
 from labkit.train.forward_step import gpt_forward_step
+from labkit.train.layer_specs import layer_spec
 from labkit.train.lr_schedule import LearningRate, build_lr_schedule
 from labkit.train.metrics import Timers
 from labkit.train.optimizer import Condition, MegatronOptimizer, build_optimizer
@@ -178,7 +179,7 @@ def setup_model_and_optimizer(
     """Step 2: this rank's model chunks with gradient buffers, AdamW over their parameters, the learning rate."""
     optim = run.config.optim
     if model_provider is None:
-        built = build_model_chunks(run.config, run.groups, run.schedule)
+        built = build_model_chunks(run.config, run.groups, run.schedule, spec=layer_spec(run.config.model, optim))
     else:
         built = chunks_of(model_provider(run.config, run.groups))
         if wrong := [chunk for chunk in built if not isinstance(chunk, nn.Module)]:

@@ -21,13 +21,13 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from labkit.config import RunConfig
+from labkit.fp8.scaling import Float8Scaling
 from labkit.graphs.communicators import refuse_gloo
 from labkit.graphs.full_iteration import FullIterationGraph
 from labkit.graphs.graphable import release_cudagraphs
 from labkit.graphs.helper import CudaGraphHelper
 from labkit.graphs.memory import GraphMemory
 from labkit.graphs.scope import captures_layers
-from labkit.parallel.fp8 import Float8Scaling
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.param_gather import finish_param_sync
 from labkit.schedules.ir import Schedule
@@ -154,5 +154,5 @@ def _settle(chunks: Sequence[Any]) -> None:
     """Ahead of a graph that reads all parameters: they are gathered, and fp8 casts them inside."""
     finish_param_sync(chunks)
     for chunk in chunks:
-        if isinstance(scaling := getattr(chunk, "float8", None), Float8Scaling):
+        if isinstance(scaling := getattr(chunk, "precision", None), Float8Scaling):
             scaling.forget_weights()

@@ -18,7 +18,7 @@ from torch import nn
 from labkit.cli import main
 from labkit.config import RunConfig, presets
 from labkit.launch import rank_info
-from labkit.models.gpt import build_model_chunks
+from labkit.models.chunks import build_model_chunks
 from labkit.moe.router import routers_of
 from labkit.parallel import initialize_model_parallel
 from labkit.parallel.distributed_data_parallel import wrap_model_chunks

@@ -57,7 +57,7 @@ def measured(config: ModelConfig, dtype: torch.dtype, layers: int = 1) -> SavedT
     """What `layers` layers keep, and their output, which keeps it alive."""
     model, x_SBH = built(config, dtype, layers), hidden(config, dtype)
     with SavedTensors(model) as saved:
-        saved.output = model.recompute.through(model.layers.values(), x_SBH, model._rotary(x_SBH, None))  # type: ignore
+        saved.output = model.recompute.through(model.layers.values(), x_SBH, model.rotary and model.rotary(x_SBH, None))  # type: ignore
     return saved
 
 

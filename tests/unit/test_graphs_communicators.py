@@ -11,7 +11,7 @@ from labkit.cli.train_command import Trained, final_lines
 from labkit.config import ConfigError, GraphConfig, ParallelConfig, presets
 from labkit.graphs import CudaGraphHelper, GraphableMegatronModule, communicators
 from labkit.graphs.communicators import refuse_gloo
-from labkit.models.gpt import build_model_chunks
+from labkit.models.chunks import build_model_chunks
 from labkit.parallel.groups import Group, initialize_model_parallel
 from labkit.schedules import build_schedule
 from labkit.train.step_graphs import build_step_graphs

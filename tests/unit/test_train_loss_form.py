@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from labkit.config import presets
-from labkit.models.gpt import build_model_chunks
+from labkit.models.chunks import build_model_chunks
 from labkit.train import pretrain
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.loss_form import checked_forward_step

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from labkit.config import MoEConfig, RunConfig, presets
-from labkit.models.gpt import build_model_chunks
+from labkit.models.chunks import build_model_chunks
 from labkit.moe.router import routers_of
 from labkit.parallel import NaiveDataParallel, initialize_model_parallel, single_process_groups
 from labkit.parallel.distributed_data_parallel import wrap_model_chunks

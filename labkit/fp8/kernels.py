@@ -6,7 +6,7 @@ written. Each program also writes the largest magnitude of its tile, so the amax
 A second kernel of one program reduces these peaks and makes the scale. A maximum does not depend on its order: amax,
 scale and values equal torch's to the bit.
 
-Only `fp8_operands` imports this module, where Triton runs. Triton compiles a kernel at its first launch, which needs a
+Only `operands` imports this module, where Triton runs. Triton compiles a kernel at its first launch, which needs a
 C compiler. `NoKernel` says that it failed, or that a CUDA graph is being captured, in which nothing can be compiled.
 
 With TRITON_INTERPRET=1 the kernels run on a CPU. Triton's interpreter rounds casts to fp8 wrongly (triton#8322). There
@@ -25,8 +25,8 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from triton import knobs  # pyright: ignore[reportMissingImports]
 
+from labkit.fp8.casting import LARGEST_SCALE
 from labkit.parallel.capturing import is_graph_capturing
-from labkit.parallel.fp8_casting import LARGEST_SCALE
 
 TILE_R, TILE_C = 64, 64
 """A row of a tile is two sectors of 32 bytes or more of the input and of both results."""

@@ -26,8 +26,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from labkit.fp8.casting import cast, scale_of
 from labkit.parallel.capturing import active_capture
-from labkit.parallel.fp8_casting import cast, scale_of
 
 T = TypeVar("T")
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
@@ -134,13 +134,13 @@ def _either(x: Tensor, by_kernels: Callable[[ModuleType], T], by_torch: Callable
 
 
 def kernels_for(x: Tensor) -> ModuleType | None:
-    """`fp8_triton` where its kernels take x, else None."""
+    """`kernels` where its kernels take x, else None."""
     interpreted = not x.is_cuda and os.environ.get("TRITON_INTERPRET") == "1"
     if _State.torch_alone or not (x.is_cuda or interpreted) or type(x) is not Tensor:
         return None
     if x.dtype not in KINDS or not x.numel() or torch.compiler.is_compiling() or active_capture() is not None:
         return None
-    return importlib.import_module("labkit.parallel.fp8_triton") if _runs_on(x.device) else None
+    return importlib.import_module("labkit.fp8.kernels") if _runs_on(x.device) else None
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What stands before the first layer and after the last: the embeddings, and the weight of the output layer.
+"""The embeddings before the first layer, and the output layer behind the last, which may share their table.
 
 Shapes: S sequence, B batch, H hidden.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from labkit.models.build import Build, dropout
+from labkit.models.build import Build
 from labkit.parallel.token_ids import check_token_ids
 from labkit.parallel.vocab import VocabParallelEmbedding, make_vocab_parameter
 from labkit.parallel.weights import make_parameter
@@ -24,7 +24,9 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         config = build.config
         shape = (config.seq_length, config.hidden)
-        weight = make_parameter(f"{name}.weight", shape, seed=build.weight_seed, std=config.init_std, **build.made)
+        weight = make_parameter(
+            f"{name}.weight", shape, seed=build.weight_seed, std=config.init_std, **build.factory_kwargs
+        )
         self.weight, self.own = build.whole_here(weight), build.own_positions
 
     def forward(self, length: int, position_ids_BS: Tensor | None) -> Tensor:
@@ -50,12 +52,12 @@ class Embedding(nn.Module):
             reduce_scatter_embeddings=build.sequence_parallel,
             seed=build.weight_seed,
             std=config.init_std,
-            **build.made,
+            **build.factory_kwargs,
         )
         tied = not config.untie_embeddings_and_output_weights
         self.word.weight.shared_embedding = tied  # type: ignore[attr-defined]
         self.position = PositionEmbedding("embedding.position", build) if config.position == "learned" else None
-        self.dropout = dropout(config.embedding_dropout, build)
+        self.dropout = build.dropout(config.embedding_dropout)
 
     def forward(self, tokens_BS: Tensor, position_ids_BS: Tensor | None = None) -> Tensor:
         """[B, S] -> [S, B, H]. TokenIdError for an id outside the vocabulary."""
@@ -86,7 +88,7 @@ class OutputLayer(nn.Module):
             divisible_by=config.make_vocab_size_divisible_by,
             seed=build.weight_seed,
             std=config.init_std,
-            **build.made,
+            **build.factory_kwargs,
         )
         self.weight.shared = self.weight.shared_embedding = tied  # type: ignore[attr-defined]
 
