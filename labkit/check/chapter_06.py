@@ -1,108 +1,122 @@
-"""Exercise of chapter 06: ring attention over simulated ranks, block by block."""
+"""Exercise of chapter 06: a norm's gain and an MLP over simulated ranks, each with its own positions between them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from labkit.check.scoring import Outcome, compare, exercise, holds, plain, shown
-from labkit.parallel.context_plan import Layout, chunks_of_rank
 
-Array = NDArray[np.float64]
-Part = tuple[Array, Array, Array, NDArray[np.int64]]
+Array = NDArray[np.int64]
+Parts = list[Array]
+Case = tuple[Parts, Parts, Array, Parts, Parts]
 
-_CASES: tuple[tuple[int, Layout, float], ...] = (
-    (1, "zigzag", 1.0),
-    (2, "contiguous", 1.0),
-    (2, "zigzag", 1.0),
-    (4, "zigzag", 1.0),
-    (4, "zigzag", 800.0),
+
+def _problem(tp: int) -> Case:
+    """x and dy: [2, 3] a rank; gain [3]; A [2, 3] and B [3, 2] a rank. Small integers, so that sums are exact."""
+    numbers = np.random.default_rng(40 + tp)
+    shapes = ((2, 3), (2, 3), (2, 3), (3, 2))
+    x, dy, a, b = ([numbers.integers(-3, 4, shape) for _ in range(tp)] for shape in shapes)
+    return x, dy, numbers.integers(1, 4, (3,)), a, b
+
+
+def _one_process(case: Case) -> tuple[Array, Array, Array]:
+    """y, dx and dgain of y = relu((x gain) A^T) B^T on whole arrays."""
+    x, dy, gain, a, b = (np.concatenate(part, axis) if isinstance(part, list) else part
+                         for part, axis in zip(case, (0, 0, 0, 0, 1), strict=True))  # fmt: skip
+    scaled = x * gain
+    hidden = np.maximum(scaled @ a.T, 0)
+    d_scaled = ((dy @ b) * (hidden > 0)) @ a
+    return hidden @ b.T, d_scaled * gain, (d_scaled * x).sum(0)
+
+
+def _collectives(tp: int) -> tuple[list[Callable[[Parts], Parts]], Counter[str]]:
+    """all_gather, reduce_scatter and all_reduce over lists with one array a rank, and how often each was called."""
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, function: Callable[[Parts], Parts]) -> Callable[[Parts], Parts]:
+        def call(parts: Parts) -> Parts:
+            assert len(parts) == tp, f"{name} was given {len(parts)} arrays for {tp} ranks"
+            calls[name] += 1
+            return function([np.asarray(part) for part in parts])
+
+        return call
+
+    def total(parts: Parts) -> Array:
+        return np.sum(parts, axis=0)
+
+    return [
+        counted("all_gather", lambda parts: [np.concatenate(parts) for _ in parts]),
+        counted("reduce_scatter", lambda parts: np.split(total(parts), len(parts))),
+        counted("all_reduce", lambda parts: [total(parts) for _ in parts]),
+    ], calls
+
+
+@exercise(
+    "06.sequence",
+    "Write block(x, dy, gain, A, B, all_gather, reduce_scatter, all_reduce) -> (outputs, gradients of x, gradients of "
+    "the gain), one of each per rank.",
 )
-"""(cp, how the sequence is cut, factor of the queries: scores of several hundred overflow exp)."""
+def sequence_parallel(answer: Any) -> Iterator[Outcome]:
+    """The form of what is returned, then at tp 1, 2 and 4 what every rank holds in the end, and what was sent for it.
 
-
-def _problem(cp: int, scale: float) -> tuple[Array, Array, Array]:
-    """q, k and v of 4 cp positions, [S, 3] each."""
-    numbers = np.random.default_rng(cp)
-    q, k, v = (numbers.normal(size=(4 * cp, 3)) for _ in range(3))
-    return scale * q, k, v
-
-
-def _whole(q: Array, k: Array, v: Array) -> Array:
-    """softmax(q k^T / sqrt(3)) v over positions up to one's own."""
-    scores = np.where(np.tril(np.ones((len(q), len(q)), dtype=bool)), q @ k.T / np.sqrt(q.shape[1]), -np.inf)
-    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-    return weights / weights.sum(axis=1, keepdims=True) @ v
-
-
-def _positions(cp: int, rank: int, layout: Layout) -> NDArray[np.int64]:
-    """Those that a rank holds, of 4 cp in chunks of 2."""
-    return np.concatenate([np.arange(2 * chunk, 2 * chunk + 2) for chunk in chunks_of_rank(cp, rank, layout)])
-
-
-@exercise("06.ring", "Write ring(parts, pass_on) -> the outputs of causal attention, one array per rank.")
-def ring(answer: Any) -> Iterator[Outcome]:
-    """The form of what is returned; one, two and four ranks, both ways to cut, large scores; how often keys moved.
-
-    An answer in another form is told so once, and no more.
+    Calls are not counted at tp 1, where each is the identity. An answer in another form is told so once, and no more.
     """
-    outcome = holds("cp 1, what is returned", "a list with one array per rank", lambda: _formed(answer))
+    form = "lists (y, dx, dgain) with one array per rank"
+    outcome = holds("tp 1, what is returned", form, lambda: _formed(answer(*_problem(1), *_collectives(1)[0])))
     yield outcome
     if not outcome.passed:
         return
-    for cp, layout, scale in _CASES:
-        q, k, v = _problem(cp, scale)
-        at = [_positions(cp, rank, layout) for rank in range(cp)]
-        calls: list[int] = []
+    for tp in (1, 2, 4):
+        case = _problem(tp)
+        y, dx, dgain = _one_process(case)
+        collectives, calls = _collectives(tp)
 
-        def tried(case: Any = (q, k, v, at), cp: int = cp, calls: list[int] = calls) -> list[Any]:
-            def pass_on(held: Any) -> list[Any]:
-                assert len(held) == cp, f"pass_on takes a list with one entry for each of {cp} ranks, not {len(held)}"
-                calls.append(cp)
-                return [held[(rank - 1) % cp] for rank in range(cp)]
+        def tried(what: int, tp: int = tp, case: Case = case, collectives: Any = collectives) -> Any:
+            copies = (list(map(np.copy, part)) if isinstance(part, list) else part.copy() for part in case)
+            found = answer(*copies, *collectives)[what]
+            assert len(found) == tp, f"{len(found)} entries for {tp} ranks"
+            return found
 
-            q, k, v, at = case
-            calls.clear()
-            parts: list[Part] = [(q[rows], k[rows], v[rows], rows.copy()) for rows in at]
-            return list(answer(parts, pass_on))
-
-        cut = "zigzag" if layout == "zigzag" else "plain cut"
-        words = f"cp {cp}, {cut}{', scores of hundreds' if scale > 1 else ''}"
-        whole = _whole(q, k, v)
-        yield holds(
-            f"{words}, the outputs",
-            "attention over the whole sequence in every row",
-            lambda t=tried, e=whole, at=at: _first_wrong(t(), e, at),
-        )
-        if cp > 1 and scale == 1.0:
-            count = lambda t=tried, c=calls: (t(), len(c))[1]  # noqa: E731
-            yield compare(f"{words}, the number of times keys are passed on", cp - 1, count)
+        expected = (("its positions' output", np.split(y, tp)), ("its positions' gradient of x", np.split(dx, tp)))
+        for what, (name, parts) in enumerate((*expected, ("the gradient of the gain", [dgain] * tp))):
+            given = f"tp {tp}, on every rank {name}"
+            yield compare(given, parts, lambda t=tried, w=what: t(w), equal=_same)
+        if tp == 1:
+            continue
+        calls.clear()
+        for name, allowed in (("all_gather", (2, 3)), ("reduce_scatter", (2,)), ("all_reduce", (1,))):
+            given = f"tp {tp}, the number of {name.replace('_', '-')}s of one forward and one backward"
+            wanted = " or ".join(map(str, allowed)) if len(allowed) > 1 else allowed[0]
+            yield compare(given, wanted, lambda n=name, t=tried, c=calls: _calls(n, t, c), equal=_among(allowed))
 
 
-def _formed(answer: Any) -> bool | str:
-    """True, or in words what was returned for one rank instead of a list with its one array [4, 3]."""
-    q, k, v = _problem(1, 1.0)
-    found = answer([(q, k, v, _positions(1, 0, "zigzag"))], lambda held: held)
-    if not hasattr(found, "__len__") or len(found) != 1:
-        return f"{shown(found)}, which is not a list with one array for the one rank"
-    if np.shape(plain(found[0])) != v.shape:
-        return f"an array {list(np.shape(plain(found[0])))} for a rank that holds {len(q)} rows of {v.shape[1]}"
+def _formed(found: Any) -> bool | str:
+    """True, or in words what was returned for one rank instead of three lists with its [2, 3], [2, 3] and [3]."""
+    if not hasattr(found, "__len__") or len(found) != 3:
+        return f"{shown(found)}, which is not three lists"
+    for name, parts, shape in zip(("y", "dx", "dgain"), found, ((2, 3), (2, 3), (3,)), strict=True):
+        if not hasattr(parts, "__len__") or len(parts) != 1:
+            return f"{shown(parts)} as {name}, which is not a list with one array for the one rank"
+        if np.shape(plain(parts[0])) != shape:
+            return f"an array {list(np.shape(plain(parts[0])))} as {name} of a rank, which has {list(shape)}"
     return True
 
 
-def _first_wrong(outputs: list[Any], whole: Array, at: list[NDArray[np.int64]]) -> bool | str:
-    """True, or the first row that is not attention, in words."""
-    if len(outputs) != len(at):
-        return f"{len(outputs)} outputs for {len(at)} ranks"
-    for rank, (output, rows) in enumerate(zip(outputs, at, strict=True)):
-        got = np.asarray(output, dtype=float)
-        if got.shape != whole[rows].shape:
-            return f"an array {list(got.shape)} on rank {rank}, which holds {len(rows)} rows of {whole.shape[1]}"
-        for place, position in enumerate(rows):
-            if not np.allclose(got[place], whole[position], rtol=0, atol=1e-6):
-                found, expected = (shown(row.round(3)) for row in (got[place], whole[position]))
-                return f"{found} instead of {expected} at position {position} (rank {rank}, row {place})"
-    return True
+def _calls(name: str, tried: Callable[[int], Any], calls: Counter[str]) -> int:
+    calls.clear()
+    tried(0)
+    return calls[name]
+
+
+def _among(allowed: tuple[int, ...]) -> Callable[[Any, Any], bool]:
+    return lambda got, _: got in allowed
+
+
+def _same(got: Any, expected: Any) -> bool:
+    """Whether both lists hold the same arrays; exact, since all numbers are small integers."""
+    return all(np.array_equal(np.asarray(g), e) for g, e in zip(got, expected, strict=True))

@@ -1,73 +1,108 @@
-"""Exercise of chapter 07: which rank owns which slice of which parameter."""
+"""Exercise of chapter 07: ring attention over simulated ranks, block by block."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from labkit.check.scoring import Outcome, compare, exercise, holds, plain, shown
-from labkit.parallel.bucket_plan import ParameterSpec, plan_buckets
-from labkit.parallel.shard_map import pieces_of_rank
+from labkit.parallel.context_plan import Layout, chunks_of_rank
 
-_CASES = (
-    ((128, 64), 1_000, 2, "what lies where"),
-    ((100, 300, 50), 1_000, 4, "alignment and padding"),
-    ((100, 300, 50), 256, 4, "two buckets"),
-    ((1_000,), 1_000, 3, "one parameter, three owners"),
-    ((64, 64, 64, 64), 64, 2, "a bucket for each, half of it padding"),
+Array = NDArray[np.float64]
+Part = tuple[Array, Array, Array, NDArray[np.int64]]
+
+_CASES: tuple[tuple[int, Layout, float], ...] = (
+    (1, "zigzag", 1.0),
+    (2, "contiguous", 1.0),
+    (2, "zigzag", 1.0),
+    (4, "zigzag", 1.0),
+    (4, "zigzag", 800.0),
 )
-"""(sizes, bucket_size, dp, what it tests)."""
-_MANY = (tuple(37 * i % 501 + 1 for i in range(40)), 2_000, 6)
+"""(cp, how the sequence is cut, factor of the queries: scores of several hundred overflow exp)."""
 
 
-def owners(sizes: Sequence[int], bucket_size: int, dp: int) -> list[list[tuple[int, int, int]]]:
-    """The right answer: by rank, (parameter, first element, one past the last) in the order of the buffer."""
-    specs = [ParameterSpec(str(number), size) for number, size in enumerate(sizes)]
-    plan = plan_buckets(specs, dp=dp, bucket_size=bucket_size, distributed_optimizer=True)
-    return [
-        [
-            (int(piece.name), piece.offset_in_parameter, piece.offset_in_parameter + piece.numel)
-            for piece in pieces_of_rank(plan, dp, rank)
-        ]
-        for rank in range(dp)
-    ]
+def _problem(cp: int, scale: float) -> tuple[Array, Array, Array]:
+    """q, k and v of 4 cp positions, [S, 3] each."""
+    numbers = np.random.default_rng(cp)
+    q, k, v = (numbers.normal(size=(4 * cp, 3)) for _ in range(3))
+    return scale * q, k, v
 
 
-@exercise("07.shards", "Write shards(sizes, bucket_size, dp) -> by rank, the (parameter, first, last) that it owns.")
-def shards(answer: Any) -> Iterator[Outcome]:
-    """Five small buffers, then forty parameters of which every element must have one owner, the right one."""
-    for sizes, bucket_size, dp, what in _CASES:
-        given = f"sizes {list(sizes)}, bucket_size {bucket_size} and dp {dp} ({what})"
-        yield compare(given, owners(sizes, bucket_size, dp), lambda a=(list(sizes), bucket_size, dp): answer(*a))
-    sizes, bucket_size, dp = _MANY
-    yield holds(
-        f"{len(sizes)} parameters over {dp} ranks in buckets of {bucket_size}",
-        f"that each of their {sum(sizes):,} elements has one owner, the one it has in the library",
-        lambda: _each_once(answer(list(sizes), bucket_size, dp), owners(*_MANY)),
-    )
+def _whole(q: Array, k: Array, v: Array) -> Array:
+    """softmax(q k^T / sqrt(3)) v over positions up to one's own."""
+    scores = np.where(np.tril(np.ones((len(q), len(q)), dtype=bool)), q @ k.T / np.sqrt(q.shape[1]), -np.inf)
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return weights / weights.sum(axis=1, keepdims=True) @ v
 
 
-def _each_once(answer: Any, expected: list[list[tuple[int, int, int]]]) -> bool | str:
-    """True, or the first element that has no owner, two, or another one."""
-    if not isinstance(answer, (list, tuple)) or len(answer) != len(expected):
-        return f"{shown(answer)}: give a list with one list of pieces for each of the {len(expected)} ranks"
-    owner: dict[tuple[int, int], int] = {}
-    for rank, pieces in enumerate(plain(answer)):
-        for parameter, first, last in pieces:
-            for element in range(first, last):
-                if (parameter, element) in owner:
-                    other = owner[parameter, element]
-                    return f"element {element} of parameter {parameter} owned twice, by ranks {other} and {rank}"
-                owner[parameter, element] = rank
-    for rank, pieces in enumerate(expected):
-        for parameter, first, last in pieces:
-            for element in range(first, last):
-                found = owner.pop((parameter, element), None)
-                if found is None:
-                    return f"element {element} of parameter {parameter} without an owner"
-                if found != rank:
-                    return f"element {element} of parameter {parameter} on rank {found}, which belongs to rank {rank}"
-    if owner:
-        parameter, element = min(owner)
-        return f"an element {element} of parameter {parameter}, which has no such element"
+def _positions(cp: int, rank: int, layout: Layout) -> NDArray[np.int64]:
+    """Those that a rank holds, of 4 cp in chunks of 2."""
+    return np.concatenate([np.arange(2 * chunk, 2 * chunk + 2) for chunk in chunks_of_rank(cp, rank, layout)])
+
+
+@exercise("07.ring", "Write ring(parts, pass_on) -> the outputs of causal attention, one array per rank.")
+def ring(answer: Any) -> Iterator[Outcome]:
+    """The form of what is returned; one, two and four ranks, both ways to cut, large scores; how often keys moved.
+
+    An answer in another form is told so once, and no more.
+    """
+    outcome = holds("cp 1, what is returned", "a list with one array per rank", lambda: _formed(answer))
+    yield outcome
+    if not outcome.passed:
+        return
+    for cp, layout, scale in _CASES:
+        q, k, v = _problem(cp, scale)
+        at = [_positions(cp, rank, layout) for rank in range(cp)]
+        calls: list[int] = []
+
+        def tried(case: Any = (q, k, v, at), cp: int = cp, calls: list[int] = calls) -> list[Any]:
+            def pass_on(held: Any) -> list[Any]:
+                assert len(held) == cp, f"pass_on takes a list with one entry for each of {cp} ranks, not {len(held)}"
+                calls.append(cp)
+                return [held[(rank - 1) % cp] for rank in range(cp)]
+
+            q, k, v, at = case
+            calls.clear()
+            parts: list[Part] = [(q[rows], k[rows], v[rows], rows.copy()) for rows in at]
+            return list(answer(parts, pass_on))
+
+        cut = "zigzag" if layout == "zigzag" else "plain cut"
+        words = f"cp {cp}, {cut}{', scores of hundreds' if scale > 1 else ''}"
+        whole = _whole(q, k, v)
+        yield holds(
+            f"{words}, the outputs",
+            "attention over the whole sequence in every row",
+            lambda t=tried, e=whole, at=at: _first_wrong(t(), e, at),
+        )
+        if cp > 1 and scale == 1.0:
+            count = lambda t=tried, c=calls: (t(), len(c))[1]  # noqa: E731
+            yield compare(f"{words}, the number of times keys are passed on", cp - 1, count)
+
+
+def _formed(answer: Any) -> bool | str:
+    """True, or in words what was returned for one rank instead of a list with its one array [4, 3]."""
+    q, k, v = _problem(1, 1.0)
+    found = answer([(q, k, v, _positions(1, 0, "zigzag"))], lambda held: held)
+    if not hasattr(found, "__len__") or len(found) != 1:
+        return f"{shown(found)}, which is not a list with one array for the one rank"
+    if np.shape(plain(found[0])) != v.shape:
+        return f"an array {list(np.shape(plain(found[0])))} for a rank that holds {len(q)} rows of {v.shape[1]}"
+    return True
+
+
+def _first_wrong(outputs: list[Any], whole: Array, at: list[NDArray[np.int64]]) -> bool | str:
+    """True, or the first row that is not attention, in words."""
+    if len(outputs) != len(at):
+        return f"{len(outputs)} outputs for {len(at)} ranks"
+    for rank, (output, rows) in enumerate(zip(outputs, at, strict=True)):
+        got = np.asarray(output, dtype=float)
+        if got.shape != whole[rows].shape:
+            return f"an array {list(got.shape)} on rank {rank}, which holds {len(rows)} rows of {whole.shape[1]}"
+        for place, position in enumerate(rows):
+            if not np.allclose(got[place], whole[position], rtol=0, atol=1e-6):
+                found, expected = (shown(row.round(3)) for row in (got[place], whole[position]))
+                return f"{found} instead of {expected} at position {position} (rank {rank}, row {place})"
     return True

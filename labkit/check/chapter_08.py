@@ -1,69 +1,73 @@
-"""Exercise of chapter 08: the order of 1F1B."""
+"""Exercise of chapter 08: which rank owns which slice of which parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from labkit.check.scoring import Outcome, compare, exercise, holds, listed, shown, without_grid
-from labkit.schedules.builders import one_f_one_b
-from labkit.schedules.ir import Action, Schedule, ScheduleError
-from labkit.schedules.simulator import simulate
+from labkit.check.scoring import Outcome, compare, exercise, holds, plain, shown
+from labkit.parallel.bucket_plan import ParameterSpec, plan_buckets
+from labkit.parallel.shard_map import pieces_of_rank
 
-_ROWS = ((4, 3, 3), (4, 0, 5), (4, 2, 5), (2, 0, 1), (4, 0, 2), (1, 0, 3))
-"""(pp, rank, microbatches), fewer microbatches than warm-up forwards among them."""
-
-
-@exercise("08.one_f_one_b", "Write row(pp, rank, microbatches) -> the actions of that rank under 1F1B, as texts.")
-def one_f_one_b_row(answer: Any) -> Iterator[Outcome]:
-    """Six rows, then two whole pipelines that must run, in the time and the memory of 1F1B."""
-    for pp, rank, count in _ROWS:
-        expected = [str(action) for action in one_f_one_b(pp, count).actions(rank)]
-        yield compare(f"pp {pp}, rank {rank}, {count} microbatches", expected, lambda a=(pp, rank, count): answer(*a))
-    for pp, count in ((4, 8), (5, 3)):
-        yield holds(
-            f"all {pp} rows for {count} microbatches",
-            f"a schedule that takes {_units(3 * (count + pp - 1))} with at most {min(pp, count)} in flight",
-            lambda p=pp, m=count: _whole(answer, p, m),
-        )
+_CASES = (
+    ((128, 64), 1_000, 2, "what lies where"),
+    ((100, 300, 50), 1_000, 4, "alignment and padding"),
+    ((100, 300, 50), 256, 4, "two buckets"),
+    ((1_000,), 1_000, 3, "one parameter, three owners"),
+    ((64, 64, 64, 64), 64, 2, "a bucket for each, half of it padding"),
+)
+"""(sizes, bucket_size, dp, what it tests)."""
+_MANY = (tuple(37 * i % 501 + 1 for i in range(40)), 2_000, 6)
 
 
-def _whole(answer: Any, pp: int, count: int) -> bool | str:
-    """True, or what the answer's rows do together."""
-    rows: list[list[Action]] = []
-    for rank in range(pp):
-        row = _parsed(answer(pp, rank, count), rank)
-        if isinstance(row, str):
-            return row
-        rows.append(row)
-    try:
-        timeline = simulate(Schedule("the answer", pp, count, rows))
-    except ScheduleError as problem:
-        return without_grid(str(problem))
-    peaks = [min(pp - rank, count) for rank in range(pp)]
-    if timeline.makespan == 3 * (count + pp - 1) and timeline.peak_in_flight == peaks:
-        return True
-    return f"one that takes {_units(timeline.makespan)} with {timeline.peak_in_flight} in flight by rank"
+def owners(sizes: Sequence[int], bucket_size: int, dp: int) -> list[list[tuple[int, int, int]]]:
+    """The right answer: by rank, (parameter, first element, one past the last) in the order of the buffer."""
+    specs = [ParameterSpec(str(number), size) for number, size in enumerate(sizes)]
+    plan = plan_buckets(specs, dp=dp, bucket_size=bucket_size, distributed_optimizer=True)
+    return [
+        [
+            (int(piece.name), piece.offset_in_parameter, piece.offset_in_parameter + piece.numel)
+            for piece in pieces_of_rank(plan, dp, rank)
+        ]
+        for rank in range(dp)
+    ]
 
 
-def _parsed(row: Any, rank: int) -> list[Action] | str:
-    """The actions of an answer's row, or what is wrong with them, as words of a sentence."""
-    form = f"a row is a list of texts such as '{rank}F0'"
-    if isinstance(row, str) or not isinstance(row, Iterable):
-        return f"{shown(row)} for rank {rank}: {form}"
-    actions: list[Action] = []
-    for cell in row:
-        try:
-            actions.append(Action.parse(str(cell)))
-        except ScheduleError:
-            return f"{shown(cell)} in the row of rank {rank}: {form}"
-    foreign = [action for action in actions if action.stage != rank]
-    if foreign:
-        return f"a row in which rank {rank} runs stage {foreign[0].stage} ({foreign[0]}): rank r runs stage r"
-    ran = {(action.kind, action.microbatch) for action in actions}
-    missing = [str(a) for a in actions if a.kind == "F" and ("B", a.microbatch) not in ran]
-    return f"no backward for {listed(missing)}" if missing else actions
+@exercise("08.shards", "Write shards(sizes, bucket_size, dp) -> by rank, the (parameter, first, last) that it owns.")
+def shards(answer: Any) -> Iterator[Outcome]:
+    """Five small buffers, then forty parameters of which every element must have one owner, the right one."""
+    for sizes, bucket_size, dp, what in _CASES:
+        given = f"sizes {list(sizes)}, bucket_size {bucket_size} and dp {dp} ({what})"
+        yield compare(given, owners(sizes, bucket_size, dp), lambda a=(list(sizes), bucket_size, dp): answer(*a))
+    sizes, bucket_size, dp = _MANY
+    yield holds(
+        f"{len(sizes)} parameters over {dp} ranks in buckets of {bucket_size}",
+        f"that each of their {sum(sizes):,} elements has one owner, the one it has in the library",
+        lambda: _each_once(answer(list(sizes), bucket_size, dp), owners(*_MANY)),
+    )
 
 
-def _units(time: float) -> str:
-    return f"{time:g} units of time (F = 1, B = 2)"
+def _each_once(answer: Any, expected: list[list[tuple[int, int, int]]]) -> bool | str:
+    """True, or the first element that has no owner, two, or another one."""
+    if not isinstance(answer, (list, tuple)) or len(answer) != len(expected):
+        return f"{shown(answer)}: give a list with one list of pieces for each of the {len(expected)} ranks"
+    owner: dict[tuple[int, int], int] = {}
+    for rank, pieces in enumerate(plain(answer)):
+        for parameter, first, last in pieces:
+            for element in range(first, last):
+                if (parameter, element) in owner:
+                    other = owner[parameter, element]
+                    return f"element {element} of parameter {parameter} owned twice, by ranks {other} and {rank}"
+                owner[parameter, element] = rank
+    for rank, pieces in enumerate(expected):
+        for parameter, first, last in pieces:
+            for element in range(first, last):
+                found = owner.pop((parameter, element), None)
+                if found is None:
+                    return f"element {element} of parameter {parameter} without an owner"
+                if found != rank:
+                    return f"element {element} of parameter {parameter} on rank {found}, which belongs to rank {rank}"
+    if owner:
+        parameter, element = min(owner)
+        return f"an element {element} of parameter {parameter}, which has no such element"
+    return True

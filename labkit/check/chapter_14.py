@@ -1,113 +1,160 @@
-"""Exercise of chapter 14: a function with a branch, a number and a counter, written so that a graph can hold it."""
+"""Exercise of chapter 14: an MoE layer over simulated ranks, from the routing to the summed results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from labkit.check.scoring import Outcome, exercise, holds
-from labkit.graphs.capture import make_graphed_callables
-from labkit.graphs.refusal import Refusal
-from labkit.parallel.capturing import GraphCaptureError
+from labkit.check.scoring import Outcome, exercise, holds, listed, plain, shown
 
-SHAPE = (4, 3)
-"""[T, H] of the exercise."""
-_NO_TENSOR = "no tensor but a "
+Array = NDArray[np.float64]
+Part = tuple[Array, Array, NDArray[np.bool_]]
+HIDDEN = 5
+"""Numbers of a row."""
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One call: what it is made with, what comes back, and whether it counts."""
+@dataclass
+class _Problem:
+    """Tokens, routing and experts; counts what the answer sends and computes."""
 
     words: str
-    x: Tensor
-    limit: float
-    expected: Tensor
-    counts: bool
+    local: int
+    parts: list[Part]
+    """By rank: x [T, H], weights [T, E], choice [T, E]."""
+    matrices: Array
+    """[E, H, H]: expert e makes tanh(row times matrices[e])."""
+    crossed: int = 0
+    """Numbers that went from one rank to another."""
+    calls: list[tuple[int, int]] = field(default_factory=list)
+    """(rank, expert), in order."""
+
+    def exchange(self, outboxes: Any) -> list[list[Array]]:
+        """outboxes[r][s] is what rank r sends to rank s; inboxes[r][s] is what rank s sent to rank r."""
+        ep = len(self.parts)
+        lengths = [len(each) for each in outboxes]
+        assert lengths == [ep] * ep, f"exchange takes {ep} lists of {ep} arrays, one list a rank; got lengths {lengths}"
+        boxes = [[np.array(box) for box in each] for each in outboxes]
+        self.crossed += sum(boxes[r][s].size for r in range(ep) for s in range(ep) if r != s)
+        return [[boxes[s][r] for s in range(ep)] for r in range(ep)]
+
+    def expert(self, rank: int, number: int, rows: Any) -> Array:
+        """Rows [n, H] through one expert, on the rank that holds it."""
+        holder = number // self.local
+        assert holder == rank, f"expert {number} lives on rank {holder}, and was asked on rank {rank}"
+        self.calls.append((rank, number))
+        return np.tanh(np.asarray(rows, dtype=float).reshape(-1, HIDDEN) @ self.matrices[number])
+
+    def expected(self) -> list[Array]:
+        """What every token should get, expert by expert without any ranks."""
+        return [
+            sum((weights[:, e : e + 1] * chosen[:, e : e + 1] * np.tanh(x @ self.matrices[e])
+                 for e in range(len(self.matrices))), np.zeros_like(x))
+            for x, weights, chosen in self.parts
+        ]  # fmt: skip
+
+    def most_numbers(self) -> int:
+        """Each row that must travel, there and back, with one number more each way, and a table of counts."""
+        ep, experts = len(self.parts), len(self.matrices)
+        away = sum(
+            int(chosen.sum()) - int(chosen[:, rank * self.local : (rank + 1) * self.local].sum())
+            for rank, (_, _, chosen) in enumerate(self.parts)
+        )
+        return 2 * away * (HIDDEN + 1) + ep * (ep - 1) * experts
 
 
-def _calls() -> list[_Call]:
-    """Within the limit, above it, the limit changed, not finite, zeros, and exactly on the limit."""
-    unit = torch.randn(SHAPE, generator=torch.Generator().manual_seed(14))
-    unit /= unit.norm()
-    bad = [unit.clone(), unit.clone()]
-    bad[0][1, 2], bad[1][0, 0] = float("inf"), float("nan")
-    zeros, exact = torch.zeros(SHAPE), torch.zeros(SHAPE)
-    exact[0, 0], exact[3, 2] = 3.0, 4.0  # 25 and its root are exact, in whatever way the norm is computed
-    return [
-        _Call("norm 1, limit 2", unit, 2.0, unit, False),
-        _Call("norm 8, limit 2", 8 * unit, 2.0, 2 * unit, True),
-        _Call("norm 8, limit changed to 16", 8 * unit, 16.0, 8 * unit, False),
-        _Call("an entry that is inf", bad[0], 16.0, zeros, True),
-        _Call("an entry that is NaN", bad[1], 16.0, zeros, True),
-        _Call("all entries 0", zeros, 2.0, zeros, False),
-        _Call("norm 5, limit 5", exact, 5.0, exact, False),
-        _Call("norm 100, limit 2", 100 * unit, 2.0, 2 * unit, True),
-    ]
+def _problem(words: str, tokens: Sequence[int], experts: int, top_k: int, *, to: int | None = None) -> _Problem:
+    """Random tokens and choices; `to` makes every token choose that expert first."""
+    numbers = np.random.default_rng(7 * experts + top_k)
+    parts: list[Part] = []
+    for count in tokens:
+        scores = numbers.normal(size=(count, experts))
+        if to is not None:
+            scores[:, to] = 9.0
+        chosen = np.zeros((count, experts), dtype=bool)
+        np.put_along_axis(chosen, np.argsort(-scores, axis=1)[:, :top_k], True, axis=1)
+        weights = np.where(chosen, np.exp(scores), 0.0)
+        weights /= np.maximum(weights.sum(axis=1, keepdims=True), 1e-9)
+        parts.append((numbers.normal(size=(count, HIDDEN)), weights, chosen))
+    matrices = numbers.normal(size=(experts, HIDDEN, HIDDEN))
+    return _Problem(words, experts // len(tokens), parts, matrices)
 
 
-@exercise("14.clipped", "Write clipped(x, limit, count), a clip by norm that a CUDA graph can hold.")
-def clipped(answer: Any) -> Iterator[Outcome]:
-    """Eager first; then one capture, and the same calls replayed."""
-    calls = _calls()
-    limit, count = torch.tensor(calls[0].limit), torch.tensor(0)
-    for call in (calls[1], calls[3]):
-        eager = holds(f"{call.words}, without a graph", _claim(call), partial(_agrees, answer, call, limit, count))
-        yield eager
-        if eager.got.startswith(_NO_TENSOR):
-            return  # one sentence, not ten
-    # Captured on numbers that take the first branch of any `if`: a decision then cannot look right by chance.
-    sample = calls[0].x.clone()
-    limit.fill_(calls[0].limit)
-    graphed: list[Callable[..., Tensor]] = []
+_CASES: tuple[Callable[[], _Problem], ...] = (
+    lambda: _problem("1 rank, 4 experts, top-1", (6,), 4, 1),
+    lambda: _problem("2 ranks with one expert each, top-1", (3, 3), 2, 1),
+    lambda: _problem("2 ranks with 2 experts each, top-2", (4, 4), 4, 2),
+    lambda: _problem("4 ranks with 2 experts each, top-2", (6, 6, 6, 6), 8, 2),
+    lambda: _problem("3 ranks, one of them without tokens", (4, 0, 3), 6, 2),
+    lambda: _problem("4 ranks, all tokens to expert 5", (3, 3, 3, 3), 8, 1, to=5),
+    lambda: _problem("2 ranks, every token to every expert", (3, 2), 4, 4),
+)
 
-    def captured() -> bool | str:
-        def body(x: Tensor) -> Any:
-            return answer(x, limit, count)
 
-        try:
-            graphed.append(make_graphed_callables(body, (sample,), impl="emulated", num_warmup=2))
-        except GraphCaptureError as error:
-            seen = Refusal.of(error)
-            return f"a refusal of `{seen.line}`: {seen.reason}" if seen.line else f"a refusal: {seen.reason}"
-        return True
+@exercise("14.dispatch", "Write moe(parts, exchange, expert) -> the outputs of an MoE layer, one array per rank.")
+def dispatch(answer: Any) -> Iterator[Outcome]:
+    """One rank, several, a rank without tokens, one expert for all, all experts for each; then what it cost.
 
-    yield holds("a capture", "a graph", captured)
-    if not graphed:
-        return
-    count.zero_()  # the warm-up counted as well
-    for call in calls:
-        yield holds(f"{call.words}, replayed", _claim(call), partial(_agrees, graphed[0], call, limit, count, False))
-    counted = sum(call.counts for call in calls)
+    An answer in another form is told so once, and no more.
+    """
+    for make in _CASES:
+        problem = make()
+        words = f"{problem.words}, the outputs"
+        outcome = holds(words, "each token's weighted sum over its experts", lambda p=problem: _first_wrong(answer, p))
+        yield outcome
+        if make is _CASES[0] and not outcome.passed:
+            return
+    problem = _CASES[3]()
     yield holds(
-        f"those {len(calls)} replays, `count` set to 0 before",
-        f"count {counted}",
-        lambda: True if int(count) == counted else f"count {int(count)}",
+        f"{problem.words}, the experts",
+        "one call for each of the 8 experts, with all its rows",
+        lambda: _called_once(answer, problem),
+    )
+    again = _CASES[3]()
+    yield holds(
+        f"{again.words}, the numbers that change ranks",
+        f"at most {again.most_numbers():,}: each row only to its expert's rank and back",
+        lambda: _few_numbers(answer, again),
     )
 
 
-def _claim(call: _Call) -> str:
-    norm = float(call.expected.norm())
-    if call.expected.equal(call.x):
-        return "x unchanged"
-    return f"x scaled to the norm {norm:g}" if norm else "zeros"
+def _first_wrong(answer: Any, problem: _Problem) -> bool | str:
+    """True, or the first token whose output is another one, in words."""
+    copies = [(x.copy(), weights.copy(), chosen.copy()) for x, weights, chosen in problem.parts]
+    outputs = answer(copies, problem.exchange, problem.expert)
+    if not hasattr(outputs, "__len__") or len(outputs) != len(problem.parts):
+        return f"{shown(outputs)}, which is not a list with one array for each of {len(problem.parts)} ranks"
+    for rank, (output, right) in enumerate(zip(outputs, problem.expected(), strict=True)):
+        got = np.asarray(plain(output), dtype=float).reshape(-1, HIDDEN) if np.size(output) == 0 else np.asarray(output)
+        if got.shape != right.shape:
+            return f"an array {list(got.shape)} on rank {rank}, which holds {len(right)} tokens of {HIDDEN} numbers"
+        for token, (found, expected) in enumerate(zip(got, right, strict=True)):
+            if not np.allclose(found, expected, rtol=0, atol=1e-9):
+                pair = [shown(row[:3].round(3)) for row in (found, expected)]
+                return f"{pair[0]}.. instead of {pair[1]}.. for token {token} of rank {rank}"
+    return True
 
 
-def _agrees(
-    function: Callable[..., Any], call: _Call, limit: Tensor, count: Tensor, pass_all: bool = True
-) -> bool | str:
-    """True, or what came back instead."""
-    limit.fill_(call.limit)
-    got = function(call.x.clone(), limit, count) if pass_all else function(call.x.clone())
-    if not isinstance(got, Tensor):
-        return f"{_NO_TENSOR}{type(got).__name__}"
-    if got.shape != call.expected.shape:
-        return f"a tensor of shape {list(got.shape)}"
-    if torch.allclose(got, call.expected, rtol=1e-5, atol=1e-7):
-        return True
-    return "NaN among the entries" if got.isnan().any() else f"a tensor of norm {float(got.norm()):.4g}"
+def _called_once(answer: Any, problem: _Problem) -> bool | str:
+    answer(list(problem.parts), problem.exchange, problem.expert)
+    experts = range(len(problem.matrices))
+    counts = {e: sum(number == e for _, number in problem.calls) for e in experts}
+    wrong = [f"{count} calls of expert {e}" for e, count in counts.items() if count != 1]
+    return not wrong or listed(wrong, most=3)
+
+
+def _few_numbers(answer: Any, problem: _Problem) -> bool | str:
+    outputs = answer(list(problem.parts), problem.exchange, problem.expert)
+    if _wrong(outputs, problem.expected()):
+        return "another result, so that nothing can be said about its cost"
+    return problem.crossed <= problem.most_numbers() or f"{problem.crossed:,}"
+
+
+def _wrong(outputs: Any, expected: Sequence[Array]) -> bool:
+    return any(
+        np.shape(output) != right.shape or not np.allclose(output, right, rtol=0, atol=1e-9)
+        for output, right in zip(outputs, expected, strict=True)
+    )

@@ -1,78 +1,80 @@
-"""Exercise of chapter 15: which static input buffer each forward of an order takes."""
+"""Exercises of chapter 15: the smallest world of a folded layout, and what a rank does for the experts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
-import numpy as np
+from labkit.check.scoring import Outcome, compare, exercise
+from labkit.parallel.rank_generator import rank_generators
 
-from labkit.check.scoring import Outcome, compare, exercise, holds, shown
-from labkit.graphs.buffers import PlanError, check_plan, plan_buffers
-from labkit.graphs.passes import read_order
-from labkit.schedules.builders import gpipe, interleaved, one_f_one_b
+Sizes = dict[str, Any]
 
-_SMALL: dict[str, list[float]] = {
-    "the order 1 1 -1 1 -1 -1": [1, 1, -1, 1, -1, -1],
-    "the order 1 -1 1 -1 1 -1": [1, -1, 1, -1, 1, -1],
-    "GPipe's order 1 1 1 -1 -1 -1": gpipe(2, 3).order(0),
-    "the order 1 2 1 -2 -1 2 -2 -1 of two chunks": [1, 2, 1, -2, -1, 2, -2, -1],
-    "1F1B, 4 stages, 8 microbatches, rank 1": one_f_one_b(4, 8).order(1),
-}
-_LARGE: dict[str, list[float]] = {
-    "interleaved 1F1B, 4 ranks, 2 chunks, 16 microbatches, rank 0": interleaved(4, 2, 16).order(0),
-    "interleaved 1F1B, 4 ranks, 3 chunks, 8 microbatches, rank 2": interleaved(4, 3, 8).order(2),
-}
+_WORLDS: tuple[Sizes, ...] = (
+    {"tp": 1, "cp": 8, "pp": 1, "etp": 1, "ep": 8},
+    {"tp": 4, "cp": 1, "pp": 2, "etp": 1, "ep": 4},
+    {"tp": 2, "cp": 2, "pp": 4, "etp": 1, "ep": 64},
+    {"tp": 1, "cp": 6, "pp": 2, "etp": 1, "ep": 4},
+    {"tp": 2, "cp": 3, "pp": 1, "etp": 2, "ep": 2},
+)
+"""tp cp = etp ep without and with a pipeline, ep beyond tp cp, and two where neither product divides the other."""
+
+_PLACES: tuple[tuple[int, int, int, Sizes], ...] = (
+    (5, 8, 8, {"tp": 1, "cp": 8, "pp": 1, "etp": 1, "ep": 8}),
+    (13, 16, 8, {"tp": 4, "cp": 1, "pp": 2, "etp": 1, "ep": 4}),
+    (3, 16, 16, {"tp": 4, "cp": 1, "pp": 2, "etp": 1, "ep": 8}),
+    (14, 16, 4, {"tp": 2, "cp": 2, "pp": 2, "etp": 2, "ep": 2}),
+    (21, 32, 6, {"tp": 2, "cp": 2, "pp": 2, "etp": 2, "ep": 2}),
+)
+"""(rank, world_size, num_experts, sizes)."""
+
+
+@exercise("15.world", "Write smallest_world(tp, cp, pp, etp, ep) -> the fewest ranks that hold the folded layout.")
+def world(answer: Any) -> Iterator[Outcome]:
+    """Five layouts; the right answer is the first number of ranks that the library lays out."""
+    for sizes in _WORLDS:
+        expected = next(ranks for ranks in count(1) if _fits(ranks, sizes))
+        yield compare(_words(sizes), expected, lambda s=sizes: answer(**s))
+
+
+def _fits(ranks: int, sizes: Sizes) -> bool:
+    try:
+        rank_generators(world_size=ranks, **sizes)
+    except ValueError:
+        return False
+    return True
 
 
 @exercise(
-    "15.buffers",
-    "Write buffers(order) -> the buffer of each forward, in the order of the forwards: the one that has been free "
-    "longest, or a new one, numbered 0, 1, ... as they are first taken.",
+    "15.place",
+    "Write expert_place(rank, world_size, num_experts, *, tp, cp, pp, etp, ep) -> (experts, ranks, divisor).",
 )
-def buffers(answer: Any) -> Iterator[Outcome]:
-    """Five orders entry by entry, then two long ones: no buffer held twice, none too many."""
-    for given, order in _SMALL.items():
-        yield compare(given, _taken(order), lambda order=order: _listed(answer(list(order))))
-    for given, order in _LARGE.items():
-        fewest = plan_buffers(order, 1).num_buffers
-        yield holds(
-            given, f"{fewest} buffers, none held twice", lambda o=order, n=fewest: _sound(answer(list(o)), o, n)
-        )
+def place(answer: Any) -> Iterator[Outcome]:
+    """Three questions about each of five layouts in the order tp-cp-ep-dp-pp, each a case of its own."""
+    for rank, ranks, experts, sizes in _PLACES:
+        given = f"rank {rank} of {ranks}, {experts} experts, {_words(sizes)}"
+        tried = lambda r=rank, w=ranks, e=experts, s=sizes: _three(answer(r, w, e, **s))  # noqa: E731
+        parts = ("its experts", "the ranks that hold the same", "what their sum is divided by")
+        for index, (part, expected) in enumerate(zip(parts, _expected(rank, ranks, experts, sizes))):
+            yield compare(f"{given}: {part}", expected, lambda i=index, t=tried: t()[i])
 
 
-def _listed(given: Any) -> Any:
-    """What a generator yields is an answer like any other."""
-    return list(given) if isinstance(given, Iterator) else given
+def _expected(rank: int, ranks: int, experts: int, sizes: Sizes) -> tuple[list[int], list[int], int]:
+    dense, expert = rank_generators(world_size=ranks, **sizes)
+    each = experts // sizes["ep"]
+    first = expert.coordinates(rank)["ep"] * each
+    copies = expert.group_of("dp", rank).tolist()
+    return list(range(first, first + each)), copies, dense.sizes["dp"] * dense.sizes["cp"]
 
 
-def _taken(order: Sequence[float]) -> list[int]:
-    """Buffers of the forwards, one layer a chunk."""
-    assignment = plan_buffers(order, 1).assignment
-    return [assignment[one.chunk, 0, one.microbatch] for one in read_order(order) if one.kind == "F"]  # type: ignore[index]
+def _three(value: Any) -> tuple[Any, Any, Any]:
+    """What was returned, as (experts, ranks, divisor)."""
+    if not isinstance(value, (tuple, list)) or len(value) != 3:
+        raise ValueError(f"the answer is {value!r}; return (experts, ranks, divisor)")
+    experts, ranks, divisor = value
+    return list(experts), list(ranks), divisor
 
 
-def _sound(given: Any, order: Sequence[float], fewest: int) -> bool | str:
-    """True, or what is wrong with the answer's buffers."""
-    forwards = [one for one in read_order(order) if one.kind == "F"]
-    given = _listed(given)
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        return f"{shown(given)}: an answer is a list of whole numbers, one for each forward"
-    numbers = list(given)
-    if len(numbers) != len(forwards):
-        return f"{len(numbers)} buffers for {len(forwards)} forwards"
-    for number in numbers:
-        if not isinstance(number, int | np.integer) or isinstance(number, bool):
-            return f"{shown(number)} among the buffers: each is a whole number"
-    plan = plan_buffers(order, 1)
-    assignment = {
-        use: int(numbers[place]) for place, one in enumerate(forwards) for use in plan.assignment
-        if (use.chunk, use.microbatch) == (one.chunk, one.microbatch)
-    }  # fmt: skip
-    try:
-        check_plan(replace(plan, assignment=assignment), order)
-    except PlanError as problem:
-        return str(problem).splitlines()[0]
-    count = len(set(assignment.values()))
-    return True if count == fewest else f"{count} buffers, none held twice"
+def _words(sizes: Sizes) -> str:
+    return " ".join(f"{axis} {size}" for axis, size in sizes.items())

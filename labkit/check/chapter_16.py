@@ -1,76 +1,113 @@
-"""Exercise of chapter 16: what a graph that ends in the middle of a forward takes in and must give out."""
+"""Exercise of chapter 16: a function with a branch, a number and a counter, written so that a graph can hold it."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from labkit.check.scoring import Outcome, compare, exercise, holds, plain, shown
+import torch
+from torch import Tensor
 
-Step = tuple[str, tuple[str, ...], tuple[str, ...]]
-"""Name, what it reads, what it writes; a name that is written again has a new value from then on."""
+from labkit.check.scoring import Outcome, exercise, holds
+from labkit.graphs.capture import make_graphed_callables
+from labkit.graphs.refusal import Refusal
+from labkit.parallel.capturing import GraphCaptureError
 
-LAYER: list[Step] = [
-    ("attention", ("x",), ("x",)),
-    ("norm", ("x",), ("hidden",)),
-    ("shared experts", ("hidden",), ("shared",)),
-    ("route", ("hidden",), ("probs", "map")),
-    ("preprocess", ("hidden", "probs", "map"), ("hidden", "probs", "counts", "origin")),
-    ("dispatch", ("hidden", "probs", "counts"), ("hidden", "probs")),
-    ("experts", ("hidden", "probs", "counts"), ("hidden",)),
-    ("combine", ("hidden", "origin", "counts"), ("hidden",)),
-    ("add shared", ("hidden", "shared"), ("hidden",)),
-    ("residual", ("x", "hidden"), ("x",)),
-]
-_SMALL: list[Step] = [("double", ("x",), ("y",)), ("add", ("x", "y"), ("z",))]
-_AGAIN: list[Step] = [("a", ("x",), ("t",)), ("b", ("t",), ("y",)), ("c", ("x",), ("t",)), ("d", ("t", "y"), ("z",))]
-_CASES: dict[str, tuple[list[Step], int]] = {
-    "y = double(x), z = add(x, y), the first step captured": (_SMALL, 1),
-    "the same, both captured": (_SMALL, 2),
-    "a layer with experts, captured up to attention": (LAYER, 1),
-    "the layer, captured up to route": (LAYER, 4),
-    "the layer, captured up to preprocess": (LAYER, 5),
-    "the layer without its attention, captured up to route": (LAYER[1:], 3),
-    "t = a(x), y = b(t), t = c(x), z = d(t, y), the first two captured": (_AGAIN, 2),
-}
+SHAPE = (4, 3)
+"""[T, H] of the exercise."""
+_NO_TENSOR = "no tensor but a "
 
 
-@exercise(
-    "16.boundary",
-    "Write boundary(steps, captured) -> (inputs, outputs): what a graph of the first steps takes in and must give out.",
-)
-def boundary(answer: Any) -> Iterator[Outcome]:
-    """Small forwards, a layer cut in three places, and forwards drawn at random."""
-    for given, (steps, captured) in _CASES.items():
-        right = list(_boundary(steps, captured))
-        yield compare(given, right, lambda steps=steps, captured=captured: answer(list(steps), captured))
-    yield holds("200 forwards drawn at random", "the same as a walk from the end", lambda: _at_random(answer))
+@dataclass(frozen=True)
+class _Call:
+    """One call: what it is made with, what comes back, and whether it counts."""
+
+    words: str
+    x: Tensor
+    limit: float
+    expected: Tensor
+    counts: bool
 
 
-def _boundary(steps: Sequence[Step], captured: int) -> tuple[list[str], list[str]]:
-    """Live values, found from the end backwards."""
-    live = set(steps[-1][2])
-    for _, reads, writes in reversed(steps[captured:]):
-        live = live - set(writes) | set(reads)
-    inputs: list[str] = []
-    written: list[str] = []  # in the order of the last time
-    for _, reads, writes in steps[:captured]:
-        inputs += [name for name in reads if name not in written and name not in inputs]
-        written = [name for name in written if name not in writes] + list(writes)
-    return inputs, [name for name in written if name in live]
+def _calls() -> list[_Call]:
+    """Within the limit, above it, the limit changed, not finite, zeros, and exactly on the limit."""
+    unit = torch.randn(SHAPE, generator=torch.Generator().manual_seed(14))
+    unit /= unit.norm()
+    bad = [unit.clone(), unit.clone()]
+    bad[0][1, 2], bad[1][0, 0] = float("inf"), float("nan")
+    zeros, exact = torch.zeros(SHAPE), torch.zeros(SHAPE)
+    exact[0, 0], exact[3, 2] = 3.0, 4.0  # 25 and its root are exact, in whatever way the norm is computed
+    return [
+        _Call("norm 1, limit 2", unit, 2.0, unit, False),
+        _Call("norm 8, limit 2", 8 * unit, 2.0, 2 * unit, True),
+        _Call("norm 8, limit changed to 16", 8 * unit, 16.0, 8 * unit, False),
+        _Call("an entry that is inf", bad[0], 16.0, zeros, True),
+        _Call("an entry that is NaN", bad[1], 16.0, zeros, True),
+        _Call("all entries 0", zeros, 2.0, zeros, False),
+        _Call("norm 5, limit 5", exact, 5.0, exact, False),
+        _Call("norm 100, limit 2", 100 * unit, 2.0, 2 * unit, True),
+    ]
 
 
-def _at_random(answer: Any) -> bool | str:
-    draw = random.Random(16)
-    for _ in range(200):
-        names = [f"v{i}" for i in range(draw.randint(2, 6))]
-        steps: list[Step] = []
-        for number in range(draw.randint(1, 8)):
-            reads = tuple(draw.sample(names, draw.randint(1, 2)))
-            steps.append((f"step {number}", reads, tuple(draw.sample(names, draw.randint(1, 2)))))
-        captured = draw.randint(1, len(steps))
-        right, got = list(_boundary(steps, captured)), plain(answer(list(steps), captured))
-        if got != right:
-            return f"{shown(got)} instead of {shown(right)} for the first {captured} of {shown(steps)}"
-    return True
+@exercise("16.clipped", "Write clipped(x, limit, count), a clip by norm that a CUDA graph can hold.")
+def clipped(answer: Any) -> Iterator[Outcome]:
+    """Eager first; then one capture, and the same calls replayed."""
+    calls = _calls()
+    limit, count = torch.tensor(calls[0].limit), torch.tensor(0)
+    for call in (calls[1], calls[3]):
+        eager = holds(f"{call.words}, without a graph", _claim(call), partial(_agrees, answer, call, limit, count))
+        yield eager
+        if eager.got.startswith(_NO_TENSOR):
+            return  # one sentence, not ten
+    # Captured on numbers that take the first branch of any `if`: a decision then cannot look right by chance.
+    sample = calls[0].x.clone()
+    limit.fill_(calls[0].limit)
+    graphed: list[Callable[..., Tensor]] = []
+
+    def captured() -> bool | str:
+        def body(x: Tensor) -> Any:
+            return answer(x, limit, count)
+
+        try:
+            graphed.append(make_graphed_callables(body, (sample,), impl="emulated", num_warmup=2))
+        except GraphCaptureError as error:
+            seen = Refusal.of(error)
+            return f"a refusal of `{seen.line}`: {seen.reason}" if seen.line else f"a refusal: {seen.reason}"
+        return True
+
+    yield holds("a capture", "a graph", captured)
+    if not graphed:
+        return
+    count.zero_()  # the warm-up counted as well
+    for call in calls:
+        yield holds(f"{call.words}, replayed", _claim(call), partial(_agrees, graphed[0], call, limit, count, False))
+    counted = sum(call.counts for call in calls)
+    yield holds(
+        f"those {len(calls)} replays, `count` set to 0 before",
+        f"count {counted}",
+        lambda: True if int(count) == counted else f"count {int(count)}",
+    )
+
+
+def _claim(call: _Call) -> str:
+    norm = float(call.expected.norm())
+    if call.expected.equal(call.x):
+        return "x unchanged"
+    return f"x scaled to the norm {norm:g}" if norm else "zeros"
+
+
+def _agrees(
+    function: Callable[..., Any], call: _Call, limit: Tensor, count: Tensor, pass_all: bool = True
+) -> bool | str:
+    """True, or what came back instead."""
+    limit.fill_(call.limit)
+    got = function(call.x.clone(), limit, count) if pass_all else function(call.x.clone())
+    if not isinstance(got, Tensor):
+        return f"{_NO_TENSOR}{type(got).__name__}"
+    if got.shape != call.expected.shape:
+        return f"a tensor of shape {list(got.shape)}"
+    if torch.allclose(got, call.expected, rtol=1e-5, atol=1e-7):
+        return True
+    return "NaN among the entries" if got.isnan().any() else f"a tensor of norm {float(got.norm()):.4g}"

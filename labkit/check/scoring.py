@@ -3,7 +3,7 @@
 A chapter's exercises live in `labkit/check/chapter_NN.py`. Each is a generator that tries the learner's answer on
 cases:
 
-    @exercise("01.groups", "Write groups_of(order, sizes, token).")
+    @exercise("02.groups", "Write groups_of(order, sizes, token).")
     def groups(answer: Any) -> Iterator[Outcome]:
         yield compare("tp 2, dp 2, token dp", [[0, 2], [1, 3]], lambda: answer("tp-dp", {"tp": 2, "dp": 2}, "dp"))
 
@@ -48,7 +48,7 @@ class Score:
     """How an answer did; shows as `passed/total` and one sentence for each failed case that is not told already."""
 
     exercise: str
-    """Name of the exercise, such as `01.groups`."""
+    """Name of the exercise, such as `02.groups`."""
     outcomes: tuple[Outcome, ...]
     """All cases, in order."""
 
@@ -198,7 +198,7 @@ def raised(error: BaseException) -> str:
 
 
 def exercises(chapter: str | None = None) -> dict[str, Exercise]:
-    """All registered exercises by name, or those of one chapter (`01`); imports what it needs."""
+    """All registered exercises by name, or those of one chapter (`02`); imports what it needs."""
     for found in pkgutil.iter_modules(importlib.import_module("labkit.check").__path__):
         if found.name.startswith("chapter_") and chapter in (None, found.name.removeprefix("chapter_")):
             importlib.import_module(f"labkit.check.{found.name}")

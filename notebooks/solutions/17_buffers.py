@@ -1,4 +1,4 @@
-"""Chapter 15, exercise `15.buffers`: buffers(order) -> the buffer of each forward, first in first out."""
+"""Chapter 17, exercise `17.buffers`: buffers(order) -> the buffer of each forward, first in first out."""
 
 from collections import deque
 from collections.abc import Callable

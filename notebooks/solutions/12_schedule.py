@@ -1,4 +1,4 @@
-"""Chapter 10, exercise `10.schedule`: schedule(pp, microbatches) -> one row of actions per rank.
+"""Chapter 12, exercise `12.schedule`: schedule(pp, microbatches) -> one row of actions per rank.
 
 A row is written as a program, one letter an action; each kind counts its own microbatches. Capital letters belong to
 the stage `here`, small ones to a second stage of the same rank.

@@ -1,4 +1,4 @@
-"""Chapter 13: an MoE layer over ranks that are entries of a list, rows sent to their experts and back."""
+"""Chapter 14: an MoE layer over ranks that are entries of a list, rows sent to their experts and back."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Chapter 09, exercise `09.order`: order(pp, vpp, microbatches, group_size, rank) -> the signed order of one rank."""
+"""Chapter 11, exercise `11.order`: order(pp, vpp, microbatches, group_size, rank) -> the signed order of one rank."""
 
 
 def _chunks(vpp: int, microbatches: int, group_size: int) -> list[int]:

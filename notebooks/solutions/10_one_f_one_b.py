@@ -1,4 +1,4 @@
-"""Chapter 08, exercise `08.one_f_one_b`: row(pp, rank, microbatches) -> the actions of one rank under 1F1B."""
+"""Chapter 10, exercise `10.one_f_one_b`: row(pp, rank, microbatches) -> the actions of one rank under 1F1B."""
 
 
 def _row(rank: int, warmup: int, microbatches: int) -> list[str]:

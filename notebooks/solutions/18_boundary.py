@@ -1,4 +1,4 @@
-"""Chapter 16, exercise `16.boundary`: boundary(steps, captured) -> what a partial graph takes in and gives out."""
+"""Chapter 18, exercise `18.boundary`: boundary(steps, captured) -> what a partial graph takes in and gives out."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Chapter 01, exercise `01.order`: order_for(inner, outer) -> an order string for tp 4, dp 2, pp 4 on nodes of 8."""
+"""Chapter 02, exercise `02.order`: order_for(inner, outer) -> an order string for tp 4, dp 2, pp 4 on nodes of 8."""
 
 
 def solution(inner: str, outer: str) -> str:

@@ -1,4 +1,4 @@
-"""Exercise of chapter 09: the signed order of interleaved 1F1B."""
+"""Exercise of chapter 11: the signed order of interleaved 1F1B."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROWS = ((4, 2, 8, 4, 0), (4, 2, 8, 4, 3), (2, 2, 5, 3, 0), (2, 3, 4, 2, 1), (4,
 
 
 @exercise(
-    "09.order",
+    "11.order",
     "Write order(pp, vpp, microbatches, group_size, rank) -> the signed numbers of that rank's row.",
 )
 def interleaved_order(answer: Any) -> Iterator[Outcome]:

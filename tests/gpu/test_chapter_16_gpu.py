@@ -1,4 +1,4 @@
-"""Chapter 14 on a GPU: the same cells, captured by CUDA itself."""
+"""Chapter 16 on a GPU: the same cells, captured by CUDA itself."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 
-CHAPTER = Path(__file__).parents[2] / "notebooks" / "14_cuda_graphs.ipynb"
+CHAPTER = Path(__file__).parents[2] / "notebooks" / "16_cuda_graphs.ipynb"
 
 
 def words(notebook: Path) -> list[str]:

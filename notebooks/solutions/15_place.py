@@ -1,4 +1,4 @@
-"""Chapter 02, exercise `02.place`: which experts a rank holds, who holds the same, and the divisor of their sum."""
+"""Chapter 15, exercise `15.place`: which experts a rank holds, who holds the same, and the divisor of their sum."""
 
 Place = tuple[list[int], list[int], int]
 

@@ -1,4 +1,4 @@
-"""Chapter 05: a gain and an MLP under sequence parallelism, over ranks that are entries of a list."""
+"""Chapter 06: a gain and an MLP under sequence parallelism, over ranks that are entries of a list."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Chapter 07, exercise `07.shards`: shards(sizes, bucket_size, dp) -> by rank, the (parameter, first, last) it owns."""
+"""Chapter 08, exercise `08.shards`: shards(sizes, bucket_size, dp) -> by rank, the (parameter, first, last) it owns."""
 
 import math
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Chapter 14, exercise `14.clipped`: clip by norm inside of a CUDA graph."""
+"""Chapter 16, exercise `16.clipped`: clip by norm inside of a CUDA graph."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Chapter 06: causal attention over ranks that are entries of a list, keys and values passed round."""
+"""Chapter 07: causal attention over ranks that are entries of a list, keys and values passed round."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Chapter 01, exercise `01.groups`: groups_of(order, sizes, token) -> the list of groups."""
+"""Chapter 02, exercise `02.groups`: groups_of(order, sizes, token) -> the list of groups."""
 
 from itertools import product
 

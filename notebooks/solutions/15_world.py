@@ -1,4 +1,4 @@
-"""Chapter 02, exercise `02.world`: the fewest ranks that hold a folded layout."""
+"""Chapter 15, exercise `15.world`: the fewest ranks that hold a folded layout."""
 
 from math import lcm
 
