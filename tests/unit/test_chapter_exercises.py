@@ -1,6 +1,6 @@
 """What the scores say about wrong answers that a score could easily describe wrongly."""
 
-from labkit.check import chapter_08, check
+from labkit.check import check, optimizer_shards
 from labkit.schedules import zbv, zero_bubble_h1
 
 
@@ -139,7 +139,7 @@ def test_owners_that_cannot_be_are_told_by_an_element():
     assert got(lambda sizes, bucket_size, dp: [[]] * dp).endswith(" without an owner")
     alone = lambda sizes, bucket_size, dp: [everything(sizes, 0, 1)[0]] + [[]] * (dp - 1)  # noqa: E731
     assert " on rank 0, which belongs to rank 1" in got(alone)
-    right = chapter_08.owners
+    right = optimizer_shards.owners
     assert got(right) == check("08.shards", right).outcomes[-1].expected
 
     def more(*case):
