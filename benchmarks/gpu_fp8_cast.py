@@ -18,7 +18,7 @@ import torch
 from harness import Comparison, interleave
 from torch import Tensor
 
-from labkit.launch.transformer_engine import why_no_transformer_engine
+from labkit.launch.machine import why_no_transformer_engine
 from labkit.parallel import fp8_operands
 from labkit.parallel.fp8_casting import E4M3
 

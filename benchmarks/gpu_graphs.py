@@ -19,7 +19,7 @@ from harness import Comparison
 
 from labkit.config import GraphConfig, ModelConfig, MoEConfig, OptimConfig, RunConfig, TrainConfig
 from labkit.graphs import make_graphed_callables, plan_buffers
-from labkit.launch.transformer_engine import why_no_transformer_engine
+from labkit.launch.machine import why_no_transformer_engine
 from labkit.models.activation_bytes import Share, layers_activation_bytes
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build

@@ -25,7 +25,7 @@ from gpu_steps import (
 from harness import Comparison
 
 from labkit.config import ModelConfig
-from labkit.launch.transformer_engine import why_no_transformer_engine
+from labkit.launch.machine import why_no_transformer_engine
 from labkit.parallel.fp8 import Float8Recipe
 
 SIZES = ((4096, 8), (1024, 8))

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig
-from labkit.launch.transformer_engine import why_no_transformer_engine
+from labkit.launch.machine import why_no_transformer_engine
 from labkit.parallel.fp8 import Float8Recipe, Float8Scaling
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.random import RngTracker

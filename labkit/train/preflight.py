@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from labkit.config import RunConfig
 from labkit.launch import info, torchrun
-from labkit.launch.transformer_engine import why_no_transformer_engine
+from labkit.launch.machine import why_no_transformer_engine
 from labkit.schedules.ir import Schedule
 from labkit.train.memory_fit import memory_problem
 from labkit.train.output_folder import folder_problem

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from labkit.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from labkit.launch import run
-from labkit.launch.transformer_engine import why_no_transformer_engine
+from labkit.launch.machine import why_no_transformer_engine
 from labkit.models import GPTModel
 from labkit.parallel import single_process_groups
 from labkit.parallel.fp8 import Float8Recipe, end_float8_step, product, scaled_product

@@ -12,7 +12,7 @@ import numpy
 import pytest
 
 import labkit.events
-from labkit.launch import payload
+from labkit.launch import pickling
 
 HERE = sys.modules[__name__]
 FACTOR = 3
@@ -27,7 +27,7 @@ def load_in_fresh_process(packed, tmp_path, call):
     path = tmp_path / "payload"
     path.write_bytes(packed)
     code = (
-        "import sys; from pathlib import Path; from labkit.launch.payload import unpack\n"
+        "import sys; from pathlib import Path; from labkit.launch.pickling import unpack\n"
         f"fn, args = unpack(Path({str(path)!r}))\nprint({call})"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
@@ -36,7 +36,7 @@ def load_in_fresh_process(packed, tmp_path, call):
 
 
 def test_a_function_of_a_test_module_travels_with_its_globals(tmp_path):
-    packed = payload.pack(times_factor, (14,))
+    packed = pickling.pack(times_factor, (14,))
     assert load_in_fresh_process(packed, tmp_path, "fn(*args)") == "42"
 
 
@@ -49,8 +49,8 @@ def test_a_function_of_a_file_outside_the_path_travels(tmp_path):
     sys.modules["learners_own"] = module
     try:
         spec.loader.exec_module(module)
-        assert not payload._importable(module)
-        packed = payload.pack(module.answer, ())
+        assert not pickling._importable(module)
+        packed = pickling.pack(module.answer, ())
     finally:
         del sys.modules["learners_own"]
     file.unlink()
@@ -59,35 +59,35 @@ def test_a_function_of_a_file_outside_the_path_travels(tmp_path):
 
 @pytest.mark.parametrize("module", [os, sys, numpy, labkit.events, importlib.util])
 def test_installed_modules_travel_by_name(module):
-    assert payload._importable(module)
+    assert pickling._importable(module)
 
 
 def test_an_installed_function_stays_a_reference():
-    assert len(payload.pack(labkit.events.shift_to_zero, ())) - len(payload.pack(len, ())) < 200
+    assert len(pickling.pack(labkit.events.shift_to_zero, ())) - len(pickling.pack(len, ())) < 200
 
 
 def test_registration_leaves_no_trace():
     import cloudpickle
 
     before = set(cloudpickle.list_registry_pickle_by_value())
-    payload.pack(times_factor, (1,))
+    pickling.pack(times_factor, (1,))
     with pytest.raises(TypeError):
-        payload.pack(times_factor, (threading.Lock(),))
+        pickling.pack(times_factor, (threading.Lock(),))
     assert set(cloudpickle.list_registry_pickle_by_value()) == before
 
 
 def test_what_cannot_travel_is_named():
     with pytest.raises(TypeError, match=r"times_factor or one of its arguments cannot be sent.*lock"):
-        payload.pack(times_factor, (threading.Lock(),))
+        pickling.pack(times_factor, (threading.Lock(),))
     with pytest.raises(TypeError, match="must be a function, got int: 3"):
-        payload.pack(3, ())
+        pickling.pack(3, ())
 
 
 def test_surroundings_travel(tmp_path, monkeypatch):
     monkeypatch.setenv("LABKIT_TEST_WORD", "seen")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    packed = payload.pack(times_factor, (1,))
+    packed = pickling.pack(times_factor, (1,))
     seen = load_in_fresh_process(
         packed, tmp_path.parent, "__import__('os').environ['LABKIT_TEST_WORD'], sys.path[0], __import__('os').getcwd()"
     )
@@ -97,7 +97,7 @@ def test_surroundings_travel(tmp_path, monkeypatch):
 def test_the_ranks_own_variables_survive_the_callers_environment(monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())
     os.environ.update(RANK="3", LEFTOVER="old")
-    payload.apply_environment({"RANK": "77", "NEW": "1"})
+    pickling.apply_environment({"RANK": "77", "NEW": "1"})
     assert os.environ["RANK"] == "3"
     assert os.environ["NEW"] == "1"
     assert "LEFTOVER" not in os.environ
@@ -107,7 +107,7 @@ def test_notebook_cells_travel_so_that_tracebacks_can_quote_them():
     name = "<ipython-input-7-abc>"
     linecache.cache[name] = (10, None, ["x = 1\n"], name)
     try:
-        cells = payload._surroundings()["cells"]
+        cells = pickling._surroundings()["cells"]
     finally:
         del linecache.cache[name]
     assert cells[name][2] == ["x = 1\n"]
