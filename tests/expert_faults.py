@@ -58,8 +58,8 @@ ROUTING = [
     Fault(
         "nobody adds up the router's gradients over tp",
         "moe/router.py",
-        "self.weight.sequence_parallel = sequence_parallel and groups.tp.size > 1",
-        "self.weight.sequence_parallel = False",
+        "record_of(self.weight).sequence_parallel = sequence_parallel and groups.tp.size > 1",
+        "record_of(self.weight).sequence_parallel = False",
         tiny(SP, LAST_ROUTER),
     ),
     Fault(
@@ -138,8 +138,8 @@ EXPERTS = [
     Fault(
         "the shared experts' gate keeps its own gradients under sequence parallelism",
         "moe/shared_experts.py",
-        "self.weight.sequence_parallel = sequence_parallel",
-        "self.weight.sequence_parallel = False",
+        "record_of(self.weight).sequence_parallel = sequence_parallel",
+        "record_of(self.weight).sequence_parallel = False",
         deepseek(SP, "layers.3.mlp.shared_experts.gate.weight gradient", shared_expert_gate=True),
     ),
     Fault(

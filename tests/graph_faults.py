@@ -47,8 +47,8 @@ GRAPHS: list[Fault] = [
     Fault(
         "a captured backward replaces the first gradient of the capture's step, and of no other",
         "graphs/surroundings.py",
-        "held.main_grad_is_old, held.main_grad_added_elsewhere = False, True",
-        "held.main_grad_is_old, held.main_grad_added_elsewhere = True, False",
+        "record.has_gradient = record.added_elsewhere = True",
+        "record.has_gradient = record.added_elsewhere = False",
         f"{TRAINING} -k those_without",
     ),
     Fault(

@@ -14,7 +14,7 @@ GRADIENTS = [
     Fault(
         "the two copies of the word embedding keep their own gradients",
         "parallel/gradients.py",
-        'if getattr(parameter, "shared_embedding", False):',
+        "if record.shared_embedding:",
         "if False:",
         Comparison(PP, f"{EMBEDDING} gradient"),
     ),
@@ -49,7 +49,7 @@ GRADIENTS = [
     Fault(
         "the norm counts the copy of the tied weight",
         "parallel/gradients.py",
-        'if getattr(parameter, "shared", False):',
+        "if record.shared:",
         "if False:",
         Comparison(PP, f"{EMBEDDING} parameter"),
     ),
@@ -63,7 +63,7 @@ GRADIENTS = [
     Fault(
         "gradients of the step before are not cleared",
         "parallel/grad_buffers.py",
-        "parameter.main_grad_is_old = True",
+        "record.has_gradient = record.added_elsewhere",
         "pass",
         Comparison(TP, "final_norm.bias gradient of step 2", steps=2),
     ),

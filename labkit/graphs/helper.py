@@ -11,8 +11,8 @@ microbatch: 2 L M graphs. Inputs and activations share memory wherever the order
 Where every backward follows its forward at once, as without pipelining, one microbatch is captured and all use it.
 
 A captured backward adds to `main_grad`, always: whether a gradient is the first of a step is Python, which was asked at
-capture and never again. So parameters are marked at capture (`main_grad_added_elsewhere`), and the buffers of gradients
-zero them at the start of a step; 0 + g is g, to the last bit.
+capture and never again. So parameters are marked at capture (`ParameterRecord.added_elsewhere`), and the buffers of
+gradients zero them at the start of a step; 0 + g is g, to the last bit.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from labkit.graphs.orders import capture_order
 from labkit.graphs.passes import sample_index
 from labkit.graphs.scope import captures_layers
 from labkit.parallel.fp8 import Float8Gemms, Float8Scaling
+from labkit.parallel.parameter_record import record_of
 from labkit.schedules.ir import Schedule
 
 EAGER_RUNS = 10
@@ -165,7 +166,7 @@ class CudaGraphHelper:
         for layer in self.layers:
             for linear in _float8_linears(layer):
                 linear.plan.gemms.keep_weight(linear.weight)
-        self._marked = [p for p in self._parameters() if not getattr(p, "main_grad_added_elsewhere", False)]
+        self._marked = [p for p in self._parameters() if not record_of(p).added_elsewhere]
         device = next(self.layers[0].parameters()).device
         with (
             span("capture of layers", "timer"),
@@ -257,7 +258,7 @@ class CudaGraphHelper:
                     graph.reset()  # pyright: ignore[reportFunctionMemberAccess]
             layer.cuda_graphs, layer.cuda_graph_manual_hooks, layer.cuda_graph_owner = [], [], None
         while self._marked:
-            self._marked.pop().main_grad_added_elsewhere = False  # type: ignore[attr-defined]
+            record_of(self._marked.pop()).added_elsewhere = False
         self.plan = None
 
     def recapture(

@@ -19,7 +19,7 @@ from labkit.config import ModelConfig
 from labkit.models.build import Build
 from labkit.models.layer_choice import core_attention, norm_before, row_parallel
 from labkit.parallel.ledger import comm_scope
-from labkit.parallel.weights import Replicated
+from labkit.parallel.parameter_record import Replicated
 
 Rotary = tuple[Tensor, Tensor]
 """cos and sin, each [S, 1 or B x heads, 1, D/2]."""

@@ -24,6 +24,7 @@ from labkit.moe.balance import AuxLossScale
 from labkit.parallel import te
 from labkit.parallel.fp8 import Float8Scaling
 from labkit.parallel.groups import Group, ParallelGroups
+from labkit.parallel.parameter_record import record_of
 from labkit.parallel.random import RngTracker
 from labkit.parallel.recompute import checkpoint
 from labkit.parallel.weights import DeviceSeed, Seed, make_parameter
@@ -107,7 +108,7 @@ class Build:
 
     def whole_here(self, parameter: nn.Parameter) -> nn.Parameter:
         """A parameter that every rank holds whole, outside the tensor-parallel regions; marks what its gradient is."""
-        parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+        record_of(parameter).sequence_parallel = self.sequence_parallel
         return parameter
 
     @property

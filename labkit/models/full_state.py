@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from labkit.parallel.groups import Group, ParallelGroups
-from labkit.parallel.weights import Replicated, gather_expert_parameter, gather_parameter, tensor_part
+from labkit.parallel.groups import ParallelGroups
+from labkit.parallel.parameter_record import name_of, record_of
+from labkit.parallel.weights import gather_expert_parameter, gather_parameter, tensor_part
 
 
 def load_full_state(chunks: Sequence[nn.Module], full: Mapping[str, Tensor], groups: ParallelGroups) -> None:
@@ -20,7 +21,7 @@ def load_full_state(chunks: Sequence[nn.Module], full: Mapping[str, Tensor], gro
     """
     with torch.no_grad():
         for parameter in _parameters(chunks):
-            name, shape = parameter.full_name, parameter.full_shape  # type: ignore[attr-defined]
+            name, shape = name_of(parameter), record_of(parameter).full_shape
             if name not in full or tuple(full[name].shape) != shape:
                 found = f"has shape {tuple(full[name].shape)}" if name in full else "is missing"
                 raise ValueError(f"{name} {found}; the model needs {shape}")
@@ -31,8 +32,8 @@ def gather_full_state(chunks: Sequence[nn.Module], groups: ParallelGroups) -> di
     """The inverse of `load_full_state`: whole tensors of this rank's chunks, by `full_name`, on each rank of the stage.
     Called by all of its ranks."""
     return {
-        parameter.full_name: gather_expert_parameter(parameter, parameter, etp=groups.etp, ep=groups.ep)  # type: ignore[attr-defined]
-        if _is_expert(parameter)
+        name_of(parameter): gather_expert_parameter(parameter, parameter, etp=groups.etp, ep=groups.ep)
+        if record_of(parameter).expert_parallel
         else gather_parameter(parameter, parameter, groups.tp)
         for parameter in _parameters(chunks)
     }
@@ -42,19 +43,14 @@ def _parameters(chunks: Sequence[nn.Module]) -> Iterable[nn.Parameter]:
     return (parameter for chunk in chunks for parameter in chunk.parameters())
 
 
-def _is_expert(parameter: nn.Parameter) -> bool:
-    return getattr(parameter, "expert_parallel", False)
-
-
 def _local_part(full: Tensor, like: nn.Parameter, groups: ParallelGroups) -> Tensor:
-    tp: Group = groups.tp
-    if _is_expert(like):
+    record, tp = record_of(like), groups.tp
+    if record.expert_parallel:
         full, tp = tensor_part(full, groups.ep.rank, groups.ep.size, 0), groups.etp
-    dim: int = like.partition_dim  # type: ignore[attr-defined]
-    replicated: Replicated | None = like.replicated  # type: ignore[attr-defined]
+    dim, replicated = record.partition_dim, record.replicated
     rows = like.shape[0] * (tp.size if dim == 0 else 1)
     if rows > full.shape[0] and replicated is None:  # a vocabulary table: its padding depends on tp
         full = torch.cat([full, full.new_zeros(rows - full.shape[0], *full.shape[1:])])
     if dim < 0:
         return full
-    return tensor_part(full, tp.rank, tp.size, dim, like.partition_stride, replicated)  # type: ignore[attr-defined]
+    return tensor_part(full, tp.rank, tp.size, dim, record.partition_stride, replicated)

@@ -30,6 +30,7 @@ from labkit.parallel.context import zigzag_positions
 from labkit.parallel.cross_entropy import linear_cross_entropy
 from labkit.parallel.fp8 import Float8Recipe, Float8Scaling, float8_recipe
 from labkit.parallel.groups import ParallelGroups, cut_group
+from labkit.parallel.parameter_record import record_of
 from labkit.parallel.random import RngTracker, model_parallel_seed
 from labkit.parallel.token_ids import check_token_ids
 from labkit.parallel.vocab import parallel_lm_logits
@@ -122,7 +123,7 @@ class GPTModel(nn.Module):
         self._tied_weight: tuple[nn.Parameter, ...] = ()  # in a tuple, so that it is no parameter of this module
         if tied_weight_VH is not None:
             self._tied_weight = (tied_weight_VH,)
-            tied_weight_VH.shared_embedding = False  # type: ignore[attr-defined]  # one weight: no copy to add
+            record_of(tied_weight_VH).shared_embedding = False  # one weight: no copy to add
         tied_here = tied_weight_VH is not None or (pre_process and not config.untie_embeddings_and_output_weights)
         self.output = OutputLayer(build) if post_process and not tied_here else None
         self.cp = groups.cp

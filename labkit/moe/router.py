@@ -39,6 +39,7 @@ from labkit.parallel.capturing import GraphCaptureError, is_graph_capturing
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.ledger import comm_scope, current_scope
+from labkit.parallel.parameter_record import record_of
 from labkit.parallel.random import RngTracker
 from labkit.parallel.recompute import once, will_run_again
 from labkit.parallel.weights import Seed, make_parameter
@@ -125,7 +126,7 @@ class TopKRouter(nn.Module):
         self.name, self.moe, self.groups, self.rng = name, moe, groups, rng
         shape = (moe.num_experts, model.hidden)
         self.weight = make_parameter(f"{name}.weight", shape, seed=seed, std=model.init_std, dtype=dtype, device=device)
-        self.weight.sequence_parallel = sequence_parallel and groups.tp.size > 1  # type: ignore[attr-defined]
+        record_of(self.weight).sequence_parallel = sequence_parallel and groups.tp.size > 1
         self.aux_scale = aux_scale or AuxLossScale(device=device)
         self.statistics = statistics or RouterStatistics(moe.num_experts, device=device)
         self.replay: RoutingReplay | None = None

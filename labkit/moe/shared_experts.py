@@ -33,6 +33,7 @@ from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.layers import column_parallel_linear
 from labkit.parallel.ledger import comm_scope
 from labkit.parallel.mlp import ParallelMLP
+from labkit.parallel.parameter_record import record_of
 from labkit.parallel.weights import Seed, make_parameter
 
 
@@ -45,7 +46,7 @@ class SharedExpertGate(nn.Module):
     def __init__(self, name: str, hidden: int, *, sequence_parallel: bool, **made: Any) -> None:
         super().__init__()
         self.weight = make_parameter(f"{name}.weight", (1, hidden), **made)
-        self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+        record_of(self.weight).sequence_parallel = sequence_parallel
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, 1], between 0 and 1."""

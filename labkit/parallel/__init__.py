@@ -25,6 +25,7 @@ _EXPORTS = {
         "members_of_rank",
     ),
     "groups": ("Group", "initialize_model_parallel", "ParallelGroups", "single_process_groups"),
+    "parameter_record": ("ParameterRecord", "record_of"),
     "ledger": ("comm_scope", "CommLedger", "CommRecord", "delayed", "dropped"),
     "capturing": ("GraphCaptureError", "is_graph_capturing", "is_graph_warmup"),
     "collectives": (
@@ -211,6 +212,8 @@ if TYPE_CHECKING:
     )
     from labkit.parallel.p2p import send_forward_recv_backward as send_forward_recv_backward
     from labkit.parallel.p2p import send_forward_recv_forward as send_forward_recv_forward
+    from labkit.parallel.parameter_record import ParameterRecord as ParameterRecord
+    from labkit.parallel.parameter_record import record_of as record_of
     from labkit.parallel.random import RngTracker as RngTracker
     from labkit.parallel.random import model_parallel_seed as model_parallel_seed
     from labkit.parallel.rank_generator import DEFAULT_ORDER as DEFAULT_ORDER

@@ -15,6 +15,7 @@ from labkit.parallel.chunk_wrapper import ChunkWrapper
 from labkit.parallel.collectives import all_reduce, comm_scope
 from labkit.parallel.finite import scale_and_look
 from labkit.parallel.groups import Group
+from labkit.parallel.parameter_record import add_gradient, adopt_marks, record_of
 
 
 class NaiveDataParallel(ChunkWrapper):
@@ -49,8 +50,10 @@ class NaiveDataParallel(ChunkWrapper):
         self.average = average
         self._not_finite: list[torch.Tensor | None] = []
         params = [p for p in module.parameters() if p.requires_grad]
-        dense = [p for p in params if getattr(p, "allreduce", True)]
-        experts = [p for p in params if not getattr(p, "allreduce", True)]
+        for param in params:
+            adopt_marks(param)
+        dense = [p for p in params if record_of(p).allreduce]
+        experts = [p for p in params if not record_of(p).allreduce]
         if experts and expert_group is None:
             raise ValueError("experts (parameters with allreduce = False) need expert_group; give it groups.edp")
         dtype = grad_dtype or _grad_dtype(params)
@@ -123,8 +126,6 @@ def _move_to_main_grad(param: torch.Tensor) -> None:
 
     The engine also calls it where a fused layer has added its gradient itself and returned none.
     """
-    if param.grad is None:
-        return
-    main_grad: torch.Tensor = param.main_grad  # pyright: ignore[reportAttributeAccessIssue]
-    main_grad.add_(param.grad)
-    param.grad = None
+    if param.grad is not None:
+        add_gradient(param, param.grad)
+        param.grad = None

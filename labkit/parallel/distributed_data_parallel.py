@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ from labkit.parallel.data_parallel import NaiveDataParallel
 from labkit.parallel.grad_buffers import GradBucket, GradBuffer, Reduction
 from labkit.parallel.groups import ParallelGroups, cut_group
 from labkit.parallel.param_gather import ParamGather
-from labkit.parallel.weights import put_gradient, takes_first_gradient
+from labkit.parallel.parameter_record import add_gradient, adopt_marks, name_of, record_of
 
 
 class DistributedDataParallel(ChunkWrapper):
@@ -165,13 +164,12 @@ class DistributedDataParallel(ChunkWrapper):
         """Hook: add `.grad` to `main_grad` and drop it, then start what has become complete."""
         if bucket.started:
             raise RuntimeError(
-                f"a gradient of {getattr(parameter, 'full_name', 'a parameter')} arrived after bucket {bucket.index} "
+                f"a gradient of {name_of(parameter)} arrived after bucket {bucket.index} "
                 "was sent: this backward took another path than that of the first step, or follows it without "
                 "zero_grad_buffer. Run backwards that only accumulate inside no_sync(), or without overlap_grad_reduce"
             )
         if parameter.grad is not None:
-            main_grad: Tensor = parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue]
-            put_gradient(parameter.grad, main_grad, replace=takes_first_gradient(parameter))
+            add_gradient(parameter, parameter.grad)
             parameter.grad = None
         if self._may_sync and self._hooks_start and bucket.note(parameter):
             self._start_complete()
@@ -217,12 +215,10 @@ class DistributedDataParallel(ChunkWrapper):
 
 def _on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
     """Have `hook` called for every gradient; an earlier wrapper of the same parameter is forgotten."""
-    earlier: Any = getattr(parameter, "main_grad_handle", None)
-    if earlier is not None:
-        earlier.remove()
-    handle = parameter.register_post_accumulate_grad_hook(hook)
-    for name, value in (("main_grad_handle", handle), ("main_grad_hook", hook)):
-        setattr(parameter, name, value)
+    record = record_of(parameter)
+    if record.hook_handle is not None:
+        record.hook_handle.remove()
+    record.hook_handle, record.on_gradient = parameter.register_post_accumulate_grad_hook(hook), hook
 
 
 def _in_order(module: nn.Module, buffers: Sequence[GradBuffer]) -> list[GradBucket]:
@@ -237,7 +233,7 @@ def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     taken: set[str] = set()
     for path, parameter in module.named_parameters():
         if parameter.requires_grad:
-            name = getattr(parameter, "full_name", path)
+            name = name_of(parameter, path)
             name = f"{name} ({path})" if name in taken else name
             taken.add(name)
             yield name, parameter
@@ -258,8 +254,9 @@ def _by_kind(
     kinds: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in _named_parameters(module):
         if id(parameter) not in elsewhere:
+            adopt_marks(parameter)
             own = torch.float32 if parameter.dtype.itemsize < 4 else parameter.dtype
-            kind = (parameter.dtype, grad_dtype or own, not getattr(parameter, "allreduce", True))
+            kind = (parameter.dtype, grad_dtype or own, not record_of(parameter).allreduce)
             kinds.setdefault(kind, []).append((name, parameter))
     return dict(sorted(kinds.items(), key=lambda item: item[0][2]))
 

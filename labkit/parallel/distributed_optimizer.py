@@ -35,6 +35,7 @@ from labkit.parallel.gradients import counted_elements, split_gradient
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.param_gather import finish_param_sync, param_gathers
 from labkit.parallel.parameter_groups import ParameterGroup, adamw
+from labkit.parallel.parameter_record import main_grad_of
 from labkit.parallel.shard_map import Piece, pieces_of_rank
 
 
@@ -143,7 +144,7 @@ class DistributedOptimizer:
         masters = sum(owned.master.nbytes for owned in pieces if owned.master.dtype != owned.parameter.dtype)
         sizes = {
             "parameter": sum(p.nbytes for p in parameters),
-            "gradient": sum(p.main_grad.nbytes for p in parameters),  # pyright: ignore[reportAttributeAccessIssue]
+            "gradient": sum(main_grad_of(p).nbytes for p in parameters),
             "master": masters,
             "moments": sum(2 * owned.master.nbytes for owned in pieces),
         }

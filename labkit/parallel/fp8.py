@@ -48,7 +48,7 @@ from labkit.parallel.fp8_casting import COLUMNS, E4M3, E5M2, ROWS, SQUARE, scale
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.layers import Gemms, Packed
 from labkit.parallel.ledger import comm_scope
-from labkit.parallel.weights import put_gradient
+from labkit.parallel.parameter_record import put_gradient
 
 KINDS = ("input", "weight", "grad")
 """The operands of a linear layer's products, in the order of its scales."""

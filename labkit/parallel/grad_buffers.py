@@ -29,7 +29,7 @@ from labkit.parallel.bucket_plan import Bucket, BufferPlan, ParameterSpec, plan_
 from labkit.parallel.collectives import Pending, all_gather_async, all_reduce_async, comm_scope, reduce_scatter_async
 from labkit.parallel.finite import scale_and_look
 from labkit.parallel.groups import Group
-from labkit.parallel.weights import takes_first_gradient
+from labkit.parallel.parameter_record import main_grad_of, record_of
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ class GradBucket:
         own = set(self.plan.names)
         self.parameters = tuple(p for name, p in zip(buffer.names, buffer.parameters) if name in own)
         """Its parameters, in the order of registration."""
+        self._recorded = tuple((p, record_of(p)) for p in self.parameters)
         self.waits_for_other_chunk = False
         """Whether a parameter also takes gradients from another chunk of this rank."""
         self.started = False
@@ -136,11 +137,10 @@ class GradBucket:
         """At the start of a step: what the gradients are is forgotten, and the first to come replaces it."""
         while self.proceed():  # left over from a step that was broken off
             pass
-        for parameter in self.parameters:
-            if getattr(parameter, "main_grad_added_elsewhere", False):
-                parameter.main_grad.zero_()  # pyright: ignore[reportAttributeAccessIssue]
-            else:
-                parameter.main_grad_is_old = True  # pyright: ignore[reportAttributeAccessIssue]
+        for parameter, record in self._recorded:
+            record.has_gradient = record.added_elsewhere
+            if record.added_elsewhere:
+                main_grad_of(parameter).zero_()
         self.started = False
         self._seen.clear()
         self._complete = 0
@@ -149,9 +149,10 @@ class GradBucket:
         """Start the reduction; gradients that arrive later would be lost."""
         assert not self.started, f"bucket {self.index} was started twice in one step"
         self.started = True
-        for parameter in self.parameters:
-            if takes_first_gradient(parameter):  # none has come
-                parameter.main_grad.zero_()  # pyright: ignore[reportAttributeAccessIssue]
+        for parameter, record in self._recorded:
+            if not record.has_gradient:
+                main_grad_of(parameter).zero_()
+                record.has_gradient = True
         self.not_finite = self.reduction.prepare(self.grad_data)
         self._collectives = self.reduction.run(self.grad_data)
         with self._scope():
@@ -202,7 +203,7 @@ class GradBuffer:
         self.is_expert, self.reduction = is_expert, reduction
         cuts = reduction.scatter or reduction.across.size > 1
         self.plan: BufferPlan = plan_buckets(
-            [ParameterSpec(n, p.numel(), getattr(p, "shared_embedding", False)) for n, p in named],
+            [ParameterSpec(n, p.numel(), record_of(p).shared_embedding) for n, p in named],
             dp=reduction.within.size,
             bucket_size=bucket_size,
             distributed_optimizer=cuts,
@@ -218,9 +219,9 @@ class GradBuffer:
         self.buckets = [GradBucket(self, index) for index in range(len(self.plan.buckets))]
         """In the order in which a backward fills them."""
         for bucket in self.buckets if reduction.scatter else ():
-            if any(getattr(parameter, "shared_embedding", False) for parameter in bucket.parameters):
+            if any(record_of(parameter).shared_embedding for parameter in bucket.parameters):
                 (tied,) = bucket.parameters  # alone in its bucket
-                tied.main_grad_shard = bucket.reduced  # pyright: ignore[reportAttributeAccessIssue]
+                record_of(tied).main_grad_shard = bucket.reduced
 
     @property
     def group(self) -> Group:

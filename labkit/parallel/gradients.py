@@ -1,7 +1,7 @@
 """What happens to gradients between the last backward and the optimizer: complete them, measure them, clip them.
 
 All functions take the rank's model chunks, whose parameters carry a `main_grad` (the data-parallel wrapper makes it),
-and read the attributes listed in `weights.py`.
+and read the parameters' records.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from labkit.parallel import collectives
 from labkit.parallel.groups import Group, ParallelGroups, cut_group
 from labkit.parallel.ledger import comm_scope
-from labkit.parallel.weights import Replicated
+from labkit.parallel.parameter_record import main_grad_of, record_of
 
 
 def _parameters(chunks: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
@@ -27,13 +27,6 @@ def _parameters(chunks: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
             if parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield parameter
-
-
-def main_grad(parameter: nn.Parameter) -> Tensor:
-    """The gradient that the optimizer uses, made by the data-parallel wrapper."""
-    grad = getattr(parameter, "main_grad", None)
-    assert grad is not None, f"{getattr(parameter, 'full_name', 'a parameter')} has no main_grad: wrap the model first"
-    return grad
 
 
 def finalize_model_grads(
@@ -73,7 +66,7 @@ def finalize_model_grads(
 
 def _sum_sequence_parallel(chunks: Sequence[nn.Module], tp: Group) -> None:
     """One all-reduce of all flagged gradients together: they are many and small."""
-    _sum_together([main_grad(p) for p in _parameters(chunks) if getattr(p, "sequence_parallel", False)], tp)
+    _sum_together([main_grad_of(p) for p in _parameters(chunks) if record_of(p).sequence_parallel], tp)
 
 
 def _sum_replicated_rows(chunks: Sequence[nn.Module], groups: ParallelGroups) -> None:
@@ -81,9 +74,9 @@ def _sum_replicated_rows(chunks: Sequence[nn.Module], groups: ParallelGroups) ->
     ever. One all-reduce of all layers together, for each number of copies; a model has one such number."""
     by_ranks: dict[int, list[Tensor]] = {}
     for parameter in _parameters(chunks):
-        replicated: Replicated | None = getattr(parameter, "replicated", None)
+        replicated = record_of(parameter).replicated
         if replicated is not None:
-            by_ranks.setdefault(replicated.ranks, []).append(main_grad(parameter)[-replicated.rows :])
+            by_ranks.setdefault(replicated.ranks, []).append(main_grad_of(parameter)[-replicated.rows :])
     for ranks, grads in by_ranks.items():
         neighbours, _ = cut_group(groups, groups.tp, groups.tp.size // ranks)
         _sum_together(grads, neighbours)
@@ -106,9 +99,10 @@ def _sum_tied_embedding(chunks: Sequence[nn.Module], embd: Group) -> None:
     """
     if embd.size > 1:
         for parameter in _parameters(chunks):
-            if getattr(parameter, "shared_embedding", False):
-                shard = getattr(parameter, "main_grad_shard", None)
-                collectives.all_reduce(main_grad(parameter) if shard is None else shard, embd)
+            record = record_of(parameter)
+            if record.shared_embedding:
+                shard = record.main_grad_shard
+                collectives.all_reduce(main_grad_of(parameter) if shard is None else shard, embd)
 
 
 def _divide_by_tokens(chunks: Sequence[nn.Module], groups: ParallelGroups, num_tokens: Tensor, last_stage: int) -> None:
@@ -126,13 +120,13 @@ def scale_gradients(chunks: Sequence[nn.Module], factor: float | Tensor) -> None
         if hasattr(chunk, "scale_gradients"):
             chunk.scale_gradients(factor)  # pyright: ignore[reportCallIssue]
     for parameter in _parameters(bare):
-        grad = main_grad(parameter)
+        grad = main_grad_of(parameter)
         grad.mul_(factor.to(grad.dtype) if isinstance(factor, Tensor) else factor)
 
 
 def is_expert(parameter: nn.Parameter) -> bool:
     """Whether it is an expert's (`allreduce = False`): cut over etp, with replicas on the ranks of edp."""
-    return not getattr(parameter, "allreduce", True)
+    return not record_of(parameter).allreduce
 
 
 def counted_elements(parameter: nn.Parameter, groups: ParallelGroups) -> int:
@@ -141,12 +135,13 @@ def counted_elements(parameter: nn.Parameter, groups: ParallelGroups) -> int:
     (of etp, for an expert) alone what all of its ranks hold alike. Of rows that neighbours hold alike (`replicated`),
     which are a part's last ones, the first neighbour counts.
     """
-    if getattr(parameter, "shared", False):
+    record = record_of(parameter)
+    if record.shared:
         return 0
     tensor_parallel = groups.etp if is_expert(parameter) else groups.tp
-    if not getattr(parameter, "tensor_model_parallel", False):
+    if not record.tensor_model_parallel:
         return parameter.numel() if tensor_parallel.rank == 0 else 0
-    replicated: Replicated | None = getattr(parameter, "replicated", None)
+    replicated = record.replicated
     if replicated is None or tensor_parallel.rank % replicated.ranks == 0:
         return parameter.numel()
     return parameter[: -replicated.rows].numel()
@@ -170,7 +165,7 @@ def counted_gradients(parameters: Iterable[nn.Parameter], groups: ParallelGroups
     return [
         grad
         for parameter in parameters
-        for grad in split_gradient(main_grad(parameter), counted_elements(parameter, groups))[0]
+        for grad in split_gradient(main_grad_of(parameter), counted_elements(parameter, groups))[0]
     ]
 
 

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from labkit.parallel.collectives import Pending, all_gather_async, comm_scope
 from labkit.parallel.grad_buffers import GradBucket, own_part
+from labkit.parallel.parameter_record import name_of
 
 
 class ParamGather:
@@ -152,7 +153,7 @@ class ParamGather:
         place = self._place[id(parameter)]
         if place in self._stale or place in self._under_way:
             raise RuntimeError(
-                f"{getattr(parameter, 'full_name', 'a parameter')} was used before its update was gathered: a forward "
+                f"{name_of(parameter)} was used before its update was gathered: a forward "
                 "reads it without calling the module that owns it. Call that module, or turn off "
                 "optim.overlap_param_gather"
             )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.config import OptimConfig
+from labkit.parallel.parameter_record import name_of
 
 Condition = Callable[[str, nn.Parameter], bool]
 """A predicate over a parameter's full name and the parameter."""
@@ -42,7 +43,7 @@ def named_parameters(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     seen: set[int] = set()
     for chunk in chunks:
         for path, param in chunk.named_parameters():
-            name = getattr(param, "full_name", path)
+            name = name_of(param, path)
             if id(param) in seen:
                 continue
             if name in found:

@@ -34,8 +34,9 @@ from labkit.config import ModelConfig
 from labkit.launch.machine import why_no_transformer_engine
 from labkit.parallel.fp8 import Float8Recipe, Float8Scaling
 from labkit.parallel.groups import Group, ParallelGroups
+from labkit.parallel.parameter_record import Replicated, record_of
 from labkit.parallel.random import RngTracker
-from labkit.parallel.weights import Replicated, Seed, make_expert_parameter, make_parameter
+from labkit.parallel.weights import Seed, make_expert_parameter, make_parameter
 
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 """Our name of a norm -> the engine's."""
@@ -68,7 +69,7 @@ class FusedNorm(nn.Module):
         with_bias = config.norm == "layernorm"
         self.bias = make_parameter(f"{name}.bias", shape, fill=0.0, **made) if with_bias else None
         for parameter in self.parameters():
-            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+            record_of(parameter).sequence_parallel = sequence_parallel
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """x itself."""
@@ -85,7 +86,7 @@ class _EngineLinear(nn.Module):
         for theirs, parameter in parameters.items():
             layer.register_parameter(theirs, parameter)
         self.weight = parameters["weight"]
-        self.weight.main_grad_added_elsewhere = True  # type: ignore[attr-defined]
+        record_of(self.weight).added_elsewhere = True
         self.bias = parameters.get("bias")
         self.engine_layer = (layer,)  # in a tuple: no child, so its names stay out of ours
         self.is_first_microbatch = True if caches else None
@@ -184,7 +185,7 @@ class RowParallelLinear(_EngineLinear):
         parameters = {"weight": make_parameter(f"{name}.weight", (output_size, input_size), seed=seed, std=std, **cut)}
         if bias:
             parameters["bias"] = make_parameter(f"{name}.bias", (output_size,), fill=0.0, **made)
-            parameters["bias"].sequence_parallel = sequence_parallel and group.size > 1  # type: ignore[attr-defined]
+            record_of(parameters["bias"]).sequence_parallel = sequence_parallel and group.size > 1
         options = _linear_options(group, bias, sequence_parallel, gradient_accumulation_fusion, dtype)
         layer = engine().Linear(input_size, output_size, parallel_mode="row", name=name, **options)
         super().__init__(name, layer, parameters, caches=float8 is not None)

@@ -22,11 +22,10 @@ from torch.utils.hooks import RemovableHandle
 
 from labkit.config import RunConfig
 from labkit.parallel.distributed_data_parallel import DistributedDataParallel
-from labkit.parallel.gradients import main_grad
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.param_gather import ParamGather
+from labkit.parallel.parameter_record import Replicated, main_grad_of, record_of
 from labkit.parallel.shard_map import pieces_of_rank
-from labkit.parallel.weights import Replicated
 from labkit.schedules.ir import Schedule
 from labkit.train.optimizer import named_parameters
 from labkit.train.routing_trace import Routings, record_routings, replay_routings
@@ -138,7 +137,7 @@ class Recorder:
         self._take_hooks_off()
         if step in self._steps:
             own = _own_ranges(chunks)
-            kept = {name: _shard(p, main_grad(p), own) for name, p in named_parameters(chunks).items()}
+            kept = {name: _shard(p, main_grad_of(p), own) for name, p in named_parameters(chunks).items()}
             self.snapshot.gradients[step] = kept
 
     def on_update(self, step: int, chunks: Sequence[nn.Module]) -> None:
@@ -226,15 +225,15 @@ def _expert_biases(chunks: Sequence[nn.Module]) -> dict[str, Shard]:
 
 
 def _shard(param: nn.Parameter, values: Tensor, own: Mapping[int, Ranges]) -> Shard:
-    split = getattr(param, "tensor_model_parallel", False)
+    record = record_of(param)
     return Shard(
         values.detach().cpu().clone(),
-        getattr(param, "partition_dim", 0) if split else None,
-        getattr(param, "partition_stride", 1),
-        getattr(param, "full_shape", param.shape)[0],
-        getattr(param, "shared", False),
+        record.partition_dim if record.tensor_model_parallel else None,
+        record.partition_stride,
+        (record.full_shape or param.shape)[0],
+        record.shared,
         own.get(id(param)),
-        not getattr(param, "allreduce", True),
-        getattr(param, "expert_parallel", False),
-        getattr(param, "replicated", None),
+        not record.allreduce,
+        record.expert_parallel,
+        record.replicated,
     )

@@ -11,6 +11,7 @@ from graph_training import GRAPHS, Training, small
 
 from labkit.graphs import CudaGraphHelper
 from labkit.graphs.orders import capture_order
+from labkit.parallel.parameter_record import record_of
 from labkit.schedules import Schedule, build_schedule
 
 EMULATED = GRAPHS | {"schedule.name": "gpipe"}
@@ -95,11 +96,11 @@ def test_after_a_reset_gradients_are_written_as_without_graphs():
     training = Training(small(**EMULATED))
     helper = training.helper
     parameters = [p for layer in helper.layers for p in layer.parameters()]
-    marks = [getattr(p, "main_grad_added_elsewhere", False) for p in parameters]
+    marks = [record_of(p).added_elsewhere for p in parameters]
     helper.create_cudagraphs()
-    assert all(p.main_grad_added_elsewhere for p in parameters)
+    assert all(record_of(p).added_elsewhere for p in parameters)
     helper.reset()
-    assert [getattr(p, "main_grad_added_elsewhere", False) for p in parameters] == marks
+    assert [record_of(p).added_elsewhere for p in parameters] == marks
     assert not any(marks) and not helper.graphs_created()
     assert all(layer.cuda_graph_owner is None and not layer.cuda_graphs for layer in helper.layers)
 
