@@ -44,9 +44,9 @@ NAMES: dict[str, str] = {
         all_gather all_reduce all_to_all BackwardPiece barrier checkpoint ColumnParallelLinear comm_scope CommLedger
         contiguous_positions contiguous_split decompose delayed DistributedDataParallel dropped exposed_seconds
         gather_parameter generate_masked_orthogonal_rank_groups groups_of_rank initialize_model_parallel Link
-        model_parallel_seed NaiveDataParallel predict_step prefix_product rank_generators RankGenerator ring_load
-        ring_plan ring_time RngTracker RowParallelLinear single_process_groups sweep_bucket_sizes zigzag_join
-        zigzag_positions zigzag_split
+        model_parallel_seed NaiveDataParallel ParameterSpec plan_buckets predict_step prefix_product rank_generators
+        RankGenerator record_of ring_load ring_plan ring_time RngTracker RowParallelLinear single_process_groups
+        sweep_bucket_sizes zigzag_join zigzag_positions zigzag_split
     """,
     "schedules": """
         Action convert_schedule_table_to_order Costs dualpipe_v explain_gap
