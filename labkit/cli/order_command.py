@@ -309,13 +309,13 @@ def _write_csv(timeline: Timeline, path: Path) -> None:
 
 
 def _write_plot(timeline: Timeline, path: Path) -> None:
-    from labkit.viz.timeline import gantt
+    from labkit.viz.pipeline.timeline import gantt
 
     gantt(timeline, memory=True).save(path)
 
 
 def _write_trace(timeline: Timeline, path: Path) -> None:
-    from labkit.viz.trace import write_trace
+    from labkit.viz.pipeline.trace import write_trace
 
     write_trace(timeline, path)
 

@@ -207,7 +207,7 @@ def final_lines(result: Trained, config: RunConfig) -> list[str]:
 
 def write_trace_of(results: Sequence[Trained], path: Path) -> None:
     """All ranks' Events as a file for ui.perfetto.dev, and a line that says which steps it holds."""
-    from labkit.viz.trace import write_trace
+    from labkit.viz.pipeline.trace import write_trace
 
     events = [event for result in results for event in result.events]
     steps = sorted({event.step for event in events if event.step is not None})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,10 +10,10 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import Tensor
 
+from labkit.viz.experts.router_lab import Policy, Replayed, replay, replay_policies
 from labkit.viz.figure import Figure
-from labkit.viz.router_lab import Policy, Replayed, replay, replay_policies
+from labkit.viz.live import LiveFigure, is_live
 from labkit.viz.style import color, new_figure, styled, text_color
-from labkit.viz.widgets import is_live, spoken
 
 _INK = "#333333"
 _FULL, _PART = color("forward"), color("idle")
@@ -229,18 +228,12 @@ def _inputs(policies: Mapping[str, Policy], experts: int) -> dict[str, Any]:
 def _controls(figure: Figure, drawn: Any, policies: Mapping[str, Policy], experts: int) -> Any:
     import ipywidgets as widgets
 
-    picture = widgets.Image(value=figure.png, format="png")
-    words = widgets.HTML(value=spoken(figure.sentence))
-    inputs, moved = _inputs(policies, experts), {}
+    shown, inputs, moved = LiveFigure(figure), _inputs(policies, experts), {}
 
     def redraw(change: Any) -> None:
         moved[change["owner"].description] = change["new"]
-        fresh, refused = drawn(moved)
-        reasons = "".join(f"<b>{html.escape(reason)}</b><br>" for reason in refused)
-        picture.value = fresh.png if fresh else picture.value
-        picture.layout.visibility = "visible" if fresh else "hidden"
-        words.value = reasons + (spoken(fresh.sentence) if fresh else "")
+        shown.show(*drawn(moved))
 
     for control in inputs.values():
         control.observe(redraw, names="value")
-    return widgets.VBox([*inputs.values(), words, picture])
+    return widgets.VBox([*inputs.values(), *shown.parts])

@@ -11,8 +11,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import ArrayLike, NDArray
 
 from labkit.viz.figure import Figure
+from labkit.viz.live import LiveFigure, is_live
 from labkit.viz.style import SEQUENCE, color, new_figure, styled, text_color
-from labkit.viz.widgets import is_live, spoken
 
 _INK = "#333333"
 _LINES = ("-", "--", "-.", ":")
@@ -204,18 +204,12 @@ def explore_skew(
 def _slider(figure: Figure, drawn: Callable[[float], Figure], chosen: float, largest: float) -> Any:
     import ipywidgets as widgets
 
-    picture = widgets.Image(value=figure.png, format="png")
-    words = widgets.HTML(value=spoken(figure.sentence))
     control = widgets.FloatSlider(
         value=chosen, min=0, max=largest, step=0.05, description="skew", layout=widgets.Layout(width="460px")
     )
-
-    def redraw(_change: Any) -> None:
-        fresh = drawn(round(control.value, 2))
-        picture.value, words.value = fresh.png, spoken(fresh.sentence)
-
-    control.observe(redraw, names="value")
-    return widgets.VBox([control, words, picture])
+    shown = LiveFigure(figure)
+    shown.follow({"skew": control}, lambda given: drawn(round(given["skew"], 2)))
+    return widgets.VBox([control, *shown.parts])
 
 
 # ---- capacity ----

@@ -1,88 +1,18 @@
-"""Controls for a live notebook: explore the rank groups of any layout, and the timeline of any known schedule."""
+"""The schedule explorer: timeline and memory of any known schedule, under controls in a live notebook."""
 
 from __future__ import annotations
 
-import html
-import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from labkit.config import ScheduleConfig
-from labkit.parallel.rank_generator import DEFAULT_ORDER
 from labkit.schedules.builders import build_schedule
 from labkit.schedules.ir import Schedule
 from labkit.schedules.simulator import Costs, Timeline, simulate
 from labkit.viz.figure import Figure
-from labkit.viz.ranks import rank_grid
-from labkit.viz.timeline import gantt
-
-
-def is_live() -> bool:
-    """Whether somebody sits at the notebook: JupyterLab sets JPY_SESSION_NAME; papermill and nbval do not."""
-    return bool(os.environ.get("JPY_SESSION_NAME"))
-
-
-def explore_layout(
-    *,
-    world_size: int = 16,
-    gpus_per_node: int = 8,
-    tp: int = 4,
-    cp: int = 1,
-    pp: int = 2,
-    ep: int = 1,
-    etp: int = 1,
-    order: str = DEFAULT_ORDER,
-    kinds: tuple[str, ...] = ("tp", "dp", "pp"),
-) -> Any:
-    """The rank grid of the given layout; in a live notebook with controls for every size, the order and the kinds.
-
-    Returns a Figure, or in a live notebook an ipywidgets box that shows the same figure first. A layout that cannot be
-    keeps the last picture and shows the reason.
-    """
-    sizes = {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp, "order": order}
-    figure = rank_grid(sizes, kinds, world_size=world_size, gpus_per_node=gpus_per_node)
-    if not is_live():
-        return figure
-    return _controls(figure, {"world_size": world_size, "gpus_per_node": gpus_per_node, **sizes}, kinds)
-
-
-def spoken(sentence: str) -> str:
-    """The sentence for a screen reader alone: it is drawn in the picture, which as a widget has no alternative text."""
-    return f'<span style="position: absolute; left: -9999px">{html.escape(sentence)}</span>'
-
-
-def _controls(figure: Figure, start: dict[str, Any], kinds: tuple[str, ...]) -> Any:
-    import ipywidgets as widgets
-
-    picture = widgets.Image(value=figure.png, format="png")
-    words = widgets.HTML(value=spoken(figure.sentence))
-    narrow, labels = widgets.Layout(width="180px"), {"description_width": "100px"}
-    inputs: dict[str, Any] = {
-        name: widgets.BoundedIntText(value=value, min=1, max=2**20, description=name, layout=narrow, style=labels)
-        for name, value in start.items()
-        if name != "order"
-    }
-    inputs["order"] = widgets.Text(value=start["order"], description="order", continuous_update=False)
-    inputs["kinds"] = widgets.Text(value=" ".join(kinds), description="kinds", continuous_update=False)
-
-    def redraw(_change: Any) -> None:
-        given = {name: control.value for name, control in inputs.items()}
-        shown, world, per_node = given.pop("kinds").split(), given.pop("world_size"), given.pop("gpus_per_node")
-        try:
-            drawn = rank_grid(given, shown, world_size=world, gpus_per_node=per_node)
-        except ValueError as problem:
-            words.value = f"<b>{html.escape(str(problem))}</b>"
-            return
-        picture.value, words.value = drawn.png, spoken(drawn.sentence)
-
-    for control in inputs.values():
-        control.observe(redraw, names="value")
-    numbers = [control for name, control in inputs.items() if name not in ("order", "kinds")]
-    rows = [widgets.HBox(numbers[i : i + 4]) for i in range(0, len(numbers), 4)]
-    return widgets.VBox([picture, words, *rows, widgets.HBox([inputs["order"], inputs["kinds"]])])
-
-
-# ---- schedules ----
+from labkit.viz.live import LiveFigure, is_live
+from labkit.viz.pipeline.timeline import gantt
 
 BUILDERS = ("gpipe", "1f1b", "interleaved", "zero_bubble_h1", "zbv", "dualpipe_v")
 """What the schedule explorer builds; each is a `schedule.name` of the configuration."""
@@ -171,28 +101,24 @@ def _schedule_picture(timeline: Timeline, axes: _Axes) -> Figure:
 def _schedule_controls(figure: Figure, setting: dict[str, Any], axes: _Axes) -> Any:
     import ipywidgets as widgets
 
-    picture = widgets.Image(value=figure.png, format="png")
-    words = widgets.HTML(value=spoken(figure.sentence))
-    inputs = _schedule_inputs(setting)
+    shown, inputs = LiveFigure(figure), _schedule_inputs(setting)
     fit = widgets.Button(description="fit axes", tooltip="end the axes where this picture ends")
 
-    def redraw(change: Any) -> None:
+    def draw(given: dict[str, Any], move_axes: Callable[[Timeline], None] = axes.hold) -> Figure:
         _disable_unused(inputs)
-        try:
-            timeline = _simulated({name: control.value for name, control in inputs.items()})
-        except ValueError as problem:
-            words.value, picture.layout.visibility = f"<b>{html.escape(str(problem))}</b>", "hidden"
-            return
-        axes.fit(timeline) if change is fit else axes.hold(timeline)
-        drawn = _schedule_picture(timeline, axes)
-        picture.value, words.value, picture.layout.visibility = drawn.png, spoken(drawn.sentence), "visible"
+        timeline = _simulated(given)
+        move_axes(timeline)
+        return _schedule_picture(timeline, axes)
 
-    for control in inputs.values():
-        control.observe(redraw, names="value")
-    fit.on_click(redraw)
+    def fit_axes(_click: Any) -> None:
+        setting = {name: control.value for name, control in inputs.items()}
+        shown.try_to_show(lambda: draw(setting, axes.fit))
+
+    shown.follow(inputs, draw)
+    fit.on_click(fit_axes)
     sizes = [inputs[name] for name in ("builder", "pp", "vpp", "microbatches", "group_size")]
     times = [inputs[name] for name in ("forward", "input_grad", "weight_grad", "message")]
-    return widgets.VBox([words, picture, widgets.HBox([widgets.VBox(sizes), widgets.VBox([*times, fit])])])
+    return widgets.VBox([*shown.parts, widgets.HBox([widgets.VBox(sizes), widgets.VBox([*times, fit])])])
 
 
 def _schedule_inputs(start: dict[str, Any]) -> dict[str, Any]:

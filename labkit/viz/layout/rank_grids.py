@@ -11,7 +11,9 @@ from matplotlib.patches import Patch, Rectangle
 
 from labkit.config import ParallelConfig
 from labkit.parallel.group_plan import GROUP_KINDS, all_groups, groups_of_rank
+from labkit.parallel.rank_generator import DEFAULT_ORDER
 from labkit.viz.figure import Figure
+from labkit.viz.live import LiveFigure, is_live
 from labkit.viz.style import SEQUENCE, color, hatch, legend_patches, new_figure, styled, text_color
 
 MAX_ROWS = 8
@@ -184,3 +186,52 @@ def _spans(grid: Grid, groups: np.ndarray) -> str:
 def _short(ranks: list[int]) -> str:
     shown = [str(rank) for rank in ranks] if len(ranks) <= 8 else [*map(str, ranks[:3]), "...", str(ranks[-1])]
     return f"[{', '.join(shown)}]"
+
+
+# ---- controls ----
+
+
+def explore_layout(
+    *,
+    world_size: int = 16,
+    gpus_per_node: int = 8,
+    tp: int = 4,
+    cp: int = 1,
+    pp: int = 2,
+    ep: int = 1,
+    etp: int = 1,
+    order: str = DEFAULT_ORDER,
+    kinds: tuple[str, ...] = ("tp", "dp", "pp"),
+) -> Any:
+    """The rank grid of the given layout; in a live notebook with controls for every size, the order and the kinds.
+
+    Returns a Figure, or in a live notebook an ipywidgets box that shows the same figure first. An impossible
+    layout hides the picture and shows the reason.
+    """
+    sizes = {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp, "order": order}
+    figure = rank_grid(sizes, kinds, world_size=world_size, gpus_per_node=gpus_per_node)
+    start = {"world_size": world_size, "gpus_per_node": gpus_per_node, **sizes}
+    return _controls(figure, start, kinds) if is_live() else figure
+
+
+def _controls(figure: Figure, start: dict[str, Any], kinds: tuple[str, ...]) -> Any:
+    import ipywidgets as widgets
+
+    narrow, labels = widgets.Layout(width="180px"), {"description_width": "100px"}
+    inputs: dict[str, Any] = {
+        name: widgets.BoundedIntText(value=value, min=1, max=2**20, description=name, layout=narrow, style=labels)
+        for name, value in start.items()
+        if name != "order"
+    }
+    numbers = list(inputs.values())
+    inputs["order"] = widgets.Text(value=start["order"], description="order", continuous_update=False)
+    inputs["kinds"] = widgets.Text(value=" ".join(kinds), description="kinds", continuous_update=False)
+
+    def draw(given: dict[str, Any]) -> Figure:
+        drawn_kinds, world, per_node = given.pop("kinds").split(), given.pop("world_size"), given.pop("gpus_per_node")
+        return rank_grid(given, drawn_kinds, world_size=world, gpus_per_node=per_node)
+
+    shown = LiveFigure(figure)
+    shown.follow(inputs, draw)
+    rows = [widgets.HBox(numbers[i : i + 4]) for i in range(0, len(numbers), 4)]
+    return widgets.VBox([*rows, widgets.HBox([inputs["order"], inputs["kinds"]]), *shown.parts])

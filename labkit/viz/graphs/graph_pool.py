@@ -16,6 +16,7 @@ from labkit.graphs.buffers import BufferPlan, Use
 from labkit.graphs.passes import read_order
 from labkit.graphs.pool import Frame, Life, Playback
 from labkit.viz.figure import Figure
+from labkit.viz.live import LiveFigure, is_live
 from labkit.viz.style import SEQUENCE, new_figure, styled, text_color
 
 MAX_FRAMES = 24
@@ -225,30 +226,19 @@ def pool_frame(playback: Playback, number: int) -> Figure:
 
 def explore_pool(playback: Playback, *, what: str = "") -> Any:
     """`pool_frames`; in a live notebook a player that steps through the frames one by one, to and fro."""
-    from labkit.viz.widgets import is_live
-
     return _player(playback) if is_live() else pool_frames(playback, what=what)
 
 
 def _player(playback: Playback) -> Any:
     import ipywidgets as widgets
 
-    from labkit.viz.widgets import spoken
-
-    figure = pool_frame(playback, 0)
-    picture = widgets.Image(value=figure.png, format="png")
-    words = widgets.HTML(value=spoken(figure.sentence))
     last = len(playback.frames) - 1
     play = widgets.Play(value=0, min=0, max=last, step=1, interval=700, show_repeat=False, description="play")
     slider = widgets.IntSlider(value=0, min=0, max=last, description="frame")
     widgets.jslink((play, "value"), (slider, "value"))
-
-    def redraw(_change: Any) -> None:
-        drawn = pool_frame(playback, slider.value)
-        picture.value, words.value = drawn.png, spoken(drawn.sentence)
-
-    slider.observe(redraw, names="value")
-    return widgets.VBox([widgets.HBox([play, slider]), words, picture])
+    shown = LiveFigure(pool_frame(playback, 0))
+    shown.follow({"number": slider}, lambda given: pool_frame(playback, **given))
+    return widgets.VBox([widgets.HBox([play, slider]), *shown.parts])
 
 
 def _end(playback: Playback) -> int:

@@ -17,8 +17,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from labkit.events import Event
+from labkit.viz.pipeline.timeline_rows import COMPUTE, STRIP, Rows
 from labkit.viz.style import SEQUENCE, color, hatch, legend_patches, text_color
-from labkit.viz.timeline_rows import COMPUTE, STRIP, Rows
 
 WIDTH = 9.0
 """Of the figure, in inches."""

@@ -16,9 +16,11 @@ from matplotlib.patches import Rectangle
 
 from labkit.parallel.rank_generator import DEFAULT_ORDER, RankGenerator, as_size, rank_generators
 from labkit.viz.figure import Figure
-from labkit.viz.ranks import Grid, nodes_in_words
+from labkit.viz.layout.rank_grids import Grid, nodes_in_words
+from labkit.viz.live import LiveFigure, is_live
 from labkit.viz.style import SEQUENCE, color, new_figure, styled, text_color
 
+_SIZES = ("tp", "cp", "pp", "etp", "ep")
 MAX_DRAWN = 512
 """Ranks that `fold_grid` draws at most."""
 MAX_DIGITS = 32
@@ -248,3 +250,50 @@ def _agreement(clash: list[int]) -> str:
 
 def _sizes_in_words(sizes: Mapping[str, int], axes: Mapping[str, Any]) -> str:
     return " ".join(f"{axis} {sizes[axis]}" for axis in axes if sizes[axis] > 1) or "on one rank"
+
+
+# ---- controls ----
+
+
+def explore_folding(
+    *,
+    world_size: int = 16,
+    gpus_per_node: int = 8,
+    tp: int = 2,
+    cp: int = 2,
+    pp: int = 2,
+    ep: int = 4,
+    etp: int = 1,
+    order: str = DEFAULT_ORDER,
+    folded: bool = True,
+) -> Any:
+    """`fold_grid` of the given layout; in a live notebook with controls for every size, the order, and folding.
+
+    Returns a Figure, or in a live notebook an ipywidgets box that shows the same figure first. A layout that cannot be
+    hides the picture and shows the reason.
+    """
+    sizes = {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp}
+    setting = {"world_size": world_size, "gpus_per_node": gpus_per_node, **sizes, "order": order, "folded": folded}
+    figure = _drawn(setting)
+    return _controls(figure, setting) if is_live() else figure
+
+
+def _drawn(setting: dict[str, Any]) -> Figure:
+    room = {name: setting[name] for name in ("world_size", "gpus_per_node", "folded")}
+    return fold_grid({name: setting[name] for name in (*_SIZES, "order")}, **room)
+
+
+def _controls(figure: Figure, start: dict[str, Any]) -> Any:
+    import ipywidgets as widgets
+
+    look: dict[str, Any] = {"layout": widgets.Layout(width="190px"), "style": {"description_width": "100px"}}
+    inputs: dict[str, Any] = {
+        name: widgets.BoundedIntText(value=start[name], min=1, max=2**12, description=name, **look)
+        for name in ("world_size", "gpus_per_node", *_SIZES)
+    }
+    inputs["order"] = widgets.Text(value=start["order"], description="order", continuous_update=False)
+    inputs["folded"] = widgets.Checkbox(value=start["folded"], description="folded")
+    shown = LiveFigure(figure)
+    shown.follow(inputs, _drawn)
+    rows = (("world_size", "gpus_per_node"), ("tp", "cp", "pp"), ("etp", "ep"), ("order", "folded"))
+    return widgets.VBox([*(widgets.HBox([inputs[name] for name in row]) for row in rows), *shown.parts])
