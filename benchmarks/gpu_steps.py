@@ -24,9 +24,9 @@ from labkit.parallel.fp8 import Float8Recipe, Float8Scaling
 from labkit.parallel.te import EngineFloat8
 from labkit.schedules import one_f_one_b
 from labkit.train.forward_step import gpt_forward_step
-from labkit.train.metrics import Timers
 from labkit.train.pipeline import Pipeline
 from labkit.train.pretraining import Run, setup_model_and_optimizer
+from labkit.train.reporting.metrics import Timers
 from labkit.train.stepping import train_step
 
 DEVICE = torch.device("cuda", 0)

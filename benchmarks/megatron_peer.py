@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from labkit.config import RunConfig
 from labkit.models import GPTModel
 from labkit.parallel import Group, ParallelGroups
-from labkit.parallel.gradients import clip_grad_norm
+from labkit.parallel.data_parallel.gradients import clip_grad_norm
 from labkit.parallel.parameter_record import record_of
 from labkit.parallel.weights import gather_parameter
 from labkit.train.optimizer import Optimizer, parameter_groups

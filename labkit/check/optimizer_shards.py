@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from labkit.check.scoring import Outcome, compare, exercise, holds, plain, shown
-from labkit.parallel.bucket_plan import ParameterSpec, plan_buckets
-from labkit.parallel.shard_map import pieces_of_rank
+from labkit.parallel.data_parallel.bucket_layout import ParameterSpec, pieces_of_rank, plan_buckets
 
 _CASES = (
     ((128, 64), 1_000, 2, "what lies where"),

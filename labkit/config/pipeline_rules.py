@@ -1,6 +1,6 @@
 """Rules between the fields of the pipeline: how many stages there are, what they hold, what moves between them.
 
-What a CSV file at `schedule.path` says is not read here; `labkit.train.schedule_fit` holds it against the run.
+What a CSV file at `schedule.path` says is not read here; `labkit.train.preflight` holds it against the run.
 """
 
 from __future__ import annotations

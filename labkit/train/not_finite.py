@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.parallel.collectives import comm_scope, gather_objects
-from labkit.parallel.gradients import is_expert
+from labkit.parallel.data_parallel.gradients import is_expert
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.parameter_record import main_grad_of, name_of, record_of
 

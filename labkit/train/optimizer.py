@@ -9,8 +9,8 @@ parameter gets which decay and learning rate, and in which precision it is kept:
     bf16      fp32                   an fp32 master, rounded into the parameter after each step
     fp16      fp32                   the same; the loss, and so the gradient, is scaled (`loss_scaler.py`)
 
-`Optimizer` keeps all of this on every data-parallel rank; `labkit.parallel.distributed_optimizer` keeps a share of it.
-Both are `MegatronOptimizer`s.
+`Optimizer` keeps all of this on every data-parallel rank; `DistributedOptimizer` keeps a share of it
+(`labkit.parallel.data_parallel.distributed_optimizer`). Both are `MegatronOptimizer`s.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from labkit.config import OptimConfig
-from labkit.parallel.distributed_optimizer import DistributedOptimizer
-from labkit.parallel.gradients import counted_elements, is_first_replica, split_gradient
+from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptimizer
+from labkit.parallel.data_parallel.gradients import counted_elements, is_first_replica, split_gradient
+from labkit.parallel.data_parallel.parameter_groups import Condition as Condition
+from labkit.parallel.data_parallel.parameter_groups import ParameterGroup as ParameterGroup
+from labkit.parallel.data_parallel.parameter_groups import adamw
+from labkit.parallel.data_parallel.parameter_groups import is_bias_or_norm as is_bias_or_norm
+from labkit.parallel.data_parallel.parameter_groups import named_parameters as named_parameters
+from labkit.parallel.data_parallel.parameter_groups import parameter_groups as parameter_groups
 from labkit.parallel.groups import Group, ParallelGroups, single_process_groups
-from labkit.parallel.parameter_groups import Condition as Condition
-from labkit.parallel.parameter_groups import ParameterGroup as ParameterGroup
-from labkit.parallel.parameter_groups import adamw
-from labkit.parallel.parameter_groups import is_bias_or_norm as is_bias_or_norm
-from labkit.parallel.parameter_groups import named_parameters as named_parameters
-from labkit.parallel.parameter_groups import parameter_groups as parameter_groups
 from labkit.parallel.parameter_record import main_grad_of
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)

@@ -18,7 +18,12 @@ from labkit.parallel import (
     initialize_model_parallel,
     single_process_groups,
 )
-from labkit.parallel.gradients import clip_grad_norm, finalize_model_grads, global_grad_norm, gradient_statistics
+from labkit.parallel.data_parallel.gradients import (
+    clip_grad_norm,
+    finalize_model_grads,
+    global_grad_norm,
+    gradient_statistics,
+)
 from labkit.parallel.parameter_record import record_of
 from labkit.parallel.weights import make_parameter, tensor_part
 from labkit.train.optimizer import Optimizer, parameter_groups

@@ -18,7 +18,7 @@ from torch import Tensor
 from labkit.config import ModelConfig, MoEConfig, ParallelConfig
 from labkit.launch import RankError
 from labkit.models import GPTModel, SavedTensors, Share, counts, gather_full_state, load_full_state
-from labkit.models.moe_activation_bytes import moe_saved
+from labkit.models.memory.activation_bytes import moe_saved
 from labkit.moe import MoELayer
 from labkit.parallel import (
     CommLedger,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from labkit.parallel.data_parallel import NaiveDataParallel
+from labkit.parallel.data_parallel.naive import NaiveDataParallel
 from labkit.parallel.groups import single_process_groups
 from labkit.parallel.parameter_record import ParameterRecord, add_gradient, adopt_marks, main_grad_of, record_of
 from labkit.parallel.weights import make_parameter

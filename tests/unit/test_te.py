@@ -25,7 +25,7 @@ from labkit.parallel.fp8 import Float8Recipe, end_float8_step
 from labkit.parallel.parameter_record import record_of
 from labkit.schedules import one_f_one_b, zero_bubble_h1
 from labkit.train import pretrain
-from labkit.train.schedule_fit import check_schedule
+from labkit.train.preflight import check_schedule
 
 GPT2 = ModelConfig(layers=2, hidden=32, heads=4, vocab_size=64, make_vocab_size_divisible_by=16, seq_length=16)
 LLAMA = replace(

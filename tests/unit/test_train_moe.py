@@ -19,15 +19,15 @@ from labkit.config import MoEConfig, RunConfig, presets
 from labkit.models.gpt import build_model_chunks
 from labkit.moe.router import routers_of
 from labkit.parallel import NaiveDataParallel, initialize_model_parallel, single_process_groups
-from labkit.parallel.distributed_data_parallel import wrap_model_chunks
+from labkit.parallel.data_parallel.distributed_data_parallel import wrap_model_chunks
 from labkit.parallel.parameter_record import main_grad_of
 from labkit.schedules import PipelineRuntime, forward_backward_no_pipelining, one_f_one_b
 from labkit.train import pretrain
 from labkit.train.forward_step import gpt_forward_step
-from labkit.train.metrics import scalars
 from labkit.train.not_finite import find, sentence
 from labkit.train.optimizer import build_optimizer
-from labkit.train.router_metrics import router_line
+from labkit.train.reporting.metrics import scalars
+from labkit.train.reporting.router_metrics import router_line
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "seq_length": 16, "global_batch_size": 4, "layer_freq": [1],
          "moe.ffn_hidden": 32, "num_experts": 4, "steps": 2, "precision": "fp64", "record_events": False}  # fmt: skip

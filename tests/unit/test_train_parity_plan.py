@@ -8,8 +8,8 @@ import pytest
 from labkit.config import ConfigError, presets
 from labkit.config.fields import SPECS
 from labkit.config.limits import CHOICES
-from labkit.train.parity import compare
-from labkit.train.snapshots import Snapshot
+from labkit.train.parity.comparison import compare
+from labkit.train.parity.snapshots import Snapshot
 
 BASE = presets.tiny()
 CONTEXTS: tuple[dict[str, Any], ...] = (

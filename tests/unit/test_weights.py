@@ -23,7 +23,7 @@ from labkit.parallel.weights import (
     parameter_seed,
     tensor_part,
 )
-from labkit.train.joining import join_replicated
+from labkit.train.parity.assemble import join_replicated
 
 
 def member(rank: int, size: int) -> Group:

@@ -14,9 +14,15 @@ from typing import Any
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, Rectangle
 
-from labkit.parallel.bucket_plan import PARAMETER_ALIGNMENT, Bucket, BufferPlan
-from labkit.parallel.shard_map import Piece, shard_map, shard_range
-from labkit.parallel.zero_memory import STAGES, BytesPerParameter, bytes_per_parameter, formula
+from labkit.parallel.data_parallel.bucket_layout import (
+    PARAMETER_ALIGNMENT,
+    Bucket,
+    BucketLayout,
+    Piece,
+    shard_map,
+    shard_range,
+)
+from labkit.parallel.data_parallel.zero_memory import STAGES, BytesPerParameter, bytes_per_parameter, formula
 from labkit.viz.figure import Figure
 from labkit.viz.style import SEQUENCE, new_figure, styled, text_color
 
@@ -35,7 +41,7 @@ _HATCHES = ("", "//", "..", "xx", "\\\\", "--", "++", "oo")
 """Ranks 0-7, 8-15, ..."""
 
 
-def bucket_map(plan: BufferPlan, dp: int = 1) -> Figure:
+def bucket_map(plan: BucketLayout, dp: int = 1) -> Figure:
     """A row per bucket: above, the parameters in the order of the buffer; below, the rank that owns each element.
 
     plan: from `plan_buckets`. dp: ranks that share each bucket under the distributed optimizer; 1 draws parameters
@@ -78,7 +84,7 @@ def _rows(count: int) -> dict[int, float]:
     return {n: n for n in first} | {n: half + _GAP + place for place, n in enumerate(last)}
 
 
-def _draw_parameters(axes: Any, plan: BufferPlan, bucket: Bucket, row: float, longest: int, *, alone: bool) -> None:
+def _draw_parameters(axes: Any, plan: BucketLayout, bucket: Bucket, row: float, longest: int, *, alone: bool) -> None:
     low, height = row + 0.08, 0.84 if alone else 0.40
     length = bucket.unpadded_end - bucket.start
     axes.add_patch(Rectangle((0, low), length, height, **_GAPS))  # what no parameter covers stays to be seen
@@ -114,7 +120,7 @@ def _owner_style(rank: int, dp: int) -> tuple[str, str]:
     return SEQUENCE[rank % len(SEQUENCE)], _HATCHES[rank // len(SEQUENCE) % len(_HATCHES)]
 
 
-def _legend(plan: BufferPlan, dp: int) -> dict[str, Any]:
+def _legend(plan: BucketLayout, dp: int) -> dict[str, Any]:
     """Label -> handle, of what there is in the picture."""
     shades = tuple(Patch(facecolor=shade, edgecolor="#666666", linewidth=0.4) for shade in _SHADES)
     handles: dict[str, Any] = {"parameters, two shades in turn": shades}
@@ -128,7 +134,7 @@ def _legend(plan: BufferPlan, dp: int) -> dict[str, Any]:
     return handles
 
 
-def _map_sentence(plan: BufferPlan, dp: int, pieces: Sequence[Piece]) -> str:
+def _map_sentence(plan: BucketLayout, dp: int, pieces: Sequence[Piece]) -> str:
     elements = plan.numel - plan.padding
     sizes = sorted({bucket.numel for bucket in plan.buckets})
     cut = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"

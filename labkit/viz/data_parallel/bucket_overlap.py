@@ -12,8 +12,15 @@ from typing import Any
 from matplotlib.patches import Patch
 
 from labkit.events import Event, shift_to_zero
-from labkit.parallel.bucket_plan import ParameterSpec, plan_buckets
-from labkit.parallel.overlap import COMPUTES, BackwardPiece, BucketSize, Link, exposed_seconds, predict_step
+from labkit.parallel.data_parallel.bucket_layout import ParameterSpec, plan_buckets
+from labkit.parallel.data_parallel.overlap_prediction import (
+    COMPUTES,
+    BackwardPiece,
+    BucketSize,
+    Link,
+    exposed_seconds,
+    predict_step,
+)
 from labkit.viz.figure import Figure
 from labkit.viz.live import LiveFigure, is_live
 from labkit.viz.style import SEQUENCE, color, hatch, legend_patches, new_figure, styled, text_color
@@ -273,7 +280,7 @@ def explore_buckets(
 ) -> Any:
     """A predicted step with these buckets; in a live notebook with a slider for their size and for the link.
 
-    parameters: in the order of registration. backward: its pieces (`labkit.parallel.overlap`). time_limit: seconds at
+    parameters: in the order of registration. backward: its pieces (`overlap_prediction`). time_limit: seconds at
     which the axis ends and stays, so that pictures can be compared by eye.
 
     Returns a Figure, or in a live notebook an ipywidgets box: sliders, and below them the same figure. Its height does

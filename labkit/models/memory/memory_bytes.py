@@ -1,8 +1,8 @@
 """Bytes that a rank needs to train, in closed form: weights, gradients, optimizer state and activations in flight.
 
-The sum of `counts.py` (parameters), `labkit.parallel.zero_memory` (bytes of each parameter) and `activation_bytes.py`
-(what a forward keeps), with the most microbatches that the schedule has in flight. Numbers only, no torch. The sum is
-of a rank's peak in a training step, without what the process itself takes.
+The sum of `counts.py` (parameters), `labkit.parallel.data_parallel.zero_memory` (bytes of each parameter) and
+`activation_bytes.py` (activations that a forward keeps), with the most microbatches that the schedule has in flight.
+Numbers only, no torch. The sum is of a rank's peak in a training step, without the memory of the process itself.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Literal
 import numpy as np
 
 from labkit.config import MoEConfig, RunConfig
-from labkit.models.activation_bytes import (
+from labkit.models.counts import ELEMENT_BYTES, expert_parameters, moe_layers, rank_parameters
+from labkit.models.memory.activation_bytes import (
     Share,
     end_activation_bytes,
     layer_saved,
     layers_activation_bytes,
     recomputed_at_once_bytes,
 )
-from labkit.models.counts import ELEMENT_BYTES, expert_parameters, moe_layers, rank_parameters
 from labkit.models.placement import StageContents, stage_contents
-from labkit.parallel.bucket_plan import default_bucket_size
-from labkit.parallel.zero_memory import bytes_per_parameter
+from labkit.parallel.data_parallel.bucket_layout import default_bucket_size
+from labkit.parallel.data_parallel.zero_memory import bytes_per_parameter
 from labkit.schedules import Schedule
 from labkit.schedules.partial_checkpoints import kept_whole
 
@@ -53,7 +53,7 @@ def rank_memory(
     """Of a rank at place `pp_rank` of the pipeline. The formula takes the mean load of experts; padding of buffers,
     messages under way and the text are left out.
 
-    schedule: what the run executes, such as `labkit.train.schedule_fit.schedule_of(config, world_size)`.
+    schedule: what the run executes, such as `labkit.train.preflight.schedule_of(config, world_size)`.
     """
     weights, gradients, optimizer = _state(config, world_size, schedule, pp_rank)
     activations = _activations(config, schedule, pp_rank, device)

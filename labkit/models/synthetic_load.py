@@ -1,8 +1,11 @@
-"""Stages and layers that sleep instead of computing, so that what a machine of many cores does can be timed on few.
+"""Layers, stages, rings and experts that sleep instead of computing: many cores' timing on few.
 
 A sleeping process needs no core. What such a pipeline takes longer than the simulator says is therefore the machinery:
 messages between processes, waking up, the Python around each action. Everything else is the real thing: autograd, the
-runtime, its transport, and real tensors between real processes, only small ones.
+runtime, its transport, and real tensors between real processes, only small ones. In the ring keys travel for real, and
+rows of experts too; only the products are slept.
+
+Shapes: T tokens, E experts, N rows of this rank, H hidden, L local experts.
 """
 
 from __future__ import annotations
@@ -15,11 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from labkit.events import Event, recording, span
-from labkit.parallel import barrier
-from labkit.parallel.groups import ParallelGroups
+from labkit.parallel.collectives import barrier
+from labkit.parallel.context_plan import Layout, chunk_length, ring_plan
+from labkit.parallel.groups import Group, ParallelGroups
+from labkit.parallel.ring_attention import ring_steps
 from labkit.parallel.weight_grad_store import deferred
 from labkit.schedules import Costs, PipelineRuntime, Schedule
 from labkit.schedules.runtime import Transport
+
+# ---- pipelines ----
 
 _SHAPE = (1, 1, 4)
 """(S, B, H) between stages."""
@@ -148,3 +155,68 @@ def _microbatches(schedule: Schedule, groups: ParallelGroups) -> list[Iterator[T
 
 def _step(data: Iterator[Tensor], stage: nn.Module) -> Any:
     return stage(next(data)), lambda output: (output.mean(), {})
+
+
+# ---- ring attention ----
+
+
+def sleeping_ring(
+    group: Group, seq_length: int, *, layout: Layout = "zigzag", causal: bool = True, seconds_per_pair: float = 1e-5
+) -> list[Event]:
+    """One forward of ring attention on this rank, a block asleep for its number of (query, key) pairs.
+
+    Every rank of `group` calls this; all begin together. Returns this rank's Events: blocks have the kind `forward` and
+    are named after the rank whose keys they read (`kv 2`), messages are `send` and `recv`, and what was waited for is
+    `wait`.
+
+    Raises:
+        ValueError: a length that 2 cp does not divide, or no such layout.
+    """
+    chunk = chunk_length(seq_length, group.size)
+    plan = ring_plan(group.size, group.rank, causal=causal, layout=layout)
+    keys_and_values = torch.zeros(2, 1, 1, 2 * chunk, 8)
+    barrier(group)
+    with recording(group.rank) as recorder:
+        for step, (block, _) in enumerate(zip(plan, ring_steps(keys_and_values, group), strict=True)):
+            if block is not None:
+                with span(f"kv {(group.rank - step) % group.size}", "forward"):
+                    time.sleep(block.pairs(chunk) * seconds_per_pair)
+    return recorder.events
+
+
+# ---- experts ----
+
+
+class SleepingExperts(nn.Module):
+    """In the place of a layer's experts: sleeps for each of its rows and returns them, weighted.
+
+    Args:
+        seconds_per_row: of one row through one expert.
+
+    Attributes:
+        rows: N of the last forward.
+    """
+
+    def __init__(self, seconds_per_row: float) -> None:
+        super().__init__()
+        self.seconds_per_row = seconds_per_row
+        self.rows = 0
+
+    def forward(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> Tensor:
+        """[N, H], rows of each local expert [L], weights [N] -> [N, H]."""
+        self.rows = int(tokens_per_expert.sum())
+        with span(f"{self.rows} rows", "forward"):
+            time.sleep(self.rows * self.seconds_per_row)
+        return tokens_NH * probs_N.unsqueeze(-1)
+
+
+def zipf_logits(tokens: int, num_experts: int, skew: float, *, seed: int = 0) -> Tensor:
+    """Logits [T, E], float64, whose top-k draws experts without replacement with chances that fall as (e + 1)^-skew.
+
+    It is Zipf's law: skew 0 is even, at 1 expert 0 is twice as popular as expert 1, at 3 eight times. The Gumbel noise
+    that turns a top-k into such a draw (arXiv 1903.06059) depends on the seed alone: more skew moves few tokens.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(tokens, num_experts, generator=generator, dtype=torch.float64).clamp_(min=1e-12)
+    popularity = torch.arange(1, num_experts + 1, dtype=torch.float64).log()
+    return -skew * popularity - (-uniform.log()).log()

@@ -1,4 +1,4 @@
-"""From what the ranks of a run kept (`labkit.train.snapshots`) back to the tensors of one process.
+"""From what the ranks of a run kept (`labkit.train.parity.snapshots`) back to the tensors of one process.
 
 The pieces are put together by the process that compares, not by collectives, and by arithmetic of its own, so that a
 fault in the communication or in a split cannot hide itself. Each axis is undone in turn:
@@ -33,11 +33,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from labkit.train.snapshots import Shard, Snapshot
+from labkit.train.parity.snapshots import Shard, Snapshot
 
 
 @dataclass
-class Whole:
+class FullRun:
     """A run with all ranks' pieces put together."""
 
     losses: list[float]
@@ -51,7 +51,7 @@ class Whole:
     disagreements: list[str]
     """Tensors that should be the same on several ranks, bit for bit, and are not."""
     routings: dict[str, list[Tensor]] = field(default_factory=dict)
-    """What a run in one process wrote down of its routers (`labkit.train.routing_trace`)."""
+    """What a run in one process wrote down of its routers (`labkit.train.parity.routing_trace`)."""
 
 
 def join_shards(shards: Sequence[Tensor], dim: int, stride: int = 1) -> Tensor:
@@ -98,7 +98,7 @@ def join_replicas(replicas: Sequence[Shard]) -> tuple[Tensor, bool]:
     return joined.view_as(first), agree
 
 
-def assemble(snapshots: Sequence[Snapshot], *, sequence_parallel: bool = False) -> Whole:
+def assemble(snapshots: Sequence[Snapshot], *, sequence_parallel: bool = False) -> FullRun:
     """Put the snapshots of all ranks of one run together; stages are joined by name."""
     ranks = sorted(snapshots, key=lambda s: (s.pp, s.dp, s.cp, s.tp))
     disagreements: list[str] = []
@@ -118,7 +118,7 @@ def assemble(snapshots: Sequence[Snapshot], *, sequence_parallel: bool = False) 
         steps.update(ordered)
     if any(s.losses != ranks[0].losses for s in ranks):
         disagreements.append("loss")
-    return Whole(ranks[0].losses, activations, gradients, parameters, disagreements, ranks[0].routings)
+    return FullRun(ranks[0].losses, activations, gradients, parameters, disagreements, ranks[0].routings)
 
 
 def _join_activations(stage: list[Snapshot], split: bool, disagreements: list[str]) -> dict[str, Tensor]:

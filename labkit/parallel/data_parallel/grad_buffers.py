@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from labkit.parallel.bucket_plan import Bucket, BufferPlan, ParameterSpec, plan_buckets
 from labkit.parallel.collectives import Pending, all_gather_async, all_reduce_async, comm_scope, reduce_scatter_async
-from labkit.parallel.finite import scale_and_look
+from labkit.parallel.data_parallel.bucket_layout import Bucket, BucketLayout, ParameterSpec, plan_buckets
+from labkit.parallel.data_parallel.wrapper import scale_and_look
 from labkit.parallel.groups import Group
 from labkit.parallel.parameter_record import main_grad_of, record_of
 
@@ -202,7 +202,7 @@ class GradBuffer:
         self.param_dtype, self.grad_dtype = self.parameters[0].dtype, grad_dtype
         self.is_expert, self.reduction = is_expert, reduction
         cuts = reduction.scatter or reduction.across.size > 1
-        self.plan: BufferPlan = plan_buckets(
+        self.plan: BucketLayout = plan_buckets(
             [ParameterSpec(n, p.numel(), record_of(p).shared_embedding) for n, p in named],
             dp=reduction.within.size,
             bucket_size=bucket_size,

@@ -29,14 +29,14 @@ import torch
 from torch import Tensor, nn
 
 from labkit.config import OptimConfig
-from labkit.parallel.distributed_data_parallel import DistributedDataParallel
-from labkit.parallel.grad_buffers import GradBuffer, own_part
-from labkit.parallel.gradients import counted_elements, split_gradient
+from labkit.parallel.data_parallel.bucket_layout import Piece, pieces_of_rank
+from labkit.parallel.data_parallel.distributed_data_parallel import DistributedDataParallel
+from labkit.parallel.data_parallel.grad_buffers import GradBuffer, own_part
+from labkit.parallel.data_parallel.gradients import counted_elements, split_gradient
+from labkit.parallel.data_parallel.param_gather import finish_param_sync, param_gathers
+from labkit.parallel.data_parallel.parameter_groups import ParameterGroup, adamw
 from labkit.parallel.groups import Group, ParallelGroups
-from labkit.parallel.param_gather import finish_param_sync, param_gathers
-from labkit.parallel.parameter_groups import ParameterGroup, adamw
 from labkit.parallel.parameter_record import main_grad_of
-from labkit.parallel.shard_map import Piece, pieces_of_rank
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from labkit.parallel.chunk_wrapper import ChunkWrapper
 from labkit.parallel.collectives import all_reduce, comm_scope
-from labkit.parallel.finite import scale_and_look
+from labkit.parallel.data_parallel.wrapper import ChunkWrapper, scale_and_look
 from labkit.parallel.groups import Group
 from labkit.parallel.parameter_record import add_gradient, adopt_marks, record_of
 

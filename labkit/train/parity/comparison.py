@@ -6,11 +6,11 @@ Adam moves in one step). `compare` launches every layout with real processes and
 the order in which a training step makes them: block outputs of the first microbatch, the loss, gradients from the
 output back to the input, updated parameters, then the later steps.
 
-In float32 rounding can exceed the tolerance; `labkit.train.verdict` tells it from a fault. Where a layout exceeds the
-tolerance, and only there, the reference runs four more times with its sums in other orders.
+In float32 rounding can exceed the tolerance; `labkit.train.parity.rounding` tells rounding from a fault. Where a layout
+exceeds the tolerance, and only there, the reference runs four more times with its sums in other orders.
 
 A mixture of experts is compared in float64 as it is. In float32 the layouts route as the reference did
-(`labkit.train.routing_trace`): one choice of experts that rounding turns over would change everything after it.
+(`labkit.train.parity.routing_trace`): one choice of experts that rounding turns over would change everything after it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,21 @@ import torch
 from torch import Tensor
 
 from labkit.config import ConfigError, RunConfig
-from labkit.train.comparison_plan import PRECISIONS, alone, placement, plan_layout, shared_config
-from labkit.train.fault import fault_problems, fault_words
-from labkit.train.joining import Whole, assemble
-from labkit.train.layout_words import layout_name
-from labkit.train.memory_fit import memory_problem
-from labkit.train.routing_trace import Routings
-from labkit.train.snapshots import Recorder, Snapshot
-from labkit.train.summation import reordered_sums
-from labkit.train.verdict import ORDERS, Spread, Verdict, judge, widest
+from labkit.train.parity.assemble import FullRun, assemble
+from labkit.train.parity.layout_words import layout_name
+from labkit.train.parity.plan import (
+    PRECISIONS,
+    alone,
+    fault_problems,
+    fault_words,
+    placement,
+    plan_layout,
+    shared_config,
+)
+from labkit.train.parity.rounding import ORDERS, Spread, Verdict, judge, reordered_sums, widest
+from labkit.train.parity.routing_trace import Routings
+from labkit.train.parity.snapshots import Recorder, Snapshot
+from labkit.train.preflight import memory_problem
 
 if TYPE_CHECKING:
     from labkit.train.pretraining import TrainResult
@@ -68,7 +74,7 @@ class ParityRow:
     world_size: int
     """Ranks."""
     name: str
-    """`tp2 pp2 dp1 sp`: what is not as usual, see `labkit.train.layout_words`."""
+    """`tp2 pp2 dp1 sp`: what is not as usual, see `labkit.train.parity.layout_words`."""
     loss_diff: float
     """Largest relative difference of the loss over steps."""
     grad_diff: float
@@ -252,10 +258,10 @@ class _Observation:
     records_routing: bool = False
     """Whether the choices of experts are kept."""
     parts: int = 0
-    """Order of summation, see `labkit.train.summation.reordered_sums`; 0 is the usual one."""
+    """Order of summation, see `labkit.train.parity.rounding.reordered_sums`; 0 is the usual one."""
 
 
-def _observe(config: RunConfig, world_size: int, watched: _Observation, device: str) -> tuple[Whole, int]:
+def _observe(config: RunConfig, world_size: int, watched: _Observation, device: str) -> tuple[FullRun, int]:
     """Train in fresh processes and put what the ranks saw together; also how many calls the fault left out."""
     from labkit.launch import run
 
@@ -283,7 +289,7 @@ def _snapshot(config: RunConfig, watched: _Observation) -> tuple[Snapshot, int]:
 
 
 def _row(
-    layout: dict[str, Any], config: RunConfig, world_size: int, run: Whole, reference: Whole, judged: _Judge
+    layout: dict[str, Any], config: RunConfig, world_size: int, run: FullRun, reference: FullRun, judged: _Judge
 ) -> ParityRow:
     """Every tensor against its reference; the largest differences and the verdict on them."""
     found = list(differences(run, reference, lr=config.optim.lr))
@@ -300,7 +306,7 @@ def _row(
     )  # fmt: skip
 
 
-def differences(run: Whole, reference: Whole, *, lr: float) -> Iterator[tuple[str, str, float]]:
+def differences(run: FullRun, reference: FullRun, *, lr: float) -> Iterator[tuple[str, str, float]]:
     """(name, kind, difference) of every compared tensor, in the order in which training makes them."""
     for block, output in reference.activations.items():
         yield f"{block} output", "output", _of(run.activations, block, output, 0.0)

@@ -82,6 +82,6 @@ def own_records(
 
 
 def _zigzag_part(record: Tensor, cp: int, rank: int) -> Tensor:
-    """A rank's two chunks of the sequence, dim 0; the inverse of `labkit.train.joining.join_zigzag`."""
+    """A rank's two chunks of the sequence, dim 0; the inverse of `labkit.train.parity.assemble.join_zigzag`."""
     chunks = record.chunk(2 * cp)
     return torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]]) if cp > 1 else record

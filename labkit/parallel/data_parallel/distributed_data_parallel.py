@@ -27,12 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from labkit.config import OptimConfig
-from labkit.parallel.bucket_plan import default_bucket_size
-from labkit.parallel.chunk_wrapper import ChunkWrapper
-from labkit.parallel.data_parallel import NaiveDataParallel
-from labkit.parallel.grad_buffers import GradBucket, GradBuffer, Reduction
+from labkit.parallel.data_parallel.bucket_layout import default_bucket_size
+from labkit.parallel.data_parallel.grad_buffers import GradBucket, GradBuffer, Reduction
+from labkit.parallel.data_parallel.naive import NaiveDataParallel
+from labkit.parallel.data_parallel.param_gather import ParamGather
+from labkit.parallel.data_parallel.wrapper import ChunkWrapper
 from labkit.parallel.groups import ParallelGroups, cut_group
-from labkit.parallel.param_gather import ParamGather
 from labkit.parallel.parameter_record import add_gradient, adopt_marks, name_of, record_of
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from labkit.events import Event
-from labkit.parallel.bucket_plan import BufferPlan, ParameterSpec, plan_buckets
+from labkit.parallel.data_parallel.bucket_layout import BucketLayout, ParameterSpec, plan_buckets
 
 COMPUTES = ("forward", "backward", "input_grad", "weight_grad")
 """Kinds of Events during which a rank computes."""
@@ -56,7 +56,7 @@ class BackwardPiece:
 
 
 def predict_step(
-    plan: BufferPlan,
+    plan: BucketLayout,
     backward: Sequence[BackwardPiece],
     *,
     link: Link,

@@ -1,6 +1,6 @@
-"""What a comparison of layouts compares: the configuration that its runs share, the one process, and each layout.
+"""Plan of a comparison of layouts: the configuration that its runs share, the one process, each layout, a fault.
 
-Nothing is launched here: what cannot be compared is refused before anything runs.
+Nothing is launched here: a comparison without meaning is refused before anything runs. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from labkit.config import ConfigError, RunConfig
+from labkit.config.errors import nearest, shown
 from labkit.config.fields import SPECS
 from labkit.graphs.scope import captures_layers, layer_scope
-from labkit.train.schedule_fit import schedule_problem
+from labkit.parallel.group_plan import GROUP_KINDS
+from labkit.train.preflight import schedule_problem
 
 PRECISIONS = {"float64": ("fp64", 1e-10), "float32": ("fp32", 1e-5)}
 """dtype -> (optim.precision, largest difference that is equal, whatever rounding does)."""
@@ -210,3 +212,33 @@ def _decided_by_the_comparison(base: RunConfig, changed: RunConfig, dtype: str) 
                 rule = f"dtype = {dtype} decides the precision of every run of a comparison; leave it out of layouts"
             problems.append(f"{name} = {given!r}: {rule}")
     return problems
+
+
+KNOWN: dict[str, tuple[str, ...] | None] = {
+    "operation": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"),
+    "group": (*GROUP_KINDS, "world"),
+    "phase": (
+        *("start", "forward", "backward", "recompute", "gradients", "parameters", "amax", "expert bias", "report"),
+        "capture",
+    ),
+    "layer": None,
+}
+"""What a fault may name, and the words for it; None where any name may be one."""
+
+
+def fault_problems(fault: Mapping[str, str]) -> list[str]:
+    """One sentence for each name in `fault` (arguments of `labkit.parallel.collectives.dropped`) that means nothing."""
+    if not fault:
+        return ["a fault must name an operation, group, phase or layer"]
+    problems = []
+    for key, value in fault.items():
+        if key not in KNOWN:
+            problems.append(f"a fault has no {shown(key)}; it names {', '.join(KNOWN)}{nearest(key, KNOWN)}")
+        elif (known := KNOWN[key]) is not None and value not in known:
+            problems.append(f"{key} {shown(value)} is not known; choose from {', '.join(known)}{nearest(value, known)}")
+    return problems
+
+
+def fault_words(fault: Mapping[str, str]) -> str:
+    """`operation=all_reduce,group=tp`."""
+    return ",".join(f"{key}={value}" for key, value in fault.items())

@@ -1,7 +1,7 @@
 """What the parity microscope records on each rank.
 
 A rank keeps the outputs of its blocks for the first microbatch, and its gradients and parameters after chosen steps.
-It keeps what it holds, and communicates nothing; `labkit.train.joining` makes whole tensors of it.
+It keeps what it holds, and communicates nothing; `labkit.train.parity.assemble` makes whole tensors of it.
 
 Of a mixture of experts it also keeps the weights that each router gives out, so that a wrong routing is named before
 the block whose output it spoils, and, as parameters, the biases that move the choice of experts (they are buffers).
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from labkit.config import RunConfig
-from labkit.parallel.distributed_data_parallel import DistributedDataParallel
+from labkit.parallel.data_parallel.bucket_layout import pieces_of_rank
+from labkit.parallel.data_parallel.distributed_data_parallel import DistributedDataParallel
+from labkit.parallel.data_parallel.param_gather import ParamGather
 from labkit.parallel.groups import ParallelGroups
-from labkit.parallel.param_gather import ParamGather
 from labkit.parallel.parameter_record import Replicated, main_grad_of, record_of
-from labkit.parallel.shard_map import pieces_of_rank
 from labkit.schedules.ir import Schedule
 from labkit.train.optimizer import named_parameters
-from labkit.train.routing_trace import Routings, record_routings, replay_routings
+from labkit.train.parity.routing_trace import Routings, record_routings, replay_routings
 
 Ranges = tuple[tuple[int, int], ...]
 """Parts of a flat tensor, each from its first element up to but without its end."""

@@ -1,16 +1,10 @@
-"""What a run writes down: a line of metrics per step, all ranks' Events, progress for whoever launched it.
-
-    metrics.jsonl   a line a step: loss, norm, rates, memory, timers, and of experts what `router_metrics` says; lines
-                    of evaluations; with CUDA graphs a line ahead of that of the step that captured them
-    scalars.jsonl   the same numbers one by one, as TensorBoard takes them: {"step": 3, "tag": "loss", "value": 2.5}
-    events.jsonl    an Event a line, if `train.write_events` asks
-
-Steps count from 1: a line of step N is written when N steps are finished, an evaluation's as well.
-All grow as the run goes, so that a run that dies leaves what it had, and memory does not grow with the steps.
-"""
+"""How fast steps are and how much memory they took, in the terms of Megatron's log."""
 
 from __future__ import annotations
 
+import resource
+import sys
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,16 +12,63 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from labkit.config import RunConfig
 from labkit.events import Event, EventRecorder, not_recording, recording
 from labkit.launch import report_progress
+from labkit.models.counts import step_flops
 from labkit.parallel.collectives import comm_scope, gather_objects
 from labkit.parallel.groups import ParallelGroups
-from labkit.train.metrics import JsonLines, Timers, min_max_over_ranks, scalars
-from labkit.train.router_metrics import LayerMetrics, RouterMetrics, router_line
+from labkit.train.reporting.metrics import JsonLines, Timers, min_max_over_ranks, scalars
+from labkit.train.reporting.router_metrics import LayerMetrics, RouterMetrics, router_line
 from labkit.train.step_graphs import StepGraphs
 from labkit.train.stepping import StepResult
-from labkit.train.throughput import Throughput, peak_memory_bytes
+
+
+class Throughput:
+    """Turns the seconds of a step into rates, and knows when a run will end."""
+
+    def __init__(self, config: RunConfig, world_size: int) -> None:
+        train = config.train
+        self._steps = train.steps
+        self._tokens = train.global_batch_size * config.model.seq_length
+        flops = step_flops(config.model, samples=train.global_batch_size, moe=config.moe).total
+        self._teraflops = flops / 1e12 / world_size
+        self._first: tuple[int, float] | None = None
+
+    def rates(self, seconds: float) -> dict[str, float]:
+        """Of steps that took `seconds` each.
+
+        `tokens_per_second` is of the whole run. `tflops_per_rank` is what Megatron calls TFLOP/s/GPU: the operations of
+        `labkit.models.counts.step_flops`, which counts what the model needs, nothing that is recomputed, and all S^2
+        pairs of attention. It is of the configured GPT, also where a model provider builds another model.
+        """
+        return {
+            "step_time": seconds,
+            "tokens_per_second": self._tokens / seconds,
+            "tflops_per_rank": self._teraflops / seconds,
+        }
+
+    def time_left(self, step: int, step_time: float) -> float:
+        """Seconds from now, where `step` (counted from 1) has just finished, to the end of the last step.
+
+        By the mean wall time since the end of the first step, validations included: the first step also warms up.
+        """
+        now = time.perf_counter()
+        if self._first is None:
+            self._first = step, now
+            return (self._steps - step) * step_time
+        first, then = self._first
+        return (self._steps - step) * (now - then) / (step - first)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most bytes so far: of a GPU what torch allocated on it in this process, else the process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class Report:
