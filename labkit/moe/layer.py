@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.config import ConfigError, GraphConfig, ModelConfig, MoEConfig
-from labkit.config.limits import CHOICES, RANGES
+from labkit.config.fields import SPECS
 from labkit.graphs.partial import (
     MoECudaGraphPartialCaptureSignal,
     MoECudaGraphTensorStore,
@@ -60,10 +60,8 @@ def _check(name: str, moe: MoEConfig) -> None:
     problems = []
     for field, value in vars(moe).items():
         dotted = f"moe.{field}"
-        if value is not None and dotted in CHOICES and value not in CHOICES[dotted]:
-            problems.append(f"{dotted} = {value!r}: must be one of {', '.join(CHOICES[dotted])}")
-        elif value is not None and dotted in RANGES and (rule := RANGES[dotted].broken(value)):
-            problems.append(f"{dotted} = {value}: {rule}")
+        if value is not None and (rule := SPECS[dotted].broken(value)):
+            problems.append(f"{dotted} = {value!r}: {rule}")
     if not problems and not 1 <= moe.top_k <= moe.num_experts:
         problems.append(f"moe.top_k = {moe.top_k}: must be at most moe.num_experts = {moe.num_experts}")
     if moe.pad_to_capacity and moe.capacity_factor is None:

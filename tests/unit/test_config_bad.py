@@ -95,6 +95,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     # the layout
     ({"tp": 2, "pp": 2}, 6, "world_size", "tp x cp x pp = 2 x 1 x 2 = 4; launch 4, 8 or 12"),
     ({"tp": 8}, 4, "world_size", "= 8; launch 8"),
+    ({"tp": 8, "ep": 0}, 4, "parallel.ep", "must be at least 1"),
     ({"tp": 2}, 7919, "world_size", "multiple of tp x cp x pp"),
     ({"etp": 2, "ep": 4, "num_experts": 8}, 4, "world_size", "etp x ep x pp = 2 x 4 x 1 = 8"),
     ({}, 0, "world_size", "must be at least 1"),
@@ -163,7 +164,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"pp": 2, "vpp": 2, "microbatch_group_size": 5}, 2, "schedule.microbatch_group_size", "a last group of 1 of 16"),
     ({"pp": 4, "vpp": 2, "global_batch_size": 2}, 4, "schedule.microbatch_group_size", "raise train.global_batch_size"),
     # experts
-    ({"top_k": 4}, None, "moe.top_k", "no effect with moe.num_experts = 0; set the number of experts, or leave this"),
+    ({"top_k": 4}, None, "moe.top_k", "no effect with moe.num_experts = 0; set that above 0, or leave this"),
     ({"etp": 2}, None, "parallel.etp", "splits experts, but moe.num_experts = 0; set the number of experts, or leave"),
     ({"tp": 2, "etp": 1}, 2, "parallel.etp", "splits experts, but moe.num_experts = 0; set the number of experts, or"),
     *[({**SELECTIVE, "recompute_modules": [part]}, None, "model.recompute_modules",
@@ -224,7 +225,7 @@ RULES: list[tuple[dict, object, str, str]] = [
       for name in ("shared_expert_gate", "shared_expert_overlap")],
     ({**SHARED, **SP, "shared_expert_ffn_hidden": 33}, None, "moe.shared_expert_ffn_hidden", "parallel.tp = 2, which"),
     ({**SHARED, "shared_expert_overlap": True, "dispatcher": "allgather"}, None, "moe.shared_expert_overlap",
-     "hides the all-to-all; set moe.dispatcher to alltoall, or this to false"),
+     "no effect with moe.dispatcher = allgather; set that to alltoall, or leave this out"),
     ({**MOE, **SELECTIVE, "recompute_modules": ["shared_experts"]}, None, "model.recompute_modules", "there are none"),
     ({**SHARED, **SELECTIVE, "recompute_modules": ["moe", "shared_experts"]}, None, "model.recompute_modules",
      "moe contains shared_experts; name one of them"),
@@ -257,19 +258,19 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"recompute_method": "block"}, None, "model.recompute_method", "none; set that to full, or leave this out"),
     ({"recompute_num_layers": 2}, None, "model.recompute_num_layers", "none; set that to full, or leave this out"),
     ({"num_microbatches_with_partial_activation_checkpoints": 1}, None,
-     "model.num_microbatches_with_partial_activation_checkpoints", "nothing is recomputed"),
+     "model.num_microbatches_with_partial_activation_checkpoints", "granularity = none; set that to selective or full"),
     ({**FULL, "num_microbatches_with_partial_activation_checkpoints": -1}, None,
      "model.num_microbatches_with_partial_activation_checkpoints", "must be at least 0"),
     # data parallelism and the distributed optimizer
     ({"data_parallel": "ddp"}, None, "optim.data_parallel", "must be one of bucketed, naive"),
-    ({"data_parallel": "naive", "distributed_optimizer": True}, None, "optim.distributed_optimizer", "needs gradient"),
+    ({"data_parallel": "naive", "distributed_optimizer": True}, None, "optim.distributed_optimizer", "to bucketed"),
     ({"data_parallel": "naive", "average_in_collective": True}, None, "optim.average_in_collective", "to bucketed"),
-    ({"data_parallel": "naive", "bucket_size": 100}, None, "optim.bucket_size", "no effect on the naive form"),
-    ({"overlap_grad_reduce": False, "bucket_size": 100}, None, "optim.bucket_size", "where all is one bucket"),
+    ({"data_parallel": "naive", "bucket_size": 100}, None, "optim.bucket_size", "with optim.data_parallel = naive"),
+    ({"overlap_grad_reduce": False, "bucket_size": 100}, None, "optim.bucket_size", "reduce = false; set that to true"),
     ({"bucket_size": 0}, None, "optim.bucket_size", "must be at least 1"),
-    ({"overlap_param_gather": True}, None, "optim.overlap_param_gather", "only the distributed optimizer gathers"),
+    ({"overlap_param_gather": True}, None, "optim.overlap_param_gather", "optimizer = false; set that to true"),
     ({"num_distributed_optimizer_instances": 2}, None, "optim.num_distributed_optimizer_instances",
-     "needs optim.distributed_optimizer = true"),
+     "no effect with optim.distributed_optimizer = false; set that to true"),
     ({**ZERO, "num_distributed_optimizer_instances": 3}, 4, "optim.num_distributed_optimizer_instances",
      "must divide dp x cp = 4; choose 1, 2 or 4"),
     ({**ZERO, "num_distributed_optimizer_instances": 0}, None, "optim.num_distributed_optimizer_instances",
@@ -277,15 +278,15 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"average_in_collective": True, "calculate_per_token_loss": True}, None, "optim.average_in_collective",
      "excludes optim.calculate_per_token_loss"),
     # precision
-    ({"loss_scale": 128.0}, None, "optim.loss_scale", "only fp16 scales the loss, and optim.precision = fp32"),
-    ({"precision": "bf16", "loss_scale": 128.0}, None, "optim.loss_scale", "optim.precision = bf16; leave it out"),
+    ({"loss_scale": 128.0}, None, "optim.loss_scale", "no effect with optim.precision = fp32; set that to"),
+    ({"precision": "bf16", "loss_scale": 128.0}, None, "optim.loss_scale", "= bf16; set that to fp16, or leave"),
     *[({**FP16, "loss_scale": scale}, None, "optim.loss_scale", "must be at least 1") for scale in (0.0, 0.5)],
     ({**FP16, "loss_scale": 1e38}, None, "optim.loss_scale", "must be at most 1e+30"),
     ({**FP16, "initial_loss_scale": -1.0}, None, "optim.initial_loss_scale", "must be greater than 0"),
     ({**FP16, "min_loss_scale": 1e6}, None, "optim.min_loss_scale", "at most optim.initial_loss_scale = 65536"),
     ({**FP16, "loss_scale_window": 0}, None, "optim.loss_scale_window", "must be at least 1"),
     ({**FP16, "hysteresis": 0}, None, "optim.hysteresis", "must be at least 1"),
-    *[({**FP16, "loss_scale": 128.0, name: 4}, None, f"optim.{name}", "no effect on a constant scale") for name in (
+    *[({**FP16, "loss_scale": 128.0, name: 4}, None, f"optim.{name}", "loss_scale = 128.0; set that") for name in (
         "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")],
     *[({"precision": precision, name: 4}, None, f"optim.{name}", f"no effect with optim.precision = {precision}")
       for precision in ("fp32", "bf16", "fp64")
@@ -326,8 +327,8 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"data.path": "/tmp"}, None, "data.path", "is a directory; give a file"),
     ({"data.tokenizer": "/nowhere/t.json"}, None, "data.tokenizer", "no such file"),
     ({"output_dir": sys.executable}, None, "train.output_dir", "is a file; name a folder"),
-    ({"write_events": True}, None, "train.write_events", "no folder for events.jsonl; name one in train.output_dir"),
-    ({"overwrite": True}, None, "train.overwrite", "no effect without train.output_dir; name a folder"),
+    ({"write_events": True}, None, "train.write_events", "no effect without train.output_dir; set that"),
+    ({"overwrite": True}, None, "train.overwrite", "no effect without train.output_dir; set that"),
 ]  # fmt: skip
 
 # (YAML text, part of the message)
@@ -339,8 +340,8 @@ TEXTS: list[tuple[str, str]] = [
     ("path: a.txt", "several sections have this field; write one of schedule.path, data.path"),
     ("world_size: 8", "the world size is that of the launch"),
     ("parallel: {dp: 2}", "data parallelism is what is left of the world"),
-    ("parallel: 2", "parallel: a section holds fields"),
-    ("parallel: [tp, 2]", "parallel: a section holds fields"),
+    ("parallel: 2", ": a section holds fields, as in `parallel: {field: value}`"),
+    ("parallel: [tp, 2]", ": a section holds fields, as in `parallel: {field: value}`"),
     ("- parallel", "a configuration is a mapping"),
     ("just text", "a configuration is a mapping"),
     ("parallel: {tp: 2, tp: 4}", "'parallel.tp': given twice, first in line 1"),
