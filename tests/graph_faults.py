@@ -40,7 +40,7 @@ GRAPHS: list[Fault] = [
     Fault(
         "all microbatches replay the graphs of the first",
         "graphs/graphable.py",
-        "self.cuda_graphs[self.current_microbatch % len(self.cuda_graphs)]",
+        "self.cuda_graphs[self.layer.current_microbatch % len(self.cuda_graphs)]",
         "self.cuda_graphs[0]",
         f"{RANKS} -k interleaved",
     ),

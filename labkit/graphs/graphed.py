@@ -206,7 +206,7 @@ class GraphedCallable:
                 "capture the callable itself (.function) as a part of the other"
             )
         if not self._fits_mode(args, kwargs):
-            if hasattr(self.function, "cuda_graph_capture"):  # its graph may be of a part, with arguments of its own
+            if hasattr(self.function, "cuda_graph_manual_hooks"):  # a wrapped layer, of which the graph may be a part
                 raise GraphCaptureError(
                     f"{self.name}: a module inside is in another mode than at capture (training, autocast): set the "
                     "mode of all of them by .train() or .eval() of the whole, or capture again"

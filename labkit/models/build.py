@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from labkit.config import GraphConfig, ModelConfig, MoEConfig
+from labkit.config import ModelConfig, MoEConfig
 from labkit.models.core_attention import drop
 from labkit.models.recomputation import Recomputation
 from labkit.moe.balance import AuxLossScale
@@ -60,8 +60,6 @@ class Build:
     """Context-parallel group, over which attention communicates; None is this rank alone."""
     cp_comm_type: str = "p2p"
     """How it does: `p2p` or `all_gather`."""
-    graph: GraphConfig = field(default_factory=GraphConfig)
-    """Which parts of a layer are captured in CUDA graphs."""
     float8: Float8Scaling | None = None
     """Scales of the linear layers' products in fp8; None computes in `dtype`."""
     made: dict[str, Any] = field(init=False)

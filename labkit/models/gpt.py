@@ -16,7 +16,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from labkit.config import GraphConfig, ModelConfig, MoEConfig, RunConfig
+from labkit.config import ModelConfig, MoEConfig, RunConfig
 from labkit.models.attention import Rotary, kv_copies, rotary_table
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build, Norm
@@ -58,7 +58,6 @@ class GPTModel(nn.Module):
         label_smoothing: of the loss.
         rng: random states for dropout and jitter, shared by the chunks of a rank; made here where dropout needs them.
         float8: formats and scaling of the layers' products in fp8; embedding and output layer keep `dtype`.
-        graph: what of a layer is captured in CUDA graphs (`labkit.graphs.CudaGraphHelper` does it); None is nothing.
         tied_weight_VH: the word embedding of the first stage, where that is another chunk of this rank: the output
             layer then uses it, and this chunk has no weight of its own to count, update or save.
 
@@ -82,7 +81,6 @@ class GPTModel(nn.Module):
         label_smoothing: float = 0.0,
         rng: RngTracker | None = None,
         float8: Float8Recipe | None = None,
-        graph: GraphConfig | None = None,
         tied_weight_VH: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
@@ -108,7 +106,6 @@ class GPTModel(nn.Module):
             cp=groups.cp,
             cp_comm_type=groups.config.cp_comm_type,
             float8=scaling,
-            graph=graph or GraphConfig(),
         )
         self.sequence_parallel, self.sequence_parts = build.sequence_parallel, build.sequence_parts
         self.config, self.group, self.recompute = config, groups.tp, build.recompute
@@ -320,7 +317,6 @@ def build_model_chunks(config: RunConfig, groups: ParallelGroups, schedule: Sche
             label_smoothing=config.train.label_smoothing,
             rng=rng,
             float8=float8_recipe(config.optim),
-            graph=config.graph,
             tied_weight_VH=first.word.weight if tied and first is not None else None,
         )
         chunks.append(chunk)

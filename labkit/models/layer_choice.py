@@ -78,7 +78,6 @@ def moe_mlp(name: str, build: Build) -> tuple[nn.Module, MoELayer]:
         aux_loss_scale=build.aux_loss_scale,
         rng=build.rng,
         part=build.recompute.part,
-        graph=build.graph,
         **build.made,
     )
     return Norm(f"{name}.norm", build), layer

@@ -165,13 +165,13 @@ class SharedExpertMLP(nn.Module):
             output.record_stream(torch.cuda.current_stream())
         return output
 
-    def leave_graph(self) -> None:
-        """The graph that is being captured ends behind the first stage: the current stream waits for it."""
+    def join_stream(self) -> None:
+        """Between two stages: the current stream waits for what the stages have computed so far."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
-    def resume_from_graph(self) -> None:
-        """The first stage's results come from a graph replayed on the current stream: later stages wait for it."""
+    def follow_stream(self) -> None:
+        """Between two stages, whose results were made on the current stream: later stages wait for it."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
             for made in (self.cached_stage, self.gate_score):

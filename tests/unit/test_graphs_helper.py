@@ -82,20 +82,20 @@ def test_layers_are_captured_in_training_and_left_in_their_mode(training_mode):
     training = Training(small(**EMULATED))
     helper = training.helper
     for layer in helper.layers:
-        layer.train(training_mode)
+        layer.layer.train(training_mode)
     helper.create_cudagraphs()
     for layer in helper.layers:
-        assert {module.training for module in layer.modules()} == {training_mode}
-        layer.train()
+        assert {module.training for module in layer.layer.modules()} == {training_mode}
+        layer.layer.train()
         x = torch.zeros(16, 1, 32, requires_grad=True)
-        assert layer(x).data_ptr() == layer.cuda_graphs[0].static_outputs[0].data_ptr(), "its graph ran"
+        assert layer.layer(x).data_ptr() == layer.cuda_graphs[0].static_outputs[0].data_ptr(), "its graph ran"
 
 
 def test_after_a_reset_gradients_are_written_as_without_graphs():
     """Captured backwards always add to `main_grad`; eager ones replace the first of a step."""
     training = Training(small(**EMULATED))
     helper = training.helper
-    parameters = [p for layer in helper.layers for p in layer.parameters()]
+    parameters = [p for layer in helper.layers for p in layer.layer.parameters()]
     marks = [record_of(p).added_elsewhere for p in parameters]
     helper.create_cudagraphs()
     assert all(record_of(p).added_elsewhere for p in parameters)

@@ -188,7 +188,7 @@ def test_recomputation_is_the_engines_where_it_casts(engine: te_stub.Record, flo
 def test_graphs_are_told_of_the_engines_fp8_and_none_of_ours_may_capture_it(engine, monkeypatch) -> None:
     def helper(impl: str) -> CudaGraphHelper:
         graph = GraphConfig(cuda_graph_impl=impl)
-        chunk = model(GPT2, float8=Float8Recipe("delayed"), graph=graph)
+        chunk = model(GPT2, float8=Float8Recipe("delayed"))
         return CudaGraphHelper([chunk], graph, GPT2.seq_length, 1, schedule=one_f_one_b(1, 4))
 
     asked: dict[str, Any] = {}
