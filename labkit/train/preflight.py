@@ -18,8 +18,7 @@ from labkit.graphs.orders import capture_order
 from labkit.graphs.scope import captures_layers
 from labkit.launch import info, machine, torchrun
 from labkit.launch.launcher import MOST_RANKS
-from labkit.launch.machine import GIB
-from labkit.launch.machine import why_no_transformer_engine
+from labkit.launch.machine import GIB, why_no_transformer_engine
 from labkit.models.memory.memory_bytes import RankMemory, rank_memory
 from labkit.models.placement import stage_contents
 from labkit.parallel.rank_generator import rank_generators
