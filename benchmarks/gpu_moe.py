@@ -17,7 +17,7 @@ from harness import Comparison
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig, MoEConfig
-from labkit.launch.transformer_engine import why_no_transformer_engine
+from labkit.launch.machine import why_no_transformer_engine
 from labkit.moe.experts import Experts, GroupedExperts, StackedLinear
 from labkit.moe.grouped_gemm import Segments
 from labkit.parallel import single_process_groups

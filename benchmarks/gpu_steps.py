@@ -23,9 +23,9 @@ from labkit.parallel import single_process_groups
 from labkit.schedules import one_f_one_b
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.layer_specs import layer_spec_with
-from labkit.train.metrics import Timers
 from labkit.train.pipeline import Pipeline
 from labkit.train.pretraining import Run, setup_model_and_optimizer
+from labkit.train.reporting.metrics import Timers
 from labkit.train.stepping import train_step
 
 DEVICE = torch.device("cuda", 0)

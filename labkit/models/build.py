@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from labkit.config import GraphConfig, ModelConfig, MoEConfig
+from labkit.config import ModelConfig, MoEConfig
 from labkit.models.layer_spec import LOCAL, LayerSpec
 from labkit.models.norm_and_dropout import Dropout, Norm, OwnDropout
 from labkit.models.recomputation import Recomputation
 from labkit.moe.balance import AuxLossScale
 from labkit.parallel.groups import Group, ParallelGroups
+from labkit.parallel.parameter_record import record_of
 from labkit.parallel.precision import NATIVE, Precision
 from labkit.parallel.random import RngTracker
 from labkit.parallel.weights import DeviceSeed, Seed
@@ -57,8 +58,6 @@ class Build:
     """Context-parallel group, over which attention communicates; None is this rank alone."""
     cp_comm_type: str = "p2p"
     """How it does: `p2p` or `all_gather`."""
-    graph: GraphConfig = field(default_factory=GraphConfig)
-    """Which parts of a layer are captured in CUDA graphs."""
     spec: LayerSpec = LOCAL
     """Parts that the layers are made of."""
     precision: Precision = NATIVE
@@ -106,7 +105,7 @@ class Build:
 
     def whole_here(self, parameter: nn.Parameter) -> nn.Parameter:
         """A parameter that every rank holds whole, outside the tensor-parallel regions; marks what its gradient is."""
-        parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+        record_of(parameter).sequence_parallel = self.sequence_parallel
         return parameter
 
     @property

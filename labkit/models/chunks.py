@@ -66,7 +66,6 @@ def build_model_chunks(
             label_smoothing=config.train.label_smoothing,
             rng=rng,
             spec=spec,
-            graph=config.graph,
             tied_weight_VH=first.word.weight if tied and first is not None else None,
         )
         chunks.append(chunk)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from labkit.models.build import Build
+from labkit.parallel.parameter_record import record_of
 from labkit.parallel.token_ids import check_token_ids
 from labkit.parallel.vocab import VocabParallelEmbedding, make_vocab_parameter
 from labkit.parallel.weights import make_parameter
@@ -55,7 +56,7 @@ class Embedding(nn.Module):
             **build.factory_kwargs,
         )
         tied = not config.untie_embeddings_and_output_weights
-        self.word.weight.shared_embedding = tied  # type: ignore[attr-defined]
+        record_of(self.word.weight).shared_embedding = tied
         self.position = PositionEmbedding("embedding.position", build) if config.position == "learned" else None
         self.dropout = build.dropout(config.embedding_dropout)
 
@@ -90,7 +91,8 @@ class OutputLayer(nn.Module):
             std=config.init_std,
             **build.factory_kwargs,
         )
-        self.weight.shared = self.weight.shared_embedding = tied  # type: ignore[attr-defined]
+        record = record_of(self.weight)
+        record.shared = record.shared_embedding = tied
 
     def forward(self) -> Tensor:
         """The weight; called like any layer, so that what waits for a layer's parameters waits here too."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from labkit.config import GraphConfig, ModelConfig, MoEConfig
+from labkit.config import ModelConfig, MoEConfig
 from labkit.models.attention import kv_copies
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build
@@ -27,6 +27,7 @@ from labkit.moe.layer import MoELayer
 from labkit.parallel.context import zigzag_positions
 from labkit.parallel.cross_entropy import linear_cross_entropy
 from labkit.parallel.groups import ParallelGroups, cut_group
+from labkit.parallel.parameter_record import record_of
 from labkit.parallel.random import RngTracker, model_parallel_seed
 from labkit.parallel.token_ids import check_token_ids
 from labkit.parallel.vocab import parallel_lm_logits
@@ -51,7 +52,6 @@ class GPTModel(nn.Module):
         rng: random states for dropout and jitter, shared by the chunks of a rank; made here where dropout needs them.
         spec: parts of the layers and the precision of their products (`labkit.train.layer_spec` chooses them);
             embedding and output layer keep `dtype`.
-        graph: what of a layer is captured in CUDA graphs (`labkit.graphs.CudaGraphHelper` does it); None is nothing.
         tied_weight_VH: the word embedding of the first stage, where that is another chunk of this rank: the output
             layer then uses it, and this chunk has no weight of its own to count, update or save.
 
@@ -75,7 +75,6 @@ class GPTModel(nn.Module):
         label_smoothing: float = 0.0,
         rng: RngTracker | None = None,
         spec: LayerSpec = LOCAL,
-        graph: GraphConfig | None = None,
         tied_weight_VH: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
@@ -102,7 +101,6 @@ class GPTModel(nn.Module):
             cp_comm_type=groups.config.cp_comm_type,
             spec=spec,
             precision=self.precision,
-            graph=graph or GraphConfig(),
         )
         self.sequence_parallel, self.sequence_parts = build.sequence_parallel, build.sequence_parts
         self.config, self.group, self.recompute = config, groups.tp, build.recompute
@@ -114,7 +112,7 @@ class GPTModel(nn.Module):
         self._tied_weight: tuple[nn.Parameter, ...] = ()  # in a tuple, so that it is no parameter of this module
         if tied_weight_VH is not None:
             self._tied_weight = (tied_weight_VH,)
-            tied_weight_VH.shared_embedding = False  # type: ignore[attr-defined]  # one weight: no copy to add
+            record_of(tied_weight_VH).shared_embedding = False  # one weight: no copy to add
         tied_here = tied_weight_VH is not None or (pre_process and not config.untie_embeddings_and_output_weights)
         self.output = OutputLayer(build) if post_process and not tied_here else None
         self.cp = groups.cp

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig
+from labkit.parallel.parameter_record import record_of
 from labkit.parallel.random import RngTracker
 from labkit.parallel.weights import make_parameter
 
@@ -37,7 +38,7 @@ class Norm(nn.Module):
         with_bias = config.norm == "layernorm"
         self.bias = make_parameter(f"{name}.bias", shape, fill=0.0, **factory_kwargs) if with_bias else None
         for parameter in self.parameters():
-            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+            record_of(parameter).sequence_parallel = sequence_parallel
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, H], normalised over H."""

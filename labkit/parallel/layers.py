@@ -26,9 +26,10 @@ from labkit.parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from labkit.parallel.parameter_record import Replicated, record_of
 from labkit.parallel.precision import IN_OWN_TYPE, NATIVE, Gemms, Packed, Precision
 from labkit.parallel.weight_grad_store import deferred, is_collecting
-from labkit.parallel.weights import Replicated, Seed, make_parameter, takes_first_gradient
+from labkit.parallel.weights import Seed, make_parameter
 
 _UNTIMED = nullcontext()
 
@@ -206,8 +207,12 @@ def _parameter_gradients(plan: LinearPlan, trained: Trained, grad: Packed, bias_
     with plan.timed("weight_grad"):
         if weight is not None:
             main_grad = getattr(weight, "main_grad", None) if plan.accumulate else None
-            replace = main_grad is not None and takes_first_gradient(weight)
-            grad_weight = plan.gemms.wgrad(grad, x, weight, main_grad, replace=replace)
+            if main_grad is None:
+                grad_weight = plan.gemms.wgrad(grad, x, weight, None)
+            else:
+                record = record_of(weight)
+                plan.gemms.wgrad(grad, x, weight, main_grad, replace=not record.has_gradient)
+                record.has_gradient = True
         if bias is not None:
             grad_bias = bias_grad.reshape(-1, bias_grad.shape[-1]).sum(0)
     return grad_weight, grad_bias
@@ -360,7 +365,7 @@ class RowParallelLinear(nn.Module):
         self.weight = make_parameter(f"{name}.weight", (output_size, input_size), seed=seed, std=std, **cut, **made)
         self.bias = make_parameter(f"{name}.bias", (output_size,), fill=0.0, **made) if bias else None
         if self.bias is not None:
-            self.bias.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+            record_of(self.bias).sequence_parallel = sequence_parallel
         self.plan = LinearPlan(name, group, sequence_parallel, gradient_accumulation_fusion, precision.gemms(name))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from labkit.config import ModelConfig
 from labkit.moe.grouped_gemm import Segments
 from labkit.parallel.groups import Group
+from labkit.parallel.parameter_record import Replicated, record_of
 from labkit.parallel.precision import NATIVE, Precision
-from labkit.parallel.weights import Replicated, Seed, make_expert_parameter, make_parameter
+from labkit.parallel.weights import Seed, make_expert_parameter, make_parameter
 from labkit.te.engine import EngineFloat8, engine
 
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
@@ -42,7 +43,7 @@ class FusedNorm(nn.Module):
         with_bias = config.norm == "layernorm"
         self.bias = make_parameter(f"{name}.bias", shape, fill=0.0, **made) if with_bias else None
         for parameter in self.parameters():
-            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+            record_of(parameter).sequence_parallel = sequence_parallel
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """x itself."""
@@ -59,7 +60,7 @@ class _EngineLinear(nn.Module):
         for theirs, parameter in parameters.items():
             layer.register_parameter(theirs, parameter)
         self.weight = parameters["weight"]
-        self.weight.main_grad_added_elsewhere = True  # type: ignore[attr-defined]
+        record_of(self.weight).added_elsewhere = True
         self.bias = parameters.get("bias")
         self.engine_layer = (layer,)  # in a tuple: no child, so its names stay out of ours
         self.is_first_microbatch: bool | None = None
@@ -160,7 +161,7 @@ class RowParallelLinear(_EngineLinear):
         parameters = {"weight": make_parameter(f"{name}.weight", (output_size, input_size), seed=seed, std=std, **cut)}
         if bias:
             parameters["bias"] = make_parameter(f"{name}.bias", (output_size,), fill=0.0, **made)
-            parameters["bias"].sequence_parallel = sequence_parallel and group.size > 1  # type: ignore[attr-defined]
+            record_of(parameters["bias"]).sequence_parallel = sequence_parallel and group.size > 1
         options = _linear_options(group, bias, sequence_parallel, gradient_accumulation_fusion, dtype)
         layer = engine().Linear(input_size, output_size, parallel_mode="row", name=name, **options)
         super().__init__(name, layer, parameters, precision=precision)

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from labkit.config import RunConfig
 from labkit.models.chunks import DTYPES
-from labkit.parallel.distributed_data_parallel import DataParallel
-from labkit.parallel.gradients import finalize_model_grads
+from labkit.parallel.data_parallel.distributed_data_parallel import DataParallel
+from labkit.parallel.data_parallel.gradients import finalize_model_grads
+from labkit.parallel.data_parallel.parameter_groups import named_parameters
 from labkit.parallel.groups import ParallelGroups
-from labkit.parallel.parameter_groups import named_parameters
 from labkit.parallel.precision import Precision
 from labkit.schedules.ir import Schedule
 from labkit.schedules.runtime import PipelineRuntime
-from labkit.train.loss_form import checked_forward_step
+from labkit.train.forward_step import Batch, ForwardStep, checked_forward_step
 from labkit.train.loss_scaler import LossScaler, build_loss_scaler
-from labkit.train.schedule_fit import check_schedule, transport_of
+from labkit.train.preflight import check_schedule, transport_of
 from labkit.train.step_graphs import build_step_graphs
-
-Batch = dict[str, Tensor]
-ForwardStep = Callable[[Iterator[Batch], nn.Module], tuple[Tensor, Any]]
-"""(data iterator, model chunk) -> (output tensor, loss function).
-
-The loss function is called with the output, on the last stage alone, and returns `(sum of losses, number of tokens,
-metrics)` of this rank's positions, or `(mean loss, metrics)`. With parallel.cp > 1 only the first form is taken: there
-the runtime, as Megatron's, reads `loss` as this rank's part of the sample's mean, and a mean over the rank's own
-positions would train with gradients cp times too large. `metrics` holds `loss_sum` and `tokens`, both of this rank's
-positions (see `labkit.train.loss_form`)."""
 
 
 class Pipeline:

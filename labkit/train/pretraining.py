@@ -25,22 +25,22 @@ from labkit.data.gpt_data import GPTDataset, build_gpt_datasets, data_iterator, 
 from labkit.events import Event, recording
 from labkit.launch import before_launch, rank_info, torchrun
 from labkit.models.chunks import build_model_chunks
-from labkit.parallel.distributed_data_parallel import DataParallel, wrap_model_chunks
+from labkit.parallel.data_parallel.distributed_data_parallel import DataParallel, wrap_model_chunks
+from labkit.parallel.data_parallel.param_gather import finish_param_sync
 from labkit.parallel.groups import ParallelGroups, initialize_model_parallel
-from labkit.parallel.param_gather import finish_param_sync
 from labkit.schedules.ir import Schedule
 from labkit.schedules.runtime import chunks_of
 from labkit.train import preflight
-from labkit.train.forward_step import gpt_forward_step
+from labkit.train.forward_step import Batch, ForwardStep, gpt_forward_step
 from labkit.train.layer_specs import layer_spec
 from labkit.train.lr_schedule import LearningRate, build_lr_schedule
-from labkit.train.metrics import Timers
 from labkit.train.optimizer import Condition, MegatronOptimizer, build_optimizer
-from labkit.train.pipeline import Batch, ForwardStep, Pipeline
+from labkit.train.pipeline import Pipeline
+from labkit.train.preflight import check_schedule, schedule_of
 from labkit.train.rank_preflight import look, refuse, run_folder
-from labkit.train.reporting import Report
-from labkit.train.router_metrics import RouterMetrics
-from labkit.train.schedule_fit import check_schedule, schedule_of
+from labkit.train.reporting.metrics import Timers
+from labkit.train.reporting.report import Report
+from labkit.train.reporting.router_metrics import RouterMetrics
 from labkit.train.stepping import Observer, collect_non_loss_data, evaluate, train_step
 
 DatasetsProvider = Callable[[RunConfig], tuple[GPTDataset, GPTDataset, GPTDataset]]
@@ -122,8 +122,8 @@ def pretrain(
     observer: sees model, gradients and parameters; the parity microscope is one.
 
     Writes metrics.jsonl, scalars.jsonl and, with `train.write_events`, events.jsonl into `train.output_dir`, if one is
-    given, as the run goes (`labkit.train.reporting`), beside the configuration and the state of the run
-    (`labkit.train.output_folder`).
+    given, as the run goes (`labkit.train.reporting.report`), beside the configuration and the state of the run
+    (`labkit.train.reporting.output_folder`).
 
     Raises ValueError for a configuration that cannot be trained (ConfigError lists all problems: `run(pretrain, ...)`
     raises it before any process starts) and for functions that return what the loop cannot use, FloatingPointError for

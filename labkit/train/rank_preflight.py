@@ -16,13 +16,12 @@ import torch
 
 from labkit.config import ConfigError, RunConfig
 from labkit.launch import machine
-from labkit.models.memory_bytes import RankMemory, rank_memory
+from labkit.models.memory.memory_bytes import RankMemory, rank_memory
 from labkit.parallel.collectives import comm_scope, gather_objects
 from labkit.parallel.groups import ParallelGroups
 from labkit.schedules.ir import Schedule
-from labkit.train.memory_fit import Need, too_much
-from labkit.train.output_folder import RunFolder, folder_problem
-from labkit.train.preflight import graph_problem
+from labkit.train.preflight import Need, graph_problem, too_much
+from labkit.train.reporting.output_folder import RunFolder, folder_problem
 
 
 class _Seen(NamedTuple):

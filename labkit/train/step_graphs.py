@@ -28,8 +28,8 @@ from labkit.graphs.graphable import release_cudagraphs
 from labkit.graphs.helper import CudaGraphHelper
 from labkit.graphs.memory import GraphMemory
 from labkit.graphs.scope import captures_layers
+from labkit.parallel.data_parallel.param_gather import finish_param_sync
 from labkit.parallel.groups import ParallelGroups
-from labkit.parallel.param_gather import finish_param_sync
 from labkit.schedules.ir import Schedule
 from labkit.train.layer_graphs import LayerGraphs
 

@@ -26,7 +26,7 @@ from torch import nn
 
 from labkit.moe.router import finish_router_step
 from labkit.parallel.collectives import all_reduce, broadcast, comm_scope
-from labkit.parallel.gradients import (
+from labkit.parallel.data_parallel.gradients import (
     GradientStatistics,
     clip_factor,
     gradient_statistics,
@@ -35,10 +35,11 @@ from labkit.parallel.gradients import (
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.token_ids import TokenIdChecks, token_ids_checked_late
 from labkit.schedules.ir import Schedule
-from labkit.train.metrics import Timers
+from labkit.train.forward_step import Batch
 from labkit.train.not_finite import find, sentence
 from labkit.train.optimizer import MegatronOptimizer
-from labkit.train.pipeline import Batch, Pipeline
+from labkit.train.pipeline import Pipeline
+from labkit.train.reporting.metrics import Timers
 
 GIVE_UP_AFTER = 10
 """Skipped steps in a row, for none of which the scaler has a smaller loss scale, that end a run."""

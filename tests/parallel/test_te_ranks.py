@@ -17,6 +17,7 @@ from labkit.config import ModelConfig, ParallelConfig
 from labkit.fp8 import Float8Recipe
 from labkit.models import GPTModel
 from labkit.parallel import initialize_model_parallel
+from labkit.parallel.parameter_record import record_of
 from labkit.te import EngineSpec
 from labkit.train.layer_specs import layer_spec_with
 
@@ -104,7 +105,7 @@ def told(parallel: ParallelConfig, recipe: str) -> None:
     outside = {name: parameter for name, parameter in model.named_parameters() if name.endswith(whole)}
     assert len(outside) == 2 * 6 + 2, "of two layers, and the final norm"
     for name, parameter in outside.items():
-        assert parameter.sequence_parallel is parallel.sequence_parallel, name  # type: ignore[attr-defined]
+        assert record_of(parameter).sequence_parallel is parallel.sequence_parallel, name
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from labkit.moe.experts import Experts, GroupedExperts, SequentialExperts, Stack
 from labkit.moe.grouped_gemm import Segments, grouped_product, grouped_weight_gradient
 from labkit.moe.weighted_activation import weighted_swiglu
 from labkit.parallel import WeightGradStore, checkpoint, single_process_groups
+from labkit.parallel.parameter_record import record_of
 from labkit.te.linear import GroupedLinear
 from labkit.train import pretrain
 
@@ -235,7 +236,7 @@ def test_gradients_add_up_in_main_grad_and_the_first_replaces_what_is_there(
     experts = build(GroupedExperts, 4, dtype=dtype, gradient_accumulation_fusion=True)
     for parameter in experts.parameters():
         parameter.main_grad = torch.full_like(parameter, torch.nan)  # type: ignore[attr-defined]
-        parameter.main_grad_is_old = True  # type: ignore[attr-defined]
+        record_of(parameter).has_gradient = False
     for times in (1, 2):
         tokens, tokens_per_expert, probs = rows(counts, dtype)
         y = experts(tokens, tokens_per_expert, probs)
@@ -266,7 +267,7 @@ def test_weight_gradients_wait_for_their_action(fused: bool) -> None:
     for name, parameter in experts.named_parameters():
         if fused:
             parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
-            parameter.main_grad_hook = lambda _, n=name: told.append(n)  # type: ignore[attr-defined]
+            record_of(parameter).on_gradient = lambda _, n=name: told.append(n)
     tokens, tokens_per_expert, probs = rows(counts)
     y = experts(tokens, tokens_per_expert, probs)
     store = WeightGradStore()

@@ -22,11 +22,12 @@ from labkit.fp8 import Float8Recipe
 from labkit.graphs import CudaGraphHelper
 from labkit.models import GPTModel
 from labkit.parallel import ColumnParallelLinear, RowParallelLinear, single_process_groups
+from labkit.parallel.parameter_record import record_of
 from labkit.schedules import one_f_one_b, zero_bubble_h1
 from labkit.te import linear
 from labkit.train import pretrain
 from labkit.train.layer_specs import layer_spec_with
-from labkit.train.schedule_fit import check_schedule
+from labkit.train.preflight import check_schedule
 
 GPT2 = ModelConfig(layers=2, hidden=32, heads=4, vocab_size=64, make_vocab_size_divisible_by=16, seq_length=16)
 LLAMA = replace(
@@ -77,9 +78,10 @@ def test_a_state_dict_moves_between_the_implementations(engine: te_stub.Record, 
     ours, theirs = model(config, "local"), model(config)
     assert list(theirs.state_dict()) == list(ours.state_dict())
     assert_same(theirs.state_dict(), ours.state_dict())  # the same seed gives the same weights
-    attributes = ("full_name", "partition_dim", "partition_stride", "sequence_parallel", "tensor_model_parallel")
+    attributes = ("partition_dim", "partition_stride", "sequence_parallel", "tensor_model_parallel")
     for (name, one), (_, two) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-        assert all(getattr(one, a) == getattr(two, a) for a in attributes), name
+        assert all(getattr(record_of(one), a) == getattr(record_of(two), a) for a in attributes), name
+        assert one.full_name == two.full_name
     other = model(config, "local", seed=2)
     theirs.load_state_dict(other.state_dict())
     assert_same(results(theirs), results(other))
@@ -191,7 +193,7 @@ def test_recomputation_is_the_engines_where_it_casts(engine: te_stub.Record, flo
 def test_graphs_are_told_of_the_engines_fp8_and_none_of_ours_may_capture_it(engine, monkeypatch) -> None:
     def helper(impl: str) -> CudaGraphHelper:
         graph = GraphConfig(cuda_graph_impl=impl)
-        chunk = model(GPT2, float8=Float8Recipe("delayed"), graph=graph)
+        chunk = model(GPT2, float8=Float8Recipe("delayed"))
         return CudaGraphHelper([chunk], graph, GPT2.seq_length, 1, schedule=one_f_one_b(1, 4))
 
     asked: dict[str, Any] = {}
