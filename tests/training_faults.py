@@ -93,14 +93,14 @@ GRADIENTS = [
 DATA_PARALLEL = [
     Fault(
         "gradients are summed over replicas, not averaged",
-        "parallel/data_parallel/distributed_data_parallel.py",
+        "parallel/data_parallel/grad_buffers.py",
         'return 1.0 / replicas, "sum"',
         'return 1.0, "sum"',
         Comparison(DP, "final_norm.bias gradient"),
     ),
     Fault(
         "the collective averages what was scaled already",
-        "parallel/data_parallel/distributed_data_parallel.py",
+        "parallel/data_parallel/grad_buffers.py",
         "is_expert else 1.0)",
         "is_expert else 1.0 / replicas)",
         Comparison({**DP, "average_in_collective": True}, "final_norm.bias gradient"),

@@ -1,8 +1,7 @@
-"""The CUDA graphs of a training run: none, one for each layer and microbatch, or one for the whole iteration.
+"""The CUDA graphs of a training run that has any: one for each layer and microbatch, or one for the whole iteration.
 
 | `graph.cuda_graph_impl`, scope | training                                     | validation                    |
 |--------------------------------|----------------------------------------------|-------------------------------|
-| `none`                         | eager                                        | eager                         |
 | any, parts of layers           | eager warm-up steps, then layers replay (1)  | eager                         |
 | any, `full_iteration`          | eager warm-up steps, then a step is a replay | likewise, a graph of its own  |
 
@@ -100,8 +99,10 @@ def build_step_graphs(
     run: Run,
     run_and_finalize: Callable[[Batches], list[Any]],
 ) -> StepGraphs:
-    """The graphs that `config.graph` asks for, whose `cuda_graph_impl` is not `none`. run: takes batches and `forward_only`. run_and_finalize: a training run with all
-    that makes its gradients final."""
+    """The graphs that `config.graph` asks for, whose `cuda_graph_impl` is not `none`.
+
+    run: takes batches and `forward_only`. run_and_finalize: a training run with all that makes its gradients final.
+    """
     graph, train = config.graph, config.train
     if captures_layers(graph):
         release_cudagraphs(chunks)  # of a pipeline with another number of microbatches
