@@ -19,12 +19,12 @@ import json
 import os
 import re
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import harness
+import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # labkit, where it is not installed
@@ -81,7 +81,7 @@ def part_rows(name: str) -> Iterator[dict[str, Any]]:
 
 def run_part(name: str, out: Path | None) -> None:
     """Measure one part and print its rows, or append them to `out`, each on disk before the next is measured."""
-    origin = {"part": name, "machine": harness.machine(), "date": time.strftime("%Y-%m-%d")}
+    origin = {"part": name, **provenance.origin()}
     for row in part_rows(name):
         line = json.dumps(origin | {"row": row})
         if out is None:
@@ -114,7 +114,7 @@ def read_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
         for number, text in enumerate(path.read_text().splitlines(), 1):
             try:
                 line = json.loads(text)
-                lines.append({key: line[key] for key in ("part", "machine", "date", "row")})
+                lines.append({key: line[key] for key in ("part", *provenance.KEYS, "row")})
             except (json.JSONDecodeError, KeyError, TypeError):
                 print(f"{path}, line {number} is no row and is left out", file=sys.stderr)
     if not lines:
@@ -148,13 +148,13 @@ def store(paths: Sequence[Path], name: str = "gpu") -> Path:
     for line in lines:
         key = line["part"], line["row"]["case"]
         if worth_keeping(line["row"], rows.get(key)):
-            rows[key] = line["row"] | {"part": line["part"]}
+            rows[key] = line["row"] | {key: line[key] for key in ("part", "commit", "changed")}
     order = {part: number for number, part in enumerate(PARTS)}
     found = sorted(rows.values(), key=lambda row: order.get(row.get("part", ""), len(order)))
     title = "One GPU" if name == "gpu" else f"One GPU, {name.removeprefix('gpu').strip('_-')}"
-    date = max(line["date"] for line in lines)
-    result = {"benchmark": name, "title": title, "machine": machine, "date": date, "rows": found, "notes": list(NOTES)}
-    return harness.write_result(result)
+    latest = max(lines, key=lambda line: line["date"])
+    origin = {key: latest[key] for key in provenance.KEYS}
+    return harness.write_result({"benchmark": name, "title": title, **origin, "rows": found, "notes": list(NOTES)})
 
 
 def main() -> int:

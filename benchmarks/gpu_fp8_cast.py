@@ -18,9 +18,9 @@ import torch
 from harness import Comparison, interleave
 from torch import Tensor
 
-from labkit.launch.transformer_engine import why_no_transformer_engine
-from labkit.parallel import fp8_operands
-from labkit.parallel.fp8_casting import E4M3
+from labkit.fp8 import operands as fp8_operands
+from labkit.fp8.casting import E4M3
+from labkit.launch.machine import why_no_transformer_engine
 
 SIZES = {
     "input of a layer at h4096, s2048 b8": (16384, 4096),

@@ -19,16 +19,16 @@ from harness import Comparison
 
 from labkit.config import GraphConfig, ModelConfig, MoEConfig, OptimConfig, RunConfig, TrainConfig
 from labkit.graphs import make_graphed_callables, plan_buffers
-from labkit.launch.transformer_engine import why_no_transformer_engine
-from labkit.models.activation_bytes import Share, layers_activation_bytes
+from labkit.launch.machine import why_no_transformer_engine
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build
+from labkit.models.memory.activation_bytes import Share, layers_activation_bytes
 from labkit.parallel import single_process_groups
 from labkit.schedules import one_f_one_b
 from labkit.train.forward_step import gpt_forward_step
-from labkit.train.metrics import Timers
 from labkit.train.pipeline import Pipeline
 from labkit.train.pretraining import Run, setup_model_and_optimizer
+from labkit.train.reporting.metrics import Timers
 
 SMALL = ModelConfig(layers=12, hidden=768, heads=12, seq_length=256, vocab_size=1024, **PLAIN)
 LARGE = ModelConfig(layers=4, hidden=4096, heads=32, seq_length=2048, vocab_size=1024, **PLAIN)

@@ -17,10 +17,11 @@ from harness import Comparison
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig, MoEConfig
-from labkit.launch.transformer_engine import why_no_transformer_engine
+from labkit.launch.machine import why_no_transformer_engine
 from labkit.moe.experts import Experts, GroupedExperts, StackedLinear
 from labkit.moe.grouped_gemm import Segments
-from labkit.parallel import single_process_groups, te
+from labkit.parallel import single_process_groups
+from labkit.te.linear import GroupedLinear
 
 ROWS = 16384
 """Tokens x experts of theirs on the rank."""
@@ -78,7 +79,7 @@ def projections(experts: int, inputs: int, outputs: int, device: torch.device) -
     ours = StackedLinear("experts", "fc1", shape, **made)
     found: dict[str, nn.Module] = {"labkit, grouped": ours, "loop over experts": Loop(ours.weight)}
     if why_no_transformer_engine() is None:
-        found["Transformer Engine"] = te.GroupedLinear("experts", "fc1", shape, **made)
+        found["Transformer Engine"] = GroupedLinear("experts", "fc1", shape, **made)
     return found
 
 

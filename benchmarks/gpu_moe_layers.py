@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from labkit.config import ModelConfig, MoEConfig
-from labkit.launch.transformer_engine import why_no_transformer_engine
+from labkit.launch.machine import why_no_transformer_engine
 from labkit.moe.experts import GroupedExperts
 from labkit.moe.grouped_gemm import Segments
 from labkit.moe.layer import MoELayer
 from labkit.parallel import single_process_groups
+from labkit.train.layer_specs import layer_spec_with
 
 SWIGLU: dict[str, Any] = {"layers": 1, "activation": "swiglu", "bias": False, "use_cpu_initialization": False}
 LAYERS = {
@@ -100,7 +101,16 @@ class PlainMoE(nn.Module):
 @cache
 def our_layer(model: ModelConfig, moe: MoEConfig, device: torch.device, dtype: torch.dtype) -> MoELayer:
     """A layer of ours. Its many weights are drawn once; plain layers copy them."""
-    return MoELayer("moe", model, moe, single_process_groups(device=device), seed=1, device=device, dtype=dtype)
+    return MoELayer(
+        "moe",
+        model,
+        moe,
+        single_process_groups(device=device),
+        seed=1,
+        expert_linear=layer_spec_with(model, None).expert_linear,
+        device=device,
+        dtype=dtype,
+    )
 
 
 def moe_side(model: ModelConfig, moe: MoEConfig, wrap: Callable[[MoELayer], Any], batch: int, made: Made) -> Side:

@@ -25,8 +25,8 @@ from gpu_steps import (
 from harness import Comparison
 
 from labkit.config import ModelConfig
-from labkit.launch.transformer_engine import why_no_transformer_engine
-from labkit.parallel.fp8 import Float8Recipe
+from labkit.fp8 import Float8Recipe
+from labkit.launch.machine import why_no_transformer_engine
 
 SIZES = ((4096, 8), (1024, 8))
 """Hidden size and samples: fp8 should win at the first (aim 1.25) and may lose at the second."""

@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -16,17 +15,17 @@ from harness import LEAST, Comparison, interleave
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig, RunConfig, TrainConfig, presets
+from labkit.fp8 import Float8Recipe
 from labkit.models import counts
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build
 from labkit.parallel import single_process_groups
-from labkit.parallel.fp8 import Float8Recipe, Float8Scaling
-from labkit.parallel.te import EngineFloat8
 from labkit.schedules import one_f_one_b
 from labkit.train.forward_step import gpt_forward_step
-from labkit.train.metrics import Timers
+from labkit.train.layer_specs import layer_spec_with
 from labkit.train.pipeline import Pipeline
 from labkit.train.pretraining import Run, setup_model_and_optimizer
+from labkit.train.reporting.metrics import Timers
 from labkit.train.stepping import train_step
 
 DEVICE = torch.device("cuda", 0)
@@ -111,11 +110,10 @@ def layer_step(
     """Forward and backward of one transformer layer in bf16, with gradients of weights and input; in fp8 a whole step,
     so that the weights are cast every time."""
     groups = single_process_groups(device=device)
-    scaling: Float8Scaling | EngineFloat8 | None = Float8Scaling(float8, groups) if float8 else None
-    build = Build(config=config, group=groups.tp, seed=1, dtype=torch.bfloat16, device=device, float8=scaling)
-    layer = TransformerLayer(0, build)
-    if float8 is not None and config.transformer_impl == "transformer_engine":
-        scaling = EngineFloat8(float8, groups, layer)
+    spec = layer_spec_with(config, float8)
+    precision = spec.precision(groups, device)
+    made: dict[str, Any] = {"spec": spec, "precision": precision, "dtype": torch.bfloat16, "device": device}
+    layer = TransformerLayer(0, Build(config=config, group=groups.tp, seed=1, **made))
     shape = (config.seq_length, batch, config.hidden)
     x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(shape, device=device, dtype=torch.bfloat16)
@@ -123,11 +121,10 @@ def layer_step(
     def step() -> None:
         layer.zero_grad(set_to_none=True)
         x.grad = None
-        with scaling.region() if scaling else nullcontext():
+        with precision.region():
             y = layer(x)
         y.backward(grad)
-        if scaling:
-            scaling.end_step()
+        precision.end_step()
 
     return step
 

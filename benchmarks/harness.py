@@ -15,17 +15,15 @@ from __future__ import annotations
 import gc
 import json
 import os
-import platform
 import re
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import provenance
 import table
 
 RESULTS = Path(__file__).parent / "results"
@@ -168,56 +166,6 @@ def _slowest_rank(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
     return dict(zip(seconds, table.tolist(), strict=True))
 
 
-def machine() -> dict[str, Any]:
-    """The machine in words: what a reader needs to compare, nothing that names it."""
-    import torch
-
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    words: dict[str, Any] = {
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    if torch.cuda.is_available():
-        words["gpu"] = torch.cuda.get_device_name()
-        words["gpus"] = torch.cuda.device_count()
-        words["cuda"] = torch.version.cuda
-        words |= {"driver": _driver(), "triton": _version("triton")}
-    return words
-
-
-def _driver() -> str:
-    """Version of NVIDIA's driver."""
-    try:
-        found = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True, text=True, timeout=20, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return found.stdout.split()[0] if found.stdout.split() else "unknown"
-
-
-def _version(package: str) -> str:
-    """Version of an installed package."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _processor() -> str:
-    """Model name of the processor where the system tells it, else its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
 def report(
     name: str,
     comparisons: Sequence[Comparison] = (),
@@ -255,8 +203,7 @@ def _result(name: str, rows: Sequence[Mapping[str, Any]], title: str, notes: Seq
     return {
         "benchmark": name,
         "title": title or name,
-        "machine": machine(),
-        "date": time.strftime("%Y-%m-%d"),
+        **provenance.origin(),
         "rows": [dict(row) for row in rows],
         "notes": list(notes),
     }

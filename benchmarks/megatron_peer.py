@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from labkit.config import RunConfig
 from labkit.models import GPTModel
 from labkit.parallel import Group, ParallelGroups
-from labkit.parallel.gradients import clip_grad_norm
+from labkit.parallel.data_parallel.gradients import clip_grad_norm
+from labkit.parallel.parameter_record import record_of
 from labkit.parallel.weights import gather_parameter
 from labkit.train.optimizer import Optimizer, parameter_groups
 
@@ -147,7 +148,7 @@ def our_name(name: str, first_layer: int) -> str:
 def their_part(tensor: Tensor, like: nn.Parameter, tp: Group) -> Tensor:
     """Megatron's part of what `tensor`, a parameter or its gradient, is our part of: the same slice on the same rank.
     Only where key/value heads are fewer than ranks it cuts qkv evenly, and we copy the heads. Called by all of tp."""
-    if like.replicated is None:  # type: ignore[attr-defined]
+    if record_of(like).replicated is None:
         return tensor
     return gather_parameter(tensor, like, tp).chunk(tp.size)[tp.rank]
 

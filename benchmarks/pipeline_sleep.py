@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import torch.distributed as dist
 from harness import RESULTS, Comparison, interleave, report, store, until_quiet
+from provenance import same_code
 from sleep_by_hand import Passes, hop_seconds, one_f_one_b_by_hand
 from torch import Tensor
 
@@ -309,10 +310,10 @@ def cases(sizes: list[int], names: list[str]) -> list[Case]:
 
 
 def quotable_rows() -> dict[str, dict[str, Any]]:
-    """Stored rows that count, by case: each was measured whole, ours and its peers in turn."""
+    """Stored rows that count, by case, if this checkout holds the code that they measured; else none."""
     path = RESULTS / "pipeline_sleep.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    return {row["case"]: row for row in rows if "rejected" not in row}
+    stored = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    return {row["case"]: row for row in stored["rows"] if "rejected" not in row} if same_code(stored) else {}
 
 
 def main() -> None:
@@ -325,9 +326,7 @@ def main() -> None:
     parser.add_argument("--max-hop", type=float, default=300, help="us of a bare message above which nothing is quoted")
     parser.add_argument("--patience", type=float, default=0, help="minutes to wait, a row, for such a time")
     parser.add_argument("--attempts", type=int, default=4, help="how often a row is measured until it counts")
-    parser.add_argument(
-        "--keep", action="store_true", help="measure only rows that are not stored, or rejected; else begin anew"
-    )
+    parser.add_argument("--keep", action="store_true", help="keep rows that this code gave before; else begin anew")
     parser.add_argument("--dry-run", action="store_true", help="print only, store nothing")
     args = parser.parse_args()
     quiet = Quiet(args.max_load, 1e-6 * args.max_hop)

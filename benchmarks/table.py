@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from provenance import code_in_words, machine_in_words
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
@@ -19,11 +21,11 @@ HEAD = """# Benchmarks
 
 Written by `benchmarks/table.py` from `benchmarks/results/*.json`; `make bench` measures anew, `make gpu` on a GPU.
 
-Each row stands beside its peer from the same run. Repetitions are interleaved, at least 15 of each; a time is the
-median, a ratio the median of the ratios of neighbouring repetitions: 0.80 means that ours takes 0.80 of the peer's
-time. A run whose median exceeds its minimum by more than 30% is not quoted, nor one around which the load average, to
-one decimal, exceeds its limit; below each table stand the largest load and that limit, as they were stored. Files
-written from now on also keep the raw seconds of every repetition, quoted or not.
+Each row stands beside its peer from the same run. The benchmark interleaves at least 15 repetitions of each. A time is
+the median. A ratio is the median of the ratios of neighbouring repetitions: at 0.80 labkit takes 0.80 of the peer's
+time. The table rejects a row whose median exceeds its minimum by more than 30%. The table also rejects a row if the
+load average, to one decimal, exceeded its limit. Below each table stand the largest load, its limit, the measured
+commit and the machine. Each file keeps the raw seconds of every repetition.
 """
 
 MISSING_GPU = """
@@ -32,16 +34,6 @@ MISSING_GPU = """
 Unmeasured: no result of `benchmarks/gpu.py` is here yet. `scripts/gpu_suite.sh 2` and `3` measure on a GPU, and
 `python benchmarks/gpu.py --store build/gpu/rows.jsonl` writes what they measured here.
 """
-
-
-def machine_in_words(machine: dict[str, Any]) -> str:
-    """One line about where it was measured."""
-    gpu = f", {machine['gpus']} x {machine['gpu']} (CUDA {machine['cuda']}" if "gpu" in machine else ""
-    gpu += "".join(f", {key} {machine[key]}" for key in ("driver", "triton") if key in machine) + (")" if gpu else "")
-    return (
-        f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB{gpu}; "
-        f"Python {machine['python']}, torch {machine['torch']}"
-    )
 
 
 def number(value: Any) -> str:
@@ -66,6 +58,8 @@ BOOKKEEPING = (
     "ratio_to",
     "rejected",
     "part",
+    "commit",
+    "changed",
 )
 
 
@@ -100,7 +94,7 @@ def section(result: dict[str, Any]) -> str:
     lines = [f"\n## {result['title']}\n", *table(result["rows"]), ""]
     lines += [f"- {note}" for note in result["notes"]]
     lines += load_in_words(result["rows"])
-    lines.append(f"- Measured {result['date']} on {machine_in_words(result['machine'])}.")
+    lines.append(f"- Measured {result['date']} at {code_in_words(result)} on {machine_in_words(result['machine'])}.")
     return "\n".join(lines) + "\n"
 
 

@@ -1,12 +1,11 @@
 """labkit: a workbench for the Megatron-style parallel training stack.
 
-`import labkit` loads nothing but this file: `labkit.schedules`, `labkit.launch` and the other packages are imported
-when they are first looked at, and torch only by the ones that compute.
+`import labkit` loads nothing but this file. Python imports `labkit.schedules`, `labkit.launch` and the other packages
+at the first look at them (PEP 562), and only the packages that compute import torch.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,14 +17,11 @@ if TYPE_CHECKING:
     from labkit import graphs as graphs
     from labkit import launch as launch
     from labkit import models as models
+    from labkit import moe as moe
     from labkit import parallel as parallel
     from labkit import schedules as schedules
     from labkit import train as train
     from labkit import viz as viz
-
-_PACKAGES = (
-    "check", "cli", "config", "data", "events", "graphs", "launch", "models", "parallel", "schedules", "train", "viz",
-)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -36,10 +32,19 @@ def __getattr__(name: str) -> Any:
             return version("labkit")
         except PackageNotFoundError:
             return "0.0.0+source"  # imported from a checkout that was never installed
-    if name in _PACKAGES:
-        return importlib.import_module(f"labkit.{name}")
+    if name in _packages():
+        from importlib import import_module
+
+        return import_module(f"labkit.{name}")
     raise AttributeError(f"module 'labkit' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PACKAGES, "__version__"})
+    return sorted({*globals(), *_packages(), "__version__"})
+
+
+def _packages() -> set[str]:
+    """Names of the packages and modules in this folder."""
+    from pkgutil import iter_modules
+
+    return {module.name for module in iter_modules(__path__)} - {"__main__"}

@@ -58,7 +58,7 @@ def look_at_machine() -> dict[str, Any]:
     Raises:
         ValueError: torch cannot be imported, with its error.
     """
-    words = [sys.executable, "-c", "import harness, json; print(json.dumps(harness.machine()))"]
+    words = [sys.executable, "-c", "import json, provenance; print(json.dumps(provenance.machine()))"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'benchmarks'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     try:
         done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True)

@@ -1,4 +1,4 @@
-"""Writes docs/config.md, the reference of every configuration field, from the strings under the fields.
+"""Writes docs/config.md, the reference of every configuration field, from their table.
 
 python scripts/make_config_reference.py [--check]     --check writes nothing and fails where the page is out of date
 """
@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 
 from labkit.config import presets
-from labkit.config.field_docs import field_docs, section_docs
+from labkit.config.fields import SPECS, as_yaml
+from labkit.config.sections import SECTIONS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "config.md"
 
 _HEAD = """\
 # Configuration
 
-<!-- Written by scripts/make_config_reference.py from the strings in labkit/config/sections.py; edit those. -->
+<!-- Written by scripts/make_config_reference.py from the table in labkit/config/sections.py; edit that. -->
 
 A run is one YAML file of these sections, or a preset, or both, with changes on the command line on top:
 
@@ -39,14 +40,14 @@ The number of ranks is that of the launch (`--nproc`, or torchrun's); dp = ranks
 def page() -> str:
     """The whole page."""
     lines = [_HEAD + f"Presets: {', '.join(f'`{name}`' for name in presets.names())}.\n"]
-    docs = field_docs()
-    for section, about in section_docs().items():
-        lines += [f"\n## {section}\n", f"{about}\n", "| field | type | default | what it is |", "|---|---|---|---|"]
-        for doc in (d for d in docs.values() if d.dotted.startswith(f"{section}.")):
-            text = doc.text + (f" Values: {doc.limits}." if doc.limits else "")
-            if doc.aliases:
-                text += f" Megatron-LM: {', '.join(f'`{alias}`' for alias in doc.aliases)}."
-            cells = (f"`{doc.dotted}`", doc.kind, f"`{doc.default}`", text)
+    for section, cls in SECTIONS.items():
+        lines += [f"\n## {section}\n", f"{cls.__doc__}\n", "| field | type | default | meaning |", "|---|---|---|---|"]
+        for spec in (spec for spec in SPECS.values() if spec.section == section):
+            text = spec.doc + (f" Values: {spec.limits}." if spec.limits else "")
+            if spec.aliases:
+                text += f" Megatron-LM: {', '.join(f'`{alias}`' for alias in spec.aliases)}."
+            kind = f"{spec.kind} | None" if spec.optional else spec.kind
+            cells = (f"`{spec.dotted}`", kind, f"`{as_yaml(spec.default)}`", text)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 

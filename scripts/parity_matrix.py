@@ -207,7 +207,7 @@ in one process; same data, same seed. A difference is ‖a − b‖ / max(‖b�
 the largest over all tensors of the first and the last step; the floor is 1e-6 of the global norm for gradients and
 lr·√n for parameters. "First difference" is the first tensor, in the order of training, that differs by more than 1e-10
 in float64 or 1e-5 in float32. In float32 rounding alone can exceed that, at some seeds and in some biases. Such a row
-says "rounding": one process whose sums are taken in other orders differs as far (`labkit/train/verdict.py`).
+says "rounding": one process whose sums are taken in other orders differs as far (`labkit/train/parity/rounding.py`).
 
 Layouts run {STEPS} steps. Schedules run {SCHEDULE_STEPS}, with 16 layers and {MICROBATCHES} microbatches, so that
 pp4 vpp4 is 16 stages of one layer; their first table, which has all of them, runs {STEPS}. Parts of the sequence,

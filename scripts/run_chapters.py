@@ -1,6 +1,6 @@
 """Execute chapters and store them with their outputs; what differs from run to run is not stored.
 
-    python scripts/run_chapters.py [01 08 ...]     all chapters, or only those named
+    python scripts/run_chapters.py [02 10 ...]     all chapters, or only those named
 
 A chapter that fails keeps its old file, and the others still run; exit code 1 if any failed.
 """

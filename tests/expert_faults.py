@@ -58,8 +58,8 @@ ROUTING = [
     Fault(
         "nobody adds up the router's gradients over tp",
         "moe/router.py",
-        "self.weight.sequence_parallel = sequence_parallel and groups.tp.size > 1",
-        "self.weight.sequence_parallel = False",
+        "record_of(self.weight).sequence_parallel = sequence_parallel and groups.tp.size > 1",
+        "record_of(self.weight).sequence_parallel = False",
         tiny(SP, LAST_ROUTER),
     ),
     Fault(
@@ -116,21 +116,21 @@ EXPERTS = [
     ),
     Fault(
         "gradients of an expert are divided by its own replicas only",
-        "parallel/distributed_data_parallel.py",
+        "parallel/data_parallel/grad_buffers.py",
         'return 1.0 / replicas, "sum"',
         'return 1.0 / (groups.edp.size if is_expert else replicas), "sum"',
         tiny(REPLICAS, LAST_EXPERTS),
     ),
     Fault(
         "gradients of different experts are added up",
-        "parallel/distributed_data_parallel.py",
+        "parallel/data_parallel/grad_buffers.py",
         "groups.edp if is_expert else groups.dp_cp",
         "groups.dp_cp",
         tiny(REPLICAS, LAST_EXPERTS),
     ),
     Fault(
         "a collective that averages forgets how few hold an expert",
-        "parallel/distributed_data_parallel.py",
+        "parallel/data_parallel/grad_buffers.py",
         "(groups.edp.size / replicas if is_expert else 1.0)",
         "1.0",
         tiny({**REPLICAS, "average_in_collective": True}, LAST_EXPERTS),
@@ -138,8 +138,8 @@ EXPERTS = [
     Fault(
         "the shared experts' gate keeps its own gradients under sequence parallelism",
         "moe/shared_experts.py",
-        "self.weight.sequence_parallel = sequence_parallel",
-        "self.weight.sequence_parallel = False",
+        "record_of(self.weight).sequence_parallel = sequence_parallel",
+        "record_of(self.weight).sequence_parallel = False",
         deepseek(SP, "layers.3.mlp.shared_experts.gate.weight gradient", shared_expert_gate=True),
     ),
     Fault(

@@ -40,15 +40,15 @@ GRAPHS: list[Fault] = [
     Fault(
         "all microbatches replay the graphs of the first",
         "graphs/graphable.py",
-        "self.cuda_graphs[self.current_microbatch % len(self.cuda_graphs)]",
+        "self.cuda_graphs[self.layer.current_microbatch % len(self.cuda_graphs)]",
         "self.cuda_graphs[0]",
         f"{RANKS} -k interleaved",
     ),
     Fault(
         "a captured backward replaces the first gradient of the capture's step, and of no other",
         "graphs/surroundings.py",
-        "held.main_grad_is_old, held.main_grad_added_elsewhere = False, True",
-        "held.main_grad_is_old, held.main_grad_added_elsewhere = True, False",
+        "record.has_gradient = record.added_elsewhere = True",
+        "record.has_gradient = record.added_elsewhere = False",
         f"{TRAINING} -k those_without",
     ),
     Fault(

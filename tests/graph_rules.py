@@ -30,6 +30,7 @@ from labkit.graphs import (
     plan_buffers,
 )
 from labkit.parallel import ColumnParallelLinear, checkpoint, single_process_groups
+from labkit.parallel.parameter_record import record_of
 
 WIDTH, ROWS = 8, 4
 ONE_CHUNK = [1, 1, -1, 1, -1, -1]
@@ -598,7 +599,7 @@ def engine_linear(machine: Machine, seed: int = 3) -> ColumnParallelLinear:
     )  # fmt: skip
     for parameter in layer.parameters():
         parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
-        parameter.main_grad_is_old = True  # type: ignore[attr-defined]
+        record_of(parameter).has_gradient = False
     return layer
 
 
@@ -620,7 +621,7 @@ def test_a_gradient_added_inside_the_graph(machine: Machine) -> None:
     graphed = machine.make(layer, (machine.random(grad=True),))
     for parameter in layer.parameters():
         parameter.main_grad.zero_()  # type: ignore[attr-defined]
-        assert parameter.main_grad_added_elsewhere, "a wrapper zeroes it: the graph always adds"  # type: ignore[attr-defined]
+        assert record_of(parameter).added_elsewhere, "a wrapper zeroes it: the graph always adds"
     for _ in range(3):
         x = machine.random()
         graphed(x.clone().requires_grad_()).square().sum().backward()

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labkit.fp8 import Float8Recipe, Float8Scaling, kernels
+from labkit.fp8 import operands as fp8_operands
+from labkit.fp8.casting import E4M3, E5M2, cast, scale_of
 from labkit.graphs.emulated import EmulatedBackend
-from labkit.parallel import WeightGradStore, fp8_operands, single_process_groups
-from labkit.parallel import fp8_triton as kernels
+from labkit.parallel import WeightGradStore, single_process_groups
 from labkit.parallel.capturing import graph_capturing
-from labkit.parallel.fp8 import Float8Recipe, Float8Scaling
-from labkit.parallel.fp8_casting import E4M3, E5M2, cast, scale_of
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 FORMATS = (E4M3, E5M2)
@@ -123,7 +123,7 @@ def check_an_empty_tensor_and_float64_are_left_to_torch() -> None:
 def layer_of(kind: type, recipe: str, dtype: torch.dtype) -> Any:
     groups = single_process_groups()
     scaling = Float8Scaling(Float8Recipe(recipe), groups)
-    return kind("fc", 96, 80, group=groups.tp, std=0.1, dtype=dtype, float8=scaling)
+    return kind("fc", 96, 80, group=groups.tp, std=0.1, dtype=dtype, precision=scaling)
 
 
 def step(layer: Any, number: int) -> tuple[Tensor, ...]:

@@ -91,9 +91,9 @@ TENSOR_PARALLEL = [
 SEQUENCE_PARALLEL = [
     Fault(
         "nobody adds up the gradients of norms over tp",
-        "parallel/gradients.py",
-        "_sum_together([main_grad(p) for p in _parameters(chunks) if",
-        "_sum_together([main_grad(p) for p in () if",
+        "parallel/data_parallel/gradients.py",
+        "_sum_together([main_grad_of(p) for p in _parameters(chunks) if",
+        "_sum_together([main_grad_of(p) for p in () if",
         Comparison(SP, "final_norm.bias gradient"),
     ),
     Fault(
@@ -119,7 +119,7 @@ SEQUENCE_PARALLEL = [
     ),
     Fault(
         "all ranks drop the same of their different positions",
-        "models/build.py",
+        "models/norm_and_dropout.py",
         'with self.rng.fork("model-parallel-rng"):',
         "if True:",
         "tests/parallel/test_sequence_parallel.py -k drops",

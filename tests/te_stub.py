@@ -322,7 +322,7 @@ def installed() -> Iterator[Record]:
     _records.append(Record())
     try:
         sys.modules.update(modules)
-        with patch("labkit.parallel.te.why_no_transformer_engine", lambda: None):
+        with patch("labkit.te.engine.why_no_transformer_engine", lambda: None):
             yield _records[-1]
     finally:
         _records.pop()

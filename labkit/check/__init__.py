@@ -1,4 +1,4 @@
-"""Scores a learner's function, layout or schedule: `check("01.groups", my_function)`. And checks parameters."""
+"""Scores a learner's function, layout or schedule: `check("02.groups", my_function)`. And checks parameters."""
 
 from __future__ import annotations
 

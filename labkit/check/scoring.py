@@ -1,27 +1,35 @@
 """Exercises and their scores.
 
-A chapter's exercises live in `labkit/check/chapter_NN.py`. Each is a generator that tries the learner's answer on
-cases:
+Exercises live in the modules of `TOPICS`. An exercise is a generator that tries the learner's answer on cases:
 
-    @exercise("01.groups", "Write groups_of(order, sizes, token).")
+    @exercise("02.groups", "Write groups_of(order, sizes, token).")
     def groups(answer: Any) -> Iterator[Outcome]:
         yield compare("tp 2, dp 2, token dp", [[0, 2], [1, 3]], lambda: answer("tp-dp", {"tp": 2, "dp": 2}, "dp"))
 
-A wrong answer never raises: what the learner's code raises becomes part of the score.
+A wrong answer never raises: an exception of the learner's code becomes part of the score.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
-import pkgutil
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+TOPICS = {
+    "layouts": ("00", "02", "15"),
+    "tensor_parallel": ("03", "06"),
+    "context_parallel": ("07",),
+    "optimizer_shards": ("08",),
+    "pipelines": ("10", "11", "12"),
+    "token_dispatch": ("14",),
+    "captured_graphs": ("16", "17", "18"),
+}
+"""Module -> the chapters whose exercises the module holds."""
 MAX_SHOWN = 100
-"""Characters of a value that a sentence shows."""
+"""Most characters of a value that a sentence shows."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +37,15 @@ class Outcome:
     """One case of an exercise."""
 
     given: str
-    """What the answer was tried on."""
+    """Input that the answer was tried on."""
     expected: str
-    """What it should have given."""
+    """Result that the answer should give."""
     got: str
-    """What it gave, or what it raised."""
+    """Result that the answer gave, or the exception that it raised."""
     passed: bool
-    """Whether both agree."""
+    """True where expected and given results agree."""
     told: bool = True
-    """False: it failed for what the sentence of an earlier case says already, and gets none of its own."""
+    """False: an earlier case already told the same reason, so that the score shows no sentence for this case."""
 
     def __str__(self) -> str:
         return f"Given {self.given}, expected {self.expected}, got {self.got}."
@@ -45,10 +53,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Score:
-    """How an answer did; shows as `passed/total` and one sentence for each failed case that is not told already."""
+    """Result of an answer; prints as `passed/total` and one sentence for each failed case with a reason of its own."""
 
     exercise: str
-    """Name of the exercise, such as `01.groups`."""
+    """Name of the exercise, such as `02.groups`."""
     outcomes: tuple[Outcome, ...]
     """All cases, in order."""
 
@@ -64,7 +72,7 @@ class Score:
 
     @property
     def ok(self) -> bool:
-        """Whether every case passed, and there was at least one."""
+        """True where every case passed and there was at least one case."""
         return self.passed == self.total > 0
 
     def __bool__(self) -> bool:
@@ -85,16 +93,16 @@ class Exercise:
     name: str
     """Chapter, dot, short name."""
     task: str
-    """What to do, in one sentence."""
+    """The task in one sentence."""
     judge: Judge
-    """Yields one outcome a case."""
+    """Yields one outcome for each case."""
 
 
 _registry: dict[str, Exercise] = {}
 
 
 def exercise(name: str, task: str) -> Callable[[Judge], Judge]:
-    """Register the decorated generator as the judge of exercise `name`; ValueError where the name is taken."""
+    """Register the decorated generator as the judge of exercise `name`. Raises ValueError where the name is taken."""
 
     def register(judge: Judge) -> Judge:
         known = _registry.get(name)
@@ -124,7 +132,7 @@ def compare(
 
 
 def holds(given: str, claim: str, test: Callable[[], bool | str]) -> Outcome:
-    """A case that is a claim (`no deadlock`): `test` gives True, or False, or what was found instead, in words."""
+    """Test a claim such as `no deadlock`: `test` gives True, False, or a sentence about the finding instead."""
     try:
         verdict = test()
         if verdict is True:
@@ -135,7 +143,7 @@ def holds(given: str, claim: str, test: Callable[[], bool | str]) -> Outcome:
 
 
 def plain(value: Any) -> Any:
-    """`value` with tuples, ranges, arrays and tensors as lists, so that `==` compares what a learner means."""
+    """Turn tuples, ranges, arrays and tensors into lists, so that `==` compares their numbers."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, (list, tuple, range)):
@@ -146,7 +154,7 @@ def plain(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """`repr(plain(value))` on one line, cut in the middle to MAX_SHOWN characters; a list between its items."""
+    """Return `repr(plain(value))` on one line, cut in the middle to MAX_SHOWN characters; a list between its items."""
     value = plain(value)
     text = _one_line(value)
     if len(text) <= MAX_SHOWN:
@@ -162,7 +170,7 @@ def _one_line(value: Any) -> str:
 
 
 def _both_ends(items: list[str]) -> str | None:
-    """As many items from both ends as fit, and how many are between; None where not even two do."""
+    """Show as many items of both ends as fit, and the number between them; None where not even two fit."""
     for kept in range(min(len(items) - 1, MAX_SHOWN // 3), 1, -1):
         head, tail = items[: kept - kept // 2], items[len(items) - kept // 2 :]
         text = f"[{', '.join(head)}, ... {len(items) - kept} more ..., {', '.join(tail)}]"
@@ -172,36 +180,36 @@ def _both_ends(items: list[str]) -> str | None:
 
 
 def listed(items: Sequence[str], most: int = 8, separator: str = ", ") -> str:
-    """The items on one line; of more than `most`, the first ones and how many more there are."""
+    """Join the items on one line; beyond `most` items, give the number of the others instead."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return separator.join(items[:most]) + more
 
 
 def without_grid(message: str) -> str:
-    """The sentences of a schedule's refusal, without the rows that it draws: a score is one line a case."""
+    """Drop the rows that a schedule's refusal draws: a score has one line for each case."""
     lines = [line.strip() for line in message.splitlines()]
     first, *others = [line for line in lines if line and not (line.startswith("rank ") and "|" in line)] or [""]
     if not others:
         return first
     more = re.fullmatch(
         r"and (\d+) more", others[-1]
-    )  # the refusal was cut already: one count for all that is left out
+    )  # the refusal itself may be cut: one count for all sentences that are left out
     if more:
         others = others[:-1] + [""] * int(more[1])
     return f"{first}{' ' if first.endswith(':') else '; '}{listed(others, separator='; ')}"
 
 
 def raised(error: BaseException) -> str:
-    """An exception as words of a sentence."""
+    """Name an exception in words that fit into a sentence."""
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message[:200]}" if message else type(error).__name__
 
 
 def exercises(chapter: str | None = None) -> dict[str, Exercise]:
-    """All registered exercises by name, or those of one chapter (`01`); imports what it needs."""
-    for found in pkgutil.iter_modules(importlib.import_module("labkit.check").__path__):
-        if found.name.startswith("chapter_") and chapter in (None, found.name.removeprefix("chapter_")):
-            importlib.import_module(f"labkit.check.{found.name}")
+    """All exercises by name, or the exercises of one chapter (`02`); imports only the modules that hold them."""
+    for module, chapters in TOPICS.items():
+        if chapter is None or chapter in chapters:
+            importlib.import_module(f"labkit.check.{module}")
     return {name: item for name, item in sorted(_registry.items()) if chapter in (None, name.split(".")[0])}
 
 

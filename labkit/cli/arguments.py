@@ -1,31 +1,20 @@
-"""Reading a command line: every problem at once, no abbreviations, nearest names, no option with two values; then
-jsonargparse.
+"""Reading a command line in one pass: every problem at once, nearest names, no abbreviation, one value for an option.
 
-jsonargparse stops at the first error and expands abbreviations. So our own pass goes over the arguments (and over the
-YAML file that they name) first and collects all that is wrong. What it lets through is typed; `train`, `parity` and
---print_config then have jsonargparse build the configuration from it (`help_text.checked_config`) and run what that
-gives, held equal to our own reading. jsonargparse also writes the help.
+Options belong to a command; every field of the configuration is an option too where the command is `configurable`.
+Libraries of the kind stop at the first error, so the loop in `read` is labkit's own. `help_text` writes the help.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from labkit.config import ConfigError, RunConfig
+from labkit.config import ConfigError, RunConfig, fields
 from labkit.config.errors import nearest, shown
-from labkit.config.fields import (
-    KNOWN_NAMES,
-    SPECS,
-    BadValueError,
-    Entry,
-    FieldSpec,
-    Given,
-    convert,
-    convert_entries,
-    resolve,
-)
+from labkit.config.fields import KNOWN_NAMES, SPECS, BadValueError, Entry, FieldSpec, Given, convert, resolve
+from labkit.config.sections import SECTIONS
 
 
 class Option(NamedTuple):
@@ -60,27 +49,32 @@ class Command:
     """Does it; returns the exit code."""
     example: str
     words: str = ""
-    """What its positional arguments are, in capitals; empty where it takes none."""
+    """The name of its positional arguments, in capitals; empty where it takes none."""
     configurable: bool = False
-    """Whether it takes --config, --preset and every field of the configuration."""
+    """The command takes --config, --preset and every field of the configuration."""
+
+    @property
+    def all_options(self) -> tuple[Option, ...]:
+        """Its own options, behind those of a configuration."""
+        return (*CONFIG_OPTIONS, *self.options) if self.configurable else self.options
 
 
 @dataclass
 class Arguments:
-    """What was asked for."""
+    """A command line as it was read."""
 
     options: dict[str, Any]
     words: list[str] = field(default_factory=list)
     config: RunConfig = field(default_factory=RunConfig)
     problems: list[str] = field(default_factory=list)
-    """What is wrong so far."""
+    """Everything that is wrong so far."""
     source: str = "labkit"
     print_config: bool = False
 
     def refuse(self, extra: Sequence[str] = ()) -> None:
-        """ConfigError with every problem, if there is any."""
-        if self.problems or extra:
-            raise ConfigError([*self.problems, *extra], source=self.source)
+        """ConfigError with every problem, if there is any. Empty and repeated sentences count for nothing."""
+        if problems := [*self.problems, *filter(None, dict.fromkeys(extra))]:
+            raise ConfigError(problems, source=self.source)
 
 
 CONFIG_OPTIONS = (
@@ -90,78 +84,43 @@ CONFIG_OPTIONS = (
 )
 
 
-class _Scan(NamedTuple):
-    """The command line cut into pieces, nothing typed yet."""
-
-    options: list[tuple[Option, str, str]]
-    """(option, name as written, value); pairs appear once for each with both words joined by a NUL."""
-    entries: list[Entry]
-    words: list[str]
-    problems: list[str]
-
-
 def read(command: Command, argv: Sequence[str]) -> Arguments:
     """The arguments of `command`, as far as they can be read.
 
-    What is wrong is left in `problems`: the command adds what it finds itself and refuses all of it at once.
+    The problems are left in `problems`: the command adds those that it finds itself and refuses all of them at once.
     """
-    options = (*CONFIG_OPTIONS, *command.options) if command.configurable else command.options
-    scan = _scan(argv, {o.key: o for o in options}, command)
-    source = f"labkit {command.name}"
-    values: dict[str, Any] = {o.key: [] if o.pairs else o.default for o in options}
-    problems, given = list(scan.problems), Given()
-    for option, written, text in scan.options:
-        spec = FieldSpec("", option.key, option.kind, False, option.default)
-        try:
-            if option.pairs:
-                name, value = text.split("\0")
-                problems += given.add(f"-{option.name[0]} {name}", value, shown(value))
-                values[option.key].append((name, value))
-            else:
-                values[option.key] = convert(spec, text, text=True)
-                problems += given.add(f"--{option.name}", values[option.key], f"--{written} {shown(text)}")
-        except BadValueError as rule:
-            problems.append(f"--{written} {shown(text)}: {rule}")
-    arguments = Arguments(values, scan.words, source=source, problems=problems)
-    if command.configurable:
-        _read_config(arguments, scan.entries)
-    return arguments
-
-
-def _scan(argv: Sequence[str], options: dict[str, Option], command: Command) -> _Scan:
-    by_name = options | {alias: o for o in options.values() for alias in o.aliases}
-    scan = _Scan([], [], [], [])
-    rest = list(argv)
+    by_name = {name: option for option in command.all_options for name in (option.key, *option.aliases)}
+    values: dict[str, Any] = {option.key: [] if option.pairs else option.default for option in command.all_options}
+    arguments = Arguments(values, source=f"labkit {command.name}")
+    problems, given, entries, rest = arguments.problems, Given(), list[Entry](), list(argv)
     while rest:
         token = rest.pop(0)
-        if token == "-p" and "parameter" in options:
-            token = "--parameter"
+        token = "--parameter" if token == "-p" and "parameter" in by_name else token
         if not token.startswith("-") or token == "-":
-            if command.words:
-                scan.words.append(token)
-            else:
-                scan.problems.append(f"{shown(token)}: labkit {command.name} takes no such word; options begin with --")
+            arguments.words.append(token)
             continue
         written, equals, text = token.lstrip("-").partition("=")
-        key = written.replace("-", "_")
-        option = by_name.get(key) if token.startswith("--") else None
+        option = by_name.get(written.replace("-", "_")) if token.startswith("--") else None
         dotted, why = resolve(written) if command.configurable and option is None else (None, "")
         if option is None and dotted is None:
-            scan.problems.append(f"{token.partition('=')[0]}: {_unknown(key, by_name, command, why)}")
+            problems.append(f"{token.partition('=')[0]}: {_unknown(written.replace('-', '_'), command, why)}")
             if not equals and rest and not rest[0].startswith("-"):
                 rest.pop(0)  # the value of the unknown option
             continue
-        kind = option.kind if option else SPECS[str(dotted)].kind
-        if not equals:
-            text = _value(rest, kind, pairs=bool(option and option.pairs), words=bool(command.words))
-        if text is None:
-            words = "a name and a value" if option and option.pairs else "a value"
-            scan.problems.append(f"--{written}: needs {words} after it")
-        elif option:
-            scan.options.append((option, written, text))
+        pairs, kind = option is not None and option.pairs, option.kind if option else SPECS[str(dotted)].kind
+        value = text if equals else _value(rest, kind, pairs=pairs, words=bool(command.words))
+        if value is None:
+            problems.append(f"--{written}: needs {'a name and a value' if pairs else 'a value'} after it")
+        elif option is None:
+            entries.append(Entry(f"--{written}", str(dotted), value))
         else:
-            scan.entries.append(Entry(f"--{written}", str(dotted), text, ""))
-    return scan
+            problems += _set(values, option, written, value, given)
+    if arguments.words and not command.words:
+        rule = f"labkit {command.name} takes no such word; options begin with --"
+        problems += [f"{shown(word)}: {rule}" for word in arguments.words]
+    if command.configurable:
+        _read_config(arguments, entries)
+    return arguments
 
 
 def _value(rest: list[str], kind: str, *, pairs: bool, words: bool) -> str | None:
@@ -180,8 +139,22 @@ def _value(rest: list[str], kind: str, *, pairs: bool, words: bool) -> str | Non
     return "\0".join(taken)
 
 
-def _unknown(key: str, by_name: dict[str, Option], command: Command, why: str) -> str:
-    names = [o.name for o in by_name.values()] + [n.replace("_", "-") for n in by_name]
+def _set(values: dict[str, Any], option: Option, written: str, text: str, given: Given) -> list[str]:
+    """Keep the value of an option; returns its problems."""
+    if option.pairs:
+        name, _, value = text.partition("\0")
+        values[option.key].append((name, value))
+        return given.add(f"-{option.name[0]} {name}", value, shown(value))
+    try:
+        values[option.key] = convert(FieldSpec("", option.key, option.kind), text, text=True)
+    except BadValueError as rule:
+        return [f"--{written} {shown(text)}: {rule}"]
+    return given.add(f"--{option.name}", values[option.key], f"--{written} {shown(text)}")
+
+
+def _unknown(key: str, command: Command, why: str) -> str:
+    """Why there is no option of this name, with the nearest name."""
+    names = [name.replace("_", "-") for option in command.all_options for name in (option.key, *option.aliases)]
     if command.configurable:
         if why and "unknown field" not in why:
             return why.partition(": ")[2]
@@ -191,18 +164,18 @@ def _unknown(key: str, by_name: dict[str, Option], command: Command, why: str) -
 
 
 def _read_config(arguments: Arguments, entries: Sequence[Entry]) -> None:
-    from labkit.config import fields, presets, yaml_text
+    """The preset, under the file, under the fields of the command line."""
+    from labkit.config import presets, yaml_text
 
     options, problems = arguments.options, arguments.problems
     arguments.print_config = options.pop("print_config")
     path, preset = options["config"], options["preset"]
-    config, values = RunConfig(), {}
+    values: dict[str, Any] = {}
     if path is None and preset is None:
-        problems.append(
-            "--config: nothing to run; give a YAML file (--config f.yaml), a preset (--preset tiny) or both"
-        )
+        rule = "nothing to run; give a YAML file (--config f.yaml), a preset (--preset tiny) or both"
+        problems.append(f"--config: {rule}")
     try:
-        config = presets.get(preset) if preset is not None else config
+        arguments.config = presets.get(preset) if preset is not None else RunConfig()
     except ConfigError as error:
         problems += [f"--preset {shown(preset)}: {p}" for p in error.problems]
     try:
@@ -212,6 +185,31 @@ def _read_config(arguments: Arguments, entries: Sequence[Entry]) -> None:
             problems += [f"{path}: {p}" for p in bad_keys + bad_values]
     except ConfigError as error:
         problems += [f"--config {shown(path, 200)}: {p}" for p in error.problems]
-    newer, bad = convert_entries(entries, text=True)
+    newer, bad = fields.convert_entries(entries, text=True)
     problems += bad
-    arguments.config = config.replaced(values | newer)
+    arguments.config = arguments.config.replaced(values | newer)
+
+
+def help_text(command: Command) -> str:
+    """`labkit COMMAND --help`: every option, and every field with its text."""
+    words = f" {command.words}" if command.words else ""
+    lines = [f"usage: labkit {command.name}{words} [options]", "", *textwrap.wrap(command.summary, 118), "", "options:"]
+    for option in command.all_options:
+        word = f"-p, --{option.name} NAME VALUE" if option.pairs else f"--{option.name}{_placeholder(option.kind)}"
+        lines += _row(word, option.help)
+    for section, cls in SECTIONS.items() if command.configurable else ():
+        lines += ["", *textwrap.wrap(f"{section}: {cls.__doc__}", 118)]
+        for spec in (spec for spec in SPECS.values() if spec.section == section):
+            lines += _row(f"--{spec.dotted}{_placeholder(spec.kind)}", spec.help)
+    return "\n".join([*lines, "", f"example: {command.example}"])
+
+
+def _placeholder(kind: str) -> str:
+    """` INT`, ` A,B`: the value of an option, in its help; none for a flag."""
+    return {"bool": "", "tuple[str, ...]": " A,B", "tuple[int, ...]": " 1,0"}.get(kind, f" {kind.upper()}")
+
+
+def _row(word: str, text: str) -> list[str]:
+    """`  --option INT   its text`, the text on lines of its own behind a long option."""
+    lines = textwrap.wrap(text, 118, initial_indent=" " * 26, subsequent_indent=" " * 26, break_on_hyphens=False)
+    return [f"  {word:<23} {lines[0].strip()}", *lines[1:]] if len(word) < 24 else [f"  {word}", *lines]

@@ -20,8 +20,7 @@ from typing import Any
 from jupyter_client.manager import AsyncKernelManager
 from traitlets.config import Config
 
-from labkit.launch.folder import RUN_PREFIX, LaunchFolder, sweep
-from labkit.launch.guard import kill_family, kill_group_at_close
+from labkit.launch.guard import RUN_PREFIX, LaunchFolder, kill_family, kill_group_at_close, sweep
 
 LONGEST_PARENT = 60
 """Bytes of the temporary folder's path. A socket's path has 104 at most on macOS, 107 on Linux; our names take 30."""

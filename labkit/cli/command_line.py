@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Sequence
 
-from labkit.cli.arguments import Command, read
+from labkit.cli.arguments import Command, help_text, read
 from labkit.cli.output import readers_may_leave
 from labkit.config import ConfigError
 from labkit.config.errors import nearest, shown
@@ -128,15 +128,11 @@ def _dispatch(words: list[str]) -> int:
         raise ConfigError([f"unknown {kind} {shown(name)}; commands: {', '.join(COMMANDS)}{hint}"], source="labkit")
     command: Command = importlib.import_module(f"labkit.cli.{COMMANDS[name][0]}").COMMAND
     if any(word in ("-h", "--help") for word in rest):
-        from labkit.cli.help_text import parser_of
-
-        parser_of(command).print_help()
+        print(help_text(command))
         return 0
     arguments = read(command, rest)
     if arguments.print_config:
         arguments.refuse(arguments.config.problems())
-        from labkit.cli.help_text import checked_config
-
-        print(checked_config(command, arguments).to_commented_yaml(), end="")
+        print(arguments.config.to_commented_yaml(), end="")
         return 0
     return command.execute(arguments)

@@ -16,7 +16,9 @@ from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
 from labkit.config import ConfigError, ScheduleConfig
 from labkit.config.errors import nearest, shown
-from labkit.config.limits import CHOICES, CHUNKS, COUNT
+from labkit.config.field_spec import SIZE
+from labkit.config.fields import SPECS
+from labkit.config.pipeline_rules import CHUNKS
 from labkit.schedules.builders import build_schedule
 from labkit.schedules.files import read_schedule
 from labkit.schedules.ir import KINDS, Schedule, ScheduleError
@@ -30,7 +32,7 @@ MOST_SHOWN = 8192
 MOST_BUILT = 2**24
 """Most actions of a schedule that is built (1.3 GB with its simulation), and most pairs of a rank and a stage."""
 SUFFIXES = (".png", ".svg", ".pdf")
-NAMES = CHOICES["schedule.name"]
+NAMES = SPECS["schedule.name"].choices
 TRANSPORTS = get_args(Transport)
 _TABLES = ("auto", "1f1b", "interleaved")
 """Schedules whose warm-up follows from sizes alone."""
@@ -65,7 +67,7 @@ def _check(arguments: Arguments) -> None:
     options = arguments.options
     problems = [*_missing_or_idle(arguments), *_words(options), *_files(options)]
     given = {name: options[name] for name in ("pp", "vpp", "microbatches", "group_size")}
-    bad = {name: rule for name, size in given.items() if size is not None and (rule := COUNT.broken(size))}
+    bad = {name: rule for name, size in given.items() if size is not None and (rule := SIZE.broken(size))}
     problems += [f"--{_dashed(name)} {shown(given[name])}: {rule}" for name, rule in bad.items()]
     if not bad and options["verify"] is None:
         problems += _too_large(options)
@@ -309,13 +311,13 @@ def _write_csv(timeline: Timeline, path: Path) -> None:
 
 
 def _write_plot(timeline: Timeline, path: Path) -> None:
-    from labkit.viz.timeline import gantt
+    from labkit.viz.pipeline.timeline import gantt
 
     gantt(timeline, memory=True).save(path)
 
 
 def _write_trace(timeline: Timeline, path: Path) -> None:
-    from labkit.viz.trace import write_trace
+    from labkit.viz.pipeline.trace import write_trace
 
     write_trace(timeline, path)
 

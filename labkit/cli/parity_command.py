@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from labkit.cli.arguments import Arguments, Command, Option
-from labkit.cli.preparation import data_problem, prepared
-from labkit.cli.train_command import TIMEOUT_HELP, device_problems, refusing_arguments, timeout_problems
+from labkit.cli.train_command import TIMEOUT_HELP, data_problem, device_problems, refusing_arguments, timeout_problems
 from labkit.config import RunConfig
 from labkit.config.errors import shown
 from labkit.config.fields import SPECS, BadValueError, Given, convert, resolve
@@ -41,7 +40,7 @@ def execute(arguments: Arguments) -> int:
     layouts, bad_layouts = read_layouts(text, config, options["world_size"]) if not problems else ([], [])
     fault, bad_fault = _read_fault(options["drop"])
     arguments.refuse(problems + bad_layouts + bad_fault)
-    config = prepared(COMMAND, arguments, _input_problems(layouts, config, options["device"]))
+    arguments.refuse(_input_problems(layouts, config, options["device"]))
     from labkit.train import compare
 
     with refusing_arguments():
@@ -147,7 +146,7 @@ def _read_fault(text: str | None) -> tuple[dict[str, str] | None, list[str]]:
     """`operation=all_reduce,group=tp` as the arguments of `labkit.parallel.collectives.dropped`."""
     if text is None:
         return None, []
-    from labkit.train.fault import fault_problems
+    from labkit.train.parity.plan import fault_problems
 
     given = Given()
     problems: list[str] = []

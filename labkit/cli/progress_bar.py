@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any, TextIO
 
-from labkit.train.progress_line import all_lines, one_line
+from labkit.train.reporting.progress_line import all_lines, one_line
 
 NARROWEST = 60
 """Columns of a terminal whose line is drawn anew; on fewer a line loses what a reader needs."""

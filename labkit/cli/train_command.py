@@ -10,7 +10,6 @@ from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 from labkit.cli.arguments import Arguments, Command, Option
-from labkit.cli.preparation import data_problem, prepared
 from labkit.config import ConfigError, RunConfig
 from labkit.config.errors import nearest, shown
 from labkit.events import Event
@@ -22,6 +21,8 @@ TIMEOUT_HELP = (
     "parallel.distributed_timeout_minutes where not given"
 )
 LONGEST_TIMEOUT = 7 * 24 * 3600
+MOST_READ_TWICE = 1_000_000
+"""Bytes of a text that is tokenised here as well as in the ranks; a longer one is not too short."""
 
 
 class Refusal(NamedTuple):
@@ -52,7 +53,7 @@ def execute(arguments: Arguments) -> int:
     from labkit.cli.progress_bar import ProgressBar
     from labkit.train import preflight
 
-    config = prepared(COMMAND, arguments, [*preflight.problems(config, world_size, device), data_problem(config)])
+    arguments.refuse([*preflight.problems(config, world_size, device), data_problem(config)])
     trace = arguments.options["trace"]
     microbatches = config.num_microbatches(world_size)
     on_first_rank(
@@ -108,6 +109,21 @@ def trace_problems(path: str | None) -> list[str]:
             return []
     except OSError as error:
         return [f"--trace {shown(path, 200)}: {error.strerror or error}; give a path that can be written"]
+
+
+def data_problem(config: RunConfig) -> str:
+    """Why there would be nothing to train on, or an empty string."""
+    from labkit.data.gpt_data import build_gpt_datasets, check_vocabulary
+
+    data = config.data
+    try:
+        if data.path is not None and os.path.getsize(data.path) > MOST_READ_TWICE:
+            check_vocabulary(data, config.model.vocab_size)
+        else:
+            build_gpt_datasets(config)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
 
 
 def ranks_to_use(arguments: Arguments) -> int | None:
@@ -207,7 +223,7 @@ def final_lines(result: Trained, config: RunConfig) -> list[str]:
 
 def write_trace_of(results: Sequence[Trained], path: Path) -> None:
     """All ranks' Events as a file for ui.perfetto.dev, and a line that says which steps it holds."""
-    from labkit.viz.trace import write_trace
+    from labkit.viz.pipeline.trace import write_trace
 
     events = [event for result in results for event in result.events]
     steps = sorted({event.step for event in events if event.step is not None})

@@ -16,24 +16,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from labkit.config.errors import nearest, shown
+from labkit.config.field_spec import FieldSpec
 from labkit.config.sections import SECTIONS
-
-
-class FieldSpec(NamedTuple):
-    """Where a field lives and what it holds."""
-
-    section: str
-    name: str
-    kind: str
-    """`int`, `float`, `bool`, `str`, `tuple[str, ...]` or `tuple[int, ...]`."""
-    optional: bool
-    """Whether None is a value."""
-    default: Any
-
-    @property
-    def dotted(self) -> str:
-        """`section.field`."""
-        return f"{self.section}.{self.name}"
 
 
 def _specs() -> dict[str, FieldSpec]:
@@ -41,83 +25,18 @@ def _specs() -> dict[str, FieldSpec]:
     for section, cls in SECTIONS.items():
         for f in dataclasses.fields(cls):
             kind = str(f.type)  # a string: the sections postpone their annotations
-            spec = FieldSpec(section, f.name, kind.removesuffix(" | None"), kind.endswith(" | None"), f.default)
-            found[spec.dotted] = spec
+            optional, rules = kind.endswith(" | None"), dict(f.metadata)
+            if section == "moe" and f.name != "num_experts":
+                rules["needs"] = ("moe.num_experts", *rules["needs"])  # of a dense model nothing reads the section
+            found[f"{section}.{f.name}"] = FieldSpec(
+                section, f.name, kind.removesuffix(" | None"), optional, f.default, **rules
+            )
     return found
 
 
 SPECS: dict[str, FieldSpec] = _specs()
 """Every field by its dotted name, in file order."""
-
-ALIASES: dict[str, str] = {
-    "num_layers": "model.layers",
-    "hidden_size": "model.hidden",
-    "num_attention_heads": "model.heads",
-    "num_query_groups": "model.kv_heads",
-    "ffn_hidden_size": "model.ffn_hidden",
-    "position_embedding_type": "model.position",
-    "rotary_base": "model.rope_theta",
-    "normalization": "model.norm",
-    "norm_epsilon": "model.norm_eps",
-    "layernorm_epsilon": "model.norm_eps",
-    "init_method_std": "model.init_std",
-    "tensor_model_parallel_size": "parallel.tp",
-    "pipeline_model_parallel_size": "parallel.pp",
-    "virtual_pipeline_model_parallel_size": "parallel.vpp",
-    "num_virtual_stages_per_pipeline_rank": "parallel.vpp",
-    "context_parallel_size": "parallel.cp",
-    "expert_model_parallel_size": "parallel.ep",
-    "expert_tensor_parallel_size": "parallel.etp",
-    "pipeline_model_parallel_split_rank": "parallel.split_rank",
-    "pipeline_model_parallel_layout": "parallel.pipeline_layout",
-    "microbatch_group_size_per_vp_stage": "schedule.microbatch_group_size",
-    "microbatch_group_size_per_virtual_pipeline_stage": "schedule.microbatch_group_size",
-    "num_moe_experts": "moe.num_experts",
-    "moe_router_topk": "moe.top_k",
-    "moe_token_dispatcher_type": "moe.dispatcher",
-    "moe_ffn_hidden_size": "moe.ffn_hidden",
-    "moe_layer_freq": "moe.layer_freq",
-    "moe_router_score_function": "moe.score_function",
-    "moe_router_pre_softmax": "moe.pre_softmax",
-    "moe_router_num_groups": "moe.num_groups",
-    "moe_router_group_topk": "moe.group_topk",
-    "moe_router_topk_scaling_factor": "moe.topk_scaling_factor",
-    "moe_router_dtype": "moe.router_dtype",
-    "moe_input_jitter_eps": "moe.input_jitter",
-    "moe_router_load_balancing_type": "moe.load_balancing",
-    "moe_aux_loss_coeff": "moe.aux_loss_coeff",
-    "moe_z_loss_coeff": "moe.z_loss_coeff",
-    "moe_router_enable_expert_bias": "moe.expert_bias",
-    "moe_router_bias_update_rate": "moe.expert_bias_update_rate",
-    "moe_expert_capacity_factor": "moe.capacity_factor",
-    "moe_token_drop_policy": "moe.drop_policy",
-    "moe_pad_expert_input_to_capacity": "moe.pad_to_capacity",
-    "moe_grouped_gemm": "moe.grouped_gemm",
-    "moe_shared_expert_intermediate_size": "moe.shared_expert_ffn_hidden",
-    "moe_use_shared_expert_gate": "moe.shared_expert_gate",
-    "moe_shared_expert_gate": "moe.shared_expert_gate",
-    "moe_shared_expert_overlap": "moe.shared_expert_overlap",
-    "cuda_graph_modules": "graph.cuda_graph_scope",
-    "data_path": "data.path",
-    "tokenizer_model": "data.tokenizer",
-    "lr_decay_style": "optim.lr_schedule",
-    "lr_warmup_iters": "optim.warmup_steps",
-    "lr_decay_iters": "optim.decay_steps",
-    "lr_wsd_decay_iters": "optim.wsd_decay_steps",
-    "lr_wsd_decay_style": "optim.wsd_decay_style",
-    "adam_beta1": "optim.beta1",
-    "adam_beta2": "optim.beta2",
-    "adam_eps": "optim.eps",
-    "params_dtype": "optim.precision",
-    "fp8_format": "optim.fp8",
-    "ddp_bucket_size": "optim.bucket_size",
-    "ddp_average_in_collective": "optim.average_in_collective",
-    "check_for_nan_in_loss_and_grad": "optim.check_for_nan_in_grad",
-    "use_distributed_optimizer": "optim.distributed_optimizer",
-    "train_iters": "train.steps",
-    "eval_iters": "train.eval_steps",
-    "random_seed": "train.seed",
-}
+ALIASES: dict[str, str] = {alias: dotted for dotted, spec in SPECS.items() for alias in spec.aliases}
 """Megatron-LM's names for fields that are named otherwise here."""
 
 _OF_A_LAYOUT = "set parallel.pipeline_layout, which gives the layers of every stage, as in"
@@ -134,30 +53,9 @@ NOT_FIELDS: dict[str, str] = {
 }
 """Names that one expects to be fields, and why they are none."""
 
-VALUE_ALIASES: dict[str, dict[str, str]] = {
-    "optim.precision": {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64", "float16": "fp16"},
-    "optim.fp8_recipe": {"tensorwise": "current"},
-    "parallel.cp_comm_type": {"allgather": "all_gather"},
-    "model.position": {"learned_absolute": "learned"},
-    "model.norm": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"},
-}
-"""Megatron-LM's words for values, taken for ours."""
-
-LIST_HINTS: dict[str, str] = {
-    "moe.layer_freq": "; 1 is a layer with experts and 0 a dense one, repeated over the layers: Megatron's N = 2, one "
-    "such layer in 2, is [1, 0], and its '[0]*1+[1]*3' is [0, 1, 1, 1]",
-}
-"""What to write instead, for lists that Megatron-LM has in other forms."""
-
-
-def _by_last_part() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for dotted, spec in SPECS.items():
-        found.setdefault(spec.name, []).append(dotted)
-    return found
-
-
-_LAST_PARTS = _by_last_part()
+_LAST_PARTS: dict[str, list[str]] = {}
+for _dotted, _spec in SPECS.items():
+    _LAST_PARTS.setdefault(_spec.name, []).append(_dotted)
 KNOWN_NAMES: tuple[str, ...] = (*SPECS, *_LAST_PARTS, *ALIASES)
 """Every name under which a field may be written."""
 
@@ -230,7 +128,7 @@ def convert(spec: FieldSpec, value: object, *, text: bool = False) -> Any:
         raise BadValueError(f"must be {_kind_words(spec)}, not nothing (null)")
     converted = _from_text(spec, str(value)) if text else _typed(spec, value)
     if isinstance(converted, str):
-        return VALUE_ALIASES.get(spec.dotted, {}).get(converted, converted)
+        return spec.synonyms.get(converted, converted)
     return converted
 
 
@@ -257,7 +155,7 @@ def _typed(spec: FieldSpec, value: object) -> Any:
     elif spec.kind == "str" and isinstance(value, int | float):
         hint = "; put it in quotes"
     elif spec.kind == "tuple[int, ...]":
-        hint = LIST_HINTS.get(spec.dotted, "")
+        hint = spec.hint
     raise BadValueError(f"must be {_kind_words(spec)}, not {_kind_of(value)}{hint}")
 
 
@@ -282,7 +180,7 @@ def _from_text(spec: FieldSpec, value: str) -> Any:
             return parts
         if all(_INTEGER.fullmatch(part) for part in parts):
             return tuple(int(part) for part in parts)
-        raise BadValueError(f"must be {_kind_words(spec)}, as in 1,0{LIST_HINTS.get(spec.dotted, '')}")
+        raise BadValueError(f"must be {_kind_words(spec)}, as in 1,0{spec.hint}")
     if spec.kind == "int" and _INTEGER.fullmatch(word):
         return int(word)
     if spec.kind == "float" and _NUMBER.fullmatch(word):
@@ -294,6 +192,13 @@ def _from_text(spec: FieldSpec, value: str) -> Any:
     raise BadValueError(f"must be {_kind_words(spec)}")
 
 
+def as_yaml(value: object) -> str:
+    """A field's value as YAML writes it: `null`, `true`, `[1, 0]`."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(list(value) if isinstance(value, tuple) else value)
+
+
 class Entry(NamedTuple):
     """One value as it was written."""
 
@@ -301,30 +206,38 @@ class Entry(NamedTuple):
     """As written, for messages."""
     dotted: str
     value: object
-    where: str
+    where: str = ""
     """A prefix for messages, such as `line 4: `; empty where there is none to name."""
 
 
-def flatten(changes: Mapping[Any, object]) -> tuple[list[Entry], list[str]]:
+class Pairs(list[tuple[str, Any, Any]]):
+    """The items of a mapping as a text gives them: where, key, value."""
+
+
+def flatten(written: Mapping[Any, object] | Pairs) -> tuple[list[Entry], list[str]]:
     """Fields of a mapping whose keys are fields or whole sections, and a sentence for each key that is neither."""
     entries: list[Entry] = []
     problems: list[str] = []
-    for key, value in changes.items():
-        if isinstance(key, str) and key in SECTIONS:
-            if isinstance(value, SECTIONS[key]):
-                value = vars(value)
-            if not isinstance(value, Mapping):
-                problems.append(f"{key} = {shown(value)}: a section holds fields, as in `{key}: {{field: value}}`")
-                continue
-            pairs = [(f"{key}.{inner}", resolve(inner, key), v) for inner, v in value.items()]
+    for where, key, value in _pairs(written):
+        if not (isinstance(key, str) and key in SECTIONS):
+            fields = [(where, str(key), resolve(key), value)]
+        elif isinstance(value, Mapping | Pairs | SECTIONS[key]):
+            inside = _pairs(value if isinstance(value, Mapping | Pairs) else vars(value))
+            fields = [(w, f"{key}.{inner}", resolve(inner, key), v) for w, inner, v in inside]
         else:
-            pairs = [(str(key), resolve(key), value)]
-        for name, (dotted, problem), inner_value in pairs:
+            rule = f"a section holds fields, as in `{key}: {{field: value}}`"
+            problems.append(f"{where}{key} = {shown(value)}: {rule}")
+            continue
+        for place, name, (dotted, problem), inner_value in fields:
             if dotted is None:
-                problems.append(problem)
+                problems.append(place + problem)
             else:
-                entries.append(Entry(name, dotted, inner_value, ""))
+                entries.append(Entry(name, dotted, inner_value, place))
     return entries, problems
+
+
+def _pairs(written: Mapping[Any, object] | Pairs) -> Pairs:
+    return written if isinstance(written, Pairs) else Pairs(("", key, value) for key, value in written.items())
 
 
 class Given:

@@ -1,44 +1,81 @@
-"""Problems of a configuration as they are found, and words that several rules share."""
+"""Problems of a configuration as they are found. First each field by itself, then each field that nothing reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
 from typing import Any
 
 from labkit.config.errors import shown
-from labkit.config.fields import SPECS
+from labkit.config.fields import SPECS, BadValueError, as_yaml, convert
+from labkit.config.sections import Sections
 
 
 class Findings:
-    """Problems so far, and which fields are known to be bad."""
+    """Problems so far, and which fields are known to be bad.
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
+    A rule between fields is skipped where one of its fields is bad already, so one mistake is reported once.
+    """
+
+    def __init__(self, config: Sections) -> None:
+        self.config = config
+        self.values = {name: getattr(getattr(config, spec.section), spec.name) for name, spec in SPECS.items()}
         self.problems: list[str] = []
         self._bad: set[str] = set()
+        for name in SPECS:
+            if rule := _broken(name, self.values[name]):
+                self.add(name, rule)
+        for name in SPECS:
+            if self.changed(name) and (why := self._unread(name)):
+                self.no_effect(name, why)
 
     def add(self, name: str, rule: str, *, value: Any = ...) -> None:
         """Note that `name` breaks `rule`; `value` where it is no field of the configuration."""
-        given = self.values[name] if value is ... else value
-        self.problems.append(f"{name} = {shown(given)}: {rule}")
+        self.problems.append(f"{name} = {shown(self.values[name] if value is ... else value)}: {rule}")
         self._bad.add(name)
 
-    def no_effect(self, names: Iterable[str], why: str) -> None:
-        """Refuse fields that nothing reads and that are set all the same: somebody has misunderstood something.
+    def sound(self, *names: str) -> bool:
+        """Nothing is known against any of `names`."""
+        return self._bad.isdisjoint(names)
 
-        why: when that is, and what else to set, as in `with optim.fp8 = none; set that to e4m3`.
+    def changed(self, name: str) -> bool:
+        """The field is sound and does not hold its default."""
+        return self.sound(name) and self.values[name] != SPECS[name].default
+
+    def no_effect(self, name: str, why: str) -> None:
+        """Refuse a field that nothing reads: somebody set it and expects an effect.
+
+        why: the reason and the way out, as in `with optim.fp8 = none; set that to e4m3`.
         """
-        for name in names:
-            if self.sound(name) and self.values[name] != SPECS[name].default:
-                self.add(name, f"has no effect {why}, or leave this out")
+        self.add(name, f"has no effect {why}, or leave this out")
 
-    def get(self, *names: str) -> list[Any] | None:
-        """The values of `names`, or None where one of them is bad."""
-        return [self.values[n] for n in names] if self._bad.isdisjoint(names) else None
+    def _unread(self, name: str) -> str:
+        """Why nothing reads the field: the first of its `needs` that does not hold."""
+        for need in SPECS[name].needs:
+            other, _, words = need.partition("=")
+            value, wanted = as_yaml(self.values[other]), words.replace("|", " or ")
+            if not self.sound(other):
+                return ""
+            if value not in words.split("|") and (words or value in ("null", "0")):
+                if value == "null" and not words:
+                    return f"without {other}; set that"
+                return f"with {other} = {value}; set that {f'to {wanted}' if words else 'above 0'}"
+        return ""
 
-    def sound(self, name: str) -> bool:
-        """Whether nothing is known against `name`."""
-        return name not in self._bad
+
+def _broken(name: str, value: Any) -> str:
+    """The rule that one field breaks by itself: its type, bounds, words, file."""
+    spec = SPECS[name]
+    try:
+        convert(spec, value)
+    except BadValueError as rule:
+        return str(rule)
+    if value is None:
+        return ""
+    if spec.file and os.path.isdir(value):
+        return "is a directory; give a file"
+    if spec.file and not os.path.isfile(value):
+        return "no such file; give an existing file or leave it out"
+    return spec.broken(value)
 
 
 def divisors(number: int) -> str:

@@ -5,43 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from labkit.config import fields, rules
 from labkit.config.errors import ConfigError
-from labkit.config.sections import (
-    SECTIONS,
-    DataConfig,
-    GraphConfig,
-    ModelConfig,
-    MoEConfig,
-    OptimConfig,
-    ParallelConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from labkit.config.sections import SECTIONS, Sections
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Sections):
     """A whole run."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """Shape of the model."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """The layout."""
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """The pipeline schedule."""
-    moe: MoEConfig = field(default_factory=MoEConfig)
-    """Mixture of experts."""
-    graph: GraphConfig = field(default_factory=GraphConfig)
-    """CUDA graphs."""
-    data: DataConfig = field(default_factory=DataConfig)
-    """Where tokens come from."""
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    """Optimizer and precision."""
-    train: TrainConfig = field(default_factory=TrainConfig)
-    """Steps and batches."""
 
     @staticmethod
     def from_yaml(path: str | os.PathLike[str], *, overrides: Mapping[str, Any] | None = None) -> RunConfig:
@@ -49,7 +23,7 @@ class RunConfig:
 
         Raises ConfigError with every problem of file, overrides and rules (those that need no world size).
         """
-        from labkit.config import fields, yaml_text
+        from labkit.config import yaml_text
 
         entries, problems = yaml_text.parse(yaml_text.read_file(path))
         values, bad_values = fields.convert_entries(entries)
@@ -77,8 +51,6 @@ class RunConfig:
         Raises ConfigError with every unknown key and every value of a wrong type. Rules between fields are left to
         `validate`, so that changes may be made one after the other.
         """
-        from labkit.config import fields
-
         entries, problems = fields.flatten(changes)
         values, bad_values = fields.convert_entries(entries)
         if problems or bad_values:
@@ -103,20 +75,17 @@ class RunConfig:
         return yaml_text.dump(self.to_dict())
 
     def to_commented_yaml(self) -> str:
-        """`to_yaml` with what each section and field means, and the values it may take, in a comment above it."""
+        """`to_yaml` with the help of each section and field, and the values it may take, in a comment above it."""
         from labkit.config import yaml_text
-        from labkit.config.field_docs import field_docs, section_docs
 
-        texts = {dotted: doc.help for dotted, doc in field_docs().items()}
-        return yaml_text.dump_commented(self.to_dict(), texts | section_docs())
+        comments = {section: str(cls.__doc__) for section, cls in SECTIONS.items()}
+        return yaml_text.dump_commented(self.to_dict(), comments | {n: s.help for n, s in fields.SPECS.items()})
 
     def problems(self, world_size: int | None = None) -> list[str]:
         """One sentence for each rule that is broken; empty for a sound configuration.
 
         Without `world_size` the rules that need the number of ranks are left out.
         """
-        from labkit.config import rules
-
         return rules.problems(self, world_size)
 
     def validate(self, world_size: int | None = None) -> RunConfig:
@@ -128,8 +97,6 @@ class RunConfig:
 
     def not_yet_trainable(self) -> list[str]:
         """One sentence for each sound option that the training loop does not carry out yet."""
-        from labkit.config import rules
-
         return rules.not_yet_trainable(self)
 
     def data_parallel_size(self, world_size: int) -> int:
@@ -139,3 +106,27 @@ class RunConfig:
     def num_microbatches(self, world_size: int) -> int:
         """Microbatches of one step on one data-parallel rank: global batch / (micro batch x dp)."""
         return self.train.global_batch_size // (self.train.micro_batch_size * self.data_parallel_size(world_size))
+
+    def resolve(self, world_size: int) -> ResolvedConfig:
+        """This configuration on `world_size` ranks, checked once; ConfigError lists every problem."""
+        self.validate(world_size)
+        p = self.parallel
+        edp = world_size // (p.expert_tp * p.ep * p.pp)
+        dp, microbatches = self.data_parallel_size(world_size), self.num_microbatches(world_size)
+        return ResolvedConfig(self, world_size, dp, p.expert_tp, edp, microbatches)
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """A sound configuration on a number of ranks, with the sizes that follow. Code that is given one checks nothing."""
+
+    config: RunConfig
+    world_size: int
+    dp: int
+    """Data-parallel ranks of the dense layers."""
+    etp: int
+    """Tensor-parallel ranks inside experts."""
+    edp: int
+    """Data-parallel ranks of the experts."""
+    microbatches: int
+    """Microbatches of one step on one data-parallel rank."""

@@ -1,131 +1,106 @@
-"""Rules between the fields of recomputation, data parallelism and precision."""
+"""Rules between the fields of recomputation, the optimizer, precision, batches and data."""
 
 from __future__ import annotations
 
+import math
+import os
+
 from labkit.config.errors import nearest, shown
-from labkit.config.fields import SPECS
-from labkit.config.findings import Findings, divisors
-from labkit.config.limits import RECOMPUTE_MODULES
+from labkit.config.findings import Findings, up
+
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
+"""Parts of a layer that `model.recompute_modules` may name."""
 
 
 def training_rules(found: Findings) -> None:
-    """Those that need no world size."""
+    """Recomputation, precision, Transformer Engine, context parallelism."""
+    c = found.config
     _recompute(found)
-    _data_parallel(found)
-    _precision(found)
-    _fp8(found)
-    _transformer_engine(found)
-    _context_parallel(found)
-
-
-def instance_rule(found: Findings, dp_cp: int) -> None:
-    """The data-parallel ranks are cut into equal groups."""
-    name = "optim.num_distributed_optimizer_instances"
-    if found.sound(name) and dp_cp % found.values[name]:
-        found.add(name, f"must divide dp x cp = {dp_cp}; choose {divisors(dp_cp)}")
-
-
-_RECOMPUTE_FIELDS = {
-    "model.recompute_method": "full",
-    "model.recompute_num_layers": "full",
-    "model.recompute_modules": "selective",
-}
-"""Fields that only one granularity reads, and which."""
+    if c.optim.average_in_collective is True and c.optim.calculate_per_token_loss is True:
+        rule = "excludes optim.calculate_per_token_loss, which divides once by tokens"
+        found.add("optim.average_in_collective", f"{rule}; set one of them to false")
+    if found.sound("optim.fp8", "optim.precision") and c.optim.fp8 != "none" and c.optim.precision == "fp16":
+        found.add("optim.fp8", "fp8 goes with optim.precision bf16, fp32 or (for parity) fp64, not fp16")
+    if c.model.transformer_impl == "transformer_engine":
+        _transformer_engine(found)
+    cp = c.parallel.cp
+    if found.sound("model.attention_dropout", "parallel.cp") and c.model.attention_dropout and cp > 1:
+        rule = f"must be 0 with parallel.cp = {cp}: blocks of a ring are joined by log-sum-exps, and the kernels that"
+        found.add("model.attention_dropout", f"{rule} give those drop nothing; set it to 0, or parallel.cp = 1")
 
 
 def _recompute(found: Findings) -> None:
-    granularity = found.values["model.recompute_granularity"]
-    if not found.sound("model.recompute_granularity"):
-        return
-    partial = "model.num_microbatches_with_partial_activation_checkpoints"
-    if granularity == "none" and found.values[partial] is not None:
-        found.add(partial, "nothing is recomputed; set model.recompute_granularity to selective or full")
-    got = found.get("model.recompute_num_layers", "model.layers")
-    if granularity == "full" and got and got[0] > got[1]:
-        found.add("model.recompute_num_layers", f"must be at most model.layers = {got[1]}")
-    modules = found.values["model.recompute_modules"]
-    if granularity == "selective" and found.sound("model.recompute_modules"):
-        unknown = [module for module in modules if module not in RECOMPUTE_MODULES]
-        if unknown:
-            rule = f"{shown(unknown[0])} is no part that can be recomputed; choose from {', '.join(RECOMPUTE_MODULES)}"
-            found.add("model.recompute_modules", f"{rule}{nearest(unknown[0], RECOMPUTE_MODULES)}")
-        elif not modules or len(set(modules)) < len(modules):
-            found.add("model.recompute_modules", f"name one or more of {', '.join(RECOMPUTE_MODULES)}, each once")
-    for name, reader in _RECOMPUTE_FIELDS.items():
-        if granularity != reader:
-            found.no_effect([name], f"with model.recompute_granularity = {granularity}; set that to {reader}")
-
-
-def _data_parallel(found: Findings) -> None:
-    if found.values["optim.data_parallel"] == "naive":
-        for name in ("optim.distributed_optimizer", "optim.average_in_collective"):
-            if found.values[name] is True:
-                found.add(name, "needs gradient buckets; set optim.data_parallel to bucketed")
-        found.no_effect(["optim.bucket_size"], "on the naive form; set optim.data_parallel to bucketed")
-    elif found.values["optim.overlap_grad_reduce"] is False:
-        why = "without overlap, where all is one bucket; set optim.overlap_grad_reduce to true"
-        found.no_effect(["optim.bucket_size"], why)
-    if found.values["optim.distributed_optimizer"] is False:
-        if found.values["optim.overlap_param_gather"] is True:
-            found.add("optim.overlap_param_gather", "only the distributed optimizer gathers parameters; turn it on")
-        instances = found.values["optim.num_distributed_optimizer_instances"]
-        if found.sound("optim.num_distributed_optimizer_instances") and instances > 1:
-            found.add("optim.num_distributed_optimizer_instances", "needs optim.distributed_optimizer = true")
-    if found.values["optim.average_in_collective"] is True and found.values["optim.calculate_per_token_loss"] is True:
-        found.add(
-            "optim.average_in_collective", "excludes optim.calculate_per_token_loss, which divides once by tokens"
-        )
-
-
-def _precision(found: Findings) -> None:
-    precision = found.values["optim.precision"]
-    if not found.sound("optim.precision"):
-        return
-    if precision != "fp16" and found.values["optim.loss_scale"] is not None:
-        found.add("optim.loss_scale", f"only fp16 scales the loss, and optim.precision = {precision}; leave it out")
-    if (got := found.get("optim.min_loss_scale", "optim.initial_loss_scale")) and got[0] > got[1]:
-        found.add("optim.min_loss_scale", f"must be at most optim.initial_loss_scale = {got[1]:g}")
-    adaptive = [f"optim.{name}" for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")]
-    if precision != "fp16":
-        found.no_effect(adaptive, f"with optim.precision = {precision}, which scales no loss; set that to fp16")
-    elif found.values["optim.loss_scale"] is not None:
-        found.no_effect(adaptive, "on a constant scale; set optim.loss_scale to null")
-
-
-def _fp8(found: Findings) -> None:
-    got = found.get("optim.fp8", "optim.precision")
-    if got and got[0] != "none" and got[1] == "fp16":
-        found.add("optim.fp8", "fp8 goes with optim.precision bf16, fp32 or (for parity) fp64, not fp16")
-    if got and got[0] == "none":
-        names = [name for name in SPECS if name.startswith("optim.fp8_")]
-        found.no_effect(names, "with optim.fp8 = none; set that to e4m3 or hybrid")
-    got = found.get("optim.fp8", "optim.fp8_recipe")
-    if got and got[0] != "none" and got[1] != "delayed":
-        names = ("optim.fp8_amax_history_len", "optim.fp8_amax_compute_algo", "optim.fp8_margin")
-        found.no_effect(names, f"with optim.fp8_recipe = {got[1]}; set that to delayed")
-    elif got and got[0] != "none" and found.values["optim.fp8_amax_compute_algo"] == "most_recent":
-        why = "with optim.fp8_amax_compute_algo = most_recent; set that to max"
-        found.no_effect(["optim.fp8_amax_history_len"], why)
+    """Layers and parts of layers that are computed again."""
+    m, name, parts = found.config.model, "model.recompute_modules", ", ".join(RECOMPUTE_MODULES)
+    sound = found.sound("model.recompute_num_layers", "model.layers")
+    if sound and m.recompute_granularity == "full" and m.recompute_num_layers > m.layers:
+        found.add("model.recompute_num_layers", f"must be at most model.layers = {m.layers}; recompute fewer")
+    if found.sound(name) and m.recompute_granularity == "selective":
+        if unknown := [module for module in m.recompute_modules if module not in RECOMPUTE_MODULES]:
+            rule = f"{shown(unknown[0])} is no part that can be recomputed; choose from {parts}"
+            found.add(name, f"{rule}{nearest(unknown[0], RECOMPUTE_MODULES)}")
+        elif not m.recompute_modules or len(set(m.recompute_modules)) < len(m.recompute_modules):
+            found.add(name, f"name one or more of {parts}, each once")
 
 
 def _transformer_engine(found: Findings) -> None:
-    """What labkit's own layers can do and Transformer Engine's cannot."""
-    name = "model.transformer_impl"
-    if not found.sound(name) or found.values[name] != "transformer_engine":
-        return
-    if found.values["optim.precision"] == "fp64":
-        found.add(name, "Transformer Engine has no fp64; set optim.precision, or local layers")
-    if found.values["model.attention_backend"] == "unfused":
+    """Options of labkit's own layers that Transformer Engine's do not have."""
+    c = found.config
+    if c.optim.precision == "fp64":
+        found.add("model.transformer_impl", "Transformer Engine has no fp64; set optim.precision, or local layers")
+    if c.model.attention_backend == "unfused":
         found.add("model.attention_backend", "Transformer Engine chooses its kernels; set it to fused, or local layers")
-    if "layernorm" in (found.values["model.recompute_modules"] or ()):
+    if found.sound("model.recompute_modules") and "layernorm" in c.model.recompute_modules:
         rule = "layernorm is part of Transformer Engine's linear layers and has no output to drop"
         found.add("model.recompute_modules", f"{rule}; leave it out, or set local layers")
 
 
-def _context_parallel(found: Findings) -> None:
-    got = found.get("model.attention_dropout", "parallel.cp")
-    if got and got[0] and got[1] > 1:
-        rule = (
-            f"must be 0 with parallel.cp = {got[1]}: blocks of a ring are joined by log-sum-exps, and the kernels that"
-        )
-        found.add("model.attention_dropout", f"{rule} give those drop nothing; set it to 0, or parallel.cp = 1")
+def optimizer_rules(found: Findings) -> None:
+    """The learning rate's schedule and the adaptive loss scale."""
+    o, steps = found.config.optim, found.config.train.steps
+    if found.sound("optim.min_lr", "optim.lr") and o.min_lr > o.lr:
+        found.add("optim.min_lr", f"must be at most optim.lr = {o.lr:g}, from which the rate decays")
+    if found.sound("optim.min_loss_scale", "optim.initial_loss_scale") and o.min_loss_scale > o.initial_loss_scale:
+        found.add("optim.min_loss_scale", f"must be at most optim.initial_loss_scale = {o.initial_loss_scale:g}")
+    if not found.sound("optim.warmup_steps", "optim.decay_steps", "train.steps"):
+        return
+    end, words = (steps, "train.steps") if o.decay_steps is None else (o.decay_steps, "optim.decay_steps")
+    left = end - o.warmup_steps
+    if left <= 0:
+        rule = f"must be below {words} = {end}, where the decay ends"
+        found.add("optim.warmup_steps", f"{rule}; warm up for fewer steps")
+    elif found.sound("optim.wsd_decay_steps") and o.lr_schedule == "wsd":
+        length = max(1, end // 10) if o.wsd_decay_steps is None else o.wsd_decay_steps
+        if length > left:
+            usual = f" (None means a tenth of the decay, {length} steps)" if o.wsd_decay_steps is None else ""
+            rule = f"must be at most {left}: {words} = {end} less {o.warmup_steps} steps of warm-up{usual}"
+            found.add("optim.wsd_decay_steps", f"{rule}; shorten the tail")
+
+
+def batch_rule(found: Findings) -> bool:
+    """The global batch is sound and a multiple of the micro batch."""
+    names, t = ("train.global_batch_size", "train.micro_batch_size"), found.config.train
+    if found.sound(*names) and t.global_batch_size % t.micro_batch_size:
+        rule = f"must be a multiple of train.micro_batch_size = {t.micro_batch_size}"
+        found.add(names[0], f"{rule}; try {up(t.global_batch_size, t.micro_batch_size)}")
+    return found.sound(*names)
+
+
+def data_rules(found: Findings) -> None:
+    """Shares of the text, and the folder of the results."""
+    split, t = found.config.data.split, found.config.train
+    if found.sound("data.split", "train.eval_steps"):
+        try:
+            shares = [float(part) for part in split.split(",")]
+        except ValueError:
+            shares = []
+        if len(shares) != 3 or not all(math.isfinite(s) and s >= 0 for s in shares) or not sum(shares) > 0:
+            found.add("data.split", "must be three shares that are not negative, as in 90,5,5")
+        elif shares[0] == 0:
+            found.add("data.split", "the first share is the training text and must be above 0")
+        elif t.eval_steps and shares[1] == 0:
+            rule = f"the second share feeds the validations that train.eval_steps = {t.eval_steps} asks for"
+            found.add("data.split", f"{rule}; raise it, or set train.eval_steps to 0")
+    folder = t.output_dir if found.sound("train.output_dir") else None
+    if folder and os.path.exists(folder) and not os.path.isdir(folder):
+        found.add("train.output_dir", "is a file; name a folder")

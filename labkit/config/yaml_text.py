@@ -21,7 +21,7 @@ except ModuleNotFoundError:
     ) from None
 
 from labkit.config.errors import ConfigError, shown
-from labkit.config.fields import Entry, resolve
+from labkit.config.fields import Entry, Pairs, flatten
 from labkit.config.sections import SECTIONS
 
 MAX_BYTES = 100_000
@@ -146,44 +146,33 @@ def parse(text: str) -> tuple[list[Entry], list[str]]:
 
 
 def _walk(loader: _StrictLoader, node: Any) -> tuple[list[Entry], list[str]]:
-    entries: list[Entry] = []
-    problems: list[str] = []
     if node is None or node.tag == "tag:yaml.org,2002:null":
-        return entries, problems  # an empty file sets nothing
+        return [], []  # an empty file sets nothing
     if not isinstance(node, yaml.MappingNode):
-        return entries, ["a configuration is a mapping of sections, as in `parallel: {tp: 2}`"]
-    for where, key, value in _pairs(loader, node, "", problems):
-        if isinstance(key, str) and key in SECTIONS:
-            if value.tag == "tag:yaml.org,2002:null":
-                continue
-            if not isinstance(value, yaml.MappingNode):
-                problems.append(f"{where}{key}: a section holds fields, as in `{key}: {{field: value}}`")
-                continue
-            fields = [(w, k, resolve(k, key), v) for w, k, v in _pairs(loader, value, f"{key}.", problems)]
-            prefix = f"{key}."
-        else:
-            fields, prefix = [(where, key, resolve(key), value)], ""
-        for inner_where, name, (dotted, problem), inner in fields:
-            if dotted is None:
-                problems.append(inner_where + problem)
-            else:
-                entries.append(Entry(f"{prefix}{name}", dotted, _plain(loader, inner), inner_where))
-    return entries, problems
+        return [], ["a configuration is a mapping of sections, as in `parallel: {tp: 2}`"]
+    twice: list[str] = []
+    entries, problems = flatten(_pairs(loader, node, "", twice))
+    return entries, twice + problems
 
 
-def _pairs(loader: _StrictLoader, node: Any, prefix: str, problems: list[str]) -> list[tuple[str, Any, Any]]:
-    """(`line n: `, key, value node) of a mapping; keys given twice go to `problems`."""
+def _pairs(loader: _StrictLoader, node: Any, section: str, twice: list[str]) -> Pairs:
+    """The items of a mapping with their lines; a section's are `Pairs` again. Keys given twice go to `twice`."""
     seen: dict[Any, int] = {}
-    pairs = []
+    pairs = Pairs()
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         key = _plain(loader, key_node) if isinstance(key_node, yaml.ScalarNode) else "<a collection>"
         if key in seen:
-            name = f"{prefix}{key}"
-            problems.append(f"line {line}: {shown(name)}: given twice, first in line {seen[key]}; keep one")
+            name = shown(f"{section}{key}")
+            twice.append(f"line {line}: {name}: given twice, first in line {seen[key]}; keep one")
             continue
         seen[key] = line
-        pairs.append((f"line {line}: ", key, value_node))
+        if isinstance(value_node, yaml.MappingNode) and not section and key in SECTIONS:
+            value = _pairs(loader, value_node, f"{key}.", twice)
+        else:
+            value = _plain(loader, value_node)
+            value = Pairs() if value is None and key in SECTIONS else value  # `model:` alone sets nothing
+        pairs.append((f"line {line}: ", key, value))
     return pairs
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from labkit.graphs.call_trace import calls_between
     from labkit.graphs.capture import make_graphed_callables
     from labkit.graphs.full_iteration import FullIterationGraph
-    from labkit.graphs.graphable import GraphableMegatronModule
+    from labkit.graphs.graphable import GraphableMegatronModule, graphable_modules, wrap_layers
     from labkit.graphs.graphed import GraphedCallable
     from labkit.graphs.helper import CudaGraphHelper, TECudaGraphHelper
     from labkit.graphs.memory import (
@@ -66,6 +66,7 @@ _WHERE = {
     "fill_store": "partial",
     "graph_counts": "memory",
     "graph_objects_made": "memory",
+    "graphable_modules": "graphable",
     "is_graph_capturing": "labkit.parallel.capturing",
     "layer_memory": "pool",
     "layer_scope": "scope",
@@ -81,6 +82,7 @@ _WHERE = {
     "predict_workspaces": "workspaces",
     "read_order": "passes",
     "sample_index": "passes",
+    "wrap_layers": "graphable",
 }
 __all__ = [
     "LAYER_ORDER",
@@ -111,6 +113,7 @@ __all__ = [
     "fill_store",
     "graph_counts",
     "graph_objects_made",
+    "graphable_modules",
     "is_graph_capturing",
     "layer_memory",
     "layer_scope",
@@ -126,6 +129,7 @@ __all__ = [
     "predict_workspaces",
     "read_order",
     "sample_index",
+    "wrap_layers",
 ]
 
 

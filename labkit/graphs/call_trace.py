@@ -39,16 +39,19 @@ def calls_between(watched: Mapping[str, tuple[Any, Sequence[str]]]) -> Iterator[
     """
     calls: list[Call] = []
     within = [OUTSIDE]
-    replaced: list[tuple[Any, str]] = []
+    replaced: list[tuple[Any, str, Any]] = []
     try:
         for name, (owner, methods) in watched.items():
             for method in methods:
+                replaced.append((owner, method, vars(owner).get(method)))
                 setattr(owner, method, _recorded(getattr(owner, method), name, calls, within))
-                replaced.append((owner, method))
         yield calls
     finally:
-        for owner, method in replaced:
-            delattr(owner, method)  # the class's own again
+        for owner, method, before in reversed(replaced):
+            if before is None:
+                delattr(owner, method)  # the class's own again
+            else:
+                setattr(owner, method, before)
 
 
 def _recorded(method: Callable[..., Any], name: str, calls: list[Call], within: list[str]) -> Callable[..., Any]:

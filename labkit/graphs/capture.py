@@ -38,6 +38,7 @@ from labkit.graphs.arguments import (
 from labkit.graphs.backend import GraphBackend, Pool, choose_impl, get_backend, make_weak_ref
 from labkit.graphs.buffers import BufferPlan, plan_buffers
 from labkit.graphs.calling import called, check_differentiated, outputs_read
+from labkit.graphs.communicators import refuse_records
 from labkit.graphs.conditions import Conditions
 from labkit.graphs.graphed import Captured, GraphedCallable, Graphs, Times
 from labkit.graphs.lives import lives_of
@@ -126,6 +127,9 @@ def make_graphed_callables(
     if impl == "transformer_engine" and plan is not None:
         raise ValueError("a plan is given, and Transformer Engine makes its own: use impl local or emulated")
     check_callables(functions)
+    for function in functions:
+        if isinstance(function, nn.Module) and not hasattr(function, "cuda_graph_manual_hooks"):
+            refuse_records(function)  # of a wrapped layer the routers may lie outside of the graph
     places, work, layers = places_and_work(functions, len(all_args), order, num_layers_per_chunk)
     arguments = [Arguments(p.name, args, kw) for p, args, kw in zip(places, all_args, all_kwargs, strict=True)]
     check_samples(arguments)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.parallel.fp8 import Float8Scaling
+from labkit.fp8.scaling import Float8Scaling
 
 
 @contextmanager
@@ -31,6 +31,6 @@ def counters(chunk: Any) -> Iterator[Tensor]:
         totals = getattr(getattr(module, "statistics", None), "totals", None)
         if isinstance(totals, Tensor):
             yield totals
-    scaling = getattr(chunk, "float8", None)
+    scaling = getattr(chunk, "precision", None)
     if isinstance(scaling, Float8Scaling):
         yield from scaling.state

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from labkit.events import not_recording, span
 from labkit.graphs.backend import Graph, GraphBackend, Pool, choose_impl, get_backend
+from labkit.graphs.communicators import refuse_records
 from labkit.graphs.counters import counters_kept
 from labkit.graphs.memory import GraphMemory, graph_objects_made
 from labkit.parallel.capturing import require_whole_process
@@ -141,6 +142,8 @@ class FullIterationGraph:
 
     def _capture(self) -> None:
         """Record one step. What it computes is thrown away, so what it draws is drawn again by the replay after it."""
+        for chunk in self._chunks:
+            refuse_records(chunk)
         self.backend.before_captures(self.pool)
         states = RandomStates.now(self._rng)
         name = f"full iteration, {self.name}"

@@ -1,17 +1,20 @@
-"""A module that replays graphs where it has them: what `TransformerLayer` derives from.
+"""The wrapper of a layer that replays graphs where it has them: it takes the place of the layer's `forward`.
 
-A module is captured one microbatch after the other, because a pipeline runs forwards of several before the first
-backward. A call is one of three, under Megatron's names:
+A layer knows nothing of graphs. It declares its halves (`parts()`, a `LayerParts`); the wrapper decides at each call:
 
 | call                                   | goes to              | does                                                |
 |----------------------------------------|----------------------|-----------------------------------------------------|
 | while its graphs are being made        | `cuda_graph_capture` | the part that `graph.cuda_graph_scope` names        |
 | training, with graphs                  | `cuda_graph_replay`  | hooks, graph [microbatch mod count], then the rest  |
-| otherwise (no graphs, evaluation, ..)  | `forward`            | everything                                          |
+| otherwise (no graphs, evaluation, ..)  | the layer's forward  | everything                                          |
 
-Inputs of other shapes than the graphs' are refused, or, where somebody listens (`cuda_graph_misfit`), go to `forward`.
-Graphs take and give tensors alone, at fixed addresses. Nothing that hangs on the modules inside runs at a replay;
-`cuda_graph_manual_hooks` are called in the place of those that must (`setup_manual_hooks`).
+A layer is captured one microbatch after the other, because a pipeline runs forwards of several before the first
+backward. The graphs refuse inputs of other shapes than theirs; where somebody listens (`cuda_graph_misfit`), the
+wrapper leaves such inputs to the layer. Graphs take and give tensors alone, at fixed addresses. A replay calls no hook
+of the modules inside; `cuda_graph_manual_hooks` are called in the place of those that must run.
+
+While a layer is wrapped, three attributes of the instance are the wrapper's: `forward`, `current_microbatch` (set by
+the pipeline runtime) and `cuda_graph_manual_hooks`. Parameters, their names and the module tree stay as they were.
 """
 
 from __future__ import annotations
@@ -23,106 +26,120 @@ import torch
 from torch import Tensor, nn
 
 from labkit.config import GraphConfig
-from labkit.graphs.scope import captures_layers
+from labkit.graphs.communicators import refuse_records
+from labkit.graphs.partial import CutMoELayer, MoECudaGraphPartialCaptureSignal
+from labkit.graphs.scope import LayerScope, layer_scope
+from labkit.models.blocks import LayerParts
+from labkit.moe.layer import MoELayer
 from labkit.parallel.capturing import is_graph_capturing, is_graph_warmup
 from labkit.parallel.groups import Group
 
 Graphed = Callable[..., Any]
 """What `make_graphed_callables` makes of a module: called like it, with tensors."""
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-"""Sizes and types of the tensors that a module is called with, in order."""
+"""Sizes and types of the tensors that a layer is called with, in order."""
 Hook = Callable[[nn.Module], object]
 """Called with a module ahead of what was its forward, such as the one that waits for gathered parameters."""
 
 
-class GraphableMegatronModule(nn.Module):
-    """Base of modules that can be captured, in whole or in part (Megatron's class of this name)."""
+class GraphableMegatronModule:
+    """Owns one layer and its graphs (in Megatron a base class of this name). A plain object, outside the module tree.
 
-    def __init__(self, graph: GraphConfig | None = None) -> None:
-        """graph: which parts are captured; None captures nothing."""
-        super().__init__()
-        self.graph = graph or GraphConfig()
+    Attributes:
+        layer, parts: the layer, and what it declares.
+        graph, scope: the configuration, and the parts of this layer that it captures.
+        cut: where the graph ends inside a layer of experts; None where it does not.
+        cuda_graphs: by microbatch, in the order of their forwards; empty until they are made, and after they were
+            dropped.
+        cuda_graph_manual_hooks: what is called ahead of a replay, and with which module.
+        cuda_graph_owner: the `CudaGraphHelper` that made the graphs, and that alone may drop them.
+        cuda_graph_shapes: what the graphs take; all of them take the same.
+        cuda_graph_misfit: told of a call in training with other shapes, which then runs eagerly; None leaves the call
+            to the graph, which refuses it.
+    """
+
+    def __init__(self, layer: Any, graph: GraphConfig) -> None:
+        """Wrap `layer`, a module with `parts()`; a layer of which `graph` captures nothing is left as it is."""
+        self.layer: Any = layer
+        self.parts: LayerParts = layer.parts()
+        self.graph = graph
+        self.scope: LayerScope = layer_scope(graph, has_experts=isinstance(self.parts.mlp, MoELayer))
+        self.cut: CutMoELayer | None = None
         self.cuda_graphs: list[Graphed] = []
-        """By microbatch, in the order of their forwards; empty until they are made, and after they were dropped."""
-        self.current_microbatch = 0
-        """Whose forward is next; the pipeline runtime sets it."""
         self.cuda_graph_manual_hooks: list[tuple[Hook, tuple[nn.Module]]] = []
-        """What is called ahead of a replay, and with which module."""
         self.cuda_graph_owner: Any = None
-        """The `CudaGraphHelper` that made the graphs, and that alone may drop them."""
         self.cuda_graph_shapes: Shapes = ()
-        """What the graphs take; all of them take the same."""
         self.cuda_graph_misfit: Callable[[Shapes], object] | None = None
-        """Told of a call in training with other shapes, which then runs eagerly; None leaves it to the graph, which
-        refuses it."""
+        self._eager: Callable[..., Any] = layer.forward
+        if self.scope:
+            if self.scope.is_partial:
+                assert isinstance(self.parts.mlp, MoELayer)
+                self.cut = CutMoELayer(self.parts.mlp, self.scope)
+            layer.forward, layer.current_microbatch = self.forward, 0
+            layer.cuda_graph_manual_hooks = self.cuda_graph_manual_hooks
 
-    # ---- what a subclass says about itself ----
+    def unwrap(self) -> None:
+        """Give the layer its own methods back."""
+        if self.scope:
+            del self.layer.forward, self.layer.current_microbatch, self.layer.cuda_graph_manual_hooks
+            if self.cut is not None:
+                self.cut.undo()
 
-    def is_graphable(self) -> bool:
-        """Whether `graph` captures this module, or a part of it, by itself."""
-        return captures_layers(self.graph)
+    # ---- calls ----
 
-    def is_wholly_captured(self) -> bool:
-        """Whether nothing of it stays eager."""
-        return self.is_graphable()
-
-    def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Tensor]:
-        """New tensors of the shapes, types and devices of the inputs, by name, in the order of `forward`'s arguments.
-
-        seq_length: of whole sequences, before they are cut over ranks.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not say what its inputs look like")
-
-    def get_submodules_under_cudagraphs(self) -> list[nn.Module]:
-        """The modules whose forward a replay leaves out, with all inside them."""
-        return [self]
-
-    def get_groups_under_cudagraphs(self) -> list[Group]:
-        """Over which groups the captured part communicates."""
-        return []
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """In the place of the layer's `forward` (the table of this file)."""
+        if self.layer.training and torch.is_grad_enabled():
+            if is_graph_capturing() or is_graph_warmup():
+                return self.cuda_graph_capture(*args, **kwargs)
+            if self.cuda_graphs and self._fits(args, kwargs):
+                return self.cuda_graph_replay(*args, **kwargs)
+        return self._eager(*args, **kwargs)
 
     def cuda_graph_capture(self, *tensors: Tensor) -> Any:
-        """What is captured; it takes what `cuda_graph_inputs` gives."""
-        return self.forward(*tensors)
+        """What is in scope: x_SBH and, with attention, the rotary tables -> x_SBH, or the outputs of a graph that ends
+        inside the layer of experts (`labkit.graphs.partial`), the residual last.
 
-    def cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of `forward`: the graph of the current microbatch. A subclass adds what was not captured."""
-        return self.run_cuda_graph(*args, **kwargs)
+        Raises GraphCaptureError where a captured router is to record or repeat choices.
+        """
+        x_SBH, *rotary = tensors
+        if self.scope.attention:
+            x_SBH = self.parts.run_attention(x_SBH, (rotary[0], rotary[1]) if rotary else None)
+        if not (self.scope.mlp or self.scope.router):
+            return x_SBH
+        if self.scope.router:
+            refuse_records(self.parts.mlp)
+        try:
+            return self.parts.run_mlp(x_SBH)
+        except MoECudaGraphPartialCaptureSignal as signal:
+            return (*signal.get_early_return_outputs(), x_SBH)
 
-    # ---- what is the same for all ----
-
-    def cuda_graph_inputs(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        """The tensors among the arguments of `forward`, in order; None is left out, tuples are opened."""
-        tensors = tuple(_opened([*args, *kwargs.values()]))
-        for tensor in tensors:
-            if not isinstance(tensor, Tensor):
-                raise TypeError(
-                    f"{type(self).__name__} was given a {type(tensor).__name__}, and a graph takes tensors alone: what "
-                    "is no tensor would stay what it was at capture"
-                )
-        return tensors
+    def cuda_graph_replay(self, x_SBH: Tensor, rotary: Any = None) -> Tensor:
+        """What comes before the graph, the graph, and what comes behind it; [S, B, H] -> [S, B, H]."""
+        if not self.scope.attention:
+            x_SBH = self.parts.run_attention(x_SBH, rotary)
+        made = self.run_cuda_graph(x_SBH, rotary)
+        if self.cut is not None:
+            return self.parts.add_mlp(*self.cut.resume(made))
+        return made if self.scope.mlp else self.parts.run_mlp(made)
 
     def run_cuda_graph(self, *args: Any, **kwargs: Any) -> Any:
         """Call the manual hooks, then the graph of the current microbatch."""
         tensors = self.cuda_graph_inputs(*args, **kwargs)
         for hook, arguments in self.cuda_graph_manual_hooks:
             hook(*arguments)
-        return self.cuda_graphs[self.current_microbatch % len(self.cuda_graphs)](*tensors)
+        return self.cuda_graphs[self.layer.current_microbatch % len(self.cuda_graphs)](*tensors)
 
-    def setup_manual_hooks(self, make_hook: Callable[[], Hook]) -> None:
-        """Call a hook ahead of each replay for every captured module that has parameters of its own."""
-        covered = {id(m): m for part in self.get_submodules_under_cudagraphs() for m in part.modules()}
-        own = [m for m in covered.values() if next(m.parameters(recurse=False), None) is not None]
-        self.cuda_graph_manual_hooks = [(make_hook(), (module,)) for module in own]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`forward`, or what stands in its place (the table of this file)."""
-        if self.training and captures_layers(self.graph) and torch.is_grad_enabled():
-            if is_graph_capturing() or is_graph_warmup():
-                return self.cuda_graph_capture(*args, **kwargs)
-            if self.cuda_graphs and self._fits(args, kwargs):
-                return self.cuda_graph_replay(*args, **kwargs)
-        return super().__call__(*args, **kwargs)
+    def cuda_graph_inputs(self, x_SBH: Tensor, rotary: Any = None) -> tuple[Tensor, ...]:
+        """What the graph takes: x_SBH and, with attention, the rotary tables, if there are any."""
+        tensors = tuple(_opened([x_SBH, rotary if self.scope.attention else None]))
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"{type(self.layer).__name__} was given a {type(tensor).__name__}, and a graph takes tensors "
+                    "alone: what is no tensor would stay what it was at capture"
+                )
+        return tensors
 
     def _fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if self.cuda_graph_misfit is None:
@@ -131,6 +148,58 @@ class GraphableMegatronModule(nn.Module):
         if given != self.cuda_graph_shapes:
             self.cuda_graph_misfit(given)
         return given == self.cuda_graph_shapes
+
+    # ---- what is captured ----
+
+    def is_graphable(self) -> bool:
+        """Whether the configured scope covers a part of this layer."""
+        return bool(self.scope)
+
+    def is_wholly_captured(self) -> bool:
+        """Whether nothing of it stays eager."""
+        return self.scope.attention and self.scope.mlp
+
+    def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Tensor]:
+        """`x_SBH`, this rank's part of `micro_batch_size` sequences; the model adds what else its layers share.
+
+        seq_length: of whole sequences, before they are cut over ranks.
+        """
+        return {"x_SBH": self.parts.new_input(seq_length, micro_batch_size)}
+
+    def get_submodules_under_cudagraphs(self) -> list[nn.Module]:
+        """The modules whose forward a replay leaves out: the captured halves, or what is captured of the second."""
+        found = [self.parts.attention] if self.scope.attention else []
+        if self.scope.mlp:
+            found.append(self.parts.mlp)
+        elif self.cut is not None:
+            found += [self.parts.norm, *self.cut.captured_modules()]
+        return found
+
+    def get_groups_under_cudagraphs(self) -> list[Group]:
+        """Over which groups the captured part communicates."""
+        found = list(self.parts.groups_of_attention) if self.scope.attention else []
+        if isinstance(self.parts.mlp, MoELayer):
+            return found + groups_of_experts(self.parts.mlp, self.scope)
+        return found + list(self.parts.groups_of_mlp) if self.scope.mlp else found
+
+    def setup_manual_hooks(self, make_hook: Callable[[], Hook]) -> None:
+        """Call a hook ahead of each replay for every captured module that has parameters of its own."""
+        covered = {id(m): m for part in self.get_submodules_under_cudagraphs() for m in part.modules()}
+        own = [m for m in covered.values() if next(m.parameters(recurse=False), None) is not None]
+        self.cuda_graph_manual_hooks[:] = [(make_hook(), (module,)) for module in own]
+
+
+def groups_of_experts(layer: MoELayer, scope: LayerScope) -> list[Group]:
+    """Over which groups the captured part of a layer of experts communicates."""
+    groups, moe, found = layer.groups, layer.moe, []
+    if layer.shared_experts is not None and (scope.preprocess or (scope.router and layer.has_shared_output)):
+        found.append(groups.tp)
+    if scope.router and moe.load_balancing in ("aux_loss", "seq_aux_loss"):
+        found += [groups.tp, groups.cp]
+    elif scope.router and moe.load_balancing == "global_aux_loss":
+        found += [groups.tp, groups.cp, groups.dp]
+    counts = scope.preprocess and moe.dispatcher != "allgather" and not moe.pad_to_capacity
+    return [*found, groups.ep, groups.etp] if scope.mlp or counts else found
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
@@ -146,9 +215,40 @@ def _opened(values: Sequence[Any]) -> Iterator[Any]:
             yield value
 
 
+# ---- the layers of a chunk ----
+
+
+def wrap_layers(chunk: nn.Module, graph: GraphConfig) -> list[GraphableMegatronModule]:
+    """The wrappers of all layers of a model chunk, in their order, also of those that `graph` leaves as they are.
+
+    A layer that is wrapped for the same configuration keeps its wrapper.
+
+    Raises:
+        ValueError: a layer has graphs of another configuration.
+    """
+    return [_wrapped(module, graph) for module in chunk.modules() if hasattr(module, "parts")]
+
+
+def _wrapped(layer: nn.Module, graph: GraphConfig) -> GraphableMegatronModule:
+    old = wrapper_of(layer)
+    if old is not None and old.graph == graph:
+        return old
+    if old is not None:
+        if old.cuda_graphs:
+            raise ValueError("these layers have the graphs of another CudaGraphHelper: call its reset() first")
+        old.unwrap()
+    return GraphableMegatronModule(layer, graph)
+
+
+def wrapper_of(layer: Any) -> GraphableMegatronModule | None:
+    """Who has taken the place of the layer's `forward`; None where nobody has."""
+    owner = getattr(layer.forward, "__self__", None)
+    return owner if isinstance(owner, GraphableMegatronModule) else None
+
+
 def graphable_modules(chunk: nn.Module) -> list[GraphableMegatronModule]:
-    """Those of a model chunk that are captured by themselves, in the order of its layers."""
-    return [m for m in chunk.modules() if isinstance(m, GraphableMegatronModule) and m.is_graphable()]
+    """The wrappers of those layers of a chunk that are captured by themselves, in the order of the layers."""
+    return [found for module in chunk.modules() if (found := wrapper_of(module)) is not None]
 
 
 def release_cudagraphs(chunks: Sequence[nn.Module]) -> None:

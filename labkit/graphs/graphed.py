@@ -17,6 +17,7 @@ from labkit.graphs.conditions import Conditions
 from labkit.graphs.lives import Flight, Lives
 from labkit.graphs.samples import copy_in, lie_together
 from labkit.parallel.capturing import GraphCaptureError, call_site, is_graph_capturing
+from labkit.parallel.parameter_record import record_of
 from labkit.parallel.weight_grad_store import deferred
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ class GraphedCallable:
                 "capture the callable itself (.function) as a part of the other"
             )
         if not self._fits_mode(args, kwargs):
-            if hasattr(self.function, "cuda_graph_capture"):  # its graph may be of a part, with arguments of its own
+            if hasattr(self.function, "cuda_graph_manual_hooks"):  # a wrapped layer, of which the graph may be a part
                 raise GraphCaptureError(
                     f"{self.name}: a module inside is in another mode than at capture (training, autocast): set the "
                     "mode of all of them by .train() or .eval() of the whole, or capture again"
@@ -352,7 +353,7 @@ class GraphedCallable:
         for (parameter, _), gradient in zip(self.captured.late, self._weight_gradients(self.flight), strict=True):
             if gradient is not None:
                 torch.autograd.backward(parameter, gradient)
-            elif (hook := getattr(parameter, "main_grad_hook", None)) is not None:
+            elif (hook := record_of(parameter).on_gradient) is not None:
                 hook(parameter)
 
     # ---- life ----

@@ -11,8 +11,8 @@ microbatch: 2 L M graphs. Inputs and activations share memory wherever the order
 Where every backward follows its forward at once, as without pipelining, one microbatch is captured and all use it.
 
 A captured backward adds to `main_grad`, always: whether a gradient is the first of a step is Python, which was asked at
-capture and never again. So parameters are marked at capture (`main_grad_added_elsewhere`), and the buffers of gradients
-zero them at the start of a step; 0 + g is g, to the last bit.
+capture and never again. So parameters are marked at capture (`ParameterRecord.added_elsewhere`), and the buffers of
+gradients zero them at the start of a step; 0 + g is g, to the last bit.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from torch import Tensor, nn
 
 from labkit.config import GraphConfig
 from labkit.events import not_recording, span
+from labkit.fp8.gemms import Float8Gemms
+from labkit.fp8.scaling import Float8Scaling
 from labkit.graphs.backend import choose_impl
 from labkit.graphs.buffers import BufferPlan, plan_buffers
 from labkit.graphs.capture import make_graphed_callables
 from labkit.graphs.communicators import refuse_gloo
 from labkit.graphs.counters import counters_kept
-from labkit.graphs.graphable import GraphableMegatronModule, Shapes, graphable_modules, shapes_of
+from labkit.graphs.graphable import GraphableMegatronModule, Shapes, shapes_of, wrap_layers
 from labkit.graphs.memory import GraphMemory, graph_objects_made, measure_graphs
 from labkit.graphs.orders import capture_order
 from labkit.graphs.passes import sample_index
 from labkit.graphs.scope import captures_layers
-from labkit.parallel.fp8 import Float8Gemms, Float8Scaling
+from labkit.parallel.parameter_record import record_of
 from labkit.schedules.ir import Schedule
 
 EAGER_RUNS = 10
@@ -74,13 +76,17 @@ class CudaGraphHelper:
             )
         self.chunks, self.config, self.optimizers = list(model), config, list(optimizers)
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
-        self.callables_per_chunk: list[list[GraphableMegatronModule]] = [graphable_modules(chunk) for chunk in model]
-        """By chunk, the layers that are captured, in their order."""
+        wrapped = [wrap_layers(chunk, config) for chunk in model]
+        self.callables_per_chunk: list[list[GraphableMegatronModule]] = [
+            [layer for layer in layers if layer.is_graphable()] for layers in wrapped
+        ]
+        """By chunk, the wrappers of the layers that are captured, in their order."""
+        self._whole = all(layer.is_wholly_captured() for layers in wrapped for layer in layers)
         if any(layer.cuda_graphs for layer in self.layers):
             raise ValueError("these layers have the graphs of another CudaGraphHelper: call its reset() first")
         self._engine_options = _engine_options(self.chunks, config.cuda_graph_impl)
         for layer in self.layers:
-            device = next(layer.parameters()).device
+            device = next(layer.layer.parameters()).device
             choose_impl(config.cuda_graph_impl, device)
             refuse_gloo(layer.get_groups_under_cudagraphs(), device, config.cuda_graph_impl)
         self.pp_rank = pp_rank
@@ -102,8 +108,7 @@ class CudaGraphHelper:
         """
         engine = self.config.cuda_graph_impl == "transformer_engine"
         order = capture_order(schedule, pp_rank, weight_gradients=not engine)
-        modules = (m for chunk in self.chunks for m in chunk.modules() if isinstance(m, GraphableMegatronModule))
-        if any(step != int(step) for step in order) and not all(m.is_wholly_captured() for m in modules):
+        if any(step != int(step) for step in order) and not self._whole:
             raise ValueError(
                 f"{schedule.name} splits backwards, and with graph.cuda_graph_scope = "
                 f"{list(self.config.cuda_graph_scope)} a part of the layers stays eager: its weight gradients would "
@@ -114,7 +119,7 @@ class CudaGraphHelper:
 
     @property
     def layers(self) -> list[GraphableMegatronModule]:
-        """Every captured layer of the rank, chunk by chunk."""
+        """The wrappers of every captured layer of the rank, chunk by chunk."""
         return [layer for layers in self.callables_per_chunk for layer in layers]
 
     @property
@@ -165,8 +170,8 @@ class CudaGraphHelper:
         for layer in self.layers:
             for linear in _float8_linears(layer):
                 linear.plan.gemms.keep_weight(linear.weight)
-        self._marked = [p for p in self._parameters() if not getattr(p, "main_grad_added_elsewhere", False)]
-        device = next(self.layers[0].parameters()).device
+        self._marked = [p for p in self._parameters() if not record_of(p).added_elsewhere]
+        device = next(self.layers[0].layer.parameters()).device
         with (
             span("capture of layers", "timer"),
             not_recording(),
@@ -195,7 +200,7 @@ class CudaGraphHelper:
             samples[sample_index(counts, self.num_microbatches, chunk, position, microbatch)] = buffers[buffer]
         eager = self.config.cuda_graph_warmup_steps * self.schedule_microbatches
         return make_graphed_callables(
-            tuple(self.layers),
+            tuple(layer.layer for layer in self.layers),
             [samples[place] for place in sorted(samples)],
             order=self.order,
             num_layers_per_chunk=counts,
@@ -209,7 +214,7 @@ class CudaGraphHelper:
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         for layer in self.layers:
-            yield from layer.parameters()
+            yield from layer.layer.parameters()
 
     def _with_chunk(self) -> Iterator[tuple[int, GraphableMegatronModule]]:
         for chunk, layers in enumerate(self.callables_per_chunk):
@@ -222,14 +227,14 @@ class CudaGraphHelper:
         """New tensors for one static input. sizes: of the sequence and the micro batch, if not the helper's."""
         inputs = layer.get_layer_static_inputs(*(sizes or (self.seq_length, self.micro_batch_size)))
         own = tuple(tensor.clone() for tensor in context)
-        return layer.cuda_graph_inputs(*inputs.values(), own or None)
+        return layer.cuda_graph_inputs(inputs["x_SBH"], own or None)
 
     def _finish(self) -> None:
         """What ran for the sake of the capture leaves nothing behind in gradients."""
         for chunk in self.chunks:
             if hasattr(chunk, "zero_grad_buffer"):
                 chunk.zero_grad_buffer()  # pyright: ignore[reportCallIssue]
-            scaling = getattr(chunk, "float8", None)
+            scaling = getattr(chunk, "precision", None)
             if isinstance(scaling, Float8Scaling):
                 scaling.forget_weights()
         for optimizer in self.optimizers:
@@ -255,9 +260,10 @@ class CudaGraphHelper:
             for graph in layer.cuda_graphs:
                 if hasattr(graph, "reset"):
                     graph.reset()  # pyright: ignore[reportFunctionMemberAccess]
-            layer.cuda_graphs, layer.cuda_graph_manual_hooks, layer.cuda_graph_owner = [], [], None
+            layer.cuda_graphs, layer.cuda_graph_owner = [], None
+            layer.cuda_graph_manual_hooks.clear()
         while self._marked:
-            self._marked.pop().main_grad_added_elsewhere = False  # type: ignore[attr-defined]
+            record_of(self._marked.pop()).added_elsewhere = False
         self.plan = None
 
     def recapture(
@@ -296,7 +302,7 @@ TECudaGraphHelper = CudaGraphHelper
 
 def _engine_options(chunks: Sequence[Any], impl: str) -> dict[str, Any] | None:
     """How Transformer Engine's layers compute in fp8; None where they do not."""
-    scalings: list[Any] = [getattr(chunk, "float8", None) for chunk in chunks]
+    scalings: list[Any] = [getattr(chunk, "precision", None) for chunk in chunks]
     engines = [scaling for scaling in scalings if hasattr(scaling, "graph_options")]
     if engines and impl != "transformer_engine":
         raise ValueError(
@@ -319,17 +325,17 @@ def _signature(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
 @contextmanager
 def _around_capture(chunks: Sequence[Any], layers: Sequence[GraphableMegatronModule]) -> Iterator[None]:
     """Training mode, no hooks on the modules, and counters that stay where they are."""
-    modes = [layer.training for layer in layers]
+    modes = [wrapper.layer.training for wrapper in layers]
     with ExitStack() as stack, counters_kept(chunks):
         for chunk in chunks:
             if hasattr(chunk, "disable_forward_pre_hook"):
                 chunk.disable_forward_pre_hook()
                 stack.callback(chunk.enable_forward_pre_hook)
-        for layer in layers:
-            layer.train()
+        for wrapper in layers:
+            wrapper.layer.train()
         yield
-    for layer, mode in zip(layers, modes, strict=True):
-        layer.train(mode)
+    for wrapper, mode in zip(layers, modes, strict=True):
+        wrapper.layer.train(mode)
 
 
 def _float8_linears(layer: GraphableMegatronModule) -> Iterator[Any]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.parallel.capturing import BrokenProcessError, GraphCaptureError, is_graph_capturing
+from labkit.parallel.parameter_record import ParameterRecord, record_of
 from labkit.parallel.random import RngTracker, forks_noted
 
 
@@ -46,16 +47,17 @@ def parameters_put_aside(parameters: Sequence[nn.Parameter], arrivals: Arrivals)
 
     A first gradient does not replace `main_grad` but is added to it, now and in all later steps: whether it is the
     first is a Python flag, and would be frozen by the capture. Wrappers therefore zero these buffers at each start of a
-    step (`main_grad_added_elsewhere`), and 0 + g is g.
+    step (`ParameterRecord.added_elsewhere`), and 0 + g is g.
     """
     kept: list[tuple[nn.Parameter, Tensor | None, Any]] = []
-    flags: list[tuple[Any, bool, bool]] = []
+    flags: list[tuple[ParameterRecord, bool, bool]] = []
     hooks: list[tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]] = []
     own: list[Any] = []
     try:
         for parameter in parameters:
             held: Any = parameter
-            kept.append((parameter, parameter.grad, getattr(parameter, "main_grad_hook", None)))
+            record = record_of(parameter)
+            kept.append((parameter, parameter.grad, record.on_gradient))
             parameter.grad = None
             for of_kind in (held._backward_hooks, held._post_accumulate_grad_hooks):
                 if of_kind:  # emptied in place: autograd holds the same dictionary
@@ -63,26 +65,21 @@ def parameters_put_aside(parameters: Sequence[nn.Parameter], arrivals: Arrivals)
                     of_kind.clear()
             own.append(parameter.register_post_accumulate_grad_hook(arrivals.note))
             if hasattr(parameter, "main_grad"):
-                held.main_grad_hook = arrivals.note
-                old, elsewhere = (getattr(held, f"main_grad_{flag}", False) for flag in ("is_old", "added_elsewhere"))
-                flags.append((held, old, elsewhere))
-                held.main_grad_is_old, held.main_grad_added_elsewhere = False, True
+                record.on_gradient = arrivals.note
+                flags.append((record, record.has_gradient, record.added_elsewhere))
+                record.has_gradient = record.added_elsewhere = True
         yield
     except BaseException:  # nothing was captured that would add
-        for held, old, elsewhere in flags:
-            held.main_grad_is_old, held.main_grad_added_elsewhere = old, elsewhere
+        for record, has_gradient, added_elsewhere in flags:
+            record.has_gradient, record.added_elsewhere = has_gradient, added_elsewhere
         raise
     finally:
         for handle in own:
             handle.remove()
         for of_kind, before in hooks:
             of_kind.update(before)
-        for parameter, grad, main_grad_hook in kept:
-            parameter.grad = grad
-            if main_grad_hook is not None:
-                parameter.main_grad_hook = main_grad_hook  # type: ignore[attr-defined]
-            elif hasattr(parameter, "main_grad_hook"):
-                del parameter.main_grad_hook  # pyright: ignore[reportAttributeAccessIssue]
+        for parameter, grad, on_gradient in kept:
+            parameter.grad, record_of(parameter).on_gradient = grad, on_gradient
 
 
 @contextmanager

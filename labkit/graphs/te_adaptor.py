@@ -35,7 +35,7 @@ from labkit.graphs.graphed import Captured, GraphedCallable, Graphs
 from labkit.graphs.local import explained, stale_streams_followed
 from labkit.graphs.surroundings import Arrivals, parameters_put_aside, random_states_kept, rng_trackers_of
 from labkit.launch.info import before_leaving
-from labkit.launch.transformer_engine import why_no_transformer_engine
+from labkit.launch.machine import why_no_transformer_engine
 from labkit.parallel.capturing import GraphCaptureError, graph_warmup
 from labkit.parallel.random import RngTracker
 

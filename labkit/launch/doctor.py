@@ -14,8 +14,7 @@ from importlib import metadata
 from typing import Literal
 
 from labkit.launch.info import loopback_interface
-from labkit.launch.machine import host_memory, usable_cores
-from labkit.launch.transformer_engine import why_no_transformer_engine
+from labkit.launch.machine import host_memory, usable_cores, why_no_transformer_engine
 
 Level = Literal["good", "note", "bad"]
 _GIB = 1 << 30

@@ -1,13 +1,21 @@
-"""Processes seen from outside, and the promise that a rank never outlives the process that launched it."""
+"""Processes seen from outside. Neither a rank nor the folder of a launch outlives the process that launched it.
+
+A private folder holds a launch's rendezvous, status slots, output, payloads and results, or the sockets of a
+`labkit run`. Its owner removes it. Where the owner is killed first, the next process that makes such a folder removes
+it: the owner locks its folder, and the system drops the lock when the owner is gone.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+import re
 import select
+import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +23,10 @@ from typing import Any, NamedTuple
 
 SEES_USAGE = Path("/proc/self/stat").exists()
 """Whether this system tells what another process uses; macOS does not."""
+PREFIX = "labkit-launch-"
+RUN_PREFIX = "labkit-run-"
+_NAME = re.compile(rf"({PREFIX}|{RUN_PREFIX})\d+-\w{{8}}")
+_swept: set[Path] = set()
 _TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
@@ -132,3 +144,50 @@ def kill_family(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     send_signal(pid, signal.SIGKILL)
+
+
+class LaunchFolder:
+    """A new folder that only this user can read, locked while it is in use.
+
+    parent: where it is made; the system's temporary folder if not given.
+    """
+
+    def __init__(self, prefix: str = PREFIX, parent: Path | None = None) -> None:
+        parent = parent or Path(tempfile.gettempdir())
+        _sweep_once(parent)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
+            with contextlib.suppress(FileNotFoundError):  # swept by another process before it was locked
+                self._lock = os.open(self.path, os.O_RDONLY)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                if os.path.samestat(os.stat(self.path), os.fstat(self._lock)):
+                    break
+        for stale in self.path.iterdir():  # a new folder is empty; the store of another launch would be met for ever
+            stale.unlink()
+
+    def remove(self) -> None:
+        """Remove it with all it holds. May be called again."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _sweep_once(parent: Path) -> None:
+    if parent not in _swept:
+        _swept.add(parent)
+        sweep(parent)
+
+
+def sweep(parent: Path) -> None:
+    """Remove the folders whose owners are gone."""
+    for path in parent.glob("labkit-*"):
+        if not _NAME.fullmatch(path.name):
+            continue
+        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError while the owner lives
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)

@@ -11,7 +11,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
-from labkit.launch import info, machine, payload, torchrun
+from labkit.launch import info, machine, pickling, torchrun
 from labkit.launch.pool import GRACE, RankPool
 from labkit.launch.report import RankError
 
@@ -143,7 +143,7 @@ class Ranks:
             return torchrun.run_here(
                 fn, self.world_size, args, group_timeout=self._group_timeout, progress=progress, **self._settings
             )
-        packed = payload.pack(fn, args)
+        packed = pickling.pack(fn, args)
         pool = self._started()
         try:
             return pool.call(packed, limit, progress)

@@ -1,4 +1,5 @@
-"""Cores and memory of this machine, as far as this process may use them. Needs no torch.
+"""Cores, memory and libraries of this machine, as far as this process may use them. Nothing but the question for
+Transformer Engine needs torch.
 
 Memory is the smaller of two numbers: what the kernel could still give to anybody (MemAvailable), and what the control
 groups of this process leave, which a container or a batch system may limit far below it. Readings take the root of the
@@ -7,6 +8,8 @@ file system, so that a test can lay out another machine.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import subprocess
 from collections.abc import Iterator
@@ -16,6 +19,8 @@ from typing import NamedTuple
 CROWDED = 10
 """Ranks for each core from which on a launch warns."""
 GIB = 1 << 30
+_HOW_TO_GET_TE = "pip install --no-build-isolation 'transformer-engine[pytorch]', or from conda-forge"
+"""It is compiled against the torch and CUDA that are installed."""
 _ROOT = Path("/")
 _NO_LIMIT = 1 << 60
 """Control groups of version 1 write their lack of a limit as a number near 2^63."""
@@ -142,3 +147,27 @@ def free_gpu_memory() -> list[int]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [row[0] for row in rows] if visible is None else [name.strip() for name in visible.split(",")]
     return [free[name] for name in names] if all(name in free for name in names) else []
+
+
+def why_no_transformer_engine() -> str | None:
+    """None where `transformer_engine.pytorch` can be imported, else a sentence that says what is missing and how to get
+    it. Takes an import of torch.
+
+    Never imported without a GPU: its import then raises RuntimeError, not ImportError.
+    """
+    import torch
+
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    if not torch.cuda.is_available():
+        gpu = "no GPU is visible" if torch.version.cuda else "this torch is the CPU build"
+        there = "is installed, but" if installed else "is not installed, and"
+        needs = "it needs an NVIDIA GPU of the Ampere generation or later"
+        return f"Transformer Engine {there} {gpu}: {needs}" + ("" if installed else f", and there {_HOW_TO_GET_TE}")
+    if not installed:
+        return f"Transformer Engine is not installed: {_HOW_TO_GET_TE}"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, RuntimeError, OSError, AssertionError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"Transformer Engine cannot be imported ({reason}): build it for this torch, {_HOW_TO_GET_TE}"
+    return None

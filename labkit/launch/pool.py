@@ -14,9 +14,9 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from labkit.launch import guard, payload
-from labkit.launch.folder import LaunchFolder
+from labkit.launch import guard, pickling
 from labkit.launch.forkserver import RankProcess
+from labkit.launch.guard import LaunchFolder
 from labkit.launch.report import Outcome, RankError, compose, trim
 from labkit.launch.status import create_slots, read_slot
 from labkit.launch.watch import HangWatch
@@ -107,7 +107,7 @@ class RankPool:
         self, world_size: int, *, backend: str, device: str, limit: float, group_timeout: float, debug: bool
     ) -> None:
         self._folder = LaunchFolder()
-        environment = payload.environment()
+        environment = pickling.environment()
         self.spec = LaunchSpec(self._folder.path, world_size, backend, device, limit, group_timeout, debug, environment)
         self.handles: list[RankHandle] = []
         self._calls = self._failed_calls = 0

@@ -27,7 +27,7 @@ from typing import Any
 
 import cloudpickle
 
-from labkit.launch import guard, info, payload, status
+from labkit.launch import guard, info, pickling, status
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _prepare(spec: LaunchSpec, rank: int) -> None:
         RANK=str(rank), WORLD_SIZE=str(spec.world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(spec.world_size),
         GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback, OMP_NUM_THREADS="1",
     )  # fmt: skip
-    payload.apply_environment(spec.environment)
+    pickling.apply_environment(spec.environment)
 
 
 def _capture_output(spec: LaunchSpec, rank: int) -> None:
@@ -161,7 +161,7 @@ def _answer(spec: LaunchSpec, rank: int, call: int, failed_calls: int) -> tuple[
     """Call the function of payload `call`, store its result; the message that reports it."""
     try:
         info.tidy_between_calls(failed_calls)
-        fn, args = payload.unpack(spec.payload(call))
+        fn, args = pickling.unpack(spec.payload(call))
         result = fn(*args)
         _store(spec.file("result", rank, call), result)
     except BaseException as error:

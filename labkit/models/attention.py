@@ -1,4 +1,4 @@
-"""Self-attention with its norm and projections, and rotary positions.
+"""Self-attention with its norm and projections.
 
 The sequence stays first. The fused projection makes, per key/value head, its query heads, then its key, then its value:
 [q ... q k v] [q ... q k v] ... (Megatron's order), so that a tensor-parallel slice of the columns is a slice of whole
@@ -12,32 +12,12 @@ Shapes: S sequence, B batch, H hidden, D head dimension; t = tensor-parallel siz
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig
 from labkit.models.build import Build
-from labkit.models.layer_choice import core_attention, norm_before, row_parallel
-from labkit.parallel.ledger import comm_scope
-from labkit.parallel.weights import Replicated
-
-Rotary = tuple[Tensor, Tensor]
-"""cos and sin, each [S, 1 or B x heads, 1, D/2]."""
-
-
-def rotary_table(length: int, dim: int, theta: float) -> Tensor:
-    """Angles of RoPE (arXiv 2104.09864) in float64, [length, dim / 2]: position x theta^(-2i / dim)."""
-    if dim % 2:
-        raise ValueError(f"rotary positions turn pairs of features; a head of {dim} features has an odd one")
-    frequencies = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    return torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
-
-
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turn feature i of each head with feature i + D/2 by the angle of its position; [S, heads, n, D] -> the same."""
-    cos, sin = rotary
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+from labkit.models.rotary import Rotary, rotate
+from labkit.parallel.parameter_record import Replicated
 
 
 def kv_copies(config: ModelConfig, tp: int) -> int:
@@ -72,23 +52,27 @@ class ParallelAttention(nn.Module):
         if config.hidden % config.heads or config.heads % kv_heads:
             raise ValueError(f"{name}: hidden {config.hidden}, heads {config.heads}, kv_heads {kv_heads} must divide")
         self.name, self.recompute = name, build.recompute
+        self.recomputes_norm = self.recompute.selects("layernorm")
+        self.recomputes_core = self.recompute.selects("core_attn")
         self.head_dim = config.hidden // config.heads
         copies = kv_copies(config, tp)
         self.kv_heads = max(1, kv_heads // tp)
         self.queries_per_kv = config.heads // tp // self.kv_heads
         replicated = Replicated(copies, 2 * self.head_dim) if copies > 1 else None
         columns = (config.heads + 2 * kv_heads) * self.head_dim
-        self.norm, column = norm_before(f"{name}.norm", build)
-        self.core = core_attention(build)
+        self.norm, column = build.norm_before(f"{name}.norm")
+        self.core = build.spec.core_attention(name, config, build.rng, build.group, build.cp, build.cp_comm_type)
         self.qkv = column(f"{name}.qkv", config.hidden, columns, replicated=replicated, **build.linear())
         proj = build.linear(std=build.residual_std)
-        self.proj = row_parallel(build)(f"{name}.proj", config.hidden, config.hidden, **proj)
+        self.proj = build.spec.row_parallel(f"{name}.proj", config.hidden, config.hidden, **proj)
 
     def forward(self, x_SBH: Tensor, rotary: Rotary | None = None) -> Tensor:
         """[S, B, H] -> [S, B, H], to be added to x."""
-        with comm_scope(layer=self.name):
+        if self.recomputes_norm:
             mixed = self.recompute.norm(self.norm, x_SBH, lambda y_SBH: self.qkv(y_SBH)[0])
-            output, _ = self.proj(self.attend(mixed, rotary))
+        else:
+            mixed, _ = self.qkv(self.norm(x_SBH))
+        output, _ = self.proj(self.attend(mixed, rotary))
         return output
 
     def attend(self, mixed: Tensor, rotary: Rotary | None = None) -> Tensor:
@@ -101,5 +85,8 @@ class ParallelAttention(nn.Module):
             q, k, v = rotate(q, rotary), rotate(k, rotary), v.clone()
         elif self.queries_per_kv > 1:  # the same, for the queries that the next line must copy
             k, v = k.clone(), v.clone()
-        q, k, v = (x.reshape(length, -1, self.head_dim).transpose(0, 1)[None] for x in (q, k, v))
-        return self.recompute.part("core_attn", self.core, q, k, v).transpose(1, 2).reshape(length, batch, -1)
+        rows = (length, -1, self.head_dim)
+        q, k, v = q.reshape(rows), k.reshape(rows), v.reshape(rows)
+        q, k, v = q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+        attended = self.recompute.part("core_attn", self.core, q, k, v) if self.recomputes_core else self.core(q, k, v)
+        return attended.transpose(1, 2).reshape(length, batch, -1)

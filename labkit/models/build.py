@@ -1,4 +1,4 @@
-"""What every part of a model is built with, and its smallest parts: norm and dropout.
+"""`Build`: the arguments that every part of one model chunk is built with.
 
 Under sequence parallelism what lies outside the tensor-parallel regions sees a part of the sequence: S is then
 S/t, each rank drops its own positions, and the gradients of such parameters are parts of a sum (`sequence_parallel`).
@@ -14,19 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from labkit.config import GraphConfig, ModelConfig, MoEConfig
-from labkit.models.core_attention import drop
+from labkit.config import ModelConfig, MoEConfig
+from labkit.models.layer_spec import LOCAL, LayerSpec
+from labkit.models.norm_and_dropout import Dropout, Norm, OwnDropout
 from labkit.models.recomputation import Recomputation
 from labkit.moe.balance import AuxLossScale
-from labkit.parallel import te
-from labkit.parallel.fp8 import Float8Scaling
 from labkit.parallel.groups import Group, ParallelGroups
+from labkit.parallel.parameter_record import record_of
+from labkit.parallel.precision import NATIVE, Precision
 from labkit.parallel.random import RngTracker
-from labkit.parallel.recompute import checkpoint
-from labkit.parallel.weights import DeviceSeed, Seed, make_parameter
+from labkit.parallel.weights import DeviceSeed, Seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,24 +58,19 @@ class Build:
     """Context-parallel group, over which attention communicates; None is this rank alone."""
     cp_comm_type: str = "p2p"
     """How it does: `p2p` or `all_gather`."""
-    graph: GraphConfig = field(default_factory=GraphConfig)
-    """Which parts of a layer are captured in CUDA graphs."""
-    float8: Float8Scaling | None = None
-    """Scales of the linear layers' products in fp8; None computes in `dtype`."""
-    made: dict[str, Any] = field(init=False)
+    spec: LayerSpec = LOCAL
+    """Parts that the layers are made of."""
+    precision: Precision = NATIVE
+    """Products of the linear layers; by default they are in `dtype`."""
+    factory_kwargs: dict[str, Any] = field(init=False)
     """dtype and device, as every constructor takes them."""
     recompute: Recomputation = field(init=False)
     """What backward computes again."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "made", {"dtype": self.dtype, "device": self.device})
-        object.__setattr__(self, "recompute", Recomputation(self.config, self.rng, checkpoint=self._checkpoint()))
+        object.__setattr__(self, "factory_kwargs", {"dtype": self.dtype, "device": self.device})
+        object.__setattr__(self, "recompute", Recomputation(self.config, self.rng, checkpoint=self.spec.checkpoint))
         object.__setattr__(self, "sequence_parallel", self.sequence_parallel and self.group.size > 1)
-
-    def _checkpoint(self) -> Callable[..., Any]:
-        """The engine's own where its fp8 scales must be replayed."""
-        in_engine = self.float8 is not None and self.config.transformer_impl == "transformer_engine"
-        return te.checkpoint if in_engine else checkpoint
 
     def linear(self, *, std: float | None = None) -> dict[str, Any]:
         """Keyword arguments that all linear layers share; `std` is init_std unless given."""
@@ -85,9 +79,13 @@ class Build:
             "bias": self.config.bias,
             "sequence_parallel": self.sequence_parallel,
             "gradient_accumulation_fusion": self.gradient_accumulation_fusion,
-            "float8": self.float8,
+            "precision": self.precision,
         }
-        return self.made | shared | {"seed": self.weight_seed, "std": self.config.init_std if std is None else std}
+        return (
+            self.factory_kwargs
+            | shared
+            | {"seed": self.weight_seed, "std": self.config.init_std if std is None else std}
+        )
 
     @property
     def weight_seed(self) -> Seed:
@@ -107,7 +105,7 @@ class Build:
 
     def whole_here(self, parameter: nn.Parameter) -> nn.Parameter:
         """A parameter that every rank holds whole, outside the tensor-parallel regions; marks what its gradient is."""
-        parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+        record_of(parameter).sequence_parallel = self.sequence_parallel
         return parameter
 
     @property
@@ -115,59 +113,20 @@ class Build:
         """Of projections that add to the residual stream: init_std / sqrt(2 x layers) (arXiv 1909.08053, 4.1)."""
         return self.config.init_std / math.sqrt(2 * self.config.layers)
 
+    def norm_before(self, name: str) -> tuple[nn.Module, Callable[..., nn.Module]]:
+        """A norm, and the constructor of the column-parallel layer behind it."""
+        return self.spec.norm_before(name, self.config, sequence_parallel=self.sequence_parallel, **self.factory_kwargs)
 
-def dropout(p: float, build: Build) -> nn.Module:
-    """Dropout between tensor-parallel regions; nothing where p is 0.
+    def norm(self, name: str) -> Norm:
+        """A norm that stands before no single linear layer."""
+        return Norm(name, self.config, sequence_parallel=self.sequence_parallel, **self.factory_kwargs)
 
-    The ranks of a group hold the same activations and must drop the same of them: the default state. Under sequence
-    parallelism they hold different positions and must drop each its own: the model-parallel state.
-    """
-    if not p:
-        return nn.Identity()
-    return OwnDropout(p, build.rng) if build.sequence_parallel else Dropout(p)
+    def dropout(self, p: float) -> nn.Module:
+        """Dropout between tensor-parallel regions; nothing where p is 0.
 
-
-class Dropout(nn.Dropout):
-    """Dropout from the default random state, with a mask of one byte per element."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Any shape -> the same."""
-        return drop(input, self.p) if self.training else input
-
-
-class OwnDropout(Dropout):
-    """Dropout from this rank's own random state."""
-
-    def __init__(self, p: float, rng: RngTracker | None) -> None:
-        super().__init__(p)
-        assert rng is not None, "dropout of parts of a sequence needs the random states of model_parallel_seed"
-        self.rng = rng
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Any shape -> the same."""
-        if not self.training:
-            return input
-        with self.rng.fork("model-parallel-rng"):
-            return super().forward(input)
-
-
-class Norm(nn.Module):
-    """LayerNorm, or RMSNorm (arXiv 1910.07467) which has neither mean nor bias. Whole on every rank.
-
-    Under sequence parallelism a rank's gradient is the sum over its own positions: `finalize_model_grads` adds them up.
-    """
-
-    def __init__(self, name: str, build: Build) -> None:
-        super().__init__()
-        shape = (build.config.hidden,)
-        self.eps = build.config.norm_eps
-        self.weight = build.whole_here(make_parameter(f"{name}.weight", shape, fill=1.0, **build.made))
-        self.bias = None
-        if build.config.norm == "layernorm":
-            self.bias = build.whole_here(make_parameter(f"{name}.bias", shape, fill=0.0, **build.made))
-
-    def forward(self, x_SBH: Tensor) -> Tensor:
-        """[S, B, H] -> [S, B, H], normalised over H."""
-        if self.bias is None:
-            return F.rms_norm(x_SBH, self.weight.shape, self.weight, self.eps)
-        return F.layer_norm(x_SBH, self.weight.shape, self.weight, self.bias, self.eps)
+        The ranks of a group hold the same activations and must drop the same of them: the default state. Under sequence
+        parallelism they hold different positions, and each must drop its own: the model-parallel state.
+        """
+        if not p:
+            return nn.Identity()
+        return OwnDropout(p, self.rng) if self.sequence_parallel else Dropout(p)

@@ -12,15 +12,14 @@ Shapes: n = batch x query heads on this rank, m = batch x key/value heads, S que
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig
+from labkit.models.norm_and_dropout import drop
 from labkit.parallel.groups import Group
+from labkit.parallel.ledger import comm_scope
 from labkit.parallel.random import RngTracker
 from labkit.parallel.ring_attention import all_gather_attention, ring_attention
 
@@ -33,15 +32,23 @@ class CoreAttention(nn.Module):
         rng: random states; needed where attention drops.
         cp: context-parallel group; None is this rank alone.
         cp_comm_type: `p2p` (the ring) or `all_gather`.
+        name: of the attention block, under which the ledger books what it communicates over cp.
 
     Raises:
         ValueError: dropout of probabilities that no rank has whole.
     """
 
     def __init__(
-        self, config: ModelConfig, rng: RngTracker | None, cp: Group | None = None, cp_comm_type: str = "p2p"
+        self,
+        config: ModelConfig,
+        rng: RngTracker | None,
+        cp: Group | None = None,
+        cp_comm_type: str = "p2p",
+        *,
+        name: str | None = None,
     ) -> None:
         super().__init__()
+        self.name = name
         self.fused, self.dropout, self.rng = config.attention_backend == "fused", config.attention_dropout, rng
         self.cp = cp if cp is not None and cp.size > 1 else None
         self.over_ranks = ring_attention if cp_comm_type == "p2p" else all_gather_attention
@@ -57,25 +64,19 @@ class CoreAttention(nn.Module):
         Under context parallelism S is this rank's part of the sequence, cut zigzag.
         """
         if self.cp is not None:
-            return self.over_ranks(q, k, v, self.cp, causal=True, fused=self.fused)
-        p = self.dropout if self.training else 0.0
-        with self._random_state(p):
-            if self.fused:
-                grouped = q.shape[1] > k.shape[1]
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p, enable_gqa=grouped)
-            return unfused_attention(q, k, v, dropout_p=p)
-
-    def _random_state(self, p: float) -> AbstractContextManager[Any]:
-        """Ranks hold different heads, so they must drop different probabilities: the model-parallel state."""
-        if p == 0.0:
-            return nullcontext()
+            with comm_scope(layer=self.name):
+                return self.over_ranks(q, k, v, self.cp, causal=True, fused=self.fused)
+        if not (self.dropout and self.training):
+            return self._attend(q, k, v, 0.0)
         assert self.rng is not None, "attention dropout needs the random states of model_parallel_seed"
-        return self.rng.fork("model-parallel-rng")
+        with self.rng.fork("model-parallel-rng"):  # ranks hold different heads, so they drop different probabilities
+            return self._attend(q, k, v, self.dropout)
 
-
-def drop(x: Tensor, p: float) -> Tensor:
-    """Dropout that keeps a mask of one byte per element on every device; `F.dropout` keeps one of x's type on a CPU."""
-    return torch.native_dropout(x, p, True)[0] if p else x
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
+        if self.fused:
+            grouped = q.shape[1] > k.shape[1]
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p, enable_gqa=grouped)
+        return unfused_attention(q, k, v, dropout_p=p)
 
 
 def unfused_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0) -> Tensor:

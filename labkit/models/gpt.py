@@ -11,32 +11,26 @@ Shapes: S sequence, B batch, H hidden, V this rank's columns of the padded vocab
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor, nn
 
-from labkit.config import GraphConfig, ModelConfig, MoEConfig, RunConfig
-from labkit.models.attention import Rotary, kv_copies, rotary_table
+from labkit.config import ModelConfig, MoEConfig
+from labkit.models.attention import kv_copies
 from labkit.models.blocks import TransformerLayer
-from labkit.models.build import Build, Norm
+from labkit.models.build import Build
 from labkit.models.counts import padded_vocab
-from labkit.models.ends import Embedding, OutputLayer
-from labkit.models.placement import stage_contents
+from labkit.models.embedding import Embedding, OutputLayer
+from labkit.models.layer_spec import LOCAL, LayerSpec
+from labkit.models.rotary import RotaryTable
 from labkit.moe.balance import AuxLossScale
 from labkit.moe.layer import MoELayer
-from labkit.parallel import te
 from labkit.parallel.context import zigzag_positions
 from labkit.parallel.cross_entropy import linear_cross_entropy
-from labkit.parallel.fp8 import Float8Recipe, Float8Scaling, float8_recipe
 from labkit.parallel.groups import ParallelGroups, cut_group
+from labkit.parallel.parameter_record import record_of
 from labkit.parallel.random import RngTracker, model_parallel_seed
 from labkit.parallel.token_ids import check_token_ids
 from labkit.parallel.vocab import parallel_lm_logits
-from labkit.schedules import Schedule, build_schedule
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-"""`optim.precision` -> type of parameters and activations."""
 
 
 class GPTModel(nn.Module):
@@ -56,8 +50,8 @@ class GPTModel(nn.Module):
         gradient_accumulation_fusion: linear layers add weight gradients to `main_grad` where it exists.
         label_smoothing: of the loss.
         rng: random states for dropout and jitter, shared by the chunks of a rank; made here where dropout needs them.
-        float8: formats and scaling of the layers' products in fp8; embedding and output layer keep `dtype`.
-        graph: what of a layer is captured in CUDA graphs (`labkit.graphs.CudaGraphHelper` does it); None is nothing.
+        spec: parts of the layers and the precision of their products (`labkit.train.layer_spec` chooses them);
+            embedding and output layer keep `dtype`.
         tied_weight_VH: the word embedding of the first stage, where that is another chunk of this rank: the output
             layer then uses it, and this chunk has no weight of its own to count, update or save.
 
@@ -80,18 +74,17 @@ class GPTModel(nn.Module):
         gradient_accumulation_fusion: bool = False,
         label_smoothing: float = 0.0,
         rng: RngTracker | None = None,
-        float8: Float8Recipe | None = None,
-        graph: GraphConfig | None = None,
+        spec: LayerSpec = LOCAL,
         tied_weight_VH: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
-        _check(config, groups)
+        _check(config, spec)
         if (copies := kv_copies(config, groups.tp.size)) > 1:  # every rank makes the group: also one without a layer
             cut_group(groups, groups.tp, groups.tp.size // copies)
         moe = moe or MoEConfig()
-        self.rng = rng or (model_parallel_seed(seed, groups) if _draws(config, moe) else None)
+        self.rng = rng or (model_parallel_seed(seed, groups) if draws(config, moe) else None)
         self.aux_loss_scale = AuxLossScale(device=groups.device if device is None else device)
-        scaling = None if float8 is None else Float8Scaling(float8, groups, device)
+        self.precision = spec.precision(groups, device)
         build = Build(
             config=config,
             group=groups.tp,
@@ -106,8 +99,8 @@ class GPTModel(nn.Module):
             sequence_parallel=groups.config.sequence_parallel,
             cp=groups.cp,
             cp_comm_type=groups.config.cp_comm_type,
-            float8=scaling,
-            graph=graph or GraphConfig(),
+            spec=spec,
+            precision=self.precision,
         )
         self.sequence_parallel, self.sequence_parts = build.sequence_parallel, build.sequence_parts
         self.config, self.group, self.recompute = config, groups.tp, build.recompute
@@ -115,19 +108,16 @@ class GPTModel(nn.Module):
         self.label_smoothing, self.fusion = label_smoothing, gradient_accumulation_fusion
         self.embedding = Embedding(build) if pre_process else None
         self.layers = nn.ModuleDict({str(index): TransformerLayer(index, build) for index in layers})
-        self.float8: Float8Scaling | te.EngineFloat8 | None = scaling
-        if float8 is not None and config.transformer_impl == "transformer_engine":
-            self.float8 = te.EngineFloat8(float8, groups, self.layers)
-        self.final_norm = Norm("final_norm", build) if post_process else None
+        self.final_norm = build.norm("final_norm") if post_process else None
         self._tied_weight: tuple[nn.Parameter, ...] = ()  # in a tuple, so that it is no parameter of this module
         if tied_weight_VH is not None:
             self._tied_weight = (tied_weight_VH,)
-            tied_weight_VH.shared_embedding = False  # type: ignore[attr-defined]  # one weight: no copy to add
+            record_of(tied_weight_VH).shared_embedding = False  # one weight: no copy to add
         tied_here = tied_weight_VH is not None or (pre_process and not config.untie_embeddings_and_output_weights)
         self.output = OutputLayer(build) if post_process and not tied_here else None
         self.cp = groups.cp
         self._input_SBH: Tensor | None = None
-        self._make_rotary(build)
+        self.rotary = RotaryTable(build) if config.position == "rope" else None
 
     @property
     def output_weight_VH(self) -> Tensor:
@@ -150,10 +140,10 @@ class GPTModel(nn.Module):
     def layer_context(self, seq_length: int) -> tuple[Tensor, ...]:
         """Tensors of the shapes that every layer is given beside its input, for sequences of `seq_length`: the rotary
         tables, new ones, or nothing."""
-        if self.rotary_cos is None or self.rotary_sin is None:
+        if self.rotary is None:
             return ()
         rows = slice(seq_length // self.cp.size)
-        return tuple(table[rows, None, None].clone() for table in (self.rotary_cos, self.rotary_sin))
+        return tuple(table[rows, None, None].clone() for table in (self.rotary.cos, self.rotary.sin))
 
     def set_activation_checkpointing(self, on: bool) -> None:
         """Whether the next forwards recompute what the configuration says; False keeps everything."""
@@ -180,8 +170,8 @@ class GPTModel(nn.Module):
         if position_ids is None:
             position_ids = self._own_positions(tokens_BS)
         x_SBH = self._first_hidden(tokens_BS, position_ids)
-        rotary = self._rotary(x_SBH, position_ids)
-        with self.float8.region() if self.float8 is not None else nullcontext():
+        rotary = None if self.rotary is None else self.rotary(x_SBH, position_ids)
+        with self.precision.region():
             x_SBH = self.recompute.through(self.layers.values(), x_SBH, rotary)
         if self.final_norm is None:
             return x_SBH
@@ -239,100 +229,20 @@ class GPTModel(nn.Module):
             return None  # refused below
         return zigzag_positions(length * self.cp.size, self.cp.size, self.cp.rank, device=device)[None]
 
-    def _make_rotary(self, build: Build) -> None:
-        """cos and sin of every position, [seq_length, D/2]; the same for all layers, saved in no checkpoint."""
-        config = self.config
-        self.rotary_cos: Tensor | None
-        self.rotary_sin: Tensor | None
-        if config.position != "rope":
-            self.rotary_cos = self.rotary_sin = None
-            return
-        angles = rotary_table(config.seq_length, config.hidden // config.heads, config.rope_theta)
-        self.register_buffer("rotary_cos", angles.cos().to(**build.made), persistent=False)
-        self.register_buffer("rotary_sin", angles.sin().to(**build.made), persistent=False)
 
-    def _rotary(self, x_SBH: Tensor, position_ids_BS: Tensor | None) -> Rotary | None:
-        """cos and sin of this microbatch: [S, 1, 1, D/2], or for positions of one's own [S, B x key/value heads of this
-        rank, 1, D/2]."""
-        if self.rotary_cos is None or self.rotary_sin is None:
-            return None
-        if position_ids_BS is None:
-            length = x_SBH.shape[0] * self.sequence_parts
-            return self.rotary_cos[:length, None, None], self.rotary_sin[:length, None, None]
-        alike = position_ids_BS.shape[0] == 1  # one row for all samples, and so for all heads
-        heads = 1 if alike else max(1, (self.config.kv_heads or self.config.heads) // self.group.size)
-        positions = position_ids_BS.t().repeat_interleave(heads, dim=1)
-        return self.rotary_cos[positions].unsqueeze(2), self.rotary_sin[positions].unsqueeze(2)
-
-
-def _draws(config: ModelConfig, moe: MoEConfig) -> bool:
+def draws(config: ModelConfig, moe: MoEConfig) -> bool:
     """Whether a forward draws random numbers."""
     drops = config.embedding_dropout or config.attention_dropout or config.hidden_dropout
     return bool(drops or (moe.num_experts and moe.input_jitter))
 
 
-def _check(config: ModelConfig, groups: ParallelGroups) -> None:
+def _check(config: ModelConfig, spec: LayerSpec) -> None:
     allowed = {"family": ("gpt",), "position": ("learned", "rope"), "norm": ("layernorm", "rmsnorm")}
     for name, choices in allowed.items():
         if getattr(config, name) not in choices:
             raise ValueError(f"GPTModel has no {name} {getattr(config, name)!r}; choose {' or '.join(choices)}")
-
-
-def build_model_chunks(config: RunConfig, groups: ParallelGroups, schedule: Schedule | None = None) -> list[GPTModel]:
-    """The model chunks of this rank: the stages that `schedule` runs on it, in their order.
-
-    schedule: where stages are; None means the one that `config.schedule` names.
-
-    Where first and last stage are both on this rank (a V), they share one weight: it is the first chunk's parameter,
-    and the last only refers to it. Its gradient is complete when the backwards of both stages are, weight gradients
-    included.
-
-    Raises:
-        ValueError: layers that the stages do not divide, a schedule of another pipeline, or tied weights on two ranks
-            that `groups.embd` does not join.
-    """
-    if schedule is None:
-        microbatches, vpp = config.num_microbatches(groups.world_size), groups.config.vpp
-        schedule = build_schedule(config.schedule, pp=groups.pp.size, vpp=vpp, microbatches=microbatches)
-    if schedule.pp != groups.pp.size:
-        raise ValueError(f"{schedule.name} is for {schedule.pp} ranks, the pipeline has {groups.pp.size}")
-    model, draws = config.model, _draws(config.model, config.moe)
-    if not model.untie_embeddings_and_output_weights:
-        _check_embedding_group(schedule, groups)
-    rng = model_parallel_seed(config.train.seed, groups) if draws else None
-    contents = stage_contents(config, schedule.num_stages)
-    chunks: list[GPTModel] = []
-    for stage in schedule.stages_of(groups.pp.rank):
-        held = contents[stage]
-        first = chunks[0].embedding if chunks else None
-        tied = held.loss and not model.untie_embeddings_and_output_weights
-        chunk = GPTModel(
-            model,
-            groups,
-            layers=held.layers,
-            moe=config.moe,
-            pre_process=held.embedding,
-            post_process=held.loss,
-            seed=config.train.seed,
-            dtype=DTYPES[config.optim.precision],
-            gradient_accumulation_fusion=config.optim.gradient_accumulation_fusion,
-            label_smoothing=config.train.label_smoothing,
-            rng=rng,
-            float8=float8_recipe(config.optim),
-            graph=config.graph,
-            tied_weight_VH=first.word.weight if tied and first is not None else None,
-        )
-        chunks.append(chunk)
-    return chunks
-
-
-def _check_embedding_group(schedule: Schedule, groups: ParallelGroups) -> None:
-    """The ranks of first and last stage must be able to sum their gradients of the tied weight."""
-    ends = sorted({schedule.placement(0), schedule.placement(schedule.num_stages - 1)})
-    ranks = tuple(groups.pp.ranks[end] for end in ends)
-    if len(ranks) > 1 and groups.rank in ranks and groups.embd.ranks != ranks:
+    if config.transformer_impl != spec.transformer_impl:
         raise ValueError(
-            f"{schedule.name} has the tied word embedding on pipeline ranks {ends[0]} and {ends[1]}, and groups.embd "
-            "joins others: make the groups by initialize_model_parallel(parallel, ends=(rank of the first stage, rank "
-            "of the last)), as pretrain does, or set model.untie_embeddings_and_output_weights"
+            f"model.transformer_impl is {config.transformer_impl}, and the given layers are {spec.transformer_impl}: "
+            "give GPTModel spec=labkit.train.layer_spec(model, optim)"
         )

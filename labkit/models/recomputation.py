@@ -36,15 +36,19 @@ class Recomputation:
         self._count = config.recompute_num_layers
         self._modules = config.recompute_modules if config.recompute_granularity == "selective" else ()
 
+    def selects(self, name: str) -> bool:
+        """Whether the part `name` of a layer (`core_attn`, `layernorm`, `mlp`) is to be recomputed."""
+        return name in self._modules
+
     def part(self, name: str, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-        """`function(*args)`: a part of a layer (`core_attn`, `mlp`), recomputed where it is among the selected."""
-        if self.active and name in self._modules:
+        """`function(*args)`: a part of a layer, recomputed where it is among the selected."""
+        if self.active and self.selects(name):
             return self._checkpoint(function, *args, rng=self._rng)
         return function(*args)
 
     def norm(self, norm: Layer, x_SBH: Tensor, consumer: Layer) -> Tensor:
         """`consumer(norm(x))`; where `layernorm` is selected, the norm's output is dropped and made again."""
-        if not (self.active and "layernorm" in self._modules):
+        if not (self.active and self.selects("layernorm")):
             return consumer(norm(x_SBH))
         dropped = CheckpointWithoutOutput()
         y = consumer(dropped.checkpoint(norm, x_SBH))

@@ -35,7 +35,7 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
 
     def __init__(self, moe: MoEConfig, groups: ParallelGroups, **options: Any) -> None:
         super().__init__(moe, groups, **options)
-        self.cudagraph_attrs = ["routing_map"]
+        self.handed_on = ["routing_map"]
 
     def dispatch_preprocess(self, hidden_SBH: Tensor, probs_TE: Tensor, map_TE: Tensor) -> tuple[Tensor, Tensor]:
         self.routing_map = map_TE

@@ -60,7 +60,7 @@ class Splits:
         per_rank = experts // ep
         own = table[etp_rank, ep_rank]
         local = table[:, :, ep_rank * per_rank : (ep_rank + 1) * per_rank]
-        # Stays on the host. With padding this is captured, and torch.from_numpy looks like a copy to the device there.
+        # Stays on the host, made by no operation of torch's: a recorder would take one for work of the device.
         tokens_per_expert = torch.frombuffer(local.sum(axis=(0, 1)), dtype=torch.int64)
         return cls(
             num_out_tokens=int(own.sum()),
@@ -77,7 +77,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     def __init__(self, moe: MoEConfig, groups: ParallelGroups, **options: Any) -> None:
         super().__init__(moe, groups, **options)
-        self.cudagraph_attrs = ["num_global_tokens_per_expert", "reversed_local_input_permutation_mapping"]
+        self.handed_on = ["num_global_tokens_per_expert", "reversed_local_input_permutation_mapping"]
         sources, local = self.tp_ep.size, self.num_local_experts
         by_source = torch.arange(sources * local)
         self.sort_input_by_local_experts: list[int] = by_source.view(sources, local).t().flatten().tolist()
@@ -87,18 +87,9 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     def set_shared_experts(self, shared_experts: Any) -> None:
         self.shared_experts = shared_experts
-        self.cudagraph_attrs.append("shared_experts.cached_stage")
+        self.handed_on.append("shared_experts.cached_stage")
         if shared_experts.gate is not None:
-            self.cudagraph_attrs.append("shared_experts.gate_score")
-
-    def leave_graph(self) -> None:
-        if self.shared_experts is not None:
-            self.shared_experts.leave_graph()
-
-    def resume_from_graph(self, hidden_shape: torch.Size) -> None:
-        super().resume_from_graph(hidden_shape)
-        if self.shared_experts is not None:
-            self.shared_experts.resume_from_graph()
+            self.handed_on.append("shared_experts.gate_score")
 
     # ---- counts ----
 

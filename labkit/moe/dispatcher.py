@@ -12,9 +12,10 @@ A forward through the layer calls six steps in this order; experts are computed 
 | `token_combine`        | -                                                        | results come back    |
 | `combine_postprocess`  | undo permutation 1: add up each token's results          | -                    |
 
-They are separate methods because partial CUDA graphs cut between them: `dispatch_preprocess` can be captured, what
-follows depends on numbers of the host (`cuda_dtoh_point`). What a step leaves for later ones is an attribute of the
-dispatcher, valid for one forward; backward passes need none of it, since the operations save what they need.
+They are separate methods: `dispatch_preprocess` can do without a number on the host, and what follows depends on such
+numbers (`cuda_dtoh_point`). A step leaves attributes of the dispatcher for later steps, valid for one forward.
+`handed_on` names those that `dispatch_preprocess` leaves. Backward passes need none of them, since the operations save
+what they need.
 
 The split sizes of a transfer must be numbers on the host, and the router's map is on the GPU. There is one copy to the
 host in a forward, at `cuda_dtoh_point`; nothing else here makes the host wait. (The all-gather needs no split sizes; it
@@ -55,8 +56,7 @@ class MoETokenDispatcher(ABC):
         groups: this rank's groups; `ep`, `etp` and `tp_ep` are used.
         name: under which communication is booked in the ledger.
         cuda_dtoh_point: when counts are copied to the host. `before_permutation_1` is earliest; with
-            `before_ep_alltoall` the host needs no number before the tokens travel, so that all of
-            `dispatch_preprocess` can be captured in a CUDA graph.
+            `before_ep_alltoall` the host needs no number before the tokens travel.
 
     Raises:
         ValueError: experts that ep does not divide; an unknown `cuda_dtoh_point`, or one that comes after the first
@@ -84,11 +84,9 @@ class MoETokenDispatcher(ABC):
         self.shared_experts: Any = None
         self.hidden_shape = torch.Size()
         self._host_copy: HostCopy | None = None
-        self.cudagraph_attrs: list[str] = []
-        """Attributes (dotted paths) set by `dispatch_preprocess` that later steps read: outputs of a graph that ends
-        there. Beside these they read only what shapes and configuration fix."""
-        self.valid_cudagraph_attrs: list[str] | None = None
-        """Those of them that held a tensor at the first capture; later captures must find the same."""
+        self.handed_on: list[str] = []
+        """Attributes (dotted paths) that `dispatch_preprocess` sets and later steps read, tensors or None. Beside these
+        they read only what shapes and configuration fix."""
         self.cuda_dtoh_point = cuda_dtoh_point
 
     @property
@@ -148,18 +146,6 @@ class MoETokenDispatcher(ABC):
         if map_TE.dtype != torch.bool:
             raise ValueError(f"the routing map is bool, got {map_TE.dtype}")
         return hidden_TH
-
-    # ---- where a graph ends behind dispatch_preprocess ----
-
-    def leave_graph(self) -> None:  # noqa: B027  # most start nothing
-        """The graph that is being captured ends here: what `dispatch_preprocess` started beside it joins it."""
-
-    def resume_from_graph(self, hidden_shape: torch.Size) -> None:
-        """A replayed graph stands for `dispatch_preprocess`, and the attributes hold its tensors: set the rest.
-
-        hidden_shape: of the layer's input.
-        """
-        self.hidden_shape = hidden_shape
 
     # ---- the six steps ----
 

@@ -30,8 +30,6 @@ from labkit.config import ModelConfig, MoEConfig
 from labkit.moe.grouped_gemm import GroupedPlan, Segments, grouped_linear
 from labkit.moe.host_copy import host_numbers
 from labkit.moe.weighted_activation import weighted, weighted_activation
-from labkit.parallel import te
-from labkit.parallel.fp8 import Float8Scaling
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.mlp import ACTIVATIONS
 from labkit.parallel.weights import Seed, make_expert_parameter
@@ -70,16 +68,16 @@ class Experts(nn.Module, ABC):
 
     Args:
         name: in the whole model, `layers.3.mlp.experts`.
-        model: `hidden`, `activation`, `ffn_hidden` and, for grouped products, `transformer_impl`.
+        model: `hidden`, `activation` and `ffn_hidden`.
         moe: `num_experts` and `ffn_hidden`.
         groups: `ep` and `etp`.
         seed, std, output_std: of the initial weights; `output_std` is fc2's, None means std.
         dtype, device: of the weights.
         gradient_accumulation_fusion: add weight gradients to `main_grad` where it exists.
-        float8: refused.
+        linear: constructor of the two projections, where they are grouped products.
 
     Raises:
-        ValueError: fp8, or sizes that ep or etp do not divide.
+        ValueError: sizes that ep or etp do not divide.
     """
 
     grouped: ClassVar[bool]
@@ -99,19 +97,16 @@ class Experts(nn.Module, ABC):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         gradient_accumulation_fusion: bool = False,
-        float8: Float8Scaling | None = None,
+        linear: Callable[..., Any] = StackedLinear,
     ) -> None:
         super().__init__()
-        if float8 is not None:
-            raise ValueError(f"{name}: experts do not compute in fp8; set optim.fp8 to none")
         experts, hidden, width = moe.num_experts, model.hidden, expert_width(model, moe)
         blocks = 2 if model.activation == "swiglu" else 1
         if model.activation not in ACTIVATIONS:
             raise ValueError(f"{name}: activation {model.activation!r} is none of {', '.join(ACTIVATIONS)}")
         self.name, self.activation, self.reads_children = name, ACTIVATIONS[model.activation], not self.grouped
         self.weighted_activation = weighted_activation(model.activation)
-        in_engine = self.grouped and model.transformer_impl == "transformer_engine"
-        linear: Callable[..., Any] = te.GroupedLinear if in_engine else StackedLinear
+        linear = linear if self.grouped else StackedLinear
         made: dict[str, Any] = {"ep": groups.ep, "etp": groups.etp, "seed": seed, "dtype": dtype, "device": device}
         made |= {"accumulate": gradient_accumulation_fusion}
         columns: dict[str, Any] = {"partition_dim": 1, "partition_stride": blocks, "std": std}
@@ -172,7 +167,7 @@ class SequentialExperts(Experts):
 
 
 class GroupedExperts(Experts):
-    """All experts of a rank at once: one product a projection (`grouped_gemm`), or Transformer Engine's layers."""
+    """All experts of a rank at once: one product a projection (`grouped_gemm`), or those of `linear`."""
 
     grouped = True
 

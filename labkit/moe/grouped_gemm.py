@@ -32,8 +32,8 @@ from torch.autograd import Function
 
 from labkit.events import span
 from labkit.moe.host_copy import host_numbers
+from labkit.parallel.parameter_record import put_gradient, record_of
 from labkit.parallel.weight_grad_store import deferred
-from labkit.parallel.weights import put_gradient, takes_first_gradient
 
 ALIGNMENT = 16
 """Bytes of which `torch._grouped_mm` wants every row to be a multiple."""
@@ -179,8 +179,12 @@ class _GroupedLinear(Function):
                 return (None,)
             with span(f"{plan.name} weight_grad", "weight_grad"):
                 main_grad = getattr(trained, "main_grad", None) if plan.accumulate else None
-                replace = main_grad is not None and takes_first_gradient(trained)
-                return (grouped_weight_gradient(grad_NO, x_NI, segments, main_grad, replace=replace),)
+                if main_grad is None:
+                    return (grouped_weight_gradient(grad_NO, x_NI, segments),)
+                record = record_of(trained)
+                grouped_weight_gradient(grad_NO, x_NI, segments, main_grad, replace=not record.has_gradient)
+                record.has_gradient = True
+                return (None,)
 
         grad_weight = None if deferred((trained,), wgrad) else wgrad()[0]
         return grad_x, grad_weight, None, None

@@ -4,8 +4,8 @@ Split sizes of an all-to-all must be numbers on the host; the router computes th
 for everything queued so far. `HostCopy` starts the copy on a stream of its own, so that the host can queue the
 permutation meanwhile, and waits for the copy alone when the numbers are needed.
 
-In a CUDA graph there is no such copy. What dispatchers hand to experts there is known from shapes alone
-(drop-and-pad), so that `host_numbers` may be asked.
+While work is recorded for replays there is no such copy. Dispatchers then hand over numbers that are known from shapes
+alone (drop-and-pad), so that `host_numbers` may be asked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class HostCopy:
     """A copy of `x` in host memory, under way from the start; x itself where it is there already.
 
     Raises:
-        GraphCaptureError: while a CUDA graph is captured: replays would go on with the numbers of the capture.
+        GraphCaptureError: while work is recorded: replays would go on with the numbers of the recording.
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -58,8 +58,8 @@ class HostCopy:
 def host_numbers(counts: Tensor) -> list[int]:
     """The integers of a tensor on the host that dispatchers have made: by a `HostCopy`, or from shapes alone.
 
-    On a GPU such a tensor may be read while a graph is captured. An emulated capture, for which every tensor stands for
-    one on a device, would refuse; here it need not, since a `HostCopy` has refused before.
+    A recorder takes every tensor for one on a device, and would refuse this. It need not: a `HostCopy` has refused
+    before.
     """
     with unrecorded():
         return counts.tolist()

@@ -1,8 +1,7 @@
 """The MoE layer: each token visits the experts that a router chooses for it, on whatever ranks they are.
 
-One forward is a chain of methods under Megatron's names. They are apart because a captured graph may end between any
-two of them: what is captured has fixed shapes, and how many rows travel is known only after routing. The first three
-are decorated for that: a capture ends behind one of them, and a replay skips them (`labkit.graphs.partial`).
+One forward is a chain of methods under Megatron's names. Each can be called by itself: the first three work on shapes
+that are known beforehand, and how many rows travel is known only after routing.
 
 | method                   | takes                | gives                     | work                                   |
 |--------------------------|----------------------|---------------------------|----------------------------------------|
@@ -28,21 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.config import ConfigError, GraphConfig, ModelConfig, MoEConfig
-from labkit.config.limits import CHOICES, RANGES
-from labkit.graphs.partial import (
-    MoECudaGraphPartialCaptureSignal,
-    MoECudaGraphTensorStore,
-    maybe_skip_or_early_return_by_cudagraph,
-)
-from labkit.graphs.scope import layer_scope
+from labkit.config import ConfigError, ModelConfig, MoEConfig
+from labkit.config.fields import SPECS
 from labkit.moe.balance import AuxLossScale
 from labkit.moe.dispatcher import build_dispatcher
-from labkit.moe.experts import GroupedExperts, SequentialExperts
+from labkit.moe.experts import GroupedExperts, SequentialExperts, StackedLinear
 from labkit.moe.router import TopKRouter
 from labkit.moe.shared_experts import SharedExpertMLP
-from labkit.parallel.fp8 import Float8Scaling
-from labkit.parallel.groups import Group, ParallelGroups
+from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.ledger import comm_scope
 from labkit.parallel.random import RngTracker
 from labkit.parallel.weights import Seed
@@ -60,10 +52,8 @@ def _check(name: str, moe: MoEConfig) -> None:
     problems = []
     for field, value in vars(moe).items():
         dotted = f"moe.{field}"
-        if value is not None and dotted in CHOICES and value not in CHOICES[dotted]:
-            problems.append(f"{dotted} = {value!r}: must be one of {', '.join(CHOICES[dotted])}")
-        elif value is not None and dotted in RANGES and (rule := RANGES[dotted].broken(value)):
-            problems.append(f"{dotted} = {value}: {rule}")
+        if value is not None and (rule := SPECS[dotted].broken(value)):
+            problems.append(f"{dotted} = {value!r}: {rule}")
     if not problems and not 1 <= moe.top_k <= moe.num_experts:
         problems.append(f"moe.top_k = {moe.top_k}: must be at most moe.num_experts = {moe.num_experts}")
     if moe.pad_to_capacity and moe.capacity_factor is None:
@@ -86,11 +76,10 @@ class MoELayer(nn.Module):
         seed: of the weights.
         output_std: of the last projections of the experts; None means model.init_std.
         gradient_accumulation_fusion: add weight gradients to `main_grad` where it exists.
-        float8: refused by the experts.
+        expert_linear: constructor of the routed experts' projections (`Experts`).
         aux_loss_scale: what the gradient of the routers' losses starts from, shared within a model chunk.
         rng: random states for `moe.input_jitter`.
         part: how a part is called that may be recomputed; here that is `shared_experts`.
-        graph: which steps are captured in CUDA graphs; None captures nothing.
         dtype, device: of the parameters.
 
     Attributes:
@@ -98,7 +87,7 @@ class MoELayer(nn.Module):
 
     Raises:
         ConfigError: a value that a field of `moe` cannot hold, no experts, or more top_k than experts.
-        ValueError: tp > 1 without sequence parallelism, sizes that ep, etp or tp do not divide, fp8, or shared experts
+        ValueError: tp > 1 without sequence parallelism, sizes that ep, etp or tp do not divide, or shared experts
             to be overlapped that are not there, or with a dispatcher that has no transfer.
     """
 
@@ -113,11 +102,10 @@ class MoELayer(nn.Module):
         seed: Seed = 0,
         output_std: float | None = None,
         gradient_accumulation_fusion: bool = False,
-        float8: Float8Scaling | None = None,
+        expert_linear: Callable[..., nn.Module] = StackedLinear,
         aux_loss_scale: AuxLossScale | None = None,
         rng: RngTracker | None = None,
         part: Part = _keep,
-        graph: GraphConfig | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
@@ -135,39 +123,27 @@ class MoELayer(nn.Module):
             rng=rng,
             **made,
         )
-        made |= {"std": model.init_std, "output_std": output_std, "float8": float8}
+        made |= {"std": model.init_std, "output_std": output_std}
         made |= {"gradient_accumulation_fusion": gradient_accumulation_fusion}
         experts = GroupedExperts if moe.grouped_gemm else SequentialExperts
-        self.experts = experts(f"{name}.experts", model, moe, groups, **made)
+        self.experts = experts(f"{name}.experts", model, moe, groups, linear=expert_linear, **made)
         self.shared_experts: SharedExpertMLP | None = None
         if moe.shared_expert_ffn_hidden is not None:
             self.shared_experts = SharedExpertMLP(
                 f"{name}.shared_experts", model, moe, groups, sequence_parallel=sequence_parallel, **made
             )
-        self._groups = groups
-        self.scope = layer_scope(graph or GraphConfig(), has_experts=True)
-        # A graph that holds the first permutation ends before counts are copied to the host.
-        point = "before_ep_alltoall" if self.scope.preprocess else "before_permutation_1"
-        self.token_dispatcher = build_dispatcher(moe, groups, name=name, cuda_dtoh_point=point)
-        self.cudagraph_tensor_store = MoECudaGraphTensorStore()
+        self.groups = groups
+        self.token_dispatcher = build_dispatcher(moe, groups, name=name)
         if moe.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self.shared_experts)
 
-    def forward(self, x_SBH: Tensor) -> Tensor | list[Tensor]:
-        """[S, B, H] -> [S, B, H], to be added to the residual stream. ValueError for another shape or type.
-
-        Where a capture ends inside: the outputs of its graph. With a graph's outputs in `cudagraph_tensor_store`, what
-        they stand for is skipped; x is then the stored hidden states.
-        """
-        if self.cudagraph_tensor_store.is_empty():
-            self._check_input(x_SBH)
+    def forward(self, x_SBH: Tensor) -> Tensor:
+        """[S, B, H] -> [S, B, H], to be added to the residual stream. ValueError for another shape or type."""
+        self._check_input(x_SBH)
         with comm_scope(layer=self.name):
             shared_SBH = self.shared_experts_compute(x_SBH)
-            try:
-                probs_TE, map_TE = self.route(x_SBH)
-                rows, probs = self.preprocess(x_SBH, probs_TE, map_TE)
-            except MoECudaGraphPartialCaptureSignal as signal:
-                return signal.get_early_return_outputs(x_SBH, shared_SBH)
+            probs_TE, map_TE = self.route(x_SBH)
+            rows, probs = self.preprocess(x_SBH, probs_TE, map_TE)
             rows, probs = self.dispatch(rows, probs)
             rows = self.routed_experts_compute(rows, probs)
             return self.combine(rows, shared_SBH)
@@ -178,33 +154,11 @@ class MoELayer(nn.Module):
             wanted = f"{dtype} [S, B, {self.hidden}] with S of at least 1"
             raise ValueError(f"{self.name}: the input is {wanted}, got {x_SBH.dtype} {shape}")
 
-    def get_submodules_under_cudagraphs(self) -> list[nn.Module]:
-        """The modules whose forward a graph that ends inside this layer holds."""
-        found: list[nn.Module] = [self.router]
-        if self.shared_experts is not None and self.has_shared_output:
-            found.append(self.shared_experts)
-        elif self.shared_experts is not None and self.shared_experts.gate is not None and self.scope.preprocess:
-            found.append(self.shared_experts.gate)  # of the overlapped stages the first
-        return found
-
-    def get_groups_under_cudagraphs(self) -> list[Group]:
-        """Over which groups the captured part of this layer communicates."""
-        groups, scope, found = self._groups, self.scope, []
-        if self.shared_experts is not None and (scope.preprocess or (scope.router and self.has_shared_output)):
-            found.append(groups.tp)
-        if scope.router and self.moe.load_balancing in ("aux_loss", "seq_aux_loss"):
-            found += [groups.tp, groups.cp]
-        elif scope.router and self.moe.load_balancing == "global_aux_loss":
-            found += [groups.tp, groups.cp, groups.dp]
-        counts = scope.preprocess and self.moe.dispatcher != "allgather" and not self.moe.pad_to_capacity
-        return [*found, groups.ep, groups.etp] if scope.mlp or counts else found
-
     @property
     def has_shared_output(self) -> bool:
         """Whether `shared_experts_compute` computes something."""
         return self.shared_experts is not None and not self.moe.shared_expert_overlap
 
-    @maybe_skip_or_early_return_by_cudagraph("shared_experts_compute")
     def shared_experts_compute(self, x_SBH: Tensor) -> Tensor | None:
         """The shared experts' output; None where there are none, or where the dispatcher computes them."""
         if self.shared_experts is None or not self.has_shared_output:
@@ -215,12 +169,10 @@ class MoELayer(nn.Module):
         with comm_scope(layer=self.shared_experts.name):
             return self._part("shared_experts", self.shared_experts, x_SBH)
 
-    @maybe_skip_or_early_return_by_cudagraph("route")
     def route(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
         """Weights [T, E], 0 where not chosen, and the choice [T, E], bool."""
         return self.router(x_SBH)
 
-    @maybe_skip_or_early_return_by_cudagraph("preprocess")
     def preprocess(self, x_SBH: Tensor, probs_TE: Tensor, map_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Rows and weights in the order in which they leave this rank."""
         return self.token_dispatcher.dispatch_preprocess(x_SBH, probs_TE, map_TE)

@@ -32,7 +32,7 @@ class MoELocalTokenDispatcher(MoETokenDispatcher):
                 f"the local dispatcher needs all experts on one rank, and ep = {self.ep.size}, etp = {self.etp.size}; "
                 "set moe.dispatcher to alltoall or allgather"
             )
-        self.cudagraph_attrs = ["tokens_per_expert", "reversed_local_input_permutation_mapping"]
+        self.handed_on = ["tokens_per_expert", "reversed_local_input_permutation_mapping"]
 
     def dispatch_preprocess(self, hidden_SBH: Tensor, probs_TE: Tensor, map_TE: Tensor) -> tuple[Tensor, Tensor]:
         hidden_TH = self._flatten(hidden_SBH, probs_TE, map_TE)

@@ -1,7 +1,7 @@
 """What a router saw, kept: the logits of every forward, so that the same tokens can be routed by other policies later.
 
 A `RoutingReplay` repeats a *choice*; here the logits are kept, from which any choice can be made
-(`labkit.viz.router_lab`).
+(`labkit.viz.experts.router_lab`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from labkit.parallel.capturing import is_graph_capturing
+from labkit.parallel.capturing import host_would_wait
 
 __all__ = ["permute", "sort_chunks_by_idxs", "unpermute"]
 
@@ -74,9 +74,8 @@ class _Unpermute(Function):
 
 
 def _positions(chosen: Tensor, size: int | None) -> Tensor:
-    """Where a flat bool tensor is true, in order. On a GPU and in a graph a given size is trusted; checking it would
-    wait."""
-    if size is not None and (chosen.is_cuda or is_graph_capturing()):
+    """Where a flat bool tensor is true, in order. A given size is trusted where checking it would wait."""
+    if size is not None and host_would_wait(chosen):
         return torch.nonzero_static(chosen, size=size).squeeze(1)
     positions = chosen.nonzero().squeeze(1)
     assert size is None or size == positions.numel(), f"the map has {positions.numel()} entries, {size} were announced"
@@ -103,7 +102,7 @@ def permute(
     probs_N = None
     if probs_TE is not None:
         # Not by way of the transpose: its gradient would lie in memory by expert, and sums over it would round in
-        # another order than where a graph ends between router and permutation and hands the gradient over by token.
+        # another order than where the gradient is handed over by token, between router and permutation.
         weight_N = index_N * experts + positions.div(max(num_tokens, 1), rounding_mode="floor")
         probs_N = probs_TE.reshape(-1).index_select(0, weight_N)  # each is read once
     rows_NH: Tensor = _Permute.apply(tokens_TH, index_N)  # type: ignore[assignment]

@@ -6,9 +6,9 @@ Logits and scores are made in float32 (or wider) whatever the activations are: a
 rounding. Under sequence parallelism a rank routes the S/(cp tp) positions it holds, so W's gradient is a part of a sum
 over tp (`sequence_parallel`), as a norm's is.
 
-A forward counts for losses, statistics and the expert bias only in training and where a graph is made. That is once a
-microbatch also under recomputation, whose first forward makes no graph. The global loss alone counts in the first one:
-its mean is over the microbatches so far, and second forwards come when the schedule wants them.
+A forward counts for losses, statistics and the expert bias only in training and where gradients are enabled. That is
+once a microbatch also under recomputation, whose first forward runs without gradients. The global loss alone counts in
+the first one: its mean is over the microbatches so far, and second forwards come when the schedule wants them.
 
 Shapes: S sequence and B batch of this rank, T = S x B tokens (token s B + b), H hidden, E experts.
 """
@@ -35,10 +35,10 @@ from labkit.moe.balance import (
 from labkit.moe.replay import RoutingReplay, encode, is_second_forward
 from labkit.moe.routing import apply_capacity, normalized_scores, sinkhorn_routing, top_k_map, topk_routing
 from labkit.moe.statistics import RouterStatistics
-from labkit.parallel.capturing import GraphCaptureError, is_graph_capturing
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.ledger import comm_scope, current_scope
+from labkit.parallel.parameter_record import record_of
 from labkit.parallel.random import RngTracker
 from labkit.parallel.recompute import once, will_run_again
 from labkit.parallel.weights import Seed, make_parameter
@@ -125,7 +125,7 @@ class TopKRouter(nn.Module):
         self.name, self.moe, self.groups, self.rng = name, moe, groups, rng
         shape = (moe.num_experts, model.hidden)
         self.weight = make_parameter(f"{name}.weight", shape, seed=seed, std=model.init_std, dtype=dtype, device=device)
-        self.weight.sequence_parallel = sequence_parallel and groups.tp.size > 1  # type: ignore[attr-defined]
+        record_of(self.weight).sequence_parallel = sequence_parallel and groups.tp.size > 1
         self.aux_scale = aux_scale or AuxLossScale(device=device)
         self.statistics = statistics or RouterStatistics(moe.num_experts, device=device)
         self.replay: RoutingReplay | None = None
@@ -142,11 +142,6 @@ class TopKRouter(nn.Module):
 
     def forward(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
         """[S, B, H] -> weights [T, E], 0 where not chosen, and the choice [T, E], bool."""
-        if is_graph_capturing() and (self.record is not None or self.replay is not None):
-            raise GraphCaptureError(
-                f"{self.name}: choices are recorded and replayed by Python, which a CUDA graph does not run: leave out "
-                "moe_router (graph.cuda_graph_scope), or the record"
-            )
         with comm_scope(layer=self.name, phase=current_scope().phase or "forward"):
             return self.routing(self.gating(self.jittered(x_SBH)), x_SBH.shape[0])
 

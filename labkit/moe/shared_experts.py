@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 from labkit.config import ModelConfig, MoEConfig
 from labkit.parallel import mappings
-from labkit.parallel.fp8 import Float8Scaling
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.layers import column_parallel_linear
 from labkit.parallel.ledger import comm_scope
 from labkit.parallel.mlp import ParallelMLP
+from labkit.parallel.parameter_record import record_of
 from labkit.parallel.weights import Seed, make_parameter
 
 
@@ -45,7 +45,7 @@ class SharedExpertGate(nn.Module):
     def __init__(self, name: str, hidden: int, *, sequence_parallel: bool, **made: Any) -> None:
         super().__init__()
         self.weight = make_parameter(f"{name}.weight", (1, hidden), **made)
-        self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+        record_of(self.weight).sequence_parallel = sequence_parallel
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, 1], between 0 and 1."""
@@ -83,7 +83,6 @@ class SharedExpertMLP(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         gradient_accumulation_fusion: bool = False,
-        float8: Float8Scaling | None = None,
     ) -> None:
         super().__init__()
         assert moe.shared_expert_ffn_hidden is not None, "built only where the configuration has shared experts"
@@ -101,7 +100,6 @@ class SharedExpertMLP(nn.Module):
             bias=False,
             sequence_parallel=sequence_parallel,
             gradient_accumulation_fusion=gradient_accumulation_fusion,
-            float8=float8,
             output_std=output_std,
             **made,
         )
@@ -164,13 +162,13 @@ class SharedExpertMLP(nn.Module):
             output.record_stream(torch.cuda.current_stream())
         return output
 
-    def leave_graph(self) -> None:
-        """The graph that is being captured ends behind the first stage: the current stream waits for it."""
+    def join_stream(self) -> None:
+        """Between two stages: the current stream waits for what the stages have computed so far."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
-    def resume_from_graph(self) -> None:
-        """The first stage's results come from a graph replayed on the current stream: later stages wait for it."""
+    def follow_stream(self) -> None:
+        """Between two stages, whose results were made on the current stream: later stages wait for it."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
             for made in (self.cached_stage, self.gate_score):

@@ -25,6 +25,7 @@ _EXPORTS = {
         "members_of_rank",
     ),
     "groups": ("Group", "initialize_model_parallel", "ParallelGroups", "single_process_groups"),
+    "parameter_record": ("ParameterRecord", "record_of"),
     "ledger": ("comm_scope", "CommLedger", "CommRecord", "delayed", "dropped"),
     "capturing": ("GraphCaptureError", "is_graph_capturing", "is_graph_warmup"),
     "collectives": (
@@ -74,7 +75,7 @@ _EXPORTS = {
     ),
     "context_plan": ("gathered_plan", "ring_load", "ring_plan", "ring_time"),
     "random": ("model_parallel_seed", "RngTracker"),
-    "gradients": ("clip_grad_norm", "finalize_model_grads", "global_grad_norm"),
+    "data_parallel.gradients": ("clip_grad_norm", "finalize_model_grads", "global_grad_norm"),
     "p2p": (
         "exchange",
         "p2p_communicator",
@@ -91,14 +92,29 @@ _EXPORTS = {
         "send_forward_recv_forward",
     ),
     "deallocation": ("custom_backward", "deallocate_output_tensor"),
-    "bucket_plan": ("Bucket", "BufferPlan", "default_bucket_size", "ParameterSpec", "plan_buckets"),
-    "overlap": ("BackwardPiece", "exposed_seconds", "Link", "predict_step", "sweep_bucket_sizes"),
-    "data_parallel": ("NaiveDataParallel",),
-    "distributed_optimizer": ("DistributedOptimizer",),
-    "shard_map": ("owned_bytes", "Piece", "pieces_of_rank", "shard_range"),
-    "zero_memory": ("bytes_per_parameter", "BytesPerParameter"),
-    "distributed_data_parallel": ("DistributedDataParallel", "wrap_model_chunks"),
-    "grad_buffers": ("GradBucket", "GradBuffer", "own_part", "Reduction"),
+    "data_parallel.bucket_layout": (
+        "Bucket",
+        "BucketLayout",
+        "default_bucket_size",
+        "owned_bytes",
+        "ParameterSpec",
+        "Piece",
+        "pieces_of_rank",
+        "plan_buckets",
+        "shard_range",
+    ),
+    "data_parallel.overlap_prediction": (
+        "BackwardPiece",
+        "exposed_seconds",
+        "Link",
+        "predict_step",
+        "sweep_bucket_sizes",
+    ),
+    "data_parallel.naive": ("NaiveDataParallel",),
+    "data_parallel.distributed_optimizer": ("DistributedOptimizer",),
+    "data_parallel.zero_memory": ("bytes_per_parameter", "BytesPerParameter"),
+    "data_parallel.distributed_data_parallel": ("DistributedDataParallel", "wrap_model_chunks"),
+    "data_parallel.grad_buffers": ("GradBucket", "GradBuffer", "own_part", "Reduction"),
     "weight_grad_store": ("WeightGradStore",),
 }
 """Module -> the names that this package offers from it."""
@@ -106,11 +122,6 @@ _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from labkit.parallel.bucket_plan import Bucket as Bucket
-    from labkit.parallel.bucket_plan import BufferPlan as BufferPlan
-    from labkit.parallel.bucket_plan import ParameterSpec as ParameterSpec
-    from labkit.parallel.bucket_plan import default_bucket_size as default_bucket_size
-    from labkit.parallel.bucket_plan import plan_buckets as plan_buckets
     from labkit.parallel.capturing import GraphCaptureError as GraphCaptureError
     from labkit.parallel.capturing import is_graph_capturing as is_graph_capturing
     from labkit.parallel.capturing import is_graph_warmup as is_graph_warmup
@@ -143,19 +154,37 @@ if TYPE_CHECKING:
     from labkit.parallel.context_plan import ring_time as ring_time
     from labkit.parallel.cross_entropy import linear_cross_entropy as linear_cross_entropy
     from labkit.parallel.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
-    from labkit.parallel.data_parallel import NaiveDataParallel as NaiveDataParallel
+    from labkit.parallel.data_parallel.bucket_layout import Bucket as Bucket
+    from labkit.parallel.data_parallel.bucket_layout import BucketLayout as BucketLayout
+    from labkit.parallel.data_parallel.bucket_layout import ParameterSpec as ParameterSpec
+    from labkit.parallel.data_parallel.bucket_layout import Piece as Piece
+    from labkit.parallel.data_parallel.bucket_layout import default_bucket_size as default_bucket_size
+    from labkit.parallel.data_parallel.bucket_layout import owned_bytes as owned_bytes
+    from labkit.parallel.data_parallel.bucket_layout import pieces_of_rank as pieces_of_rank
+    from labkit.parallel.data_parallel.bucket_layout import plan_buckets as plan_buckets
+    from labkit.parallel.data_parallel.bucket_layout import shard_range as shard_range
+    from labkit.parallel.data_parallel.distributed_data_parallel import (
+        DistributedDataParallel as DistributedDataParallel,
+    )
+    from labkit.parallel.data_parallel.distributed_data_parallel import wrap_model_chunks as wrap_model_chunks
+    from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
+    from labkit.parallel.data_parallel.grad_buffers import GradBucket as GradBucket
+    from labkit.parallel.data_parallel.grad_buffers import GradBuffer as GradBuffer
+    from labkit.parallel.data_parallel.grad_buffers import Reduction as Reduction
+    from labkit.parallel.data_parallel.grad_buffers import own_part as own_part
+    from labkit.parallel.data_parallel.gradients import clip_grad_norm as clip_grad_norm
+    from labkit.parallel.data_parallel.gradients import finalize_model_grads as finalize_model_grads
+    from labkit.parallel.data_parallel.gradients import global_grad_norm as global_grad_norm
+    from labkit.parallel.data_parallel.naive import NaiveDataParallel as NaiveDataParallel
+    from labkit.parallel.data_parallel.overlap_prediction import BackwardPiece as BackwardPiece
+    from labkit.parallel.data_parallel.overlap_prediction import Link as Link
+    from labkit.parallel.data_parallel.overlap_prediction import exposed_seconds as exposed_seconds
+    from labkit.parallel.data_parallel.overlap_prediction import predict_step as predict_step
+    from labkit.parallel.data_parallel.overlap_prediction import sweep_bucket_sizes as sweep_bucket_sizes
+    from labkit.parallel.data_parallel.zero_memory import BytesPerParameter as BytesPerParameter
+    from labkit.parallel.data_parallel.zero_memory import bytes_per_parameter as bytes_per_parameter
     from labkit.parallel.deallocation import custom_backward as custom_backward
     from labkit.parallel.deallocation import deallocate_output_tensor as deallocate_output_tensor
-    from labkit.parallel.distributed_data_parallel import DistributedDataParallel as DistributedDataParallel
-    from labkit.parallel.distributed_data_parallel import wrap_model_chunks as wrap_model_chunks
-    from labkit.parallel.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
-    from labkit.parallel.grad_buffers import GradBucket as GradBucket
-    from labkit.parallel.grad_buffers import GradBuffer as GradBuffer
-    from labkit.parallel.grad_buffers import Reduction as Reduction
-    from labkit.parallel.grad_buffers import own_part as own_part
-    from labkit.parallel.gradients import clip_grad_norm as clip_grad_norm
-    from labkit.parallel.gradients import finalize_model_grads as finalize_model_grads
-    from labkit.parallel.gradients import global_grad_norm as global_grad_norm
     from labkit.parallel.group_plan import GROUP_KINDS as GROUP_KINDS
     from labkit.parallel.group_plan import GROUP_TOKENS as GROUP_TOKENS
     from labkit.parallel.group_plan import all_groups as all_groups
@@ -191,11 +220,6 @@ if TYPE_CHECKING:
         scatter_to_tensor_model_parallel_region as scatter_to_tensor_model_parallel_region,
     )
     from labkit.parallel.mlp import ParallelMLP as ParallelMLP
-    from labkit.parallel.overlap import BackwardPiece as BackwardPiece
-    from labkit.parallel.overlap import Link as Link
-    from labkit.parallel.overlap import exposed_seconds as exposed_seconds
-    from labkit.parallel.overlap import predict_step as predict_step
-    from labkit.parallel.overlap import sweep_bucket_sizes as sweep_bucket_sizes
     from labkit.parallel.p2p import P2PCommunicator as P2PCommunicator
     from labkit.parallel.p2p import exchange as exchange
     from labkit.parallel.p2p import p2p_communicator as p2p_communicator
@@ -211,6 +235,8 @@ if TYPE_CHECKING:
     )
     from labkit.parallel.p2p import send_forward_recv_backward as send_forward_recv_backward
     from labkit.parallel.p2p import send_forward_recv_forward as send_forward_recv_forward
+    from labkit.parallel.parameter_record import ParameterRecord as ParameterRecord
+    from labkit.parallel.parameter_record import record_of as record_of
     from labkit.parallel.random import RngTracker as RngTracker
     from labkit.parallel.random import model_parallel_seed as model_parallel_seed
     from labkit.parallel.rank_generator import DEFAULT_ORDER as DEFAULT_ORDER
@@ -227,10 +253,6 @@ if TYPE_CHECKING:
     from labkit.parallel.recompute import checkpoint as checkpoint
     from labkit.parallel.recompute import once as once
     from labkit.parallel.recompute import will_run_again as will_run_again
-    from labkit.parallel.shard_map import Piece as Piece
-    from labkit.parallel.shard_map import owned_bytes as owned_bytes
-    from labkit.parallel.shard_map import pieces_of_rank as pieces_of_rank
-    from labkit.parallel.shard_map import shard_range as shard_range
     from labkit.parallel.token_ids import TokenIdError as TokenIdError
     from labkit.parallel.token_ids import check_token_ids as check_token_ids
     from labkit.parallel.token_ids import token_ids_checked_late as token_ids_checked_late
@@ -244,8 +266,6 @@ if TYPE_CHECKING:
     from labkit.parallel.weights import gather_parameter as gather_parameter
     from labkit.parallel.weights import make_expert_parameter as make_expert_parameter
     from labkit.parallel.weights import make_parameter as make_parameter
-    from labkit.parallel.zero_memory import BytesPerParameter as BytesPerParameter
-    from labkit.parallel.zero_memory import bytes_per_parameter as bytes_per_parameter
 
 
 def __getattr__(name: str) -> Any:

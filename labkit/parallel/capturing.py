@@ -1,12 +1,11 @@
-"""Whether a CUDA graph is being captured, and what code below the graphs does differently then.
+"""Whether somebody records what the device does, to replay it later (a CUDA graph, or an emulated one).
 
-A graph records what the device does. What Python does happens at capture alone, and is not repeated at replay. Most
-code need not care. Three things must: code that makes the host wait for the device (it cannot be captured: refuse it
-here, with the user's line), code whose effect on the host belongs to the device's work (switching random states: it is
-recorded and called again), and code that registers or skips hooks.
+A recording holds the device's work. Python runs while it is made, and at no replay. Most code need not care. Two kinds
+must: code that makes the host wait for the device cannot be recorded and is refused here, with the user's line; code
+whose effect on the host belongs to the device's work, as switching random states, is recorded and called again.
 
-This module lies below all of them, so that layers and collectives can ask without importing `labkit.graphs`. The state
-belongs to the process, not to a thread: on CUDA autograd runs backward passes on threads of its own.
+This module lies below everything that asks. The state belongs to the process, not to a thread: on CUDA autograd runs
+backward passes on threads of its own.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from labkit.events import observing
-
-if TYPE_CHECKING:
-    from labkit.parallel.collectives import Pending
 
 T = TypeVar("T")
 
@@ -35,6 +32,7 @@ __all__ = [
     "call_site",
     "graph_capturing",
     "graph_warmup",
+    "host_would_wait",
     "is_graph_capturing",
     "is_graph_warmup",
     "process_is_broken",
@@ -59,7 +57,7 @@ class Recorder(Protocol):
         """Run `function` now, unrecorded, and again at each replay."""
         ...
 
-    def transfer(self, start: Callable[..., Pending], *args: Any, **kwargs: Any) -> Pending:
+    def transfer(self, start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Start a transfer now and at each replay; what is returned records its `wait()` in the same way."""
         ...
 
@@ -149,6 +147,11 @@ def recorded_call(function: Callable[[], T]) -> T:
     """
     recorder = _state.recorder
     return function() if recorder is None else recorder.call(function)
+
+
+def host_would_wait(x: Tensor) -> bool:
+    """Whether the host has to wait for the values of `x`; while work is recorded there is nothing to wait for yet."""
+    return x.is_cuda or is_graph_capturing()
 
 
 def refuse_host_sync(what: str) -> None:

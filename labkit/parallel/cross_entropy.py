@@ -22,12 +22,12 @@ from labkit.events import span
 from labkit.parallel import collectives
 from labkit.parallel.collectives import Pending
 from labkit.parallel.groups import Group
-from labkit.parallel.layers import LinearPlan, weight_gradient
-from labkit.parallel.ledger import comm_scope
-from labkit.parallel.mappings import backward_scope, forward_scope
+from labkit.parallel.layers import LinearPlan
+from labkit.parallel.ledger import backward_scope, comm_scope, forward_scope
+from labkit.parallel.parameter_record import record_of
+from labkit.parallel.precision import weight_gradient
 from labkit.parallel.token_ids import check_token_ids
 from labkit.parallel.weight_grad_store import deferred
-from labkit.parallel.weights import takes_first_gradient
 
 
 @dataclass(frozen=True)
@@ -339,8 +339,10 @@ def _accumulator(parameter: Tensor, plan: LinearPlan) -> tuple[Tensor, Tensor | 
     """Where a weight gradient is added up, and what autograd is given of it: nothing where that is `main_grad`."""
     main_grad: Tensor | None = getattr(parameter, "main_grad", None) if plan.accumulate else None
     if main_grad is not None:
-        if takes_first_gradient(parameter):
+        record = record_of(parameter)
+        if not record.has_gradient:
             main_grad.zero_()
+            record.has_gradient = True
         return main_grad, None
     zeros = torch.zeros_like(parameter)
     return zeros, zeros

@@ -17,8 +17,7 @@ from torch.autograd import Function
 
 from labkit.parallel import collectives
 from labkit.parallel.groups import Group
-from labkit.parallel.ledger import current_scope
-from labkit.parallel.mappings import backward_scope, forward_scope
+from labkit.parallel.ledger import backward_scope, current_scope, forward_scope
 
 __all__ = ["AllToAllInFlight", "all_to_all_start"]
 

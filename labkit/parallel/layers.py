@@ -9,85 +9,29 @@ Shapes: S sequence, B batch, I input size, O output size; t = size of the group;
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from labkit.events import span
+from labkit.events import observers, span
 from labkit.parallel import collectives
 from labkit.parallel.groups import Group
-from labkit.parallel.ledger import comm_scope
+from labkit.parallel.ledger import comm_scope, current_scope
 from labkit.parallel.mappings import (
-    backward_scope,
-    forward_scope,
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from labkit.parallel.weight_grad_store import deferred
-from labkit.parallel.weights import Replicated, Seed, make_parameter, put_gradient, takes_first_gradient
+from labkit.parallel.parameter_record import Replicated, record_of
+from labkit.parallel.precision import IN_OWN_TYPE, NATIVE, Gemms, Packed, Precision
+from labkit.parallel.weight_grad_store import deferred, is_collecting
+from labkit.parallel.weights import Seed, make_parameter
 
-if TYPE_CHECKING:
-    from labkit.parallel.fp8 import Float8Scaling
-
-
-def weight_gradient(
-    grad_NO: Tensor, x_NI: Tensor, main_grad: Tensor | None = None, *, replace: bool = False
-) -> Tensor | None:
-    """dL/dW = grad^T x, [O, I]. With `main_grad` it is added there, or with `replace` put there, and None returned: no
-    gradient tensor is made."""
-    if main_grad is None:
-        return grad_NO.t() @ x_NI
-    if main_grad.dtype != x_NI.dtype:
-        return put_gradient(grad_NO.t() @ x_NI, main_grad, replace=replace)
-    if replace:
-        torch.mm(grad_NO.t(), x_NI, out=main_grad)
-    else:
-        main_grad.addmm_(grad_NO.t(), x_NI)
-    return None
-
-
-Packed = tuple[Tensor, ...]
-"""An input or an output's gradient as it is kept and gathered: the first tensor has its rows, the others its scales."""
-
-
-class Gemms:
-    """The three products of a linear layer, in the type of its tensors. `fp8.Float8Gemms` has the same surface."""
-
-    def pack(self, x: Tensor, kind: str, gathered_over: Group | None, *, trains: bool) -> Packed:
-        """What a product takes in place of x, kept for backward.
-
-        kind: `input` or `grad`, the gradient of the output.
-        gathered_over: the group whose parts of the sequence are joined before the product; None where x is whole.
-        trains: whether a backward can follow.
-        """
-        return (x,)
-
-    def for_wgrad(self, packed: Packed) -> Packed:
-        """Of a packed tensor what `wgrad` reads: all that backward keeps of an input."""
-        return packed
-
-    def fprop(self, x: Packed, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + b: [.., I] -> [.., O]."""
-        return F.linear(x[0], weight, bias)
-
-    def dgrad(self, grad: Packed, weight: Tensor) -> Tensor:
-        """dy W: [.., O] -> [.., I]."""
-        return grad[0] @ weight
-
-    def wgrad(
-        self, grad: Packed, x: Packed, weight: Tensor, main_grad: Tensor | None, *, replace: bool = False
-    ) -> Tensor | None:
-        """dy^T x, [O, I]; with `main_grad` it is added there, with `replace` put there, and None returned."""
-        grad_NO, x_NI = (packed[0].reshape(-1, packed[0].shape[-1]) for packed in (grad, x))
-        return weight_gradient(grad_NO, x_NI, main_grad, replace=replace)
-
-
-IN_OWN_TYPE = Gemms()
-"""What linear layers use unless they are told otherwise."""
+_UNTIMED = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -95,7 +39,7 @@ class LinearPlan:
     """What a linear layer does, and by which products."""
 
     name: str
-    """For Events."""
+    """For the ledger and for Events."""
     group: Group
     """Tensor-parallel group; size 1 makes all communication the identity."""
     sequence_parallel: bool = False
@@ -103,12 +47,57 @@ class LinearPlan:
     accumulate: bool = False
     """Add the weight gradient to `weight.main_grad` where it exists."""
     gemms: Gemms = IN_OWN_TYPE
-    """The products, in the type of the tensors or in fp8."""
+    """The products, in the type of the tensors or in another."""
 
     @property
     def gathered_over(self) -> Group | None:
         """The group that joins a sequence, where it is cut."""
         return self.group if self.sequence_parallel else None
+
+    def forward_scope(self) -> comm_scope:
+        """Book what follows as this layer's forward, or as the phase already set."""
+        return comm_scope(self.name, current_scope().phase or "forward")
+
+    def backward_scope(self) -> comm_scope:
+        """Book what follows as this layer's backward."""
+        return comm_scope(self.name, "backward")
+
+    def timed(self, kind: str) -> AbstractContextManager[None]:
+        """Record the block as an Event where somebody records."""
+        return span(f"{self.name} {kind}", kind) if observers else _UNTIMED
+
+
+class _LocalLinear(Function):
+    """y = x W^T + b of a rank that is alone in its group: neither f nor g.
+
+    forward   y = x W^T + b              [S, B, I] x [O, I] -> [S, B, O]
+    dgrad     dx = dy W                  [S, B, O] x [O, I] -> [S, B, I]
+    wgrad     dW = dy^T x, db = sum dy   [O, N] x [N, I] -> [O, I]
+
+    `bias_apart` adds the bias to the finished product, as a row-parallel layer does: so both round alike.
+
+    Where a `WeightGradStore` collects, wgrad waits for its W.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, trains: bool, bias_apart: bool
+    ) -> Tensor:
+        ctx.plan, ctx.parameters = plan, (weight, bias)
+        packed = plan.gemms.pack(x, "input", None, trains=trains)
+        ctx.save_for_backward(weight, *plan.gemms.for_wgrad(packed))
+        if bias is None or not bias_apart:
+            return plan.gemms.fprop(packed, weight, bias)
+        return plan.gemms.fprop(packed, weight, None).add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        plan, (weight, *x) = ctx.plan, ctx.saved_tensors
+        grad, grad_x = plan.gemms.pack(grads[0], "grad", None, trains=True), None
+        if ctx.needs_input_grad[0]:
+            with plan.timed("input_grad"):
+                grad_x = plan.gemms.dgrad(grad, weight)
+        return grad_x, *_now_or_later(ctx, grad, grads[0], lambda: tuple(x)), None, None, None
 
 
 class _ColumnLinear(Function):
@@ -127,7 +116,7 @@ class _ColumnLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, trains: bool) -> Tensor:
         ctx.plan, ctx.parameters = plan, (weight, bias)
-        with forward_scope(ctx, plan.group):
+        with plan.forward_scope():
             part, *scales = packed = plan.gemms.pack(x, "input", plan.gathered_over, trains=trains)
             ctx.save_for_backward(weight, *plan.gemms.for_wgrad(packed))
             whole = collectives.all_gather(part, plan.group) if plan.sequence_parallel else part
@@ -135,27 +124,26 @@ class _ColumnLinear(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        plan, trained = ctx.plan, _trained(ctx)
-        weight, part, *scales = ctx.saved_tensors
-        own, pending = grads[0], None
+        plan, (weight, part, *scales) = ctx.plan, ctx.saved_tensors
+        regathering = pending = None
 
-        def gathered() -> Packed:
-            return (collectives.all_gather(part, plan.group) if plan.sequence_parallel else part, *scales)
+        def whole() -> Packed:
+            if not plan.sequence_parallel:
+                return (part, *scales)
+            gathered = collectives.all_gather(part, plan.group) if regathering is None else regathering.wait()
+            return (gathered, *scales)
 
-        with backward_scope(ctx):
-            grad = plan.gemms.pack(own, "grad", None, trains=True)
-            kept = plan.gemms.for_wgrad(grad)
-            later = deferred(trained, lambda: _parameter_gradients(plan, trained, kept, own, gathered()))
-            regathers = plan.sequence_parallel and not later
-            regathering = collectives.all_gather_async(part, plan.group) if regathers else None
+        with plan.backward_scope():
+            grad = plan.gemms.pack(grads[0], "grad", None, trains=True)
+            if plan.sequence_parallel and not is_collecting():
+                regathering = collectives.all_gather_async(part, plan.group)
             if ctx.needs_input_grad[0]:
-                with span(f"{plan.name} input_grad", "input_grad"):
+                with plan.timed("input_grad"):
                     grad_x = plan.gemms.dgrad(grad, weight)
                 start = collectives.reduce_scatter_async if plan.sequence_parallel else collectives.all_reduce_async
                 pending = start(grad_x, plan.group)
-            whole = part if regathering is None else regathering.wait()
-            now = (None, None) if later else _parameter_gradients(plan, trained, kept, own, (whole, *scales))
-            return None if pending is None else pending.wait(), *now, None, None
+            parameter_gradients = _now_or_later(ctx, grad, grads[0], whole)
+            return None if pending is None else pending.wait(), *parameter_gradients, None, None
 
 
 class _RowLinear(Function):
@@ -173,50 +161,58 @@ class _RowLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, trains: bool) -> Tensor:
         ctx.plan, ctx.parameters = plan, (weight, bias)
-        packed = plan.gemms.pack(x, "input", None, trains=trains)
-        ctx.save_for_backward(weight, *plan.gemms.for_wgrad(packed))
-        partial = plan.gemms.fprop(packed, weight, None)
-        reduce = collectives.reduce_scatter if plan.sequence_parallel else collectives.all_reduce
-        with forward_scope(ctx, plan.group):
+        with plan.forward_scope():
+            packed = plan.gemms.pack(x, "input", None, trains=trains)
+            ctx.save_for_backward(weight, *plan.gemms.for_wgrad(packed))
+            partial = plan.gemms.fprop(packed, weight, None)
+            reduce = collectives.reduce_scatter if plan.sequence_parallel else collectives.all_reduce
             y = reduce(partial, plan.group)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        plan, trained = ctx.plan, _trained(ctx)
-        weight, *x = ctx.saved_tensors
-        own, grad_x = grads[0], None
-        with backward_scope(ctx):
-            part, *scales = plan.gemms.pack(own, "grad", plan.gathered_over, trains=True)
+        plan, (weight, *x), grad_x = ctx.plan, ctx.saved_tensors, None
+        with plan.backward_scope():
+            part, *scales = plan.gemms.pack(grads[0], "grad", plan.gathered_over, trains=True)
             grad = (collectives.all_gather(part, plan.group) if plan.sequence_parallel else part, *scales)
             if ctx.needs_input_grad[0]:
-                with span(f"{plan.name} input_grad", "input_grad"):
+                with plan.timed("input_grad"):
                     grad_x = plan.gemms.dgrad(grad, weight)
-            kept = plan.gemms.for_wgrad(grad)
-            later = deferred(trained, lambda: _parameter_gradients(plan, trained, kept, own, tuple(x)))
-            now = (None, None) if later else _parameter_gradients(plan, trained, kept, own, tuple(x))
-        return grad_x, *now, None, None
+            return grad_x, *_now_or_later(ctx, grad, grads[0], lambda: tuple(x)), None, None
 
 
 Trained = tuple[Tensor | None, Tensor | None]
 """Weight and bias, each None where it wants no gradient; or their gradients."""
 
 
-def _trained(ctx: Any) -> Trained:
-    weight, bias = ctx.parameters
-    _, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-    return weight if wants_weight else None, bias if wants_bias else None
+def _now_or_later(ctx: Any, grad: Packed, bias_grad: Tensor, x: Callable[[], Packed]) -> Trained:
+    """Gradients of weight and bias; (None, None) where a `WeightGradStore` has put them off.
+
+    bias_grad: gradient of the tensor that the bias was added to. x: gives the input, whole.
+    """
+    plan, (weight, bias), wants = ctx.plan, ctx.parameters, ctx.needs_input_grad
+    trained = weight if wants[1] else None, bias if wants[2] else None
+    if not is_collecting():
+        return _parameter_gradients(plan, trained, grad, bias_grad, x())
+    kept = plan.gemms.for_wgrad(grad)
+    if deferred(trained, lambda: _parameter_gradients(plan, trained, kept, bias_grad, x())):
+        return None, None
+    return _parameter_gradients(plan, trained, grad, bias_grad, x())
 
 
 def _parameter_gradients(plan: LinearPlan, trained: Trained, grad: Packed, bias_grad: Tensor, x: Packed) -> Trained:
-    """Gradients of weight and bias where they are wanted; `bias_grad` is the gradient of what the bias was added to."""
+    """Gradients of weight and bias where they are wanted."""
     weight, bias = trained
     grad_weight = grad_bias = None
-    with span(f"{plan.name} weight_grad", "weight_grad"):
+    with plan.timed("weight_grad"):
         if weight is not None:
             main_grad = getattr(weight, "main_grad", None) if plan.accumulate else None
-            replace = main_grad is not None and takes_first_gradient(weight)
-            grad_weight = plan.gemms.wgrad(grad, x, weight, main_grad, replace=replace)
+            if main_grad is None:
+                grad_weight = plan.gemms.wgrad(grad, x, weight, None)
+            else:
+                record = record_of(weight)
+                plan.gemms.wgrad(grad, x, weight, main_grad, replace=not record.has_gradient)
+                record.has_gradient = True
         if bias is not None:
             grad_bias = bias_grad.reshape(-1, bias_grad.shape[-1]).sum(0)
     return grad_weight, grad_bias
@@ -224,41 +220,16 @@ def _parameter_gradients(plan: LinearPlan, trained: Trained, grad: Packed, bias_
 
 def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
     """The function behind `ColumnParallelLinear`, for weights that are held elsewhere (a tied output layer)."""
+    if plan.group.size == 1:
+        return _LocalLinear.apply(x, weight, bias, plan, torch.is_grad_enabled(), False)  # type: ignore[no-any-return]
     return _ColumnLinear.apply(x, weight, bias, plan, torch.is_grad_enabled())  # type: ignore[no-any-return]
 
 
 def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
     """The function behind `RowParallelLinear`."""
+    if plan.group.size == 1:
+        return _LocalLinear.apply(x, weight, bias, plan, torch.is_grad_enabled(), True)  # type: ignore[no-any-return]
     return _RowLinear.apply(x, weight, bias, plan, torch.is_grad_enabled())  # type: ignore[no-any-return]
-
-
-class _Lookup(Function):
-    """Rows of a table: a linear layer whose inputs are one-hot rows that nobody makes. The ids have no gradient.
-
-    forward   y_n = W[id_n]                           [..] -> [.., I]
-    wgrad     dW_v = sum of the dy_n with id_n = v    [.., I] -> [O, I], dense
-    """
-
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, name: str) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.parameter, ctx.name = weight, name
-        return F.embedding(ids, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (ids,), parameter, name = ctx.saved_tensors, ctx.parameter, ctx.name
-
-        def wgrad() -> tuple[Tensor]:
-            with span(f"{name} weight_grad", "weight_grad"):
-                return (torch.ops.aten.embedding_dense_backward(grads[0], ids, parameter.shape[0], -1, False),)
-
-        return None, None if deferred((parameter,), wgrad) else wgrad()[0], None
-
-
-def table_lookup(ids: Tensor, weight: Tensor, name: str) -> Tensor:
-    """The rows of `weight` [O, I] that `ids` name, [.., I]: `F.embedding` whose gradient can be put off to W."""
-    return _Lookup.apply(ids, weight, name)  # type: ignore[no-any-return]
 
 
 def _check_divides(name: str, what: str, size: int, group: Group, stride: int = 1) -> None:
@@ -285,7 +256,7 @@ class ColumnParallelLinear(nn.Module):
         skip_bias_add: return the bias instead of adding it, so that the caller can fuse it with what follows.
         sequence_parallel: x is this rank's part of the sequence, [S/t, B, I].
         gradient_accumulation_fusion: add the weight gradient to `weight.main_grad` where it exists.
-        float8: scales of the products in fp8; None computes in the type of the tensors.
+        precision: gives the products; by default they are in the type of the tensors.
         seed, std: of the initial weight, N(0, std) by (seed, name).
         partition_stride: blocks of the output cut each by itself (2 for [gate; up]).
         replicated: columns of the output that neighbouring ranks make alike; y and the parameters are then this
@@ -307,7 +278,7 @@ class ColumnParallelLinear(nn.Module):
         skip_bias_add: bool = False,
         sequence_parallel: bool = False,
         gradient_accumulation_fusion: bool = False,
-        float8: Float8Scaling | None = None,
+        precision: Precision = NATIVE,
         seed: Seed = 0,
         std: float = 0.02,
         partition_stride: int = 1,
@@ -330,14 +301,13 @@ class ColumnParallelLinear(nn.Module):
         self.weight = make_parameter(f"{name}.weight", (output_size, input_size), seed=seed, std=std, **cut)
         self.bias = make_parameter(f"{name}.bias", (output_size,), fill=0.0, **cut) if bias else None
         sequence_parallel = sequence_parallel and group.size > 1
-        gemms = float8.gemms(name) if float8 else IN_OWN_TYPE
-        self.plan = LinearPlan(name, group, sequence_parallel, gradient_accumulation_fusion, gemms)
+        self.plan = LinearPlan(name, group, sequence_parallel, gradient_accumulation_fusion, precision.gemms(name))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x [S, B, I] -> (y [S, B, O/t] or [S, B, O], the bias if it was skipped, else None)."""
-        with comm_scope(layer=self.name):
-            y = column_parallel_linear(x, self.weight, None if self.skip_bias_add else self.bias, self.plan)
-            if self.gather_output:
+        y = column_parallel_linear(x, self.weight, None if self.skip_bias_add else self.bias, self.plan)
+        if self.gather_output:
+            with comm_scope(layer=self.name):
                 y = gather_from_tensor_model_parallel_region(y, self.group)
         return y, self.bias if self.skip_bias_add else None
 
@@ -358,7 +328,7 @@ class RowParallelLinear(nn.Module):
         skip_bias_add: return the bias instead of adding it.
         sequence_parallel: return this rank's part of the sequence, [S/t, B, O] (reduce-scatter in place of g).
         gradient_accumulation_fusion: add the weight gradient to `weight.main_grad` where it exists.
-        float8: scales of the products in fp8; None computes in the type of the tensors.
+        precision: gives the products; by default they are in the type of the tensors.
         seed, std: of the initial weight, N(0, std) by (seed, name).
 
     Raises:
@@ -377,7 +347,7 @@ class RowParallelLinear(nn.Module):
         skip_bias_add: bool = False,
         sequence_parallel: bool = False,
         gradient_accumulation_fusion: bool = False,
-        float8: Float8Scaling | None = None,
+        precision: Precision = NATIVE,
         seed: Seed = 0,
         std: float = 0.02,
         dtype: torch.dtype = torch.float32,
@@ -395,14 +365,13 @@ class RowParallelLinear(nn.Module):
         self.weight = make_parameter(f"{name}.weight", (output_size, input_size), seed=seed, std=std, **cut, **made)
         self.bias = make_parameter(f"{name}.bias", (output_size,), fill=0.0, **made) if bias else None
         if self.bias is not None:
-            self.bias.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
-        gemms = float8.gemms(name) if float8 else IN_OWN_TYPE
-        self.plan = LinearPlan(name, group, sequence_parallel, gradient_accumulation_fusion, gemms)
+            record_of(self.bias).sequence_parallel = sequence_parallel
+        self.plan = LinearPlan(name, group, sequence_parallel, gradient_accumulation_fusion, precision.gemms(name))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x [S, B, I/t] (or [S, B, I]) -> (y [S, B, O], the bias if it was skipped, else None)."""
-        with comm_scope(layer=self.name):
-            if not self.input_is_parallel:
+        if not self.input_is_parallel:
+            with comm_scope(layer=self.name):
                 x = scatter_to_tensor_model_parallel_region(x, self.group)
-            y = row_parallel_linear(x, self.weight, None if self.skip_bias_add else self.bias, self.plan)
+        y = row_parallel_linear(x, self.weight, None if self.skip_bias_add else self.bias, self.plan)
         return y, self.bias if self.skip_bias_add else None

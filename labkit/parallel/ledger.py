@@ -15,9 +15,10 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from labkit.events import observers, observing, start_observers
+from labkit.parallel.groups import Group
 
 
 class Scope(NamedTuple):
@@ -60,6 +61,20 @@ class comm_scope:
 
     def __exit__(self, *exception: object) -> None:
         _current.scope = self._old
+
+
+def forward_scope(ctx: Any, group: Group) -> comm_scope:
+    """For an autograd function: remember group and layer for backward, and book what follows as forward (or as the
+    phase already set)."""
+    ctx.group = group
+    scope = _current.scope
+    ctx.layer = scope.layer
+    return comm_scope(phase=scope.phase or "forward")
+
+
+def backward_scope(ctx: Any) -> comm_scope:
+    """Book what follows as the backward of the layer that ran forward."""
+    return comm_scope(layer=ctx.layer, phase="backward")
 
 
 def _covers(wanted: str | None, layer: str | None) -> bool:

@@ -29,21 +29,8 @@ from torch.autograd import Function
 
 from labkit.parallel import collectives
 from labkit.parallel.groups import Group
-from labkit.parallel.ledger import comm_scope, current_scope
-from labkit.parallel.unequal import all_gather_unequal, reduce_scatter_unequal
-
-
-def forward_scope(ctx: Any, group: Group) -> comm_scope:
-    """Remember group and layer for backward, and book what follows as forward (or as the phase already set)."""
-    ctx.group = group
-    scope = current_scope()
-    ctx.layer = scope.layer
-    return comm_scope(phase=scope.phase or "forward")
-
-
-def backward_scope(ctx: Any) -> comm_scope:
-    """Book what follows as the backward of the layer that ran forward."""
-    return comm_scope(layer=ctx.layer, phase="backward")
+from labkit.parallel.ledger import backward_scope, forward_scope
+from labkit.parallel.unequal import GatherUnequal, ReduceScatterUnequal
 
 
 def _split(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -181,47 +168,6 @@ class _ReduceScatter(Function):
             return collectives.all_gather(grads[0], ctx.group, ctx.dim), None, None
 
 
-# ---- the same with parts of unequal size, along the first dimension ----
-
-
-class _GatherUnequal(Function):
-    """Joins parts of unequal size for a layer of which each rank computes a part (gradients are partial sums).
-
-    forward   y = all-gather of x_r                      [n_r, ..] -> [sum n, ..]
-    backward  dL/dx_r = part r of sum_q dL/dy_q          [sum n, ..] -> [n_r, ..]
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
-        ctx.sizes = sizes
-        with forward_scope(ctx, group):
-            return all_gather_unequal(x, group, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        with backward_scope(ctx):
-            return reduce_scatter_unequal(grads[0], ctx.group, ctx.sizes), None, None
-
-
-class _ReduceScatterUnequal(Function):
-    """Adds partial results and keeps this rank's part, of a size of its own.
-
-    forward   y_r = part r of sum_q x_q                  [sum n, ..] -> [n_r, ..]
-    backward  dL/dx_q = all-gather of dL/dy_r            [n_r, ..] -> [sum n, ..]
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
-        ctx.sizes = sizes
-        with forward_scope(ctx, group):
-            return reduce_scatter_unequal(x, group, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        with backward_scope(ctx):
-            return all_gather_unequal(grads[0], ctx.group, ctx.sizes), None, None
-
-
 def scatter_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
     """Split the last dimension, [S, B, H] -> [S, B, H/t]; backward gathers. ValueError if t does not divide it."""
     return x if group.size == 1 else _Scatter.apply(x, group, x.dim() - 1)  # type: ignore[no-any-return]
@@ -258,7 +204,7 @@ def gather_from_sequence_parallel_region(
         return x
     if output_split_sizes is not None:
         assert tensor_parallel_output_grad, "unequal parts are gathered for tensor-parallel layers only"
-        return _GatherUnequal.apply(x, group, output_split_sizes)  # type: ignore[no-any-return]
+        return GatherUnequal.apply(x, group, output_split_sizes)  # type: ignore[no-any-return]
     function = _GatherForPartial if tensor_parallel_output_grad else _Gather
     return function.apply(x, group, 0)  # type: ignore[no-any-return]
 
@@ -273,7 +219,7 @@ def reduce_scatter_to_sequence_parallel_region(
     if group.size == 1:
         return x
     if input_split_sizes is not None:
-        return _ReduceScatterUnequal.apply(x, group, input_split_sizes)  # type: ignore[no-any-return]
+        return ReduceScatterUnequal.apply(x, group, input_split_sizes)  # type: ignore[no-any-return]
     return _ReduceScatter.apply(x, group, 0)  # type: ignore[no-any-return]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,8 @@ from torch import Tensor, nn
 
 from labkit.parallel.groups import Group
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from labkit.parallel.precision import NATIVE, Precision
 from labkit.parallel.weights import Seed
-
-if TYPE_CHECKING:
-    from labkit.parallel.fp8 import Float8Scaling
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -67,7 +65,7 @@ class ParallelMLP(nn.Module):
         bias: bool = True,
         sequence_parallel: bool = False,
         gradient_accumulation_fusion: bool = False,
-        float8: Float8Scaling | None = None,
+        precision: Precision = NATIVE,
         seed: Seed = 0,
         std: float = 0.02,
         output_std: float | None = None,
@@ -85,7 +83,7 @@ class ParallelMLP(nn.Module):
             "bias": bias,
             "sequence_parallel": sequence_parallel,
             "gradient_accumulation_fusion": gradient_accumulation_fusion,
-            "float8": float8,
+            "precision": precision,
             "seed": seed,
             "dtype": dtype,
             "device": device,

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Function
 
 from labkit.parallel import transport
 from labkit.parallel.collectives import recordable
 from labkit.parallel.groups import Group
-from labkit.parallel.ledger import is_dropped
+from labkit.parallel.ledger import backward_scope, forward_scope, is_dropped
 from labkit.parallel.pending import Pending, start
 
 __all__ = ["all_gather_unequal", "reduce_scatter_unequal"]
@@ -100,3 +101,44 @@ def _sum_in_order(parts: Tensor) -> Tensor:
     for part in parts[1:]:
         total = total.add_(part)
     return total.to(parts.dtype)
+
+
+# ---- differentiable ----
+
+
+class GatherUnequal(Function):
+    """Joins parts of unequal size for a layer of which each rank computes a part (gradients are partial sums).
+
+    forward   y = all-gather of x_r                      [n_r, ..] -> [sum n, ..]
+    backward  dL/dx_r = part r of sum_q dL/dy_q          [sum n, ..] -> [n_r, ..]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
+        ctx.sizes = sizes
+        with forward_scope(ctx, group):
+            return all_gather_unequal(x, group, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with backward_scope(ctx):
+            return reduce_scatter_unequal(grads[0], ctx.group, ctx.sizes), None, None
+
+
+class ReduceScatterUnequal(Function):
+    """Adds partial results and keeps this rank's part, of a size of its own.
+
+    forward   y_r = part r of sum_q x_q                  [sum n, ..] -> [n_r, ..]
+    backward  dL/dx_q = all-gather of dL/dy_r            [n_r, ..] -> [sum n, ..]
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
+        ctx.sizes = sizes
+        with forward_scope(ctx, group):
+            return reduce_scatter_unequal(x, group, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        with backward_scope(ctx):
+            return all_gather_unequal(grads[0], ctx.group, ctx.sizes), None, None

@@ -11,16 +11,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 
+from labkit.events import span
 from labkit.parallel.groups import Group
-from labkit.parallel.layers import LinearPlan, column_parallel_linear, table_lookup
+from labkit.parallel.layers import LinearPlan, column_parallel_linear
 from labkit.parallel.ledger import comm_scope
 from labkit.parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from labkit.parallel.token_ids import check_token_ids
+from labkit.parallel.weight_grad_store import deferred
 from labkit.parallel.weights import Seed, make_parameter
 
 
@@ -54,6 +58,35 @@ def make_vocab_parameter(
         dtype=dtype,
         device=device,
     )
+
+
+class _Lookup(Function):
+    """Rows of a table: a linear layer whose inputs are one-hot rows that nobody makes. The ids have no gradient.
+
+    forward   y_n = W[id_n]                           [..] -> [.., I]
+    wgrad     dW_v = sum of the dy_n with id_n = v    [.., I] -> [O, I], dense
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, name: str) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.parameter, ctx.name = weight, name
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (ids,), parameter, name = ctx.saved_tensors, ctx.parameter, ctx.name
+
+        def wgrad() -> tuple[Tensor]:
+            with span(f"{name} weight_grad", "weight_grad"):
+                return (torch.ops.aten.embedding_dense_backward(grads[0], ids, parameter.shape[0], -1, False),)
+
+        return None, None if deferred((parameter,), wgrad) else wgrad()[0], None
+
+
+def table_lookup(ids: Tensor, weight: Tensor, name: str) -> Tensor:
+    """The rows of `weight` [O, I] that `ids` name, [.., I]: `F.embedding` whose gradient can be put off to W."""
+    return _Lookup.apply(ids, weight, name)  # type: ignore[no-any-return]
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from labkit.parallel.ledger import Scope, comm_scope, current_scope
+from labkit.parallel.parameter_record import record_of
 
 Compute = Callable[[], Sequence[Tensor | None]]
 """Gradients in the order of the parameters; None for one that was added to `main_grad` already."""
@@ -40,6 +41,11 @@ class _Deferred:
 
 _collecting: list[_Deferred] | None = None
 """What the running I has put off. Of the process, not of a thread: on a GPU autograd runs backward on its own."""
+
+
+def is_collecting() -> bool:
+    """Whether a store may take weight gradients now."""
+    return _collecting is not None
 
 
 def deferred(parameters: Sequence[Tensor | None], compute: Compute) -> bool:
@@ -132,6 +138,6 @@ def _run_one(item: _Deferred, uses: Counter[int], sums: dict[int, Tensor]) -> No
 
 def _tell(parameter: Tensor) -> None:
     """The layer has added to `main_grad` itself, so no engine calls the hook of the data-parallel wrapper."""
-    hook = getattr(parameter, "main_grad_hook", None)
+    hook = record_of(parameter).on_gradient
     if hook is not None:
         hook(parameter)

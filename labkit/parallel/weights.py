@@ -5,27 +5,7 @@ model starts from the same numbers on one process and on any tp x pp x dp, and d
 That costs a host thread some nanoseconds a number, a minute and more for ten billion. Where no layout is held against
 another, a `DeviceSeed` draws a rank's slice alone, on its device.
 
-Attributes on each parameter (the first three are Megatron's):
-
-- `tensor_model_parallel`: the ranks of a tensor-parallel group hold different parts.
-- `partition_dim`: the dimension that is cut; -1 where nothing is.
-- `partition_stride`: how many stacked blocks are cut each by itself (2 for SwiGLU's [gate; up]).
-- `replicated`: the rows of the part that neighbouring ranks hold alike (`Replicated`), or None.
-- `full_name`: its name in the whole model, the same in every layout.
-- `full_shape`: its shape in one process, without padding.
-- `shared`: a second copy of a tied weight, which norms and checkpoints leave out.
-- `shared_embedding`: either copy of a word embedding that first and last stage hold both; their gradients are added.
-- `sequence_parallel`: its gradient is a partial sum over the tensor-parallel group (norms and biases that saw only a
-  part of the sequence).
-- `allreduce`: False on expert parameters (Megatron's), whose gradients are reduced over `edp` instead of `dp_cp`.
-- `expert_parallel`: dimension 0 counts experts, of which the ranks of `ep` hold different ones; `partition_dim` and
-  `partition_stride` then say how `etp` cuts each of them, counted in the stacked tensor.
-
-The data-parallel wrappers add `main_grad`, where backwards add up, and the bucketed one `main_grad_hook`, to be called
-with the parameter by whoever has added to `main_grad` where autograd runs no hook. It does not zero buffers at the
-start of a step: what a parameter's `main_grad` holds is old while `main_grad_is_old` (`takes_first_gradient`). A
-parameter whose gradients somebody else adds, who knows nothing of this, is marked `main_grad_added_elsewhere`, and
-zeroed.
+`tag_parameter` writes a parameter's part of the model into its record (`parameter_record.py`).
 """
 
 from __future__ import annotations
@@ -40,6 +20,7 @@ from torch import Tensor, nn
 
 from labkit.parallel import collectives
 from labkit.parallel.groups import Group
+from labkit.parallel.parameter_record import Replicated, record_of
 
 
 def parameter_seed(seed: int, name: str) -> int:
@@ -79,25 +60,6 @@ def draw(
     generator = torch.Generator(where).manual_seed(parameter_seed(seed, name))
     drawn = torch.float64 if dtype == torch.float64 else torch.float32
     return torch.empty(tuple(shape), dtype=drawn, device=where).normal_(0.0, std, generator=generator)
-
-
-@dataclass(frozen=True)
-class Replicated:
-    """Rows along dimension 0 that neighbouring ranks of a tensor-parallel group hold alike: key/value heads that are
-    fewer than the ranks.
-
-    The full tensor is one block after the other, and `ranks` neighbours share a block. The last `rows` of the block are
-    at the end of each neighbour's part; the others are cut. With two query heads and one key/value head over two ranks:
-
-        full   q0 q1 k v        rank 0   q0 k v        rank 1   q1 k v
-
-    A rank's gradient of the replicated rows comes from its own query heads alone: `finalize_model_grads` adds them up.
-    """
-
-    ranks: int
-    """Neighbours that share a block; 2 or more, a divisor of the group's size."""
-    rows: int
-    """At the end of each neighbour's part."""
 
 
 def tensor_part(
@@ -288,7 +250,8 @@ def make_expert_parameter(
         partition_dim=partition_dim if etp.size > 1 else -1,
         partition_stride=partition_stride,
     )
-    parameter.allreduce, parameter.expert_parallel = False, True  # type: ignore[attr-defined]
+    record = record_of(parameter)
+    record.allreduce, record.expert_parallel = False, True
     return parameter
 
 
@@ -301,43 +264,14 @@ def tag_parameter(
     partition_dim: int = -1,
     partition_stride: int = 1,
     replicated: Replicated | None = None,
-    shared: bool = False,
-    shared_embedding: bool = False,
-    sequence_parallel: bool = False,
 ) -> nn.Parameter:
-    """Set the attributes listed at the top of this module; returns the parameter."""
-    for attribute, value in (
-        ("full_name", full_name),
-        ("full_shape", tuple(full_shape)),
-        ("tensor_model_parallel", tensor_model_parallel),
-        ("partition_dim", partition_dim),
-        ("partition_stride", partition_stride),
-        ("replicated", replicated),
-        ("shared", shared),
-        ("shared_embedding", shared_embedding),
-        ("sequence_parallel", sequence_parallel),
-    ):
-        setattr(parameter, attribute, value)
+    """Name the parameter and write into its record which part of the model it is; returns the parameter."""
+    parameter.full_name = full_name  # pyright: ignore[reportAttributeAccessIssue]
+    record = record_of(parameter)
+    record.full_shape, record.tensor_model_parallel = tuple(full_shape), tensor_model_parallel
+    record.partition_dim, record.partition_stride = partition_dim, partition_stride
+    record.replicated = replicated
     return parameter
-
-
-def takes_first_gradient(parameter: Tensor) -> bool:
-    """Whether nothing was added to `main_grad` in this step, so that the gradient at hand replaces what is there.
-
-    True once a step: whoever asks must write. Writing once saves zeroing the buffer and reading it back.
-    """
-    first: bool = getattr(parameter, "main_grad_is_old", False)
-    if first:
-        parameter.main_grad_is_old = False  # type: ignore[attr-defined]
-    return first
-
-
-def put_gradient(gradient: Tensor, main_grad: Tensor, *, replace: bool) -> None:
-    """Add a gradient to `main_grad`, or with `replace` write it over what is there."""
-    if replace:
-        main_grad.copy_(gradient)
-    else:
-        main_grad.add_(gradient)
 
 
 def gather_parameter(tensor: Tensor, like: nn.Parameter, group: Group) -> Tensor:
@@ -345,12 +279,11 @@ def gather_parameter(tensor: Tensor, like: nn.Parameter, group: Group) -> Tensor
 
     `tensor` may be the parameter, its gradient or an optimizer state of the same shape. Called by all ranks of `group`.
     """
-    full = tensor.detach()
-    if getattr(like, "tensor_model_parallel", False):
-        dim, stride = like.partition_dim, like.partition_stride  # type: ignore[attr-defined]
+    full, record = tensor.detach(), record_of(like)
+    if record.tensor_model_parallel:
         parts = collectives.all_gather(full.contiguous(), group).chunk(group.size)
-        full = _joined(parts, dim, stride, like.replicated)  # type: ignore[attr-defined]
-    return full[: like.full_shape[0]] if full.dim() else full  # type: ignore[attr-defined]
+        full = _joined(parts, record.partition_dim, record.partition_stride, record.replicated)
+    return full[: record.full_shape[0]] if full.dim() else full
 
 
 def gather_expert_parameter(tensor: Tensor, like: nn.Parameter, *, etp: Group, ep: Group) -> Tensor:
@@ -358,10 +291,10 @@ def gather_expert_parameter(tensor: Tensor, like: nn.Parameter, *, etp: Group, e
 
     `tensor` as in `gather_parameter`. Called by all ranks of etp x ep.
     """
-    experts = tensor.detach().contiguous()
-    if getattr(like, "tensor_model_parallel", False):
-        dim, stride = like.partition_dim, like.partition_stride  # type: ignore[attr-defined]
-        experts = _joined(collectives.all_gather(experts, etp).chunk(etp.size), dim, stride)
+    experts, record = tensor.detach().contiguous(), record_of(like)
+    if record.tensor_model_parallel:
+        parts = collectives.all_gather(experts, etp).chunk(etp.size)
+        experts = _joined(parts, record.partition_dim, record.partition_stride)
     return collectives.all_gather(experts.contiguous(), ep)
 
 

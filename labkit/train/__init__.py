@@ -6,30 +6,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from labkit.train.layer_specs import layer_spec
     from labkit.train.lr_schedule import LearningRate, build_lr_schedule
-    from labkit.train.measured import follows, judge_prediction, pipeline_events, stage_costs
-    from labkit.train.metrics import JsonLines, Timers, min_max_over_ranks
     from labkit.train.optimizer import MegatronOptimizer, Optimizer, build_optimizer, parameter_groups
-    from labkit.train.parity import ParityReport, ParityRow, compare
+    from labkit.train.parity.comparison import ParityReport, ParityRow, compare
     from labkit.train.pretraining import TrainResult, pretrain
+    from labkit.train.reporting.measured import follows, judge_prediction, pipeline_events, stage_costs
+    from labkit.train.reporting.metrics import JsonLines, Timers, min_max_over_ranks
 
 _MODULES = {
+    "layer_spec": "layer_specs",
     "LearningRate": "lr_schedule",
     "build_lr_schedule": "lr_schedule",
-    "follows": "measured",
-    "judge_prediction": "measured",
-    "pipeline_events": "measured",
-    "stage_costs": "measured",
-    "JsonLines": "metrics",
-    "Timers": "metrics",
-    "min_max_over_ranks": "metrics",
+    "follows": "reporting.measured",
+    "judge_prediction": "reporting.measured",
+    "pipeline_events": "reporting.measured",
+    "stage_costs": "reporting.measured",
+    "JsonLines": "reporting.metrics",
+    "Timers": "reporting.metrics",
+    "min_max_over_ranks": "reporting.metrics",
     "MegatronOptimizer": "optimizer",
     "Optimizer": "optimizer",
     "build_optimizer": "optimizer",
     "parameter_groups": "optimizer",
-    "ParityReport": "parity",
-    "ParityRow": "parity",
-    "compare": "parity",
+    "ParityReport": "parity.comparison",
+    "ParityRow": "parity.comparison",
+    "compare": "parity.comparison",
     "TrainResult": "pretraining",
     "pretrain": "pretraining",
 }
@@ -48,6 +50,7 @@ __all__ = [
     "compare",
     "follows",
     "judge_prediction",
+    "layer_spec",
     "min_max_over_ranks",
     "parameter_groups",
     "pipeline_events",

@@ -1,17 +1,29 @@
-"""What a model is asked for each microbatch, and the loss that is made of it: the default `forward_step`.
+"""The default `forward_step`, and one sentence for whatever a user's own forward step returns that the loop cannot use.
+
+Megatron's `pretrain` and labkit's runtime leave the form of a loss to the caller. Here the loop itself reads the
+metrics, to report one mean over the global batch, and is to give no wrong gradients without a word.
 
 Shapes: B micro batch, S sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from numbers import Real
 from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 
-from labkit.train.pipeline import Batch
+Batch = dict[str, Tensor]
+ForwardStep = Callable[[Iterator[Batch], nn.Module], tuple[Tensor, Any]]
+"""(data iterator, model chunk) -> (output tensor, loss function).
+
+The loss function is called with the output, on the last stage alone, and returns `(sum of losses, number of tokens,
+metrics)` of this rank's positions, or `(mean loss, metrics)`. With parallel.cp > 1 only the first form is taken: there
+the runtime, as Megatron's, reads `loss` as this rank's part of the sample's mean, and a mean over the rank's own
+positions would train with gradients cp times too large. `metrics` holds `loss_sum` and `tokens`, both of this rank's
+positions."""
 
 
 def gpt_forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -43,3 +55,87 @@ def masked_loss(loss_mask_BS: Tensor, loss_BS: Tensor, non_loss_data: bool = Fal
     mask = loss_mask_BS.to(loss_BS.dtype)
     loss_sum, tokens = (loss_BS * mask).sum(), mask.sum()
     return loss_sum, tokens, {"loss_sum": loss_sum.detach(), "tokens": tokens}
+
+
+REPORTED = ("loss_sum", "tokens")
+"""What the metrics of a loss function must hold."""
+FORMS = "(loss, metrics) or (sum of losses, number of tokens, metrics)"
+_KEYS = "loss_sum, the sum of this microbatch's losses on this rank, and tokens, the number of them"
+
+
+def checked_forward_step(forward_step: Callable[..., Any], *, cp: int) -> Callable[..., Any]:
+    """`forward_step` with a loss function that raises ValueError where it returns what the loop cannot use.
+
+    cp: context-parallel ranks. With more than one, a loss of two items would have to be this rank's part of the
+        sample's mean, as in Megatron; a mean over the rank's own positions makes gradients cp times too large and
+        cannot be told from it, so two items are refused.
+    """
+
+    def step(data_iterator: Iterator[Any], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+        returned = forward_step(data_iterator, model)
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            raise ValueError(
+                f"forward_step returned {_words(returned)}; it must return two things, (output of the model, loss "
+                "function)"
+            )
+        output, loss_func = returned
+        return output, _checked_loss(loss_func, cp)
+
+    return step
+
+
+def _checked_loss(loss_func: Any, cp: int) -> Callable[..., Any]:
+    """Only the last stage calls it: elsewhere a forward step may give anything."""
+
+    def loss(output: Any, **options: Any) -> Any:
+        if not callable(loss_func):
+            raise ValueError(
+                f"forward_step returned {_words(loss_func)} as its loss function on the last stage, where it is called "
+                f"with the model's output; give a function that returns {FORMS}"
+            )
+        returned = loss_func(output, **options)
+        if not options.get("non_loss_data", False):
+            _check_returned(returned, cp)
+        return returned
+
+    return loss
+
+
+def _check_returned(returned: Any, cp: int) -> None:
+    if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
+        raise ValueError(f"the loss function returned {_words(returned)}; it must return {FORMS}")
+    if len(returned) == 2 and cp > 1:
+        raise ValueError(
+            f"the loss function returned (loss, metrics), and with parallel.cp = {cp} a rank cannot form the mean of a "
+            "sample, of which it holds a part; return (sum of losses, number of tokens, metrics) of this rank's "
+            "positions, and the mean is formed over cp"
+        )
+    loss, metrics = returned[0], returned[-1]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ValueError(
+            f"the loss function returned {_words(loss)} as its loss; it must be a tensor of one number: with two items "
+            "the mean over tokens, with three their sum"
+        )
+    if not isinstance(metrics, Mapping):
+        raise ValueError(
+            f"the loss function returned {_words(metrics)} as its metrics; they must be a dict with {_KEYS}"
+        )
+    if missing := [key for key in REPORTED if key not in metrics]:
+        given = ", ".join(map(str, metrics)) or "no keys"
+        raise ValueError(
+            f"the loss function's metrics have {given}, and not {' and '.join(missing)}; pretrain reports the mean "
+            f"over the global batch from {_KEYS}: add them (others may stay)"
+        )
+    for key in REPORTED:
+        value = metrics[key]
+        if value.numel() != 1 if isinstance(value, Tensor) else not isinstance(value, Real):
+            raise ValueError(f"the loss function's metrics have {_words(value)} as {key}; it must be one number")
+
+
+def _words(value: Any) -> str:
+    """What was given: `a tensor of shape (4, 16)`, `4 items`, `None`, `a dict`."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"{len(value)} items" if len(value) != 1 else "one item"
+    return "None" if value is None else f"a value of type {type(value).__name__}"

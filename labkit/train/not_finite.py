@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from labkit.parallel.collectives import comm_scope, gather_objects
-from labkit.parallel.gradients import is_expert, main_grad
+from labkit.parallel.data_parallel.gradients import is_expert
 from labkit.parallel.groups import Group, ParallelGroups
+from labkit.parallel.parameter_record import main_grad_of, name_of, record_of
 
 KINDS = ("parameter", "loss", "gradient")
 """What may be not finite, causes first: a bad weight makes a bad loss, and that bad gradients."""
@@ -93,14 +94,14 @@ def _own(
         where = groups.rank, coordinates(groups, of_experts=is_expert(parameter))
         if values := _bad_values(parameter.detach()):
             yield Finding("parameter", name + _which_experts(parameter, parameter, groups), values, *where, depth)
-        if gradients and parameter.requires_grad and (values := _bad_values(grad := main_grad(parameter))):
+        if gradients and parameter.requires_grad and (values := _bad_values(grad := main_grad_of(parameter))):
             experts = _which_experts(parameter, grad, groups)
             yield Finding("gradient", name + experts, values, *where, depth, received=not own)
 
 
 def _which_experts(parameter: nn.Parameter, tensor: Tensor, groups: ParallelGroups) -> str:
     """` of expert 5`, ` of experts 4, 5 and 2 more`: whose part of stacked weights [E/ep, ..] is not finite."""
-    if not getattr(parameter, "expert_parallel", False):
+    if not record_of(parameter).expert_parallel:
         return ""
     first, finite = groups.ep.rank * len(tensor), tensor.detach().flatten(1).isfinite().all(dim=1).tolist()
     bad = [first + place for place, fine in enumerate(finite) if not fine]
@@ -120,7 +121,7 @@ def _parameters(
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 own = spoiled is None or any(parameter is other for other in spoiled)
-                yield getattr(parameter, "full_name", path), parameter, (stage, place), own
+                yield name_of(parameter, path), parameter, (stage, place), own
 
 
 def _bad_values(x: Tensor) -> str:

@@ -9,8 +9,8 @@ parameter gets which decay and learning rate, and in which precision it is kept:
     bf16      fp32                   an fp32 master, rounded into the parameter after each step
     fp16      fp32                   the same; the loss, and so the gradient, is scaled (`loss_scaler.py`)
 
-`Optimizer` keeps all of this on every data-parallel rank; `labkit.parallel.distributed_optimizer` keeps a share of it.
-Both are `MegatronOptimizer`s.
+`Optimizer` keeps all of this on every data-parallel rank; `DistributedOptimizer` keeps a share of it
+(`labkit.parallel.data_parallel.distributed_optimizer`). Both are `MegatronOptimizer`s.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from labkit.config import OptimConfig
-from labkit.parallel.distributed_optimizer import DistributedOptimizer
-from labkit.parallel.gradients import counted_elements, is_first_replica, main_grad, split_gradient
+from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptimizer
+from labkit.parallel.data_parallel.gradients import counted_elements, is_first_replica, split_gradient
+from labkit.parallel.data_parallel.parameter_groups import Condition as Condition
+from labkit.parallel.data_parallel.parameter_groups import ParameterGroup as ParameterGroup
+from labkit.parallel.data_parallel.parameter_groups import adamw
+from labkit.parallel.data_parallel.parameter_groups import is_bias_or_norm as is_bias_or_norm
+from labkit.parallel.data_parallel.parameter_groups import named_parameters as named_parameters
+from labkit.parallel.data_parallel.parameter_groups import parameter_groups as parameter_groups
 from labkit.parallel.groups import Group, ParallelGroups, single_process_groups
-from labkit.parallel.parameter_groups import Condition as Condition
-from labkit.parallel.parameter_groups import ParameterGroup as ParameterGroup
-from labkit.parallel.parameter_groups import adamw
-from labkit.parallel.parameter_groups import is_bias_or_norm as is_bias_or_norm
-from labkit.parallel.parameter_groups import named_parameters as named_parameters
-from labkit.parallel.parameter_groups import parameter_groups as parameter_groups
+from labkit.parallel.parameter_record import main_grad_of
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -91,7 +92,7 @@ class Optimizer:
 
     def _split(self, param: nn.Parameter) -> tuple[list[Tensor], list[Tensor]]:
         first = is_first_replica(param, self._layout)
-        return split_gradient(main_grad(param), counted_elements(param, self._layout) if first else 0)
+        return split_gradient(main_grad_of(param), counted_elements(param, self._layout) if first else 0)
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -99,7 +100,7 @@ class Optimizer:
         for group, masters, state in zip(self.groups, self.masters, self.adamw.param_groups):
             state["lr"] = lr * group.lr_factor
             for param, master in zip(group.params, masters):
-                grad = main_grad(param)
+                grad = main_grad_of(param)
                 master.grad = grad if grad.dtype == master.dtype else grad.to(master.dtype)
         self.adamw.step()
         for group, masters in zip(self.groups, self.masters):
@@ -114,7 +115,7 @@ class Optimizer:
         pairs = [(p, m) for group, masters in zip(self.groups, self.masters) for p, m in zip(group.params, masters)]
         return {
             "parameter": sum(param.nbytes for param, _ in pairs),
-            "gradient": sum(main_grad(param).nbytes for param, _ in pairs),
+            "gradient": sum(main_grad_of(param).nbytes for param, _ in pairs),
             "master": sum(master.nbytes for param, master in pairs if master is not param),
             "moments": sum(2 * master.nbytes for _, master in pairs),
             "padding": 0,

@@ -1,19 +1,201 @@
-"""What configuration, device, memory and folders already tell of a run, said before any process starts.
+"""What configuration, schedule, device, memory and folders already tell of a run, said before any process starts.
 
 `labkit train` asks `problems`, and so does `labkit.launch.run(pretrain, ...)` in the process that launches. Everything
 wrong comes at once, a sentence for each. Ranks look again (`rank_preflight.py`), because torchrun may have started
 them, or a function of the user's own calls `pretrain`. Needs no torch, unless the machine has a GPU.
+
+The memory that a run needs is arithmetic: `labkit.models.memory.memory_bytes` for each rank, plus the memory of its
+process. The sum is held against the memory that `labkit.launch.machine` finds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from labkit.config import RunConfig
-from labkit.launch import info, torchrun
-from labkit.launch.transformer_engine import why_no_transformer_engine
-from labkit.schedules.ir import Schedule
-from labkit.train.memory_fit import memory_problem
-from labkit.train.output_folder import folder_problem
-from labkit.train.schedule_fit import check_schedule, schedule_problem
+from labkit.graphs.orders import capture_order
+from labkit.graphs.scope import captures_layers
+from labkit.launch import info, machine, torchrun
+from labkit.launch.launcher import MOST_RANKS
+from labkit.launch.machine import GIB, why_no_transformer_engine
+from labkit.models.memory.memory_bytes import RankMemory, rank_memory
+from labkit.models.placement import stage_contents
+from labkit.parallel.rank_generator import rank_generators
+from labkit.schedules.builders import build_schedule, without_backward
+from labkit.schedules.ir import KINDS, Schedule
+from labkit.schedules.lowering import Transport
+from labkit.schedules.verifier import verify
+from labkit.train.reporting.output_folder import folder_problem
+
+# ---- does the schedule fit the run? ----
+
+TRANSPORTS: dict[bool | None, Transport] = {None: "posted", True: "batched", False: "even_odd"}
+"""`schedule.batch_p2p_comm` -> how the runtime moves tensors between stages, as the entry points read it."""
+
+
+def transport_of(config: RunConfig) -> Transport:
+    """How tensors move between stages; `overlap_p2p_comm` asks for what overlaps."""
+    return "posted" if config.schedule.overlap_p2p_comm else TRANSPORTS[config.schedule.batch_p2p_comm]
+
+
+def schedule_of(config: RunConfig, world_size: int) -> Schedule:
+    """The schedule that a configuration names, for `world_size` ranks.
+
+    Raises ValueError where it cannot be built, ScheduleError for a file that is none.
+    """
+    microbatches, parallel = config.num_microbatches(world_size), config.parallel
+    return build_schedule(config.schedule, pp=parallel.pp, vpp=parallel.vpp, microbatches=microbatches)
+
+
+def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> None:
+    """ValueError where the schedule does not fit batch, stages or layers of the run."""
+    microbatches, parallel = config.num_microbatches(world_size), config.parallel
+    if schedule.pp != parallel.pp:
+        raise ValueError(f"{schedule.name} is for {schedule.pp} pipeline ranks, but parallel.pp is {parallel.pp}")
+    if schedule.num_microbatches != microbatches:
+        raise ValueError(
+            f"{schedule.name} is for {schedule.num_microbatches} microbatches, but global_batch_size "
+            f"{config.train.global_batch_size} makes {microbatches} on each data-parallel rank"
+        )
+    if schedule.forward_only:
+        raise ValueError(f"{schedule.name} has no backward, so there would be nothing to learn from")
+    held = {len(schedule.stages_of(rank)) for rank in range(schedule.pp)}
+    if 0 in held:
+        raise ValueError(f"{schedule.name} leaves a pipeline rank without a stage; give every rank at least one")
+    if parallel.vpp > 1 and held != {parallel.vpp}:
+        words = " or ".join(str(number) for number in sorted(held)) + (" stage" if held == {1} else " stages")
+        raise ValueError(
+            f"{schedule.name} has {words} a rank, but parallel.vpp is {parallel.vpp}; leave vpp at 1, and the "
+            "schedule alone says how many model chunks there are"
+        )
+    if config.model.transformer_impl == "transformer_engine" and (schedule.kinds == KINDS.index("W")).any():
+        raise ValueError(
+            f"{schedule.name} puts weight gradients into actions of their own, and Transformer Engine's layers compute "
+            "them with the input gradients; choose another schedule, or set model.transformer_impl to local"
+        )
+    if config.graph.cuda_graph_impl != "none" and captures_layers(config.graph):
+        for rank in range(schedule.pp):
+            split = config.graph.cuda_graph_impl != "transformer_engine"
+            capture_order(schedule, rank, weight_gradients=split)
+    stage_contents(config, schedule.num_stages)
+
+
+def schedule_problem(config: RunConfig, world_size: int) -> str:
+    """Why the schedule of the configuration cannot drive it on `world_size` ranks, or an empty string.
+
+    A file is verified over the transport of the run, and so is a named schedule where a transport could hang it.
+    """
+    own = config.schedule
+    named = f"schedule.name = {own.name!r}" if own.path is None else f"schedule.path = {own.path!r}"
+    try:
+        schedule = schedule_of(config, world_size)
+        check_schedule(schedule, config, world_size)
+        transport = transport_of(config)
+        if own.path is not None or transport == "even_odd":
+            verify(schedule, transport)
+            verify(without_backward(schedule), transport)  # what a validation runs
+    except (ValueError, OSError) as error:
+        return f"{named}: {error}"
+    return ""
+
+
+# ---- does the run fit the memory? ----
+
+TORCH_BYTES = 115 << 20
+"""Private memory of a rank beyond tensors: modules that AdamW imports (100 MB), gloo and its threads. Measured on Linux
+with torch 2.13: 118 MB after a step of the `tiny` preset on 4 and on 8 ranks, of which 3 MB are tensors."""
+CUDA_BYTES = 500 << 20
+"""GPU memory of a process that has made a CUDA context; not measured, 300 to 600 MB by generation and driver."""
+
+
+NOTHING = RankMemory(0, 0, 0, 0)
+"""Of a rank whose tensors are on a GPU, in the memory of the host."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What some processes need together."""
+
+    ranks: Sequence[RankMemory]
+    """What each of them needs for its tensors."""
+    torch_bytes: int
+    """What each process takes for itself."""
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of all of them, by what they hold."""
+        names = ("weights", "gradients", "optimizer", "activations")
+        sums = {name: sum(getattr(rank, name) for rank in self.ranks) for name in names}
+        return sums | {"torch": self.torch_bytes * len(self.ranks)}
+
+    @property
+    def total(self) -> int:
+        """Bytes of all of them."""
+        return sum(self.parts.values())
+
+    @property
+    def words(self) -> str:
+        """`32 ranks need 975.3 GiB, up to 31.2 each (weights 93.1, ..., torch 3.6)`."""
+        sums = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.parts.items())
+        count, largest = len(self.ranks), max(rank.total for rank in self.ranks) + self.torch_bytes
+        who = "1 rank needs" if count == 1 else f"{count} ranks need"
+        each = "" if count == 1 else f", up to {largest / GIB:.1f} GiB each"
+        return f"{who} {self.total / GIB:.1f} GiB{each} ({sums})"
+
+
+def memory_problem(
+    config: RunConfig, world_size: int, device: str = "auto", *, schedule: Schedule | None = None
+) -> str:
+    """Why `world_size` ranks do not fit this machine, or an empty string. Under torchrun, whose ranks may be on several
+    machines, the ranks say it themselves; more ranks than one machine starts are the launcher's to refuse."""
+    if config.train.allow_oversubscription or torchrun.started_us() or world_size > MOST_RANKS:
+        return ""
+    schedule, kind = schedule or schedule_of(config, world_size), info.device_kind(device)
+    ranks, host = rank_memories(config, world_size, schedule, kind), machine.host_memory()
+    in_host = Need(ranks if kind == "cpu" else [NOTHING] * world_size, TORCH_BYTES)
+    found = too_much(config, in_host, host.available, host.words)
+    if kind == "cpu":
+        return found
+    free = machine.free_gpu_memory()
+    for gpu, available in enumerate(free):
+        if on_gpu := ranks[gpu :: len(free)]:  # rank r is on GPU r % count
+            found = found or too_much(config, Need(on_gpu, CUDA_BYTES), available, f"GPU {gpu}")
+    return found
+
+
+def rank_memories(config: RunConfig, world_size: int, schedule: Schedule, kind: info.DeviceKind) -> list[RankMemory]:
+    """Of every rank; those at one place of the pipeline are alike."""
+    parallel = config.parallel
+    decoder, _ = rank_generators(
+        world_size=world_size, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep, etp=parallel.etp,
+        order=parallel.order,
+    )  # fmt: skip
+    by_place = [rank_memory(config, world_size, schedule, place, kind) for place in range(schedule.pp)]
+    return [by_place[decoder.coordinates(rank).get("pp", 0)] for rank in range(world_size)]
+
+
+def too_much(config: RunConfig, need: Need, available: int, where: str) -> str:
+    """The refusal of a need that is larger than what is available, with the sum; else an empty string."""
+    if need.total <= available:
+        return ""
+    ways = [*_advice(config, need), "--allow-oversubscription (train.allow_oversubscription) to try anyway"]
+    return f"{need.words}; {where} has {available / GIB:.1f} GiB available; take {', '.join(ways[:-1])}, or {ways[-1]}"
+
+
+def _advice(config: RunConfig, need: Need) -> list[str]:
+    """What makes the largest part smaller."""
+    parts, half = need.parts, need.total / 2
+    if parts["torch"] > half:
+        return ["fewer ranks"]
+    if parts["activations"] > half:
+        recomputes = config.model.recompute_granularity == "full"
+        return ["a smaller train.micro_batch_size", *([] if recomputes else ["model.recompute_granularity full"])]
+    sharded = config.optim.distributed_optimizer or len(need.ranks) == 1
+    return ["a smaller model", *([] if sharded else ["optim.distributed_optimizer true with dp above 1"])]
+
+
+# ---- everything together ----
 
 
 def problems(

@@ -24,27 +24,27 @@ from labkit.config import RunConfig
 from labkit.data.gpt_data import GPTDataset, build_gpt_datasets, data_iterator, parse_split
 from labkit.events import Event, recording
 from labkit.launch import before_launch, rank_info, torchrun
-from labkit.models.gpt import build_model_chunks
-from labkit.parallel.distributed_data_parallel import DataParallel, wrap_model_chunks
+from labkit.models.chunks import build_model_chunks
+from labkit.parallel.data_parallel.distributed_data_parallel import DataParallel, wrap_model_chunks
+from labkit.parallel.data_parallel.param_gather import finish_param_sync
 from labkit.parallel.groups import ParallelGroups, initialize_model_parallel
-from labkit.parallel.param_gather import finish_param_sync
 from labkit.schedules.ir import Schedule
 from labkit.schedules.runtime import chunks_of
 from labkit.train import preflight
-from labkit.train.forward_step import gpt_forward_step
+from labkit.train.evaluation import ProcessNonLossData, evaluate, validate, validates_after
+from labkit.train.forward_step import Batch, ForwardStep, gpt_forward_step
+from labkit.train.layer_specs import layer_spec
 from labkit.train.lr_schedule import LearningRate, build_lr_schedule
-from labkit.train.metrics import Timers
 from labkit.train.optimizer import Condition, MegatronOptimizer, build_optimizer
-from labkit.train.pipeline import Batch, ForwardStep, Pipeline
+from labkit.train.pipeline import Pipeline
+from labkit.train.preflight import check_schedule, schedule_of
 from labkit.train.rank_preflight import look, refuse, run_folder
-from labkit.train.reporting import Report
-from labkit.train.router_metrics import RouterMetrics
-from labkit.train.schedule_fit import check_schedule, schedule_of
-from labkit.train.stepping import Observer, collect_non_loss_data, evaluate, train_step
+from labkit.train.reporting.metrics import Timers
+from labkit.train.reporting.report import Report
+from labkit.train.stepping import Observer, train_step
 
 DatasetsProvider = Callable[[RunConfig], tuple[GPTDataset, GPTDataset, GPTDataset]]
 ModelProvider = Callable[[RunConfig, ParallelGroups], nn.Module | Sequence[nn.Module]]
-ProcessNonLossData = Callable[[list[Any], int], None]
 
 
 @dataclass
@@ -121,8 +121,8 @@ def pretrain(
     observer: sees model, gradients and parameters; the parity microscope is one.
 
     Writes metrics.jsonl, scalars.jsonl and, with `train.write_events`, events.jsonl into `train.output_dir`, if one is
-    given, as the run goes (`labkit.train.reporting`), beside the configuration and the state of the run
-    (`labkit.train.output_folder`).
+    given, as the run goes (`labkit.train.reporting.report`), beside the configuration and the state of the run
+    (`labkit.train.reporting.output_folder`).
 
     The process groups are closed at the end, also after an error: a model that outlives the training computes on one
     rank only.
@@ -186,7 +186,7 @@ def setup_model_and_optimizer(
     """Step 2: this rank's model chunks with gradient buffers, AdamW over their parameters, the learning rate."""
     optim = run.config.optim
     if model_provider is None:
-        built = build_model_chunks(run.config, run.groups, run.schedule)
+        built = build_model_chunks(run.config, run.groups, run.schedule, spec=layer_spec(run.config.model, optim))
     else:
         built = chunks_of(model_provider(run.config, run.groups))
         if wrong := [chunk for chunk in built if not isinstance(chunk, nn.Module)]:
@@ -253,9 +253,9 @@ def train(
         observer.on_model(run.groups, chunks, run.schedule)
     with (
         run_folder(config, run.groups),
-        closing(pipeline.graphs),
+        closing(pipeline.graphs) if pipeline.graphs is not None else nullcontext(),
         recording(run.groups.rank) if _records(config) else nullcontext() as recorder,
-        Report(config, run.groups, timers, recorder, RouterMetrics(chunks, run.groups)) as report,
+        Report(config, run.groups, timers, recorder, pipeline.router_metrics) as report,
     ):
         for done in range(config.train.steps):
             step = done + 1  # as people count: metrics, messages and the screen name the first step 1
@@ -266,16 +266,20 @@ def train(
                     pipeline, optimizer, timers, data.train,
                     step=done, lr=lr, clip_grad=config.optim.clip_grad, observer=observer,
                 )  # fmt: skip
-            report.graphs(step, pipeline.graphs)
-            report.step(step, result, lr)
-            if _validates_after(config, step):
-                with report.naming_what_is_kept():
-                    _validate(pipeline, data.validation(), report, step, process_non_loss_data)
+            if pipeline.graphs is not None:
                 report.graphs(step, pipeline.graphs)
+            report.step(step, result, lr)
+            if validates_after(config, step):
+                with report.naming_what_is_kept():
+                    validate(pipeline, data.validation(), report, step, process_non_loss_data)
+                if pipeline.graphs is not None:
+                    report.graphs(step, pipeline.graphs)
         if config.train.eval_steps > 0 and data.test is not None:
             with report.naming_what_is_kept():
-                _test(pipeline, data.test(), report)
-        finish_param_sync(chunks)
+                test_loss = evaluate(pipeline, data.test(), config.train.eval_steps)
+                report.evaluation(config.train.steps, "test_loss", test_loss)
+        if config.optim.distributed_optimizer:
+            finish_param_sync(chunks)
     return TrainResult(report.losses, report.events, report.metrics, report.skipped_steps)
 
 
@@ -283,34 +287,3 @@ def _records(config: RunConfig) -> bool:
     """Whether anybody wants Events. On a GPU each costs a synchronisation, so they are not made for nobody."""
     train = config.train
     return train.record_events or train.write_events or train.timing_log_level == 2
-
-
-def _validates_after(config: RunConfig, step: int) -> bool:
-    """Whether a validation follows `step`, counted from 1: every `eval_interval` steps and after the last."""
-    train = config.train
-    due = train.eval_interval > 0 and step % train.eval_interval == 0
-    return train.eval_steps > 0 and (due or step == train.steps)
-
-
-def _test(pipeline: Pipeline, batches: Iterator[Batch], report: Report) -> None:
-    """The mean loss over `eval_steps` global batches of the test split, after the last step."""
-    train = pipeline.config.train
-    report.evaluation(train.steps, "test_loss", evaluate(pipeline, batches, train.eval_steps))
-
-
-def _validate(
-    pipeline: Pipeline,
-    batches: Iterator[Batch],
-    report: Report,
-    step: int,
-    process_non_loss_data: ProcessNonLossData | None,
-) -> None:
-    """The mean loss over `eval_steps` global batches, then one more batch for what is not a loss."""
-    report.evaluation(step, "validation_loss", evaluate(pipeline, batches, pipeline.config.train.eval_steps))
-    if process_non_loss_data is None:
-        return
-    collected = collect_non_loss_data(pipeline, batches)
-    groups = pipeline.groups
-    last_replica = groups.tp.rank == groups.tp.size - 1 and groups.dp_cp.rank == groups.dp_cp.size - 1
-    if last_replica and groups.pp.rank == pipeline.last_stage:
-        process_non_loss_data(collected, step)

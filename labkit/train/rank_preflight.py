@@ -16,13 +16,12 @@ import torch
 
 from labkit.config import ConfigError, RunConfig
 from labkit.launch import machine
-from labkit.models.memory_bytes import RankMemory, rank_memory
+from labkit.models.memory.memory_bytes import RankMemory, rank_memory
 from labkit.parallel.collectives import comm_scope, gather_objects
 from labkit.parallel.groups import ParallelGroups
 from labkit.schedules.ir import Schedule
-from labkit.train.memory_fit import Need, too_much
-from labkit.train.output_folder import RunFolder, folder_problem
-from labkit.train.preflight import graph_problem
+from labkit.train.preflight import Need, graph_problem, too_much
+from labkit.train.reporting.output_folder import RunFolder, folder_problem
 
 
 class _Seen(NamedTuple):
@@ -41,7 +40,7 @@ def look(config: RunConfig, groups: ParallelGroups, schedule: Schedule, *, own_m
     """Called by all ranks. ConfigError on all of them for graphs that this machine cannot capture, a folder that cannot
     be written, and memory that does not suffice."""
     found = [graph_problem(config, groups.device.type)]
-    if groups.world.rank == 0:
+    if groups.world.rank == 0 and config.train.output_dir is not None:
         found.append(folder_problem(config.train))
     skipped = own_model or config.train.allow_oversubscription
     kind = "cuda" if groups.device.type == "cuda" else "cpu"

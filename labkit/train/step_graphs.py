@@ -1,8 +1,7 @@
-"""The CUDA graphs of a training run: none, one for each layer and microbatch, or one for the whole iteration.
+"""The CUDA graphs of a training run that has any: one for each layer and microbatch, or one for the whole iteration.
 
 | `graph.cuda_graph_impl`, scope | training                                     | validation                    |
 |--------------------------------|----------------------------------------------|-------------------------------|
-| `none`                         | eager                                        | eager                         |
 | any, parts of layers           | eager warm-up steps, then layers replay (1)  | eager                         |
 | any, `full_iteration`          | eager warm-up steps, then a step is a replay | likewise, a graph of its own  |
 
@@ -21,15 +20,15 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from labkit.config import RunConfig
+from labkit.fp8.scaling import Float8Scaling
 from labkit.graphs.communicators import refuse_gloo
 from labkit.graphs.full_iteration import FullIterationGraph
 from labkit.graphs.graphable import release_cudagraphs
 from labkit.graphs.helper import CudaGraphHelper
 from labkit.graphs.memory import GraphMemory
 from labkit.graphs.scope import captures_layers
-from labkit.parallel.fp8 import Float8Scaling
+from labkit.parallel.data_parallel.param_gather import finish_param_sync
 from labkit.parallel.groups import ParallelGroups
-from labkit.parallel.param_gather import finish_param_sync
 from labkit.schedules.ir import Schedule
 from labkit.train.layer_graphs import LayerGraphs
 
@@ -62,28 +61,6 @@ class StepGraphs(Protocol):
         """The end of the run, be it an exception: let all graphs go, since a communicator that they hold would not end
         before them."""
         ...
-
-
-class NoGraphs:
-    """Everything eager."""
-
-    finalizes = False
-    helper: CudaGraphHelper | None = None
-    num_captures = 0
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def memory(self) -> list[GraphMemory]:
-        """Nothing."""
-        return []
-
-    def run(self, batches: Batches, *, forward_only: bool) -> list[Any]:
-        """As it is."""
-        return self._run(batches, forward_only=forward_only)
-
-    def close(self) -> None:
-        """Nothing."""
 
 
 class IterationGraphs:
@@ -122,11 +99,11 @@ def build_step_graphs(
     run: Run,
     run_and_finalize: Callable[[Batches], list[Any]],
 ) -> StepGraphs:
-    """What `config.graph` asks for. run: takes batches and `forward_only`. run_and_finalize: a training run with all
-    that makes its gradients final."""
+    """The graphs that `config.graph` asks for, whose `cuda_graph_impl` is not `none`.
+
+    run: takes batches and `forward_only`. run_and_finalize: a training run with all that makes its gradients final.
+    """
     graph, train = config.graph, config.train
-    if graph.cuda_graph_impl == "none":
-        return NoGraphs(run)
     if captures_layers(graph):
         release_cudagraphs(chunks)  # of a pipeline with another number of microbatches
         length, batch = config.model.seq_length, train.micro_batch_size
@@ -154,5 +131,5 @@ def _settle(chunks: Sequence[Any]) -> None:
     """Ahead of a graph that reads all parameters: they are gathered, and fp8 casts them inside."""
     finish_param_sync(chunks)
     for chunk in chunks:
-        if isinstance(scaling := getattr(chunk, "float8", None), Float8Scaling):
+        if isinstance(scaling := getattr(chunk, "precision", None), Float8Scaling):
             scaling.forget_weights()

@@ -22,7 +22,7 @@ import pytest
 TOKEN = "explorer"
 CELL = "from labkit.viz import explore_schedule\n\nexplore_schedule(builder='1f1b', pp=4, microbatches=8)"
 BUCKETS = """from labkit.parallel import BackwardPiece
-from labkit.parallel.bucket_plan import ParameterSpec
+from labkit.parallel.data_parallel.bucket_layout import ParameterSpec
 from labkit.viz import explore_buckets
 
 layers = [ParameterSpec(f"layer {i}", 1_000_000) for i in range(40)]

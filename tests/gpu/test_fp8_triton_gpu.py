@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from labkit.parallel import fp8_operands, single_process_groups
-from labkit.parallel.fp8 import Float8Recipe, Float8Scaling
-from labkit.parallel.fp8_casting import E4M3, E5M2, cast
+from labkit.fp8 import Float8Recipe, Float8Scaling
+from labkit.fp8 import operands as fp8_operands
+from labkit.fp8.casting import E4M3, E5M2, cast
+from labkit.parallel import single_process_groups
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 pytestmark = pytest.mark.gpu
@@ -101,7 +102,7 @@ def layer_of(kind: type, recipe: str) -> Any:
     groups = single_process_groups(device="cuda")
     scaling = Float8Scaling(Float8Recipe(recipe), groups)
     shared: dict[str, Any] = {"group": groups.tp, "std": 0.1, "dtype": torch.bfloat16, "device": "cuda"}
-    return kind("fc", 256, 384, float8=scaling, **shared)
+    return kind("fc", 256, 384, precision=scaling, **shared)
 
 
 def step(layer: Any, seed: int) -> tuple[Tensor, ...]:
@@ -179,8 +180,8 @@ def test_without_a_c_compiler_torch_takes_over(tmp_path: Path) -> None:
     """Triton compiles its launcher with one; nothing of an earlier compilation is found in an empty cache."""
     code = """if True:
         import torch, warnings
-        from labkit.parallel import fp8_operands
-        from labkit.parallel.fp8_casting import E4M3, cast
+        from labkit.fp8 import operands as fp8_operands
+        from labkit.fp8.casting import E4M3, cast
         x, scale = torch.randn(64, 64, device="cuda"), torch.full((), 30.0, device="cuda")
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from labkit.config import ModelConfig, MoEConfig, ParallelConfig
 from labkit.launch import run
-from labkit.launch.transformer_engine import why_no_transformer_engine
-from labkit.moe.experts import Experts, GroupedExperts, SequentialExperts
+from labkit.launch.machine import why_no_transformer_engine
+from labkit.moe.experts import Experts, GroupedExperts, SequentialExperts, StackedLinear
 from labkit.moe.grouped_gemm import Segments, grouped_weight_gradient
 from labkit.moe.layer import MoELayer
 from labkit.parallel import initialize_model_parallel, single_process_groups
+from labkit.te.linear import GroupedLinear
 
 pytestmark = pytest.mark.gpu
 
@@ -30,9 +31,10 @@ ROUTINGS = {
 
 
 def build(kind: type[Experts], dtype: torch.dtype, impl: str = "local") -> Experts:
-    model = ModelConfig(layers=1, hidden=HIDDEN, heads=2, activation="swiglu", transformer_impl=impl)
+    model = ModelConfig(layers=1, hidden=HIDDEN, heads=2, activation="swiglu")
     moe = MoEConfig(num_experts=4, ffn_hidden=WIDTH)
     made: dict[str, Any] = {"seed": 3, "std": 0.3, "dtype": dtype, "device": "cuda"}
+    made["linear"] = GroupedLinear if impl == "transformer_engine" else StackedLinear
     return kind("layers.0.mlp.experts", model, moe, single_process_groups(device="cuda"), **made)
 
 

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from labkit.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
+from labkit.fp8 import Float8Recipe, Float8Spec
+from labkit.fp8.casting import E4M3, E5M2
+from labkit.fp8.gemms import product, scaled_product
 from labkit.launch import run
-from labkit.launch.transformer_engine import why_no_transformer_engine
+from labkit.launch.machine import why_no_transformer_engine
 from labkit.models import GPTModel
 from labkit.parallel import single_process_groups
-from labkit.parallel.fp8 import Float8Recipe, end_float8_step, product, scaled_product
-from labkit.parallel.fp8_casting import E4M3, E5M2
+from labkit.train.layer_specs import layer_spec_with
 
 pytestmark = pytest.mark.gpu
 
@@ -42,14 +44,16 @@ def tokens() -> tuple[Tensor, Tensor]:
 def loss_and_gradients(steps: int = 1, **more: Any) -> dict[str, Tensor]:
     """Of the last of `steps` passes over the same tokens, in bf16."""
     given: dict[str, Any] = {"layers": range(2), "seed": 1, "dtype": torch.bfloat16, "device": "cuda"} | more
-    model = GPTModel(given.pop("config", MODEL), single_process_groups(device="cuda"), **given)
+    config, float8 = given.pop("config", MODEL), given.pop("float8", None)
+    spec = layer_spec_with(config, float8)
+    model = GPTModel(config, single_process_groups(device="cuda"), spec=spec, **given)
     ids, labels = tokens()
     found: dict[str, Tensor] = {}
     for _ in range(steps):
         model.zero_grad()
         loss = model(ids, labels_BS=labels).mean()
         loss.backward()
-        end_float8_step([model])
+        model.precision.end_step()
         found = {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return found
 
@@ -83,15 +87,16 @@ def test_casting_does_not_wait_for_the_gpu() -> None:
     """No host synchronisation in forward, backward or the end of a step."""
     for recipe in RECIPES:
         loss_and_gradients(1, float8=Float8Recipe(recipe))  # kernels are loaded with the first call
-        model = GPTModel(MODEL, single_process_groups(device="cuda"), layers=range(2), seed=1, dtype=torch.bfloat16,
-                         device="cuda", pre_process=False, post_process=False, float8=Float8Recipe(recipe))  # fmt: skip
+        made: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda", "spec": Float8Spec(Float8Recipe(recipe))}
+        made |= {"pre_process": False, "post_process": False}
+        model = GPTModel(MODEL, single_process_groups(device="cuda"), layers=range(2), seed=1, **made)
         x = torch.randn(64, 2, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         model.set_input_tensor(x)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
             model(None).sum().backward()
-            end_float8_step([model])
+            model.precision.end_step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

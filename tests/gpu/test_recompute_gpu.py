@@ -11,7 +11,7 @@ from torch import Tensor
 
 from labkit.config import ModelConfig
 from labkit.models import GPTModel, SavedTensors, Share
-from labkit.models.activation_bytes import layers_activation_bytes, recomputed_at_once_bytes
+from labkit.models.memory.activation_bytes import layers_activation_bytes, recomputed_at_once_bytes
 from labkit.parallel import single_process_groups
 
 pytestmark = pytest.mark.gpu

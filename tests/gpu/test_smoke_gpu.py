@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from labkit.config import ModelConfig
+from labkit.fp8.casting import E4M3
+from labkit.fp8.gemms import scaled_product
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build
 from labkit.moe.grouped_gemm import Segments, grouped_product
 from labkit.parallel import single_process_groups
-from labkit.parallel.fp8 import scaled_product
-from labkit.parallel.fp8_casting import E4M3
 
 pytestmark = pytest.mark.gpu
 

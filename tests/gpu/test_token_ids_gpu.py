@@ -14,9 +14,9 @@ from torch import Tensor
 from labkit.config import RunConfig, presets
 from labkit.parallel import TokenIdError, token_ids_checked_late
 from labkit.train.forward_step import gpt_forward_step
-from labkit.train.metrics import Timers
 from labkit.train.pipeline import Pipeline
 from labkit.train.pretraining import build_data_iterators, initialize, setup_model_and_optimizer
+from labkit.train.reporting.metrics import Timers
 from labkit.train.stepping import train_step
 
 pytestmark = pytest.mark.gpu

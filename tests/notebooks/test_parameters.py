@@ -46,7 +46,7 @@ CASES = {
     ),
     # 16 ranks: dp has stride 4 and two members, so nodes of 4 put its members on two nodes, nodes of 8 on one;
     # ep 8 has stride 1 and fills a node of 8, so nodes of 4 split it
-    "01_rank_groups": Case(
+    "02_rank_groups": Case(
         {"gpus_per_node": 4},
         {
             "16 ranks on 2 nodes of 8: tp 4 groups of 4, all inside a node; dp 8 groups of 2, all inside a node": (
@@ -58,7 +58,7 @@ CASES = {
     ),
     # cp = ep = 4: 4 x 4 ranks without folding on 2 nodes of 8, ep with stride 4 (0, 4 | 8, 12) across them; 4 ranks
     # folded, one node that has no more; cp 2 and ep 2 leave dp 2 and edp 2
-    "02_moe_folding": Case(
+    "15_moe_folding": Case(
         {"world_size": 4},
         {
             "64 ranks on 8 nodes of 8, not folded: attention cp 8 dp 8, experts ep 8 edp 8; cp groups all inside a "
@@ -85,7 +85,7 @@ CASES = {
     # at hidden 128 the probabilities weigh 5 a s / h = 20 instead of 40, so 34 + 20 of s b h, and what the norms' mean
     # and deviation add to it is half; over 2 ranks 10 + 24/2 + 20/2, then (34 + 20)/2, 34/2, 30/2. In fp32 a microbatch
     # kept whole is 66 + 9 a s / h = 102 and its input 4: three of them beside one whole make 1.12.
-    "05_sequence_parallel": Case(
+    "06_sequence_parallel": Case(
         {"hidden": 128},
         {
             "a layer of width 64, 64 tokens, over 2 ranks: bytes / s b h: one rank 74.1, tensor parallel 42.1, "
@@ -102,7 +102,7 @@ CASES = {
     # MLP's norm, fc2 and fc1's bias make 116,928, fc1's weight of 16,384 fills the bucket: 133,312 of 269,696, the rest
     # is the second. Sharded, fc2's bias of 64 starts 64 later and 64 pad the end; word has a bucket. Of sleeping layers
     # with 30,000 elements four fill a bucket, two are left.
-    "07_data_parallel": Case(
+    "08_data_parallel": Case(
         {"bucket_size": 120_000},
         {
             "52 parameters of 269,696 elements in 4 buckets of 66,624 to 69,760": (
@@ -117,7 +117,7 @@ CASES = {
     ),
     # cp 2, L = 32: plain cut 32 33/2 = 528 pairs for rank 0 and 528 + 32^2 = 1,552 for rank 1; zigzag 64 65/4 = 1,040;
     # busy 2,080/(2 x 1,552) = 67.0%; blocks that are not all masked: 2 + 1, and 2 x 2 with zigzag
-    "06_context_parallel": Case(
+    "07_context_parallel": Case(
         {"world_size": 2},
         {
             "over cp 4, 2,080 pairs: plain cut 136 pairs for rank 0 and 904 for rank 3, zigzag 520 for every rank": (
@@ -134,7 +134,7 @@ CASES = {
     # top_k = E = 8: every token makes 8 rows, 2 for each of 4 ranks. Drawn is 1 token a rank: 4 x 8 = 32 rows, 24 of
     # them away. Of all 4 x 64 x 8 = 2,048 rows a quarter stays. No rank has more than another, and no expert is over
     # capacity (64 tokens x 8 / 8 = 64); at factor 2 the limit is the tokens there are, so nothing is empty.
-    "13_moe_layer": Case(
+    "14_moe_layer": Case(
         {"top_k": 8, "steps": 20},
         {
             "16 tokens of 4 ranks make 32 rows for 8 experts: 26 go": (
@@ -151,7 +151,7 @@ CASES = {
     # w + 1 buffers (4, and 11 interleaved) whatever m is, m under GPipe; every forward but those that find a new buffer
     # meets another life in a plan one step early: 16 - 3. What a rank holds at once does not grow with m; two captures
     # a microbatch
-    "15_graphs_in_a_pipeline": Case(
+    "17_graphs_in_a_pipeline": Case(
         {"microbatches": 16},
         {
             "1F1B, 4 stages, rank 0: 4 buffers for 8 inputs, at most 4": (
@@ -168,7 +168,7 @@ CASES = {
     # Python counts warm-up and capture, 5 + 1, and no replay; the tensor counts the 12 replays alone. Results of the
     # block with 16 rows of 32: 4 of [16, 64], one of [16, 32], two weights of 64 x 32 and biases of 64 and 32 numbers
     # of 4 bytes are 4 x 4,096 + 2,048 + 2 x 8,192 + 384 = 35,200
-    "14_cuda_graphs": Case(
+    "16_cuda_graphs": Case(
         {"warmup": 5, "steps": 12, "rows": 16},
         {
             "Runs counted after 24 calls (4 of them warm-up and capture): by Python 4, in a tensor 20.": (
@@ -180,7 +180,7 @@ CASES = {
     ),
     # 16 experts, 2 of them for a token: room for every token at every expert is 16/2 times the rows that are routed;
     # at factor 1 the rows are as many as those routed, whatever the number of experts
-    "16_partial_graphs_moe": Case(
+    "18_partial_graphs_moe": Case(
         {"experts": 16, "steps": 6},
         {
             "GPT with 8 experts, ep 2 over 10 steps": "GPT with 16 experts, ep 2 over 6 steps",
@@ -189,7 +189,7 @@ CASES = {
         },
     ),
     # bubble (p-1)/(m+p-1): 3/11 = 27.3% for 8 microbatches, 3/19 = 15.8% for 16; GPipe holds all m, 1F1B at most p
-    "08_p2p_and_1f1b": Case(
+    "10_p2p_and_1f1b": Case(
         {"microbatches": 16},
         {
             "GPipe, 4 stages, 8 microbatches: bubble 27.3%, peak 8 in flight": (
@@ -206,7 +206,7 @@ CASES = {
     ),
     # bubble (p-1)/(v m + p-1): v2 3/19 = 15.8% and 3/35 = 8.6%, v4 3/35 and 3/67 = 4.5%;
     # in flight (2(p-1) + (v-1)p + 1)/v shares: 5.5 and 4.75
-    "09_interleaving": Case(
+    "11_interleaving": Case(
         {"microbatches": 16},
         {
             "1F1B, 4 stages, 8 microbatches: bubble 27.3%, peak 4 in flight": (
@@ -226,7 +226,7 @@ CASES = {
     # bubble idle/(3m + idle), 3m = 24 for 8 microbatches and 36 for 12; idle is 3(p - 1) = 9 for GPipe and 1F1B,
     # 2(p - 1) = 6 with W right after I or at the end, p - 1 = 3 for ZB-H1, (p - 1)/2 = 1.5 over a V;
     # all W at the end keep m, others about p
-    "10_write_your_own_schedule": Case(
+    "12_write_your_own_schedule": Case(
         {"microbatches": 12},
         {
             "1F1B, 4 stages, 8 microbatches: bubble 27.3%, peak 4 in flight": (
@@ -257,7 +257,7 @@ CASES = {
 
 FURTHER = {
     # w + 1 = 2 buffers, and (p - 1) 2 + p + 1 = 5 interleaved; early, every forward but the first meets another life
-    "15_graphs_in_a_pipeline": Case(
+    "17_graphs_in_a_pipeline": Case(
         {"world_size": 2, "steps": 4},
         {
             "1F1B, 4 stages, rank 0: 4 buffers for 8 inputs, at most 4": (
@@ -270,7 +270,7 @@ FURTHER = {
         },
     ),
     # room for every token is factor 4/2 = 2: the same as the factor in the middle, which is drawn once
-    "16_partial_graphs_moe": Case(
+    "18_partial_graphs_moe": Case(
         {"world_size": 4, "experts": 4, "microbatches": 5, "steps": 3},
         {
             "GPT with 8 experts, ep 2 over 10 steps": "GPT with 4 experts, ep 4 over 3 steps",
@@ -284,44 +284,44 @@ EXTREMES = [
     ("00_tour", {"world_size": 1, "tp": 1, "pp": 1, "steps": 3}),
     ("00_tour", {"world_size": 16, "tp": 4, "pp": 4, "steps": 4}),
     ("00_tour", {"world_size": 8, "tp": 2, "pp": 1, "steps": 100}),
-    ("01_rank_groups", {"world_size": 4, "gpus_per_node": 1, "order": "dp-ep-cp-tp-pp"}),
-    ("01_rank_groups", {"world_size": 16, "gpus_per_node": 64, "order": "ep-cp-tp-dp-pp"}),
-    ("02_moe_folding", {"world_size": 4, "gpus_per_node": 1, "tokens_per_rank": 1}),
-    ("02_moe_folding", {"world_size": 22, "gpus_per_node": 64, "tokens_per_rank": 256}),
+    ("02_rank_groups", {"world_size": 4, "gpus_per_node": 1, "order": "dp-ep-cp-tp-pp"}),
+    ("02_rank_groups", {"world_size": 16, "gpus_per_node": 64, "order": "ep-cp-tp-dp-pp"}),
+    ("15_moe_folding", {"world_size": 4, "gpus_per_node": 1, "tokens_per_rank": 1}),
+    ("15_moe_folding", {"world_size": 22, "gpus_per_node": 64, "tokens_per_rank": 256}),
     ("03_f_and_g", {"world_size": 8, "layers": 1, "hidden": 8}),
     ("03_f_and_g", {"world_size": 2, "layers": 16, "hidden": 512}),
-    ("05_sequence_parallel", {"world_size": 8, "hidden": 64, "seq_length": 8, "dropout": 0, "stages": 2}),
-    ("05_sequence_parallel", {"world_size": 2, "hidden": 512, "seq_length": 256, "dropout": 0.9, "stages": 8}),
-    ("06_context_parallel", {"world_size": 2, "seq_length": 16, "pair_us": 1}),
-    ("06_context_parallel", {"world_size": 8, "seq_length": 256, "pair_us": 50}),
-    ("06_context_parallel", {"world_size": 3, "seq_length": 18, "pair_us": 1000}),
-    ("07_data_parallel", {"world_size": 2, "bucket_size": 1, "layer_ms": 1, "link_ms": 0, "link_mb": 1000}),
-    ("07_data_parallel", {"world_size": 8, "bucket_size": 10**6, "layer_ms": 200, "link_ms": 50, "link_mb": 1}),
-    ("08_p2p_and_1f1b", {"world_size": 2, "microbatches": 1, "forward_ms": 1, "backward_ms": 1}),
-    ("08_p2p_and_1f1b", {"world_size": 8, "microbatches": 64, "forward_ms": 1, "backward_ms": 100}),
-    ("09_interleaving", {"world_size": 2, "chunks": 2, "microbatches": 2, "stage_ms": 3}),
-    ("09_interleaving", {"world_size": 2, "chunks": 4, "microbatches": 64, "stage_ms": 300}),
-    ("10_write_your_own_schedule", {"world_size": 2, "microbatches": 4}),
-    ("10_write_your_own_schedule", {"world_size": 4, "microbatches": 64}),
-    ("13_moe_layer", {"world_size": 2, "experts": 2, "top_k": 2, "tokens": 1, "row_us": 1, "steps": 1}),
-    ("13_moe_layer", {"world_size": 8, "experts": 16, "top_k": 16, "tokens": 256, "row_us": 1, "steps": 2}),
-    ("13_moe_layer", {"world_size": 4, "experts": 16, "top_k": 2, "tokens": 256, "row_us": 2000, "steps": 100}),
-    ("14_cuda_graphs", {"world_size": 1, "rows": 2, "width": 1, "warmup": 1, "steps": 8}),
-    ("14_cuda_graphs", {"world_size": 4, "rows": 1024, "width": 512, "warmup": 20, "steps": 100}),
-    ("15_graphs_in_a_pipeline", {"world_size": 2, "microbatches": 2, "steps": 4}),
-    ("15_graphs_in_a_pipeline", {"world_size": 4, "microbatches": 64, "steps": 100}),
-    ("16_partial_graphs_moe", {"world_size": 1, "experts": 2, "top_k": 2, "microbatches": 5, "steps": 3}),
-    ("16_partial_graphs_moe", {"world_size": 8, "experts": 64, "top_k": 64, "microbatches": 64, "steps": 3}),
-    ("16_partial_graphs_moe", {"world_size": 8, "experts": 64, "top_k": 2, "microbatches": 5, "steps": 100}),
+    ("06_sequence_parallel", {"world_size": 8, "hidden": 64, "seq_length": 8, "dropout": 0, "stages": 2}),
+    ("06_sequence_parallel", {"world_size": 2, "hidden": 512, "seq_length": 256, "dropout": 0.9, "stages": 8}),
+    ("07_context_parallel", {"world_size": 2, "seq_length": 16, "pair_us": 1}),
+    ("07_context_parallel", {"world_size": 8, "seq_length": 256, "pair_us": 50}),
+    ("07_context_parallel", {"world_size": 3, "seq_length": 18, "pair_us": 1000}),
+    ("08_data_parallel", {"world_size": 2, "bucket_size": 1, "layer_ms": 1, "link_ms": 0, "link_mb": 1000}),
+    ("08_data_parallel", {"world_size": 8, "bucket_size": 10**6, "layer_ms": 200, "link_ms": 50, "link_mb": 1}),
+    ("10_p2p_and_1f1b", {"world_size": 2, "microbatches": 1, "forward_ms": 1, "backward_ms": 1}),
+    ("10_p2p_and_1f1b", {"world_size": 8, "microbatches": 64, "forward_ms": 1, "backward_ms": 100}),
+    ("11_interleaving", {"world_size": 2, "chunks": 2, "microbatches": 2, "stage_ms": 3}),
+    ("11_interleaving", {"world_size": 2, "chunks": 4, "microbatches": 64, "stage_ms": 300}),
+    ("12_write_your_own_schedule", {"world_size": 2, "microbatches": 4}),
+    ("12_write_your_own_schedule", {"world_size": 4, "microbatches": 64}),
+    ("14_moe_layer", {"world_size": 2, "experts": 2, "top_k": 2, "tokens": 1, "row_us": 1, "steps": 1}),
+    ("14_moe_layer", {"world_size": 8, "experts": 16, "top_k": 16, "tokens": 256, "row_us": 1, "steps": 2}),
+    ("14_moe_layer", {"world_size": 4, "experts": 16, "top_k": 2, "tokens": 256, "row_us": 2000, "steps": 100}),
+    ("16_cuda_graphs", {"world_size": 1, "rows": 2, "width": 1, "warmup": 1, "steps": 8}),
+    ("16_cuda_graphs", {"world_size": 4, "rows": 1024, "width": 512, "warmup": 20, "steps": 100}),
+    ("17_graphs_in_a_pipeline", {"world_size": 2, "microbatches": 2, "steps": 4}),
+    ("17_graphs_in_a_pipeline", {"world_size": 4, "microbatches": 64, "steps": 100}),
+    ("18_partial_graphs_moe", {"world_size": 1, "experts": 2, "top_k": 2, "microbatches": 5, "steps": 3}),
+    ("18_partial_graphs_moe", {"world_size": 8, "experts": 64, "top_k": 64, "microbatches": 64, "steps": 3}),
+    ("18_partial_graphs_moe", {"world_size": 8, "experts": 64, "top_k": 2, "microbatches": 5, "steps": 100}),
 ]
 """Both ends of the rules that the chapters state; what they allow has to work."""
-QUICK = {("01_rank_groups", 4), ("03_f_and_g", 8)}
+QUICK = {("02_rank_groups", 4), ("03_f_and_g", 8)}
 """Chapter and world size of the extremes that `make test` runs."""
 
 REFUSED = [
-    ("15_graphs_in_a_pipeline", {"world_size": 1}, "world_size = 1: must be 2 or 4"),
+    ("17_graphs_in_a_pipeline", {"world_size": 1}, "world_size = 1: must be 2 or 4"),
     (
-        "08_p2p_and_1f1b",
+        "10_p2p_and_1f1b",
         {"microbatches": 0, "world_size": 3},
         "world_size = 3: must be 2, 4 or 8; microbatches = 0: must",
     ),

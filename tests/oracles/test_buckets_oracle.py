@@ -12,6 +12,7 @@ from torch import nn
 from labkit.config import ParallelConfig
 from labkit.launch import run
 from labkit.parallel import DistributedDataParallel, ParameterSpec, initialize_model_parallel, plan_buckets
+from labkit.parallel.parameter_record import record_of
 
 pytestmark = pytest.mark.oracle
 
@@ -158,7 +159,7 @@ def _beside_torch() -> Any:
     groups = initialize_model_parallel(ParallelConfig())
     ours = DistributedDataParallel(Model(), groups, bucket_size=40)
     for parameter in ours.module.parameters():
-        parameter.allreduce = True
+        record_of(parameter).allreduce = True
     _steps(ours, groups.rank)
     theirs = nn.parallel.DistributedDataParallel(Model())
     first, second, last = _batches(groups.rank)

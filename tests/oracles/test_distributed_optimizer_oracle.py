@@ -19,8 +19,8 @@ from labkit.parallel import (
     pieces_of_rank,
     plan_buckets,
 )
-from labkit.parallel.gradients import clip_factor, gradient_statistics, scale_gradients
-from labkit.parallel.parameter_groups import parameter_groups
+from labkit.parallel.data_parallel.gradients import clip_factor, gradient_statistics, scale_gradients
+from labkit.parallel.data_parallel.parameter_groups import parameter_groups
 
 pytestmark = pytest.mark.oracle
 

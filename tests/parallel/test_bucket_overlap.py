@@ -10,7 +10,7 @@ import torch
 from labkit.config import ParallelConfig
 from labkit.events import Event, recording
 from labkit.launch import RankError
-from labkit.models.sleeping import SleepingLayer
+from labkit.models.synthetic_load import SleepingLayer
 from labkit.parallel import DistributedDataParallel, Link, barrier, delayed, initialize_model_parallel
 from labkit.parallel.collectives import all_reduce_async
 

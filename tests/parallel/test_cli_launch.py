@@ -22,7 +22,7 @@ import torch.distributed as dist
 from labkit.cli import main, train_command
 from labkit.config import RunConfig
 from labkit.launch import waiting
-from labkit.train.output_folder import folder_problem
+from labkit.train.reporting.output_folder import folder_problem
 
 SMALL = ["--preset", "tiny", "--layers", "2", "--hidden", "16", "--heads", "2", "--seq-length", "16",
          "--global-batch-size", "4"]  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 from labkit.cli import main
 from labkit.events import read_jsonl
 from labkit.schedules import Schedule
-from labkit.train.measured import follows, pipeline_events
+from labkit.train.reporting.measured import follows, pipeline_events
 
 SIZES = ["--preset", "tiny", "--hidden", "32", "--heads", "4", "--seq-length", "16",
          "--global-batch-size", "4", "--steps", "2", "--precision", "fp64", "--pp", "2"]  # fmt: skip

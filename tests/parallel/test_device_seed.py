@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from labkit.config import RunConfig, presets
-from labkit.parallel.gradients import is_expert
+from labkit.parallel.data_parallel.gradients import is_expert
+from labkit.parallel.parameter_record import record_of
 from labkit.train import pretrain
 from labkit.train.pretraining import initialize, setup_model_and_optimizer
 
@@ -33,9 +34,9 @@ def weights(config: RunConfig) -> Found:
     groups, found = run.groups, {}
     for parameter in (p for chunk in chunks for p in chunk.parameters()):
         place = (groups.etp.rank, groups.ep.rank) if is_expert(parameter) else (groups.tp.rank,)
-        if not parameter.tensor_model_parallel:  # whole on every rank, or on all of etp
+        if not record_of(parameter).tensor_model_parallel:  # whole on every rank, or on all of etp
             place = (groups.ep.rank,) if is_expert(parameter) else ()
-        alike = parameter.replicated
+        alike = record_of(parameter).replicated
         if alike is not None:
             block = groups.tp.rank // alike.ranks
             found[parameter.full_name, "alike", block] = parameter[-alike.rows :].flatten().tolist()

@@ -23,6 +23,7 @@ from labkit.parallel import (
     wrap_model_chunks,
 )
 from labkit.parallel.groups import cut_group
+from labkit.parallel.parameter_record import record_of
 from labkit.parallel.recompute import checkpoint
 
 MICROBATCHES = 3
@@ -500,7 +501,7 @@ def test_a_step_forgets_the_gradients_of_the_one_before():
 def test_gradients_that_somebody_else_adds_start_from_zero():
     """As those of Transformer Engine's layers, which add to `main_grad` and know nothing of a first gradient."""
     module = nn.ParameterList([nn.Parameter(torch.zeros(3))])
-    module[0].main_grad_added_elsewhere = True
+    record_of(module[0]).added_elsewhere = True
     wrapped = DistributedDataParallel(module, single_process_groups())
     module[0].main_grad.fill_(math.nan)
     wrapped.zero_grad_buffer()

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from labkit.config import OptimConfig, ParallelConfig, presets
 from labkit.models.gpt import GPTModel
 from labkit.parallel import CommLedger, initialize_model_parallel
-from labkit.parallel.distributed_data_parallel import DistributedDataParallel
-from labkit.parallel.distributed_optimizer import DistributedOptimizer
-from labkit.parallel.gradients import gradient_statistics
+from labkit.parallel.data_parallel.distributed_data_parallel import DistributedDataParallel
+from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptimizer
+from labkit.parallel.data_parallel.gradients import gradient_statistics
+from labkit.parallel.data_parallel.parameter_groups import parameter_groups
+from labkit.parallel.data_parallel.zero_memory import bytes_per_parameter
 from labkit.parallel.groups import ParallelGroups, single_process_groups
-from labkit.parallel.parameter_groups import parameter_groups
-from labkit.parallel.zero_memory import bytes_per_parameter
 from labkit.train import pretrain
 from labkit.train.optimizer import Optimizer
 

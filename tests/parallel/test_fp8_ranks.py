@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from labkit.config import ParallelConfig, RunConfig, presets
+from labkit.fp8 import Float8Recipe, Float8Scaling
 from labkit.parallel import CommLedger, all_gather, dropped, initialize_model_parallel
-from labkit.parallel.fp8 import Float8Recipe, Float8Scaling
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from labkit.parallel.weights import gather_parameter
 from labkit.train import compare
@@ -73,7 +73,7 @@ def pair(recipe: str, sequence_parallel: bool, steps: int, history: int = 16) ->
     """A column- and a row-parallel layer, `steps` steps: whole output, input gradient and weight gradients."""
     groups = initialize_model_parallel(ParallelConfig(tp=torch.distributed.get_world_size()))
     scaling = Float8Scaling(Float8Recipe(recipe, amax_history_len=history), groups)
-    shared: dict[str, Any] = {"group": groups.tp, "std": 0.2, "dtype": torch.float64, "float8": scaling}
+    shared: dict[str, Any] = {"group": groups.tp, "std": 0.2, "dtype": torch.float64, "precision": scaling}
     shared["sequence_parallel"] = sequence_parallel
     first = ColumnParallelLinear("first", INNER, OUTER, **shared)
     second = RowParallelLinear("second", OUTER, INNER, **shared)
@@ -135,7 +135,7 @@ def test_current_scaling_gathers_one_scale(on_ranks: Callable[..., list[Any]]) -
 def packed_input() -> Tensor:
     groups = initialize_model_parallel(ParallelConfig(tp=torch.distributed.get_world_size()))
     scaling = Float8Scaling(Float8Recipe("current"), groups)
-    layer = ColumnParallelLinear("fc", INNER, OUTER, group=groups.tp, float8=scaling, dtype=torch.float64)
+    layer = ColumnParallelLinear("fc", INNER, OUTER, group=groups.tp, precision=scaling, dtype=torch.float64)
     x = random(S, B, INNER, seed=1) * torch.linspace(0.1, 9.0, S, dtype=torch.float64)[:, None, None]
     part = x.chunk(groups.tp.size)[groups.tp.rank]
     values, _ = layer.plan.gemms.pack(part, "input", groups.tp, trains=True)

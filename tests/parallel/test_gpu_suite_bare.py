@@ -72,7 +72,7 @@ def installed_environment(folder: Path, torch: str) -> Path:
 
 def lacks(python: Path) -> None:
     """The environment is bare: what the suite must do without is not there."""
-    names = ("hypothesis", "tokenizers", "yaml", "pytest_timeout", "matplotlib", "papermill", "jsonargparse", "labkit")
+    names = ("hypothesis", "tokenizers", "yaml", "pytest_timeout", "matplotlib", "papermill", "labkit")
     code = f"import importlib.util as u; print([name for name in {names} if u.find_spec(name)])"
     done = subprocess.run(
         [str(python), "-c", code], cwd="/", env=bare_variables(python), capture_output=True, text=True

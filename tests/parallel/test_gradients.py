@@ -18,7 +18,13 @@ from labkit.parallel import (
     initialize_model_parallel,
     single_process_groups,
 )
-from labkit.parallel.gradients import clip_grad_norm, finalize_model_grads, global_grad_norm, gradient_statistics
+from labkit.parallel.data_parallel.gradients import (
+    clip_grad_norm,
+    finalize_model_grads,
+    global_grad_norm,
+    gradient_statistics,
+)
+from labkit.parallel.parameter_record import record_of
 from labkit.parallel.weights import make_parameter, tensor_part
 from labkit.train.optimizer import Optimizer, parameter_groups
 
@@ -36,12 +42,12 @@ class Stage(nn.Module):
         common = {"std": 1.0, "dtype": torch.float64}
         self.matrix = make_parameter(f"{stage}.matrix", (4, 3), group=groups.tp, partition_dim=0, **common)
         self.norm = make_parameter(f"{stage}.norm", (5,), **common)
-        self.norm.sequence_parallel = True
+        record_of(self.norm).sequence_parallel = True
         self.table = None
         if stage in (0, groups.pp.size - 1):
             self.table = make_parameter("table", (6, 2), group=groups.tp, partition_dim=0, **common)
-            self.table.shared_embedding = True
-            self.table.shared = stage > 0
+            record_of(self.table).shared_embedding = True
+            record_of(self.table).shared = stage > 0
 
 
 def filled(groups: ParallelGroups) -> tuple[NaiveDataParallel, dict[str, Tensor]]:
@@ -55,7 +61,7 @@ def filled(groups: ParallelGroups) -> tuple[NaiveDataParallel, dict[str, Tensor]
         parts = range(groups.tp.size) if name == "norm" else [0]  # partial sums over the sequence
         full = {
             (replica, copy, part): random(
-                *parameter.full_shape, seed=1000 * len(name) + 100 * replica + 10 * copy + part
+                *record_of(parameter).full_shape, seed=1000 * len(name) + 100 * replica + 10 * copy + part
             )
             for replica in replicas
             for copy in copies
@@ -64,7 +70,7 @@ def filled(groups: ParallelGroups) -> tuple[NaiveDataParallel, dict[str, Tensor]
         expected[name] = torch.stack(list(full.values())).sum(0) / len(replicas)
         part = groups.tp.rank if name == "norm" else 0
         mine = full[groups.dp.rank, groups.pp.rank if name == "table" else copies[0], part]
-        if parameter.tensor_model_parallel:
+        if record_of(parameter).tensor_model_parallel:
             mine = tensor_part(mine, groups.tp.rank, groups.tp.size, 0)
         parameter.main_grad.copy_(mine)
     return wrapped, expected
@@ -80,7 +86,7 @@ def finalized(with_tokens: bool, last_stage: int | None = None) -> tuple[dict[st
     scale = sum(3.0 + r for r in range(groups.dp.size)) if with_tokens else 1.0
     for name, parameter in wrapped.module.named_parameters():
         whole = expected[name] / scale
-        mine = tensor_part(whole, groups.tp.rank, 2, 0) if parameter.tensor_model_parallel else whole
+        mine = tensor_part(whole, groups.tp.rank, 2, 0) if record_of(parameter).tensor_model_parallel else whole
         torch.testing.assert_close(parameter.main_grad, mine, rtol=1e-13, atol=1e-13)
     with CommLedger() as ledger:
         norm = global_grad_norm([wrapped], groups)
@@ -176,7 +182,7 @@ def counted(layout: dict[str, int]) -> tuple[int, int, float, float, dict[str, i
         others[-1].view(-1)[0] = math.nan if groups.rank == groups.world_size - 1 else 0.0
     spoiled = gradient_statistics(pieces, others, optimizer.norm_groups, groups.device)
     assert spoiled == (statistics.norm, False), "a replica that is not finite stops every rank and changes no norm"
-    sizes = {name: math.prod(p.full_shape) for name, p in wrapped.module.named_parameters()}
+    sizes = {name: math.prod(record_of(p).full_shape) for name, p in wrapped.module.named_parameters()}
     names = {name if name == "table" else f"{groups.pp.rank}.{name}": size for name, size in sizes.items()}
     elements = (sum(x.numel() for x in pieces), sum(x.numel() for x in others))
     return *elements, statistics.norm, global_grad_norm([wrapped], groups), names

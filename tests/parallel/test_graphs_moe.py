@@ -19,7 +19,7 @@ from labkit.config import RunConfig, presets
 from labkit.graphs.graphable import graphable_modules
 from labkit.launch import Ranks
 from labkit.moe.router import routers_of
-from labkit.parallel.param_gather import finish_param_sync
+from labkit.parallel.data_parallel.param_gather import finish_param_sync
 from labkit.train import pretrain
 
 SHAPE = {"layers": 2, "hidden": 16, "heads": 2, "seq_length": 16, "model.ffn_hidden": 16, "moe.ffn_hidden": 16,

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from labkit.parallel import CommLedger, Group, all_gather
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from labkit.parallel.mlp import ACTIVATIONS, ParallelMLP
-from labkit.parallel.weights import Replicated, gather_parameter
+from labkit.parallel.parameter_record import Replicated, record_of
+from labkit.parallel.weights import gather_parameter
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 
@@ -31,9 +32,9 @@ def unsharded(module: nn.Module, group: Group) -> dict[str, Tensor]:
     full = {}
     for number, (name, parameter) in enumerate(module.named_parameters()):
         if name.endswith("bias"):
-            whole = random(*parameter.full_shape, seed=99 + number)
-            cut = parameter.tensor_model_parallel
-            stride = parameter.partition_stride
+            whole = random(*record_of(parameter).full_shape, seed=99 + number)
+            cut = record_of(parameter).tensor_model_parallel
+            stride = record_of(parameter).partition_stride
             mine = torch.cat([b.chunk(group.size)[group.rank] for b in whole.chunk(stride)]) if cut else whole
             parameter.data.copy_(mine)
         full[name] = gather_parameter(parameter, parameter, group).clone().requires_grad_()
@@ -140,7 +141,7 @@ def mlp(activation: str, sequence_parallel: bool) -> list[tuple[str, str, int]]:
     torch.testing.assert_close(whole(y), expected.detach(), **EXACT)
     torch.testing.assert_close(whole(x.grad), reference_x.grad, **EXACT)
     if sequence_parallel:  # its gradient saw a part of the sequence: `finalize_model_grads` adds them up
-        assert layer.fc2.bias.sequence_parallel and not layer.fc1.bias.sequence_parallel
+        assert record_of(layer.fc2.bias).sequence_parallel and not record_of(layer.fc1.bias).sequence_parallel
         layer.fc2.bias.grad = all_gather(layer.fc2.bias.grad[None], group).sum(0)
     assert_same_gradients(layer, full, group)
     return sorted((r.operation, str(r.phase), r.bytes) for r in ledger.records)

@@ -22,6 +22,7 @@ from labkit.parallel import (
     initialize_model_parallel,
     single_process_groups,
 )
+from labkit.parallel.parameter_record import record_of
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 HIDDEN, WIDTH, EXPERTS = 8, 12, 4
@@ -64,7 +65,8 @@ def experts_of_a_rank(kind: str, activation: str, etp: int, ep: int, counts: lis
     found = {"output": y.detach(), "tokens": own["tokens"].grad, "probs": own["probs"].grad}
     found = {name: all_reduce(tensor, groups.etp) for name, tensor in found.items()}  # type: ignore[arg-type]
     for name, parameter in experts.named_parameters():
-        assert parameter.allreduce is False and parameter.expert_parallel is True
+        record = record_of(parameter)
+        assert record.allreduce is False and record.expert_parallel is True
         both = {"etp": groups.etp, "ep": groups.ep}
         found[f"weight {name}"] = gather_expert_parameter(parameter, parameter, **both)
         found[f"gradient {name}"] = gather_expert_parameter(parameter.grad, parameter, **both)
@@ -160,9 +162,9 @@ def shared_on_a_rank(gate: bool, sequence_parallel: bool, staged: bool) -> tuple
     if sequence_parallel:
         found = {name: all_gather(tensor, groups.tp) for name, tensor in found.items()}
     for name, parameter in experts.named_parameters():
-        assert not hasattr(parameter, "allreduce"), "shared experts are reduced as dense layers are"
+        assert record_of(parameter).allreduce, "shared experts are reduced as dense layers are"
         grad = parameter.grad
-        if parameter.sequence_parallel:  # type: ignore[attr-defined]
+        if record_of(parameter).sequence_parallel:
             grad = all_reduce(grad, groups.tp)  # as finalize_model_grads does
         found[f"gradient {name}"] = gather_parameter(grad, parameter, groups.tp)
     return found, operations

@@ -18,7 +18,7 @@ from torch import Tensor
 from labkit.config import ModelConfig, MoEConfig, ParallelConfig
 from labkit.launch import RankError
 from labkit.models import GPTModel, SavedTensors, Share, counts, gather_full_state, load_full_state
-from labkit.models.moe_activation_bytes import moe_saved
+from labkit.models.memory.activation_bytes import moe_saved
 from labkit.moe import MoELayer
 from labkit.parallel import (
     CommLedger,
@@ -29,6 +29,7 @@ from labkit.parallel import (
     initialize_model_parallel,
     single_process_groups,
 )
+from labkit.parallel.parameter_record import record_of
 from labkit.parallel.weights import gather_expert_parameter, gather_parameter
 
 S, B = 8, 4
@@ -82,12 +83,12 @@ def whole_gradients(layer: torch.nn.Module, groups: ParallelGroups) -> dict[str,
     for name, parameter in layer.named_parameters():
         grad: Any = parameter.grad
         assert grad is not None, name
-        if getattr(parameter, "expert_parallel", False):
+        if record_of(parameter).expert_parallel:
             grad = all_reduce(grad.clone(), groups.edp)
             found[name] = gather_expert_parameter(grad, parameter, etp=groups.etp, ep=groups.ep)
             continue
         grad = all_reduce(grad.clone(), groups.dp_cp)
-        if parameter.sequence_parallel:  # type: ignore[attr-defined]
+        if record_of(parameter).sequence_parallel:
             grad = all_reduce(grad, groups.tp)
         found[name] = gather_parameter(grad, parameter, groups.tp)
     return found

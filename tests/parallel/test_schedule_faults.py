@@ -16,7 +16,7 @@ from labkit.models import build_model_chunks, gpt
 from labkit.parallel.weight_grad_store import WeightGradStore
 from labkit.train import TrainResult, compare, pretrain
 from labkit.train.forward_step import gpt_forward_step
-from labkit.train.schedule_fit import schedule_of
+from labkit.train.preflight import schedule_of
 
 MATRIX = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "parity_matrix.py"))
 MICROBATCHES = MATRIX["MICROBATCHES"]

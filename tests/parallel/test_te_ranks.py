@@ -14,9 +14,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from labkit.config import ModelConfig, ParallelConfig
+from labkit.fp8 import Float8Recipe
 from labkit.models import GPTModel
 from labkit.parallel import initialize_model_parallel
-from labkit.parallel.fp8 import Float8Recipe
+from labkit.parallel.parameter_record import record_of
+from labkit.te import EngineSpec
+from labkit.train.layer_specs import layer_spec_with
 
 CONFIG = ModelConfig(
     layers=2, hidden=32, heads=4, kv_heads=2, vocab_size=64, make_vocab_size_divisible_by=16, seq_length=16
@@ -35,7 +38,9 @@ def both(parallel: ParallelConfig, kv_heads: int) -> dict[str, dict[str, Tensor]
     for impl in ("local", "transformer_engine"):
         with te_stub.installed() as record:
             config = replace(CONFIG, transformer_impl=impl, kv_heads=kv_heads)
-            model = GPTModel(config, groups, layers=range(2), seed=1, dtype=torch.float64)
+            model = GPTModel(
+                config, groups, layers=range(2), seed=1, dtype=torch.float64, spec=layer_spec_with(config, None)
+            )
             loss = model(ids[:, :-1][:, keep], labels_BS=ids[:, 1:][:, keep])
         loss.mean().backward()
         called = [len(record.of(name, "forward")) for name in ("LayerNormLinear", "Linear", "DotProductAttention")]
@@ -75,7 +80,7 @@ def told(parallel: ParallelConfig, recipe: str) -> None:
     groups = initialize_model_parallel(parallel)
     with te_stub.installed() as record:
         config = replace(CONFIG, transformer_impl="transformer_engine")
-        model = GPTModel(config, groups, layers=range(2), seed=1, float8=Float8Recipe(recipe))
+        model = GPTModel(config, groups, layers=range(2), seed=1, spec=EngineSpec(Float8Recipe(recipe)))
         model(torch.zeros(1, 8, dtype=torch.long))
     made = {name: record.of(name) for name in ("LayerNormLinear", "Linear", "DotProductAttention")}
     assert {name: len(calls) for name, calls in made.items()} == {
@@ -91,7 +96,7 @@ def told(parallel: ParallelConfig, recipe: str) -> None:
         assert call["cp_comm_type"] == parallel.cp_comm_type
     [region] = record.of("autocast")
     assert region["amax_reduction_group"] is groups.tp_dp_cp.process_group
-    asked_by_graphs: Any = model.float8.graph_options()  # type: ignore[union-attr]
+    asked_by_graphs: Any = model.precision.graph_options()  # type: ignore[union-attr]
     assert asked_by_graphs["amax_reduction_group"] is groups.tp_dp_cp.process_group
     assert (asked_by_graphs["amax_reduction_group"] is not None) is (groups.tp_dp_cp.size > 1)
     [call] = record.of("DelayedScaling")
@@ -100,7 +105,7 @@ def told(parallel: ParallelConfig, recipe: str) -> None:
     outside = {name: parameter for name, parameter in model.named_parameters() if name.endswith(whole)}
     assert len(outside) == 2 * 6 + 2, "of two layers, and the final norm"
     for name, parameter in outside.items():
-        assert parameter.sequence_parallel is parallel.sequence_parallel, name  # type: ignore[attr-defined]
+        assert record_of(parameter).sequence_parallel is parallel.sequence_parallel, name
 
 
 @pytest.mark.parametrize(

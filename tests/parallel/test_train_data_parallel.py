@@ -9,7 +9,7 @@ from torch import nn
 from labkit.config import ParallelConfig
 from labkit.launch import run
 from labkit.parallel.collectives import CommLedger
-from labkit.parallel.data_parallel import NaiveDataParallel
+from labkit.parallel.data_parallel.naive import NaiveDataParallel
 from labkit.parallel.groups import initialize_model_parallel, single_process_groups
 
 MICROBATCHES = 3

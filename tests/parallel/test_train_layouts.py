@@ -11,7 +11,7 @@ from labkit.launch import RankError, run
 from labkit.schedules import Schedule, gpipe, one_f_one_b
 from labkit.train import pretrain
 from labkit.train.forward_step import gpt_forward_step
-from labkit.train.measured import follows, pipeline_events
+from labkit.train.reporting.measured import follows, pipeline_events
 
 
 def small(**changes) -> RunConfig:

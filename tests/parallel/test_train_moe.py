@@ -18,11 +18,12 @@ from torch import nn
 from labkit.cli import main
 from labkit.config import RunConfig, presets
 from labkit.launch import rank_info
-from labkit.models.gpt import build_model_chunks
+from labkit.models.chunks import build_model_chunks
 from labkit.moe.router import routers_of
 from labkit.parallel import initialize_model_parallel
-from labkit.parallel.distributed_data_parallel import wrap_model_chunks
-from labkit.parallel.gradients import global_grad_norm
+from labkit.parallel.data_parallel.distributed_data_parallel import wrap_model_chunks
+from labkit.parallel.data_parallel.gradients import global_grad_norm
+from labkit.parallel.parameter_record import record_of
 from labkit.train import pretrain
 from labkit.train.optimizer import named_parameters
 
@@ -182,7 +183,7 @@ def spoiled(config: RunConfig) -> list[str]:
     chunks[0].zero_grad_buffer()
     for name, parameter in named_parameters(chunks).items():
         parameter.main_grad.fill_(math.nan if groups.rank == 1 and "experts.fc1" in name else 1.0)  # type: ignore[attr-defined]
-        parameter.main_grad_is_old = False  # type: ignore[attr-defined]
+        record_of(parameter).has_gradient = True
     chunks[0].finish_grad_sync()
     found = chunks[0].spoiled_before_reduction()
     assert found is not None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from labkit.config import ModelConfig
 from labkit.models import GPTModel
-from labkit.models.activation_bytes import (
+from labkit.models.memory.activation_bytes import (
     Share,
     end_activation_bytes,
     layer_activation_bytes,
@@ -24,7 +24,7 @@ from labkit.models.activation_bytes import (
     paper_layer_bytes,
     recomputed_at_once_bytes,
 )
-from labkit.models.saved_tensors import SavedTensors
+from labkit.models.memory.saved_tensors import SavedTensors
 from labkit.parallel import single_process_groups
 
 GROUPS = single_process_groups()
@@ -57,7 +57,7 @@ def measured(config: ModelConfig, dtype: torch.dtype, layers: int = 1) -> SavedT
     """What `layers` layers keep, and their output, which keeps it alive."""
     model, x_SBH = built(config, dtype, layers), hidden(config, dtype)
     with SavedTensors(model) as saved:
-        saved.output = model.recompute.through(model.layers.values(), x_SBH, model._rotary(x_SBH, None))  # type: ignore
+        saved.output = model.recompute.through(model.layers.values(), x_SBH, model.rotary and model.rotary(x_SBH, None))  # type: ignore
     return saved
 
 
@@ -196,5 +196,5 @@ def test_a_storage_counts_once_and_parameters_do_not() -> None:
 
 
 def test_counting_needs_no_torch() -> None:
-    code = "import sys, labkit.models.activation_bytes; sys.exit('torch' in sys.modules)"
+    code = "import sys, labkit.models.memory.activation_bytes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

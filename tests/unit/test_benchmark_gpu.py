@@ -107,6 +107,7 @@ def test_rows_that_came_before_an_error_without_text_are_kept(tmp_path: Path) ->
     lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [line["row"]["case"] for line in lines] == ["first", "second"]
     assert lines[0]["part"] == "fake:rows" and lines[0]["machine"]["torch"] == torch.__version__
+    assert lines[0]["commit"] == harness.provenance.code(BENCHMARKS.parent)[0]
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"part": "cut o')
     ask("fake:rows", "--out", str(tmp_path / "rows.jsonl"), path=tmp_path)
@@ -139,7 +140,7 @@ MACHINE |= {"cuda": "13.0", "driver": "580", "triton": "3.6.0"}
 
 
 def line(part: str, case: str, day: int = 1, **row: Any) -> str:
-    origin = {"part": part, "machine": MACHINE, "date": f"2030-01-0{day}"}
+    origin = {"part": part, "commit": str(day) * 40, "changed": [], "machine": MACHINE, "date": f"2030-01-0{day}"}
     return json.dumps(origin | {"row": {"case": case, **row}}) + "\n"
 
 
@@ -162,11 +163,13 @@ def test_rows_are_merged_and_the_document_tells_them_with_the_machine(
     assert [(row["part"], row.get("speed")) for row in stored["rows"]] == [
         ("gemm", 2), ("layer", None), ("shared_reduction", None),
     ]  # fmt: skip
-    assert stored["machine"] == MACHINE and stored["date"] == "2030-01-02"
+    assert stored["machine"] == MACHINE and stored["date"] == "2030-01-02" and stored["commit"] == "2" * 40
+    assert [row["commit"][0] for row in stored["rows"]] == ["2", "1", "2"], "a row that stays keeps its commit"
     assert stored["rows"][1]["raw_seconds"] == {"labkit": [1.0, 2.0, 3.0] * 5}, "kept where the row is rejected"
     text = table.document(tmp_path / "results")
     assert "| G1: layer | rejected: noisy (labkit median/min 2.00) |  |  |" in text, "nothing is quoted"
     assert "1 x NVIDIA H200 (CUDA 13.0, driver 580, triton 3.6.0); Python 3, torch 2.11" in text
+    assert "Measured 2030-01-02 at commit 1111111111, commit 2222222222 on a, 1 cores" in text
     assert "Unmeasured" not in text
 
 

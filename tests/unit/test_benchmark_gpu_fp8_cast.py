@@ -12,8 +12,8 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_fp8_cast
 from harness import Comparison
 
-from labkit.parallel import fp8_operands
-from labkit.parallel.fp8_casting import E4M3, cast
+from labkit.fp8 import operands as fp8_operands
+from labkit.fp8.casting import E4M3, cast
 
 TINY = {"tiny": (32, 48), "smaller": (16, 16)}
 

@@ -11,6 +11,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import harness
+import provenance
 import table
 
 from labkit.launch import run
@@ -104,6 +105,7 @@ def test_report_and_document(
     stored = json.loads((harness.RESULTS / "demo.json").read_text())
     assert [row["case"] for row in stored["rows"]] == ["good", "busy", "bad", "counted"]
     assert stored["machine"].keys() <= {"processor", "cores", "memory_gib", "python", "torch", "gpu", "gpus", "cuda"}
+    assert stored["commit"] == provenance.code(provenance.ROOT)[0] and isinstance(stored["changed"], list)
     text = table.document(harness.RESULTS)
     assert "| good | ours 1,000, peer 2,200 | 0.50 of peer |  |" in text
     assert "| bad | rejected: noisy (load 9.0) |" in text

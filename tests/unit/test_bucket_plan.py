@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.parallel.bucket_plan import BANDWIDTH_ALIGNMENT, ParameterSpec, default_bucket_size, plan_buckets
+from labkit.parallel.data_parallel.bucket_layout import (
+    BANDWIDTH_ALIGNMENT,
+    ParameterSpec,
+    default_bucket_size,
+    plan_buckets,
+)
 
 
 def specs(sizes: list[int], shared: int | None = None) -> list[ParameterSpec]:

@@ -147,16 +147,16 @@ def test_values_just_outside_are_refused_at_once(chapter, tmp_path):
             {"tp": "4"},
             "world_size 4 (the default): must be 1 to 16, a multiple of tp pp, a divisor of 4 tp pp",
         ),
-        ("08_p2p_and_1f1b", {"world_size": "3"}, "-p world_size '3': must be 2, 4 or 8 in 08_p2p_and_1f1b"),
-        ("08_p2p_and_1f1b", {"microbatches": "0"}, "-p microbatches '0': must be 1 to 64 in 08_p2p_and_1f1b"),
+        ("10_p2p_and_1f1b", {"world_size": "3"}, "-p world_size '3': must be 2, 4 or 8 in 10_p2p_and_1f1b"),
+        ("10_p2p_and_1f1b", {"microbatches": "0"}, "-p microbatches '0': must be 1 to 64 in 10_p2p_and_1f1b"),
         (
-            "09_interleaving",
+            "11_interleaving",
             {"chunks": "4"},
             "-p chunks '4': must be 2 to 4, a divisor of 8 / world_size (world_size is 4)",
         ),
-        ("10_write_your_own_schedule", {"microbatches": "7"}, "'7': must be 2 world_size to 64 (world_size is 4)"),
-        ("13_moe_layer", {"top_k": "9"}, "-p top_k '9': must be 2 to experts (experts is 8) in 13_moe_layer"),
-        ("15_graphs_in_a_pipeline", {"microbatches": "6"}, "a multiple of world_size (world_size is 4)"),
+        ("12_write_your_own_schedule", {"microbatches": "7"}, "'7': must be 2 world_size to 64 (world_size is 4)"),
+        ("14_moe_layer", {"top_k": "9"}, "-p top_k '9': must be 2 to experts (experts is 8) in 14_moe_layer"),
+        ("17_graphs_in_a_pipeline", {"microbatches": "6"}, "a multiple of world_size (world_size is 4)"),
     ],
 )
 def test_relations_between_parameters(stem, given, said, tmp_path):

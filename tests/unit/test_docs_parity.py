@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import labkit.train.parity as parity
+import labkit.train.parity.comparison as parity
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ import pytest
 
 from labkit.cli import main
 from labkit.config import ScheduleConfig
-from labkit.config.limits import CHOICES
+from labkit.config.fields import SPECS
 from labkit.schedules import (
     Costs,
     Schedule,
@@ -53,7 +53,7 @@ def timed(schedule: Schedule) -> Timeline:
 
 
 def test_every_builder_is_on_the_page() -> None:
-    names = set(CHOICES["schedule.name"]) - {"auto"}
+    names = set(SPECS["schedule.name"].choices) - {"auto"}
     for rows in (NUMBERS, PROGRAMS, VERDICTS):
         assert {row[0] for row in rows} == names
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from labkit.config import ConfigError, OptimConfig, presets
-from labkit.parallel import CommLedger, WeightGradStore, single_process_groups
-from labkit.parallel.fp8 import Float8Recipe, Float8Scaling, float8_recipe, product, scaled_product
-from labkit.parallel.fp8_casting import (
+from labkit.fp8 import Float8Recipe, Float8Scaling, float8_recipe
+from labkit.fp8.casting import (
     BLOCK,
     COLUMNS,
     E4M3,
@@ -29,6 +28,8 @@ from labkit.parallel.fp8_casting import (
     spread,
     through_blocks,
 )
+from labkit.fp8.gemms import product, scaled_product
+from labkit.parallel import CommLedger, WeightGradStore, single_process_groups
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 RECIPES = ("delayed", "current", "blockwise")
@@ -119,7 +120,14 @@ def linear(
     groups = single_process_groups()
     scaling = Float8Scaling(Float8Recipe(recipe, hybrid, **more), groups)
     layer = kind(
-        "fc", 32, 48, group=groups.tp, std=0.1, dtype=torch.float64, float8=scaling, gradient_accumulation_fusion=fusion
+        "fc",
+        32,
+        48,
+        group=groups.tp,
+        std=0.1,
+        dtype=torch.float64,
+        precision=scaling,
+        gradient_accumulation_fusion=fusion,
     )
     assert layer.bias is not None
     layer.bias.data.copy_(random(48, seed=8))
@@ -300,12 +308,12 @@ def test_a_step_without_this_layer_or_with_an_overflow_keeps_its_scale() -> None
 
 
 def test_a_weight_is_cast_once_a_step_and_again_when_it_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from labkit.parallel import fp8
+    from labkit.fp8 import gemms
 
     casts = []
-    real = fp8.Float8Gemms._cast
+    real = gemms.Float8Gemms._cast
     monkeypatch.setattr(
-        fp8.Float8Gemms, "_cast", lambda self, x, kind, *a, **k: casts.append(kind) or real(self, x, kind, *a, **k)
+        gemms.Float8Gemms, "_cast", lambda self, x, kind, *a, **k: casts.append(kind) or real(self, x, kind, *a, **k)
     )
     layer = linear("current")
     for _ in range(3):
@@ -365,7 +373,7 @@ class OnGpu:
 
 def test_tensor_cores_are_not_given_what_they_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch._scaled_mm` wants multiples of 16, e5m2 on one side at most, and no float64 result."""
-    from labkit.parallel.fp8 import _on_tensor_cores
+    from labkit.fp8.gemms import _on_tensor_cores
 
     capability = [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability[0])

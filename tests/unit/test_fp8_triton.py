@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from labkit.parallel import fp8_operands
-from labkit.parallel.fp8_casting import E4M3, cast
+from labkit.fp8 import operands as fp8_operands
+from labkit.fp8.casting import E4M3, cast
 
 ROOT = Path(__file__).parents[2]
 CHECKS = ROOT / "tests" / "interpreted_fp8.py"
@@ -57,13 +57,13 @@ def test_on_a_cpu_triton_is_not_imported() -> None:
     code = """if True:
         import sys, torch
         from labkit.parallel import single_process_groups
-        from labkit.parallel.fp8 import Float8Recipe, Float8Scaling
+        from labkit.fp8 import Float8Recipe, Float8Scaling
         from labkit.parallel.layers import ColumnParallelLinear
         groups = single_process_groups()
         scaling = Float8Scaling(Float8Recipe("current"), groups)
-        layer = ColumnParallelLinear("fc", 32, 32, group=groups.tp, float8=scaling)
+        layer = ColumnParallelLinear("fc", 32, 32, group=groups.tp, precision=scaling)
         layer(torch.ones(4, 1, 32))[0].sum().backward()
-        print([name for name in sys.modules if name.split(".")[0] == "triton" or name.endswith("fp8_triton")])
+        print([name for name in sys.modules if name.split(".")[0] == "triton" or name == "labkit.fp8.kernels"])
     """
     assert run_python("-c", code) == "[]\n"
 
@@ -73,9 +73,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """The module of the kernels, compiled and not interpreted."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from labkit.parallel import fp8_triton
+    from labkit.fp8 import kernels
 
-    return fp8_triton
+    return kernels
 
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

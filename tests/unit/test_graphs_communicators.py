@@ -1,6 +1,6 @@
 """No CUDA graph holds gloo's messages: refused before the first step. GPUs and groups are stand-ins here."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +9,10 @@ from torch import nn
 
 from labkit.cli.train_command import Trained, final_lines
 from labkit.config import ConfigError, GraphConfig, ParallelConfig, presets
-from labkit.graphs import CudaGraphHelper, GraphableMegatronModule, communicators
+from labkit.graphs import CudaGraphHelper, communicators, wrap_layers
 from labkit.graphs.communicators import refuse_gloo
-from labkit.models.gpt import build_model_chunks
+from labkit.models.blocks import LayerParts
+from labkit.models.chunks import build_model_chunks
 from labkit.parallel.groups import Group, initialize_model_parallel
 from labkit.schedules import build_schedule
 from labkit.train.step_graphs import build_step_graphs
@@ -62,14 +63,18 @@ def test_nccl_single_ranks_and_the_host_are_fine(backend):
     refuse_gloo([PAIR], GPU, "local")
 
 
-class OnGpu(GraphableMegatronModule):
+class OnGpu(nn.Module):
     """A layer that would be on a GPU and communicate over two ranks."""
 
     def parameters(self, recurse=True):
         return iter([SimpleNamespace(device=GPU)])
 
-    def get_groups_under_cudagraphs(self):
-        return [PAIR]
+    def parts(self):
+        nothing = dict.fromkeys(field.name for field in fields(LayerParts))
+        return LayerParts(**nothing | {"groups_of_attention": (PAIR,), "groups_of_mlp": ()})
+
+    def forward(self, x):
+        return x
 
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
@@ -77,9 +82,9 @@ def test_the_helper_refuses_such_layers(backend, impl):
     graph = GraphConfig(cuda_graph_impl=impl)
     schedule = build_schedule(presets.tiny().schedule, pp=1, microbatches=2)
     with pytest.raises(ConfigError, match="gloo"):
-        CudaGraphHelper([nn.Sequential(OnGpu(graph))], graph, 8, 1, schedule=schedule)
+        CudaGraphHelper([nn.Sequential(OnGpu())], graph, 8, 1, schedule=schedule)
     backend.name = "nccl"
-    CudaGraphHelper([nn.Sequential(OnGpu(graph))], graph, 8, 1, schedule=schedule)
+    CudaGraphHelper([nn.Sequential(OnGpu())], graph, 8, 1, schedule=schedule)
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp", "dp"])
@@ -97,7 +102,7 @@ def test_linears_in_fp8_agree_on_scales_over_cp(scope):
     fp8 = {"model.layers": 1, "optim.fp8": "hybrid", "graph.cuda_graph_impl": "emulated"}
     config = presets.tiny().override({**fp8, "graph.cuda_graph_scope": tuple(scope.split(","))})
     (chunk,) = build_model_chunks(config, initialize_model_parallel(ParallelConfig()))
-    (layer,) = chunk.layers.values()
+    (layer,) = wrap_layers(chunk, config.graph)
     assert [group.name for group in layer.get_groups_under_cudagraphs()][-2:] == ["tp", "cp"]
 
 
@@ -129,5 +134,5 @@ def test_a_layer_names_the_groups_of_its_captured_part(scope):
     config = presets.tiny().override({"model.layers": 1, **changes, **captured})
     config.validate()
     (chunk,) = build_model_chunks(config, initialize_model_parallel(ParallelConfig()))
-    (layer,) = chunk.layers.values()
+    (layer,) = wrap_layers(chunk, config.graph)
     assert [group.name for group in layer.get_groups_under_cudagraphs()] == expected

@@ -14,7 +14,7 @@ from labkit.graphs.emulated import EmulatedGraph
 from labkit.train import pretrain
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.pipeline import Pipeline
-from labkit.train.reporting import Report
+from labkit.train.reporting.report import Report
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from labkit.config import RunConfig, presets
-from labkit.parallel.fp8 import Float8Gemms
+from labkit.fp8.gemms import Float8Gemms
 from labkit.train import pretrain
 
 STEPS, MICROBATCHES, LINEARS = 6, 4, 4

@@ -16,6 +16,7 @@ from labkit.graphs.arena import Arena
 from labkit.graphs.emulated import EmulatedBackend
 from labkit.parallel import CheckpointWithoutOutput, RngTracker, checkpoint
 from labkit.parallel.capturing import GraphCaptureError
+from labkit.parallel.parameter_record import record_of
 
 BACKEND = EmulatedBackend()
 
@@ -126,15 +127,15 @@ def test_random_states_that_no_module_holds_stand_as_before_after_the_capture(nu
 def test_a_failed_capture_leaves_the_flags_of_main_grad_as_they_were() -> None:
     """A flag that stayed would have the buffers zeroed, and a first gradient added, for graphs that do not exist."""
     layer: Any = nn.Linear(3, 3)
-    layer.weight.main_grad, layer.weight.main_grad_is_old = torch.zeros(3, 3), True
-    layer.bias.main_grad, layer.bias.main_grad_added_elsewhere = torch.zeros(3), True
+    layer.weight.main_grad, record_of(layer.weight).has_gradient = torch.zeros(3, 3), False
+    layer.bias.main_grad, record_of(layer.bias).added_elsewhere = torch.zeros(3), True
     x = torch.ones(2, 3, requires_grad=True)
     body = nn.Sequential(layer)
     body.forward = lambda x: layer(x) * x.sum().item()  # type: ignore[method-assign]
     with pytest.raises(GraphCaptureError, match="host wait"):
         make_graphed_callables(body, (x,))
-    assert layer.weight.main_grad_is_old and not layer.weight.main_grad_added_elsewhere
-    assert layer.bias.main_grad_added_elsewhere and not layer.bias.main_grad_is_old
+    assert not record_of(layer.weight).has_gradient and not record_of(layer.weight).added_elsewhere
+    assert record_of(layer.bias).added_elsewhere and record_of(layer.bias).has_gradient
 
 
 def test_garbage_collection_that_was_off_stays_off(pool: Arena) -> None:

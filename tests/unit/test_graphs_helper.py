@@ -11,6 +11,7 @@ from graph_training import GRAPHS, Training, small
 
 from labkit.graphs import CudaGraphHelper
 from labkit.graphs.orders import capture_order
+from labkit.parallel.parameter_record import record_of
 from labkit.schedules import Schedule, build_schedule
 
 EMULATED = GRAPHS | {"schedule.name": "gpipe"}
@@ -81,25 +82,25 @@ def test_layers_are_captured_in_training_and_left_in_their_mode(training_mode):
     training = Training(small(**EMULATED))
     helper = training.helper
     for layer in helper.layers:
-        layer.train(training_mode)
+        layer.layer.train(training_mode)
     helper.create_cudagraphs()
     for layer in helper.layers:
-        assert {module.training for module in layer.modules()} == {training_mode}
-        layer.train()
+        assert {module.training for module in layer.layer.modules()} == {training_mode}
+        layer.layer.train()
         x = torch.zeros(16, 1, 32, requires_grad=True)
-        assert layer(x).data_ptr() == layer.cuda_graphs[0].static_outputs[0].data_ptr(), "its graph ran"
+        assert layer.layer(x).data_ptr() == layer.cuda_graphs[0].static_outputs[0].data_ptr(), "its graph ran"
 
 
 def test_after_a_reset_gradients_are_written_as_without_graphs():
     """Captured backwards always add to `main_grad`; eager ones replace the first of a step."""
     training = Training(small(**EMULATED))
     helper = training.helper
-    parameters = [p for layer in helper.layers for p in layer.parameters()]
-    marks = [getattr(p, "main_grad_added_elsewhere", False) for p in parameters]
+    parameters = [p for layer in helper.layers for p in layer.layer.parameters()]
+    marks = [record_of(p).added_elsewhere for p in parameters]
     helper.create_cudagraphs()
-    assert all(p.main_grad_added_elsewhere for p in parameters)
+    assert all(record_of(p).added_elsewhere for p in parameters)
     helper.reset()
-    assert [getattr(p, "main_grad_added_elsewhere", False) for p in parameters] == marks
+    assert [record_of(p).added_elsewhere for p in parameters] == marks
     assert not any(marks) and not helper.graphs_created()
     assert all(layer.cuda_graph_owner is None and not layer.cuda_graphs for layer in helper.layers)
 

@@ -80,13 +80,13 @@ def test_after_the_warm_up_layers_run_by_replays_alone():
 
 def test_a_counter_in_a_captured_body_counts_warm_up_and_capture_and_nothing_more(monkeypatch):
     calls = Counter()
-    plain = TransformerLayer._forward_mlp
+    plain = TransformerLayer.forward_mlp
 
     def counting(self, x_SBH):
         calls["capture" if is_graph_capturing() else "warm-up" if is_graph_warmup() else "eager"] += 1
         return plain(self, x_SBH)
 
-    monkeypatch.setattr(TransformerLayer, "_forward_mlp", counting)
+    monkeypatch.setattr(TransformerLayer, "forward_mlp", counting)
     pretrain(small(**GRAPHS, **{"train.steps": 21}))
     assert calls["eager"] == LAYERS * MICROBATCHES and calls["capture"] == LAYERS
     # Ten eager runs of a layer ahead of its capture, those of the warm-up step included.

@@ -3,7 +3,7 @@
 import pytest
 
 from labkit.config import presets
-from labkit.train.layout_words import layout_name
+from labkit.train.parity.layout_words import layout_name
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from labkit.config import RunConfig, presets
-from labkit.models.activation_bytes import paper_layer_bytes
-from labkit.models.memory_bytes import RankMemory, rank_memory, share_of
-from labkit.train.schedule_fit import schedule_of
+from labkit.models.memory.activation_bytes import paper_layer_bytes
+from labkit.models.memory.memory_bytes import RankMemory, rank_memory, share_of
+from labkit.train.preflight import schedule_of
 
 
 def memory(config: RunConfig, world_size: int, place: int = 0, device: str = "cpu") -> RankMemory:

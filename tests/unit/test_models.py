@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from labkit.config import ModelConfig, ParallelConfig, presets
 from labkit.models import GPTModel, build_model_chunks, stage_layers
-from labkit.models.attention import ParallelAttention, rotary_table, rotate
+from labkit.models.attention import ParallelAttention
 from labkit.models.build import Build
+from labkit.models.rotary import rotary_table, rotate
 from labkit.parallel import initialize_model_parallel, single_process_groups
+from labkit.parallel.parameter_record import record_of
 from labkit.schedules import Schedule
 
 GROUPS = single_process_groups()
@@ -145,12 +147,12 @@ def test_the_tied_copy_starts_equal_and_is_marked() -> None:
     assert last.output is not None and first.embedding is not None
     copy, original = last.output.weight, first.embedding.word.weight
     assert torch.equal(copy, original)
-    assert copy.shared and not original.shared  # type: ignore[attr-defined]
-    assert copy.shared_embedding and original.shared_embedding  # type: ignore[attr-defined]
+    assert record_of(copy).shared and not record_of(original).shared
+    assert record_of(copy).shared_embedding and record_of(original).shared_embedding
     untied = model(LLAMA)
     assert untied.output is not None and untied.embedding is not None
     assert not torch.equal(untied.output.weight, untied.embedding.word.weight)
-    assert not untied.output.weight.shared  # type: ignore[attr-defined]
+    assert not record_of(untied.output.weight).shared
 
 
 def test_initial_weights_have_the_papers_spread() -> None:
@@ -242,7 +244,7 @@ def test_chunks_of_all_ranks_are_the_whole_model(pp: int, vpp: int) -> None:
         groups = initialize_model_parallel(config.parallel, rank=rank, world_size=pp)
         chunks = build_model_chunks(config, groups)
         assert len(chunks) == vpp
-        found |= {n: p for chunk in chunks for n, p in chunk.named_parameters() if not p.shared}  # type: ignore[attr-defined]
+        found |= {n: p for chunk in chunks for n, p in chunk.named_parameters() if not record_of(p).shared}
     assert found.keys() == whole.keys()
     assert all(torch.equal(found[name], whole[name]) for name in whole)
 
@@ -265,7 +267,7 @@ def chunks_at(rank: int, schedule: Schedule, ends: tuple[int, int] | None = None
 def test_chunks_of_any_placement_are_the_whole_model(schedule: Schedule, layout: str | None) -> None:
     whole = dict(build_model_chunks(presets.tiny().override({"model.hidden": 16}), GROUPS)[0].named_parameters())
     chunks = [chunk for rank in (0, 1) for chunk in chunks_at(rank, schedule, **{"parallel.pipeline_layout": layout})]
-    held = {name: p for chunk in chunks for name, p in chunk.named_parameters() if not p.shared}  # type: ignore[attr-defined]
+    held = {name: p for chunk in chunks for name, p in chunk.named_parameters() if not record_of(p).shared}
     assert held.keys() == whole.keys()
     assert all(torch.equal(held[name], whole[name]) for name in whole)
 
@@ -283,7 +285,7 @@ def test_a_v_shares_one_weight_between_its_first_and_last_stage() -> None:
     assert first.embedding is not None
     assert last.output_weight_VH is first.embedding.word.weight
     assert not any("word" in name or "output" in name for name, _ in last.named_parameters())
-    assert not first.embedding.word.weight.shared_embedding, "nothing is summed over other ranks"  # type: ignore[attr-defined]
+    assert not record_of(first.embedding.word.weight).shared_embedding, "nothing is summed over other ranks"
     first, last = chunks_at(0, V, **{"model.untie_embeddings_and_output_weights": True})
     assert last.output is not None and last.output_weight_VH is last.output.weight
 

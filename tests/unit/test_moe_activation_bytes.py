@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from labkit.config import ModelConfig, MoEConfig
 from labkit.models import GPTModel
-from labkit.models.activation_bytes import (
+from labkit.models.memory.activation_bytes import (
     MOE_PARTS,
     Share,
     layer_activation_bytes,
@@ -22,7 +22,7 @@ from labkit.models.activation_bytes import (
     layers_activation_bytes,
     recomputed_at_once_bytes,
 )
-from labkit.models.saved_tensors import SavedTensors
+from labkit.models.memory.saved_tensors import SavedTensors
 from labkit.parallel import single_process_groups
 
 GROUPS = single_process_groups()

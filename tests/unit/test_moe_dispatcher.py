@@ -96,7 +96,7 @@ def test_later_steps_read_only_what_a_captured_preprocess_hands_over(moe: MoECon
         if moe.pad_to_capacity:
             probs, map_TE = apply_capacity(probs, map_TE, top_k=2, capacity_factor=1.0, pad_to_capacity=True)
         graph_outputs = captured.dispatch_preprocess(hidden, probs, map_TE)
-        for name in captured.cudagraph_attrs:
+        for name in captured.handed_on:
             value = attrgetter(name)(captured)
             assert value is None or isinstance(value, Tensor)
             *path, last = name.split(".")

@@ -20,11 +20,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import te_stub
 
 from labkit.config import ModelConfig, MoEConfig, presets
-from labkit.moe.experts import Experts, GroupedExperts, SequentialExperts
+from labkit.moe.experts import Experts, GroupedExperts, SequentialExperts, StackedLinear
 from labkit.moe.grouped_gemm import Segments, grouped_product, grouped_weight_gradient
 from labkit.moe.weighted_activation import weighted_swiglu
 from labkit.parallel import WeightGradStore, checkpoint, single_process_groups
-from labkit.parallel.fp8 import Float8Recipe, Float8Scaling
+from labkit.parallel.parameter_record import record_of
+from labkit.te.linear import GroupedLinear
 from labkit.train import pretrain
 
 ROUTINGS = {
@@ -43,7 +44,8 @@ def build(
     kind: type[Experts], experts: int, *, activation: str = "swiglu", impl: str = "local", **more: Any
 ) -> Experts:
     given: dict[str, Any] = {"seed": 3, "std": 0.3, "output_std": 0.2, "dtype": torch.float64} | more
-    model = ModelConfig(layers=1, hidden=HIDDEN, heads=2, activation=activation, transformer_impl=impl)
+    model = ModelConfig(layers=1, hidden=HIDDEN, heads=2, activation=activation)
+    given["linear"] = GroupedLinear if impl == "transformer_engine" else StackedLinear
     moe = MoEConfig(num_experts=experts, ffn_hidden=WIDTH)
     return kind("layers.0.mlp.experts", model, moe, single_process_groups(), **given)
 
@@ -234,7 +236,7 @@ def test_gradients_add_up_in_main_grad_and_the_first_replaces_what_is_there(
     experts = build(GroupedExperts, 4, dtype=dtype, gradient_accumulation_fusion=True)
     for parameter in experts.parameters():
         parameter.main_grad = torch.full_like(parameter, torch.nan)  # type: ignore[attr-defined]
-        parameter.main_grad_is_old = True  # type: ignore[attr-defined]
+        record_of(parameter).has_gradient = False
     for times in (1, 2):
         tokens, tokens_per_expert, probs = rows(counts, dtype)
         y = experts(tokens, tokens_per_expert, probs)
@@ -265,7 +267,7 @@ def test_weight_gradients_wait_for_their_action(fused: bool) -> None:
     for name, parameter in experts.named_parameters():
         if fused:
             parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
-            parameter.main_grad_hook = lambda _, n=name: told.append(n)  # type: ignore[attr-defined]
+            record_of(parameter).on_gradient = lambda _, n=name: told.append(n)
     tokens, tokens_per_expert, probs = rows(counts)
     y = experts(tokens, tokens_per_expert, probs)
     store = WeightGradStore()
@@ -370,12 +372,6 @@ def test_the_engines_module_keeps_no_graph(engine: te_stub.Record) -> None:
 
 
 # ---- refusals ----
-
-
-def test_fp8_is_refused_in_one_sentence() -> None:
-    scaling = Float8Scaling(Float8Recipe("current"), single_process_groups())
-    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts: experts do not compute in fp8; .* none$"):
-        build(GroupedExperts, 4, float8=scaling)
 
 
 @pytest.mark.parametrize("kind", [SequentialExperts, GroupedExperts])

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from labkit.parallel.group_plan import groups_of_rank
-from labkit.train.joining import assemble
-from labkit.train.snapshots import Shard, Snapshot
+from labkit.train.parity.assemble import assemble
+from labkit.train.parity.snapshots import Shard, Snapshot
 
 AXES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
 LAYOUTS: list[tuple[dict[str, int], int]] = [

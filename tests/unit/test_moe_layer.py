@@ -20,10 +20,11 @@ import te_stub
 
 from labkit.config import ConfigError, ModelConfig, MoEConfig, ParallelConfig, presets
 from labkit.models import GPTModel, SavedTensors, build_model_chunks
-from labkit.models.build import Norm
+from labkit.models.norm_and_dropout import Norm
 from labkit.moe import MoELayer
-from labkit.parallel import ParallelMLP, WeightGradStore, initialize_model_parallel, single_process_groups, te
-from labkit.parallel.fp8 import Float8Recipe
+from labkit.parallel import ParallelMLP, WeightGradStore, initialize_model_parallel, single_process_groups
+from labkit.te import EngineSpec
+from labkit.te.linear import FusedNorm
 
 GROUPS = single_process_groups()
 MODEL = ModelConfig(
@@ -276,9 +277,9 @@ def test_weights_of_grouped_and_shared_experts_wait_for_w() -> None:
 def test_the_norm_before_experts_is_a_plain_one_with_transformer_engine() -> None:
     moe = replace(SHARED, layer_freq=(1, 0))
     with te_stub.installed():
-        model = gpt(moe, replace(MODEL, transformer_impl="transformer_engine"))
+        model = gpt(moe, replace(MODEL, transformer_impl="transformer_engine"), spec=EngineSpec())
         sparse, dense = (model.layers[index].mlp for index in "01")
-        assert isinstance(sparse.norm, Norm) and isinstance(dense.norm, te.FusedNorm)
+        assert isinstance(sparse.norm, Norm) and isinstance(dense.norm, FusedNorm)
         local = gpt(moe)
         assert list(model.state_dict()) == list(local.state_dict())
         found, expected = loss_of(model, ids()), loss_of(local, ids())
@@ -290,24 +291,22 @@ def test_the_norm_before_experts_is_a_plain_one_with_transformer_engine() -> Non
 
 
 @pytest.mark.parametrize(
-    ("moe", "parallel", "more", "words"),
+    ("moe", "parallel", "words"),
     [
-        (MOE, {"tp": 2}, {}, "MoE layers need sequence parallelism"),
-        (replace(MOE, num_experts=6), {"ep": 4}, {}, r"6 experts cannot be shared|6 cannot be shared"),
-        (replace(MOE, ffn_hidden=9), {"tp": 2, "sequence_parallel": True}, {}, "etp=2"),
-        (replace(SHARED, shared_expert_ffn_hidden=9), {"tp": 2, "etp": 1, "sequence_parallel": True}, {}, "tp=2"),
-        (replace(SHARED, shared_expert_overlap=True, dispatcher="local"), {}, {}, "no transfer to hide"),
-        (MOE, {}, {"float8": True}, "experts do not compute in fp8"),
+        (MOE, {"tp": 2}, "MoE layers need sequence parallelism"),
+        (replace(MOE, num_experts=6), {"ep": 4}, r"6 experts cannot be shared|6 cannot be shared"),
+        (replace(MOE, ffn_hidden=9), {"tp": 2, "sequence_parallel": True}, "etp=2"),
+        (replace(SHARED, shared_expert_ffn_hidden=9), {"tp": 2, "etp": 1, "sequence_parallel": True}, "tp=2"),
+        (replace(SHARED, shared_expert_overlap=True, dispatcher="local"), {}, "no transfer to hide"),
     ],
-    ids=["tp without sp", "ep", "etp", "tp", "overlap", "fp8"],
+    ids=["tp without sp", "ep", "etp", "tp", "overlap"],
 )
-def test_what_cannot_be_is_refused(moe: MoEConfig, parallel: dict[str, Any], more: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_is_refused(moe: MoEConfig, parallel: dict[str, Any], words: str) -> None:
     config = ParallelConfig(**parallel)
     world = config.smallest_world_size
     groups = initialize_model_parallel(config, rank=0, world_size=world)
-    recipe = Float8Recipe("delayed") if more else None
     with pytest.raises(ValueError, match=words):
-        GPTModel(MODEL, groups, moe=moe, layers=range(1), seed=1, float8=recipe)
+        GPTModel(MODEL, groups, moe=moe, layers=range(1), seed=1)
 
 
 @pytest.mark.parametrize(

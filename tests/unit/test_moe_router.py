@@ -25,6 +25,7 @@ from labkit.moe.router import TopKRouter, finish_router_step, routers_of
 from labkit.moe.routing import normalized_scores, top_k_map
 from labkit.moe.statistics import RouterSummary, summarize
 from labkit.parallel import checkpoint, single_process_groups
+from labkit.parallel.parameter_record import record_of
 
 S, B, H, E, K = 6, 2, 8, 4, 2
 GROUPS = single_process_groups()
@@ -169,8 +170,8 @@ def test_the_wide_product_has_the_gradients_of_the_product() -> None:
 
 def test_the_weight_is_named_and_drawn_as_any_other() -> None:
     weight, again = router_of().weight, router_of().weight
-    assert (weight.full_name, weight.full_shape) == ("layers.0.mlp.router.weight", (E, H))  # type: ignore[attr-defined]
-    assert torch.equal(weight, again) and not weight.sequence_parallel  # type: ignore[attr-defined]
+    assert (weight.full_name, record_of(weight).full_shape) == ("layers.0.mlp.router.weight", (E, H))  # type: ignore[attr-defined]
+    assert torch.equal(weight, again) and not record_of(weight).sequence_parallel
     assert list(router_of(expert_bias=True, score_function="sigmoid").state_dict()) == ["weight", "expert_bias"]
     assert list(router_of(load_balancing="global_aux_loss").state_dict()) == ["weight"]
 

@@ -13,7 +13,7 @@ from labkit.config import RunConfig, presets
 from labkit.data.gpt_data import microbatch_positions
 from labkit.parallel.context import zigzag_positions
 from labkit.parallel.groups import ParallelGroups, initialize_model_parallel
-from labkit.train.routing_trace import own_records, record_routings, replay_routings
+from labkit.train.parity.routing_trace import own_records, record_routings, replay_routings
 
 STEPS, S, B = 3, 16, 2
 SP = {"sequence_parallel": True}

@@ -9,11 +9,17 @@ from matplotlib.colors import to_rgba
 from PIL import Image
 
 from labkit.events import Event
-from labkit.parallel.bucket_plan import ParameterSpec, plan_buckets
-from labkit.parallel.overlap import BackwardPiece, Link, exposed_seconds, predict_step, sweep_bucket_sizes
+from labkit.parallel.data_parallel.bucket_layout import ParameterSpec, plan_buckets
+from labkit.parallel.data_parallel.overlap_prediction import (
+    BackwardPiece,
+    Link,
+    exposed_seconds,
+    predict_step,
+    sweep_bucket_sizes,
+)
 from labkit.viz import bucket_size_curve, explore_buckets, overlap_gantt
+from labkit.viz.data_parallel.bucket_overlap import QUEUED
 from labkit.viz.figure import Figure
-from labkit.viz.overlap import QUEUED
 from labkit.viz.style import color
 
 LAYERS = [ParameterSpec(f"p{i}", 100) for i in range(4)]

@@ -22,8 +22,8 @@ from labkit.cli.progress_bar import ProgressBar
 from labkit.config import presets
 from labkit.models.counts import step_flops
 from labkit.train import pretrain
-from labkit.train.progress_line import FIELDS, all_lines, digits, duration, one_line, step_words
-from labkit.train.throughput import Throughput, peak_memory_bytes
+from labkit.train.reporting.progress_line import FIELDS, all_lines, digits, duration, one_line, step_words
+from labkit.train.reporting.report import Throughput, peak_memory_bytes
 
 VALUES = {
     "step": 12, "steps": 100, "loss": 5.80543, "grad_norm": 1.2345, "learning_rate": 3e-4, "loss_scale": 1.0,
@@ -170,7 +170,7 @@ def test_rates_are_those_of_the_configuration() -> None:
 
 def test_the_time_left_is_by_the_steps_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 50.0
-    monkeypatch.setattr("labkit.train.throughput.time.perf_counter", lambda: now)
+    monkeypatch.setattr("labkit.train.reporting.report.time.perf_counter", lambda: now)
     throughput = Throughput(presets.tiny().override({"train.steps": 10}), 1)
     assert throughput.time_left(1, 7.0) == 9 * 7.0
     now += 6.0  # three steps and a validation

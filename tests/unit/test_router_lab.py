@@ -17,7 +17,7 @@ from labkit.moe.router import TopKRouter
 from labkit.parallel import single_process_groups
 from labkit.train import pretrain
 from labkit.viz import compare_policies, explore_policies, policy_loads, replay, replay_policies
-from labkit.viz.router_lab import Replayed, skewed_logits, standard_policies
+from labkit.viz.experts.router_lab import Replayed, skewed_logits, standard_policies
 
 # Two ranks of three tokens, four experts, one expert a token: rank 0 chooses 0, 0, 3, rank 1 chooses 0, 1, 0.
 HAND = torch.tensor(

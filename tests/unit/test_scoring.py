@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from labkit.check import check, exercises
-from labkit.check.scoring import MAX_SHOWN, Score, compare, holds, shown, without_grid
+from labkit.check.scoring import MAX_SHOWN, TOPICS, Score, compare, holds, shown, without_grid
 
 
 def test_score_of_a_right_answer_and_its_repr() -> None:
@@ -14,19 +14,19 @@ def test_score_of_a_right_answer_and_its_repr() -> None:
         middle = ({"tp", "dp", "pp"} - {inner, outer}).pop()
         return f"{inner}-{middle}-{outer}"
 
-    score = check("01.order", answer)
-    assert bool(score) and repr(score) == "01.order: 4/4"
+    score = check("02.order", answer)
+    assert bool(score) and repr(score) == "02.order: 4/4"
 
 
 def test_failed_cases_are_sentences() -> None:
-    lines = repr(check("01.groups", lambda order, sizes, token: [[0]])).splitlines()
-    assert lines[0] == "01.groups: 0/8"
+    lines = repr(check("02.groups", lambda order, sizes, token: [[0]])).splitlines()
+    assert lines[0] == "02.groups: 0/8"
     given = "order 'tp-dp', sizes {'tp': 2, 'dp': 2} and token 'tp'"
     assert lines[1] == f"  - Given {given}, expected [[0, 1], [2, 3]], got [[0]]."
 
 
 @pytest.mark.parametrize("answer", [None, 3, "tp", lambda: None, [], exit, lambda *a: 1 / 0, lambda *a: exit(3)])
-@pytest.mark.parametrize("name", ["01.groups", "01.order"])
+@pytest.mark.parametrize("name", ["02.groups", "02.order"])
 def test_nonsense_scores_zero_and_never_raises(name: str, answer: object) -> None:
     score = check(name, answer)
     assert not score.ok and score.passed == 0
@@ -37,7 +37,7 @@ def test_an_exception_of_the_learner_is_shown() -> None:
     def answer(order: str, sizes: dict, token: str) -> list:
         raise KeyError("stride of dp")
 
-    assert "got KeyError: 'stride of dp'." in repr(check("01.groups", answer))
+    assert "got KeyError: 'stride of dp'." in repr(check("02.groups", answer))
 
 
 def test_an_answer_may_change_its_arguments_without_spoiling_later_cases() -> None:
@@ -45,12 +45,12 @@ def test_an_answer_may_change_its_arguments_without_spoiling_later_cases() -> No
         sizes.clear()
         return []
 
-    assert check("01.groups", answer).passed == check("01.groups", answer).passed == 0
+    assert check("02.groups", answer).passed == check("02.groups", answer).passed == 0
 
 
 def test_unknown_exercises_are_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ValueError, match=r"there is no exercise '01.group'; did you mean '01.groups'\?"):
-        check("01.group", None)
+    with pytest.raises(ValueError, match=r"there is no exercise '02.group'; did you mean '02.groups'\?"):
+        check("02.group", None)
     with pytest.raises(ValueError, match="there are 0"):
         check("zzz", None)
 
@@ -94,4 +94,11 @@ def test_a_score_without_cases_is_no_pass() -> None:
 
 
 def test_exercises_of_one_chapter() -> None:
-    assert set(exercises("01")) == {"01.groups", "01.order"}
+    assert set(exercises("02")) == {"02.groups", "02.order"}
+
+
+def test_each_module_holds_the_exercises_of_its_chapters_and_of_no_other() -> None:
+    held: dict[str, set[str]] = {}
+    for name, known in exercises().items():
+        held.setdefault(known.judge.__module__.rpartition(".")[2], set()).add(name.split(".")[0])
+    assert held == {module: set(chapters) for module, chapters in TOPICS.items()}

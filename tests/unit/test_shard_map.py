@@ -8,9 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.parallel.bucket_plan import ParameterSpec, plan_buckets
-from labkit.parallel.shard_map import Piece, owned_bytes, pieces_of_rank, shard_map, shard_range
-from labkit.parallel.zero_memory import bytes_per_parameter, formula
+from labkit.parallel.data_parallel.bucket_layout import (
+    ParameterSpec,
+    Piece,
+    owned_bytes,
+    pieces_of_rank,
+    plan_buckets,
+    shard_map,
+    shard_range,
+)
+from labkit.parallel.data_parallel.zero_memory import bytes_per_parameter, formula
 
 
 def planned(sizes: list[int], dp: int, bucket_size: int | None = None, first_shared: bool = False):

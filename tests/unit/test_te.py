@@ -18,13 +18,16 @@ import te_stub
 
 from labkit.cli import main
 from labkit.config import ConfigError, GraphConfig, ModelConfig, RunConfig, presets
+from labkit.fp8 import Float8Recipe
 from labkit.graphs import CudaGraphHelper
 from labkit.models import GPTModel
-from labkit.parallel import ColumnParallelLinear, RowParallelLinear, single_process_groups, te
-from labkit.parallel.fp8 import Float8Recipe, end_float8_step
+from labkit.parallel import ColumnParallelLinear, RowParallelLinear, single_process_groups
+from labkit.parallel.parameter_record import record_of
 from labkit.schedules import one_f_one_b, zero_bubble_h1
+from labkit.te import linear
 from labkit.train import pretrain
-from labkit.train.schedule_fit import check_schedule
+from labkit.train.layer_specs import layer_spec_with
+from labkit.train.preflight import check_schedule
 
 GPT2 = ModelConfig(layers=2, hidden=32, heads=4, vocab_size=64, make_vocab_size_divisible_by=16, seq_length=16)
 LLAMA = replace(
@@ -40,9 +43,12 @@ def engine() -> Iterator[te_stub.Record]:
         yield record
 
 
-def model(config: ModelConfig, impl: str = "transformer_engine", **more: Any) -> GPTModel:
+def model(
+    config: ModelConfig, impl: str = "transformer_engine", float8: Float8Recipe | None = None, **more: Any
+) -> GPTModel:
     given: dict[str, Any] = {"layers": range(config.layers), "seed": 1, "dtype": torch.float64} | more
-    return GPTModel(replace(config, transformer_impl=impl), single_process_groups(), **given)
+    config = replace(config, transformer_impl=impl)
+    return GPTModel(config, single_process_groups(), spec=layer_spec_with(config, float8), **given)
 
 
 def tokens(config: ModelConfig) -> tuple[Tensor, Tensor]:
@@ -72,9 +78,10 @@ def test_a_state_dict_moves_between_the_implementations(engine: te_stub.Record, 
     ours, theirs = model(config, "local"), model(config)
     assert list(theirs.state_dict()) == list(ours.state_dict())
     assert_same(theirs.state_dict(), ours.state_dict())  # the same seed gives the same weights
-    attributes = ("full_name", "partition_dim", "partition_stride", "sequence_parallel", "tensor_model_parallel")
+    attributes = ("partition_dim", "partition_stride", "sequence_parallel", "tensor_model_parallel")
     for (name, one), (_, two) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-        assert all(getattr(one, a) == getattr(two, a) for a in attributes), name
+        assert all(getattr(record_of(one), a) == getattr(record_of(two), a) for a in attributes), name
+        assert one.full_name == two.full_name
     other = model(config, "local", seed=2)
     theirs.load_state_dict(other.state_dict())
     assert_same(results(theirs), results(other))
@@ -164,7 +171,7 @@ def test_a_weight_is_cast_with_the_first_microbatch_of_a_step(engine: te_stub.Re
     for _ in range(2):
         for _ in range(3):
             results(made)
-        end_float8_step([made])
+        made.precision.end_step()
     found = [c["is_first_microbatch"] for c in engine.of("Linear", "forward")]
     assert found == ([True] * 4 + [False] * 8) * 2, "of four layers and three microbatches"
     without = model(GPT2)
@@ -186,7 +193,7 @@ def test_recomputation_is_the_engines_where_it_casts(engine: te_stub.Record, flo
 def test_graphs_are_told_of_the_engines_fp8_and_none_of_ours_may_capture_it(engine, monkeypatch) -> None:
     def helper(impl: str) -> CudaGraphHelper:
         graph = GraphConfig(cuda_graph_impl=impl)
-        chunk = model(GPT2, float8=Float8Recipe("delayed"), graph=graph)
+        chunk = model(GPT2, float8=Float8Recipe("delayed"))
         return CudaGraphHelper([chunk], graph, GPT2.seq_length, 1, schedule=one_f_one_b(1, 4))
 
     asked: dict[str, Any] = {}
@@ -198,7 +205,7 @@ def test_graphs_are_told_of_the_engines_fp8_and_none_of_ours_may_capture_it(engi
     made.create_cudagraphs()
     options = asked["engine_options"]
     assert options["enabled"] and options["cache_quantized_params"] and "amax_reduction_group" in options
-    assert options["recipe"] is made.chunks[0].float8.recipe  # type: ignore[union-attr]
+    assert options["recipe"] is made.chunks[0].precision.recipe  # type: ignore[union-attr]
     assert asked["plan"] is None and asked["order"] == [1, -1] and asked["reuse_buffers"]
     for impl in ("local", "emulated"):
         with pytest.raises(ValueError, match="does not know the fp8 scales of Transformer Engine's"):
@@ -228,8 +235,8 @@ def test_training_on_the_engine_follows_training_on_our_layers(engine: te_stub.R
 @pytest.mark.parametrize(
     ("theirs", "ours", "added", "left_out"),
     [
-        (te.NormColumnParallelLinear, ColumnParallelLinear, {"norm"}, {"gather_output", "skip_bias_add"}),
-        (te.RowParallelLinear, RowParallelLinear, set(), {"input_is_parallel", "skip_bias_add"}),
+        (linear.NormColumnParallelLinear, ColumnParallelLinear, {"norm"}, {"gather_output", "skip_bias_add"}),
+        (linear.RowParallelLinear, RowParallelLinear, set(), {"input_is_parallel", "skip_bias_add"}),
     ],
 )
 def test_linear_layers_are_constructed_as_ours(theirs: type, ours: type, added: set[str], left_out: set[str]) -> None:
@@ -255,11 +262,11 @@ def test_the_command_line_says_so_before_it_starts_a_rank(capsys: pytest.Capture
 
 def test_the_stub_refuses_what_the_engine_would(engine: te_stub.Record) -> None:
     with pytest.raises(TypeError, match="in_feature"):
-        te.engine().Linear(4, 4, in_feature=3)
+        linear.engine().Linear(4, 4, in_feature=3)
     with pytest.raises(TypeError, match="missing a required argument"):
-        te.engine().LayerNormLinear(4)
+        linear.engine().LayerNormLinear(4)
     with pytest.raises(TypeError, match="rng"):
-        te.engine().checkpoint(print, rng=None)
+        linear.engine().checkpoint(print, rng=None)
 
 
 def test_what_the_engine_cannot_do_is_refused(engine: te_stub.Record) -> None:

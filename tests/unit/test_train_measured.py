@@ -8,7 +8,7 @@ import pytest
 from labkit.events import Event
 from labkit.schedules import Schedule, one_f_one_b, simulate
 from labkit.schedules.simulator import Costs
-from labkit.train.measured import follows, judge_prediction, pipeline_events, stage_costs, step_events
+from labkit.train.reporting.measured import follows, judge_prediction, pipeline_events, stage_costs, step_events
 
 SCHEDULE = one_f_one_b(2, 4)
 TIMELINE = simulate(SCHEDULE, Costs(forward=[1.0, 2.0], backward=[2.0, 5.0]))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from labkit.events import Event, recording
-from labkit.train.metrics import JsonLines, Timers, min_max_over_ranks
+from labkit.train.reporting.metrics import JsonLines, Timers, min_max_over_ranks
 
 
 def test_a_timer_is_the_sum_of_the_events_it_records():

@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from labkit.config import MoEConfig, RunConfig, presets
-from labkit.models.gpt import build_model_chunks
+from labkit.models.chunks import build_model_chunks
 from labkit.moe.router import routers_of
 from labkit.parallel import NaiveDataParallel, initialize_model_parallel, single_process_groups
-from labkit.parallel.distributed_data_parallel import wrap_model_chunks
-from labkit.parallel.gradients import main_grad
+from labkit.parallel.data_parallel.distributed_data_parallel import wrap_model_chunks
+from labkit.parallel.parameter_record import main_grad_of
 from labkit.schedules import PipelineRuntime, forward_backward_no_pipelining, one_f_one_b
 from labkit.train import pretrain
 from labkit.train.forward_step import gpt_forward_step
-from labkit.train.metrics import scalars
 from labkit.train.not_finite import find, sentence
 from labkit.train.optimizer import build_optimizer
-from labkit.train.router_metrics import router_line
+from labkit.train.reporting.metrics import scalars
+from labkit.train.reporting.router_metrics import router_line
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "seq_length": 16, "global_batch_size": 4, "layer_freq": [1],
          "moe.ffn_hidden": 32, "num_experts": 4, "steps": 2, "precision": "fp64", "record_events": False}  # fmt: skip
@@ -95,14 +95,14 @@ def test_gradients_are_those_of_the_loss_and_the_reported_losses_of_routers(chan
         f"layers.{layer}.mlp.router": torch.randn(4, 32, generator=generator, dtype=torch.float64) for layer in (0, 1)
     }
     (gradients,) = watched(
-        config, lambda chunks: {router.name: main_grad(router.weight).clone() for router in routers_of(chunks)}
+        config, lambda chunks: {router.name: main_grad_of(router.weight).clone() for router in routers_of(chunks)}
     )
     slope = sum((gradients[name] * direction).sum().item() for name, direction in directions.items())
     step = 1e-6
     numeric = (moved(config, directions, step) - moved(config, directions, -step)) / (2 * step)
     assert slope == pytest.approx(numeric, rel=1e-6)
     weak = config.override({"aux_loss_coeff": 1e-9, "z_loss_coeff": 1e-9})
-    (without,) = watched(weak, lambda chunks: [main_grad(router.weight).clone() for router in routers_of(chunks)])
+    (without,) = watched(weak, lambda chunks: [main_grad_of(router.weight).clone() for router in routers_of(chunks)])
     rest = sum((grad * d).sum().item() for grad, d in zip(without, directions.values(), strict=True))
     assert abs(slope - rest) > 0.1 * abs(slope), "the routers' losses count for something in this direction"
 
@@ -125,7 +125,7 @@ def gradients_of(config: RunConfig, **options: Any) -> dict[str, Tensor]:
         schedule = one_f_one_b(1, count)
         runtime = PipelineRuntime(schedule, [wrapped], groups, forward_step_func=gpt_forward_step, **options)
         runtime.run(iter(batches))
-    return {name: main_grad(p).clone() for name, p in wrapped.module.named_parameters()}
+    return {name: main_grad_of(p).clone() for name, p in wrapped.module.named_parameters()}
 
 
 def test_a_loss_scale_multiplies_the_routers_losses_as_well() -> None:
@@ -317,8 +317,8 @@ def test_experts_that_are_not_finite_are_named_by_number() -> None:
     (chunk,) = build_model_chunks(small(), groups)
     wrapped = NaiveDataParallel(chunk, groups.dp_cp, groups.edp)
     weight = dict(chunk.named_parameters())["layers.1.mlp.experts.fc2.weight"]
-    main_grad(weight)[2, 0, 0] = math.nan
+    main_grad_of(weight)[2, 0, 0] = math.nan
     found = find([], [wrapped], [0], groups)
     assert sentence(found).startswith("the gradient of layers.1.mlp.experts.fc2.weight of expert 2 is not finite")
-    main_grad(weight)[:, 0, 0] = math.nan
+    main_grad_of(weight)[:, 0, 0] = math.nan
     assert " of experts 0, 1, 2 and 1 more is not finite" in sentence(find([], [wrapped], [0], groups))

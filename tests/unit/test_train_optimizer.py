@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from labkit.config import OptimConfig
+from labkit.parallel.parameter_record import record_of
 from labkit.train.optimizer import build_optimizer, named_parameters, parameter_groups
 
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
@@ -148,7 +149,7 @@ def test_bytes_are_those_that_torch_holds(dtype, grad_dtype, per_parameter):
 
 def test_one_process_counts_every_gradient_but_the_copy_of_a_tied_weight():
     module = block()
-    module.head.weight.shared = True
+    record_of(module.head.weight).shared = True
     give_grads(module, 0)
     optimizer = build_optimizer([module], OPTIM)
     assert [x is module.head.weight.main_grad for x in optimizer.uncounted_pieces()] == [True]

@@ -13,7 +13,7 @@ import pytest
 
 from labkit.config import ConfigError, RunConfig, presets
 from labkit.train import pretrain
-from labkit.train.output_folder import CONFIG, STATE, WRITTEN, RunFolder, folder_problem
+from labkit.train.reporting.output_folder import CONFIG, STATE, WRITTEN, RunFolder, folder_problem
 
 
 def config(folder: Path, **changes: object) -> RunConfig:
@@ -86,7 +86,7 @@ def test_a_look_does_not_turn_a_run_away(tmp_path: Path) -> None:
 CLAIM_AND_DIE = """
 import os, sys
 from labkit.config import presets
-from labkit.train.output_folder import RunFolder
+from labkit.train.reporting.output_folder import RunFolder
 
 RunFolder(presets.tiny().override({"output_dir": sys.argv[1]}), 1).claim()
 os._exit(9)

@@ -15,10 +15,10 @@ from labkit.config import ConfigError, presets
 from labkit.parallel.groups import initialize_model_parallel
 from labkit.parallel.weights import tensor_part
 from labkit.schedules import build_schedule
-from labkit.train.joining import Whole, assemble, join_replicas, join_shards, join_zigzag
 from labkit.train.lr_schedule import build_lr_schedule
-from labkit.train.parity import ParityReport, ParityRow, compare, differences, tensor_difference
-from labkit.train.snapshots import Recorder, Shard, Snapshot
+from labkit.train.parity.assemble import FullRun, assemble, join_replicas, join_shards, join_zigzag
+from labkit.train.parity.comparison import ParityReport, ParityRow, compare, differences, tensor_difference
+from labkit.train.parity.snapshots import Recorder, Shard, Snapshot
 
 
 def test_difference_is_relative_to_the_reference():
@@ -164,11 +164,11 @@ def test_an_expert_that_is_whole_everywhere_is_joined_over_tp_as_well():
     assert joined.disagreements == []
 
 
-def whole() -> Whole:
+def whole() -> FullRun:
     weights = {"embedding.weight": torch.ones(4), "layers.0.weight": torch.ones(4), "final.weight": torch.ones(4)}
     outputs = {"embedding": torch.ones(2), "layers.0": torch.ones(2)}
     copies = [{name: w.clone() for name, w in weights.items()} for _ in range(4)]
-    return Whole([2.0, 1.0], outputs, {0: copies[0], 1: copies[1]}, {0: copies[2], 1: copies[3]}, [])
+    return FullRun([2.0, 1.0], outputs, {0: copies[0], 1: copies[1]}, {0: copies[2], 1: copies[3]}, [])
 
 
 def test_tensors_are_compared_in_the_order_of_training():

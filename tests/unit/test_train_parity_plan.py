@@ -7,9 +7,8 @@ import pytest
 
 from labkit.config import ConfigError, presets
 from labkit.config.fields import SPECS
-from labkit.config.limits import CHOICES
-from labkit.train.parity import compare
-from labkit.train.snapshots import Snapshot
+from labkit.train.parity.comparison import compare
+from labkit.train.parity.snapshots import Snapshot
 
 BASE = presets.tiny()
 CONTEXTS: tuple[dict[str, Any], ...] = (
@@ -61,8 +60,8 @@ def candidates(name: str) -> list[Any]:
     spec, value = SPECS[name], getattr(getattr(BASE, name.partition(".")[0]), name.partition(".")[2])
     if name in GIVEN:
         return GIVEN[name]
-    if name in CHOICES:
-        return [word for word in CHOICES[name] if word != value]
+    if spec.choices:
+        return [word for word in spec.choices if word != value]
     if spec.kind == "bool":
         return [not value] if value is not None else [True, False]
     if spec.kind == "int":

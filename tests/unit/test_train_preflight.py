@@ -16,8 +16,7 @@ from labkit.launch import Ranks, forkserver, machine, pool, run
 from labkit.launch.machine import GIB, Memory
 from labkit.schedules import gpipe
 from labkit.train import compare, pretrain
-from labkit.train.memory_fit import CUDA_BYTES, TORCH_BYTES, memory_problem
-from labkit.train.preflight import graph_problem, problems
+from labkit.train.preflight import CUDA_BYTES, TORCH_BYTES, graph_problem, memory_problem, problems
 
 
 @pytest.fixture

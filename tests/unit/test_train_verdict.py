@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import labkit.train.parity as parity
+import labkit.train.parity.comparison as parity
 from labkit.config import presets
 from labkit.train import compare
-from labkit.train.joining import Whole
+from labkit.train.parity.assemble import FullRun
+from labkit.train.parity.rounding import MULTIPLE, ORDERS, WIDEST, judge, reordered_sums, widest
 from labkit.train.pretraining import pretrain
-from labkit.train.summation import reordered_sums
-from labkit.train.verdict import MULTIPLE, ORDERS, WIDEST, judge, widest
 
 BIAS, WEIGHT, LATER = "fc1.bias parameter", "fc1.weight parameter", "fc1.bias parameter of step 9"
 SPREAD = {BIAS: 3e-5, WEIGHT: 2e-7, LATER: 4e-5, "loss": 1e-8} | dict.fromkeys(
@@ -72,7 +71,7 @@ def observed(monkeypatch: pytest.MonkeyPatch, bias: dict[int, float], layouts: l
     def observe(config, world_size, watched, *_):
         log.append((world_size, watched.parts))
         value = torch.tensor([1.0 + (next(counted) if world_size > 1 else bias[watched.parts])], dtype=torch.float64)
-        return Whole([1.0], {}, {0: {"bias": torch.ones(1)}}, {0: {"bias": value}}, []), 0
+        return FullRun([1.0], {}, {0: {"bias": torch.ones(1)}}, {0: {"bias": value}}, []), 0
 
     monkeypatch.setattr(parity, "_observe", observe)
     return lambda **how: SimpleNamespace(report=compare(presets.tiny(), [{"tp": 2}] * len(layouts), 1, **how), log=log)
@@ -108,8 +107,8 @@ def test_in_float64_no_spread_excuses_a_difference(monkeypatch):
 
 
 def test_ranks_that_disagree_with_each_other_are_a_fault_however_little_they_differ(monkeypatch):
-    whole = Whole([1.0], {}, {0: {}}, {0: {}}, [])
-    torn = Whole([1.0], {}, {0: {}}, {0: {}}, ["norm.bias gradient (tp replicas)"])
+    whole = FullRun([1.0], {}, {0: {}}, {0: {}}, [])
+    torn = FullRun([1.0], {}, {0: {}}, {0: {}}, ["norm.bias gradient (tp replicas)"])
     monkeypatch.setattr(parity, "_observe", lambda _, world_size, *__: (torn if world_size > 1 else whole, 0))
     row = compare(presets.tiny(), [{"tp": 2}], 1, dtype="float32").rows[0]
     assert (row.verdict, row.first_difference) == ("fault", "norm.bias gradient (tp replicas)")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from labkit.moe.sleeping_experts import SleepingExperts, zipf_logits
+from labkit.models.synthetic_load import SleepingExperts, zipf_logits
 from labkit.viz import capacity_curve, dispatch_steps, explore_skew, load_over_training, send_matrix_figure, skew_curve
 
 

@@ -7,11 +7,11 @@ from labkit.viz import (
     TransformerTraffic,
     bytes_between_nodes,
     compare_orders,
+    explore_layout,
     order_traffic,
     rank_grid,
     rank_neighbours,
 )
-from labkit.viz.widgets import explore_layout
 
 SMALL = TransformerTraffic(layers=2, hidden=8, seq_length=4, micro_batch_size=1, global_batch_size=4)
 ACTIVATION = 4 * 8 * 2  # s b h in bf16
@@ -127,13 +127,14 @@ def test_explorer_is_a_figure_where_nobody_sits(monkeypatch: pytest.MonkeyPatch)
 def test_live_explorer_redraws_and_shows_why_a_layout_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JPY_SESSION_NAME", "chapter.ipynb")
     box = explore_layout(tp=4, pp=2)
-    picture, words, *rows = box.children
+    *rows, words, picture = box.children
     inputs = {control.description: control for row in rows for control in row.children}
     before = picture.value
     assert "16 ranks on 2 nodes of 8: tp 4 groups of 4" in words.value
     inputs["tp"].value = 3
-    assert "world size 16 is not a multiple of tp 3" in words.value and picture.value == before
+    assert "world size 16 is not a multiple of tp 3" in words.value and picture.layout.visibility == "hidden"
     inputs["tp"].value = 8
     assert "16 ranks on 2 nodes of 8: tp 2 groups of 8" in words.value and picture.value != before
+    assert picture.layout.visibility == "visible"
     inputs["kinds"].value = "edp"
     assert "edp" in words.value

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from labkit.viz import explore_schedule, widgets
+from labkit.viz import explore_schedule
 from labkit.viz.figure import Figure
+from labkit.viz.pipeline import schedule_explorer
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def live(monkeypatch: pytest.MonkeyPatch) -> None:
 def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
     """(time, memory) where the axes of each picture end, as they are drawn."""
     found: list[tuple[float, float]] = []
-    draw = widgets.gantt
+    draw = schedule_explorer.gantt
 
     def drawn(*args: Any, **kwargs: Any) -> Figure:
         figure = draw(*args, **kwargs)
@@ -27,7 +28,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
         found.append((rows.get_xlim()[1], memory.get_ylim()[1]))
         return figure
 
-    monkeypatch.setattr(widgets, "gantt", drawn)
+    monkeypatch.setattr(schedule_explorer, "gantt", drawn)
     return found
 
 

@@ -7,7 +7,7 @@ import pytest
 from labkit.events import Event
 from labkit.schedules import Costs, Schedule, gpipe, interleaved, one_f_one_b, simulate, zbv
 from labkit.viz import compare_timelines, gantt, gantt_overlay
-from labkit.viz.timeline import measured_bubble
+from labkit.viz.pipeline.timeline import measured_bubble
 
 
 def measured(timeline, late=0.0, stretch=1.0):

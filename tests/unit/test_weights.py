@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.parallel import Group
+from labkit.parallel.parameter_record import record_of
 from labkit.parallel.weights import (
     DeviceSeed,
     Replicated,
@@ -22,7 +23,7 @@ from labkit.parallel.weights import (
     parameter_seed,
     tensor_part,
 )
-from labkit.train.joining import join_replicated
+from labkit.train.parity.assemble import join_replicated
 
 
 def member(rank: int, size: int) -> Group:
@@ -71,7 +72,7 @@ def test_a_part_with_replicated_rows_finds_its_way_back(
     whole = make_parameter("qkv", full_shape, seed=3, std=1.0).detach()
     named = {"seed": 3, "std": 1.0, "partition_dim": 0, "replicated": alike}
     parts = [make_parameter("qkv", full_shape, group=member(rank, size), **named) for rank in range(size)]
-    assert all(part.shape == (cut + rows, *shape) and part.replicated == alike for part in parts)
+    assert all(part.shape == (cut + rows, *shape) and record_of(part).replicated == alike for part in parts)
     joined, agree = join_replicated([part.detach() for part in parts], ranks, rows)
     assert torch.equal(joined, whole) and agree
     with torch.no_grad():
@@ -87,9 +88,11 @@ def test_ranks_hold_slices_of_the_tensor_that_one_process_draws() -> None:
             make_parameter("a.weight", (8, 6), seed=3, std=0.5, group=member(r, 2), partition_dim=dim) for r in (0, 1)
         ]
         assert torch.equal(torch.cat([p.detach() for p in parts], dim=dim), whole.detach())
-        assert all(p.tensor_model_parallel and p.partition_dim == dim and p.full_shape == (8, 6) for p in parts)
-    assert not whole.tensor_model_parallel
-    assert whole.partition_dim == -1
+        assert all(
+            r.tensor_model_parallel and r.partition_dim == dim and r.full_shape == (8, 6) for r in map(record_of, parts)
+        )
+    assert not record_of(whole).tensor_model_parallel
+    assert record_of(whole).partition_dim == -1
 
 
 def test_name_and_seed_choose_the_numbers_and_precision_only_rounds_them() -> None:
@@ -111,7 +114,7 @@ def test_padding_is_zero_and_moves_no_real_row() -> None:
     last = make_parameter("e", (10, 3), seed=0, std=1.0, group=member(1, 2), partition_dim=0, padded_rows=16)
     assert torch.equal(last.detach()[:2], whole.detach()[8:])
     assert not last.detach()[2:].any()
-    assert last.full_shape == (10, 3)
+    assert record_of(last).full_shape == (10, 3)
     padded = make_parameter("e", (10, 3), seed=0, std=1.0, padded_rows=16)
     assert torch.equal(gather_parameter(padded, padded, member(0, 1)), whole.detach())
 
@@ -125,7 +128,8 @@ def test_an_expert_has_the_same_weights_wherever_it_is(ep: int, etp: int, each: 
     cut = {"partition_dim": dim, "partition_stride": stride, "seed": 3, "std": 0.5}
     alone = {"ep": member(0, 1), "etp": member(0, 1)}
     whole = make_expert_parameter("layers.0.mlp.experts", "fc1.weight", shape, **alone, **cut)
-    assert whole.allreduce is False and whole.expert_parallel is True and not whole.tensor_model_parallel
+    record = record_of(whole)
+    assert record.allreduce is False and record.expert_parallel is True and not record.tensor_model_parallel
     assert torch.equal(gather_expert_parameter(whole, whole, **alone), whole.detach())
     for expert in range(shape[0]):
         drawn = draw(f"layers.0.mlp.experts.{expert}.fc1.weight", shape[1:], seed=3, std=0.5)
@@ -136,8 +140,9 @@ def test_an_expert_has_the_same_weights_wherever_it_is(ep: int, etp: int, each: 
             part = make_expert_parameter("layers.0.mlp.experts", "fc1.weight", shape, **groups, **cut)
             own = whole.detach()[one * each : (one + 1) * each]
             assert torch.equal(part.detach(), tensor_part(own, other, etp, dim, stride))
-            assert part.full_name == "layers.0.mlp.experts.fc1.weight" and part.full_shape == shape
-            assert part.partition_dim == (dim if etp > 1 else -1) and part.partition_stride == stride
+            assert part.full_name == "layers.0.mlp.experts.fc1.weight" and record_of(part).full_shape == shape
+            assert record_of(part).partition_dim == (dim if etp > 1 else -1)
+            assert record_of(part).partition_stride == stride
 
 
 HERE = {"seed": DeviceSeed(3), "std": 0.5, "device": "cpu"}

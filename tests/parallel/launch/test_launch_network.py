@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.launch import Ranks, folder, forkserver, pool, run
+from labkit.launch import Ranks, forkserver, guard, pool, run
 
 pytestmark = pytest.mark.usefixtures("no_rank_left")
 
@@ -38,16 +38,16 @@ def talk():
 
 def test_a_stale_rendezvous_at_the_very_place_of_the_launch_is_not_met(tmp_path, monkeypatch, capsys):
     """A launch that was killed has left its store, status slots and outputs, and the next one gets the same folder."""
-    place = tmp_path / f"{folder.PREFIX}1-abcd_123"
+    place = tmp_path / f"{guard.PREFIX}1-abcd_123"
 
     def same_place_again(prefix, dir):
         place.mkdir(exist_ok=True)
         return str(place)
 
-    monkeypatch.setattr(folder.tempfile, "mkdtemp", same_place_again)
+    monkeypatch.setattr(guard.tempfile, "mkdtemp", same_place_again)
     with monkeypatch.context() as killed:
         killed.setattr(pool.RankPool, "stop", pool.RankPool.kill)  # a clean end removes the store
-        killed.setattr(folder.LaunchFolder, "remove", lambda self: os.close(self._lock))
+        killed.setattr(guard.LaunchFolder, "remove", lambda self: os.close(self._lock))
         assert run(talk, 3, timeout=120) == [3.0] * 3
     assert (place / "store").stat().st_size > 0, "there is something stale to meet"
     assert (place / "out-0").read_text() == "rank 0 talks\n"

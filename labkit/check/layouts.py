@@ -1,0 +1,177 @@
+"""Exercises on layouts: sizes that fit a world and a model, ranks of each group, ranks of folded experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+from labkit.check.scoring import Outcome, compare, exercise, holds
+from labkit.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from labkit.parallel.rank_generator import RankGenerator, rank_generators
+
+# ---- Chapter 00: sizes that can train a model ----
+
+_MODELS = (
+    {"ranks": 4, "layers": 4, "heads": 4, "batch": 4},
+    {"ranks": 8, "layers": 8, "heads": 2, "batch": 8},
+    {"ranks": 8, "layers": 2, "heads": 8, "batch": 2},
+    {"ranks": 6, "layers": 3, "heads": 4, "batch": 6},
+    {"ranks": 12, "layers": 4, "heads": 12, "batch": 9},
+    {"ranks": 5, "layers": 4, "heads": 4, "batch": 4},
+    {"ranks": 1, "layers": 3, "heads": 1, "batch": 1},
+)
+
+
+@exercise("00.tour", "Write layouts(ranks, layers, heads, batch) -> the set of (tp, pp, dp) that can train the model.")
+def tour(answer: Any) -> Iterator[Outcome]:
+    """Seven worlds, held against what labkit's own configuration accepts."""
+    for case in _MODELS:
+        words = ", ".join(f"{name} {value}" for name, value in case.items())
+        yield compare(words, sorted(_accepted(**case)), lambda c=case: sorted(map(tuple, answer(**c))))
+
+
+def _accepted(*, ranks: int, layers: int, heads: int, batch: int) -> set[tuple[int, int, int]]:
+    """Every (tp, pp, dp) that fills the world and breaks no rule of `RunConfig`."""
+    found = set()
+    for tp in range(1, ranks + 1):
+        for pp in range(1, ranks // tp + 1):
+            config = RunConfig(
+                model=ModelConfig(layers=layers, heads=heads, hidden=8 * heads, ffn_hidden=24 * heads),
+                parallel=ParallelConfig(tp=tp, pp=pp),
+                train=TrainConfig(micro_batch_size=1, global_batch_size=batch),
+            )
+            if not config.problems(ranks):
+                found.add((tp, pp, ranks // (tp * pp)))
+    return found
+
+
+# ---- Chapter 02: rank groups ----
+
+_GROUPINGS: tuple[tuple[str, dict[str, int], str], ...] = (
+    ("tp-dp", {"tp": 2, "dp": 2}, "tp"),
+    ("tp-dp", {"tp": 2, "dp": 2}, "dp"),
+    ("tp-dp-pp", {"tp": 4, "dp": 2, "pp": 2}, "dp"),
+    ("tp-dp-pp", {"tp": 2, "dp": 2, "pp": 4}, "tp-pp"),
+    ("tp-cp-dp-pp", {"tp": 2, "cp": 2, "dp": 2, "pp": 2}, "dp-cp"),
+    ("pp-dp-tp", {"tp": 3, "dp": 2, "pp": 2}, "tp"),
+    ("tp-ep-dp", {"tp": 1, "ep": 4, "dp": 2}, "ep"),
+    ("tp-cp-dp-pp", {"tp": 2, "cp": 3, "dp": 1, "pp": 2}, "tp-cp-dp-pp"),
+)
+
+
+@exercise("02.groups", "Write groups_of(order, sizes, token) -> the list of groups, each a list of ranks.")
+def groups(answer: Any) -> Iterator[Outcome]:
+    """Group lists of eight layouts, combined tokens and odd sizes among them.
+
+    `order` and `token` are axes joined by hyphens, `sizes` maps each axis of the order to its size. Members, and groups
+    by their first rank's digits, count in the order string's digits, fastest first, whatever the order in the token.
+    """
+    for order, sizes, token in _GROUPINGS:
+        expected = RankGenerator(**sizes, order=order).get_ranks(token)
+        given = f"order {order!r}, sizes {sizes} and token {token!r}"
+        yield compare(given, expected, lambda o=order, s=sizes, t=token: answer(o, dict(s), t))
+
+
+@exercise("02.order", "Write order_for(inner, outer) -> an order with `inner` inside nodes and `outer` across them.")
+def order(answer: Any) -> Iterator[Outcome]:
+    """Four nodes of eight GPUs, tp 4, dp 2, pp 4: two axes must fit into a node, the third must leave it.
+
+    Any order string that contains tp, dp and pp will do; the layers are dense.
+    """
+    sizes = {"tp": 4, "dp": 2, "pp": 4}
+    for inner, outer in (("tp", "pp"), ("dp", "pp"), ("pp", "tp"), ("tp", "dp")):
+        yield holds(
+            f"tp 4, dp 2, pp 4 on nodes of 8, inner {inner}, outer {outer}",
+            f"an order whose {inner} groups stay inside a node and whose {outer} groups all leave it",
+            lambda i=inner, o=outer: _places(answer(i, o), sizes, i, o),
+        )
+
+
+def _places(order_string: Any, sizes: dict[str, int], inner: str, outer: str) -> bool | str:
+    """True, or the sentence that says what the order string does instead."""
+    # A dense layout alone: the experts' generator would refuse some orders that are answers here.
+    generator = RankGenerator(**sizes, order=order_string)
+    crossing = {axis: _crossing(generator.get_ranks(axis)) for axis in (inner, outer)}
+    if crossing[inner] == 0.0 and crossing[outer] == 1.0:
+        return True
+    return (
+        f"{order_string!r}, where {crossing[inner]:.0%} of {inner} and {crossing[outer]:.0%} of {outer} groups leave it"
+    )
+
+
+def _crossing(group_list: list[list[int]]) -> float:
+    return sum(len({rank // 8 for rank in group}) > 1 for group in group_list) / len(group_list)
+
+
+# ---- Chapter 15: folded layouts ----
+
+Sizes = dict[str, Any]
+
+_WORLDS: tuple[Sizes, ...] = (
+    {"tp": 1, "cp": 8, "pp": 1, "etp": 1, "ep": 8},
+    {"tp": 4, "cp": 1, "pp": 2, "etp": 1, "ep": 4},
+    {"tp": 2, "cp": 2, "pp": 4, "etp": 1, "ep": 64},
+    {"tp": 1, "cp": 6, "pp": 2, "etp": 1, "ep": 4},
+    {"tp": 2, "cp": 3, "pp": 1, "etp": 2, "ep": 2},
+)
+"""tp cp = etp ep without and with a pipeline, ep beyond tp cp, and two where neither product divides the other."""
+
+_PLACES: tuple[tuple[int, int, int, Sizes], ...] = (
+    (5, 8, 8, {"tp": 1, "cp": 8, "pp": 1, "etp": 1, "ep": 8}),
+    (13, 16, 8, {"tp": 4, "cp": 1, "pp": 2, "etp": 1, "ep": 4}),
+    (3, 16, 16, {"tp": 4, "cp": 1, "pp": 2, "etp": 1, "ep": 8}),
+    (14, 16, 4, {"tp": 2, "cp": 2, "pp": 2, "etp": 2, "ep": 2}),
+    (21, 32, 6, {"tp": 2, "cp": 2, "pp": 2, "etp": 2, "ep": 2}),
+)
+"""(rank, world_size, num_experts, sizes)."""
+
+
+@exercise("15.world", "Write smallest_world(tp, cp, pp, etp, ep) -> the fewest ranks that hold the folded layout.")
+def world(answer: Any) -> Iterator[Outcome]:
+    """Five layouts; the right answer is the first number of ranks that the library lays out."""
+    for sizes in _WORLDS:
+        expected = next(ranks for ranks in count(1) if _fits(ranks, sizes))
+        yield compare(_axes(sizes), expected, lambda s=sizes: answer(**s))
+
+
+def _fits(ranks: int, sizes: Sizes) -> bool:
+    try:
+        rank_generators(world_size=ranks, **sizes)
+    except ValueError:
+        return False
+    return True
+
+
+@exercise(
+    "15.place",
+    "Write expert_place(rank, world_size, num_experts, *, tp, cp, pp, etp, ep) -> (experts, ranks, divisor).",
+)
+def place(answer: Any) -> Iterator[Outcome]:
+    """Three questions about each of five layouts in the order tp-cp-ep-dp-pp, each a case of its own."""
+    for rank, ranks, experts, sizes in _PLACES:
+        given = f"rank {rank} of {ranks}, {experts} experts, {_axes(sizes)}"
+        tried = lambda r=rank, w=ranks, e=experts, s=sizes: _three(answer(r, w, e, **s))  # noqa: E731
+        parts = ("its experts", "the ranks that hold the same", "what their sum is divided by")
+        for index, (part, expected) in enumerate(zip(parts, _expected(rank, ranks, experts, sizes))):
+            yield compare(f"{given}: {part}", expected, lambda i=index, t=tried: t()[i])
+
+
+def _expected(rank: int, ranks: int, experts: int, sizes: Sizes) -> tuple[list[int], list[int], int]:
+    dense, expert = rank_generators(world_size=ranks, **sizes)
+    each = experts // sizes["ep"]
+    first = expert.coordinates(rank)["ep"] * each
+    copies = expert.group_of("dp", rank).tolist()
+    return list(range(first, first + each)), copies, dense.sizes["dp"] * dense.sizes["cp"]
+
+
+def _three(value: Any) -> tuple[Any, Any, Any]:
+    """What was returned, as (experts, ranks, divisor)."""
+    if not isinstance(value, (tuple, list)) or len(value) != 3:
+        raise ValueError(f"the answer is {value!r}; return (experts, ranks, divisor)")
+    experts, ranks, divisor = value
+    return list(experts), list(ranks), divisor
+
+
+def _axes(sizes: Sizes) -> str:
+    return " ".join(f"{axis} {size}" for axis, size in sizes.items())

@@ -1,0 +1,266 @@
+"""Exercises on pipeline schedules: a row of 1F1B, an order of interleaved 1F1B, a schedule of the reader's own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from labkit.check.scoring import Outcome, compare, exercise, holds, listed, raised, shown, without_grid
+from labkit.schedules.builders import one_f_one_b
+from labkit.schedules.ir import Action, Schedule, ScheduleError
+from labkit.schedules.simulator import Costs, Timeline, simulate
+from labkit.schedules.tables import convert_schedule_table_to_order, get_pp_rank_microbatches, get_schedule_table
+from labkit.schedules.verifier import verify
+
+# ---- Chapter 10: 1F1B ----
+
+_ROWS = ((4, 3, 3), (4, 0, 5), (4, 2, 5), (2, 0, 1), (4, 0, 2), (1, 0, 3))
+"""(pp, rank, microbatches), fewer microbatches than warm-up forwards among them."""
+
+
+@exercise("10.one_f_one_b", "Write row(pp, rank, microbatches) -> the actions of that rank under 1F1B, as texts.")
+def one_f_one_b_row(answer: Any) -> Iterator[Outcome]:
+    """Six rows, then two whole pipelines that must run, in the time and the memory of 1F1B."""
+    for pp, rank, count in _ROWS:
+        expected = [str(action) for action in one_f_one_b(pp, count).actions(rank)]
+        yield compare(f"pp {pp}, rank {rank}, {count} microbatches", expected, lambda a=(pp, rank, count): answer(*a))
+    for pp, count in ((4, 8), (5, 3)):
+        yield holds(
+            f"all {pp} rows for {count} microbatches",
+            f"a schedule that takes {_units(3 * (count + pp - 1))} with at most {min(pp, count)} in flight",
+            lambda p=pp, m=count: _all_rows(answer, p, m),
+        )
+
+
+def _all_rows(answer: Any, pp: int, count: int) -> bool | str:
+    """True, or what the answer's rows do together."""
+    rows: list[list[Action]] = []
+    for rank in range(pp):
+        row = _parsed_row(answer(pp, rank, count), rank)
+        if isinstance(row, str):
+            return row
+        rows.append(row)
+    try:
+        timeline = simulate(Schedule("the answer", pp, count, rows))
+    except ScheduleError as problem:
+        return without_grid(str(problem))
+    peaks = [min(pp - rank, count) for rank in range(pp)]
+    if timeline.makespan == 3 * (count + pp - 1) and timeline.peak_in_flight == peaks:
+        return True
+    return f"one that takes {_units(timeline.makespan)} with {timeline.peak_in_flight} in flight by rank"
+
+
+def _parsed_row(row: Any, rank: int) -> list[Action] | str:
+    """The actions of an answer's row, or what is wrong with them, as words of a sentence."""
+    form = f"a row is a list of texts such as '{rank}F0'"
+    if isinstance(row, str) or not isinstance(row, Iterable):
+        return f"{shown(row)} for rank {rank}: {form}"
+    actions: list[Action] = []
+    for cell in row:
+        try:
+            actions.append(Action.parse(str(cell)))
+        except ScheduleError:
+            return f"{shown(cell)} in the row of rank {rank}: {form}"
+    foreign = [action for action in actions if action.stage != rank]
+    if foreign:
+        return f"a row in which rank {rank} runs stage {foreign[0].stage} ({foreign[0]}): rank r runs stage r"
+    ran = {(action.kind, action.microbatch) for action in actions}
+    missing = [str(a) for a in actions if a.kind == "F" and ("B", a.microbatch) not in ran]
+    return f"no backward for {listed(missing)}" if missing else actions
+
+
+def _units(time: float) -> str:
+    return f"{time:g} units of time (F = 1, B = 2)"
+
+
+# ---- Chapter 11: interleaved 1F1B ----
+
+_ORDERS = ((4, 2, 8, 4, 0), (4, 2, 8, 4, 3), (2, 2, 5, 3, 0), (2, 3, 4, 2, 1), (4, 2, 16, 8, 1), (4, 2, 4, 4, 0))
+"""(pp, vpp, microbatches, group size, rank): a short last group and a warm-up of all forwards are among them."""
+
+
+@exercise(
+    "11.order",
+    "Write order(pp, vpp, microbatches, group_size, rank) -> the signed numbers of that rank's row.",
+)
+def interleaved_order(answer: Any) -> Iterator[Outcome]:
+    """Six rows, then two whole pipelines that must run, in the time and the memory of interleaved 1F1B."""
+    for pp, vpp, count, size, rank in _ORDERS:
+        _, _, warmup, _ = get_pp_rank_microbatches(count, vpp, size, pp_size=pp, pp_rank=rank)
+        expected = convert_schedule_table_to_order(warmup, vpp, get_schedule_table(count, vpp, size))
+        given = f"pp {pp}, vpp {vpp}, {count} microbatches, group size {size}, rank {rank}"
+        yield compare(given, expected, lambda a=(pp, vpp, count, size, rank): answer(*a))
+    for pp, vpp, count in ((4, 2, 8), (3, 4, 6)):
+        yield holds(
+            f"all {pp} orders for vpp {vpp}, {count} microbatches, group size {pp}",
+            f"a schedule that takes {_chunk_units(3 * (count * vpp + pp - 1))} "
+            f"with {_peak(pp, vpp)} in flight on rank 0",
+            lambda p=pp, v=vpp, m=count: _all_orders(answer, p, v, m),
+        )
+
+
+def _all_orders(answer: Any, pp: int, vpp: int, count: int) -> bool | str:
+    """True, or what the answer's orders do together."""
+    rows: list[list[str]] = []
+    for rank in range(pp):
+        order = _parsed_order(answer(pp, vpp, count, pp, rank), rank)
+        if isinstance(order, str):
+            return order
+        rows.append(_row_of_order(order, rank, pp))
+    try:
+        timeline = simulate(Schedule("the answer", pp * vpp, count, rows))
+    except ScheduleError as problem:
+        return without_grid(str(problem))
+    if timeline.makespan == 3 * (count * vpp + pp - 1) and timeline.peak_in_flight[0] == _peak(pp, vpp):
+        return True
+    return f"one that takes {_chunk_units(timeline.makespan)} with {timeline.peak_in_flight[0]} in flight on rank 0"
+
+
+def _parsed_order(order: Any, rank: int) -> list[int] | str:
+    """The numbers of an answer's order, or what is wrong with them, as words of a sentence."""
+    form = "an order is a list of whole numbers, 1 for a forward of the first chunk, -1 for its backward"
+    if isinstance(order, str) or not isinstance(order, Iterable):
+        return f"{shown(order)} for rank {rank}: {form}"
+    numbers = list(order)
+    for number in numbers:
+        if not isinstance(number, int | np.integer) or isinstance(number, bool) or number == 0:
+            return f"{shown(number)} in the order of rank {rank}: {form}"
+    counts = Counter(map(int, numbers))
+    without = [f"chunk {chunk}" for chunk in sorted(counts) if chunk > 0 and not counts[-chunk]]
+    return f"no backward for {listed(without)} on rank {rank}" if without else [int(number) for number in numbers]
+
+
+def _row_of_order(order: Iterable[int], rank: int, pp: int) -> list[str]:
+    """Actions of a signed order: each chunk sees the microbatches in ascending order."""
+    seen: Counter[int] = Counter()
+    row = []
+    for signed in order:
+        row.append(f"{(abs(signed) - 1) * pp + rank}{'F' if signed > 0 else 'B'}{seen[signed]}")
+        seen[signed] += 1
+    return row
+
+
+def _peak(pp: int, vpp: int) -> int:
+    return 2 * (pp - 1) + (vpp - 1) * pp + 1
+
+
+def _chunk_units(time: float) -> str:
+    return f"{time:g} units of time (a chunk's F = 1, B = 2)"
+
+
+# ---- Chapter 12: a schedule of the reader's own ----
+
+_FORM = "a list of rows (lists of texts such as 0F0)"
+
+
+@exercise("12.schedule", "Write schedule(pp, microbatches) -> one row of actions per rank, as texts such as '0F0'.")
+def schedule(answer: Any) -> Iterator[Outcome]:
+    """Five targets at p = 4, m = 8, each harder than the target before; then the last two at other sizes, m >= p.
+
+    A rank's whole share of the model costs F = I = W = 1 per microbatch (B = 2). Stages of one rank divide the share
+    equally, so an answer with several stages a rank meets the same targets. Each target is a closed form:
+
+    - One stage a rank: the last rank starts after p - 1 forwards and has 3m units of work. The least is 3m + p - 1.
+    - Two stages a rank: p ranks share 2p stages, so some rank holds no stage before stage p - 1. This rank starts
+      after p - 1 forwards of half a unit. The least is 3m + (p - 1)/2.
+
+    The score gives each reason for failure once: later cases with the same reason get no sentence.
+    """
+    said: set[str] = set()
+    for outcome in _targets(answer):
+        words = outcome.got
+        yield replace(outcome, told=outcome.passed or words not in said)
+        if not words.endswith("in flight"):  # times and memory are held against another target in each case
+            said.add(words)
+
+
+def _targets(answer: Any) -> Iterator[Outcome]:
+    pp, count = 4, 8
+    found = _attempt(answer, pp, count)
+    given = f"pp {pp}, {count} microbatches"
+    yield holds(given, f"{_FORM} that runs", lambda: isinstance(found, Timeline) or found)
+    whole, right_after = 3 * (count + pp - 1), 3 * count + 2 * (pp - 1)
+    yield _target(found, pp, count, whole, "1F1B: 3(m + p - 1) and p")
+    yield _target(found, pp, count, right_after - 1, "better than each W right after its I: 3m + 2(p - 1)")
+    yield _target(
+        found, pp, count, _least(pp, count, 1), "the least with one stage a rank, 3m + p - 1, in 1F1B's memory"
+    )
+    yield _target(
+        found, pp, count, _least(pp, count, 2), "the least with two stages a rank, 3m + (p - 1)/2, in the same"
+    )
+    for pp, count in ((2, 4), (6, 6)):
+        yield _target(_other(answer, found, pp, count), pp, count, _least(pp, count, 1), "3m + p - 1 and p")
+    for pp, count in ((3, 7), (5, 12)):
+        yield _target(_other(answer, found, pp, count), pp, count, _least(pp, count, 2), "3m + (p - 1)/2 and p")
+
+
+def _least(pp: int, count: int, stages: int) -> float:
+    """Steps that no schedule with so many stages a rank can be below."""
+    return 3 * count + (pp - 1) / stages
+
+
+def _other(answer: Any, found: Timeline | str, pp: int, count: int) -> Timeline | str:
+    """The answer at other sizes; one that does not even run at the first is not asked again."""
+    return _attempt(answer, pp, count) if isinstance(found, Timeline) else found
+
+
+def _target(found: Timeline | str, pp: int, count: int, steps: float, why: str) -> Outcome:
+    return holds(
+        f"pp {pp}, {count} microbatches",
+        f"at most {steps:g} steps with at most {pp} in flight ({why})",
+        lambda: _within(found, steps, pp),
+    )
+
+
+def _within(found: Timeline | str, steps: float, most: int) -> bool | str:
+    """True, or the steps and the memory that the answer needs, or why it does not run."""
+    if isinstance(found, str):
+        return found
+    peak = max(found.peak_memory)
+    if found.makespan <= steps + 1e-9 and peak <= most + 1e-9:
+        return True
+    return f"{found.makespan:g} steps with {peak:g} in flight"
+
+
+def _attempt(answer: Any, pp: int, count: int) -> Timeline | str:
+    """The answer verified and timed, or why it cannot be, as words of a sentence."""
+    try:
+        rows = _parsed_rows(answer(pp, count) if callable(answer) else answer)
+        if isinstance(rows, str):
+            return rows
+        if len(rows) != pp:
+            return f"{len(rows)} rows for {pp} ranks"
+        stages = 1 + max((action.stage for row in rows for action in row), default=0)
+        own = Schedule("the answer", stages, count, rows)
+        if own.forward_only:
+            return "no backward in any row"
+        verify(own)
+        return _timed(own)
+    except ScheduleError as problem:
+        return without_grid(str(problem))
+    except (Exception, SystemExit) as error:
+        return raised(error)
+
+
+def _parsed_rows(rows: Any) -> list[list[Action]] | str:
+    """The actions of an answer, or what it is instead of rows, as words of a sentence."""
+    if isinstance(rows, Schedule):
+        return "a Schedule: give its rows, [[str(action) for action in s.actions(rank)] for rank in range(s.pp)]"
+    if not isinstance(rows, (list, tuple)):
+        return f"{type(rows).__name__} {shown(rows)}, which is no list of rows" if rows is not None else "None"
+    for rank, row in enumerate(rows):
+        if not isinstance(row, (list, tuple)):
+            return f"{shown(row)} as the row of rank {rank}, which is no list of texts"
+    return [[Action.parse(str(cell)) for cell in row] for row in rows]
+
+
+def _timed(own: Schedule) -> Timeline:
+    held = [len(own.stages_of(rank)) for rank in range(own.pp)]
+    if len(set(held)) != 1:
+        raise ValueError(f"{held} stages by rank: all ranks must hold equally many, or their times cannot be compared")
+    share = 1 / held[0]
+    return simulate(own, Costs(forward=share, input_grad=share, weight_grad=share, activation=share))

@@ -1,0 +1,152 @@
+"""The scales of fp8 operands, and the history of amax that `delayed` scales come from.
+
+Two choices differ from Transformer Engine's. The history of `delayed` moves on once per optimizer step, not once per
+microbatch: scales then do not depend on how microbatches are spread over ranks, activations recomputed in backward are
+cast as they were the first time, a step costs one all-reduce, and every layout of tp, cp, dp and pp computes the same
+fp8 values as one process (in float64 to the last bits; `current` agrees over dp and pp only). And in the first step,
+before there is a history, a tensor is scaled by its own amax (agreed over tp_cp); a scale of 1 would flush the
+gradients of a mean loss to zero, since e5m2 has nothing between 0 and 2^-16.
+
+Where ranks hold copies of a key/value head, each casts the gradient that its own query heads give. One process casts
+the sum of these, so there the weight gradients agree to the format's precision only.
+
+Shapes: R rows and C columns of an operand, M layers of a model chunk, L steps of history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from labkit.fp8 import operands
+from labkit.fp8.casting import scale_of
+from labkit.fp8.gemms import BlockwiseGemms, Float8Gemms
+from labkit.fp8.recipe import KINDS, Float8Recipe
+from labkit.parallel import collectives
+from labkit.parallel.groups import Group, ParallelGroups
+from labkit.parallel.ledger import comm_scope, current_scope
+from labkit.parallel.precision import Precision
+
+
+class Float8Scaling(Precision):
+    """The scales of all fp8 layers of one model chunk.
+
+    Args:
+        recipe: formats and scaling.
+        groups: this rank's groups.
+        device: where the scales live.
+    """
+
+    def __init__(self, recipe: Float8Recipe, groups: ParallelGroups, device: torch.device | str | None = None) -> None:
+        self.recipe = recipe
+        self._one_sample, self._stage = groups.tp_cp, groups.tp_dp_cp
+        self._device = groups.device if device is None else torch.device(device)
+        self._members: dict[str, Float8Gemms] = {}
+        self._steps = 0
+        self._resize(0)
+
+    def gemms(self, name: str) -> Float8Gemms:
+        """The products of the layer `name`.
+
+        Raises:
+            ValueError: a layer of this name has them already.
+        """
+        if name in self._members:
+            raise ValueError(f"the fp8 scales of {name} belong to another layer; names must differ")
+        made = BlockwiseGemms if self.recipe.name == "blockwise" else Float8Gemms
+        self._members[name] = made(self, len(self._members))
+        self._resize(len(self._members))
+        return self._members[name]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The layers, in the order of `scales`."""
+        return tuple(self._members)
+
+    @property
+    def scales(self) -> Tensor:
+        """Of `delayed`: what each layer's input, weight and output gradient are multiplied by, [M, 3]."""
+        return self._scale_M3
+
+    def operand(
+        self, index: int, kind: str, x_RC: Tensor, group: Group | None, *, noted: bool, transposed: bool
+    ) -> operands.Operand:
+        """x in fp8, the reciprocal of its scale (a float32 scalar), and where kernels make it and it is asked for x
+        transposed.
+
+        group: whose ranks agree on the scale of `current`, None for this rank alone.
+        noted: whether its amax counts for later steps; not so in an evaluation.
+        """
+        column, dtype = KINDS.index(kind), self.recipe.dtype(kind)
+        delayed = self.recipe.name == "delayed"
+        assert delayed or self.recipe.name == "current"
+        so_far = self._amax_M3[index, column] if noted and delayed else None
+        if delayed and self._steps:
+            known = self._scale_M3[index, column]
+            return operands.operand_by_history(x_RC, known, dtype, transposed=transposed, so_far=so_far)
+        peaks_P = self._agreed(operands.peaks(x_RC), self._one_sample if delayed else group, index, kind)
+        margin = self.recipe.margin if delayed else 0
+        scale, scale_inv = operands.scales(peaks_P, dtype, margin, so_far=so_far)
+        return operands.operand(x_RC, scale, scale_inv, dtype, transposed=transposed)
+
+    def forget_weights(self) -> None:
+        """All layers cast their weights anew at the next use."""
+        for member in self._members.values():
+            member.forget_weight()
+
+    @property
+    def state(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What steps change, in place: the largest magnitudes of this step, those of earlier ones, the scales."""
+        return self._amax_M3, self._history_LM3, self._scale_M3
+
+    def end_step(self) -> None:
+        """After the backward of the last microbatch: weights will change, and `delayed` moves its history on.
+
+        Called by all ranks of tp_dp_cp; the one all-reduce of a step.
+        """
+        self.forget_weights()
+        if self.recipe.name != "delayed" or not self._members:
+            return
+        amax_M3 = torch.where(self._amax_M3.isfinite(), self._amax_M3, 0)
+        with comm_scope(layer="fp8", phase="amax"):
+            amax_M3 = collectives.all_reduce(amax_M3, self._stage, "max")
+        self._history_LM3.copy_(torch.cat([amax_M3[None], self._history_LM3[:-1]]))  # in place: a graph may hold this
+        chosen = self._history_LM3.amax(0) if self.recipe.amax_compute_algo == "max" else amax_M3
+        for column, kind in enumerate(KINDS):
+            fresh = scale_of(chosen[:, column], self.recipe.dtype(kind)) / 2**self.recipe.margin
+            known = self._scale_M3[:, column]
+            known.copy_(torch.where(chosen[:, column] > 0, fresh, known))
+        self._amax_M3.zero_()
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a resumed run needs to scale as this one would have: history [L, 3] by layer, and the steps so far."""
+        histories = {name: self._history_LM3[:, index].clone() for index, name in enumerate(self._members)}
+        scales = {f"{name}.scale": self._scale_M3[index].clone() for index, name in enumerate(self._members)}
+        return histories | scales | {"steps": torch.tensor(self._steps)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """The inverse of `state_dict`; layers of other chunks in `state` are passed over.
+
+        Raises:
+            KeyError: a layer of this chunk is missing.
+        """
+        for index, name in enumerate(self._members):
+            self._history_LM3[:, index] = state[name]
+            self._scale_M3[index] = state[f"{name}.scale"]
+        self._steps = int(state["steps"])
+
+    def _agreed(self, peaks_P: Tensor, group: Group | None, index: int, kind: str) -> Tensor:
+        """The largest magnitude over the ranks of `group`, [1]; the peaks as they are where this rank is alone."""
+        if group is None or group.size == 1:
+            return peaks_P
+        phase = "backward" if kind == "grad" else current_scope().phase or "forward"
+        with comm_scope(layer=self.names[index], phase=phase):
+            return collectives.all_reduce(peaks_P.amax(), group, "max").view(1)
+
+    def _resize(self, members: int) -> None:
+        made: Callable[..., Tensor] = lambda *shape: torch.zeros(*shape, members, 3, device=self._device)  # noqa: E731
+        self._amax_M3, self._history_LM3 = made(), made(self.recipe.amax_history_len)
+        self._scale_M3 = made() + 1

@@ -1,0 +1,84 @@
+"""The model chunks of one rank: which stages a schedule runs on it, and what each of them holds."""
+
+from __future__ import annotations
+
+import torch
+
+from labkit.config import RunConfig
+from labkit.models.gpt import GPTModel, draws
+from labkit.models.layer_spec import LOCAL, LayerSpec
+from labkit.models.placement import stage_contents
+from labkit.parallel.groups import ParallelGroups
+from labkit.parallel.random import model_parallel_seed
+from labkit.schedules import Schedule, build_schedule
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+"""`optim.precision` -> type of parameters and activations."""
+
+
+def build_model_chunks(
+    config: RunConfig, groups: ParallelGroups, schedule: Schedule | None = None, *, spec: LayerSpec = LOCAL
+) -> list[GPTModel]:
+    """The model chunks of this rank: the stages that `schedule` runs on it, in their order.
+
+    schedule: where stages are; None means the one that `config.schedule` names.
+    spec: parts of the layers and the precision of their products; a config with fp8 or Transformer Engine needs
+        `labkit.train.layer_spec(config.model, config.optim)`, which `pretrain` gives.
+
+    Where first and last stage are both on this rank (a V), they share one weight: it is the first chunk's parameter,
+    and the last only refers to it. Its gradient is complete when the backwards of both stages are, weight gradients
+    included.
+
+    Raises:
+        ValueError: layers that the stages do not divide, a schedule of another pipeline, or tied weights on two ranks
+            that `groups.embd` does not join.
+    """
+    if config.optim.fp8 != "none" and spec is LOCAL:
+        raise ValueError(
+            f"optim.fp8 is {config.optim.fp8}, and the given layers compute in the type of their tensors: give "
+            "build_model_chunks spec=labkit.train.layer_spec(config.model, config.optim)"
+        )
+    if schedule is None:
+        microbatches, vpp = config.num_microbatches(groups.world_size), groups.config.vpp
+        schedule = build_schedule(config.schedule, pp=groups.pp.size, vpp=vpp, microbatches=microbatches)
+    if schedule.pp != groups.pp.size:
+        raise ValueError(f"{schedule.name} is for {schedule.pp} ranks, the pipeline has {groups.pp.size}")
+    model, random = config.model, draws(config.model, config.moe)
+    if not model.untie_embeddings_and_output_weights:
+        _check_embedding_group(schedule, groups)
+    rng = model_parallel_seed(config.train.seed, groups) if random else None
+    contents = stage_contents(config, schedule.num_stages)
+    chunks: list[GPTModel] = []
+    for stage in schedule.stages_of(groups.pp.rank):
+        held = contents[stage]
+        first = chunks[0].embedding if chunks else None
+        tied = held.loss and not model.untie_embeddings_and_output_weights
+        chunk = GPTModel(
+            model,
+            groups,
+            layers=held.layers,
+            moe=config.moe,
+            pre_process=held.embedding,
+            post_process=held.loss,
+            seed=config.train.seed,
+            dtype=DTYPES[config.optim.precision],
+            gradient_accumulation_fusion=config.optim.gradient_accumulation_fusion,
+            label_smoothing=config.train.label_smoothing,
+            rng=rng,
+            spec=spec,
+            tied_weight_VH=first.word.weight if tied and first is not None else None,
+        )
+        chunks.append(chunk)
+    return chunks
+
+
+def _check_embedding_group(schedule: Schedule, groups: ParallelGroups) -> None:
+    """The ranks of first and last stage must be able to sum their gradients of the tied weight."""
+    ends = sorted({schedule.placement(0), schedule.placement(schedule.num_stages - 1)})
+    ranks = tuple(groups.pp.ranks[end] for end in ends)
+    if len(ranks) > 1 and groups.rank in ranks and groups.embd.ranks != ranks:
+        raise ValueError(
+            f"{schedule.name} has the tied word embedding on pipeline ranks {ends[0]} and {ends[1]}, and groups.embd "
+            "joins others: make the groups by initialize_model_parallel(parallel, ends=(rank of the first stage, rank "
+            "of the last)), as pretrain does, or set model.untie_embeddings_and_output_weights"
+        )

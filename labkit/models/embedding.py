@@ -1,0 +1,99 @@
+"""The embeddings before the first layer, and the output layer behind the last, which may share their table.
+
+Shapes: S sequence, B batch, H hidden.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from labkit.models.build import Build
+from labkit.parallel.parameter_record import record_of
+from labkit.parallel.token_ids import check_token_ids
+from labkit.parallel.vocab import VocabParallelEmbedding, make_vocab_parameter
+from labkit.parallel.weights import make_parameter
+
+
+class PositionEmbedding(nn.Module):
+    """A learned vector per position (`position = learned`), whole on every rank of the first stage.
+
+    Under sequence parallelism a rank adds the vectors of its own positions to its part of the words, whose sum is
+    reduce-scattered and never whole; so its gradient lacks the other ranks' rows until `finalize_model_grads`.
+    """
+
+    def __init__(self, name: str, build: Build) -> None:
+        super().__init__()
+        config = build.config
+        shape = (config.seq_length, config.hidden)
+        weight = make_parameter(
+            f"{name}.weight", shape, seed=build.weight_seed, std=config.init_std, **build.factory_kwargs
+        )
+        self.weight, self.own = build.whole_here(weight), build.own_positions
+
+    def forward(self, length: int, position_ids_BS: Tensor | None) -> Tensor:
+        """This rank's part of the vectors of positions 0, 1, .. as [S, 1, H], or of the given ones as [S, B, H]."""
+        own = self.own(length)
+        if position_ids_BS is None:
+            return self.weight[own, None]
+        return nn.functional.embedding(position_ids_BS.t()[own], self.weight)
+
+
+class Embedding(nn.Module):
+    """Tokens and, where they are learned, positions: [B, S] -> [S, B, H]."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        config = build.config
+        self.word = VocabParallelEmbedding(
+            "embedding.word",
+            config.vocab_size,
+            config.hidden,
+            group=build.group,
+            divisible_by=config.make_vocab_size_divisible_by,
+            reduce_scatter_embeddings=build.sequence_parallel,
+            seed=build.weight_seed,
+            std=config.init_std,
+            **build.factory_kwargs,
+        )
+        tied = not config.untie_embeddings_and_output_weights
+        record_of(self.word.weight).shared_embedding = tied
+        self.position = PositionEmbedding("embedding.position", build) if config.position == "learned" else None
+        self.dropout = build.dropout(config.embedding_dropout)
+
+    def forward(self, tokens_BS: Tensor, position_ids_BS: Tensor | None = None) -> Tensor:
+        """[B, S] -> [S, B, H]. TokenIdError for an id outside the vocabulary."""
+        ids_BS = check_token_ids(tokens_BS, self.word.vocab_size)  # an error names the place in what was given
+        x_SBH = self.word(ids_BS.t(), check_ids=False)  # transposing ids is cheaper than transposing vectors
+        if self.position is not None:
+            x_SBH = x_SBH + self.position(tokens_BS.shape[1], position_ids_BS)
+        return self.dropout(x_SBH)
+
+
+class OutputLayer(nn.Module):
+    """Holds the output weight: its own where untied, or the last stage's copy of the word embedding.
+
+    The copy is drawn under the embedding's name and therefore starts equal to it; `gradients.finalize_model_grads` sums
+    the gradients of both (`shared_embedding`), so they stay equal. Only the copy is marked `shared`, so that norms and
+    checkpoints count the weight once.
+    """
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        config = build.config
+        tied = not config.untie_embeddings_and_output_weights
+        self.weight = make_vocab_parameter(
+            "embedding.word.weight" if tied else "output.weight",
+            config.vocab_size,
+            config.hidden,
+            group=build.group,
+            divisible_by=config.make_vocab_size_divisible_by,
+            seed=build.weight_seed,
+            std=config.init_std,
+            **build.factory_kwargs,
+        )
+        record = record_of(self.weight)
+        record.shared = record.shared_embedding = tied
+
+    def forward(self) -> Tensor:
+        """The weight; called like any layer, so that what waits for a layer's parameters waits here too."""
+        return self.weight

@@ -1,0 +1,1 @@
+"""Bytes that a rank needs, predicted and counted."""

@@ -1,0 +1,375 @@
+"""Bytes that a layer's experts keep for backward, tensor by tensor; the part of `activation_bytes.py` behind the norm.
+
+With T tokens of a rank, k experts a token, R rows that the rank's experts work on (T k in the mean over ranks, times
+etp), h hidden, g width of an expert and elements of e bytes, grouped experts with a gate keep
+
+| tensor                              | bytes              |
+|-------------------------------------|--------------------|
+| the layer's input                   | T h e              |
+| the rows, as experts get them       | R h e              |
+| what fc1 makes: gate and up         | R 2g e / etp       |
+| what fc2 takes                      | R g e / etp        |
+| weights, and places of rows         | R w + 16 T k       |
+| scores and choice                   | T E (w + 1)        |
+
+and what shared experts keep, which are an MLP. A routing moves R from rank to rank, and only its mean is known before.
+w is 4, or more with a wider router.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from labkit.config import ModelConfig, MoEConfig
+from labkit.models.counts import (
+    DENSE,
+    expert_width,
+    fc1_width,
+    ffn_width,
+    gate_and_up,
+    kv_width,
+    padded_vocab,
+    qkv_width,
+)
+
+if TYPE_CHECKING:
+    from labkit.models.memory.activation_bytes import Share
+
+
+INDEX_BYTES = 8
+"""Of the place of a row."""
+
+
+def moe_saved(model: ModelConfig, moe: MoEConfig, share: Share) -> dict[str, int]:
+    """Tensor -> bytes kept behind the norm of a layer with experts when nothing is recomputed, in order of the forward.
+
+    Raises:
+        ValueError: a capacity without padding, which leaves a number of rows that only routing tells.
+    """
+    tokens, e, h = share.tokens_between(model), share.element_bytes, model.hidden
+    sent, rows = _rows(moe, share, tokens)
+    inner = expert_width(model, moe) // share.etp
+    jitter = 2 if moe.input_jitter else 0  # the numbers drawn, and their product with the input, which takes its place
+    input_is_kept = not jitter or moe.shared_expert_ffn_hidden is not None
+    permuted = rows if moe.dispatcher == "allgather" else sent
+    return {
+        "mlp layer input": tokens * h * e if input_is_kept else 0,
+        **_shared_experts(model, moe, share),
+        "mlp router jitter": jitter * tokens * h * e,
+        "mlp router scores": _router(moe, share, tokens),
+        "mlp permutation": 2 * permuted * INDEX_BYTES,
+        "mlp experts fc1 input": rows * h * e,
+        "mlp experts activation input": _expert_activation(model, moe, inner, e) * rows,
+        "mlp experts weights": rows * _router_bytes(moe, share),
+        "mlp experts fc2 input": rows * inner * e,
+    }
+
+
+def _rows(moe: MoEConfig, share: Share, tokens: int) -> tuple[int, int]:
+    """Rows that leave this rank, and rows that its experts work on."""
+    if moe.pad_to_capacity:
+        assert moe.capacity_factor is not None
+        capacity = min(math.ceil(tokens * moe.top_k / moe.num_experts * moe.capacity_factor), tokens)
+        return moe.num_experts * capacity, moe.num_experts * capacity * share.etp
+    if moe.capacity_factor is not None:
+        raise ValueError(
+            "moe.capacity_factor without moe.pad_to_capacity leaves a number of rows that only the routing tells; set "
+            "pad_to_capacity, or leave the capacity out for the most that can be kept"
+        )
+    sent = tokens * moe.top_k
+    return sent, sent * share.etp if share.expert_rows is None else share.expert_rows
+
+
+def _router_bytes(moe: MoEConfig, share: Share) -> int:
+    """Of a weight that leaves the router."""
+    return max({"fp32": 4, "fp64": 8}.get(moe.router_dtype, 0), share.element_bytes)
+
+
+def _router(moe: MoEConfig, share: Share, tokens: int) -> int:
+    """Scores and choice, and what losses and a capacity add; T E elements each, or T for sums over experts."""
+    wide, experts = max(_router_bytes(moe, share), 4), moe.num_experts
+    sinkhorn = moe.load_balancing == "sinkhorn"
+    summed = moe.score_function == "sigmoid" and not sinkhorn  # sigmoids are divided by their sum
+    divided = summed and moe.top_k > 1
+    kept = experts * (wide + 1) + ((experts + 1) * wide if divided else 0)
+    if moe.z_loss_coeff:
+        kept += (experts + 1) * wide
+    if moe.load_balancing.endswith("aux_loss") and moe.aux_loss_coeff:
+        kept += (experts + summed) * wide
+    if moe.capacity_factor is not None:
+        kept += experts
+    return tokens * kept + _counts(moe, share, wide)
+
+
+def _counts(moe: MoEConfig, share: Share, wide: int) -> int:
+    """Tokens of each expert, by which the load-balancing loss multiplies."""
+    if not (moe.load_balancing.endswith("aux_loss") and moe.aux_loss_coeff):
+        return 0
+    return moe.num_experts * wide * (share.samples if moe.load_balancing == "seq_aux_loss" else 1)
+
+
+def _expert_activation(model: ModelConfig, moe: MoEConfig, inner: int, e: int) -> int:
+    """A row of what fc1 makes and of what the weight of the row multiplies. Grouped SwiGLU makes the second again."""
+    gated = gate_and_up(model) == 2
+    if gated and moe.grouped_gemm:
+        return 2 * inner * e
+    return ((4 if gated else 2) * inner) * e
+
+
+def _shared_experts(model: ModelConfig, moe: MoEConfig, share: Share) -> dict[str, int]:
+    """The input is the layer's, unless it is gathered ahead for the overlap."""
+    width = moe.shared_expert_ffn_hidden
+    if width is None:
+        return {}
+    inside, e, t = share.tokens(model), share.element_bytes, share.tp
+    gate = share.tokens_between(model) * (model.hidden + 1) * e if moe.shared_expert_gate else 0
+    gathered = inside * model.hidden * e if moe.shared_expert_overlap and t > 1 else 0
+    return {
+        "mlp shared experts gathered input": gathered,
+        "mlp shared experts activation input": inside * width * (3 if gate_and_up(model) == 2 else 1) // t * e,
+        "mlp shared experts fc2 input": inside * width // t * e,
+        "mlp shared experts gate": gate,
+    }
+
+
+def moe_kept(saved: dict[str, int], model: ModelConfig, share: Share, modules: tuple[str, ...]) -> dict[str, int]:
+    """`saved`, of a whole layer, without what the selected parts of its experts throw away."""
+    if "moe" in modules:
+        behind = ("mlp shared", "mlp router", "mlp permutation", "mlp experts")
+        saved = {name: 0 if name.startswith(behind) else size for name, size in saved.items()}
+        saved["mlp layer input"] = share.tokens_between(model) * model.hidden * share.element_bytes
+    if "shared_experts" in modules:
+        saved = {name: 0 if name.startswith("mlp shared") else size for name, size in saved.items()}
+    return saved
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one rank computes of a layer, and in which type."""
+
+    samples: int = 1
+    """Of a microbatch."""
+    tp: int = 1
+    """Tensor-parallel size."""
+    cp: int = 1
+    """Context-parallel size: a rank holds 1/cp of the sequence, and its attention keeps no probabilities."""
+    sequence_parallel: bool = False
+    """Between tensor-parallel regions a rank holds 1/tp of the sequence."""
+    etp: int = 1
+    """Tensor-parallel size inside experts."""
+    expert_rows: int | None = None
+    """Rows (tokens x experts) that this rank's experts work on in a layer; None is the mean over ranks."""
+    element_bytes: int = 4
+    """Of an activation."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where it runs: norms and attention dropout keep different tensors. `cuda` follows its kernels' documentation."""
+
+    def tokens(self, model: ModelConfig) -> int:
+        """Positions of all samples inside tensor-parallel regions."""
+        return self.samples * model.seq_length // self.cp
+
+    def tokens_between(self, model: ModelConfig) -> int:
+        """Positions between tensor-parallel regions."""
+        return self.tokens(model) // (self.tp if self.sequence_parallel else 1)
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number that a kernel keeps in float32 at least."""
+        return max(self.element_bytes, 4)
+
+
+def layer_saved(model: ModelConfig, share: Share, moe: MoEConfig | None = None) -> dict[str, int]:
+    """Tensor -> bytes that one layer keeps when nothing is recomputed, in the order of the forward.
+
+    Names begin with what part of the layer they belong to: `attention` or `mlp`.
+    """
+    inside, outside = share.tokens(model), share.tokens_between(model)
+    mask = outside * model.hidden if model.hidden_dropout else 0
+    return {
+        "attention norm": _norm_bytes(model, share),
+        "attention qkv input": outside * model.hidden * share.element_bytes,
+        **{f"attention {name}": size for name, size in _core_attention(model, share).items()},
+        "attention proj input": inside * model.hidden // share.tp * share.element_bytes,
+        "attention dropout mask": mask,
+        "mlp norm": _norm_bytes(model, share),
+        **(_mlp(model, share) if moe is None else moe_saved(model, moe, share)),
+        "mlp dropout mask": mask,
+    }
+
+
+def _mlp(model: ModelConfig, share: Share) -> dict[str, int]:
+    inside, outside, e = share.tokens(model), share.tokens_between(model), share.element_bytes
+    gate = ffn_width(model) if model.activation == "swiglu" else 0
+    return {
+        "mlp fc1 input": outside * model.hidden * e,
+        "mlp activation input": inside * (fc1_width(model) + gate) // share.tp * e,
+        "mlp fc2 input": inside * ffn_width(model) // share.tp * e,
+    }
+
+
+def _norm_bytes(model: ModelConfig, share: Share) -> int:
+    """A norm's input with mean and deviation; torch's RMSNorm on a CPU keeps its input twice, in float32."""
+    tokens, e = share.tokens_between(model), share.element_bytes
+    on_gpu = share.device == "cuda"
+    if model.norm == "layernorm":
+        return tokens * (model.hidden * e + 2 * (share.wide if on_gpu else e))
+    return tokens * ((model.hidden * e if on_gpu else 2 * model.hidden * share.wide) + share.wide)
+
+
+def _core_attention(model: ModelConfig, share: Share) -> dict[str, int]:
+    """q, k, v, and what the way from them to the attention's output keeps."""
+    tokens, e, t, h = share.tokens(model), share.element_bytes, share.tp, model.hidden
+    grouped = kv_width(model, t) < h // t
+    qkv, repeated = tokens * qkv_width(model, t) * e, tokens * 3 * h // t * e
+    probabilities = tokens * model.seq_length * model.heads // t  # a s^2 b / t elements
+    fused, p = model.attention_backend == "fused", model.attention_dropout
+    if share.cp > 1 or (fused and (not p or share.device == "cuda")):
+        return {"q, k, v": qkv, "log-sums": tokens * model.heads // t * share.wide}
+    if fused:
+        scaled = repeated * share.wide // e
+        if e >= 4 and not grouped and model.position != "rope":
+            scaled += tokens * 2 * h // t * e  # q and k are scaled into copies, and v is a part of what they came from
+        return {"q, k, v": scaled, "probabilities": 3 * probabilities * share.wide}
+    return {"q, k, v": repeated, "probabilities": probabilities * (2 * e + 1 if p else e)}
+
+
+PARTS = {
+    "inputs of norms": ("attention norm", "mlp norm"),
+    "inputs of qkv and fc1": ("attention qkv input", "mlp fc1 input"),
+    "q, k, v and output": ("attention q, k, v", "attention log-sums", "attention proj input"),
+    "probabilities": ("attention probabilities",),
+    "inside the MLP": ("mlp activation input", "mlp fc2 input"),
+    "dropout masks": ("attention dropout mask", "mlp dropout mask"),
+}
+"""What the tensors of `layer_saved` are, in words."""
+
+MOE_PARTS = {
+    "inputs of norms": PARTS["inputs of norms"],
+    "inputs of qkv and experts": ("attention qkv input", "mlp layer input", "mlp experts fc1 input"),
+    "q, k, v and output": PARTS["q, k, v and output"],
+    "probabilities": PARTS["probabilities"],
+    "inside experts": ("mlp experts activation input", "mlp experts weights", "mlp experts fc2 input"),
+    "shared experts": (
+        "mlp shared experts gathered input",
+        "mlp shared experts activation input",
+        "mlp shared experts fc2 input",
+        "mlp shared experts gate",
+    ),
+    "routing": ("mlp router jitter", "mlp router scores", "mlp permutation"),
+    "dropout masks": PARTS["dropout masks"],
+}
+"""The same of a layer with experts."""
+
+
+def layer_parts(model: ModelConfig, share: Share, moe: MoEConfig | None = None) -> dict[str, int]:
+    """Part (`PARTS`, with experts `MOE_PARTS`) -> bytes that one layer keeps, recomputed as `model` says, `full` layer
+    by layer included."""
+    if model.recompute_granularity == "full":
+        return {"inputs of norms": layer_input_bytes(model, share)}
+    saved, parts = _kept(model, share, moe), PARTS if moe is None else MOE_PARTS
+    return {part: sum(saved.get(name, 0) for name in names) for part, names in parts.items()}
+
+
+def layer_activation_bytes(model: ModelConfig, share: Share | None = None, moe: MoEConfig | None = None) -> int:
+    """Bytes that one layer keeps, with `selective` recomputation as `model` says; `full` keeps layer_input_bytes."""
+    return sum(_kept(model, share or Share(), moe).values())
+
+
+def _kept(model: ModelConfig, share: Share, moe: MoEConfig | None = None) -> dict[str, int]:
+    """`layer_saved` without what the selected parts throw away."""
+    saved = layer_saved(model, share, moe)
+    modules = model.recompute_modules if model.recompute_granularity == "selective" else ()
+    if "core_attn" in modules:
+        saved |= dict.fromkeys(("attention log-sums", "attention probabilities"), 0)
+        saved["attention q, k, v"] = share.tokens(model) * qkv_width(model, share.tp) * share.element_bytes
+    if moe is not None:
+        saved = moe_kept(saved, model, share, modules)
+    elif "mlp" in modules:
+        saved |= dict.fromkeys(("mlp activation input", "mlp fc2 input"), 0)
+    if "layernorm" in modules:
+        saved["attention qkv input"] = 0
+        saved["mlp fc1 input" if moe is None else "mlp layer input"] = 0
+    return saved
+
+
+def layer_input_bytes(model: ModelConfig, share: Share) -> int:
+    """What a fully recomputed layer keeps."""
+    return share.tokens_between(model) * model.hidden * share.element_bytes
+
+
+def layers_activation_bytes(
+    model: ModelConfig, share: Share, layers: int | range | None = None, moe: MoEConfig = DENSE
+) -> int:
+    """Bytes that layers of one chunk keep for a microbatch, recomputed as `model` says.
+
+    layers: their indices in the model, or how many the first ones are; None is all.
+    """
+    each = _bytes_of(model, share, layers, moe)
+    if model.recompute_granularity != "full":
+        return sum(each)
+    if model.recompute_method == "uniform":
+        return -(-len(each) // model.recompute_num_layers) * layer_input_bytes(model, share)
+    front = min(model.recompute_num_layers, len(each))
+    return front * layer_input_bytes(model, share) + sum(each[front:])
+
+
+def _bytes_of(model: ModelConfig, share: Share, layers: int | range | None, moe: MoEConfig) -> list[int]:
+    """`layer_activation_bytes` of each layer."""
+    indices = layers if isinstance(layers, range) else range(model.layers if layers is None else layers)
+    return [layer_activation_bytes(model, share, moe if moe.is_moe_layer(index) else None) for index in indices]
+
+
+def recomputed_at_once_bytes(
+    model: ModelConfig, share: Share, layers: int | range | None = None, moe: MoEConfig = DENSE
+) -> int:
+    """What stands beside it while a piece is computed again: all that full recomputation dropped of the largest one.
+    `layers` as in `layers_activation_bytes`."""
+    if model.recompute_granularity != "full":
+        return 0
+    each, together = _bytes_of(model, share, layers, moe), model.recompute_num_layers
+    if not each:
+        return 0
+    if model.recompute_method == "uniform":
+        pieces = [sum(each[i : i + together]) for i in range(0, len(each), together)]
+    else:
+        pieces = each[:together]
+    return max(pieces) - layer_input_bytes(model, share)
+
+
+def end_activation_bytes(
+    model: ModelConfig,
+    share: Share | None = None,
+    *,
+    tp_rank: int = 0,
+    pre_process: bool = True,
+    post_process: bool = True,
+) -> int:
+    """What embedding and loss keep for a microbatch on rank `tp_rank` of the tensor-parallel group.
+
+    The embedding keeps its ids (8 bytes), the mask of foreign ones where t > 1, and that of its dropout; the last stage
+    the final norm's input and output, and per token the exponentials of this rank's real columns in float32 (float64
+    in fp64) with their scale.
+    """
+    share = share or Share()
+    tokens, outside, total = share.tokens(model), share.tokens_between(model), 0
+    if pre_process:
+        total += tokens * 8 + (tokens if share.tp > 1 else 0)
+        total += outside * model.hidden if model.embedding_dropout else 0
+    if post_process:
+        width = padded_vocab(model, share.tp) // share.tp
+        columns = min(max(model.vocab_size - tp_rank * width, 0), width)
+        total += _norm_bytes(model, share) + outside * model.hidden * share.element_bytes
+        total += tokens * (columns + 1) * share.wide
+    return total
+
+
+def paper_layer_bytes(model: ModelConfig, share: Share, recompute: Literal["none", "selective", "full"]) -> float:
+    """The table at the top of this file, for 2-byte activations (arXiv 2205.05198, table 2)."""
+    s, b, h, t = model.seq_length, share.samples, model.hidden, share.tp
+    scores = 5 * model.heads * s / h if recompute == "none" else 0.0
+    spread = t if share.sequence_parallel else 1
+    if recompute == "full":
+        return 2 * s * b * h / spread
+    return s * b * h * (10 / spread + 24 / t + scores / t)

@@ -1,0 +1,170 @@
+"""Bytes that a rank needs to train, in closed form: weights, gradients, optimizer state and activations in flight.
+
+The sum of `counts.py` (parameters), `labkit.parallel.data_parallel.zero_memory` (bytes of each parameter) and
+`activation_bytes.py` (activations that a forward keeps), with the most microbatches that the schedule has in flight.
+Numbers only, no torch. The sum is of a rank's peak in a training step, without the memory of the process itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from labkit.config import MoEConfig, RunConfig
+from labkit.models.counts import ELEMENT_BYTES, expert_parameters, moe_layers, rank_parameters
+from labkit.models.memory.activation_bytes import (
+    Share,
+    end_activation_bytes,
+    layer_saved,
+    layers_activation_bytes,
+    recomputed_at_once_bytes,
+)
+from labkit.models.placement import StageContents, stage_contents
+from labkit.parallel.data_parallel.bucket_layout import default_bucket_size
+from labkit.parallel.data_parallel.zero_memory import bytes_per_parameter
+from labkit.schedules import Schedule
+from labkit.schedules.partial_checkpoints import kept_whole
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank at the peak of a training step."""
+
+    weights: int
+    """In the model's precision."""
+    gradients: int
+    """`main_grad`: float32 for 16-bit weights."""
+    optimizer: int
+    """Adam's two moments, and for 16-bit weights their float32 masters; a part of them if they are sharded."""
+    activations: int
+    """What forwards keep for their backwards, of all microbatches in flight, and what one backward has beside it."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def rank_memory(
+    config: RunConfig, world_size: int, schedule: Schedule, pp_rank: int = 0, device: Literal["cpu", "cuda"] = "cpu"
+) -> RankMemory:
+    """Of a rank at place `pp_rank` of the pipeline. The formula takes the mean load of experts; padding of buffers,
+    messages under way and the text are left out.
+
+    schedule: what the run executes, such as `labkit.train.preflight.schedule_of(config, world_size)`.
+    """
+    weights, gradients, optimizer = _state(config, world_size, schedule, pp_rank)
+    activations = _activations(config, schedule, pp_rank, device)
+    if device == "cpu" and config.optim.distributed_optimizer:
+        activations = max(activations, _scattered_copy(config, world_size, gradients))
+    return RankMemory(weights, gradients, optimizer, activations)
+
+
+def _state(config: RunConfig, world_size: int, schedule: Schedule, pp_rank: int) -> tuple[int, int, int]:
+    """Weights, gradients and optimizer state. Experts are shared by edp ranks, everything else by dp x cp."""
+    parallel, optim, precision = config.parallel, config.optim, config.optim.precision
+    etp = parallel.tp if parallel.etp is None else parallel.etp
+    experts = _expert_parameters(config, schedule, pp_rank, etp)
+    dense = rank_parameters(config, pp_rank=pp_rank, schedule=schedule) - experts
+    replicas = config.data_parallel_size(world_size) * parallel.cp
+    expert_replicas = world_size // (etp * parallel.ep * parallel.pp)
+    weights = gradients = optimizer = 0
+    for parameters, ranks in ((dense, replicas), (experts, expert_replicas)):
+        each = bytes_per_parameter(
+            param_dtype=precision,
+            grad_dtype="fp32" if ELEMENT_BYTES[precision] < 4 else precision,
+            dp=max(1, ranks // optim.num_distributed_optimizer_instances),
+            stage=1 if optim.distributed_optimizer else 0,
+        )
+        weights += int(parameters * each.weight)
+        gradients += int(parameters * each.gradient)
+        optimizer += int(parameters * each.optimizer)
+    return weights, gradients, optimizer
+
+
+def _scattered_copy(config: RunConfig, world_size: int, gradients: int) -> int:
+    """Of the gradients of a bucket, which gloo copies to reduce-scatter them. The first bucket closes late in a
+    backward, when few activations are left, so the copy is not added to their peak."""
+    replicas, optim = config.data_parallel_size(world_size) * config.parallel.cp, config.optim
+    if replicas == 1:
+        return 0
+    elements = (optim.bucket_size or default_bucket_size(replicas)) if optim.overlap_grad_reduce else gradients
+    return min(gradients, elements * max(4, ELEMENT_BYTES[optim.precision]))
+
+
+def _expert_parameters(config: RunConfig, schedule: Schedule, pp_rank: int, etp: int) -> int:
+    """Of the routed experts on one rank."""
+    if not config.moe.num_experts:
+        return 0
+    contents = stage_contents(config, schedule.num_stages)
+    layers = sum(moe_layers(config.model, config.moe, contents[s].layers) for s in schedule.stages_of(pp_rank))
+    each = expert_parameters(config.model, config.moe) // etp
+    return layers * (config.moe.num_experts // config.parallel.ep) * each
+
+
+def share_of(config: RunConfig, device: Literal["cpu", "cuda"] = "cpu") -> Share:
+    """What a rank computes of a microbatch."""
+    parallel = config.parallel
+    return Share(
+        samples=config.train.micro_batch_size,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        sequence_parallel=parallel.sequence_parallel,
+        etp=parallel.tp if parallel.etp is None else parallel.etp,
+        element_bytes=ELEMENT_BYTES[config.optim.precision],
+        device=device,
+    )
+
+
+def _activations(config: RunConfig, schedule: Schedule, pp_rank: int, device: Literal["cpu", "cuda"]) -> int:
+    """The most that microbatches in flight keep on the rank, and what stands beside them in one backward."""
+    share, contents = share_of(config, device), stage_contents(config, schedule.num_stages)
+    held = {stage: contents[stage] for stage in schedule.stages_of(pp_rank)}
+    moe = _most_that_is_kept(config.moe)
+    kept = np.zeros((2, schedule.num_stages))
+    for stage, holds in held.items():
+        kept[0, stage] = _stage_bytes(config, share, holds, moe)
+        kept[1, stage] = _stage_bytes(_nothing_recomputed(config), share, holds, moe)
+    row = slice(schedule.offsets[pp_rank], schedule.offsets[pp_rank + 1])
+    kinds, stages = schedule.kinds[row], schedule.stages[row]
+    sizes = kept[_whole(config, schedule, pp_rank), stages]
+    signs = np.array([1, -1, 0, -1])[kinds]  # F keeps; B lets go, or W where the backward is split
+    peak = int(np.cumsum(signs * sizes).max())
+    return peak + max(_beside(config, share, holds, moe) for holds in held.values())
+
+
+def _most_that_is_kept(moe: MoEConfig) -> MoEConfig:
+    """Where a capacity drops without padding, only the routing tells how much is kept: at most what no capacity has."""
+    return moe if moe.pad_to_capacity else replace(moe, capacity_factor=None)
+
+
+def _nothing_recomputed(config: RunConfig) -> RunConfig:
+    return config.replaced({"model.recompute_granularity": "none"})
+
+
+def _whole(config: RunConfig, schedule: Schedule, pp_rank: int) -> np.ndarray:
+    """Of each action of the row, 1 where its microbatch keeps everything in spite of recomputation, else 0."""
+    count = config.model.num_microbatches_with_partial_activation_checkpoints
+    row = slice(schedule.offsets[pp_rank], schedule.offsets[pp_rank + 1])
+    if not count:
+        return np.zeros(row.stop - row.start, dtype=int)
+    whole = kept_whole(schedule, pp_rank, count)
+    return np.array([(a.stage, a.microbatch) in whole for a in schedule.actions(pp_rank)], dtype=int)
+
+
+def _stage_bytes(config: RunConfig, share: Share, holds: StageContents, moe: MoEConfig) -> int:
+    """What one microbatch keeps on a stage."""
+    layers = layers_activation_bytes(config.model, share, holds.layers, moe)
+    return layers + end_activation_bytes(config.model, share, pre_process=holds.embedding, post_process=holds.loss)
+
+
+def _beside(config: RunConfig, share: Share, holds: StageContents, moe: MoEConfig) -> int:
+    """What stands beside the kept activations in the backward of a stage: a piece that is computed again, and the
+    temporaries of the widest operation, which come to three times its largest tensor (its gradients and a copy)."""
+    if not holds.layers:
+        return 0
+    kinds = {moe.is_moe_layer(index): moe if moe.is_moe_layer(index) else None for index in holds.layers}
+    widest = max(size for kind in kinds.values() for size in layer_saved(config.model, share, kind).values())
+    return 3 * widest + recomputed_at_once_bytes(config.model, share, holds.layers, moe)

@@ -1,0 +1,222 @@
+"""Layers, stages, rings and experts that sleep instead of computing: many cores' timing on few.
+
+A sleeping process needs no core. What such a pipeline takes longer than the simulator says is therefore the machinery:
+messages between processes, waking up, the Python around each action. Everything else is the real thing: autograd, the
+runtime, its transport, and real tensors between real processes, only small ones. In the ring keys travel for real, and
+rows of experts too; only the products are slept.
+
+Shapes: T tokens, E experts, N rows of this rank, H hidden, L local experts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit.events import Event, recording, span
+from labkit.parallel.collectives import barrier
+from labkit.parallel.context_plan import Layout, chunk_length, ring_plan
+from labkit.parallel.groups import Group, ParallelGroups
+from labkit.parallel.ring_attention import ring_steps
+from labkit.parallel.weight_grad_store import deferred
+from labkit.schedules import Costs, PipelineRuntime, Schedule
+from labkit.schedules.runtime import Transport
+
+# ---- pipelines ----
+
+_SHAPE = (1, 1, 4)
+"""(S, B, H) between stages."""
+
+
+_SPIN = 60e-6
+"""Seconds before its end in which a sleep stays awake: waking up is late by about this much, and never the same."""
+
+
+def _sleep(seconds: float) -> None:
+    """Sleep, and be awake on time: the last moment is waited for, because a sleeper wakes late."""
+    end = time.perf_counter() + seconds
+    if seconds > _SPIN:
+        time.sleep(seconds - _SPIN)
+    while time.perf_counter() < end:
+        pass
+
+
+class _Sleep(torch.autograd.Function):
+    """forward: sleep, y = x + shift; dx = dy after the input gradient's sleep; dshift = sum of dy after the weight's.
+
+    shift (H,) is what the stage trains: its gradient is what a split backward puts off.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shift: Tensor, seconds: tuple[float, float, float]) -> Tensor:
+        ctx.save_for_backward(shift)
+        ctx.seconds = seconds
+        _sleep(seconds[0])
+        return x + shift
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,), (shift,) = grads, ctx.saved_tensors
+        _, input_grad, weight_grad = ctx.seconds
+
+        def compute() -> list[Tensor]:
+            _sleep(weight_grad)
+            return [dy.sum(dim=(0, 1))]
+
+        if deferred([shift], compute):
+            _sleep(input_grad)
+            return dy, None, None
+        _sleep(input_grad + weight_grad)
+        return dy, dy.sum(dim=(0, 1)), None
+
+
+class SleepingStage(nn.Module):
+    """One stage; `seconds` of its forward, its input gradient and its weight gradient (a full backward takes both)."""
+
+    def __init__(self, seconds: tuple[float, float, float]) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.shift = nn.Parameter(torch.zeros(_SHAPE[-1]))
+        self.x: Tensor | None = None
+
+    def set_input_tensor(self, x: Tensor | None) -> None:
+        """Take the previous stage's output."""
+        self.x = x
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` is read by the first stage alone."""
+        return _Sleep.apply(x if self.x is None else self.x, self.shift, self.seconds)  # pyright: ignore[reportReturnType]
+
+
+class SleepingLayer(nn.Module):
+    """y = x + the mean of a weight; sleeps `forward` and `backward` seconds in the two passes, each an Event.
+
+    The weight has as many elements as one likes, and with its gradient something that data parallelism must reduce.
+    """
+
+    def __init__(self, name: str, elements: int, *, forward: float, backward: float) -> None:
+        super().__init__()
+        self.name, self.seconds = name, (forward, backward)
+        self.weight = nn.Parameter(torch.zeros(elements))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape -> the same."""
+        return _SleepingMean.apply(x, self.weight, self.name, self.seconds)  # pyright: ignore[reportReturnType]
+
+
+class _SleepingMean(torch.autograd.Function):
+    """forward: y = x + mean(w); backward: dx = dy, dw_i = sum(dy) / n for each of the n elements of w."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, seconds: tuple[float, float]) -> Tensor:
+        ctx.numel, ctx.name, ctx.seconds = weight.numel(), name, seconds[1]
+        with span(f"forward {name}", "forward"):
+            _sleep(seconds[0])
+            return x + weight.mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with span(f"backward {ctx.name}", "backward"):
+            _sleep(ctx.seconds)
+            return grads[0], (grads[0].sum() / ctx.numel).expand(ctx.numel), None, None
+
+
+def sleep_through(
+    groups: ParallelGroups, schedule: Schedule, costs: Costs, *, transport: Transport = "posted"
+) -> list[Event]:
+    """Run one step of `schedule` with sleeping stages on this rank and return its Events. Called on every rank.
+
+    costs: seconds of F, I and W, as given to `simulate`; the messages cost what they cost. A step before the recorded
+    one opens the connections. Raises ValueError for a `backward` that is given as a whole.
+    """
+    if costs.backward is not None:
+        raise ValueError("a sleeping backward is input_grad and then weight_grad: give these two, not backward")
+    forward, _, input_grad, weight_grad = costs.table(schedule.num_stages).tolist()
+    seconds = [(forward[s], input_grad[s], weight_grad[s]) for s in schedule.stages_of(groups.pp.rank)]
+    chunks = [SleepingStage(each).to(groups.device) for each in seconds]
+    runtime = PipelineRuntime(
+        schedule, chunks, groups, forward_step_func=_step, tensor_shape=_SHAPE, transport=transport
+    )
+    runtime.run(_microbatches(schedule, groups))
+    barrier(groups.pp)
+    with recording(groups.rank) as recorder:
+        runtime.run(_microbatches(schedule, groups))
+    return recorder.events
+
+
+def _microbatches(schedule: Schedule, groups: ParallelGroups) -> list[Iterator[Tensor]]:
+    data = torch.zeros(schedule.num_microbatches, *_SHAPE, device=groups.device)
+    return [iter(data) for _ in schedule.stages_of(groups.pp.rank)]
+
+
+def _step(data: Iterator[Tensor], stage: nn.Module) -> Any:
+    return stage(next(data)), lambda output: (output.mean(), {})
+
+
+# ---- ring attention ----
+
+
+def sleeping_ring(
+    group: Group, seq_length: int, *, layout: Layout = "zigzag", causal: bool = True, seconds_per_pair: float = 1e-5
+) -> list[Event]:
+    """One forward of ring attention on this rank, a block asleep for its number of (query, key) pairs.
+
+    Every rank of `group` calls this; all begin together. Returns this rank's Events: blocks have the kind `forward` and
+    are named after the rank whose keys they read (`kv 2`), messages are `send` and `recv`, and what was waited for is
+    `wait`.
+
+    Raises:
+        ValueError: a length that 2 cp does not divide, or no such layout.
+    """
+    chunk = chunk_length(seq_length, group.size)
+    plan = ring_plan(group.size, group.rank, causal=causal, layout=layout)
+    keys_and_values = torch.zeros(2, 1, 1, 2 * chunk, 8)
+    barrier(group)
+    with recording(group.rank) as recorder:
+        for step, (block, _) in enumerate(zip(plan, ring_steps(keys_and_values, group), strict=True)):
+            if block is not None:
+                with span(f"kv {(group.rank - step) % group.size}", "forward"):
+                    time.sleep(block.pairs(chunk) * seconds_per_pair)
+    return recorder.events
+
+
+# ---- experts ----
+
+
+class SleepingExperts(nn.Module):
+    """In the place of a layer's experts: sleeps for each of its rows and returns them, weighted.
+
+    Args:
+        seconds_per_row: of one row through one expert.
+
+    Attributes:
+        rows: N of the last forward.
+    """
+
+    def __init__(self, seconds_per_row: float) -> None:
+        super().__init__()
+        self.seconds_per_row = seconds_per_row
+        self.rows = 0
+
+    def forward(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> Tensor:
+        """[N, H], rows of each local expert [L], weights [N] -> [N, H]."""
+        self.rows = int(tokens_per_expert.sum())
+        with span(f"{self.rows} rows", "forward"):
+            time.sleep(self.rows * self.seconds_per_row)
+        return tokens_NH * probs_N.unsqueeze(-1)
+
+
+def zipf_logits(tokens: int, num_experts: int, skew: float, *, seed: int = 0) -> Tensor:
+    """Logits [T, E], float64, whose top-k draws experts without replacement with chances that fall as (e + 1)^-skew.
+
+    It is Zipf's law: skew 0 is even, at 1 expert 0 is twice as popular as expert 1, at 3 eight times. The Gumbel noise
+    that turns a top-k into such a draw (arXiv 1903.06059) depends on the seed alone: more skew moves few tokens.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(tokens, num_experts, generator=generator, dtype=torch.float64).clamp_(min=1e-12)
+    popularity = torch.arange(1, num_experts + 1, dtype=torch.float64).log()
+    return -skew * popularity - (-uniform.log()).log()

@@ -1,0 +1,1 @@
+"""Data parallelism: the naive wrapper, the bucketed one, and the distributed optimizer."""

@@ -1,0 +1,234 @@
+"""Where every gradient lies in a contiguous buffer, and where the buffer is cut into buckets. Pure numbers, no torch.
+
+Parameters are laid out in the reverse of their registration, because that is about the order in which a backward fills
+them; a bucket is closed as soon as it holds `bucket_size` elements. Sizes [100, 300, 50], four ranks, no limit:
+
+    without the distributed optimizer   | p2 0-50 | p1 50-350 | p0 350-450 |
+    with it                             | p2 0-50 | .. | p1 64-364 | .. | p0 384-484 | .. 512
+
+The distributed optimizer (ZeRO-1, arXiv 1910.02054) cuts each bucket into equal parts, one per rank, wherever they
+fall. So that they are equal and well aligned, parameters start at multiples of 64 elements, and buckets end at
+multiples of lcm(ranks, 128). This is megatron-core's layout (`param_and_grad_buffer.py`), number for number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+PARAMETER_ALIGNMENT = 64
+"""Elements: 128 bytes, where a parameter has two bytes an element."""
+BUCKET_ALIGNMENT = 128
+"""Elements: 256 bytes, with which cuBLAS and NCCL are at ease."""
+BANDWIDTH_ALIGNMENT = 1 << 16
+"""`pad` of large data-parallel groups: NCCL's rings reach full bandwidth where messages are divided by a high power of
+two (Megatron's `pad_buckets_for_high_nccl_busbw`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """What the plan needs to know of a parameter."""
+
+    name: str
+    """Unique within the buffer."""
+    numel: int
+    """Elements."""
+    shared_embedding: bool = False
+    """One of the two copies of a tied word embedding. With the distributed optimizer it has a bucket of its own, so
+    that first and last stage cut it alike and the sum of the two gradients can follow the reduce-scatter."""
+
+
+class Bucket(NamedTuple):
+    """A stretch of the buffer that one collective reduces; what it holds comes in the order of the buffer."""
+
+    start: int
+    """First element."""
+    end: int
+    """One behind the last, padding included."""
+    unpadded_end: int
+    """One behind the last element of its last parameter."""
+    names: tuple[str, ...]
+    """Its parameters."""
+
+    @property
+    def numel(self) -> int:
+        """Elements, padding included."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The layout of one buffer."""
+
+    ranges: dict[str, tuple[int, int]]
+    """Name -> (start, end) in the buffer, in its order."""
+    buckets: tuple[Bucket, ...]
+    """From the start of the buffer to its end, without gaps."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer."""
+        return self.buckets[-1].end if self.buckets else 0
+
+    @property
+    def padding(self) -> int:
+        """Elements that belong to no parameter."""
+        return self.numel - sum(end - start for start, end in self.ranges.values())
+
+
+def default_bucket_size(dp: int) -> int:
+    """Elements of a bucket: 40 million, more from 40 ranks on, so that each rank's part of a ring stays large."""
+    return max(40_000_000, 1_000_000 * dp)
+
+
+def plan_buckets(
+    parameters: Sequence[ParameterSpec],
+    *,
+    dp: int,
+    bucket_size: int | None = None,
+    distributed_optimizer: bool = False,
+    pad: int = 1,
+) -> BucketLayout:
+    """Lay out a buffer.
+
+    Args:
+        parameters: in the order of registration.
+        dp: ranks over which each bucket is reduced, and cut by the distributed optimizer.
+        bucket_size: elements from which on a bucket is closed; None makes one bucket of all.
+        distributed_optimizer: align parameters, pad buckets, give shared embeddings a bucket of their own.
+        pad: with the distributed optimizer, bucket lengths are multiples of this too (`BANDWIDTH_ALIGNMENT`).
+
+    Raises:
+        ValueError: sizes that are not positive, or two parameters of one name.
+    """
+    _check(parameters, dp=dp, bucket_size=bucket_size, pad=pad)
+    divisor = math.lcm(dp, BUCKET_ALIGNMENT, pad) if distributed_optimizer else 1
+    alignment = PARAMETER_ALIGNMENT if distributed_optimizer else 1
+    ranges: dict[str, tuple[int, int]] = {}
+    buckets: list[Bucket] = []
+    names: list[str] = []
+    start = end = 0  # of the open bucket, so far
+
+    def close() -> None:
+        nonlocal start, end
+        if names:
+            buckets.append(Bucket(start, _round_up(end, divisor), end, tuple(names)))
+            names.clear()
+            start = end = buckets[-1].end
+
+    for parameter in reversed(parameters):
+        alone = parameter.shared_embedding and distributed_optimizer
+        if alone:
+            close()
+        first = _round_up(end, alignment)
+        end = first + parameter.numel
+        ranges[parameter.name] = (first, end)
+        names.append(parameter.name)
+        if alone or (bucket_size is not None and end - start >= bucket_size):
+            close()
+    close()
+    return BucketLayout(ranges, tuple(buckets))
+
+
+def _round_up(number: int, divisor: int) -> int:
+    return -(-number // divisor) * divisor
+
+
+def _check(parameters: Sequence[ParameterSpec], **sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{name} is {size}; it must be at least 1")
+    for parameter in parameters:
+        if parameter.numel < 0:
+            raise ValueError(f"parameter {parameter.name} has {parameter.numel} elements; a size cannot be negative")
+    twice = [name for name, count in Counter(parameter.name for parameter in parameters).items() if count > 1]
+    if twice:
+        raise ValueError(f"several parameters are named {twice[0]}; give each a name of its own")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of elements of one parameter that one rank owns: its gradient is reduced there, its update made there."""
+
+    rank: int
+    """Position of the owner in the data-parallel group (of the instance, where there are several)."""
+    bucket: int
+    """Number of the bucket in the buffer."""
+    name: str
+    """The parameter."""
+    start: int
+    """First element, counted in the buffer."""
+    end: int
+    """One past the last element, counted in the buffer."""
+    offset_in_parameter: int
+    """First element, counted in the flattened parameter."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the piece, at least 1."""
+        return self.end - self.start
+
+
+def shard_range(start: int, end: int, *, dp: int, rank: int) -> tuple[int, int]:
+    """Rank `rank`'s part of the bucket [start, end): the rank-th of dp equal parts, in elements of the buffer.
+
+    Raises ValueError for a rank outside 0 .. dp-1, and where dp does not divide the bucket.
+    """
+    if not 0 <= rank < dp:
+        raise ValueError(f"rank {rank} is not among the {dp} ranks that share a bucket; choose 0 .. {dp - 1}")
+    if (end - start) % dp:
+        raise ValueError(
+            f"a bucket of {end - start} elements cannot be cut into {dp} equal parts: plan the buffer for dp = {dp} "
+            "with distributed_optimizer=True, which pads every bucket"
+        )
+    size = (end - start) // dp
+    return start + rank * size, start + (rank + 1) * size
+
+
+def pieces_of_rank(plan: BucketLayout, dp: int, rank: int) -> list[Piece]:
+    """What `rank` of `dp` owns, in the order of the buffer. Raises ValueError as `shard_range` does."""
+    pieces: list[Piece] = []
+    for number, bucket in enumerate(plan.buckets):
+        low, high = shard_range(bucket.start, bucket.end, dp=dp, rank=rank)
+        for name in bucket.names:
+            start, end = plan.ranges[name]
+            first, last = max(start, low), min(end, high)
+            if first < last:
+                pieces.append(Piece(rank, number, name, first, last, first - start))
+    return sorted(pieces, key=lambda piece: piece.start)
+
+
+def shard_map(plan: BucketLayout, dp: int) -> list[Piece]:
+    """Every piece of every rank, in the order of the buffer. Raises ValueError where dp does not divide a bucket.
+
+    Together the pieces of a parameter are the parameter: no element is missing, none has two owners.
+    """
+    return sorted(_all_pieces(plan, dp), key=lambda piece: piece.start)
+
+
+def _all_pieces(plan: BucketLayout, dp: int) -> Iterator[Piece]:
+    """Parameter by parameter, only the ranks that it touches: a thousand ranks cost no more than their pieces."""
+    for number, bucket in enumerate(plan.buckets):
+        low, high = shard_range(bucket.start, bucket.end, dp=dp, rank=0)
+        size = high - low
+        for name in bucket.names:
+            start, end = plan.ranges[name]
+            at = start
+            while at < end:
+                rank = (at - low) // size
+                stop = min(end, low + (rank + 1) * size)
+                yield Piece(rank, number, name, at, stop, at - start)
+                at = stop
+
+
+def owned_bytes(plan: BucketLayout, dp: int, rank: int, bytes_per_element: int) -> tuple[int, int]:
+    """(bytes, of which padding) of one sharded tensor of the buffer's length on `rank`: a master, a moment.
+
+    The padding is what the alignment of parameters and the equal parts of buckets cost this rank.
+    """
+    total = sum(bucket.end - bucket.start for bucket in plan.buckets) // dp
+    owned = sum(piece.numel for piece in pieces_of_rank(plan, dp, rank))
+    return total * bytes_per_element, (total - owned) * bytes_per_element

@@ -1,0 +1,200 @@
+"""Data parallelism with gradient buckets: a bucket is reduced as soon as the backward has filled it, behind the rest of
+the backward (Megatron's `DistributedDataParallel`; arXiv 2006.15704 for the idea).
+
+*When is a gradient complete?* A hook on every parameter reports arrivals outside `no_sync`. The number of arrivals that
+make a gradient complete is learned in the first step, which reduces everything at its end: one for most parameters,
+several where recomputed segments share a parameter, none where a split backward brought the last gradient earlier. A
+fused layer adds its gradient to `main_grad` itself. Autograd calls the hook all the same; in W, where no engine runs,
+`weight_grad_store` calls the hook. A gradient that comes after its bucket was sent is an error, never a wrong number.
+
+*In which order do ranks reduce?* Always in the order of the buckets, whatever arrived first, because collectives of one
+communicator pair up by order. A complete bucket waits for those before it. Where a rank has several chunks, hooks start
+nothing: the pipeline calls `start_grad_sync` at fixed places of the schedule.
+
+*Who owns a shared parameter?* The first wrapper of the rank that holds it. A tied weight whose two stages are on one
+rank (a V placement) is complete only after the backwards of both, so its bucket waits for `finish_grad_sync`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from labkit.config import OptimConfig
+from labkit.parallel.data_parallel.bucket_layout import default_bucket_size
+from labkit.parallel.data_parallel.grad_buffers import GradBucket, GradBuffer, build_buffers, in_backward_order
+from labkit.parallel.data_parallel.naive import NaiveDataParallel
+from labkit.parallel.data_parallel.param_gather import ParamGather
+from labkit.parallel.data_parallel.wrapper import ChunkWrapper
+from labkit.parallel.groups import ParallelGroups
+from labkit.parallel.parameter_record import add_gradient, call_on_gradient, name_of
+
+
+class DistributedDataParallel(ChunkWrapper):
+    """Gives each parameter of `module` a `main_grad` in a buffer, and reduces the buffers bucket by bucket.
+
+    A step is: `zero_grad_buffer`, backwards (all but the last inside `no_sync`), `finish_grad_sync`. Hooks start the
+    reductions in between; `start_grad_sync` starts those that are left.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: ParallelGroups,
+        *,
+        grad_dtype: torch.dtype | None = None,
+        bucket_size: int | None = None,
+        overlap_grad_reduce: bool = True,
+        average_in_collective: bool = False,
+        calculate_per_token_loss: bool = False,
+        distributed_optimizer: bool = False,
+        overlap_param_gather: bool = False,
+        num_distributed_optimizer_instances: int = 1,
+        check_for_nan_in_grad: bool = False,
+        earlier_chunks: Sequence[DistributedDataParallel] = (),
+    ) -> None:
+        """Wrap `module`; every rank of dp x cp does the same.
+
+        grad_dtype: of the buffers; None is fp32 for 16-bit parameters, else the parameters' own.
+        bucket_size: elements from which on a bucket is closed; None is `default_bucket_size`. There is one bucket
+            without overlap, on later pipeline ranks and in later chunks: earlier backwards hide their reduction.
+        overlap_grad_reduce: start a bucket's reduction when its last gradient arrives; else in `finish_grad_sync`.
+        average_in_collective: let the collective average, instead of scaling first and summing.
+        calculate_per_token_loss: neither; the loss is a sum over tokens, and `finalize_model_grads` divides.
+        distributed_optimizer: reduce-scatter; each rank keeps its part of every bucket.
+        overlap_param_gather: gather parameters behind the next forward (distributed optimizer).
+        num_distributed_optimizer_instances: parts into which the replicas are cut; see `grad_buffers`.
+        check_for_nan_in_grad: note before each reduction whether this rank's own gradients are finite.
+        earlier_chunks: the wrappers of this rank's chunks so far; their parameters stay with them.
+
+        Raises ValueError for options that exclude each other, and instances that do not divide a group.
+        """
+        super().__init__(module)
+        if average_in_collective and calculate_per_token_loss:
+            raise ValueError("average_in_collective excludes calculate_per_token_loss, which divides once by tokens")
+        if overlap_param_gather and not distributed_optimizer:
+            raise ValueError("overlap_param_gather needs distributed_optimizer; without it every rank has them all")
+        self.groups = groups
+        self.distributed_optimizer = distributed_optimizer
+        one_bucket = not overlap_grad_reduce or groups.pp.rank > 0 or bool(earlier_chunks)
+        held = {id(p) for chunk in earlier_chunks for buffer in chunk.buffers for p in buffer.parameters}
+        size = None if one_bucket else bucket_size or default_bucket_size(groups.dp_cp.size)
+        buffers = build_buffers(
+            module, groups, grad_dtype=grad_dtype, bucket_size=size, average_in_collective=average_in_collective,
+            per_token=calculate_per_token_loss, scatter=distributed_optimizer,
+            instances=num_distributed_optimizer_instances, look=check_for_nan_in_grad, held_elsewhere=held,
+        )  # fmt: skip
+        self.buffers: list[GradBuffer] = buffers  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Megatron's name; nn.Module's `buffers()` is that of `.module`."""
+        self.buckets = in_backward_order(module, buffers)
+        """The buckets of all buffers, in the order in which they are reduced."""
+        if distributed_optimizer:
+            self.param_gather = ParamGather(module, self.buckets, overlap=overlap_param_gather)
+        self._hooks_start = overlap_grad_reduce and not earlier_chunks
+        for earlier in earlier_chunks:
+            earlier._share(module)
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                call_on_gradient(parameter, partial(self._arrived, bucket))
+
+    # ---- gradients ----
+
+    def zero_grad_buffer(self) -> None:
+        """Start a step. Nothing is zeroed yet: a parameter's first gradient is written over its old `main_grad`."""
+        for bucket in self.buckets:
+            bucket.reset()
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply every gradient by `factor`; with the distributed optimizer those that this rank has the sum of."""
+        for bucket in self.buckets:
+            bucket.reduced.mul_(factor)
+
+    def spoiled_before_reduction(self) -> list[nn.Parameter] | None:
+        """Parameters of the buckets in which a gradient of this rank may have been bad before the last reduction: that
+        was seen, or nothing is reduced (experts without replicas). None if nobody looked. Waits for the device."""
+        if all(bucket.not_finite is None for bucket in self.buckets):
+            return None
+        spoiled = [b for b in self.buckets if b.not_finite is None or b.not_finite.item()]
+        return [parameter for bucket in spoiled for parameter in bucket.parameters]
+
+    def start_grad_sync(self, *parameters: nn.Parameter) -> None:
+        """The gradients are complete: reduce every bucket that has not been started. `finish_grad_sync` reduces buckets
+        that share a parameter with another chunk. `parameters` are ignored; the runtime passes those of the chunk."""
+        self._check_may_sync("start_grad_sync")
+        for bucket in self.buckets:
+            if not bucket.started and not bucket.waits_for_other_chunk:
+                bucket.start()
+
+    def finish_grad_sync(self) -> None:
+        """Start what has not been started and wait for everything; then `main_grad` is that of all replicas.
+
+        With the distributed optimizer that holds for this rank's part of each bucket; the rest is undefined.
+        """
+        self._check_may_sync("finish_grad_sync")
+        under_way = self.buckets
+        for bucket in under_way:
+            bucket.learn()
+            if not bucket.started:
+                bucket.start()
+        while under_way:
+            under_way = [bucket for bucket in under_way if bucket.proceed()]
+
+    def _arrived(self, bucket: GradBucket, parameter: Tensor) -> None:
+        """Hook: add `.grad` to `main_grad` and drop it, then start what has become complete."""
+        if bucket.started:
+            raise RuntimeError(
+                f"a gradient of {name_of(parameter)} arrived after bucket {bucket.index} "
+                "was sent: this backward took another path than that of the first step, or follows it without "
+                "zero_grad_buffer. Run backwards that only accumulate inside no_sync(), or without overlap_grad_reduce"
+            )
+        if parameter.grad is not None:
+            add_gradient(parameter, parameter.grad)
+            parameter.grad = None
+        if self._may_sync and self._hooks_start and bucket.note(parameter):
+            self._start_complete()
+
+    def _start_complete(self) -> None:
+        """Start the buckets whose turn has come: complete ones, up to the first that is not."""
+        for bucket in self.buckets:
+            if not bucket.is_complete:
+                return
+            if not bucket.started:
+                bucket.start()
+
+    def _share(self, later: nn.Module) -> None:
+        """Another chunk of this rank, wrapped later: it may hold parameters of this one."""
+        self._hooks_start = False
+        theirs = {id(p) for p in later.parameters()}
+        for bucket in self.buckets:
+            bucket.waits_for_other_chunk |= any(id(p) in theirs for p in bucket.parameters)
+
+
+DataParallel = NaiveDataParallel | DistributedDataParallel
+"""Either wrapper; both have the methods that a training step calls."""
+
+
+OPTIONS = (
+    *("bucket_size", "overlap_grad_reduce", "average_in_collective", "calculate_per_token_loss"),
+    *("distributed_optimizer", "overlap_param_gather", "num_distributed_optimizer_instances", "check_for_nan_in_grad"),
+)
+"""Arguments of `DistributedDataParallel` that `optim` has under the same names."""
+
+
+def wrap_model_chunks(
+    chunks: Sequence[nn.Module], groups: ParallelGroups, optim: OptimConfig
+) -> list[NaiveDataParallel] | list[DistributedDataParallel]:
+    """The model chunks of this rank, in the order of its schedule, wrapped as `optim` says."""
+    grad_dtype = torch.float64 if optim.precision == "fp64" else torch.float32
+    if optim.data_parallel == "naive":
+        average = not optim.calculate_per_token_loss
+        return [NaiveDataParallel(c, groups.dp_cp, groups.edp, grad_dtype=grad_dtype, average=average) for c in chunks]
+    options = {name: getattr(optim, name) for name in OPTIONS}
+    wrapped: list[DistributedDataParallel] = []
+    for chunk in chunks:
+        wrapped.append(
+            DistributedDataParallel(chunk, groups, grad_dtype=grad_dtype, earlier_chunks=tuple(wrapped), **options)
+        )
+    return wrapped

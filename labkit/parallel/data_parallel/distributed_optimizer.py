@@ -1,0 +1,212 @@
+"""The distributed optimizer (ZeRO stage 1, arXiv 1910.02054; Megatron's `DistributedOptimizer`).
+
+Data-parallel replicas that all keep the whole optimizer state keep it d times. Here rank r keeps and updates the r-th
+part of every gradient bucket, a d-th of everything:
+
+    reduce-scatter   each rank has the summed gradient of its own parts                  (d-1)/d bytes of the gradients
+    AdamW            on its parts: fp32 master and both moments exist for them alone
+    all-gather       everybody has all updated parameters                                (d-1)/d bytes of the parameters
+
+With gradients and parameters of one width that moves as much as the all-reduce it replaces.
+
+    weights   gradient   master of the own parts   bytes per parameter
+    fp64      fp64       the weight itself         16 + 16/d
+    fp32      fp32       the weight itself          8 +  8/d
+    bf16      fp32       fp32                       6 + 12/d
+    bf16      bf16       fp32                       4 + 16/d   (the last 4/d, the gradient in fp32, during the update)
+
+AdamW acts on each element by itself, so cutting through parameters changes nothing: parameters after the update are
+those of the optimizer that is whole on every rank. With several instances each keeps the whole state once; the parts
+are reduced over the instances as well, and gathered inside one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from labkit.config import OptimConfig
+from labkit.parallel.data_parallel.bucket_layout import Piece, pieces_of_rank
+from labkit.parallel.data_parallel.distributed_data_parallel import DistributedDataParallel
+from labkit.parallel.data_parallel.grad_buffers import GradBuffer, own_part
+from labkit.parallel.data_parallel.gradients import counted_elements, split_gradient
+from labkit.parallel.data_parallel.param_gather import finish_param_sync, param_gathers
+from labkit.parallel.data_parallel.parameter_groups import ParameterGroup, adamw
+from labkit.parallel.groups import Group, ParallelGroups
+from labkit.parallel.parameter_record import main_grad_of
+
+
+@dataclass(frozen=True)
+class OwnedPiece:
+    """A run of elements that this rank updates. Tensors are flat views."""
+
+    piece: Piece
+    """Where it lies."""
+    parameter: nn.Parameter
+    """Of which it is a part."""
+    gradient: Tensor
+    """In the gradient buffer."""
+    master: Tensor
+    """What AdamW updates: in the parameter buffer, or in the fp32 copy of this rank's parts."""
+    counted: int
+    """Elements, from the first one on, that add to the global norm here."""
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """This rank's part of one buffer."""
+
+    buffer: GradBuffer
+    weights: list[Tensor]
+    """By bucket, the own part of the parameters."""
+    masters: list[Tensor]
+    """By bucket, what is updated: `weights` itself, or fp32."""
+
+    def write_back(self) -> None:
+        """Round masters into the parameters; where the weights are their own masters there is nothing to do."""
+        for weight, master in zip(self.weights, self.masters):
+            if master is not weight:
+                weight.copy_(master)
+
+
+class DistributedOptimizer:
+    """AdamW over this rank's parts of the buffers; a `labkit.train.optimizer.MegatronOptimizer`."""
+
+    def __init__(
+        self,
+        groups: Iterable[ParameterGroup],
+        chunks: Sequence[nn.Module],
+        layout: ParallelGroups,
+        optim: OptimConfig,
+    ) -> None:
+        """Take this rank's parts and copy 16-bit ones to fp32 masters; nothing is communicated.
+
+        groups: which parameter has which weight decay and learning rate.
+        chunks: all model chunks of the rank, wrapped with `distributed_optimizer=True`.
+
+        Raises ValueError for chunks wrapped otherwise, and for parameters that none of them holds.
+        """
+        self.groups, self._chunks = list(groups), _checked(chunks)
+        self.norm_groups: tuple[Group, ...] = (layout.world,)
+        group_of = {id(p): number for number, group in enumerate(self.groups) for p in group.params}
+        _check_held(self.groups, self._chunks)
+        self._shards = [_shard(buffer) for chunk in self._chunks for buffer in chunk.buffers]
+        self.pieces: list[list[OwnedPiece]] = [[] for _ in self.groups]
+        """By parameter group, what this rank updates; a rank may own nothing of a group."""
+        for shard in self._shards:
+            for owned in _pieces(shard, layout):
+                if id(owned.parameter) in group_of:
+                    self.pieces[group_of[id(owned.parameter)]].append(owned)
+        self.adamw = adamw(self.groups, [[owned.master for owned in pieces] for pieces in self.pieces], optim)
+
+    def _all_pieces(self) -> list[OwnedPiece]:
+        return [owned for pieces in self.pieces for owned in pieces]
+
+    def gradient_pieces(self) -> list[Tensor]:
+        """Of what this rank owns, what counts once: no copy of a tied weight, no replica over tp, one instance."""
+        return [grad for owned in self._all_pieces() for grad in split_gradient(owned.gradient, owned.counted)[0]]
+
+    def uncounted_pieces(self) -> list[Tensor]:
+        """The rest of what this rank owns."""
+        return [grad for owned in self._all_pieces() for grad in split_gradient(owned.gradient, owned.counted)[1]]
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update the own parts, at learning rate `lr` times each group's factor, and gather all parameters: at once,
+        or behind the next forward where the chunks were wrapped with `overlap_param_gather`."""
+        finish_param_sync(self._chunks)  # of modules that no forward has called since the last update
+        for group, pieces, state in zip(self.groups, self.pieces, self.adamw.param_groups):
+            state["lr"] = lr * group.lr_factor
+            for owned in pieces:
+                owned.master.grad = owned.gradient.to(owned.master.dtype)  # itself, where the type is the same
+        self.adamw.step()
+        for owned in self._all_pieces():
+            owned.master.grad = None
+        for shard in self._shards:
+            shard.write_back()
+        gathers = list(param_gathers(self._chunks))
+        for gather in gathers:
+            gather.updated()
+        at_once = [gather for gather in gathers if not gather.overlap]
+        for gather in at_once:
+            gather.start()
+        for gather in at_once:
+            gather.finish()
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes by what they hold, as `Optimizer.state_bytes`: parameters and gradients whole, the rest of the own
+        parts. `padding` is what the alignment of buffers costs all of them together."""
+        parameters = [p for shard in self._shards for p in shard.buffer.parameters]
+        pieces = self._all_pieces()
+        masters = sum(owned.master.nbytes for owned in pieces if owned.master.dtype != owned.parameter.dtype)
+        sizes = {
+            "parameter": sum(p.nbytes for p in parameters),
+            "gradient": sum(main_grad_of(p).nbytes for p in parameters),
+            "master": masters,
+            "moments": sum(2 * owned.master.nbytes for owned in pieces),
+        }
+        return sizes | {"padding": self._allocated() - sizes["parameter"] - sizes["gradient"] - masters}
+
+    def _allocated(self) -> int:
+        """Bytes of all buffers and of the fp32 copies."""
+        total = 0
+        for shard in self._shards:
+            assert shard.buffer.param_data is not None
+            total += shard.buffer.param_data.nbytes + shard.buffer.grad_data.nbytes
+            total += sum(m.nbytes for m, w in zip(shard.masters, shard.weights) if m is not w)
+        return total
+
+
+def _checked(chunks: Sequence[nn.Module]) -> list[DistributedDataParallel]:
+    for chunk in chunks:
+        if not isinstance(chunk, DistributedDataParallel) or chunk.param_gather is None:
+            raise ValueError(
+                "the distributed optimizer needs reduce-scattered gradients: wrap each chunk in "
+                "DistributedDataParallel(chunk, groups, distributed_optimizer=True)"
+            )
+    return list(chunks)  # pyright: ignore[reportReturnType]
+
+
+def _check_held(groups: Sequence[ParameterGroup], chunks: Sequence[DistributedDataParallel]) -> None:
+    held = {id(p) for chunk in chunks for buffer in chunk.buffers for p in buffer.parameters}
+    for group in groups:
+        for name, parameter in zip(group.names, group.params):
+            if id(parameter) not in held:
+                raise ValueError(
+                    f"{name} is in none of the gradient buffers; give the optimizer the chunks that hold its parameters"
+                )
+
+
+def _shard(buffer: GradBuffer) -> _Shard:
+    weights: list[Tensor] = []
+    for bucket in buffer.buckets:
+        assert bucket.param_data is not None
+        weights.append(own_part(bucket.param_data, buffer.group))
+    widened = buffer.param_dtype.itemsize < 4
+    return _Shard(buffer, weights, [weight.float() if widened else weight for weight in weights])
+
+
+def _pieces(shard: _Shard, layout: ParallelGroups) -> list[OwnedPiece]:
+    """What this rank owns of a buffer, in the order of the buffer."""
+    buffer = shard.buffer
+    group, first_instance = buffer.group, buffer.reduction.across.rank == 0
+    parameters = dict(zip(buffer.names, buffer.parameters))
+    owned: list[OwnedPiece] = []
+    for piece in pieces_of_rank(buffer.plan, group.size, group.rank):
+        bucket, master = buffer.plan.buckets[piece.bucket], shard.masters[piece.bucket]
+        start = piece.start - bucket.start - group.rank * master.numel()
+        parameter = parameters[piece.name]
+        counted = counted_elements(parameter, layout) if first_instance else 0
+        owned.append(
+            OwnedPiece(
+                piece,
+                parameter,
+                buffer.grad_data[piece.start : piece.end],
+                master[start : start + piece.numel],
+                min(max(counted - piece.offset_in_parameter, 0), piece.numel),
+            )
+        )
+    return owned

@@ -1,0 +1,252 @@
+"""What happens to gradients between the last backward and the optimizer: complete them, measure them, clip them.
+
+All functions take the rank's model chunks, whose parameters carry a `main_grad` (the data-parallel wrapper makes it),
+and read the parameters' records.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from labkit.parallel import collectives
+from labkit.parallel.groups import Group, ParallelGroups, cut_group
+from labkit.parallel.ledger import comm_scope
+from labkit.parallel.parameter_record import main_grad_of, record_of
+
+
+def _parameters(chunks: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    """Each trainable parameter once, also where two chunks of a rank share it."""
+    seen: set[int] = set()
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter
+
+
+def finalize_model_grads(
+    chunks: Sequence[nn.Module],
+    groups: ParallelGroups,
+    *,
+    num_tokens: Tensor | None = None,
+    last_stage: int | None = None,
+) -> None:
+    """Make every `main_grad` the gradient of the whole global batch. Called by all ranks, in Megatron's order:
+
+    1. data parallel: each chunk's `finish_grad_sync`;
+    2. parameters that saw only a part of the sequence (`sequence_parallel`): SUM over tp;
+       key/value heads that neighbours of tp hold alike (`replicated`): SUM over these neighbours;
+    3. the two copies of a tied word embedding (`shared_embedding`): SUM over embd. Where first and last stage are on
+       one rank (a V), there is one weight, which took both gradients already;
+    4. with a loss summed over tokens: divide by their number in the global batch.
+
+    Args:
+        chunks: the rank's model chunks.
+        groups: of this rank.
+        num_tokens: None where the loss is a mean already. Else this rank's count of loss tokens over all its
+            microbatches, one element; only the last stage's is read, the others give any tensor of that shape.
+        last_stage: pipeline rank of the last stage; None is the last rank (a V has it on rank 0).
+    """
+    for chunk in chunks:
+        finish = getattr(chunk, "finish_grad_sync", None)
+        if finish is not None:
+            finish()
+    with comm_scope(layer="finalize", phase="gradients"):
+        _sum_sequence_parallel(chunks, groups.tp)
+        _sum_replicated_rows(chunks, groups)
+        _sum_tied_embedding(chunks, groups.embd)
+        if num_tokens is not None:
+            _divide_by_tokens(chunks, groups, num_tokens, groups.pp.size - 1 if last_stage is None else last_stage)
+
+
+def _sum_sequence_parallel(chunks: Sequence[nn.Module], tp: Group) -> None:
+    """One all-reduce of all flagged gradients together: they are many and small."""
+    _sum_together([main_grad_of(p) for p in _parameters(chunks) if record_of(p).sequence_parallel], tp)
+
+
+def _sum_replicated_rows(chunks: Sequence[nn.Module], groups: ParallelGroups) -> None:
+    """The copies of a key/value head take the sum of what the query heads of all of them gave, so they stay equal for
+    ever. One all-reduce of all layers together, for each number of copies; a model has one such number."""
+    by_ranks: dict[int, list[Tensor]] = {}
+    for parameter in _parameters(chunks):
+        replicated = record_of(parameter).replicated
+        if replicated is not None:
+            by_ranks.setdefault(replicated.ranks, []).append(main_grad_of(parameter)[-replicated.rows :])
+    for ranks, grads in by_ranks.items():
+        neighbours, _ = cut_group(groups, groups.tp, groups.tp.size // ranks)
+        _sum_together(grads, neighbours)
+
+
+def _sum_together(grads: Sequence[Tensor], group: Group) -> None:
+    """Each gradient summed over the group, in place, by one all-reduce."""
+    if not grads or group.size == 1:
+        return
+    total = collectives.all_reduce(torch.cat([grad.reshape(-1) for grad in grads]), group)
+    for grad, part in zip(grads, total.split([grad.numel() for grad in grads])):
+        grad.copy_(part.view_as(grad))
+
+
+def _sum_tied_embedding(chunks: Sequence[nn.Module], embd: Group) -> None:
+    """Both copies take the sum of the embedding's and the output layer's gradient, so they stay equal for ever.
+
+    Under the distributed optimizer a rank has, and needs, its own shard of either (`main_grad_shard`): the two stages
+    cut the weight alike, and a d-th of it travels.
+    """
+    if embd.size > 1:
+        for parameter in _parameters(chunks):
+            record = record_of(parameter)
+            if record.shared_embedding:
+                shard = record.main_grad_shard
+                collectives.all_reduce(main_grad_of(parameter) if shard is None else shard, embd)
+
+
+def _divide_by_tokens(chunks: Sequence[nn.Module], groups: ParallelGroups, num_tokens: Tensor, last_stage: int) -> None:
+    count = num_tokens.detach().clone()
+    collectives.broadcast(count, groups.pp, src=last_stage)
+    collectives.all_reduce(count, groups.dp_cp)
+    # In float64, since 1 / int64 would be float32; it stays on its device: no synchronisation with the host.
+    scale_gradients(chunks, count.clamp(min=1).double().reciprocal())
+
+
+def scale_gradients(chunks: Sequence[nn.Module], factor: float | Tensor) -> None:
+    """Multiply every gradient of the rank: by buffer where the chunk is wrapped, else by parameter, each once."""
+    bare = [chunk for chunk in chunks if not hasattr(chunk, "scale_gradients")]
+    for chunk in chunks:
+        if hasattr(chunk, "scale_gradients"):
+            chunk.scale_gradients(factor)  # pyright: ignore[reportCallIssue]
+    for parameter in _parameters(bare):
+        grad = main_grad_of(parameter)
+        grad.mul_(factor.to(grad.dtype) if isinstance(factor, Tensor) else factor)
+
+
+def is_expert(parameter: nn.Parameter) -> bool:
+    """Whether it is an expert's (`allreduce = False`): cut over etp, with replicas on the ranks of edp."""
+    return not record_of(parameter).allreduce
+
+
+def counted_elements(parameter: nn.Parameter, groups: ParallelGroups) -> int:
+    """How many of the parameter's elements, from its first one on, this rank counts, so that every element of the model
+    occurs once in the ranks of one replica: none of the copy of a tied weight (`shared`), and on the first rank of tp
+    (of etp, for an expert) alone what all of its ranks hold alike. Of rows that neighbours hold alike (`replicated`),
+    which are a part's last ones, the first neighbour counts.
+    """
+    record = record_of(parameter)
+    if record.shared:
+        return 0
+    tensor_parallel = groups.etp if is_expert(parameter) else groups.tp
+    if not record.tensor_model_parallel:
+        return parameter.numel() if tensor_parallel.rank == 0 else 0
+    replicated = record.replicated
+    if replicated is None or tensor_parallel.rank % replicated.ranks == 0:
+        return parameter.numel()
+    return parameter[: -replicated.rows].numel()
+
+
+def is_first_replica(parameter: nn.Parameter, groups: ParallelGroups) -> bool:
+    """Whether of all ranks that hold the same part of the parameter this is the first."""
+    return (groups.edp if is_expert(parameter) else groups.dp_cp).rank == 0
+
+
+def split_gradient(gradient: Tensor, counted: int) -> tuple[list[Tensor], list[Tensor]]:
+    """A gradient's first `counted` elements and the others; each a list that is empty where there are none."""
+    if counted in (0, gradient.numel()):
+        return ([gradient], []) if counted else ([], [gradient])
+    flat = gradient.view(-1)
+    return [flat[:counted]], [flat[counted:]]
+
+
+def counted_gradients(parameters: Iterable[nn.Parameter], groups: ParallelGroups) -> list[Tensor]:
+    """Gradients of what counts here (`counted_elements`)."""
+    return [
+        grad
+        for parameter in parameters
+        for grad in split_gradient(main_grad_of(parameter), counted_elements(parameter, groups))[0]
+    ]
+
+
+class GradientStatistics(NamedTuple):
+    """What all ranks know about the gradient of the whole model, bit-identical on each."""
+
+    norm: float
+    """L2 norm; infinite or NaN where a counted gradient is not finite."""
+    finite: bool
+    """Whether every gradient on every rank is, counted or not."""
+
+
+def gradient_statistics(
+    counted: Sequence[Tensor], uncounted: Sequence[Tensor], norm_groups: Sequence[Group], device: torch.device
+) -> GradientStatistics:
+    """Norm of the gradient and whether it is finite, over all ranks: one small collective per group.
+
+    Squares are added in float64, over each group of `norm_groups` in the order of its ranks. `uncounted` gradients are
+    looked at, not added (see `labkit.train.optimizer.MegatronOptimizer`). One synchronisation with the host.
+    """
+    total = torch.stack([_sum_of_squares(counted, device), _sum_of_squares(uncounted, device)])
+    with comm_scope(layer="norm", phase="gradients"):
+        for group in norm_groups:
+            total = _in_order(collectives.all_gather(total, group).view(-1, 2).unbind(0))
+    squares, others = total.tolist()
+    return GradientStatistics(math.sqrt(squares), math.isfinite(squares) and math.isfinite(others))
+
+
+def _in_order(rows: Sequence[Tensor]) -> Tensor:
+    """((r0 + r1) + r2) + ..: the same on every rank, on any device."""
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    return total
+
+
+def _sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    if not grads:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(list(grads), 2)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack([norm.double() for norm in norms]).square().sum()
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """max_norm / (norm + 1e-6) where that is below 1, else 1; a norm that is not finite is not clipped."""
+    factor = max_norm / (norm + 1e-6)
+    return factor if factor < 1.0 and math.isfinite(norm) else 1.0
+
+
+def global_grad_norm(chunks: Sequence[nn.Module], groups: ParallelGroups) -> float:
+    """L2 norm of the gradient of the whole model, bit-identical on every rank.
+
+    Tied copies (`shared`) count once, and so does what all ranks of tp (of etp, for experts) or some hold alike.
+    Data-parallel replicas hold the same gradients after `finalize_model_grads`, so the sum runs over tp x pp for dense
+    parameters and over etp x ep x pp for those of experts; where these are the same ranks, over both at once. Squares
+    are added in float64 in the order of ranks. One collective and one synchronisation with the host, or two.
+    """
+    kinds: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+    for parameter in _parameters(chunks):
+        kinds[is_expert(parameter)].append(parameter)
+    dense, experts = (counted_gradients(kinds[kind], groups) for kind in (False, True))
+    if groups.mp.ranks == groups.tp_ep_pp.ranks:
+        return gradient_statistics([*dense, *experts], (), (groups.mp,), groups.device).norm
+    norms = [
+        gradient_statistics(counted, (), (group,), groups.device).norm
+        for counted, group in ((dense, groups.mp), (experts, groups.tp_ep_pp))
+    ]
+    return math.hypot(*norms)
+
+
+def clip_grad_norm(chunks: Sequence[nn.Module], groups: ParallelGroups, max_norm: float) -> float:
+    """Scale all gradients by max_norm / (norm + 1e-6) if that is below 1; returns the norm before.
+
+    A norm that is not finite leaves the gradients alone: the caller skips the step.
+
+    Raises:
+        ValueError: max_norm is not positive.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, got {max_norm}; leave clipping out instead of clipping to zero")
+    norm = global_grad_norm(chunks, groups)
+    if (factor := clip_factor(norm, max_norm)) < 1.0:
+        scale_gradients(chunks, factor)
+    return norm

@@ -1,0 +1,218 @@
+"""Linear layers of Transformer Engine on our parameters: behind a norm, row-parallel, and of all experts of a rank.
+
+Parameters are ours: made by (seed, name), with our attributes, held by our modules under our names. The engine's module
+is given the same Parameter objects; it is no child of ours and so adds nothing to a state_dict, which therefore moves
+between the two implementations as it is. A norm's module only holds its parameters: `LayerNormLinear` normalises
+itself, so that the normalised activation is made once, in fp8 where that is on.
+
+Shapes: S sequence, B batch, H hidden, N rows, I input size, O output size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit.config import ModelConfig
+from labkit.moe.grouped_gemm import Segments
+from labkit.parallel.groups import Group
+from labkit.parallel.parameter_record import Replicated, record_of
+from labkit.parallel.precision import NATIVE, Precision
+from labkit.parallel.weights import Seed, make_expert_parameter, make_parameter
+from labkit.te.engine import EngineFloat8, engine
+
+NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+"""Our name of a norm -> the engine's."""
+
+
+class FusedNorm(nn.Module):
+    """Holds the parameters of a norm that the linear layer behind it applies; hands its input on.
+
+    Args:
+        name: name in the whole model.
+        config: `hidden`, `norm` and `norm_eps`.
+        sequence_parallel: the gradients of its parameters are partial sums over the tensor-parallel group.
+    """
+
+    def __init__(self, name: str, config: ModelConfig, *, sequence_parallel: bool, **made: Any) -> None:
+        super().__init__()
+        self.kind, self.eps, shape = config.norm, config.norm_eps, (config.hidden,)
+        self.weight = make_parameter(f"{name}.weight", shape, fill=1.0, **made)
+        with_bias = config.norm == "layernorm"
+        self.bias = make_parameter(f"{name}.bias", shape, fill=0.0, **made) if with_bias else None
+        for parameter in self.parameters():
+            record_of(parameter).sequence_parallel = sequence_parallel
+
+    def forward(self, x_SBH: Tensor) -> Tensor:
+        """x itself."""
+        return x_SBH
+
+
+class _EngineLinear(nn.Module):
+    """A linear layer of the engine on parameters of ours."""
+
+    def __init__(self, name: str, layer: Any, parameters: dict[str, nn.Parameter], *, precision: Precision) -> None:
+        """parameters: by the engine's names. precision: where it is fp8, the weight is cast once a step."""
+        super().__init__()
+        self.name = name
+        for theirs, parameter in parameters.items():
+            layer.register_parameter(theirs, parameter)
+        self.weight = parameters["weight"]
+        record_of(self.weight).added_elsewhere = True
+        self.bias = parameters.get("bias")
+        self.engine_layer = (layer,)  # in a tuple: no child, so its names stay out of ours
+        self.is_first_microbatch: bool | None = None
+        if isinstance(precision, EngineFloat8):
+            precision.casts_once_a_step(self)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """As our layer of the same place: (y, None). Weight gradients come with input gradients, never in a later W."""
+        (layer,) = self.engine_layer
+        y = layer(x, is_first_microbatch=self.is_first_microbatch)
+        if self.is_first_microbatch:
+            self.is_first_microbatch = False
+        return y, None
+
+
+def _linear_options(
+    group: Group, bias: bool, sequence_parallel: bool, gradient_accumulation_fusion: bool, dtype: torch.dtype
+) -> dict[str, Any]:
+    """What `Linear` and `LayerNormLinear` are both told. On `meta` they allocate nothing: they are given parameters."""
+    return {
+        "bias": bias,
+        "sequence_parallel": sequence_parallel,
+        "fuse_wgrad_accumulation": gradient_accumulation_fusion,
+        "tp_group": group.process_group,
+        "tp_size": group.size,
+        "params_dtype": dtype,
+        "device": "meta",
+    }
+
+
+class NormColumnParallelLinear(_EngineLinear):
+    """A norm and a column-parallel layer as one `LayerNormLinear`; constructed as our `ColumnParallelLinear`.
+
+    norm: whose parameters it applies first. precision: the engine's own fp8, or none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        input_size: int,
+        output_size: int,
+        *,
+        norm: FusedNorm,
+        group: Group,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        gradient_accumulation_fusion: bool = False,
+        precision: Precision = NATIVE,
+        seed: Seed = 0,
+        std: float = 0.02,
+        partition_stride: int = 1,
+        replicated: Replicated | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        cut: dict[str, Any] = {"group": group, "partition_dim": 0, "partition_stride": partition_stride}
+        cut |= {"replicated": replicated, "dtype": dtype, "device": device}
+        parameters = {"weight": make_parameter(f"{name}.weight", (output_size, input_size), seed=seed, std=std, **cut)}
+        if bias:
+            parameters["bias"] = make_parameter(f"{name}.bias", (output_size,), fill=0.0, **cut)
+        options = _linear_options(group, bias, sequence_parallel, gradient_accumulation_fusion, dtype)
+        layer = engine().LayerNormLinear(
+            input_size,
+            len(parameters["weight"]) * group.size,  # of which it takes this rank's 1/t; more where rows are replicated
+            eps=norm.eps,
+            normalization=NORMS[norm.kind],
+            parallel_mode="column",
+            name=name,
+            **options,
+        )
+        super().__init__(name, layer, parameters, precision=precision)
+        layer.register_parameter("layer_norm_weight", norm.weight)
+        if norm.bias is not None:
+            layer.register_parameter("layer_norm_bias", norm.bias)
+
+
+class RowParallelLinear(_EngineLinear):
+    """A row-parallel layer as `Linear`; constructed as our `RowParallelLinear`."""
+
+    def __init__(
+        self,
+        name: str,
+        input_size: int,
+        output_size: int,
+        *,
+        group: Group,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        gradient_accumulation_fusion: bool = False,
+        precision: Precision = NATIVE,
+        seed: Seed = 0,
+        std: float = 0.02,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        made: dict[str, Any] = {"dtype": dtype, "device": device}
+        cut: dict[str, Any] = {"group": group, "partition_dim": 1} | made
+        parameters = {"weight": make_parameter(f"{name}.weight", (output_size, input_size), seed=seed, std=std, **cut)}
+        if bias:
+            parameters["bias"] = make_parameter(f"{name}.bias", (output_size,), fill=0.0, **made)
+            record_of(parameters["bias"]).sequence_parallel = sequence_parallel and group.size > 1
+        options = _linear_options(group, bias, sequence_parallel, gradient_accumulation_fusion, dtype)
+        layer = engine().Linear(input_size, output_size, parallel_mode="row", name=name, **options)
+        super().__init__(name, layer, parameters, precision=precision)
+
+
+class GroupedLinear(nn.Module):
+    """One projection of all experts of a rank as the engine's `GroupedLinear`; constructed as `moe`'s `StackedLinear`.
+
+    The engine knows one weight per expert. Ours is one stack: before each call the engine's module is given views of
+    it, so that gradients travel back through them and arrive stacked (one copy of the weight gradients). They come
+    with the input gradients, never in a later W, and are added to `main_grad` by the data-parallel wrapper.
+
+    Its kernels may leave the gradient of an expert without rows as it was in memory, and fail without any row
+    (TransformerEngine#2499, #3019): such gradients are set to zero, and nothing is asked of it for nothing.
+    """
+
+    def __init__(
+        self, name: str, part: str, full_shape: tuple[int, int, int], *, accumulate: bool = False, **made: Any
+    ) -> None:
+        """As in `StackedLinear`; `accumulate` is left to the wrapper."""
+        super().__init__()
+        self.weight = make_expert_parameter(name, f"{part}.weight", full_shape, **made)
+        experts, outputs, inputs = self.weight.shape
+        layer = engine().GroupedLinear(
+            experts,
+            inputs,
+            outputs,
+            bias=False,
+            fuse_wgrad_accumulation=False,
+            params_dtype=self.weight.dtype,
+            device="meta",
+            name=f"{name}.{part}",
+            use_grouped_tensor=False,
+        )
+        self.names = [f"weight{expert}" for expert in range(experts)]
+        for own in self.names:
+            delattr(layer, own)  # a Parameter would take no view in its place
+        self.engine_layer = (layer,)
+
+    def forward(self, x_NI: Tensor, segments: Segments) -> Tensor:
+        """[N, I] -> [N, O]."""
+        if not len(x_NI):
+            return x_NI @ self.weight[0].t()  # stays in the graph, with zeros for all experts
+        (layer,) = self.engine_layer
+        counts = segments.tokens_per_expert
+        for own, weight_OI, rows in zip(self.names, self.weight.unbind(), counts.tolist(), strict=True):
+            if not rows and weight_OI.requires_grad:
+                weight_OI.register_hook(torch.zeros_like)
+            setattr(layer, own, weight_OI)
+        try:
+            return layer(x_NI, counts)
+        finally:
+            for own in self.names:
+                setattr(layer, own, None)  # a view kept here would keep the graph

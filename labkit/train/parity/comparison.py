@@ -1,0 +1,329 @@
+"""The parity microscope: a layout against one process, on loss, gradients and parameters.
+
+A tensor's difference is ||a - b|| / max(||b||, floor) on the whole tensor, 0 if both are exactly 0. The floor is 1e-6
+of the global norm for gradients (a key bias has a gradient of pure rounding noise) and lr sqrt(n) for parameters (what
+Adam moves in one step). `compare` launches every layout with real processes and says which tensor differs first, in
+the order in which a training step makes them: block outputs of the first microbatch, the loss, gradients from the
+output back to the input, updated parameters, then the later steps.
+
+In float32 rounding can exceed the tolerance; `labkit.train.parity.rounding` tells rounding from a fault. Where a layout
+exceeds the tolerance, and only there, the reference runs four more times with its sums in other orders.
+
+A mixture of experts is compared in float64 as it is. In float32 the layouts route as the reference did
+(`labkit.train.parity.routing_trace`): one choice of experts that rounding turns over would change everything after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from labkit.config import ConfigError, RunConfig
+from labkit.train.parity.assemble import FullRun, assemble
+from labkit.train.parity.layout_words import layout_name
+from labkit.train.parity.plan import (
+    PRECISIONS,
+    alone,
+    fault_problems,
+    fault_words,
+    placement,
+    plan_layout,
+    shared_config,
+)
+from labkit.train.parity.rounding import ORDERS, Spread, Verdict, judge, reordered_sums, widest
+from labkit.train.parity.routing_trace import Routings
+from labkit.train.parity.snapshots import Recorder, Snapshot
+from labkit.train.preflight import memory_problem
+
+if TYPE_CHECKING:
+    from labkit.train.pretraining import TrainResult
+
+_Judge = Callable[[list[tuple[str, str, float]]], tuple[Verdict, str | None]]
+"""From the differences of a layout to the verdict and the tensor to look at."""
+
+
+def tensor_difference(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
+    """||a - b||_2 / max(||b||_2, floor), in float64; 0 if both are exactly 0, infinite if that has no value."""
+    if a.shape != b.shape:
+        return math.inf
+    distance = (a.double() - b.double()).norm().item()
+    if distance == 0.0:
+        return 0.0
+    scale = max(b.double().norm().item(), floor)
+    return distance / scale if scale > 0.0 and math.isfinite(distance) else math.inf
+
+
+def _relative(a: float, b: float) -> float:
+    """The same for a single number."""
+    return tensor_difference(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64))
+
+
+@dataclass(frozen=True)
+class ParityRow:
+    """One layout against one process."""
+
+    layout: dict[str, Any]
+    """The override it was launched with."""
+    world_size: int
+    """Ranks."""
+    name: str
+    """`tp2 pp2 dp1 sp`: what is not as usual, see `labkit.train.parity.layout_words`."""
+    loss_diff: float
+    """Largest relative difference of the loss over steps."""
+    grad_diff: float
+    """Largest difference of a gradient, over tensors and recorded steps."""
+    param_diff: float
+    """Largest difference of an updated parameter, over tensors and recorded steps."""
+    first_difference: str | None
+    """The first tensor beyond the tolerance, such as `layers.1.mlp output`; of a fault, the first that rounding does
+    not explain. None if no tensor is beyond the tolerance."""
+    verdict: Verdict
+    """`equal` (within the tolerance), `rounding` (beyond it, within the spread of the reference) or `fault`."""
+    disagreements: tuple[str, ...] = ()
+    """Tensors whose replicas are not bit-equal."""
+    dropped_calls: int = 0
+    """Collectives that the planted fault left out, over all ranks."""
+
+    @property
+    def largest(self) -> float:
+        """The largest of the three differences."""
+        return max(self.loss_diff, self.grad_diff, self.param_diff)
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """All layouts of one comparison; prints as a table with a sentence."""
+
+    rows: list[ParityRow]
+    """One per layout, in the order given."""
+    steps: int
+    """Optimizer steps of every run."""
+    dtype: str
+    """`float64` or `float32`."""
+    tolerance: float
+    """Largest difference that is `equal`."""
+    reference_losses: list[float]
+    """Of the one process, by step."""
+    fault: dict[str, str] | None = None
+    """What was left out in the layouts on purpose."""
+    reference: str = "one process"
+    """What the layouts are held against."""
+
+    @property
+    def fault_missed(self) -> bool:
+        """Whether a fault was asked for and matched no call in any layout, so that nothing was tested."""
+        return self.fault is not None and not any(row.dropped_calls for row in self.rows)
+
+    @property
+    def ok(self) -> bool:
+        """Whether no layout has the verdict `fault`, and a fault that was asked for was really planted."""
+        return not self.fault_missed and all(row.verdict != "fault" for row in self.rows)
+
+    @property
+    def sentence(self) -> str:
+        """What came out, in one sentence per differing layout or one for all."""
+        if self.fault is not None and self.fault_missed:
+            return (
+                f"The fault {fault_words(self.fault)} matched no call in any layout, so nothing was left out: name a "
+                "group of more than one rank, and an operation that runs in it."
+            )
+        named = " ".join(map(self._about, (row for row in self.rows if row.verdict != "equal")))
+        if not self.ok:
+            return named
+        equal = sum(row.verdict == "equal" for row in self.rows)
+        return (
+            f"{equal} of {len(self.rows)} layouts agree with {self.reference} to {self.tolerance:.0e} over "
+            f"{self.steps} optimizer steps in {self.dtype}. {named}"
+        ).rstrip()
+
+    def _about(self, row: ParityRow) -> str:
+        """One layout that is not equal."""
+        if row.verdict == "fault":
+            return f"{row.name} differs from {self.reference}, first in {row.first_difference}."
+        return (
+            f"{row.name} differs from {self.reference} by up to {row.largest:.1e}, first in {row.first_difference}: "
+            f"rounding, since {self.reference} with sums in another order differs from itself as far."
+        )
+
+    def table(self) -> str:
+        """The rows, aligned."""
+        lines = [("layout", "ranks", "loss", "worst gradient", "worst parameter", "verdict", "first difference")]
+        lines += [
+            (row.name, str(row.world_size), *(f"{d:.1e}" for d in (row.loss_diff, row.grad_diff, row.param_diff)),
+             row.verdict, row.first_difference or "none")
+            for row in self.rows
+        ]  # fmt: skip
+        widths = [max(len(line[i]) for line in lines) for i in range(7)]
+        return "\n".join(
+            "  ".join(cell.rjust(w) if 1 <= i <= 4 else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths)))
+            .rstrip() for line in lines
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        return f"{self.table()}\n{self.sentence}"
+
+    __repr__ = __str__
+
+
+def compare(
+    config: RunConfig,
+    layouts: Sequence[Mapping[str, Any]],
+    steps: int = 3,
+    dtype: str = "float64",
+    *,
+    reference: Mapping[str, Any] | None = None,
+    fault: Mapping[str, str] | None = None,
+    pretrain: Callable[..., TrainResult] | None = None,
+    timeout: float | None = None,
+    device: str = "auto",
+    on_row: Callable[[ParityRow], None] | None = None,
+) -> ParityReport:
+    """Train `config` for `steps` steps in every layout and in one process (or `reference`), and compare.
+
+    layouts: overrides such as `{"tp": 2, "pp": 2}` or `{"parallel.tp": 2, "world_size": 4}`; world_size defaults to the
+        least common multiple of tp cp pp and etp ep pp.
+    dtype: `float64` (agreement to 1e-10) or `float32` (to 1e-5, beyond it within ten times the spread of one process
+        whose sums are taken in other orders; layouts choose experts as the one process did).
+    reference: a layout that the others are held against instead of one process. Where experts have a capacity, what
+        they drop goes by the tokens that a rank holds, so only layouts that share these are comparable.
+    fault: arguments of `labkit.parallel.collectives.dropped`; the matching communication is left out in the layouts.
+        The report is not `ok` where it matches none.
+    pretrain: what the ranks of a layout run, called as `pretrain(config, observer=...)`: a training of one's own (with
+        another schedule, forward step or model provider), held against labkit's in one process. Default: labkit's.
+    timeout: seconds that a rank may wait in one collective; default: `parallel.distributed_timeout_minutes`.
+    device: where tensors live, as in `labkit.launch.run`; the backend is the config's.
+    on_row: called with each row as soon as it is known.
+
+    AdamW runs with an eps of at least 1e-5 and a learning rate of at most 1e-3, so that its division by the root of
+    the second moment does not blow rounding up. CUDA graphs are captured after the first step or later, but before the
+    last. Learning rates are those of the whole run, however few steps are
+    compared. Raises ConfigError for dropout, an unknown dtype, a layout or a schedule that cannot be, one that does not
+    fit the memory of this machine, or a fault that means nothing.
+    """
+    problems = fault_problems(fault) if fault is not None else []
+    if problems:
+        raise ConfigError(problems, source="the fault")
+    if timeout is not None:
+        config = config.override({"parallel.distributed_timeout_minutes": timeout / 60})
+    base = shared_config(config, steps, dtype)
+    if reference is not None and dtype == "float32" and base.moe.num_experts:
+        problem = "in float32 layouts replay the choice of experts of one process; leave it out, or compare in float64"
+        raise ConfigError([problem], source=f"reference {dict(reference)}")
+    first, first_size = (alone(base), 1) if reference is None else plan_layout(base, reference, dtype, None)
+    planned = [plan_layout(base, layout, dtype, placement(first, first_size)) for layout in layouts]
+    for changed, world_size in [(first, first_size), *([] if pretrain else planned)]:
+        if problem := memory_problem(changed, world_size, device):
+            name = "one process" if changed is first else f"layout {layout_name(changed, world_size)}"
+            raise ConfigError([problem], source=name)
+    _, tolerance = PRECISIONS[dtype]
+    replays = dtype == "float32" and base.moe.num_experts > 0
+    expected, _ = _observe(first, first_size, _Observation(records_routing=replays), device)
+    watched = _Observation(dict(fault) if fault is not None else None, pretrain, expected.routings if replays else None)
+
+    @cache
+    def spread() -> Spread:
+        orders = (_Observation(replay=watched.replay, parts=parts) for parts in ORDERS)
+        runs = (_observe(first, first_size, reordered, device)[0] for reordered in orders)
+        return widest(differences(run, expected, lr=first.optim.lr) for run in runs)
+
+    rows = []
+    for layout, (changed, world_size) in zip(layouts, planned):
+        whole, calls = _observe(changed, world_size, watched, device)
+        judged = partial(judge, tolerance=tolerance, spread=spread if dtype == "float32" else None)
+        row = _row(dict(layout), changed, world_size, whole, expected, judged)
+        rows.append(replace(row, dropped_calls=calls))
+        if on_row is not None:
+            on_row(rows[-1])
+    name = "one process" if reference is None else layout_name(first, first_size)
+    return ParityReport(rows, steps, dtype, tolerance, expected.losses, watched.fault, name)
+
+
+@dataclass(frozen=True)
+class _Observation:
+    """How the ranks of one run are watched, and what is done to them."""
+
+    fault: dict[str, str] | None = None
+    """Communication to leave out."""
+    pretrain: Callable[..., TrainResult] | None = None
+    """What they run; None is labkit's."""
+    replay: Routings | None = None
+    """Choices of experts to follow."""
+    records_routing: bool = False
+    """Whether the choices of experts are kept."""
+    parts: int = 0
+    """Order of summation, see `labkit.train.parity.rounding.reordered_sums`; 0 is the usual one."""
+
+
+def _observe(config: RunConfig, world_size: int, watched: _Observation, device: str) -> tuple[FullRun, int]:
+    """Train in fresh processes and put what the ranks saw together; also how many calls the fault left out."""
+    from labkit.launch import run
+
+    seen = run(
+        _snapshot, world_size, config, watched, device=device,
+        backend=config.parallel.distributed_backend,
+        distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
+    )  # fmt: skip
+    whole = assemble([snapshot for snapshot, _ in seen], sequence_parallel=config.parallel.sequence_parallel)
+    return whole, sum(calls for _, calls in seen)
+
+
+def _snapshot(config: RunConfig, watched: _Observation) -> tuple[Snapshot, int]:
+    """What one rank sees, and how many of its calls the fault left out; runs inside it."""
+    from labkit.parallel.collectives import dropped
+    from labkit.train.pretraining import pretrain
+
+    steps = (0, config.train.steps - 1)
+    recorder = Recorder(steps, config, replay=watched.replay, records_routing=watched.records_routing)
+    orders = reordered_sums(watched.parts) if watched.parts else nullcontext()
+    with orders, dropped(**watched.fault) if watched.fault else nullcontext() as hook:
+        result = (watched.pretrain or pretrain)(config, observer=recorder)
+    recorder.snapshot.losses = result.losses
+    return recorder.snapshot, hook.calls if hook is not None else 0
+
+
+def _row(
+    layout: dict[str, Any], config: RunConfig, world_size: int, run: FullRun, reference: FullRun, judged: _Judge
+) -> ParityRow:
+    """Every tensor against its reference; the largest differences and the verdict on them."""
+    found = list(differences(run, reference, lr=config.optim.lr))
+    verdict, first = judged(found)
+    if verdict != "fault" and run.disagreements:
+        verdict, first = "fault", run.disagreements[0]
+    loss, gradient, parameter = (
+        max((difference for _, of, difference in found if of == kind), default=0.0)
+        for kind in ("loss", "gradient", "parameter")
+    )
+    name = layout_name(config, world_size)
+    return ParityRow(
+        layout, world_size, name, loss, gradient, parameter, first, verdict, tuple(run.disagreements)
+    )  # fmt: skip
+
+
+def differences(run: FullRun, reference: FullRun, *, lr: float) -> Iterator[tuple[str, str, float]]:
+    """(name, kind, difference) of every compared tensor, in the order in which training makes them."""
+    for block, output in reference.activations.items():
+        yield f"{block} output", "output", _of(run.activations, block, output, 0.0)
+    recorded = reference.gradients
+    for step, (loss, expected) in enumerate(zip(run.losses, reference.losses)):
+        later = f" of step {step + 1}" if step else ""  # of the first step nothing is said
+        yield f"loss{later}", "loss", _relative(loss, expected)
+        if step not in recorded:
+            continue
+        floor = 1e-6 * math.sqrt(sum(g.double().square().sum().item() for g in recorded[step].values()))
+        for name, gradient in reversed(recorded[step].items()):
+            yield f"{name} gradient{later}", "gradient", _of(run.gradients[step], name, gradient, floor)
+        for name, parameter in reference.parameters[step].items():
+            floor = lr * math.sqrt(parameter.numel())
+            yield f"{name} parameter{later}", "parameter", _of(run.parameters[step], name, parameter, floor)
+
+
+def _of(tensors: Mapping[str, Tensor], name: str, expected: Tensor, floor: float) -> float:
+    """The difference, infinite where the layout has no such tensor."""
+    return tensor_difference(tensors[name], expected, floor) if name in tensors else math.inf

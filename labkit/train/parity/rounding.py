@@ -1,0 +1,137 @@
+"""Rounding or a fault: the verdict on a layout's differences from its reference.
+
+In float64 a difference beyond the tolerance, 1e-10, is a fault. In float32 rounding alone can exceed the tolerance of
+1e-5: Adam divides a gradient by the root of its square, so an element of 1e-5 that rounding moves by 1e-9 moves its
+parameter by 1e-4 of a step. How far rounding moves a tensor depends on seed, model and steps, so it is measured. The
+reference runs again with its sums in other orders (`reordered_sums`), and the largest difference of a tensor from its
+own value in the first run is the *spread* of this tensor at this step.
+
+| difference of a tensor                       | verdict  |
+|----------------------------------------------|----------|
+| within the tolerance                         | equal    |
+| beyond it, up to `MULTIPLE` times its spread | rounding |
+| beyond that, or beyond its kind's `WIDEST`   | fault    |
+
+Each tensor is held against its own spread at its own step, and no spread excuses more than `WIDEST`. So a bias that
+rounding moves far hides nothing in its weight or gradient, and a chaotic run hides nothing at all. A fault smaller than
+that, in a tensor that rounding moves, is seen in float64 alone.
+
+`reordered_sums` works below autograd, in forward and in backward. Operations without a sum stay as they are, so the
+mathematics is that of the run without it.
+
+| sum                     | in another order                                                                     |
+|-------------------------|--------------------------------------------------------------------------------------|
+| product of matrices     | the inner dimension is permuted and cut into parts, whose products are added one by  |
+|                         | one: the partial sums of tensor parallelism, and for a weight gradient split batches |
+| `sum` and `mean`        | one of the dimensions is permuted: gradients of biases and of RMSNorm, losses        |
+
+Kernels that sum inside, such as LayerNorm's, attention's and Transformer Engine's, are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Verdict = Literal["equal", "rounding", "fault"]
+Spread = Mapping[str, float]
+"""By name of a compared tensor, which has the step in it: the largest difference between orders of summation."""
+MULTIPLE = 10.0
+"""So many times its spread may a tensor of a layout differ. The spread is the largest of few samples."""
+WIDEST = {"output": 1e-4, "loss": 1e-4, "gradient": 1e-3, "parameter": 1e-2}
+"""By kind of tensor: no difference beyond this is rounding, however wide the spread. Parameters have the largest,
+since Adam's division acts on them alone; a gradient feels it only through the parameters, from the second step on."""
+ORDERS = (1, 2, 3, 4)
+"""Orders of summation that the spread is taken over: parts into which `reordered_sums` cuts products."""
+
+
+def judge(
+    found: Iterable[tuple[str, str, float]], tolerance: float, spread: Callable[[], Spread] | None
+) -> tuple[Verdict, str | None]:
+    """The verdict on a layout, and the tensor to look at: the first that rounding does not explain, else the first
+    beyond the tolerance, else None.
+
+    found: name, kind and difference of every compared tensor, in the order of training.
+    tolerance: largest difference that is equal whatever the spread.
+    spread: called where the verdict depends on it; None where every difference beyond the tolerance is a fault.
+    """
+    first = None
+    for name, kind, difference in found:
+        if difference <= tolerance:
+            continue
+        if spread is None or difference > WIDEST[kind] or difference > MULTIPLE * spread().get(name, 0.0):
+            return "fault", name
+        first = first or name
+    return ("equal", None) if first is None else ("rounding", first)
+
+
+def widest(runs: Iterable[Iterable[tuple[str, str, float]]]) -> Spread:
+    """The spread over runs of the reference, each given by its differences from the first one."""
+    spread: dict[str, float] = {}
+    for found in runs:
+        for name, _, difference in found:
+            spread[name] = max(spread.get(name, 0.0), difference)
+    return spread
+
+
+_aten = torch.ops.aten
+_PRODUCTS: dict[Any, tuple[int, Callable[..., Any]]] = {
+    _aten.mm.default: (0, _aten.addmm_.default),
+    _aten.mm.out: (0, _aten.addmm_.default),
+    _aten.addmm.default: (1, _aten.addmm_.default),
+    _aten.addmm_.default: (1, _aten.addmm_.default),
+    _aten.bmm.default: (0, _aten.baddbmm_.default),
+    _aten.baddbmm.default: (1, _aten.baddbmm_.default),
+    _aten.baddbmm_.default: (1, _aten.baddbmm_.default),
+}
+"""Operation -> place of the left factor, and the operation that adds another product to its result."""
+_SUMS = (_aten.sum.default, _aten.sum.dim_IntList, _aten.sum.IntList_out, _aten.mean.default, _aten.mean.dim)
+
+
+@contextmanager
+def reordered_sums(parts: int) -> Iterator[None]:
+    """Inside the block sums are taken in an order of their own for each number of `parts` that products are cut in."""
+    with _Reordered(parts):
+        yield
+
+
+class _Reordered(TorchDispatchMode):
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts = parts
+        self.order = cache(self._order)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _PRODUCTS and args[_PRODUCTS[func][0]].is_floating_point():
+            return self._product(func, list(args), kwargs)
+        if func in _SUMS and args[0].is_floating_point() and args[0].dim():
+            dims = args[1] if len(args) > 1 and args[1] else range(args[0].dim())
+            longest = max(dims, key=lambda dim: args[0].shape[dim])
+            return func(self._reordered(args[0], longest), *args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+    def _product(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
+        """The product of the first part, to which those of the others are added."""
+        place, add = _PRODUCTS[func]
+        left = self._reordered(args[place], -1).chunk(self.parts, -1)
+        right = self._reordered(args[place + 1], -2).chunk(self.parts, -2)
+        result = func(*args[:place], left[0], right[0], *args[place + 2 :], **kwargs)
+        for a, b in zip(left[1:], right[1:], strict=True):
+            add(result, a, b, alpha=kwargs.get("alpha", 1))
+        return result
+
+    def _reordered(self, x: Tensor, dim: int) -> Tensor:
+        return x.index_select(dim, self.order(x.shape[dim], x.device))
+
+    def _order(self, length: int, device: torch.device) -> Tensor:
+        generator = torch.Generator().manual_seed(self.parts)
+        return torch.randperm(length, generator=generator).to(device)

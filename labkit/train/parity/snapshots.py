@@ -1,0 +1,239 @@
+"""What the parity microscope records on each rank.
+
+A rank keeps the outputs of its blocks for the first microbatch, and its gradients and parameters after chosen steps.
+It keeps what it holds, and communicates nothing; `labkit.train.parity.assemble` makes whole tensors of it.
+
+Of a mixture of experts it also keeps the weights that each router gives out, so that a wrong routing is named before
+the block whose output it spoils, and, as parameters, the biases that move the choice of experts (they are buffers).
+
+Shapes: S sequence, B micro batch, T tokens (S x B), E experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from labkit.config import RunConfig
+from labkit.parallel.data_parallel.bucket_layout import pieces_of_rank
+from labkit.parallel.data_parallel.distributed_data_parallel import DistributedDataParallel
+from labkit.parallel.data_parallel.param_gather import ParamGather
+from labkit.parallel.groups import ParallelGroups
+from labkit.parallel.parameter_record import Replicated, main_grad_of, record_of
+from labkit.schedules.ir import Schedule
+from labkit.train.optimizer import named_parameters
+from labkit.train.parity.routing_trace import Routings, record_routings, replay_routings
+
+Ranges = tuple[tuple[int, int], ...]
+"""Parts of a flat tensor, each from its first element up to but without its end."""
+BOUNDARIES = re.compile(r"embedding|layers\.\d+(\.attention|\.mlp(\.router)?)?|final_norm")
+"""Modules whose output is recorded."""
+EXPERT_BIAS = "expert_bias"
+"""Name of the buffer that a router adds to its scores to choose, moved after each step."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of a parameter or of its gradient."""
+
+    tensor: Tensor
+    """The local values."""
+    partition_dim: int | None
+    """Dim along which the ranks of tp (of etp, for an expert) hold different parts; None where all hold the same."""
+    partition_stride: int
+    """Stacked blocks that are each split (2 for SwiGLU's [gate; up])."""
+    full_rows: int
+    """Rows of the whole tensor without vocabulary padding."""
+    shared: bool
+    """Whether this is the last stage's copy of the tied word embedding (a V has none)."""
+    owned: Ranges | None = None
+    """What is this rank's to say: after a reduce-scatter it has the gradient of its own shard, and leftovers beside
+    it. None means all."""
+    expert: bool = False
+    """Whether it is an expert's: cut over etp, with replicas on the ranks of edp, not over tp and dp x cp."""
+    expert_parallel: bool = False
+    """Whether dim 0 counts experts and the ranks of ep hold different ones."""
+    replicated: Replicated | None = None
+    """Rows that neighbouring ranks of tp hold alike."""
+
+
+@dataclass
+class Snapshot:
+    """What one rank saw of a run."""
+
+    tp: int = 0
+    """Tensor-parallel rank."""
+    cp: int = 0
+    """Context-parallel rank."""
+    dp: int = 0
+    """Data-parallel rank."""
+    pp: int = 0
+    """Pipeline rank."""
+    losses: list[float] = field(default_factory=list)
+    """By step."""
+    activations: dict[str, Tensor] = field(default_factory=dict)
+    """Block outputs of the first microbatch of the first step, in order of execution."""
+    gradients: dict[int, dict[str, Shard]] = field(default_factory=dict)
+    """By step, then by parameter: after finalisation, before clipping."""
+    parameters: dict[int, dict[str, Shard]] = field(default_factory=dict)
+    """By step, then by parameter: after the update."""
+    order: list[str] = field(default_factory=list)
+    """Parameters in the order in which the first forward pass uses them."""
+    routings: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Every choice of experts, where it is asked for."""
+    ep: int = 0
+    """Expert-parallel rank."""
+    etp: int = 0
+    """Tensor-parallel rank inside an expert."""
+    edp: int = 0
+    """Data-parallel rank of the experts."""
+
+
+class Recorder:
+    """Observes a training run (see `labkit.train.pretraining.Observer`) and fills a `Snapshot`."""
+
+    def __init__(
+        self, steps: Sequence[int], config: RunConfig, *, replay: Routings | None = None, records_routing: bool = False
+    ) -> None:
+        """steps: those after which gradients and parameters are kept.
+        config: of the run.
+        replay: choices of experts that the routers follow instead of making their own.
+        records_routing: keep all choices of experts (of a run in one process).
+        """
+        self.snapshot = Snapshot()
+        self._handles: list[RemovableHandle] = []
+        self._steps = frozenset(steps)
+        self._config, self._replay, self._records_routing = config, replay, records_routing
+
+    def on_model(self, groups: ParallelGroups, chunks: Sequence[nn.Module], schedule: Schedule) -> None:
+        """Hook the outputs of all blocks for microbatch 0, and the first use of all parameters."""
+        here = self.snapshot
+        for axis in ("tp", "cp", "dp", "pp", "ep", "etp", "edp"):
+            setattr(here, axis, getattr(groups, axis).rank)
+        if self._records_routing:
+            here.routings = record_routings(chunks)
+        if self._replay is not None:
+            replay_routings(self._replay, self._config, groups, chunks, schedule)
+        names = {param: name for name, param in named_parameters(chunks).items()}
+        forwards = [action for action in schedule.actions(groups.pp.rank) if action.kind == "F"]
+        for chunk, stage in zip(chunks, schedule.stages_of(groups.pp.rank), strict=True):
+            before = [action.microbatch for action in forwards if action.stage == stage].index(0)
+            model = getattr(chunk, "module", chunk)
+            forward = _count_forwards(model)
+            for name, module in model.named_modules():
+                if BOUNDARIES.fullmatch(name):
+                    self._keep_output(name, module, lambda forward=forward, before=before: forward() == before)
+                self._note_use([names[param] for param in module.parameters(recurse=False)], module, before=True)
+                self._note_use([names[param] for param in module.parameters()], module, before=False)
+
+    def on_gradients(self, step: int, chunks: Sequence[nn.Module]) -> None:
+        """Keep a copy of every `main_grad`, and note which part of it is this rank's to say."""
+        self._take_hooks_off()
+        if step in self._steps:
+            own = _own_ranges(chunks)
+            kept = {name: _shard(p, main_grad_of(p), own) for name, p in named_parameters(chunks).items()}
+            self.snapshot.gradients[step] = kept
+
+    def on_update(self, step: int, chunks: Sequence[nn.Module]) -> None:
+        """Keep a copy of every parameter. Those that the next forward gathers are still old where others own them."""
+        if step in self._steps:
+            own = _own_ranges([chunk for chunk in chunks if not _is_ready(chunk)])
+            kept = {name: _shard(p, p, own) for name, p in named_parameters(chunks).items()}
+            self.snapshot.parameters[step] = kept | _expert_biases(chunks)
+
+    def _keep_output(self, name: str, module: nn.Module, is_due: Callable[[], bool]) -> None:
+        """Keep what the module returns when it is due for the first time."""
+
+        def keep(_: nn.Module, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+            if not is_due():
+                return
+            tensor = output[0] if isinstance(output, tuple) else output
+            if name.endswith(".router"):  # [T, E], of the input's S and B
+                tensor = tensor.view(*inputs[0].shape[:2], -1)
+            self.snapshot.activations[name] = tensor.detach().cpu().clone()
+            handle.remove()
+
+        handle = module.register_forward_hook(keep)
+        self._handles.append(handle)
+
+    def _note_use(self, names: list[str], module: nn.Module, *, before: bool) -> None:
+        """Put parameters in order when the module is first called; or, those that are in no order yet, when it is done:
+        a child whose weights are used without calling it has been used by then."""
+
+        def note(*_: object) -> None:
+            known = set(self.snapshot.order)
+            self.snapshot.order.extend(name for name in names if name not in known)
+            handle.remove()
+
+        if names:
+            handle = module.register_forward_pre_hook(note) if before else module.register_forward_hook(note)
+            self._handles.append(handle)
+
+    def _take_hooks_off(self) -> None:
+        """After the first step, those that waited in vain: no CUDA graph is made of modules with hooks."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def _count_forwards(model: nn.Module) -> Callable[[], int]:
+    """A function that gives the number of the model's forward pass, from 0. A block computed again in a backward
+    belongs to none: the model itself does not run then."""
+    numbers = count()
+    now = -1
+
+    def begin(_: nn.Module, __: object) -> None:
+        nonlocal now
+        now = next(numbers)
+
+    model.register_forward_pre_hook(begin)
+    return lambda: now
+
+
+def _own_ranges(chunks: Sequence[nn.Module]) -> dict[int, Ranges]:
+    """By id of each parameter that the distributed optimizer cuts: what this rank owns of it, perhaps nothing."""
+    owned: dict[int, Ranges] = {}
+    for chunk in chunks:
+        if getattr(chunk, "param_gather", None) is None:
+            continue
+        for buffer in cast(DistributedDataParallel, chunk).buffers:
+            pieces = pieces_of_rank(buffer.plan, buffer.group.size, buffer.group.rank)
+            for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
+                here = [(p.offset_in_parameter, p.offset_in_parameter + p.numel) for p in pieces if p.name == name]
+                owned[id(parameter)] = tuple(here)
+    return owned
+
+
+def _is_ready(chunk: nn.Module) -> bool:
+    gather: ParamGather | None = getattr(chunk, "param_gather", None)
+    return gather is None or gather.is_ready
+
+
+def _expert_biases(chunks: Sequence[nn.Module]) -> dict[str, Shard]:
+    """The routers' biases, alike on all ranks that hold the layer; named as in the whole model."""
+    buffers = (item for chunk in chunks for item in getattr(chunk, "module", chunk).named_buffers())
+    return {
+        name: Shard(bias.detach().cpu().clone(), None, 1, len(bias), False)
+        for name, bias in buffers
+        if name.rpartition(".")[2] == EXPERT_BIAS
+    }
+
+
+def _shard(param: nn.Parameter, values: Tensor, own: Mapping[int, Ranges]) -> Shard:
+    record = record_of(param)
+    return Shard(
+        values.detach().cpu().clone(),
+        record.partition_dim if record.tensor_model_parallel else None,
+        record.partition_stride,
+        (record.full_shape or param.shape)[0],
+        record.shared,
+        own.get(id(param)),
+        not record.allreduce,
+        record.expert_parallel,
+        record.replicated,
+    )

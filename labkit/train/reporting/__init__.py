@@ -1,0 +1,1 @@
+"""Records of a run: timers, metrics, rates, progress, its folder, and costs from measured Events."""

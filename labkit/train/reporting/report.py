@@ -1,0 +1,246 @@
+"""How fast steps are and how much memory they took, in the terms of Megatron's log."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from labkit.config import RunConfig
+from labkit.events import Event, EventRecorder, not_recording, recording
+from labkit.launch import report_progress
+from labkit.models.counts import step_flops
+from labkit.parallel.collectives import comm_scope, gather_objects
+from labkit.parallel.groups import ParallelGroups
+from labkit.train.reporting.metrics import JsonLines, Timers, min_max_over_ranks, scalars
+from labkit.train.reporting.router_metrics import LayerMetrics, RouterMetrics, router_line
+from labkit.train.step_graphs import StepGraphs
+from labkit.train.stepping import StepResult
+
+
+class Throughput:
+    """Turns the seconds of a step into rates, and knows when a run will end."""
+
+    def __init__(self, config: RunConfig, world_size: int) -> None:
+        train = config.train
+        self._steps = train.steps
+        self._tokens = train.global_batch_size * config.model.seq_length
+        flops = step_flops(config.model, samples=train.global_batch_size, moe=config.moe).total
+        self._teraflops = flops / 1e12 / world_size
+        self._first: tuple[int, float] | None = None
+
+    def rates(self, seconds: float) -> dict[str, float]:
+        """Of steps that took `seconds` each.
+
+        `tokens_per_second` is of the whole run. `tflops_per_rank` is what Megatron calls TFLOP/s/GPU: the operations of
+        `labkit.models.counts.step_flops`, which counts what the model needs, nothing that is recomputed, and all S^2
+        pairs of attention. It is of the configured GPT, also where a model provider builds another model.
+        """
+        return {
+            "step_time": seconds,
+            "tokens_per_second": self._tokens / seconds,
+            "tflops_per_rank": self._teraflops / seconds,
+        }
+
+    def time_left(self, step: int, step_time: float) -> float:
+        """Seconds from now, where `step` (counted from 1) has just finished, to the end of the last step.
+
+        By the mean wall time since the end of the first step, validations included: the first step also warms up.
+        """
+        now = time.perf_counter()
+        if self._first is None:
+            self._first = step, now
+            return (self._steps - step) * step_time
+        first, then = self._first
+        return (self._steps - step) * (now - then) / (step - first)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most bytes so far: of a GPU what torch allocated on it in this process, else the process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Report:
+    """Collects metrics on every rank; rank 0 writes the files and reports progress."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        groups: ParallelGroups,
+        timers: Timers,
+        recorder: EventRecorder | None,
+        routers: RouterMetrics | None,
+    ) -> None:
+        """recorder: what this rank does lands there; after each step it is added to the timers and moved on.
+        routers: of a model with experts."""
+        self.losses: list[float] = []
+        self.metrics: list[dict[str, Any]] = []
+        self._events_of_steps: deque[list[Event]] = deque(maxlen=config.train.keep_event_steps)
+        self._recorder = recorder
+        self._config, self._groups, self._timers, self._routers = config, groups, timers, routers
+        self._writes = groups.world.rank == 0
+        self._folder = Path(config.train.output_dir) if config.train.output_dir is not None else None
+        self._lines = self._file("metrics.jsonl")
+        self._scalar_lines = self._file("scalars.jsonl")
+        self._event_lines = self._file("events.jsonl") if config.train.write_events else JsonLines(None)
+        self._throughput = Throughput(config, groups.world.size)
+        self._peak_memory = 0
+        self.skipped_steps = 0
+        self._skipped_because: str | None = None
+        self._since_last_line = 0
+        self._captures_told = 0
+
+    def _file(self, name: str) -> JsonLines:
+        return JsonLines(self._folder / name if self._folder is not None and self._writes else None)
+
+    @property
+    def events(self) -> list[Event]:
+        """What this rank did in the last `train.keep_event_steps` steps, in order of end."""
+        return [event for events in self._events_of_steps for event in events]
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close the files. After an error nobody is waited for: rank 0 adds what it did itself since the last step."""
+        if kind is None:
+            self._take_events(ends_step=False)
+        elif self._recorder is not None:
+            self._write_events(self._recorder.events)
+        for lines in (self._lines, self._scalar_lines, self._event_lines):
+            lines.close()
+
+    @contextmanager
+    def naming_what_is_kept(self) -> Iterator[None]:
+        """An evaluation that fails loses no training: the error says how far it came and where that is written."""
+        try:
+            yield
+        except Exception as error:
+            done, steps = len(self.losses), self._config.train.steps
+            count = f"all {steps}" if done == steps else f"{done} of {steps}"
+            where = f"metrics are in {self._folder}" if self._folder is not None else "train.output_dir was not set"
+            error.add_note(f"{count} training steps were done, the last with a loss of {self.losses[-1]:.4f}; {where}")
+            raise
+
+    def begin_step(self, step: int) -> None:
+        """Events from here on belong to `step`, counted from 1."""
+        if self._recorder is not None:
+            self._recorder.step = step
+
+    def step(self, step: int, result: StepResult, lr: float) -> None:
+        """Take in a finished step; every `log_interval` steps, write a line with the spread of the timers.
+
+        step: counted from 1, so it is the number of finished steps.
+        Times and rates of a line are those of the slowest rank over the steps since the line before, memory is that of
+        the fullest rank. Progress is reported after every step, with what rank 0 knows without asking the others.
+        `skipped_steps` counts from the start of the run; `skipped_because` names what was not finite in the last step
+        that was skipped since the line before.
+        """
+        self._take_events(ends_step=True)
+        self.losses.append(result.loss)
+        self.skipped_steps += result.skipped
+        self._skipped_because = result.not_finite or self._skipped_because
+        self._since_last_line += 1
+        self._peak_memory = max(self._peak_memory, peak_memory_bytes(self._groups.device))
+        values = {
+            "step": step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": lr,
+            "loss_scale": result.loss_scale,
+            "skipped_steps": self.skipped_steps,
+        }
+        if step % self._config.train.log_interval == 0 or step == self._config.train.steps:
+            self._write_line(values)
+        seconds = self._timers("step").seconds
+        self._progress(
+            **values,
+            steps=self._config.train.steps,
+            eta=self._throughput.time_left(step, seconds),
+            peak_memory_bytes=self._peak_memory,
+            **self._throughput.rates(seconds),
+        )
+
+    def _write_line(self, values: dict[str, Any]) -> None:
+        """A line of metrics with `values` of the last step and what all ranks did since the line before."""
+        timers, routers = self._over_ranks()
+        because = {"skipped_because": self._skipped_because} if self._skipped_because else {}
+        rates = self._throughput.rates(timers["step"][1] / self._since_last_line)
+        self._since_last_line, self._skipped_because = 0, None
+        memory = {"peak_memory_bytes": self._peak_memory}
+        self._add({**values, **because, **rates, **memory, **routers, "timers": timers})
+
+    def evaluation(self, step: int, name: str, loss: float) -> None:
+        """Write a line `{"step": ..., name: loss}`, name being `validation_loss` or `test_loss`."""
+        self._add({"step": step, name: loss})
+        self._progress(**{"step": step, name: loss})
+
+    def graphs(self, step: int, graphs: StepGraphs) -> None:
+        """Once after each capture, a line with what the graphs hold: (least, most) over ranks of their number, and of
+        the bytes of static inputs and of the pools at their peak. Nothing where the implementation cannot tell."""
+        if graphs.num_captures == self._captures_told:
+            return
+        self._captures_told = graphs.num_captures
+        pools = graphs.memory()
+        own = {
+            "graphs": sum(pool.graphs for pool in pools),
+            "static_input_bytes": sum(pool.static_inputs for pool in pools),
+            "pool_peak_bytes": sum(pool.pool_peak for pool in pools),
+        }
+        with not_recording(), comm_scope(layer="graphs", phase="report"):
+            by_rank = gather_objects(own if pools else {}, self._groups.world)
+        if any(by_rank):
+            self._add({"step": step, "graphs": min_max_over_ranks(by_rank)})
+
+    def _take_events(self, *, ends_step: bool) -> None:
+        """Feed what was recorded since the last call to the timers; keep it and write it where that is asked for."""
+        if self._recorder is None:
+            return
+        recorded = self._recorder.events[:]
+        self._recorder.events.clear()
+        self._timers.feed(recorded)
+        if self._config.train.record_events:
+            self._keep_events(recorded, ends_step=ends_step)
+        if self._config.train.write_events:
+            with recording(self._groups.rank), comm_scope(layer="events", phase="report"):  # not itself an Event
+                by_rank = gather_objects(recorded, self._groups.world)
+            self._write_events(event for rank in by_rank for event in rank)
+
+    def _keep_events(self, recorded: list[Event], *, ends_step: bool) -> None:
+        if ends_step or not self._events_of_steps:
+            self._events_of_steps.append(recorded)
+        else:
+            self._events_of_steps[-1] += recorded
+
+    def _write_events(self, events: Iterable[Event]) -> None:
+        self._event_lines.write(*({k: v for k, v in asdict(e).items() if v is not None} for e in events))
+
+    def _add(self, line: dict[str, Any]) -> None:
+        self.metrics.append(line)
+        self._lines.write(line)
+        self._scalar_lines.write(*scalars(line))
+
+    def _progress(self, **values: Any) -> None:
+        if self._writes:
+            report_progress(values)
+
+    def _over_ranks(self) -> tuple[dict[str, tuple[float, float]], dict[str, Any]]:
+        """Since the last line: (minimum, maximum) seconds of each timer over all ranks, and what the routers did. The
+        peak of memory becomes that of all ranks."""
+        of_routers = {} if self._routers is None else self._routers.take()
+        own: tuple[dict[str, float], LayerMetrics, int] = self._timers.take(), of_routers, self._peak_memory
+        with comm_scope(layer="timers", phase="report"):
+            timers, routers, peaks = zip(*gather_objects(own, self._groups.world))
+        self._peak_memory = max(peaks)
+        return min_max_over_ranks(timers), router_line(routers) if any(routers) else {}

@@ -1,0 +1,1 @@
+"""Pictures of data parallelism: gradient buckets, owners of slices, communication behind computation."""

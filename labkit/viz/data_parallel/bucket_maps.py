@@ -1,0 +1,233 @@
+"""Gradient buckets and their owners, and what ZeRO's stages keep on a rank.
+
+Two pictures: where every parameter lies in the buffer and which rank owns which part of each bucket; and the bytes of
+a parameter by stage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.patches import Patch, Rectangle
+
+from labkit.parallel.data_parallel.bucket_layout import (
+    PARAMETER_ALIGNMENT,
+    Bucket,
+    BucketLayout,
+    Piece,
+    shard_map,
+    shard_range,
+)
+from labkit.parallel.data_parallel.zero_memory import STAGES, BytesPerParameter, bytes_per_parameter, formula
+from labkit.viz.figure import Figure
+from labkit.viz.style import SEQUENCE, new_figure, styled, text_color
+
+MAX_BUCKETS = 8
+"""Buckets drawn, a row each; of more the first and the last."""
+MAX_OWNERS = 64
+"""Ranks up to which owners are told apart by colour; beyond, only their borders are drawn."""
+_WIDTH = 9.0
+_GAP = 0.45
+"""Height of the space that stands for buckets left out; a row is 1."""
+_PADDING = {"facecolor": "#FFFFFF", "hatch": "////", "edgecolor": "#999999", "linewidth": 0.0}
+_GAPS = {"facecolor": "#FFFFFF", "hatch": "....", "edgecolor": "#666666", "linewidth": 0.0}
+_SHADES = ("#D9D9D9", "#BFBFBF")
+"""Neighbouring parameters, in turn: two shades, so that one can see where the next begins."""
+_HATCHES = ("", "//", "..", "xx", "\\\\", "--", "++", "oo")
+"""Ranks 0-7, 8-15, ..."""
+
+
+def bucket_map(plan: BucketLayout, dp: int = 1) -> Figure:
+    """A row per bucket: above, the parameters in the order of the buffer; below, the rank that owns each element.
+
+    plan: from `plan_buckets`. dp: ranks that share each bucket under the distributed optimizer; 1 draws parameters
+    alone, for the all-reduce, after which every rank has everything.
+
+    Raises ValueError where dp does not divide a bucket, and for a plan without a parameter.
+    """
+    if not plan.buckets:
+        raise ValueError("the plan has no bucket: there is no parameter to draw")
+    pieces = shard_map(plan, dp) if dp > 1 else []
+    rows = _rows(len(plan.buckets))
+    with styled():
+        fig = new_figure(_WIDTH, 0.62 * (max(rows.values()) + 1) + 1.05)
+        axes = fig.add_subplot()
+        longest = max(bucket.numel for bucket in plan.buckets)
+        for number, row in rows.items():
+            _draw_parameters(axes, plan, plan.buckets[number], row, longest, alone=dp == 1)
+            if dp > 1:
+                _draw_owners(axes, plan.buckets[number], dp, row, longest)
+        axes.set_yticks([row + 0.5 for row in rows.values()], [f"bucket {number}" for number in rows])
+        axes.set(xlim=(0, longest), ylim=(max(rows.values()) + 1, 0), xlabel="elements from the bucket's start")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.tick_params(axis="y", length=0)
+        axes.spines[["left"]].set_visible(False)
+        if len(plan.buckets) > len(rows):
+            axes.text(0, MAX_BUCKETS / 2 + _GAP / 2, f"{_count(len(plan.buckets) - len(rows), 'bucket')} not drawn",
+                      va="center", fontsize=8, color="#444444")  # fmt: skip
+        legend = _legend(plan, dp)
+        fig.legend(legend.values(), legend.keys(), loc="outside upper right", ncols=len(legend),
+                   handler_map={tuple: HandlerTuple(ndivide=None, pad=0)})  # fmt: skip
+    return Figure(fig, _map_sentence(plan, dp, pieces))
+
+
+def _rows(count: int) -> dict[int, float]:
+    """Numbers of the buckets that are drawn, and where: a gap stands for those that are not."""
+    if count <= MAX_BUCKETS:
+        return {number: number for number in range(count)}
+    half = MAX_BUCKETS // 2
+    first, last = range(half), range(count - half, count)
+    return {n: n for n in first} | {n: half + _GAP + place for place, n in enumerate(last)}
+
+
+def _draw_parameters(axes: Any, plan: BucketLayout, bucket: Bucket, row: float, longest: int, *, alone: bool) -> None:
+    low, height = row + 0.08, 0.84 if alone else 0.40
+    length = bucket.unpadded_end - bucket.start
+    axes.add_patch(Rectangle((0, low), length, height, **_GAPS))  # what no parameter covers stays to be seen
+    axes.add_patch(Rectangle((length, low), bucket.end - bucket.unpadded_end, height, **_PADDING))
+    for place, name in enumerate(bucket.names):
+        start, end = (at - bucket.start for at in plan.ranges[name])
+        fill = _SHADES[place % 2]
+        axes.add_patch(Rectangle((start, low), end - start, height, facecolor=fill, edgecolor="#666666", linewidth=0.4))
+        if short := _fitting(name, 900 * (end - start) / longest):  # about the pixels that the bar is wide
+            axes.text((start + end) / 2, low + height / 2, short, ha="center", va="center", fontsize=8)
+
+
+def _fitting(name: str, width: float) -> str:
+    """The name, or as much of it as `width` pixels take: `layers.3.mlp.fc1.weight`, `3.mlp.fc1`, `fc1`, nothing."""
+    brief = name.removeprefix("layers.").removesuffix(".weight")
+    return next((text for text in (name, brief, brief.rsplit(".", 1)[-1]) if 7.2 * len(text) < width), "")
+
+
+def _draw_owners(axes: Any, bucket: Bucket, dp: int, row: float, longest: int) -> None:
+    for rank in range(dp):
+        low, high = (at - bucket.start for at in shard_range(bucket.start, bucket.end, dp=dp, rank=rank))
+        fill, pattern = _owner_style(rank, dp)
+        edge = {"edgecolor": "#FFFFFF", "linewidth": 0.8 if dp <= MAX_OWNERS else 0.2}
+        axes.add_patch(Rectangle((low, row + 0.50), high - low, 0.42, facecolor=fill, hatch=pattern, **edge))
+        if 600 * (high - low) / longest > 9 * len(str(rank)):
+            axes.text((low + high) / 2, row + 0.71, str(rank), ha="center", va="center", fontsize=8,
+                      color=text_color(fill))  # fmt: skip
+
+
+def _owner_style(rank: int, dp: int) -> tuple[str, str]:
+    if dp > MAX_OWNERS:
+        return SEQUENCE[rank % 2], ""
+    return SEQUENCE[rank % len(SEQUENCE)], _HATCHES[rank // len(SEQUENCE) % len(_HATCHES)]
+
+
+def _legend(plan: BucketLayout, dp: int) -> dict[str, Any]:
+    """Label -> handle, of what there is in the picture."""
+    shades = tuple(Patch(facecolor=shade, edgecolor="#666666", linewidth=0.4) for shade in _SHADES)
+    handles: dict[str, Any] = {"parameters, two shades in turn": shades}
+    at_ends = sum(bucket.end - bucket.unpadded_end for bucket in plan.buckets)
+    if plan.padding > at_ends:
+        handles[f"gap to a multiple of {PARAMETER_ALIGNMENT}"] = Patch(**{**_GAPS, "linewidth": 0.4})
+    if at_ends:
+        handles["padding at the end"] = Patch(**{**_PADDING, "linewidth": 0.4})
+    if dp > 1:
+        handles["below: the rank that owns it"] = Patch(facecolor=_owner_style(0, dp)[0])
+    return handles
+
+
+def _map_sentence(plan: BucketLayout, dp: int, pieces: Sequence[Piece]) -> str:
+    elements = plan.numel - plan.padding
+    sizes = sorted({bucket.numel for bucket in plan.buckets})
+    cut = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+    count = len(plan.buckets)
+    parts = [
+        f"{_count(len(plan.ranges), 'parameter')} of {elements:,} elements in {_count(count, 'bucket')} of {cut}",
+        f"{plan.padding:,} of padding ({_percent(plan.padding / elements)})" if plan.padding else "no padding",
+    ]
+    if dp > 1:
+        owners = Counter(piece.name for piece in pieces)
+        name, most = owners.most_common(1)[0]
+        several = sum(number > 1 for number in owners.values())
+        parts.append(f"each of {dp} ranks owns {plan.numel // dp:,}")
+        if several > 1:
+            parts.append(f"{several} parameters have several owners, {name} the most: {most}")
+        else:
+            parts.append(f"{name} alone has several owners: {most}" if several else "every parameter has one owner")
+    return "; ".join(parts) + "."
+
+
+def _percent(share: float) -> str:
+    """One decimal, or one digit where that would read as nothing."""
+    return f"{share:.1%}" if share >= 0.0995 / 100 else f"{100 * share:.1g}%"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+# ---- bytes by stage ----
+
+_PARTS = (
+    ("weight", "weight", "#0072B2", ""),
+    ("gradient", "gradient", "#E69F00", ""),
+    ("master", "master weight", "#117733", ""),
+    ("moments", "Adam's moments", "#332288", ""),
+    ("update_gradient", "gradient, widened for the update", "#E69F00", "//"),
+)
+"""Field of `BytesPerParameter` -> label, colour, hatch."""
+_WHAT = {0: "replicated", 1: "optimizer sharded", 2: "gradients too", 3: "weights too"}
+
+
+def zero_stages(
+    *, param_dtype: str = "bf16", grad_dtype: str = "fp32", dp: int = 8, parameters: float | None = None
+) -> Figure:
+    """Bytes per parameter on each of `dp` ranks, a bar per ZeRO stage (arXiv 1910.02054), with its closed form.
+
+    parameters: of the model (of the rank's part of it); then the sentence also says how many GB that makes.
+
+    Raises ValueError as `bytes_per_parameter` does.
+    """
+    kinds = {"param_dtype": param_dtype, "grad_dtype": grad_dtype}
+    rows = [bytes_per_parameter(**kinds, dp=dp, stage=stage) for stage in STAGES]
+    with styled():
+        fig = new_figure(7.2, 2.6)
+        axes = fig.add_subplot()
+        for y, row in enumerate(rows):
+            _stage_bar(axes, y, row)
+            text = f" {_number(row.total)} = {formula(**kinds, stage=STAGES[y])}" if y else f" {_number(row.total)}"
+            axes.text(float(row.total), y, text, va="center", fontsize=8)
+        axes.set_yticks(range(len(STAGES)), [f"stage {stage}: {_WHAT[stage]}" for stage in STAGES])
+        axes.set(xlabel=f"bytes per parameter on each of d = {dp} ranks", xlim=(0, 1.25 * float(rows[0].total)))
+        axes.invert_yaxis()
+        axes.tick_params(axis="y", length=0)
+        used = [part for part in _PARTS if any(getattr(row, part[0]) for row in rows)]
+        handles = [Patch(facecolor=fill, hatch=pattern, edgecolor="#333333", linewidth=0.5, label=name)
+                   for _, name, fill, pattern in used]  # fmt: skip
+        fig.legend(handles=handles, loc="outside upper center", ncols=len(used))
+    return Figure(fig, _stages_sentence(param_dtype, grad_dtype, dp, parameters))
+
+
+def _stage_bar(axes: Any, y: int, row: BytesPerParameter) -> None:
+    left = 0.0
+    for field, _, fill, pattern in _PARTS:
+        width = float(getattr(row, field))
+        axes.barh(y, width, 0.7, left=left, color=fill, hatch=pattern, edgecolor="#333333", linewidth=0.5)
+        left += width
+
+
+def _stages_sentence(param_dtype: str, grad_dtype: str, dp: int, parameters: float | None) -> str:
+    kinds = {"param_dtype": param_dtype, "grad_dtype": grad_dtype}
+    totals = [bytes_per_parameter(**kinds, dp=dp, stage=stage).total for stage in STAGES]
+    words = [f"stage {stage}: {_number(totals[stage])} ({formula(**kinds, stage=stage)})" for stage in STAGES[1:]]
+    text = (
+        f"{param_dtype} weights with {grad_dtype} gradients on d = {dp} ranks: {_number(totals[0])} bytes a parameter "
+        f"replicated; {'; '.join(words)}"
+    )
+    if parameters is not None:
+        gigabytes = ", ".join(f"{float(total) * parameters / 1e9:.1f}" for total in totals)
+        text += f"; {parameters / 1e9:g} billion parameters: {gigabytes} GB"
+    return text + "."
+
+
+def _number(value: Fraction) -> str:
+    """At most two decimals, none that say nothing."""
+    return f"{float(value):.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,305 @@
+"""Communication behind computation: one rank's backward, the buckets that leave it, and what is left exposed.
+
+Predicted and measured runs are drawn alike, below each other on one axis, so that they can be compared by eye.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from matplotlib.patches import Patch
+
+from labkit.events import Event, shift_to_zero
+from labkit.parallel.data_parallel.bucket_layout import ParameterSpec, plan_buckets
+from labkit.parallel.data_parallel.overlap_prediction import (
+    COMPUTES,
+    BackwardPiece,
+    BucketSize,
+    Link,
+    exposed_seconds,
+    predict_step,
+)
+from labkit.viz.figure import Figure
+from labkit.viz.live import LiveFigure, is_live
+from labkit.viz.style import SEQUENCE, color, hatch, legend_patches, new_figure, styled, text_color
+
+_ROW = 0.27
+"""Inches of a row."""
+_MANY = 12
+"""So many buckets are named one by one; of more only the first and the last."""
+QUEUED = "#F7DCCB"
+"""Colour of a bucket that has left while the link still carries the one before it."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One rank's Events of one step, from 0."""
+
+    name: str
+    computes: list[Event]
+    buckets: list[Event]
+    waits: list[Event]
+    exposed: float
+
+    @property
+    def backward_end(self) -> float:
+        return max(event.end for event in self.computes)
+
+    @property
+    def end(self) -> float:
+        return max(event.end for event in (*self.computes, *self.buckets))
+
+    @property
+    def early(self) -> int:
+        """Buckets that leave before the backward ends."""
+        return sum(event.start < self.backward_end for event in self.buckets)
+
+    def on_the_link(self, row: int) -> float:
+        """When the link begins to carry a bucket, one after another; a wait too short to be seen counts as none."""
+        start, free = self.buckets[row].start, self.buckets[row - 1].end if row else 0.0
+        return free if free - start > 1e-3 * self.end else start
+
+
+def overlap_gantt(
+    runs: Mapping[str, Iterable[Event]],
+    *,
+    numbers: bool = False,
+    time_limit: float | None = None,
+    bucket_rows: int | None = None,
+) -> Figure:
+    """Draw steps of one rank: what it computes, below that a row per reduction from its start to its end.
+
+    A reduction that starts while the one before it is under way is pale until that one ends: all go over one link.
+
+    runs: name -> Events of one rank during one step; collectives are drawn in the order of their start.
+    numbers: put the exposed milliseconds into the sentence (measured ones change from run to run).
+    time_limit: seconds at which the axis ends, with a mark where a run goes on; None fits the picture.
+    bucket_rows: how many rows each run has for its reductions, at least 3: the picture has the same height whatever
+    it shows; of more reductions the first and the last are drawn. None: as many as there are reductions.
+
+    The sentence says for each run how many reductions start before the backward ends. Raises ValueError for a run that
+    computes nothing, and for fewer than 3 bucket_rows.
+    """
+    if bucket_rows is not None and bucket_rows < 3:
+        raise ValueError(f"bucket_rows is {bucket_rows}: give 3 or more, for the first, the last and what lies between")
+    steps = [_run(name, events) for name, events in runs.items()]
+    heights = [1 + (len(step.buckets) if bucket_rows is None else bucket_rows) for step in steps]
+    end = max(step.end for step in steps) if time_limit is None else time_limit
+    with styled():
+        fig = new_figure(9.0, 1.0 + _ROW * (sum(heights) + len(steps)))
+        axes = fig.subplots()
+        ticks: list[tuple[float, str]] = []
+        top = 0.0
+        for step, height in zip(steps, heights, strict=True):
+            ticks += _draw_run(axes, step, top, height - 1)
+            if step.end > end:
+                axes.text(1.0, top + 0.5, f"to {step.end * 1e3:,.0f} ms \u25b6", transform=axes.get_yaxis_transform(),
+                          ha="right", va="center", fontsize=8, bbox={"facecolor": "#FFFFFF", "pad": 1.5})  # fmt: skip
+            top += 1 + height
+        _finish(axes, ticks, top - 1, end)
+        handles = _handles(steps)
+        fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    return Figure(fig, "; ".join(_words(step, numbers) for step in steps) + ".")
+
+
+def _handles(steps: Sequence[_Run]) -> list[Patch]:
+    """Legend: the kinds that occur, and the queue if there is one."""
+    kinds = [k for k in ("forward", "backward", "collective", "wait") if any(_has(step, k) for step in steps)]
+    handles = legend_patches(kinds)
+    if any(step.on_the_link(row) > step.buckets[row].start for step in steps for row in range(len(step.buckets))):
+        handles.append(
+            Patch(facecolor=QUEUED, edgecolor="#333333", linewidth=0.5, label="queued behind the bucket before")
+        )
+    return handles
+
+
+def _run(name: str, events: Iterable[Event]) -> _Run:
+    found = shift_to_zero(event for event in events if event.kind in (*COMPUTES, "collective", "wait"))
+    computes = [event for event in found if event.kind in COMPUTES]
+    if not computes:
+        raise ValueError(f"{name}: nothing was computed in {len(found)} Events; give those of a rank's whole step")
+    buckets, waits = ([event for event in found if event.kind == kind] for kind in ("collective", "wait"))
+    return _Run(name, computes, buckets, waits, exposed_seconds(found))
+
+
+def _has(step: _Run, kind: str) -> bool:
+    return any(event.kind == kind for event in (*step.computes, *step.buckets, *step.waits))
+
+
+def _draw_run(axes: Any, step: _Run, top: float, rows: int) -> list[tuple[float, str]]:
+    """The bars of one run from row `top` on; returns (height, label) of its rows."""
+    for event in (*step.computes, *step.waits):
+        _bar(axes, event, top)
+    drawn = _drawn(len(step.buckets), rows)
+    for row, bucket in enumerate(drawn, start=1):
+        if bucket is not None:
+            _draw_bucket(axes, step, bucket, top + row)
+    edge = step.backward_end * 1e3
+    axes.plot([edge, edge], [top, top + 1 + len(drawn)], color="#333333", lw=1.0, ls=(0, (4, 2)))
+    axes.text(0, top - 0.12, step.name, fontsize=9, ha="left", va="bottom")
+    named = [(row, bucket) for row, bucket in enumerate(drawn) if len(drawn) <= _MANY or row in (0, len(drawn) - 1)]
+    hidden = len(step.buckets) - sum(bucket is not None for bucket in drawn)
+    labels = [f"{hidden} not drawn" if bucket is None else f"bucket {bucket}" for _, bucket in named]
+    return [(top + 0.5, "computes"), *((top + 1.5 + row, text) for (row, _), text in zip(named, labels, strict=True))]
+
+
+def _drawn(count: int, rows: int) -> list[int | None]:
+    """By row, the bucket that is drawn there; None is the row that stands for those left out."""
+    if count <= rows:
+        return list(range(count))
+    last = (rows - 1) // 2
+    return [*range(rows - 1 - last), None, *range(count - last, count)]
+
+
+def _draw_bucket(axes: Any, step: _Run, bucket: int, row: float) -> None:
+    event, begins = step.buckets[bucket], step.on_the_link(bucket)
+    if begins > event.start:
+        axes.broken_barh([(event.start * 1e3, (begins - event.start) * 1e3)], (row + 0.08, 0.84),
+                         facecolor=QUEUED, edgecolor="#555555", linewidth=0.6)  # fmt: skip
+    _bar(axes, replace(event, start=begins), row)
+
+
+def _bar(axes: Any, event: Event, row: float) -> None:
+    axes.broken_barh([(event.start * 1e3, event.duration * 1e3)], (row + 0.08, 0.84), facecolor=color(event.kind),
+                     hatch=hatch(event.kind), edgecolor="#FFFFFF" if event.kind in COMPUTES else "#555555",
+                     linewidth=0.6)  # fmt: skip
+
+
+def _finish(axes: Any, ticks: list[tuple[float, str]], bottom: float, end: float) -> None:
+    axes.set_ylim(bottom + 0.1, -0.9)
+    axes.set_xlim(0, 1.01 * end * 1e3)
+    axes.set_yticks([height for height, _ in ticks], [text for _, text in ticks])
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("time (ms); the dashed line is the end of the backward")
+
+
+def _words(step: _Run, numbers: bool) -> str:
+    count, early = len(step.buckets), step.early
+    start = "starts" if early == 1 else "start"
+    which = "none starts" if not early else "it starts" if count == 1 else f"{early} of them {start}"
+    text = f"{step.name}: {count} reduction{'' if count == 1 else 's'}, {which} before the backward ends"
+    return f"{text}, {step.exposed * 1e3:.1f} ms exposed" if numbers else text
+
+
+# ---- bucket size ----
+
+
+def bucket_size_curve(
+    swept: Mapping[str, Sequence[BucketSize]], *, element_bytes: int = 4, title: str = "Exposed communication"
+) -> Figure:
+    """Exposed time over bucket size, one curve per name, each with its best size marked.
+
+    The sentence gives each curve's best size, and what one bucket of everything exposes. Raises ValueError without
+    curves, or for an empty one.
+    """
+    if not swept or not all(swept.values()):
+        raise ValueError("bucket_size_curve needs at least one curve with at least one size")
+    with styled():
+        fig = new_figure(7.2, 3.2)
+        axes = fig.subplots()
+        for number, (name, points) in enumerate(swept.items()):
+            _draw_curve(axes, number, name, points, element_bytes)
+        axes.set(xscale="log", xlabel="bucket size (MB)", ylabel="exposed (ms)")
+        axes.set_ylim(0)
+        axes.set_title(title, loc="left")
+        axes.grid(axis="y")
+        axes.legend()
+    words = "; ".join(f"{name}: {_compared(points, element_bytes)}" for name, points in swept.items())
+    return Figure(fig, f"{title}, the best and the largest size: {words}.")
+
+
+def _best(points: Sequence[BucketSize]) -> BucketSize:
+    """The size that exposes least; of equal ones the largest, which has the fewest collectives."""
+    return min(points, key=lambda point: (point.exposed, -point.size))
+
+
+def _draw_curve(axes: Any, number: int, name: str, points: Sequence[BucketSize], element_bytes: int) -> None:
+    shade, style, best = SEQUENCE[number % len(SEQUENCE)], ("-", "--", ":", "-.")[number % 4], _best(points)
+    megabytes = [point.size * element_bytes / 1e6 for point in points]
+    axes.plot(megabytes, [point.exposed * 1e3 for point in points], style, color=shade, label=name, lw=1.8)
+    at, offset = (best.size * element_bytes / 1e6, best.exposed * 1e3), (0, 8 if number % 2 else -14)
+    axes.plot(*at, "o", color=shade, ms=7)
+    axes.annotate(_buckets(best.buckets), at, xytext=offset, textcoords="offset points", ha="center", fontsize=8,
+                  color=shade if text_color(shade) == "#FFFFFF" else "#444444")  # fmt: skip
+
+
+def _compared(points: Sequence[BucketSize], element_bytes: int) -> str:
+    best, last = _best(points), points[-1]
+    least = f"{best.exposed * 1e3:.1f} ms with {_buckets(best.buckets)} of {best.size * element_bytes / 1e6:.3g} MB"
+    return f"{least} or more, {last.exposed * 1e3:.1f} ms with {_buckets(last.buckets)}"
+
+
+def _buckets(count: int) -> str:
+    return f"{count} bucket{'' if count == 1 else 's'}"
+
+
+# ---- controls ----
+
+_BUCKET_ROWS = 10
+"""Rows for buckets, whatever their number: a picture that grows would push away what stands below it."""
+_SLIDERS = {
+    "bucket_mb": ("bucket size (MB)", -1.0, 3.0),
+    "latency_us": ("latency (\u00b5s)", 0.0, 4.0),
+    "gigabytes_per_second": ("bandwidth (GB/s)", -1.0, 3.0),
+}
+"""Setting -> (what its slider is called, powers of ten from which to which it goes)."""
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What the controls do not change."""
+
+    parameters: Sequence[ParameterSpec]
+    backward: Sequence[BackwardPiece]
+    dp: int
+    element_bytes: int
+
+    def drawn(self, setting: dict[str, float], limit: float | None) -> Figure:
+        """The step at these settings, with `limit` seconds of axis."""
+        size = max(1, round(setting["bucket_mb"] * 1e6 / self.element_bytes))
+        plan = plan_buckets(self.parameters, dp=self.dp, bucket_size=size)
+        link = Link(setting["latency_us"] / 1e6, setting["gigabytes_per_second"] * 1e9)
+        events = predict_step(plan, self.backward, link=link, element_bytes=self.element_bytes)
+        name = f"buckets of {setting['bucket_mb']:.3g} MB or more"
+        return overlap_gantt({name: events}, numbers=True, time_limit=limit, bucket_rows=_BUCKET_ROWS)
+
+
+def explore_buckets(
+    parameters: Sequence[ParameterSpec],
+    backward: Sequence[BackwardPiece],
+    *,
+    dp: int = 8,
+    bucket_mb: float = 32.0,
+    latency_us: float = 50.0,
+    gigabytes_per_second: float = 10.0,
+    element_bytes: int = 4,
+    time_limit: float | None = None,
+) -> Any:
+    """A predicted step with these buckets; in a live notebook with a slider for their size and for the link.
+
+    parameters: in the order of registration. backward: its pieces (`overlap_prediction`). time_limit: seconds at
+    which the axis ends and stays, so that pictures can be compared by eye.
+
+    Returns a Figure, or in a live notebook an ipywidgets box: sliders, and below them the same figure. Its height does
+    not change with the settings; of many buckets the first and the last are drawn.
+    """
+    model = _Model(parameters, backward, dp, element_bytes)
+    start = {"bucket_mb": bucket_mb, "latency_us": latency_us, "gigabytes_per_second": gigabytes_per_second}
+    figure = model.drawn(start, time_limit)
+    return _controls(model, figure, start, time_limit) if is_live() else figure
+
+
+def _controls(model: _Model, figure: Figure, start: dict[str, float], limit: float | None) -> Any:
+    import ipywidgets as widgets
+
+    look: dict[str, Any] = {"style": {"description_width": "160px"}, "layout": widgets.Layout(width="460px")}
+    inputs = {
+        name: widgets.FloatLogSlider(value=start[name], min=low, max=high, step=0.1, description=text, **look)
+        for name, (text, low, high) in _SLIDERS.items()
+    }
+    shown = LiveFigure(figure)
+    shown.follow(inputs, lambda setting: model.drawn(setting, limit))
+    return widgets.VBox([*inputs.values(), *shown.parts])

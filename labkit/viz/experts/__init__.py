@@ -1,0 +1,1 @@
+"""Pictures of mixture of experts: routes of tokens, load of experts, routing policies."""

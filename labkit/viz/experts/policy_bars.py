@@ -1,0 +1,239 @@
+"""Pictures of the router lab: policies side by side, and what each does to the load of every expert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+from torch import Tensor
+
+from labkit.viz.experts.router_lab import Policy, Replayed, replay, replay_policies
+from labkit.viz.figure import Figure
+from labkit.viz.live import LiveFigure, is_live
+from labkit.viz.style import color, new_figure, styled, text_color
+
+_INK = "#333333"
+_FULL, _PART = color("forward"), color("idle")
+_UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("bytes", 1))
+_OVER, _UNDER = (0xD5, 0x5E, 0x00), (0x00, 0x72, 0xB2)
+"""Above and below the mean load."""
+
+
+def compare_policies(replayed: Sequence[Replayed], *, hidden: int, element_size: int = 2) -> Figure:
+    """Policies as rows, and what each makes of one recording as columns: balance, and what it costs.
+
+    The columns: the fullest expert's choices and the fullest rank's rows, against the mean; choices dropped, and the
+    weight that they had; choices that are the token's own best; bytes sent in a forward, row by row, and if a token
+    travelled once to a rank.
+
+    hidden, element_size: of a row. Raises ValueError for no policy.
+    """
+    if not replayed:
+        raise ValueError("compare_policies needs at least one replayed policy")
+    with styled():
+        fig = new_figure(8.6, 0.95 + 0.33 * len(replayed))
+        panels = fig.subplots(1, 4, sharey=True, width_ratios=(1.25, 1, 0.8, 1.1))
+        _balance(panels[0], replayed)
+        _dropped(panels[1], replayed)
+        _own(panels[2], replayed)
+        _bytes(panels[3], replayed, hidden, element_size)
+        panels[0].set_yticks(range(len(replayed)), [each.name for each in replayed])
+        panels[0].invert_yaxis()
+        for axes in panels:
+            axes.tick_params(axis="y", length=0)
+            axes.margins(x=0.22)
+            axes.set_xlim(left=0)
+            axes.xaxis.set_major_locator(MaxNLocator(3))
+    return Figure(fig, _sentence(replayed, hidden, element_size))
+
+
+def _pair(axes: Any, above: Sequence[float], below: Sequence[float], labels: tuple[str, str], show: str) -> None:
+    """Two thin bars a row, each with its number."""
+    for offset, values, label, face, pattern in (
+        (-0.19, above, labels[0], _FULL, ""),
+        (0.19, below, labels[1], _PART, "////"),
+    ):
+        places = [place + offset for place in range(len(values))]
+        axes.barh(places, values, 0.36, color=face, hatch=pattern, edgecolor=_INK, linewidth=0.4, label=label)
+        for place, value in zip(places, values):
+            axes.annotate(show.format(value), (value, place), xytext=(2, 0), textcoords="offset points", va="center",
+                          fontsize=7)  # fmt: skip
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.03, 1.0), fontsize=7.5, handlelength=1.2, borderpad=0)
+
+
+def _balance(axes: Any, replayed: Sequence[Replayed]) -> None:
+    experts, ranks = ([getattr(each, f"fullest_{what}") for each in replayed] for what in ("expert", "rank"))
+    _pair(axes, experts, ranks, ("fullest expert, chosen", "fullest rank, computed"), "{:.2f}")
+    axes.axvline(1, color=_INK, lw=0.8, ls=":")
+    axes.set_xlabel("of the mean")
+
+
+def _dropped(axes: Any, replayed: Sequence[Replayed]) -> None:
+    rows, weight = [each.dropped for each in replayed], [each.weight_dropped for each in replayed]
+    axes.update_datalim([(0.1, 0)])  # the axis is one also where nothing is dropped
+    _pair(axes, rows, weight, ("choices dropped", "their weight"), "{:.1%}")
+    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.set_xlabel("of all")
+
+
+def _own(axes: Any, replayed: Sequence[Replayed]) -> None:
+    values = [each.own_choice for each in replayed]
+    axes.barh(range(len(values)), values, 0.5, color=_FULL, edgecolor=_INK, linewidth=0.4, label="own best")
+    for place, value in enumerate(values):
+        axes.annotate(f"{value:.0%}", (value, place), xytext=(2, 0), textcoords="offset points", va="center",
+                      fontsize=7)  # fmt: skip
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.03, 1.0), fontsize=7.5, handlelength=1.2, borderpad=0)
+    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.set_xlabel("of the choices")
+
+
+def _bytes(axes: Any, replayed: Sequence[Replayed], hidden: int, element_size: int) -> None:
+    rows = [each.sent_bytes(hidden, element_size) for each in replayed]
+    once = [each.sent_once_bytes(hidden, element_size) for each in replayed]
+    name, size = next(((name, size) for name, size in _UNITS if max(rows) >= size), _UNITS[-1])
+    above, below = ([value / size for value in values] for values in (rows, once))
+    _pair(axes, above, below, ("sent row by row", "once to a rank"), "{:.3g}")
+    axes.set_xlabel(f"{name}, all ranks, one forward")
+
+
+def _sentence(replayed: Sequence[Replayed], hidden: int, element_size: int) -> str:
+    ranks, tokens, experts = replayed[0].maps.shape
+    free = [each for each in replayed if each.capacity is None] or replayed
+    balance = ", ".join(f"{each.name} {each.fullest_expert:.2f}" for each in free)
+    dropping = [f"{each.name} {each.dropped:.1%} ({each.weight_dropped:.1%} of the weight)"
+                for each in replayed if each.dropped]  # fmt: skip
+    parts = [f"fullest expert against the mean: {balance}"]
+    parts += [f"dropped: {', '.join(dropping)}"] if dropping else []
+    parts += [_traffic_words({each.name: each.sent_bytes(hidden, element_size) for each in replayed})]
+    return f"{ranks} rank{'s' * (ranks != 1)} of {tokens} tokens, {experts} experts; {'; '.join(parts)}."
+
+
+def _traffic_words(sent: Mapping[str, int]) -> str:
+    least, most = min(sent, key=lambda name: sent[name]), max(sent, key=lambda name: sent[name])
+    if sent[least] == sent[most]:
+        return f"every policy sends {_amount(sent[least])}"
+    return f"sent {_amount(sent[least])} ({least}) to {_amount(sent[most])} ({most})"
+
+
+def _amount(size: int) -> str:
+    name, unit = next(((name, unit) for name, unit in _UNITS if size >= unit), _UNITS[-1])
+    return f"{size / unit:.3g} {name}"
+
+
+# ---- the load of every expert ----
+
+
+def policy_loads(replayed: Sequence[Replayed]) -> Figure:
+    """What every expert (across) computes under every policy (down), against the mean of all choices; ranks apart.
+
+    After capacity, padding included: a dropped choice is computed by nobody, a padded place is.
+
+    Raises ValueError for no policy, and for policies of different recordings.
+    """
+    if not replayed or len({each.rows.shape for each in replayed}) > 1:
+        raise ValueError("policy_loads needs policies that were replayed on one recording, at least one")
+    loads = np.array([each.rows.sum(axis=0) / each.load_by_microbatch[-1].mean() for each in replayed])
+    ranks, experts = replayed[0].rows.shape
+    each_rank = experts // ranks
+    gap = 0.25 if ranks > 1 else 0.0
+    with styled():
+        fig = new_figure(min(8.6, 2.2 + 0.46 * experts), 0.85 + 0.3 * len(replayed))
+        axes = fig.subplots()
+        for row, values in enumerate(loads):
+            for expert, value in enumerate(values.tolist()):
+                _cell(axes, expert + gap * (expert // each_rank), row, value, experts)
+        axes.set(xlim=(-0.5, experts - 0.5 + gap * (ranks - 1)), ylim=(len(replayed) - 0.5, -0.5))
+        axes.set_yticks(range(len(replayed)), [each.name for each in replayed])
+        middles = [(each_rank - 1) / 2 + rank * (each_rank + gap) for rank in range(ranks)]
+        axes.set_xticks(middles, [_rank_words(rank, each_rank) for rank in range(ranks)], fontsize=7)
+        axes.set_xlabel("ranks, and their experts; in a cell: rows of the expert / mean of all choices\n"
+                        "(orange: above 1, blue: below)", fontsize=8)  # fmt: skip
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    words = ", ".join(f"{each.name} {_range(load)}" for each, load in zip(replayed, loads))
+    many = "s" * (ranks != 1)
+    return Figure(fig, f"Rows of {experts} experts on {ranks} rank{many} against the mean of all choices: {words}.")
+
+
+def _range(load: np.ndarray) -> str:
+    return f"{load.min():.2f} to {load.max():.2f}" if load.min() < load.max() else f"{load.max():.2f} everywhere"
+
+
+def _rank_words(rank: int, each: int) -> str:
+    return f"rank {rank}\n{rank * each}" + (f" to {rank * each + each - 1}" if each > 1 else "")
+
+
+def _cell(axes: Any, x: float, row: int, value: float, experts: int) -> None:
+    """Orange above the mean, blue below it, white at it."""
+    target, share = (_OVER, min(1.0, (value - 1) / 1.5)) if value >= 1 else (_UNDER, 1 - value)
+    face = "#" + "".join(f"{round(255 + (channel - 255) * share):02X}" for channel in target)
+    axes.add_patch(Rectangle((x - 0.5, row - 0.46), 1, 0.92, facecolor=face, edgecolor="#BBBBBB", linewidth=0.4))
+    if experts <= 16:
+        axes.text(x, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=text_color(face))
+
+
+# ---- controls ----
+
+
+def explore_policies(logits_NRTE: Tensor, policies: Mapping[str, Policy], *, hidden: int, element_size: int = 2) -> Any:
+    """`compare_policies` of a recording; in a live notebook with controls for experts a token, capacity and bias rate.
+
+    A control sets its field in every policy that has it. Policies that cannot be with what is set are left out, and the
+    words say why; where none can be, the picture is hidden.
+
+    Returns a Figure, or in a live notebook an ipywidgets box that shows the same figure. Raises ValueError for policies
+    that cannot be replayed as they are given.
+    """
+    sizes = {"hidden": hidden, "element_size": element_size}
+    figure = compare_policies(replay_policies(logits_NRTE, policies), **sizes)
+    if not is_live():
+        return figure
+
+    def drawn(changes: Mapping[str, Any]) -> tuple[Figure | None, list[str]]:
+        """The picture of the policies that can be, and why the others cannot."""
+        replayed, refused = [], []
+        for name, policy in policies.items():
+            changed = {field: changes.get(field, value) for field, value in policy.items()}
+            try:
+                replayed.append(replay(logits_NRTE, changed, name=name))
+            except ValueError as problem:
+                refused.append(f"left out: {problem}")
+        return (compare_policies(replayed, **sizes) if replayed else None), refused
+
+    return _controls(figure, drawn, policies, logits_NRTE.shape[-1])
+
+
+def _inputs(policies: Mapping[str, Policy], experts: int) -> dict[str, Any]:
+    """A slider for each field that some policy has, where the first of them has it."""
+    import ipywidgets as widgets
+
+    look: dict[str, Any] = {"style": {"description_width": "170px"}, "layout": widgets.Layout(width="460px")}
+    look["continuous_update"] = False  # a redraw routes the whole recording again
+    kinds: dict[str, tuple[Any, dict[str, float]]] = {
+        "top_k": (widgets.IntSlider, {"min": 1, "max": experts}),
+        "capacity_factor": (widgets.FloatSlider, {"min": 0.25, "max": 4.0, "step": 0.25}),
+        "expert_bias_update_rate": (widgets.FloatLogSlider, {"min": -4, "max": 0, "step": 0.25}),
+    }
+    first = {field: value for policy in reversed([*policies.values()]) for field, value in policy.items()}
+    return {
+        field: kind(value=first[field], description=field, **limits, **look)
+        for field, (kind, limits) in kinds.items()
+        if first.get(field) is not None
+    }
+
+
+def _controls(figure: Figure, drawn: Any, policies: Mapping[str, Policy], experts: int) -> Any:
+    import ipywidgets as widgets
+
+    shown, inputs, moved = LiveFigure(figure), _inputs(policies, experts), {}
+
+    def redraw(change: Any) -> None:
+        moved[change["owner"].description] = change["new"]
+        shown.show(*drawn(moved))
+
+    for control in inputs.values():
+        control.observe(redraw, names="value")
+    return widgets.VBox([*inputs.values(), *shown.parts])

@@ -1,0 +1,340 @@
+"""Memory of graphs in a pipeline: lives of static input buffers along an order, and a pool's blocks, frame by frame.
+
+Colours stand for microbatches, since what two of them share is the question in every picture; backwards are hatched.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from matplotlib.patches import Patch, Rectangle
+
+from labkit.graphs.buffers import BufferPlan, Use
+from labkit.graphs.passes import read_order
+from labkit.graphs.pool import Frame, Life, Playback
+from labkit.viz.figure import Figure
+from labkit.viz.live import LiveFigure, is_live
+from labkit.viz.style import SEQUENCE, new_figure, styled, text_color
+
+MAX_FRAMES = 24
+"""Frames that one picture shows."""
+_WIDTH = 9.0
+_BACKWARD = "////"
+_WRONG = {"fill": False, "edgecolor": "#000000", "linewidth": 2.0}
+_TAKEN_OVER = "#000000"
+_KIB = 1024
+
+
+def _color(microbatch: int) -> str:
+    return SEQUENCE[microbatch % len(SEQUENCE)]
+
+
+# ---- static inputs ----
+
+
+def buffer_lives(plan: BufferPlan, order: Sequence[float], *, what: str = "") -> Figure:
+    """A row per static input buffer, a column per step of the order: who holds it from its forward to its backward.
+
+    Bars reach to the backward that reads the buffer, whenever the plan gives it back; where two of one row meet, the
+    plan is wrong, and the meeting is drawn in a colour of its own.
+
+    what: first words of the sentence.
+    """
+    lives = _lives(plan, order)
+    chunks = len(plan.layers_per_chunk) > 1
+    with styled():
+        fig = new_figure(_WIDTH, 1.25 + 0.3 * plan.num_buffers)
+        axes = fig.subplots()
+        meetings = _meetings(plan, lives)
+        for use, first, last in sorted(lives, key=lambda life: life[1]):
+            _draw_life(axes, plan.assignment[use], use, first, last)
+            if not any(use == meeting[4] for meeting in meetings):  # those are named where they meet
+                _write_user(axes, use, first, plan.assignment[use] + 0.52, chunks)
+        for meeting in meetings:
+            _draw_meeting(axes, meeting, chunks)
+        axes.set(xlim=(0, len(order)), ylim=(plan.num_buffers, 0), xlabel="order, one step a column")
+        axes.set_xticks([step + 0.5 for step in range(len(order))], [f"{entry:g}" for entry in order])
+        axes.set_yticks(
+            [row + 0.5 for row in range(plan.num_buffers)], [f"buffer {b}" for b in range(plan.num_buffers)]
+        )
+        axes.tick_params(length=0)
+        axes.spines[["left", "bottom"]].set_visible(False)
+        handles = [Patch(facecolor="#BBBBBB", label="held by microbatch (chunk in brackets)" if chunks
+                         else "held by microbatch, from its forward to its backward")]  # fmt: skip
+        if meetings:
+            handles.append(Patch(label="held twice", **_WRONG))
+        fig.legend(handles=handles, loc="outside upper right", ncols=2)
+    return Figure(fig, _plan_sentence(plan, order, meetings, what))
+
+
+def _lives(plan: BufferPlan, order: Sequence[float]) -> list[tuple[Use, int, int]]:
+    """(user, step of its forward, step of its backward)."""
+    steps = {(one.kind, one.chunk, one.microbatch): one.step for one in read_order(order)}
+    uses = [Use(*use) for use in plan.assignment]
+    return [(use, steps["F", use.chunk, use.microbatch], steps["B", use.chunk, use.microbatch]) for use in uses]
+
+
+def _draw_life(axes: Any, row: int, use: Use, first: int, last: int) -> None:
+    fill = _color(use.microbatch)
+    axes.add_patch(Rectangle((first + 0.04, row + 0.08), last + 0.92 - first, 0.84, facecolor=fill, edgecolor="none"))
+
+
+def _write_user(axes: Any, use: Use, first: float, height: float, chunks: bool) -> None:
+    label = f"{use.microbatch} ({use.chunk + 1})" if chunks else str(use.microbatch)
+    axes.text(first + 0.2, height, label, va="center", fontsize=8, color=text_color(_color(use.microbatch)))
+
+
+def _draw_meeting(axes: Any, meeting: tuple[int, int, int, Use, Use], chunks: bool) -> None:
+    """Above, who held the buffer; below, who took it; around both a frame."""
+    row, first, last, earlier, later = meeting
+    for user, low in ((earlier, 0.08), (later, 0.5)):
+        box = Rectangle((first, row + low), last + 0.96 - first, 0.42, facecolor=_color(user.microbatch))
+        axes.add_patch(box)
+        _write_user(axes, user, first, row + low + 0.22, chunks)
+    axes.add_patch(Rectangle((first, row + 0.08), last + 0.96 - first, 0.84, **_WRONG))
+
+
+def _meetings(plan: BufferPlan, lives: Sequence[tuple[Use, int, int]]) -> list[tuple[int, int, int, Use, Use]]:
+    """(buffer, first step, last step, who held it, who took it) wherever two lives of a buffer meet, in order."""
+    found: list[tuple[int, int, int, Use, Use]] = []
+    for buffer in range(plan.num_buffers):
+        rows = sorted((life for life in lives if plan.assignment[life[0]] == buffer), key=lambda life: life[1])
+        for (earlier, _, end), (later, begin, until) in pairwise(rows):
+            if begin <= end:
+                found.append((buffer, begin, min(end, until), earlier, later))
+    return sorted(found, key=lambda meeting: meeting[1])
+
+
+def _plan_sentence(plan: BufferPlan, order: Sequence[float], meetings: Sequence[Any], what: str) -> str:
+    held = max(plan.held_at(step) for step in range(len(order)))
+    text = (
+        f"{what + ': ' if what else ''}{_count(plan.num_buffers, 'buffer')} for {_count(len(plan.assignment), 'input')}"
+    )
+    if not meetings:
+        return f"{text}, at most {held} held at once, no buffer held twice."
+    buffer, step, _, earlier, later = meetings[0]
+    return (
+        f"{text}; held twice in {_count(len(meetings), 'place')}, first buffer {buffer} at step {step}, which "
+        f"microbatch {later.microbatch} takes before the backward of microbatch {earlier.microbatch} has read it."
+    )
+
+
+# ---- the pool ----
+
+
+def pool_blocks(playback: Playback, *, what: str = "") -> Figure:
+    """Every block of a pool: along x the moments at which memory is taken or given back, along y where the block lies.
+
+    Two colours beside each other at one height are memory that a later capture took over. Below, how much is held at
+    each moment: less than the place of the highest block wherever there are gaps under it.
+
+    what: first words of the sentence.
+
+    Raises ValueError for a pool without a history (the machine does not tell).
+    """
+    names = _short_names(playback)
+    with styled():
+        fig = new_figure(_WIDTH, 5.2)
+        axes, below = fig.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+        end = len(playback.live_bytes)
+        for life in playback.lives:
+            died = end if life.died is None else life.died
+            axes.add_patch(Rectangle((life.born, life.offset / _KIB), died - life.born, life.nbytes / _KIB,
+                                     **_block_style(life)))  # fmt: skip
+        _draw_amount(below, playback)
+        for _, border, _ in playback.captures:
+            for panel in (axes, below):
+                panel.axvline(border, color="#BBBBBB", linewidth=0.5, zorder=0)
+        middles = [(first + last + 1) / 2 for _, first, last in playback.captures]
+        below.set_xticks(middles, names, rotation=90 if len(names) > 20 else 0)
+        below.set_xlabel("captures, in the order in which they were made and are replayed")
+        axes.set(xlim=(0, end), ylim=(0, playback.high_water / _KIB), ylabel="place in the pool, KiB")
+        for panel in (axes, below):
+            panel.tick_params(axis="x", length=0)
+        fig.legend(handles=_legend(playback.lives), loc="outside upper center", ncols=6)
+    return Figure(fig, _pool_sentence(playback, what))
+
+
+def _draw_amount(axes: Any, playback: Playback) -> None:
+    """Bytes held after each moment; the most of them is named."""
+    held = [nbytes / _KIB for nbytes in playback.live_bytes]
+    axes.stairs(held, range(len(held) + 1), fill=True, color="#888888")
+    most = playback.peak_bytes / _KIB
+    axes.axhline(most, color="#000000", linewidth=0.8, linestyle="--")
+    axes.annotate(f"at most {most:,.0f}", (0, most), xytext=(3, -2), textcoords="offset points", va="top", fontsize=8)
+    axes.set(ylim=(0, 1.1 * most), ylabel="held, KiB")
+
+
+def pool_frames(playback: Playback, *, first: int = 0, count: int = MAX_FRAMES, what: str = "") -> Figure:
+    """The pool at the end of each capture, one strip a capture, from the top down: what is held, and where.
+
+    Blocks with a thick edge lie where an earlier graph's block lay.
+
+    first, count: frames to show, at most MAX_FRAMES.
+    what: first words of the sentence.
+
+    Raises ValueError for a pool without a history, and where there is no such frame.
+    """
+    names = _short_names(playback)
+    shown = range(first, min(len(names), first + min(count, MAX_FRAMES)))
+    if not shown:
+        raise ValueError(f"there is no frame {first}: the pool has {len(names)}, 0 first")
+    with styled():
+        fig = new_figure(_WIDTH, 1.2 + 0.27 * len(shown))
+        axes = fig.subplots()
+        for row, number in enumerate(shown):
+            _draw_strip(axes, row, playback.frames[number])
+        axes.set(xlim=(0, _end(playback) / _KIB), ylim=(len(shown), 0), xlabel="place in the pool, KiB")
+        axes.set_yticks([row + 0.5 for row in range(len(shown))], [names[number] for number in shown])
+        axes.tick_params(axis="y", length=0)
+        handles = _legend([life for number in shown for life in playback.frames[number].live], taken_over=True)
+        fig.legend(handles=handles, loc="outside upper center", ncols=6)
+    return Figure(fig, _frames_sentence(playback, shown, names, what))
+
+
+def pool_frame(playback: Playback, number: int) -> Figure:
+    """One frame alone: above, what is held and where; below, bytes held over all captures, with a mark at this one.
+
+    Raises ValueError where there is no such frame.
+    """
+    names = _short_names(playback)
+    if not 0 <= number < len(names):
+        raise ValueError(f"there is no frame {number}: the pool has {len(names)}, 0 first")
+    frame = playback.frames[number]
+    with styled():
+        fig = new_figure(_WIDTH, 3.4)
+        above, below = fig.subplots(2, 1, height_ratios=(1, 1.6))
+        _draw_strip(above, 0, frame)
+        above.set(xlim=(0, _end(playback) / _KIB), ylim=(1, 0), yticks=[], xlabel="place in the pool, KiB")
+        held = [each.live_bytes / _KIB for each in playback.frames]
+        below.bar(range(len(held)), held, color=["#444444" if i == number else "#CCCCCC" for i in range(len(held))])
+        below.set_xticks(range(len(names)), names, rotation=90 if len(names) > 20 else 0)
+        below.set(ylabel="held, KiB", xlim=(-0.6, len(held) - 0.4))
+        below.tick_params(axis="x", length=0)
+        fig.legend(handles=_legend(playback.lives, taken_over=True), loc="outside upper center", ncols=6)
+    over = sum(life.nbytes for life in frame.taken_over)
+    blocks = _count(len(frame.live), "block")
+    sentence = (
+        f"Frame {number} of {len(names)}, {names[number]}: {_size(frame.live_bytes)} held in {blocks}, "
+        f"{_size(over)} of it just taken where an earlier graph's blocks lay."
+    )
+    return Figure(fig, sentence)
+
+
+def explore_pool(playback: Playback, *, what: str = "") -> Any:
+    """`pool_frames`; in a live notebook a player that steps through the frames one by one, to and fro."""
+    return _player(playback) if is_live() else pool_frames(playback, what=what)
+
+
+def _player(playback: Playback) -> Any:
+    import ipywidgets as widgets
+
+    last = len(playback.frames) - 1
+    play = widgets.Play(value=0, min=0, max=last, step=1, interval=700, show_repeat=False, description="play")
+    slider = widgets.IntSlider(value=0, min=0, max=last, description="frame")
+    widgets.jslink((play, "value"), (slider, "value"))
+    shown = LiveFigure(pool_frame(playback, 0))
+    shown.follow({"number": slider}, lambda given: pool_frame(playback, **given))
+    return widgets.VBox([widgets.HBox([play, slider]), *shown.parts])
+
+
+def _end(playback: Playback) -> int:
+    """Where the last block of any frame ends; blocks that live within one capture may lie higher."""
+    return max(life.end for frame in playback.frames for life in frame.live)
+
+
+def _draw_strip(axes: Any, row: int, frame: Frame) -> None:
+    over = set(frame.taken_over)
+    for life in frame.live:
+        style = _block_style(life)
+        if life in over:
+            style |= {"edgecolor": _TAKEN_OVER, "linewidth": 1.2, "zorder": 2}  # above its neighbours' edges
+        box = Rectangle((life.offset / _KIB, row + 0.1), life.nbytes / _KIB, 0.8, **style)
+        axes.add_patch(box)
+
+
+def _block_style(life: Life) -> dict[str, Any]:
+    _, microbatch, backward = _graph_of(life.owner)
+    return {
+        "facecolor": _color(microbatch),
+        "hatch": _BACKWARD if backward else "",
+        "edgecolor": "#FFFFFF",
+        "linewidth": 0.3,
+    }
+
+
+def _graph_of(owner: str) -> tuple[str, int, bool]:
+    """(chunk and layer, microbatch, whether backward) of a graph called `chunk 0 layer 1 microbatch 2 forward`."""
+    found = re.search(r"(.*?)\s*microbatch (\d+)\s*(\w*)", owner)
+    return (found[1], int(found[2]), found[3] != "forward") if found else (owner, 0, "backward" in owner)
+
+
+def _short_names(playback: Playback) -> list[str]:
+    """F0, B0, .. of the captures; with the layer's number where there is more than one of them.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not playback.captures:
+        raise ValueError(
+            "the pool has no history to draw: nothing was captured, or the machine does not tell (impl emulated does)"
+        )
+    graphs = [_graph_of(name) for name, _, _ in playback.captures]
+    layers = list(dict.fromkeys(layer for layer, _, _ in graphs))
+    several = len(layers) > 1
+    return [
+        f"{'B' if backward else 'F'}{microbatch}{f' l{layers.index(layer)}' if several else ''}"
+        for layer, microbatch, backward in graphs
+    ]
+
+
+def _legend(lives: Sequence[Life], *, taken_over: bool = False) -> list[Any]:
+    microbatches = sorted({_graph_of(life.owner)[1] for life in lives})
+    handles: list[Any] = [Patch(facecolor=_color(m), label=f"microbatch {m}") for m in microbatches[:8]]
+    if any(_graph_of(life.owner)[2] for life in lives):
+        handles.append(Patch(facecolor="#DDDDDD", hatch=_BACKWARD, edgecolor="#FFFFFF", label="of a backward"))
+    if taken_over:
+        handles.append(Patch(facecolor="#FFFFFF", edgecolor=_TAKEN_OVER, linewidth=1.2, label="taken over"))
+    return handles
+
+
+def _pool_sentence(playback: Playback, what: str) -> str:
+    made = sum(life.nbytes for life in playback.lives)
+    return (
+        f"{what + ': ' if what else ''}{_count(len(playback.captures), 'capture')} took {_size(made)} in "
+        f"{_count(len(playback.lives), 'block')}; at most {_size(playback.peak_bytes)} were held at once, in a pool of "
+        f"{_size(playback.high_water)}."
+    )
+
+
+def _frames_sentence(playback: Playback, shown: range, names: Sequence[str], what: str) -> str:
+    frames = [playback.frames[number] for number in shown]
+    most = max(range(len(frames)), key=lambda i: frames[i].live_bytes)
+    forwards = [number for number in shown if not _graph_of(playback.captures[number][0])[2]]
+    first_over = next((number for number in forwards if _share_taken_over(playback, number) > 0.5), None)
+    over = "no forward lies mostly where others lay"
+    if first_over is not None:
+        share = _share_taken_over(playback, first_over)
+        over = f"{names[first_over]} is the first forward to lie mostly where others lay ({share:.0%})"
+    return (
+        f"{what + ': ' if what else ''}{_count(len(frames), 'frame')}, most held after {names[shown[most]]}, "
+        f"{_size(frames[most].live_bytes)}; {over}."
+    )
+
+
+def _share_taken_over(playback: Playback, number: int) -> float:
+    """Of the bytes that a capture leaves behind, those that lie where an earlier graph's block lay."""
+    frame, (_, first, _) = playback.frames[number], playback.captures[number]
+    left = sum(life.nbytes for life in frame.live if life.born >= first)
+    return sum(life.nbytes for life in frame.taken_over) / left if left else 0.0
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / _KIB:,.0f} KiB"

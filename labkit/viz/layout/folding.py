@@ -1,0 +1,299 @@
+"""MoE parallel folding, drawn: one grid of ranks that attention and experts read in two ways.
+
+A *reading* gives each rank its digits. Attention numbers the ranks of a pipeline stage by tp, cp, dp, experts number
+the same ranks by etp, ep, edp (arXiv 2504.14960). Without folding ep is cut out of dp and etp is tp, so that a stage
+needs tp cp ep ranks at least; folded, the two products only have to be the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.patches import Rectangle
+
+from labkit.parallel.rank_generator import DEFAULT_ORDER, RankGenerator, as_size, rank_generators
+from labkit.viz.figure import Figure
+from labkit.viz.layout.rank_grids import Grid, nodes_in_words
+from labkit.viz.live import LiveFigure, is_live
+from labkit.viz.style import SEQUENCE, color, new_figure, styled, text_color
+
+_SIZES = ("tp", "cp", "pp", "etp", "ep")
+MAX_DRAWN = 512
+"""Ranks that `fold_grid` draws at most."""
+MAX_DIGITS = 32
+"""Ranks that `folded_digits` draws at most: each is a column of digits."""
+_HATCHES = ("", "//", "..", "xx")
+_EXPERT_NAMES = {"tp": "etp", "dp": "edp"}
+"""Axes of the expert generator under the names that its groups have."""
+
+_LETTERS = {"tp": "t", "cp": "c", "dp": "d", "pp": "p", "etp": "t", "ep": "e", "edp": "d"}
+"""What stands before a digit in a cell."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How attention, or the experts, number the ranks of a layout."""
+
+    name: str
+    """`attention` or `experts`."""
+    digits: dict[str, np.ndarray]
+    """Axis -> digit of each rank (int64 [world_size]), the axes in the layout's order, fastest first."""
+    sizes: dict[str, int]
+    """Axis -> its size."""
+    job_axes: tuple[str, ...]
+    """Axes along which ranks do different parts of one thing: tp and cp, or etp and ep."""
+
+    def number(self, axes: Sequence[str]) -> np.ndarray:
+        """Each rank's digits along `axes` as one number (int64 [world_size]); the first axis varies fastest."""
+        value, stride = np.zeros_like(next(iter(self.digits.values()))), 1
+        for axis in axes:
+            value = value + self.digits[axis] * stride
+            stride *= self.sizes[axis]
+        return value
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """The groups along which `axes` vary, as lists of ranks counted from 0."""
+        owner = self.number([axis for axis in self.digits if axis not in axes])
+        return [np.flatnonzero(owner == group).tolist() for group in np.unique(owner)]
+
+    @property
+    def words(self) -> str:
+        """The sizes above 1, as in `cp 8 dp 2`."""
+        return _sizes_in_words(self.sizes, self.digits)
+
+
+def readings(
+    sizes: Mapping[str, Any], world_size: int, *, folded: bool = True, same_pipelines: bool = True
+) -> tuple[Reading, Reading]:
+    """Attention's and the experts' reading of the ranks 0 to world_size - 1.
+
+    sizes: any of tp, cp, pp, ep, etp, order, as for `rank_generators`.
+    folded: False gives the experts the groups that they had before folding: ep is cut out of dp, etp is tp, and copies
+        of an expert are the ranks of cp and what is left of dp.
+    same_pipelines: refuse what puts a rank into two different pipelines; False shows it instead.
+
+    Raises ValueError as `rank_generators` does, and where ep does not divide dp, or etp is not tp, without folding.
+    """
+    given = dict(sizes)
+    order = given.pop("order", DEFAULT_ORDER)
+    plain = rank_generators(world_size=world_size, **given)  # the usual order never disagrees: this finds dp and edp
+    if same_pipelines and folded:
+        dense, expert = rank_generators(world_size=world_size, **given, order=order)
+    else:
+        dense, expert = (RankGenerator(**each.sizes, order=order) for each in plain)
+    attention = Reading("attention", *_digits(dense, {}, without="ep"), ("tp", "cp"))
+    if not folded:
+        return attention, _unfolded(attention, given)
+    return attention, Reading("experts", *_digits(expert, _EXPERT_NAMES, without="cp"), ("etp", "ep"))
+
+
+def _digits(
+    generator: RankGenerator, names: Mapping[str, str], *, without: str
+) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    ranks = np.arange(generator.world_size)
+    axes = [axis for axis in generator.axes if axis != without]
+    digits = {names.get(a, a): ranks // generator.strides[a] % generator.sizes[a] for a in axes}
+    return digits, {names.get(a, a): generator.sizes[a] for a in axes}
+
+
+def _unfolded(attention: Reading, given: Mapping[str, Any]) -> Reading:
+    """Experts in one generator with attention: their groups are parts of the dp groups."""
+    ep, tp, dp = as_size("ep", given.get("ep", 1)), attention.sizes["tp"], attention.sizes["dp"]
+    if dp % ep:
+        raise ValueError(f"without folding ep is cut out of dp: ep {ep} does not divide dp {dp}; use a larger world")
+    if given.get("etp") not in (None, tp):
+        raise ValueError(f"without folding experts are cut as attention is: etp is {given['etp']}, tp {tp}")
+    of = attention.digits
+    copies = of["cp"] + attention.sizes["cp"] * (of["dp"] // ep)
+    digits = {"etp": of["tp"], "ep": of["dp"] % ep, "edp": copies, "pp": of["pp"]}
+    sizes = {"etp": tp, "ep": ep, "edp": attention.sizes["cp"] * dp // ep, "pp": attention.sizes["pp"]}
+    return Reading("experts", digits, sizes, ("etp", "ep"))
+
+
+# ---- one grid, coloured two ways ----
+
+
+def fold_grid(sizes: Mapping[str, Any], *, world_size: int, gpus_per_node: int = 8, folded: bool = True) -> Figure:
+    """The grid of nodes and GPUs twice: coloured by what a rank does in attention, and by what it does for experts.
+
+    One colour is one job: a shard of the weights and a part of the sequence on the left, a shard of certain experts on
+    the right. A dark line goes round the ranks that do all jobs of one sample, or hold all experts once. Arguments and
+    errors are those of `readings`; more than MAX_DRAWN ranks are refused as well.
+    """
+    if world_size > MAX_DRAWN:
+        raise ValueError(f"{world_size} ranks make cells too small to see; draw at most {MAX_DRAWN}")
+    both = readings(sizes, world_size, folded=folded)
+    grid = Grid(world_size, gpus_per_node)
+    scale = 0.47 if grid.columns <= 8 else 0.36
+    with styled():
+        width = grid.columns * scale + 0.7
+        side_by_side = width <= 4.6
+        shape = (1, 2) if side_by_side else (2, 1)
+        fig = new_figure(shape[1] * max(width, 2.9), shape[0] * (grid.rows * scale + 1.25))
+        for axes, reading in zip(fig.subplots(*shape).ravel(), both):
+            _colour(axes, grid, reading)
+    attention, experts = both
+    crossing = [f"{axis} groups {_crossing(grid, reading.groups(axis))}"
+                for reading, axis in ((attention, "cp"), (experts, "ep")) if reading.sizes[axis] > 1]  # fmt: skip
+    how = "" if folded else ", not folded"
+    place = f"{world_size} ranks on {nodes_in_words(grid.nodes)} of {grid.gpus}{how}"
+    parts = [f"attention {attention.words}, experts {experts.words}", *crossing]
+    return Figure(fig, f"{place}: {'; '.join(parts)}.")
+
+
+def _colour(axes: Any, grid: Grid, reading: Reading) -> None:
+    jobs_by = " and ".join(axis for axis in reading.job_axes if reading.sizes[axis] > 1) or "one"
+    team = "one sample" if reading.name == "attention" else "every expert once"
+    grid.prepare(axes, f"{reading.name}: {reading.words}\ncolour: {jobs_by}; dark line: {team}")
+    axes.title.set_fontsize(8.5)
+    jobs = reading.number(reading.job_axes)
+    shown = [axis for axis in reading.digits if reading.sizes[axis] > 1]
+    for rank, job in enumerate(jobs.tolist()):
+        letters = "".join(f"{_LETTERS[axis]}{reading.digits[axis][rank]}" for axis in shown)
+        fill, pattern = SEQUENCE[job % 8], _HATCHES[job // 8 % 4]
+        grid.draw(axes, rank, fill, pattern, _cell_text(rank, letters), size=7 if len(letters) <= 5 else 6)
+    grid.outline(axes, reading.groups(*reading.job_axes), width=2.2)
+
+
+def _cell_text(rank: int, letters: str) -> str:
+    """The rank, and below it its digits on at most two lines."""
+    if len(letters) <= 5:
+        return f"{rank}\n{letters}"
+    half = len(letters) // 2
+    half += half % 2
+    return f"{rank}\n{letters[:half]}\n{letters[half:]}"
+
+
+def _crossing(grid: Grid, groups: list[list[int]]) -> str:
+    crossing = sum(grid.span(group) > 1 for group in groups)
+    if not crossing:
+        return "all inside a node"
+    return "all across nodes" if crossing == len(groups) else f"{crossing} of {len(groups)} across nodes"
+
+
+# ---- the digits, one column a rank ----
+
+
+def folded_digits(sizes: Mapping[str, Any], *, world_size: int) -> Figure:
+    """Both readings as digits: a column for each rank, a row for each axis, the fastest axis first.
+
+    Ranks that differ in the digit of one row alone are a group of that axis. Where the two rows `pp` differ, a rank
+    would hold attention of one stage and experts of another: those columns are marked. Raises ValueError for a world
+    that does not factor, and for more than MAX_DIGITS ranks.
+    """
+    if world_size > MAX_DIGITS:
+        raise ValueError(f"{world_size} ranks make too many columns; draw at most {MAX_DIGITS}")
+    both = readings(sizes, world_size, same_pipelines=False)
+    clash = np.flatnonzero(both[0].digits["pp"] != both[1].digits["pp"]).tolist()
+    with styled():
+        fig = new_figure(min(8.6, 0.34 * world_size + 2.6), 0.27 * 8 + 0.75)
+        axes = fig.subplots()
+        top, ticks = 0.0, []
+        for reading in both:
+            for axis, digits in reading.digits.items():
+                _row(axes, top, axis, digits, reading.sizes[axis])
+                ticks.append((top + 0.5, f"{axis} {reading.sizes[axis]}"))
+                top += 1
+            axes.text(world_size + 0.25, top - len(reading.digits) / 2, reading.name, va="center", fontsize=9)
+            top += 0.45
+        _mark(axes, both, clash)
+        axes.set(xlim=(-0.05, world_size + 0.05), ylim=(top - 0.4, -0.05), xlabel="rank")
+        axes.set_xticks(np.arange(world_size) + 0.5, [str(rank) for rank in range(world_size)])
+        axes.set_yticks([place for place, _ in ticks], [text for _, text in ticks])
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    return Figure(fig, f"{world_size} ranks: {_strides(both[0])}; {_strides(both[1])}; {_agreement(clash)}.")
+
+
+def _row(axes: Any, top: float, axis: str, digits: np.ndarray, size: int) -> None:
+    for rank, digit in enumerate(digits.tolist()):
+        fill = _tint(color(axis), (digit + 1) / size) if size > 1 else "#EEEEEE"
+        axes.add_patch(Rectangle((rank, top), 1, 1, facecolor=fill, edgecolor="#FFFFFF", linewidth=0.8))
+        axes.text(rank + 0.5, top + 0.5, str(digit), ha="center", va="center", fontsize=8, color=text_color(fill))
+
+
+def _mark(axes: Any, both: tuple[Reading, Reading], clash: list[int]) -> None:
+    """A frame round both pp digits of each rank whose pipelines differ."""
+    top = 0.0
+    for reading in both:
+        row = top + list(reading.digits).index("pp")
+        for rank in clash:
+            axes.add_patch(Rectangle((rank + 0.06, row + 0.06), 0.88, 0.88, fill=False, edgecolor="#000000", lw=2))
+        top += len(reading.digits) + 0.45
+
+
+def _tint(colour: str, share: float) -> str:
+    """`colour` mixed with white: all of it at share 1, a quarter of it at share 0."""
+    weight = 0.25 + 0.75 * share
+    channels = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(255 + (c - 255) * weight):02X}" for c in channels)
+
+
+def _strides(reading: Reading) -> str:
+    stride, parts = 1, []
+    for axis in reading.digits:
+        if reading.sizes[axis] > 1:
+            parts.append(f"{axis} {reading.sizes[axis]} in steps of {stride}")
+        stride *= reading.sizes[axis]
+    return f"{reading.name} {', '.join(parts) or 'on one rank'}"
+
+
+def _agreement(clash: list[int]) -> str:
+    if not clash:
+        return "both put every rank into the same pipeline"
+    named = ", ".join(map(str, clash[:8])) + (", ..." if len(clash) > 8 else "")
+    return f"the pipelines differ: rank{'s' if len(clash) > 1 else ''} {named} would be in two stages at once"
+
+
+def _sizes_in_words(sizes: Mapping[str, int], axes: Mapping[str, Any]) -> str:
+    return " ".join(f"{axis} {sizes[axis]}" for axis in axes if sizes[axis] > 1) or "on one rank"
+
+
+# ---- controls ----
+
+
+def explore_folding(
+    *,
+    world_size: int = 16,
+    gpus_per_node: int = 8,
+    tp: int = 2,
+    cp: int = 2,
+    pp: int = 2,
+    ep: int = 4,
+    etp: int = 1,
+    order: str = DEFAULT_ORDER,
+    folded: bool = True,
+) -> Any:
+    """`fold_grid` of the given layout; in a live notebook with controls for every size, the order, and folding.
+
+    Returns a Figure, or in a live notebook an ipywidgets box that shows the same figure first. A layout that cannot be
+    hides the picture and shows the reason.
+    """
+    sizes = {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp}
+    setting = {"world_size": world_size, "gpus_per_node": gpus_per_node, **sizes, "order": order, "folded": folded}
+    figure = _drawn(setting)
+    return _controls(figure, setting) if is_live() else figure
+
+
+def _drawn(setting: dict[str, Any]) -> Figure:
+    room = {name: setting[name] for name in ("world_size", "gpus_per_node", "folded")}
+    return fold_grid({name: setting[name] for name in (*_SIZES, "order")}, **room)
+
+
+def _controls(figure: Figure, start: dict[str, Any]) -> Any:
+    import ipywidgets as widgets
+
+    look: dict[str, Any] = {"layout": widgets.Layout(width="190px"), "style": {"description_width": "100px"}}
+    inputs: dict[str, Any] = {
+        name: widgets.BoundedIntText(value=start[name], min=1, max=2**12, description=name, **look)
+        for name in ("world_size", "gpus_per_node", *_SIZES)
+    }
+    inputs["order"] = widgets.Text(value=start["order"], description="order", continuous_update=False)
+    inputs["folded"] = widgets.Checkbox(value=start["folded"], description="folded")
+    shown = LiveFigure(figure)
+    shown.follow(inputs, _drawn)
+    rows = (("world_size", "gpus_per_node"), ("tp", "cp", "pp"), ("etp", "ep"), ("order", "folded"))
+    return widgets.VBox([*(widgets.HBox([inputs[name] for name in row]) for row in rows), *shown.parts])

@@ -1,0 +1,64 @@
+"""Figures under controls, for a notebook with a person in front of it.
+
+shown = LiveFigure(figure)
+shown.follow(inputs, draw)          # each change of a control draws anew
+return widgets.VBox([*inputs.values(), *shown.parts])
+"""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from labkit.viz.figure import Figure
+
+
+def is_live() -> bool:
+    """True where a person sits at the notebook: JupyterLab sets JPY_SESSION_NAME; papermill and nbval do not."""
+    return bool(os.environ.get("JPY_SESSION_NAME"))
+
+
+class LiveFigure:
+    """A Figure as two widgets: the picture, and the words that a screen reader reads."""
+
+    def __init__(self, figure: Figure) -> None:
+        import ipywidgets as widgets
+
+        self.picture = widgets.Image(value=figure.png, format="png")
+        self.words = widgets.HTML(value=_spoken(figure.sentence))
+
+    @property
+    def parts(self) -> tuple[Any, Any]:
+        """Words, then picture: a reader sees a reason at the same place as the picture that it replaces."""
+        return self.words, self.picture
+
+    def show(self, figure: Figure | None, reasons: Sequence[str] = ()) -> None:
+        """Show a figure, below the reasons for what it leaves out; without a figure the reasons alone."""
+        self.words.value = "<br>".join(f"<b>{html.escape(reason)}</b>" for reason in reasons)
+        self.picture.layout.visibility = "visible" if figure else "hidden"
+        if figure:
+            self.picture.value = figure.png
+            self.words.value += _spoken(figure.sentence)
+
+    def try_to_show(self, draw: Callable[[], Figure]) -> None:
+        """Show the figure that `draw` returns, or the reason of its ValueError."""
+        try:
+            self.show(draw())
+        except ValueError as problem:
+            self.show(None, [str(problem)])
+
+    def follow(self, inputs: Mapping[str, Any], draw: Callable[[dict[str, Any]], Figure]) -> None:
+        """Draw anew from the values of all controls, by name, when the value of any control changes."""
+
+        def redraw(_change: Any) -> None:
+            self.try_to_show(lambda: draw({name: control.value for name, control in inputs.items()}))
+
+        for control in inputs.values():
+            control.observe(redraw, names="value")
+
+
+def _spoken(sentence: str) -> str:
+    """The sentence for a screen reader alone: the picture draws it, but a picture widget has no alternative text."""
+    return f'<span style="position: absolute; left: -9999px">{html.escape(sentence)}</span>'

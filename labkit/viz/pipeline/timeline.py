@@ -1,0 +1,197 @@
+"""Timelines of a pipeline: predicted, measured, or both on one axis; a row per pipeline rank, time to the right.
+
+What a rank computes fills its row and is labelled by direction and microbatch (`F0`); waits and transfers are a strip
+under it; what is empty is the bubble. The activations in flight can be drawn below, on the same axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from labkit.events import Event
+from labkit.schedules.bubble import explain_gap
+from labkit.schedules.simulator import Timeline
+from labkit.viz.figure import Figure
+from labkit.viz.pipeline.timeline_bars import WIDTH, Style, draw_memory, draw_rows, finish, legend, row_height
+from labkit.viz.pipeline.timeline_rows import COMPUTE, Rows, chunk_weights, measured_bubble, rows_of
+from labkit.viz.style import label, new_figure, styled
+
+
+def gantt(
+    timeline: Timeline | Iterable[Event],
+    *,
+    name: str | None = None,
+    memory: bool = False,
+    numbers: bool = False,
+    strips: bool = True,
+    row: str = "rank",
+    unit: str = "units of the costs",
+    time_limit: float | None = None,
+    memory_limit: float | None = None,
+) -> Figure:
+    """Draw a simulated Timeline, or recorded Events.
+
+    name: what the sentence calls it; None takes the schedule's name, or `measured`.
+    memory: draw the activations in flight under the timeline; those of a Timeline weigh what its costs say.
+    numbers: for Events, put the measured bubble and milliseconds into the sentence (they change from run to run).
+    strips: draw waits, collectives and the like under what the rank computes.
+    row: what a row is called; `stage` where ranks of one stage share it, so that its number is not a rank of the world.
+    unit: of a Timeline's time, as the axis names it, such as `forwards`; the axis of Events says ms.
+    time_limit, memory_limit: where the axes end, in the Timeline's unit (seconds for Events) and in activations.
+        Pictures with the same limits can be compared by eye; what lies beyond is not shown. None fits the picture.
+
+    The sentence is, for a Timeline, "1F1B, 4 stages, 8 microbatches: bubble 27.3%, peak 4 in flight". Raises ValueError
+    where there is nothing to draw.
+    """
+    rows = rows_of(timeline)
+    predicted = isinstance(timeline, Timeline)
+    scale = 1.0 if predicted else 1e3
+    end = (rows.end if time_limit is None else time_limit) * scale
+    inches, labels = row_height(len(rows.ranks)), _labels(rows, row)
+    with styled():
+        fig, panels = _figure(len(labels) * inches, 0.9, memory)
+        draw_rows(panels[0], rows, Style(scale, end, inches, strips=strips))
+        finish(panels[0], labels, end, inches)
+        if memory:
+            draw_memory(panels[1], rows, scale, labels, memory_limit)
+        panels[-1].set_xlabel(f"time ({unit if predicted else 'ms'})")
+        legend(fig, rows, strips)
+        sentence = _sentence_of(timeline, name) if predicted else _measured_sentence(rows, name, numbers, row)
+    return Figure(fig, sentence)
+
+
+def gantt_overlay(
+    predicted: Timeline,
+    measured: Iterable[Event],
+    *,
+    memory: bool = False,
+    numbers: bool = False,
+    row: str = "rank",
+) -> Figure:
+    """Prediction and measurement on one axis, two bars per row: predicted above, pale; measured below.
+
+    The costs of the prediction must be seconds; what they say an activation weighs holds for the measured ones too.
+    The sentence says whether every rank ran its row in the predicted order; with `numbers` also the ratio of the two
+    makespans and both bubbles. `row` is what a row is called, as in `gantt`. Raises ValueError where nothing was
+    measured or other ranks were.
+    """
+    measured = list(measured)
+    expected, found = rows_of(predicted), rows_of(measured)
+    if len(found.ranks) != len(expected.ranks):
+        raise ValueError(
+            f"{len(found.ranks)} {row}s were measured, {len(expected.ranks)} predicted: use the same schedule"
+        )
+    found = replace(found, weights=chunk_weights(predicted))
+    end = max(expected.end, found.end) * 1e3
+    inches, labels = 1.5 * row_height(len(expected.ranks)), _labels(expected, row)
+    with styled():
+        fig, panels = _figure(len(labels) * inches, 1.0, memory)
+        draw_rows(panels[0], expected, Style(1e3, end, inches, top=0.08, height=0.42, pale=True))
+        draw_rows(panels[0], found, Style(1e3, end, inches, top=0.52, height=0.42))
+        finish(panels[0], labels, end, inches)
+        panels[0].set_title(f"each {row}: predicted above (pale), measured below", loc="left")
+        if memory:
+            draw_memory(panels[1], found, 1e3, labels)
+            panels[1].set_ylabel("in flight,\nmeasured")
+        panels[-1].set_xlabel("time (ms)")
+        legend(fig, expected, False)
+    sentence = _overlay_sentence(predicted, expected, found, row)
+    return Figure(fig, sentence + (_comparison(predicted, measured, found, row) if numbers else ""))
+
+
+def compare_timelines(timelines: Sequence[Timeline], *, unit: str = "units of the costs") -> Figure:
+    """Draw simulated Timelines one above the other, on the same axis; `unit` is that of their times.
+
+    The sentence gives the bubble and each rank's peak of activations in flight, schedule by schedule. Raises ValueError
+    for no Timeline.
+    """
+    if not timelines:
+        raise ValueError("no timeline to draw: give one or more, as simulate returns them")
+    rows = [rows_of(timeline) for timeline in timelines]
+    end = max(each.end for each in rows)
+    heights = [len(each.ranks) * row_height(len(each.ranks)) for each in rows]
+    with styled():
+        fig = new_figure(WIDTH, sum(heights) + 0.5 * len(rows) + 0.6)
+        panels = fig.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=[h + 0.3 for h in heights])[:, 0]
+        for axes, timeline, each in zip(panels, timelines, rows, strict=True):
+            inches = row_height(len(each.ranks))
+            draw_rows(axes, each, Style(1.0, end, inches))
+            finish(axes, _labels(each, "rank"), end, inches)
+            axes.set_title(_heading(timeline, None), loc="left")
+        panels[-1].set_xlabel(f"time ({unit})")
+        legend(fig, rows[0], True)
+    return Figure(fig, "; ".join(map(_bubble_and_peaks, timelines)))
+
+
+def _figure(rows_height: float, around: float, memory: bool) -> tuple[Any, list[Axes]]:
+    """An empty figure with a panel for the rows and, with `memory`, one below on the same axis."""
+    fig = new_figure(WIDTH, rows_height + around + (1.6 if memory else 0.0))
+    if not memory:
+        return fig, [fig.subplots()]
+    return fig, list(fig.subplots(2, 1, sharex=True, height_ratios=[rows_height + 0.5, 1.2]))
+
+
+def _labels(rows: Rows, row: str) -> list[str]:
+    return [f"{row} {rank}" for rank in rows.ranks]
+
+
+# ---- sentences ----
+
+
+def _sentence_of(timeline: Timeline, name: str | None) -> str:
+    peak = max(timeline.peak_memory)
+    return f"{_heading(timeline, name)}: bubble {timeline.bubble_fraction:.1%}, peak {peak:.4g} in flight"
+
+
+def _bubble_and_peaks(timeline: Timeline) -> str:
+    peaks = ", ".join(f"{peak:.4g}" for peak in timeline.peak_memory)
+    return f"{_heading(timeline, None)}: bubble {timeline.bubble_fraction:.1%}, ranks keep {peaks} in flight"
+
+
+def _heading(timeline: Timeline, name: str | None) -> str:
+    schedule = timeline.schedule
+    return f"{name or schedule.name}, {schedule.num_stages} stages, {_count(schedule.num_microbatches, 'microbatch')}"
+
+
+def _count(number: int, what: str) -> str:
+    plural = f"{what}es" if what.endswith(("ch", "ss")) else f"{what}s"
+    return f"{number} {what if number == 1 else plural}"
+
+
+def _measured_sentence(rows: Rows, name: str | None, numbers: bool, row: str) -> str:
+    compute = [event for event in rows.events if event.kind in COMPUTE]
+    parts = [(kind, sum(event.kind == kind for event in compute)) for kind in COMPUTE]
+    ran = " and ".join(_count(count, f"{label(kind)} pass") for kind, count in parts if count) or "no computation"
+    text = f"{name or 'measured'}, {_count(len(rows.ranks), row)}: {ran}, at most {rows.peak:.4g} in flight"
+    return text + (f", bubble {measured_bubble(rows.events):.1%}, {rows.end * 1e3:.0f} ms" if numbers else "")
+
+
+def _overlay_sentence(timeline: Timeline, expected: Rows, found: Rows, row: str) -> str:
+    count = len(expected.ranks)
+    differing = _differing(expected, found)
+    if differing is not None:
+        agree = f"{row} {differing} did not run its row in the predicted order"
+    elif count == 1:
+        agree = f"the one {row} ran its row in the predicted order"
+    else:
+        agree = f"{'both' if count == 2 else f'all {count}'} {row}s ran their rows in the predicted order"
+    return f"{_heading(timeline, None)}: {agree}, peak {found.peak:.4g} in flight"
+
+
+def _differing(expected: Rows, found: Rows) -> int | None:
+    """The first row that ran another order than predicted."""
+    return next((r for r in range(len(expected.ranks)) if expected.names(r) != found.names(r)), None)
+
+
+def _comparison(timeline: Timeline, measured: list[Event], found: Rows, row: str) -> str:
+    """Makespans, bubbles, and where the largest difference lies; the latter only where the rows agree."""
+    bubble = measured_bubble(found.events)
+    text = f", makespan {found.end / timeline.makespan:.2f} of the prediction"
+    text += f", measured bubble {bubble:.1%}, predicted {timeline.bubble_fraction:.1%}"
+    if _differing(rows_of(timeline), found) is not None:
+        return text
+    return f"{text}; {explain_gap(timeline, measured).where(row)}"

@@ -1,0 +1,182 @@
+"""A transformer layer cut over a tensor-parallel group: where f and g sit, and what each sends, read from a ledger.
+
+Under sequence parallelism their places are taken by what arXiv 2205.05198 (section 4.2.2) calls g and g-bar, drawn as
+f_s and g_s so that g keeps its meaning: an all-gather where f was, a reduce-scatter where g was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from labkit.parallel.ledger import CommRecord
+from labkit.viz.figure import Figure
+from labkit.viz.style import SEQUENCE, color, new_figure, styled, text_color
+
+PARTS = (("attention", ("qkv", "heads", "proj")), ("mlp", ("fc1", "act", "fc2")))
+"""Sub-layers of a block and what a rank computes in each, in order."""
+
+MAX_LANES = 4
+"""Ranks drawn; of larger groups the first ones and the last."""
+
+_STEP = 1.0
+_PART_WIDTH = 5 * _STEP + 0.6
+
+
+def tensor_parallel_block(records: Sequence[CommRecord], layer: str = "layers.0") -> Figure:
+    """Draw one layer, each rank a lane, with f and g as bars across the lanes and what the ledger saw under them.
+
+    Args:
+        records: what one rank's `CommLedger` wrote during one forward and one backward.
+        layer: name of the layer; its parts are `<layer>.attention` and `<layer>.mlp`.
+
+    Raises:
+        ValueError: the records hold nothing of that layer.
+    """
+    mine = [r for r in records if r.layer is not None and r.layer.startswith(f"{layer}.")]
+    if not mine:
+        raise ValueError(f"no communication of {layer!r} among {len(records)} records; is the group larger than 1?")
+    size = mine[0].group_size
+    lanes = list(range(size)) if size <= MAX_LANES else [*range(MAX_LANES - 1), size - 1]
+    with styled():
+        fig = new_figure(8.6, 1.7 + 0.5 * len(lanes) + (0.4 if _is_split(mine) else 0.0))
+        axes = fig.subplots()
+        for index, (part, boxes) in enumerate(PARTS):
+            _draw_part(axes, index * _PART_WIDTH, part, boxes, lanes, [r for r in mine if _part_of(r, layer) == part])
+        _draw_frame(axes, len(lanes), 2.95 if _is_split(mine) else 2.05)
+    return Figure(fig, _sentence(mine, layer, size))
+
+
+def _part_of(record: CommRecord, layer: str) -> str:
+    assert record.layer is not None
+    return record.layer.removeprefix(f"{layer}.").split(".")[0]
+
+
+def _sentence(records: Sequence[CommRecord], layer: str, size: int) -> str:
+    if _is_split(records):
+        return f"{layer} over tp {size}, sequence parallel: {_counts(records)}."
+    words = []
+    for phase, operator in (("forward", "g"), ("backward", "f")):
+        sizes = [r.bytes for r in records if r.phase == phase]
+        each = f" of {sizes[0]:,} bytes each" if sizes and len(set(sizes)) == 1 else f", {sum(sizes):,} bytes in all"
+        words.append(f"{len(sizes)} {phase} ({operator}){each}")
+    return f"{layer} over tp {size}: all-reduces {words[0]}, {words[1]}."
+
+
+def _is_split(records: Sequence[CommRecord]) -> bool:
+    """Whether the layer ran under sequence parallelism."""
+    return any(r.operation == "all_gather" for r in records)
+
+
+def _counts(records: Sequence[CommRecord]) -> str:
+    """How often what was called, by phase."""
+    words = []
+    for phase in ("forward", "backward"):
+        calls = [r.operation for r in records if r.phase == phase]
+        kinds = [f"{calls.count(kind)} {kind.replace('_', '-')}s" for kind in sorted(set(calls))]
+        words.append(f"{phase} {' and '.join(kinds)}")
+    return ", ".join(words)
+
+
+def _draw_part(
+    axes: Any, x: float, part: str, boxes: Sequence[str], lanes: Sequence[int], records: Sequence[CommRecord]
+) -> None:
+    """One sub-layer: f, three boxes on each lane, g."""
+    height = len(lanes)
+    axes.text(x + 2 * _STEP, height + 0.15, part, ha="center", va="bottom", fontsize=10)
+    for position, box in enumerate(boxes, start=1):
+        for lane, rank in enumerate(lanes):
+            shade = SEQUENCE[lane % len(SEQUENCE)]
+            axes.add_patch(_box(x + position * _STEP - 0.42, height - 1 - lane + 0.14, 0.84, 0.72, shade))
+            y = height - 1 - lane + 0.5
+            axes.text(
+                x + position * _STEP, y, f"{box} {rank}", ha="center", va="center", fontsize=8, color=text_color(shade)
+            )
+    split = _is_split(records)
+    for operator, position, box in (
+        ("$f_s$" if split else "f", 0, boxes[0]),
+        ("$g_s$" if split else "g", len(boxes) + 1, boxes[-1]),
+    ):
+        mine = [r for r in records if r.layer is not None and r.layer.endswith(f".{box}")]
+        _draw_operator(axes, x + position * _STEP, height, operator, mine, split)
+
+
+def _box(x: float, y: float, width: float, height: float, face: str) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x, y), width, height, facecolor=face, edgecolor="#333333", linewidth=0.5)
+
+
+def _draw_operator(axes: Any, x: float, height: int, operator: str, records: Sequence[CommRecord], split: bool) -> None:
+    """A bar across all lanes, and under it what it does in each direction."""
+    bar = color("collective")
+    axes.add_patch(_box(x - 0.2, 0.04, 0.4, height - 0.08, bar))
+    axes.text(x, height / 2, operator, ha="center", va="center", fontsize=12, style="italic", color=text_color(bar))
+    lines = []
+    for phase in ("forward", "backward"):
+        calls = [r for r in records if r.phase == phase]
+        kinds = sorted({r.operation for r in calls}, reverse=True)
+        talk = "\n".join(f"{sum(r.operation == kind for r in calls)} x {kind}" for kind in kinds)
+        lines.append(f"{phase}\n{talk}\n{sum(r.bytes for r in calls):,} B" if calls else f"{phase}\nidentity")
+    for row, text in enumerate(lines):
+        axes.text(
+            x, -0.12 - (1.25 if split else 0.95) * row, text, ha="center", va="top", fontsize=7.5, linespacing=1.25
+        )
+
+
+def _draw_frame(axes: Any, height: int, below: float) -> None:
+    right = len(PARTS) * _PART_WIDTH - 0.6 * _STEP
+    axes.annotate(
+        "", (right - 0.4, height + 0.62), (-0.5, height + 0.62), arrowprops={"arrowstyle": "->", "color": "#555555"}
+    )
+    axes.text(right / 2 - 0.45, height + 0.68, "forward, left to right", ha="center", va="bottom", fontsize=8)
+    axes.set_xlim(-0.9, right - 0.1)
+    axes.set_ylim(-below, height + 1.05)
+    axes.axis("off")
+
+
+# ---- random numbers ----
+
+
+def dropout_masks(masks: Mapping[str, Sequence[np.ndarray]]) -> Figure:
+    """One row of pictures for each kind of dropout, one picture a rank; dark is dropped.
+
+    masks: what is dropped (`attention output`) -> the rank's mask, two-dimensional and true where a value stays.
+
+    Raises ValueError where the kinds do not all have a mask of every rank.
+    """
+    counts = {len(by_rank) for by_rank in masks.values()}
+    if len(counts) != 1 or 0 in counts:
+        raise ValueError("dropout_masks needs one mask a rank for each kind")
+    ranks = counts.pop()
+    with styled():
+        fig = new_figure(1.2 + 1.9 * ranks, 0.4 + 1.5 * len(masks))
+        panels = fig.subplots(len(masks), ranks, squeeze=False)
+        for row, (kind, by_rank) in enumerate(masks.items()):
+            for rank, mask in enumerate(by_rank):
+                axes = panels[row][rank]
+                picture = np.where(np.asarray(mask)[..., None], (1.0, 1.0, 1.0), _rgb(SEQUENCE[row]))
+                axes.imshow(picture, interpolation="nearest", aspect="auto")
+                axes.spines[:].set_visible(True)
+                axes.set_xticks([])
+                axes.set_yticks([])
+                axes.set_title(f"{kind}, rank {rank}", fontsize=8)
+    return Figure(fig, "; ".join(f"{kind}: {_agreement(by_rank)}" for kind, by_rank in masks.items()) + ".")
+
+
+def _rgb(colour: str) -> tuple[float, ...]:
+    return tuple(int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+
+
+def _agreement(by_rank: Sequence[np.ndarray]) -> str:
+    """Whether all ranks drop the same, in words."""
+    first = np.asarray(by_rank[0])
+    if len(by_rank) == 1:
+        return "one rank"
+    if all(np.array_equal(first, mask) for mask in by_rank[1:]):
+        return f"the same mask on all {len(by_rank)} ranks"
+    if any(np.array_equal(a, b) for i, a in enumerate(by_rank) for b in by_rank[i + 1 :]):
+        return "some ranks share a mask"
+    return f"a mask of its own on each of {len(by_rank)} ranks"
