@@ -230,3 +230,16 @@ def test_every_picture_says_its_sentence(path):
 
 def test_chapters_are_there():
     assert CHAPTERS, "no chapter in notebooks/"
+
+
+@each_chapter
+def test_numbers_of_chapters_are_right(path):
+    """The title and the exercises bear the file's own number, and each chapter that the text names exists."""
+    number = path.name[:2]
+    cells = load(path)["cells"]
+    assert source(cells[0]).startswith(f"# {number} ")
+    text = "\n".join(map(source, cells))
+    asked = re.findall(r'check\("(\d\d)\.\w+"', text) + re.findall(r"solutions/(\d\d)_", text)
+    assert set(asked) == {number}
+    named = re.findall(r"[Cc]hapters? (\d\d(?:(?:, | and )\d\d)*)", text)
+    assert {each for numbers in named for each in re.findall(r"\d\d", numbers)} <= {each.name[:2] for each in CHAPTERS}
