@@ -124,6 +124,9 @@ def pretrain(
     given, as the run goes (`labkit.train.reporting.report`), beside the configuration and the state of the run
     (`labkit.train.reporting.output_folder`).
 
+    The process groups are closed at the end, also after an error: a model that outlives the training computes on one
+    rank only.
+
     Raises ValueError for a configuration that cannot be trained (ConfigError lists all problems: `run(pretrain, ...)`
     raises it before any process starts) and for functions that return what the loop cannot use, FloatingPointError for
     a loss that is not finite.
@@ -131,14 +134,15 @@ def pretrain(
     if process_non_loss_data is not None and process_non_loss_data_func is not None:
         raise ValueError("process_non_loss_data and process_non_loss_data_func are two names of one argument; give one")
     run = initialize(config, schedule=schedule, own_model=model_provider is not None)
-    chunks, optimizer, lr_schedule = setup_model_and_optimizer(
-        run, model_provider, no_wd_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult
-    )
-    data = build_data_iterators(run, datasets_provider)
-    return train(
-        run, chunks, optimizer, lr_schedule, data, forward_step or gpt_forward_step,
-        process_non_loss_data or process_non_loss_data_func, observer,
-    )  # fmt: skip
+    with run.groups:
+        chunks, optimizer, lr_schedule = setup_model_and_optimizer(
+            run, model_provider, no_wd_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult
+        )
+        data = build_data_iterators(run, datasets_provider)
+        return train(
+            run, chunks, optimizer, lr_schedule, data, forward_step or gpt_forward_step,
+            process_non_loss_data or process_non_loss_data_func, observer,
+        )  # fmt: skip
 
 
 def initialize(config: RunConfig, *, schedule: Schedule | None = None, own_model: bool = False) -> Run:
@@ -155,7 +159,11 @@ def initialize(config: RunConfig, *, schedule: Schedule | None = None, own_model
     ends = schedule.placement(0), schedule.placement(schedule.num_stages - 1)
     device = rank_info().device  # on its own: a GPU if there is one
     groups = initialize_model_parallel(config.parallel, device=device, ends=ends)
-    look(config, groups, schedule, own_model=own_model)
+    try:
+        look(config, groups, schedule, own_model=own_model)
+    except BaseException:
+        groups.close()
+        raise
     return Run(config, groups, schedule, Timers(config.train.timing_log_level))
 
 
