@@ -185,16 +185,16 @@ CONTEXT_PARALLEL = [
     ),
     Fault(
         "the loss is not multiplied by cp, over which it will be averaged",
-        "schedules/runtime.py",
-        "return loss_sum * cp.size / tokens.clamp(min=1)",
+        "schedules/microbatches.py",
+        "return loss_sum * self._cp.size / tokens.clamp(min=1)",
         "return loss_sum / tokens.clamp(min=1)",
         Comparison(CP, "final_norm.bias gradient"),
     ),
     Fault(
         "each rank of cp divides by the tokens that it counts itself",
-        "schedules/runtime.py",
-        "tokens = all_reduce(tokens, cp, in_place=False)",
-        "tokens = tokens * cp.size",
+        "schedules/microbatches.py",
+        "tokens = all_reduce(tokens, self._cp, in_place=False)",
+        "tokens = tokens * self._cp.size",
         "tests/parallel/test_context_parallel.py -k unequal",
     ),
 ]

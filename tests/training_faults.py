@@ -256,8 +256,8 @@ PRECISION = [
 PIPELINE = [
     Fault(
         "the loss is not divided by the number of microbatches",
-        "schedules/runtime.py",
-        "self.weights[microbatch] = 1 / count",
+        "schedules/microbatches.py",
+        "self.weights[microbatch] = 1 / self._count",
         "self.weights[microbatch] = 1",
         Comparison(PP, "final_norm.bias gradient"),
     ),
@@ -284,9 +284,9 @@ PIPELINE = [
     ),
     Fault(
         "odd ranks issue their transfers in the order of even ones",
-        "schedules/lowering.py",
-        "_MEGATRON[t.operation, t.message.kind] ^ (rank % 2)",
-        "_MEGATRON[t.operation, t.message.kind]",
+        "parallel/posting_order.py",
+        "return _EVEN[operation, kind] ^ (rank % 2)",
+        "return _EVEN[operation, kind]",
         "tests/unit/test_schedules_transfers.py",
     ),
 ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from labkit.schedules.bubble import BubbleSplit, Gap, bubble_split, explain_gap
     from labkit.schedules.builders import build_schedule, gpipe, interleaved, one_f_one_b, without_backward
+    from labkit.schedules.deadlock import Op, communication, interpret
     from labkit.schedules.entry_points import (
         forward_backward_no_pipelining,
         forward_backward_pipelining_with_interleaving,
@@ -15,9 +16,8 @@ if TYPE_CHECKING:
         get_forward_backward_func,
     )
     from labkit.schedules.ir import Action, Schedule, ScheduleError
-    from labkit.schedules.lowering import Message, Program, Step, Transfer, Transport, lower
+    from labkit.schedules.lowering import Program, StageMessage, Step, Transfer, Transport, lower
     from labkit.schedules.passes import merge_backward, split_backward
-    from labkit.schedules.rendezvous import Op, communication, interpret
     from labkit.schedules.runtime import PipelineRuntime
     from labkit.schedules.simulator import Costs, Timeline, simulate
     from labkit.schedules.tables import (
@@ -50,17 +50,17 @@ _WHERE = {
     "Action": "ir",
     "Schedule": "ir",
     "ScheduleError": "ir",
-    "Message": "lowering",
     "Program": "lowering",
+    "StageMessage": "lowering",
     "Step": "lowering",
     "Transfer": "lowering",
     "Transport": "lowering",
     "lower": "lowering",
     "merge_backward": "passes",
     "split_backward": "passes",
-    "Op": "rendezvous",
-    "communication": "rendezvous",
-    "interpret": "rendezvous",
+    "Op": "deadlock",
+    "communication": "deadlock",
+    "interpret": "deadlock",
     "PipelineRuntime": "runtime",
     "Costs": "simulator",
     "Timeline": "simulator",
@@ -82,12 +82,12 @@ __all__ = [
     "BubbleSplit",
     "Costs",
     "Gap",
-    "Message",
     "Op",
     "PipelineRuntime",
     "Program",
     "Schedule",
     "ScheduleError",
+    "StageMessage",
     "Step",
     "Timeline",
     "Transfer",

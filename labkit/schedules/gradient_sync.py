@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
-from labkit.schedules.lowering import Step
-
 NoSync = Callable[[], AbstractContextManager[Any]]
 SyncFunc = Callable[[list[Any]], None]
 
@@ -89,22 +87,24 @@ class GradientSync:
         if 0 < len(self._no_sync) < len(self._chunks) and self._unfinished:
             self._hold(self._context(chunk))
 
-    def before(self, step: Step) -> None:
-        """Launch the parameter gathers that are due, and let go before a backward that completes a chunk."""
-        if not self._chunks:
-            return
-        for chunk in step.param_gather if self._gather else ():
+    def gather(self, chunk: int) -> None:
+        """Launch the gathering of a chunk's parameters."""
+        if self._gather:
             self._gather[chunk](list(self._chunks[chunk].parameters()))
-        if step.ends_chunk and not self._launch:
-            self._let_go(step.chunk)
 
-    def after(self, step: Step) -> None:
-        """Launch the gradient synchronisations that are due, and hold the other chunks again."""
-        if not self._chunks:
-            return
-        if step.ends_chunk and not self._launch:
-            self._hold_again(step.chunk)
-        for chunk in step.grad_sync if self._launch else ():
+    def before_last_backward(self, chunk: int) -> None:
+        """Let the hooks of the backward that completes a chunk's gradients communicate, unless a function will."""
+        if not self._launch:
+            self._let_go(chunk)
+
+    def after_last_backward(self, chunk: int) -> None:
+        """Hold the other chunks again."""
+        if not self._launch:
+            self._hold_again(chunk)
+
+    def synchronise(self, chunk: int) -> None:
+        """Launch the synchronisation of a chunk's gradients."""
+        if self._launch:
             self._let_go(chunk)
             self._launch[chunk](list(self._chunks[chunk].parameters()))
             self._hold_again(chunk)

@@ -14,6 +14,7 @@ Legend: A = actions of the whole schedule, P = ranks, S = stages, M = microbatch
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -235,6 +236,12 @@ class Schedule:
         weights = self.kinds[part] == KINDS.index("W")
         numbers = zip(self.signed_chunks[part].tolist(), weights.tolist(), strict=True)
         return [number - 0.5 if weight else number for number, weight in numbers]
+
+    @property
+    def checksum(self) -> int:
+        """A number that differs where rows do."""
+        columns = (self.stages, self.kinds, self.microbatches, self.offsets)
+        return zlib.crc32(b"".join(column.tobytes() for column in columns))
 
     @property
     def signed_chunks(self) -> np.ndarray:

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from labkit.schedules.deadlock import interpret, placed_communication
 from labkit.schedules.dependencies import require_complete
 from labkit.schedules.ir import KINDS, Schedule, ScheduleError, grid
 from labkit.schedules.lowering import Transport, check_transport, producers, receive_slots
-from labkit.schedules.rendezvous import interpret, placed_communication
 from labkit.schedules.simulator import Timeline, simulate
 
 _CHANGE = np.array([1, -1, 0, -1], dtype=np.int8)
