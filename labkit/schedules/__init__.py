@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     )
     from labkit.schedules.ir import Action, Schedule, ScheduleError
     from labkit.schedules.lowering import Program, StageMessage, Step, Transfer, Transport, lower
-    from labkit.schedules.passes import merge_backward, split_backward
     from labkit.schedules.runtime import PipelineRuntime
     from labkit.schedules.simulator import Costs, Timeline, simulate
     from labkit.schedules.tables import (
@@ -29,9 +28,8 @@ if TYPE_CHECKING:
         is_first_microbatch_for_model_chunk,
         is_last_microbatch_for_model_chunk,
     )
-    from labkit.schedules.v_shaped import dualpipe_v, zbv
     from labkit.schedules.verifier import verify
-    from labkit.schedules.zero_bubble import zero_bubble_h1
+    from labkit.schedules.zero_bubble import dualpipe_v, merge_backward, split_backward, zbv, zero_bubble_h1
 
 _WHERE = {
     "BubbleSplit": "bubble",
@@ -56,8 +54,8 @@ _WHERE = {
     "Transfer": "lowering",
     "Transport": "lowering",
     "lower": "lowering",
-    "merge_backward": "passes",
-    "split_backward": "passes",
+    "merge_backward": "zero_bubble",
+    "split_backward": "zero_bubble",
     "Op": "deadlock",
     "communication": "deadlock",
     "interpret": "deadlock",
@@ -73,8 +71,8 @@ _WHERE = {
     "get_schedule_table": "tables",
     "is_first_microbatch_for_model_chunk": "tables",
     "is_last_microbatch_for_model_chunk": "tables",
-    "dualpipe_v": "v_shaped",
-    "zbv": "v_shaped",
+    "dualpipe_v": "zero_bubble",
+    "zbv": "zero_bubble",
     "zero_bubble_h1": "zero_bubble",
 }
 __all__ = [

@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -292,6 +293,30 @@ class Schedule:
             cells = enumerate(line.split(","), start=1)
             rows.append([_parse_cell(cell, f"row {row}, column {column}", _SEPARATORS) for column, cell in cells])
         return cls(name, *_counted(rows), rows)
+
+
+def read_schedule(path: str | Path) -> Schedule:
+    """The schedule in the UTF-8 file at `path`, with or without a byte order mark and with any line ends.
+
+    Where no line begins with `rank R:` it is CSV, and the schedule bears the name of the file without its suffix.
+
+    Raises:
+        ValueError: a file that cannot be read, in one sentence without its name.
+        ScheduleError: what is in the file is no schedule (`Schedule.from_csv`, `Schedule.from_text`).
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ValueError("no such file") from None
+    except IsADirectoryError:
+        raise ValueError("is a directory; give a file") from None
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8 text: save it as CSV UTF-8") from None
+    is_text = any(RANK_LINE.match(line.strip()) for line in text.splitlines())
+    return Schedule.from_text(text) if is_text else Schedule.from_csv(text, name=path.stem)
 
 
 def _signed_chunks(schedule: Schedule) -> np.ndarray:

@@ -45,6 +45,7 @@ import numpy as np
 
 from labkit.parallel.posting_order import Operation, channel, even_odd_place
 from labkit.schedules.dependencies import dependencies
+from labkit.schedules.gradient_sync import places_of_synchronisation
 from labkit.schedules.ir import Action, Schedule
 from labkit.schedules.simulator import Timeline, simulate
 
@@ -211,7 +212,7 @@ def lower(schedule: Schedule, rank: int, transport: Transport = "posted", *, rec
     else:
         before = _exchanges(_slots(schedule, rank, transport, steps, receives_ahead == 0), transport)
         after = [[] for _ in steps]
-    grad_sync, param_gather = _synchronisation(schedule, rank, actions, chunks)
+    grad_sync, param_gather = places_of_synchronisation(schedule, rank, actions, chunks)
     program: list[Instruction] = []
     for i, step in enumerate(steps):
         program += [Sync("gather", chunk) for chunk in param_gather[i]]
@@ -386,44 +387,3 @@ def _even_odd(by_moment: Iterable[Transfer], rank: int) -> list[Transfer]:
         queues.setdefault((transfer.peer, transfer.channel), []).append(transfer)
     in_turn = sorted(by_moment, key=lambda t: even_odd_place(t.operation, t.message.kind, rank))
     return [queues[transfer.peer, transfer.channel].pop(0) for transfer in in_turn]
-
-
-# ---- gradients and parameters ----
-def _synchronisation(
-    schedule: Schedule, rank: int, actions: Sequence[Action], chunks: Sequence[int]
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """For each action, the chunks whose gradient synchronisation follows it and whose parameter gathering precedes it.
-
-    Collectives slow computation down, so Megatron starts them at the same time on all ranks: the gradients of a chunk
-    after the backward number k + pp_rank of the rank, where k is the chunk's last, since backward reaches rank 0 last;
-    the parameters of the chunk that follows chunk c before the forward number k - pp_rank, where k is the first of c.
-    In general a stage is as far behind as its chunk's lowest stage is below it, which is pp_rank where placement is
-    looped. What is not reached goes after the last action; chunks 0 and 1 are gathered before the first.
-    """
-    after: list[list[int]] = [[] for _ in actions]
-    before: list[list[int]] = [[] for _ in actions]
-    if schedule.forward_only:
-        return [()] * len(actions), [()] * len(actions)
-    lags = schedule.derived("lags", _lags)
-    stages = schedule.stages_of(rank)
-    backwards = [i for i, action in enumerate(actions) if action.kind in "BW"]
-    last = {chunks[i]: k for k, i in enumerate(backwards)}
-    for chunk, k in sorted(last.items()):
-        due = k + lags[stages[chunk]]
-        after[backwards[due] if due < len(backwards) else -1].append(chunk)
-    forwards = [i for i, action in enumerate(actions) if action.kind == "F"]
-    first = {chunks[i]: k for k, i in reversed(list(enumerate(forwards)))}
-    before[0] = list(range(len(stages)))[:2]
-    for chunk, k in sorted(first.items()):
-        if 1 < chunk + 1 < len(stages):
-            before[forwards[max(0, k - lags[stages[chunk]])]].append(chunk + 1)
-    return [tuple(sorted(c)) for c in after], [tuple(sorted(c)) for c in before]
-
-
-def _lags(schedule: Schedule) -> list[int]:
-    """By stage, how many stages above the lowest one of its chunk number it is."""
-    chunks = {stage: chunk for rank in range(schedule.pp) for chunk, stage in enumerate(schedule.stages_of(rank))}
-    lowest: dict[int, int] = {}
-    for stage in range(schedule.num_stages):
-        lowest.setdefault(chunks[stage], stage)
-    return [stage - lowest[chunks[stage]] for stage in range(schedule.num_stages)]

@@ -71,6 +71,32 @@ def reader(iterator: Any, order: Sequence[int]) -> Reader:
     return ReorderingReader(iterator, len(order))
 
 
+# ---- shapes ----
+# What stage s sends to stage s + 1 in the forward comes back as gradients of the same shapes, so shapes belong to the
+# border after a stage, not to a direction.
+
+Shape = tuple[int, ...]
+TensorShape = Sequence[int] | Sequence[Sequence[int]] | Callable[[int], Sequence[Sequence[int]]] | None
+"""One shape, a list of shapes, or stage -> the list of what it sends; None is one tensor of varying lengths."""
+
+
+def shapes_of_messages(tensor_shape: TensorShape, num_stages: int) -> list[tuple[Shape, ...]]:
+    """For every stage but the last the shapes of the tensors it sends on. Raises ValueError for no shape at all."""
+    stages = range(num_stages - 1)
+    if tensor_shape is None:
+        return [((),) for _ in stages]
+    if callable(tensor_shape):
+        given = [list(tensor_shape(stage)) for stage in stages]
+    else:
+        listed: list[Any] = list(tensor_shape)
+        several = bool(listed) and not isinstance(listed[0], int)
+        given = [listed if several else [listed] for _ in stages]
+    for stage, shapes in enumerate(given):
+        if not shapes:
+            raise ValueError(f"tensor_shape gives no shape for stage {stage}: a stage sends at least one tensor")
+    return [tuple(tuple(int(size) for size in shape) for shape in shapes) for shapes in given]
+
+
 # ---- losses ----
 
 

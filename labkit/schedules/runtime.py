@@ -41,8 +41,7 @@ from labkit.schedules.lowering import (
     check_transport,
     lower,
 )
-from labkit.schedules.microbatches import AttachedLosses, MicrobatchLosses, reader
-from labkit.schedules.shapes import TensorShape, shapes_of_messages
+from labkit.schedules.microbatches import AttachedLosses, MicrobatchLosses, TensorShape, reader, shapes_of_messages
 from labkit.schedules.simulator import kept_whole
 from labkit.schedules.verifier import verify
 
