@@ -178,6 +178,12 @@ class Program:
                 slots[-1] += instruction.transfers
         return slots
 
+    @property
+    def peers(self) -> set[int]:
+        """The ranks that this one exchanges messages with."""
+        transfers = [i.transfers for i in self.instructions if isinstance(i, Communication)]
+        return {transfer.peer for each in transfers for transfer in each}
+
     def forwards(self, chunk: int) -> list[int]:
         """The microbatches of a chunk's forwards in their order."""
         return [step.action.microbatch for step in self.steps if step.chunk == chunk and step.action.kind == "F"]

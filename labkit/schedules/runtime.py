@@ -43,7 +43,7 @@ from labkit.schedules.lowering import (
 )
 from labkit.schedules.microbatches import AttachedLosses, MicrobatchLosses, TensorShape, reader, shapes_of_messages
 from labkit.schedules.simulator import kept_whole
-from labkit.schedules.verifier import verify
+from labkit.schedules.verifier import check_fit, verify
 
 ForwardStep = Callable[[Any, nn.Module], tuple[Any, Callable[..., Any] | None]]
 """(data iterator, model chunk) -> (output, loss function). The output is a tensor, or a tuple of tensors where the next
@@ -100,10 +100,9 @@ class PipelineRuntime:
         calculate_per_token_loss: leave a three-item loss unscaled; `num_tokens` divides once at the end of the step.
         no_sync_func: a context in which backwards only accumulate, left for each chunk's last one (its last W where the
             backward is split), or one per chunk; None takes the chunks' own `no_sync`, where they have one.
-        grad_sync_func: called with a chunk's parameters where all ranks synchronise it at about the same time
-            (`Step.grad_sync`), or one per chunk. With one stage per rank the first rank leaves it to the hooks of its
-            last backward, as Megatron does.
-        param_sync_func: called with a chunk's parameters ahead of its first forward (`Step.param_gather`), or one each.
+        grad_sync_func: called with a chunk's parameters where all ranks synchronise them at about the same time, or one
+            per chunk. With one stage per rank the first rank leaves it to the hooks of its last backward, as Megatron.
+        param_sync_func: called with a chunk's parameters ahead of its first forward, or one per chunk.
         timers: `timers(name, log_level=n)` gives an object with `start` and `stop`; or None.
         autocast_dtype: run forwards, but not the loss function, under torch.autocast with this type; None does not.
         num_microbatches_with_partial_activation_checkpoints: of those in flight on this rank, so many recompute nothing
@@ -130,7 +129,12 @@ class PipelineRuntime:
         self.kept_whole = None if count is None else kept_whole(schedule, groups.pp.rank, count)
         self.num_tokens = torch.zeros((), dtype=torch.int64)
         """Tokens of the last run on the last stage, summed over microbatches; 0 where the loss gives two items."""
-        self._check()
+        check_fit(schedule, groups.pp.rank, groups.pp.size, self.chunks, recomputes=self.kept_whole is not None)
+        if groups.config.split_rank is not None and schedule.num_stages != groups.pp.size:
+            raise ValueError(
+                f"split_rank puts encoder and decoder on different ranks, and {schedule.name} has several stages on a "
+                "rank: run an encoder-decoder with one stage per rank"
+            )
         tokens = tokens_per_microbatch
         self.attached_losses = AttachedLosses(self.chunks, schedule.num_microbatches, calculate_per_token_loss, tokens)
         self.counting = [[m for m in chunk.modules() if hasattr(m, "current_microbatch")] for chunk in self.chunks]
@@ -145,26 +149,6 @@ class PipelineRuntime:
         """Kinds of runs, with or without backward, before which the ranks have compared what they were given."""
         if not self._is_plain:
             schedule.derived(f"verified, {transport}", lambda rows: verify(rows, transport))
-
-    def _check(self) -> None:
-        schedule, pp = self.schedule, self.groups.pp
-        if schedule.pp != pp.size:
-            raise ValueError(f"{schedule.name} is for {schedule.pp} ranks, the pipeline has {pp.size}")
-        stages = schedule.stages_of(pp.rank)
-        if len(stages) != len(self.chunks):
-            raise ValueError(
-                f"{schedule.name} has {len(stages)} stages on rank {pp.rank}: {len(self.chunks)} chunks given"
-            )
-        if self.groups.config.split_rank is not None and schedule.num_stages != pp.size:
-            raise ValueError(
-                f"split_rank puts encoder and decoder on different ranks, and {schedule.name} has several stages on a "
-                "rank: run an encoder-decoder with one stage per rank"
-            )
-        for stage, chunk in zip(stages, self.chunks, strict=True):
-            if stage > 0 and not hasattr(chunk, "set_input_tensor"):
-                raise ValueError(f"stage {stage} needs set_input_tensor(x) to be given the previous stage's output")
-            if self.kept_whole is not None and not hasattr(chunk, "set_activation_checkpointing"):
-                raise ValueError(f"stage {stage} needs set_activation_checkpointing(on) to keep microbatches whole")
 
     def _program(self, forward_only: bool) -> Program:
         rank, schedule, transport = self.groups.pp.rank, self.schedule, self.transport
@@ -190,9 +174,7 @@ class PipelineRuntime:
         for stage, spec in enumerate(self.specs):
             text = f"{len(spec.shapes)} tensors" if varies else ", ".join(map(str, spec.shapes))
             given[f"tensor_shape of what stage {stage} sends"] = text
-        messages = [message for step in program.steps for message in (step.needs, step.gives) if message]
-        peers = {rank for message in messages for rank in (message.source, message.target)} - {self.groups.pp.rank}
-        handshake(self.groups, given, peers)
+        handshake(self.groups, given, program.peers)
         self._has_met.add(forward_only)
 
     def run(
@@ -429,11 +411,12 @@ def _dtype_of(chunks: Sequence[nn.Module]) -> torch.dtype:
 @contextmanager
 def _timed(timers: Any, name: str, log_level: int) -> Iterator[None]:
     """Start and stop a named timer of the caller's, if there is one."""
-    timer = None if timers is None else timers(name, log_level=log_level)
-    if timer is not None:
-        timer.start()
+    if timers is None:
+        yield
+        return
+    timer = timers(name, log_level=log_level)
+    timer.start()
     try:
         yield
     finally:
-        if timer is not None:
-            timer.stop()
+        timer.stop()
