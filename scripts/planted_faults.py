@@ -24,10 +24,13 @@ TARGET = ROOT / "docs" / "faults.md"
 
 INTRODUCTION = """# Planted faults
 
-Each row is one change of the source: a mistake that a person could have typed (tests/faults.py). For some faults the
-ranks of a layout train with the fault. The parity microscope compares them with one process and must name the tensor
-that the fault spoils first. For the other faults a test of the suite must fail on a copy of the tree with the fault.
-`scripts/planted_faults.py` writes this page; `make sweep` asserts the same rows.
+Each row is one change of the source, a mistake as a person could have typed it (tests/faults.py). Either the ranks of
+a layout train with it and the parity microscope, which holds them against one process, must name the tensor that the
+fault spoils first; or a test of the suite, run on a copy of the tree that has the fault, must fail.
+
+The last column says which command has the test that fails: the tests named here are part of `make test`, and the
+comparisons of the microscope are part of `make sweep`, which also plants every fault of this page. Written by
+`scripts/planted_faults.py`.
 
 """
 
@@ -42,7 +45,8 @@ def how(fault: Fault) -> str:
 
 def row(fault: Fault, found: bool, what: str) -> str:
     """One line of the table."""
-    return f"| {fault.name} | {fault.file} | {how(fault)} | {'yes' if found else f'no: {what}'} |\n"
+    outcome = "yes" if found else f"no: {what}"
+    return f"| {fault.name} | `{fault.at}` | {how(fault)} | {outcome} | `{fault.planted_by}` |\n"
 
 
 def main(chosen: Sequence[str] = ()) -> int:
@@ -58,7 +62,7 @@ def main(chosen: Sequence[str] = ()) -> int:
             print(f"{'found ' if found else 'MISSED'} {fault.name}: {what}", flush=True)
             results.append(found)
             rows += row(fault, found, what)
-        tables += f"\n## {title}\n\n| fault | in | to be found by | found |\n|---|---|---|---|\n{rows}"
+        tables += f"\n## {title}\n\n| fault | in | to be found by | found | in |\n|---|---|---|---|---|\n{rows}"
     if not results:
         sys.exit(f"no fault has a name with {' or '.join(map(repr, chosen))}")
     share = sum(results) / len(results)
