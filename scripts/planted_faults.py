@@ -28,9 +28,8 @@ Each row is one change of the source, a mistake as a person could have typed it 
 a layout train with it and the parity microscope, which holds them against one process, must name the tensor that the
 fault spoils first; or a test of the suite, run on a copy of the tree that has the fault, must fail.
 
-The last column says which command has the test that fails: the tests named here are part of `make test`, and the
-comparisons of the microscope are part of `make sweep`, which also plants every fault of this page. Written by
-`scripts/planted_faults.py`.
+The last column says which command has the test that fails. `make sweep` also plants every fault of this page again.
+Written by `scripts/planted_faults.py`.
 
 """
 

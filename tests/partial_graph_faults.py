@@ -57,6 +57,7 @@ PARTIAL_GRAPHS: list[Fault] = [
         "store.clear()",
         "pass",
         f"{LAYOUTS} -k pad_to_capacity",
+        only_in_sweep=True,
     ),
     Fault(
         "the shape of the layer's input stays that of the last eager forward",
