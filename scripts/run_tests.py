@@ -2,8 +2,8 @@
 
 python scripts/run_tests.py [STAGE ...]     all stages, or only those named (--list shows them)
 
-A stage is cut into pieces, each one process of one tool. Two pieces run at a time, since most of them use one core at
-a time. A stage that measures time runs after the others, one piece at a time.
+A stage is cut into pieces, each one process of one tool. Two pieces run at a time, in the order of the list. The tests
+that say how soon a hang ends come early, beside the types and the unit tests, which take one core.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -29,14 +29,10 @@ SLOWEST = 20
 TIMED = (
     "tests/parallel/launch/test_launch_faults.py",
     "tests/parallel/launch/test_launch_notebooks.py",
-    "tests/parallel/launch/test_launch_run.py",
     "tests/parallel/launch/test_launch_scripts.py",
-    "tests/parallel/test_benchmark_pipeline_sleep.py",
     "tests/parallel/test_broken_schedules.py",
-    "tests/parallel/test_in_flight.py",
-    "tests/parallel/test_overlap.py",
 )
-"""Tests that measure seconds: how soon a hang ends, what is hidden behind what."""
+"""Tests of hangs, which say how soon one ends."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +63,6 @@ class Stage:
 
     name: str
     pieces: tuple[Piece, ...]
-    alone: bool = False
-    """Whether nothing may run beside a piece."""
 
 
 @dataclass
@@ -77,28 +71,28 @@ class Outcome:
 
     failed: list[str] = field(default_factory=list)
     """Names of the pieces that failed."""
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By stage, added up over its pieces."""
 
 
 def stages() -> list[Stage]:
-    """The stages in order: what fails fastest comes first."""
+    """The stages in order: what fails fastest comes first, and the shortest pieces last, so that both lanes end."""
     return [
         Stage("ruff check", (Piece("ruff check", "ruff", ("check", ".")),)),
         Stage("ruff format", (Piece("ruff format", "ruff", ("format", "--check", ".")),)),
         Stage("import-linter", (Piece("import-linter", "lint-imports"),)),
+        Stage("hangs", (Piece("hangs", "pytest", TIMED),)),
         Stage("basedpyright", (Piece("basedpyright", "basedpyright"),)),
-        Stage("parallel", _dealt("parallel", [*_files("tests/parallel"), "tests/gpu"], 6, "-rs")),
         Stage("unit", _dealt("unit", _files("tests/unit"), 4)),
+        Stage("parallel", _dealt("parallel", [*_files("tests/parallel"), "tests/gpu"], 6, "-rs")),
         Stage("oracles", _dealt("oracles", _files("tests/oracles"), 2)),
-        Stage("chapters", tuple(map(_chapter, sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))))),
         Stage("other parameters", _dealt("other parameters", _files("tests/notebooks"), 2)),
-        Stage("timed", (Piece("timed", "pytest", TIMED),), alone=True),
+        Stage("chapters", tuple(map(_chapter, sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))))),
     ]
 
 
 def _files(folder: str) -> list[str]:
-    """Every test file below the folder that any piece may run beside."""
+    """Every test file below the folder, but for those of hangs."""
     found = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / folder).rglob("test_*.py")))
     return [path for path in found if path not in TIMED]
 
@@ -115,22 +109,20 @@ def _chapter(path: Path) -> Piece:
 def run(chosen: Sequence[Stage]) -> Outcome:
     """Run the pieces of the stages in order, two at a time; after one has failed no other is started."""
     outcome, start = Outcome(), time.monotonic()
-    beside = [(stage, piece) for stage in chosen if not stage.alone for piece in stage.pieces]
-    alone = [(stage, piece) for stage in chosen if stage.alone for piece in stage.pieces]
-    for at_once, waiting in ((AT_ONCE, beside), (1, alone)):
-        with ThreadPoolExecutor(at_once) as threads:
-            running: dict[Future[tuple[int, str, float]], tuple[Stage, Piece]] = {}
-            while running or (waiting and not outcome.failed):
-                while waiting and len(running) < at_once and not outcome.failed:
-                    stage, piece = waiting.pop(0)
-                    running[threads.submit(_run_piece, piece)] = stage, piece
-                for done in wait(running, return_when=FIRST_COMPLETED).done:
-                    stage, piece = running.pop(done)
-                    code, printed, seconds = done.result()
-                    outcome.seconds[stage.name] += seconds
-                    if code != 0:
-                        outcome.failed.append(piece.name)
-                    _tell(piece, code, printed, seconds, time.monotonic() - start)
+    waiting = [(stage, piece) for stage in chosen for piece in stage.pieces]
+    running: dict[Future[tuple[int, str, float]], tuple[Stage, Piece]] = {}
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        while running or (waiting and not outcome.failed):
+            while waiting and len(running) < AT_ONCE and not outcome.failed:
+                stage, piece = waiting.pop(0)
+                running[threads.submit(_run_piece, piece)] = stage, piece
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                stage, piece = running.pop(done)
+                code, printed, seconds = done.result()
+                outcome.seconds[stage.name] += seconds
+                if code != 0:
+                    outcome.failed.append(piece.name)
+                _tell(piece, code, printed, seconds, time.monotonic() - start)
     return outcome
 
 

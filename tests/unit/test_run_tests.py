@@ -10,13 +10,13 @@ def script(load_script):
     return load_script("run_tests")
 
 
-def stage_of(script, name, *codes, folder=None, alone=False):
+def stage_of(script, name, *codes, folder):
     """A stage whose pieces end with these codes, and leave a file each."""
     pieces = [
         script.Piece(f"{name} {i}", "python", ("-c", f"open(r'{folder / name}{i}', 'w'); raise SystemExit({code})"))
         for i, code in enumerate(codes)
     ]
-    return script.Stage(name, tuple(pieces), alone)
+    return script.Stage(name, tuple(pieces))
 
 
 def test_starts_nothing_after_a_failure_and_names_it(script, tmp_path, capfd, monkeypatch):
@@ -24,7 +24,7 @@ def test_starts_nothing_after_a_failure_and_names_it(script, tmp_path, capfd, mo
     chosen = [
         stage_of(script, "first", 0, folder=tmp_path),
         stage_of(script, "second", 3, 0, folder=tmp_path),
-        stage_of(script, "third", 0, folder=tmp_path, alone=True),
+        stage_of(script, "third", 0, folder=tmp_path),
     ]
     outcome = script.run(chosen)
     assert outcome.failed == ["second 0"] and sorted(outcome.seconds) == ["first", "second"]
@@ -34,18 +34,12 @@ def test_starts_nothing_after_a_failure_and_names_it(script, tmp_path, capfd, mo
     assert script.run(chosen[:1]).failed == []
 
 
-def test_two_pieces_run_side_by_side_and_a_timed_one_alone(script, tmp_path):
-    """Each of two pieces ends only once the other has started; the timed one, named first, finds both ended."""
-    meet = (
-        "import os, sys, time; own, other = sys.argv[1:]; open(own, 'w')\n"
-        "while not os.path.exists(other): time.sleep(0.01)\n"
-        "open(own + '.ended', 'w')"
-    )
+def test_two_pieces_run_side_by_side(script, tmp_path):
+    """Each of two pieces ends only once the other has started."""
+    meet = "import os, sys; own, other = sys.argv[1:]; open(own, 'w')\nwhile not os.path.exists(other): pass"
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    ended = f"import os; assert os.path.exists({a + '.ended'!r}) and os.path.exists({b + '.ended'!r})"
-    timed = script.Stage("timed", (script.Piece("timed", "python", ("-c", ended)),), alone=True)
-    pair = script.Stage("pair", tuple(script.Piece(x, "python", ("-c", meet, x, y)) for x, y in ((a, b), (b, a))))
-    assert script.run([timed, pair]).failed == []
+    pieces = tuple(script.Piece(x, "python", ("-c", meet, x, y)) for x, y in ((a, b), (b, a)))
+    assert script.run([script.Stage("pair", pieces)]).failed == []
 
 
 def test_totals_add_up_and_an_error_counts_as_failed(script, tmp_path):
@@ -67,10 +61,10 @@ def test_the_slowest_come_first_by_name(script, tmp_path):
 
 
 def test_stages_are_the_promised_ones_in_order(script):
+    """Beside the tests of hangs only single processes run: types and unit tests."""
     names = [stage.name for stage in script.stages()]
-    assert names[:4] == ["ruff check", "ruff format", "import-linter", "basedpyright"]
-    assert names[4:] == ["parallel", "unit", "oracles", "chapters", "other parameters", "timed"]
-    assert [stage.name for stage in script.stages() if stage.alone] == ["timed"]
+    assert names[:6] == ["ruff check", "ruff format", "import-linter", "hangs", "basedpyright", "unit"]
+    assert names[6:] == ["parallel", "oracles", "other parameters", "chapters"]
 
 
 def test_every_test_file_and_chapter_is_in_one_piece(script):
