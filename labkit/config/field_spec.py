@@ -66,16 +66,16 @@ class FieldSpec:
         """The rule that a value of the right type breaks by itself, or an empty string. NaN breaks every bound."""
         if self.choices and value not in self.choices:
             return f"must be one of {', '.join(self.choices)}{nearest(value, self.choices)}"
-        if self.kind not in ("int", "float"):
-            return ""
-        high = (LARGEST if self.kind == "int" else 1e30) if self.le is None else self.le
         if self.ge is not None and not value >= self.ge:
             return f"must be at least {self.ge:g}"
         if self.gt is not None and not value > self.gt:
             return f"must be greater than {self.gt:g}"
         if self.lt is not None and not value < self.lt:
             return f"must be below {self.lt:g}"
-        return "" if value <= high else f"must be at most {f'{high:,}' if isinstance(high, int) else f'{high:g}'}"
+        high = self.le or {"int": LARGEST, "float": 1e30}.get(self.kind)
+        if high is None or value <= high:
+            return ""
+        return f"must be at most {f'{high:,}' if isinstance(high, int) else f'{high:g}'}"
 
     @property
     def limits(self) -> str:

@@ -13,6 +13,7 @@ import math
 import numbers
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from labkit.config.errors import nearest, shown
@@ -25,12 +26,10 @@ def _specs() -> dict[str, FieldSpec]:
     for section, cls in SECTIONS.items():
         for f in dataclasses.fields(cls):
             kind = str(f.type)  # a string: the sections postpone their annotations
-            optional, rules = kind.endswith(" | None"), dict(f.metadata)
+            plain, rules = kind.removesuffix(" | None"), dict(f.metadata)
             if section == "moe" and f.name != "num_experts":
                 rules["needs"] = ("moe.num_experts", *rules["needs"])  # of a dense model nothing reads the section
-            found[f"{section}.{f.name}"] = FieldSpec(
-                section, f.name, kind.removesuffix(" | None"), optional, f.default, **rules
-            )
+            found[f"{section}.{f.name}"] = FieldSpec(section, f.name, plain, plain != kind, f.default, **rules)
     return found
 
 
@@ -120,9 +119,7 @@ def convert(spec: FieldSpec, value: object, *, text: bool = False) -> Any:
             return None
         raise BadValueError(f"must be {_kind_words(spec)}, not nothing (null)")
     converted = _from_text(spec, str(value)) if text else _typed(spec, value)
-    if isinstance(converted, str):
-        return spec.synonyms.get(converted, converted)
-    return converted
+    return spec.synonyms.get(converted, converted) if isinstance(converted, str) else converted
 
 
 def _typed(spec: FieldSpec, value: object) -> Any:
@@ -149,13 +146,10 @@ def _typed(spec: FieldSpec, value: object) -> Any:
 
 
 def _finite(value: Any) -> float:
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise BadValueError("must be a finite number")
-    return number
+    with suppress(OverflowError):
+        if math.isfinite(number := float(value)):
+            return number
+    raise BadValueError("must be a finite number")
 
 
 def _from_text(spec: FieldSpec, value: str) -> Any:
@@ -190,11 +184,10 @@ class Entry(NamedTuple):
     """One value as it was written."""
 
     key: str
-    """As written, for messages."""
     dotted: str
     value: object
     where: str = ""
-    """A prefix for messages, such as `line 4: `; empty where there is none to name."""
+    """A prefix for messages, such as `line 4: `."""
 
 
 class Pairs(list[tuple[str, Any, Any]]):

@@ -107,9 +107,8 @@ class RunConfig(Sections):
         """This configuration on `world_size` ranks, checked once; ConfigError lists every problem."""
         self.validate(world_size)
         p = self.parallel
-        edp = world_size // (p.expert_tp * p.ep * p.pp)
-        dp, microbatches = self.data_parallel_size(world_size), self.num_microbatches(world_size)
-        return ResolvedConfig(self, world_size, dp, p.expert_tp, edp, microbatches)
+        dp, edp = self.data_parallel_size(world_size), world_size // (p.expert_tp * p.ep * p.pp)
+        return ResolvedConfig(self, world_size, dp, p.expert_tp, edp, self.num_microbatches(world_size))
 
 
 @dataclass(frozen=True)
