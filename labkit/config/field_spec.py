@@ -1,7 +1,7 @@
 """One field of the configuration: default, help, bounds, words, aliases and readers, all declared in one place.
 
-`sections` declares each field by `field(default, doc, ...)`. `fields` turns the declarations into one `FieldSpec` each,
-from which the checks, the command line's help, the comments of a printed configuration and docs/config.md are made.
+`sections` declares each field by `field(default, doc, ...)`. `fields` turns each declaration into a `FieldSpec`.
+The checks, the command line's help, the comments of a printed configuration and docs/config.md are made from these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def field(default: Any, doc: str, **rules: Any) -> Any:
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """Where a field lives and what it may hold."""
+    """The place of a field and the values that it may hold."""
 
     section: str
     name: str
@@ -55,7 +55,7 @@ class FieldSpec:
     file: bool = False
     """The field names an existing file."""
     hint: str = ""
-    """How to write a list that Megatron-LM writes in another form."""
+    """Advice for a list that Megatron-LM writes in another form."""
 
     @property
     def dotted(self) -> str:

@@ -1,9 +1,9 @@
 """Names and types of the fields: aliases, conversion, and laying new values over a configuration.
 
-A field may be written `section.field`, by its last part alone where only one section has it (`lr`), or under the name
-it has in Megatron-LM (`tensor_model_parallel_size`); `-` and `_` are the same. In YAML and Python a value has the
-field's own type: a quoted `"8"` is text, not a number. On the command line everything is text and is read as the
-field's type: `8` for an integer, `1e-4` for a number, `true` or `false`, `null` for none, `a,b` for a list.
+A field may be written `section.field`, or by its last part where only one section has it (`lr`), or under its name in
+Megatron-LM (`tensor_model_parallel_size`). `-` and `_` are the same. In YAML and Python a value has the
+field's own type: a quoted `"8"` is text, not a number. On the command line everything is text, and labkit
+reads it as the field's type: `8`, `1e-4`, `true` or `false`, `null` for none, `a,b` for a list.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def pipeline_rules(found: Findings) -> None:
 
 
 def interleaves(found: Findings) -> bool:
-    """Whether the interleaved schedule runs: several chunks a rank, by its name or by `auto`."""
+    """True where the interleaved schedule runs: several chunks a rank, by its name or by `auto`."""
     s = found.config.schedule
     sound = found.sound("schedule.name", "schedule.path", "parallel.vpp")
     return sound and s.name in ("auto", "interleaved") and s.path is None and found.config.parallel.vpp > 1

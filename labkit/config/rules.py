@@ -1,4 +1,4 @@
-"""What makes a configuration sound: every broken rule as one sentence of field, value, rule and what to do.
+"""Rules of a sound configuration; each broken one becomes a sentence of field, value, rule and way out.
 
 `Findings` looks at single fields first. Here and in the modules of rules follow those between fields, concern by
 concern: the model, the layout, the pipeline, experts, graphs, training.

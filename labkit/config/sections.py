@@ -1,7 +1,7 @@
 """The sections of a run's configuration, as frozen dataclasses.
 
-One section a concern. Each field is declared once, with its default, its help, the values that it may hold and its
-other names: the checks, the command line's help, printed configurations and docs/config.md are made from this table.
+One section a concern. Each field is declared once, with its default, its help, its limits and its other names. The
+checks, the command line's help, printed configurations and docs/config.md are made from this table.
 Names are Megatron's in short form: `tp cp ep etp dp edp pp vpp`. A field's type is one of `int`, `float`, `bool`,
 `str`, `tuple[str, ...]`, `tuple[int, ...]`, or one of them `| None`.
 """
@@ -210,7 +210,7 @@ class MoEConfig:
         aliases="moe_shared_expert_overlap", needs="moe.shared_expert_ffn_hidden moe.dispatcher=alltoall")
 
     def is_moe_layer(self, index: int) -> bool:
-        """Whether layer `index` of the whole model has experts."""
+        """True where layer `index` of the whole model has experts."""
         return self.num_experts > 0 and self.layer_freq[index % len(self.layer_freq)] == 1
 
 
