@@ -18,16 +18,14 @@ from labkit.config.sections import SECTIONS
 
 
 class Option(NamedTuple):
-    """One option of a command."""
+    """One option of a command. Names have dashes, aliases underscores; either is accepted for both."""
 
     name: str
-    """With dashes; underscores are accepted as well."""
     kind: str
     """`int`, `float`, `bool`, `str` or `tuple[str, ...]`."""
     help: str
     default: Any = None
     aliases: tuple[str, ...] = ()
-    """Other names for it, with underscores."""
     pairs: bool = False
     """Takes two words, a name and a value, and may be repeated."""
 
@@ -36,17 +34,20 @@ class Option(NamedTuple):
         """Its name in `Arguments.options`."""
         return self.name.replace("-", "_")
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name under which it may be written, with underscores."""
+        return (self.key, *self.aliases)
+
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand."""
+    """One subcommand: `execute` does it and returns the exit code."""
 
     name: str
     summary: str
-    """One line for `labkit --help`."""
     options: tuple[Option, ...]
     execute: Callable[[Arguments], int]
-    """Does it; returns the exit code."""
     example: str
     words: str = ""
     """The name of its positional arguments, in capitals; empty where it takes none."""
@@ -89,7 +90,7 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
 
     The problems are left in `problems`: the command adds those that it finds itself and refuses all of them at once.
     """
-    by_name = {name: option for option in command.all_options for name in (option.key, *option.aliases)}
+    by_name = {name: option for option in command.all_options for name in option.names}
     values: dict[str, Any] = {option.key: [] if option.pairs else option.default for option in command.all_options}
     arguments = Arguments(values, source=f"labkit {command.name}")
     problems, given, entries, rest = arguments.problems, Given(), list[Entry](), list(argv)
@@ -154,7 +155,7 @@ def _set(values: dict[str, Any], option: Option, written: str, text: str, given:
 
 def _unknown(key: str, command: Command, why: str) -> str:
     """Why there is no option of this name, with the nearest name."""
-    names = [name.replace("_", "-") for option in command.all_options for name in (option.key, *option.aliases)]
+    names = [name.replace("_", "-") for option in command.all_options for name in option.names]
     if command.configurable:
         if why and "unknown field" not in why:
             return why.partition(": ")[2]
@@ -172,8 +173,7 @@ def _read_config(arguments: Arguments, entries: Sequence[Entry]) -> None:
     path, preset = options["config"], options["preset"]
     values: dict[str, Any] = {}
     if path is None and preset is None:
-        rule = "nothing to run; give a YAML file (--config f.yaml), a preset (--preset tiny) or both"
-        problems.append(f"--config: {rule}")
+        problems.append("--config: nothing to run; give a file (--config f.yaml), a preset (--preset tiny) or both")
     try:
         arguments.config = presets.get(preset) if preset is not None else RunConfig()
     except ConfigError as error:

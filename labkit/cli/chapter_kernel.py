@@ -29,7 +29,7 @@ PATIENCE = 1.5
 
 
 class ChapterKernel:
-    """Where papermill is told to start one kernel, and how Ctrl-C ends it.
+    """The kernel that papermill starts, and its end by Ctrl-C.
 
     A KeyboardInterrupt in the middle of asyncio leaves tasks behind, whose tracebacks end up on screen. So Ctrl-C only
     signals the kernel: the cell that runs fails with KeyboardInterrupt, papermill stores it and stops.

@@ -20,8 +20,7 @@ from labkit.config.field_spec import SIZE
 from labkit.config.fields import SPECS
 from labkit.config.pipeline_rules import CHUNKS
 from labkit.schedules.builders import build_schedule
-from labkit.schedules.files import read_schedule
-from labkit.schedules.ir import KINDS, Schedule, ScheduleError
+from labkit.schedules.ir import KINDS, Schedule, ScheduleError, read_schedule
 from labkit.schedules.lowering import Transport
 from labkit.schedules.simulator import Timeline, simulate
 from labkit.schedules.tables import get_pp_rank_microbatches
@@ -63,7 +62,7 @@ def execute(arguments: Arguments) -> int:
 
 
 def _check(arguments: Arguments) -> None:
-    """What can be said before there is a schedule."""
+    """Problems that show before there is a schedule."""
     options = arguments.options
     problems = [*_missing_or_idle(arguments), *_words(options), *_files(options)]
     given = {name: options[name] for name in ("pp", "vpp", "microbatches", "group_size")}
@@ -136,7 +135,7 @@ def _files(options: dict[str, Any]) -> list[str]:
 
 
 def _too_large(options: dict[str, Any]) -> list[str]:
-    """What would take more memory or time than anyone has."""
+    """Sizes that would take more memory or time than anyone has."""
     name, pp = options["name"] or "auto", options["pp"] or 1
     stages = pp * CHUNKS.get(name, options["vpp"] or 1)
     actions = stages * (options["microbatches"] or 1) * (3 if name in _SPLIT else 2)

@@ -59,13 +59,13 @@ def execute(arguments: Arguments) -> int:
 
 
 def world_size_problems(world_size: int | None) -> list[str]:
-    """What is wrong with --world-size by itself."""
+    """Problems of --world-size by itself."""
     problem = world_size_problem(world_size)
     return [f"--world-size {world_size}: {problem}"] if problem else []
 
 
 def _input_problems(layouts: list[dict[str, Any]], config: RunConfig, device: str) -> list[str]:
-    """What is wrong with the files that the configuration and its layouts name, and with the devices they need."""
+    """Problems of the files that the configuration and its layouts name, and of the devices that they need."""
     from labkit.train.preflight import machine_problems
 
     problems = []

@@ -87,7 +87,7 @@ class ProgressBar:
         return f"{_BAR if self._has_bar() else ''}{{desc}}"
 
     def _is_due(self) -> bool:
-        """Whether a whole line is due: the first, and later ones the rarer the longer the run."""
+        """True where a whole line is due: the first, and later ones the rarer the longer the run."""
         now = time.monotonic()
         return now - self._shown_at >= min(60.0, max(1.0, (now - self._started) / 100))
 

@@ -197,7 +197,7 @@ def _html(notebook: Path) -> Path:
 
 
 def summary(out: Path, written: list[Path], started: float) -> list[str]:
-    """Where the results are, and what the tour's report says, if this run wrote one."""
+    """The folder of the results, and what the tour's report says, if this run wrote one."""
     report = out / REPORT
     fresh = [p for p in sorted(out.iterdir()) if p.is_file() and p not in written and p.stat().st_mtime >= started - 1]
     lines = ["results", *(f"  {path}" for path in [*written, *fresh])]

@@ -15,7 +15,7 @@ from labkit.config.errors import nearest, shown
 from labkit.events import Event
 
 DEVICES = ("auto", "cpu", "cuda")
-"""What --device may be."""
+"""Values of --device."""
 TIMEOUT_HELP = (
     "seconds that a rank may wait for others before the run is ended as hung, however long it computes; "
     "parallel.distributed_timeout_minutes where not given"
@@ -32,7 +32,7 @@ class Refusal(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What the command needs of a rank's result."""
+    """The part of a rank's result that the command needs."""
 
     losses: list[float]
     metrics: list[dict[str, Any]]
@@ -82,21 +82,21 @@ def layout_words(config: RunConfig, world_size: int) -> str:
 
 
 def device_problems(device: str) -> list[str]:
-    """What is wrong with --device."""
+    """Problems of --device."""
     if device in DEVICES:
         return []
     return [f"--device {shown(device)}: must be one of {', '.join(DEVICES)}{nearest(device, DEVICES)}"]
 
 
 def timeout_problems(timeout: float | None) -> list[str]:
-    """What is wrong with --timeout, which stands for parallel.distributed_timeout_minutes in seconds."""
+    """Problems of --timeout, which stands for parallel.distributed_timeout_minutes in seconds."""
     if timeout is None or 0 < timeout <= LONGEST_TIMEOUT:
         return []
     return [f"--timeout {timeout:g}: must be above 0 and at most {LONGEST_TIMEOUT} seconds (a week)"]
 
 
 def trace_problems(path: str | None) -> list[str]:
-    """What is wrong with --trace, as far as it can be told before there is a trace."""
+    """Problems of --trace that show before there is a trace."""
     if path is None or not first_rank():
         return []
     folder = os.path.dirname(path) or "."
@@ -250,14 +250,14 @@ def never_captured(config: RunConfig) -> list[str]:
 
 
 def started_by_torchrun() -> bool:
-    """Whether this process is one of the ranks that torchrun started."""
+    """True where this process is one of the ranks that torchrun started."""
     from labkit.launch.torchrun import started_us
 
     return started_us()
 
 
 def first_rank() -> bool:
-    """Whether this process speaks for the run; under torchrun every rank executes the command."""
+    """True where this process speaks for the run; under torchrun every rank executes the command."""
     return not started_by_torchrun() or os.environ["RANK"] == "0"
 
 

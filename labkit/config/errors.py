@@ -13,15 +13,10 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, problems: Sequence[str], *, source: str = "the configuration") -> None:
-        self.problems = list(problems)
-        self.source = source
-        count = len(self.problems)
-        if count == 1:
-            message = f"{source}: {self.problems[0]}"
-        else:
-            lines = (f"  {i}. {p}" for i, p in enumerate(self.problems, start=1))
-            message = "\n".join([f"{source}: {count} problems", *lines])
-        super().__init__(message)
+        self.problems, self.source = list(problems), source
+        lines = [f"  {i}. {problem}" for i, problem in enumerate(self.problems, start=1)]
+        many = "\n".join([f"{source}: {len(lines)} problems", *lines])
+        super().__init__(f"{source}: {self.problems[0]}" if len(lines) == 1 else many)
 
     def __reduce__(self) -> tuple:
         # An exception is rebuilt from its message by default; this one travels between ranks with its list.
@@ -40,16 +35,14 @@ def shown(value: object, limit: int = 60) -> str:
         text = repr(value)
     except Exception:  # a foreign object's repr, or one that recurses too deeply
         return f"<{type(value).__name__}>"
-    text = text.encode("ascii", "backslashreplace").decode()
-    text = text.replace("\n", " ")
+    text = text.encode("ascii", "backslashreplace").decode().replace("\n", " ")
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def nearest(name: object, names: Iterable[str]) -> str:
     """`; did you mean "x"?` for the known name most like `name`, or an empty string where none is."""
-    text = str(name)[:80]
-    known = {n.lower(): n for n in names}
-    found = difflib.get_close_matches(text.lower().replace("-", "_"), known, n=1, cutoff=0.5)
-    if not found:
-        found = difflib.get_close_matches(text.lower(), known, n=1, cutoff=0.5)
-    return f'; did you mean "{known[found[0]]}"?' if found else ""
+    known, text = {n.lower(): n for n in names}, str(name)[:80].lower()
+    for written in (text.replace("-", "_"), text):
+        if found := difflib.get_close_matches(written, known, n=1, cutoff=0.5):
+            return f'; did you mean "{known[found[0]]}"?'
+    return ""

@@ -1,7 +1,7 @@
 """One field of the configuration: default, help, bounds, words, aliases and readers, all declared in one place.
 
-`sections` declares each field by `field(default, doc, ...)`. `fields` turns the declarations into one `FieldSpec` each,
-from which the checks, the command line's help, the comments of a printed configuration and docs/config.md are made.
+`sections` declares each field by `field(default, doc, ...)`. `fields` turns each declaration into a `FieldSpec`.
+The checks, the command line's help, the comments of a printed configuration and docs/config.md are made from these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def field(default: Any, doc: str, **rules: Any) -> Any:
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """Where a field lives and what it may hold."""
+    """The place of a field and the values that it may hold."""
 
     section: str
     name: str
@@ -55,7 +55,7 @@ class FieldSpec:
     file: bool = False
     """The field names an existing file."""
     hint: str = ""
-    """How to write a list that Megatron-LM writes in another form."""
+    """Advice for a list that Megatron-LM writes in another form."""
 
     @property
     def dotted(self) -> str:
@@ -66,16 +66,16 @@ class FieldSpec:
         """The rule that a value of the right type breaks by itself, or an empty string. NaN breaks every bound."""
         if self.choices and value not in self.choices:
             return f"must be one of {', '.join(self.choices)}{nearest(value, self.choices)}"
-        if self.kind not in ("int", "float"):
-            return ""
-        high = (LARGEST if self.kind == "int" else 1e30) if self.le is None else self.le
         if self.ge is not None and not value >= self.ge:
             return f"must be at least {self.ge:g}"
         if self.gt is not None and not value > self.gt:
             return f"must be greater than {self.gt:g}"
         if self.lt is not None and not value < self.lt:
             return f"must be below {self.lt:g}"
-        return "" if value <= high else f"must be at most {f'{high:,}' if isinstance(high, int) else f'{high:g}'}"
+        high = self.le or {"int": LARGEST, "float": 1e30}.get(self.kind)
+        if high is None or value <= high:
+            return ""
+        return f"must be at most {f'{high:,}' if isinstance(high, int) else f'{high:g}'}"
 
     @property
     def limits(self) -> str:

@@ -41,6 +41,23 @@ class Findings:
         """The field is sound and does not hold its default."""
         return self.sound(name) and self.values[name] != SPECS[name].default
 
+    def multiple(self, name: str, of: int, words: str, *, why: str = "", advice: str = "try {up}") -> None:
+        """Refuse a size that is given, sound and no multiple of `of`; `{up}` in the advice is the next one."""
+        size = self.values[name]
+        if self.sound(name) and size is not None and size % of:
+            self.add(name, f"must be a multiple of {words} = {of}{why}; {advice.format(up=-(-size // of) * of)}")
+
+    def divisor(self, name: str, of: int, words: str, *, why: str = "", advice: str = "") -> None:
+        """Refuse a size that is given, sound and does not divide `of`."""
+        size = self.values[name]
+        if self.sound(name) and size is not None and of % size:
+            self.add(name, f"must divide {words} = {of}{why}; {advice or f'choose {divisors(of)}'}")
+
+    def at_most(self, name: str, other: str, advice: str = "") -> None:
+        """Refuse a number above that of another field."""
+        if self.sound(name, other) and self.values[name] > self.values[other]:
+            self.add(name, f"must be at most {other} = {self.values[other]:g}{advice}")
+
     def no_effect(self, name: str, why: str) -> None:
         """Refuse a field that nothing reads: somebody set it and expects an effect.
 

@@ -38,9 +38,9 @@ def _dense(found: Findings) -> None:
 def _cut(found: Findings) -> None:
     """Expert parallelism shares experts out; tensor parallelism cuts them and the tokens."""
     p, experts = found.config.parallel, found.config.moe.num_experts
-    if found.sound("parallel.ep") and experts % p.ep:
-        rule = f"must be a multiple of parallel.ep = {p.ep}, which shares the experts out"
-        found.add("moe.num_experts", f"{rule}; choose ep from {divisors(experts)}")
+    if found.sound("parallel.ep"):
+        advice = f"choose ep from {divisors(experts)}"
+        found.multiple("moe.num_experts", p.ep, "parallel.ep", why=", which shares the experts out", advice=advice)
     if found.sound("parallel.tp", "parallel.sequence_parallel") and p.tp > 1 and not p.sequence_parallel:
         rule = f"must be true with experts and parallel.tp = {p.tp}: otherwise each of these ranks would send every"
         found.add("parallel.sequence_parallel", f"{rule} token; set it, or tp = 1")
@@ -51,12 +51,10 @@ def _expert_width(found: Findings) -> None:
     if not found.sound("parallel.tp", "parallel.etp"):
         return
     etp, model = found.config.parallel.expert_tp, found.config.model
-    for name, width in (("moe.ffn_hidden", found.config.moe.ffn_hidden), ("model.ffn_hidden", model.ffn_hidden)):
-        if width is not None:
-            if found.sound(name) and width % etp:
-                found.add(name, f"must be a multiple of parallel.etp = {etp}, which cuts experts; try {up(width, etp)}")
-            return
-    if found.sound("model.hidden") and 4 * model.hidden % etp:
+    given = [name for name in ("moe.ffn_hidden", "model.ffn_hidden") if found.values[name] is not None]
+    if given:
+        found.multiple(given[0], etp, "parallel.etp", why=", which cuts experts")
+    elif found.sound("model.hidden") and 4 * model.hidden % etp:
         rule = f"must divide the width of an expert, 4 x model.hidden = {4 * model.hidden}"
         advice = f"set another, or moe.ffn_hidden = {up(4 * model.hidden, etp)}"
         found.add("parallel.etp", f"{rule}; {advice}", value=etp)
@@ -83,8 +81,7 @@ def _pattern(found: Findings) -> None:
 def _routing(found: Findings) -> None:
     """The number of experts of a token, and the weights that they get."""
     moe = found.config.moe
-    if found.sound("moe.top_k") and moe.top_k > moe.num_experts:
-        found.add("moe.top_k", f"must be at most moe.num_experts = {moe.num_experts}; choose 1 to {moe.num_experts}")
+    found.at_most("moe.top_k", "moe.num_experts", f"; choose 1 to {moe.num_experts}")
     names = ("moe.score_function", "moe.pre_softmax", "moe.top_k", "moe.load_balancing")
     if not found.sound(*names) or moe.load_balancing == "sinkhorn":
         return
@@ -106,14 +103,13 @@ def _group_limits(found: Findings) -> None:
             names = ("moe.num_groups", "moe.group_topk")
             missing, given = names if groups is None else names[::-1]
             found.add(missing, f"must be given together with {given}; set both, or none")
-    elif experts % groups:
-        found.add("moe.num_groups", f"must divide moe.num_experts = {experts}; choose {divisors(experts)}")
-    elif chosen > groups:
-        found.add("moe.group_topk", f"must be at most moe.num_groups = {groups}; choose 1 to {groups}")
-    elif top_k % chosen:
-        rule = f"must divide moe.top_k = {top_k}, as a group is judged by its best top_k / group_topk experts"
-        found.add("moe.group_topk", f"{rule}; choose {divisors(top_k)}")
-    elif top_k > chosen * (experts // groups):
+        return
+    found.divisor("moe.num_groups", experts, "moe.num_experts")
+    found.at_most("moe.group_topk", "moe.num_groups", f"; choose 1 to {groups}")
+    if found.sound("moe.num_groups", "moe.group_topk"):
+        why = ", as a group is judged by its best top_k / group_topk experts"
+        found.divisor("moe.group_topk", top_k, "moe.top_k", why=why)
+    if found.sound("moe.num_groups", "moe.group_topk") and top_k > chosen * (experts // groups):
         rule = f"so many groups of {experts // groups} experts hold {chosen * (experts // groups)}"
         found.add("moe.group_topk", f"{rule}, and moe.top_k = {top_k}; raise it, or lower moe.num_groups")
 
@@ -150,13 +146,9 @@ def _dispatch(found: Findings) -> None:
 
 def _shared_experts(found: Findings) -> None:
     """Tensor parallelism splits the shared experts."""
-    name, width, tp = (
-        "moe.shared_expert_ffn_hidden",
-        found.config.moe.shared_expert_ffn_hidden,
-        found.config.parallel.tp,
-    )
-    if width is not None and found.sound(name, "parallel.tp") and width % tp:
-        found.add(name, f"must be a multiple of parallel.tp = {tp}, which splits it over ranks; try {up(width, tp)}")
+    if found.sound("parallel.tp"):
+        why = ", which splits it over ranks"
+        found.multiple("moe.shared_expert_ffn_hidden", found.config.parallel.tp, "parallel.tp", why=why)
 
 
 def _recompute(found: Findings) -> None:

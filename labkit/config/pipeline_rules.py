@@ -5,7 +5,7 @@ Nothing here reads the CSV file at `schedule.path`; `labkit.train.preflight` hol
 
 from __future__ import annotations
 
-from labkit.config.findings import Findings, up
+from labkit.config.findings import Findings
 from labkit.config.pipeline_layout import LayoutError, parse_layout
 
 CHUNKS: dict[str, int] = {"gpipe": 1, "1f1b": 1, "zero_bubble_h1": 1, "zbv": 2, "dualpipe_v": 2}
@@ -18,19 +18,19 @@ def pipeline_rules(found: Findings) -> None:
     """Model chunks, stages and transfers."""
     chunks = _chunks(found)
     layout = _layout(found)
-    m, p, standalone = found.config.model, found.config.parallel, "parallel.standalone_embedding_stage"
+    p, standalone = found.config.parallel, "parallel.standalone_embedding_stage"
     if found.sound("model.layers", "parallel.pp", standalone):
         if p.standalone_embedding_stage and p.pipeline_layout is not None:
             found.add(standalone, "the text of parallel.pipeline_layout says where the embedding is; leave this false")
         elif layout is not None:
             _layout_fits(found, layout, chunks)
         elif chunks is not None and found.sound("parallel.pipeline_layout"):
-            _equal_shares(found, m.layers, p.pp * chunks, chunks)
+            _equal_shares(found, p.pp * chunks, chunks)
     _transfers(found)
 
 
 def interleaves(found: Findings) -> bool:
-    """Whether the interleaved schedule runs: several chunks a rank, by its name or by `auto`."""
+    """True where the interleaved schedule runs: several chunks a rank, by its name or by `auto`."""
     s = found.config.schedule
     sound = found.sound("schedule.name", "schedule.path", "parallel.vpp")
     return sound and s.name in ("auto", "interleaved") and s.path is None and found.config.parallel.vpp > 1
@@ -83,20 +83,20 @@ def _layout_fits(found: Findings, stages: list[str], chunks: int | None) -> None
         found.add(name, f"has {held} layers (t), but model.layers = {layers}; make them equal")
 
 
-def _equal_shares(found: Findings, layers: int, stages: int, chunks: int) -> None:
+def _equal_shares(found: Findings, stages: int, chunks: int) -> None:
     """Every stage holds as many layers as every other, without the first where the embedding stands alone."""
-    p, hint = found.config.parallel, "; or name the layers of each stage in parallel.pipeline_layout"
+    p, hint = found.config.parallel, "try {up}; or name the layers of each stage in parallel.pipeline_layout"
     standalone = p.standalone_embedding_stage
     per_rank = "vpp" if p.vpp > 1 else f"chunks of {found.config.schedule.name}"
     words = f"pp x {per_rank} = {p.pp} x {chunks}" if chunks > 1 else "pp" if standalone else "parallel.pp"
     if standalone and stages == 1:
         rule = "a first stage without layers needs a second one; set parallel.pp above 1, or this to false"
         found.add("parallel.standalone_embedding_stage", rule)
-    elif standalone and layers % (stages - 1):
-        rule = f"must be a multiple of {words} - 1 = {stages - 1}: the standalone embedding stage holds no layer"
-        found.add("model.layers", f"{rule}; try {up(layers, stages - 1)}{hint}")
-    elif not standalone and layers % stages:
-        found.add("model.layers", f"must be a multiple of {words} = {stages}; try {up(layers, stages)}{hint}")
+    elif standalone:
+        why = ": the standalone embedding stage holds no layer"
+        found.multiple("model.layers", stages - 1, f"{words} - 1", why=why, advice=hint)
+    else:
+        found.multiple("model.layers", stages, words, advice=hint)
 
 
 def _transfers(found: Findings) -> None:

@@ -1,4 +1,4 @@
-"""What makes a configuration sound: every broken rule as one sentence of field, value, rule and what to do.
+"""Rules of a sound configuration; each broken one becomes a sentence of field, value, rule and way out.
 
 `Findings` looks at single fields first. Here and in the modules of rules follow those between fields, concern by
 concern: the model, the layout, the pipeline, experts, graphs, training.
@@ -52,20 +52,17 @@ _DENSE = ("parallel.tp", "parallel.cp", "parallel.pp")
 def _model(found: Findings) -> None:
     """Heads divide the width, and everything that tensor parallelism splits is a multiple of tp, or copied evenly."""
     m, tp = found.config.model, found.config.parallel.tp
-    if found.sound("model.hidden", "model.heads"):
-        if m.hidden % m.heads:
-            found.add("model.hidden", f"must be a multiple of model.heads = {m.heads}; try {up(m.hidden, m.heads)}")
-        elif m.position == "rope" and m.hidden // m.heads % 2:
+    if found.sound("model.heads"):
+        found.multiple("model.hidden", m.heads, "model.heads")
+        found.divisor("model.kv_heads", m.heads, "model.heads")
+        if found.sound("model.hidden") and m.position == "rope" and m.hidden // m.heads % 2:
             rule = f"rotary position encoding turns pairs, so hidden / heads = {m.hidden // m.heads} must be even"
             found.add("model.position", f"{rule}; change model.heads or model.hidden")
-    if found.sound("model.heads", "model.kv_heads") and m.kv_heads is not None and m.heads % m.kv_heads:
-        found.add("model.kv_heads", f"must divide model.heads = {m.heads}; choose {divisors(m.heads)}")
     if not found.sound("parallel.tp"):
         return
     for name, value in (("model.heads", m.heads), ("model.ffn_hidden", m.ffn_hidden)):
-        if found.sound(name) and value is not None and value % tp:
-            rule = f"must be a multiple of parallel.tp = {tp}, which splits it over ranks"
-            found.add(name, f"{rule}; choose tp from {divisors(value)}, or {name} = {up(value, tp)}")
+        advice = f"choose tp from {divisors(value)}, or {name} = {{up}}" if found.sound(name) and value else ""
+        found.multiple(name, tp, "parallel.tp", why=", which splits it over ranks", advice=advice)
     # The MLP's usual width, 4 x hidden, follows: heads divides hidden and tp divides heads.
     if found.sound("model.heads", "model.kv_heads") and m.kv_heads is not None and m.kv_heads % tp and tp % m.kv_heads:
         rule = f"must be a multiple or a divisor of parallel.tp = {tp}: each rank has whole key/value heads, its own or"
@@ -77,10 +74,10 @@ def _model(found: Findings) -> None:
 
 def _sequence(found: Findings, length: int, p: ParallelConfig) -> None:
     """Context parallelism and sequence parallelism cut a sequence evenly."""
-    if p.cp > 1 and length % (2 * p.cp):
-        rule = f"must be a multiple of 2 x cp = {2 * p.cp}: context parallelism cuts a sequence into 2 x cp chunks"
-        found.add("model.seq_length", f"{rule}; try {up(length, 2 * p.cp)}")
-    elif p.sequence_parallel and length // p.cp % p.tp:
+    if p.cp > 1:
+        why = ": context parallelism cuts a sequence into 2 x cp chunks"
+        found.multiple("model.seq_length", 2 * p.cp, "2 x cp", why=why)
+    if found.sound("model.seq_length") and p.sequence_parallel and length // p.cp % p.tp:
         part = f"seq_length / cp = {length // p.cp}" if p.cp > 1 else "it"
         rule = f"with parallel.sequence_parallel {part} must be a multiple of parallel.tp = {p.tp}"
         step = math.lcm(2 * p.cp, p.cp * p.tp) if p.cp > 1 else p.tp
@@ -135,13 +132,10 @@ def _layout(found: Findings, world_size: int | None) -> None:
 
 def _instances(found: Findings, dp_cp: int, edp: int) -> None:
     """Instances of the distributed optimizer cut the replicas of every parameter into equal groups."""
-    name = "optim.num_distributed_optimizer_instances"
-    instances = found.config.optim.num_distributed_optimizer_instances
-    if found.sound(name) and dp_cp % instances:
-        found.add(name, f"must divide dp x cp = {dp_cp}; choose {divisors(dp_cp)}")
-    if found.config.moe.num_experts and found.sound(name) and edp % instances:
-        rule = f"must divide edp = world size / (etp x ep x pp) = {edp}, the replicas of an expert"
-        found.add(name, f"{rule}; choose {divisors(edp)}")
+    found.divisor("optim.num_distributed_optimizer_instances", dp_cp, "dp x cp")
+    if found.config.moe.num_experts:
+        words, why = "edp = world size / (etp x ep x pp)", ", the replicas of an expert"
+        found.divisor("optim.num_distributed_optimizer_instances", edp, words, why=why)
 
 
 def _same_pipelines(found: Findings, order: str, dense: dict[str, int], expert: dict[str, int]) -> None:
@@ -168,13 +162,11 @@ def _microbatches(found: Findings, world_size: int) -> None:
     """The global batch is cut evenly over data-parallel ranks and their microbatches."""
     p, t = found.config.parallel, found.config.train
     dp = world_size // (p.tp * p.cp * p.pp)
-    step = t.micro_batch_size * dp
     if dp == 0:
         return  # another field of the layout is bad, so the world size has not been checked
-    if t.global_batch_size % step:
-        rule = f"must be a multiple of micro_batch_size x dp = {t.micro_batch_size} x {dp} = {step}"
-        found.add("train.global_batch_size", f"{rule}; try {up(t.global_batch_size, step)}")
-    else:
+    step = t.micro_batch_size * dp
+    found.multiple("train.global_batch_size", step, f"micro_batch_size x dp = {t.micro_batch_size} x {dp}")
+    if found.sound("train.global_batch_size"):
         microbatch_rules(found, t.global_batch_size // step)
 
 

@@ -6,7 +6,7 @@ import math
 import os
 
 from labkit.config.errors import nearest, shown
-from labkit.config.findings import Findings, up
+from labkit.config.findings import Findings
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
 """Parts of a layer that `model.recompute_modules` may name."""
@@ -32,9 +32,8 @@ def training_rules(found: Findings) -> None:
 def _recompute(found: Findings) -> None:
     """Layers and parts of layers that are computed again."""
     m, name, parts = found.config.model, "model.recompute_modules", ", ".join(RECOMPUTE_MODULES)
-    sound = found.sound("model.recompute_num_layers", "model.layers")
-    if sound and m.recompute_granularity == "full" and m.recompute_num_layers > m.layers:
-        found.add("model.recompute_num_layers", f"must be at most model.layers = {m.layers}; recompute fewer")
+    if m.recompute_granularity == "full":
+        found.at_most("model.recompute_num_layers", "model.layers", "; recompute fewer")
     if found.sound(name) and m.recompute_granularity == "selective":
         if unknown := [module for module in m.recompute_modules if module not in RECOMPUTE_MODULES]:
             rule = f"{shown(unknown[0])} is no part that can be recomputed; choose from {parts}"
@@ -58,10 +57,8 @@ def _transformer_engine(found: Findings) -> None:
 def optimizer_rules(found: Findings) -> None:
     """The learning rate's schedule and the adaptive loss scale."""
     o, steps = found.config.optim, found.config.train.steps
-    if found.sound("optim.min_lr", "optim.lr") and o.min_lr > o.lr:
-        found.add("optim.min_lr", f"must be at most optim.lr = {o.lr:g}, from which the rate decays")
-    if found.sound("optim.min_loss_scale", "optim.initial_loss_scale") and o.min_loss_scale > o.initial_loss_scale:
-        found.add("optim.min_loss_scale", f"must be at most optim.initial_loss_scale = {o.initial_loss_scale:g}")
+    found.at_most("optim.min_lr", "optim.lr", ", from which the rate decays; lower it")
+    found.at_most("optim.min_loss_scale", "optim.initial_loss_scale", "; lower it")
     if not found.sound("optim.warmup_steps", "optim.decay_steps", "train.steps"):
         return
     end, words = (steps, "train.steps") if o.decay_steps is None else (o.decay_steps, "optim.decay_steps")
@@ -79,11 +76,9 @@ def optimizer_rules(found: Findings) -> None:
 
 def batch_rule(found: Findings) -> bool:
     """The global batch is sound and a multiple of the micro batch."""
-    names, t = ("train.global_batch_size", "train.micro_batch_size"), found.config.train
-    if found.sound(*names) and t.global_batch_size % t.micro_batch_size:
-        rule = f"must be a multiple of train.micro_batch_size = {t.micro_batch_size}"
-        found.add(names[0], f"{rule}; try {up(t.global_batch_size, t.micro_batch_size)}")
-    return found.sound(*names)
+    if found.sound("train.micro_batch_size"):
+        found.multiple("train.global_batch_size", found.config.train.micro_batch_size, "train.micro_batch_size")
+    return found.sound("train.global_batch_size", "train.micro_batch_size")
 
 
 def data_rules(found: Findings) -> None:

@@ -3,7 +3,7 @@
     from labkit.launch import run
     run(lambda: torch.distributed.get_rank(), 4)        # [0, 1, 2, 3]
 
-How a launch goes: `forkserver` keeps one process that has imported torch and forks ranks from it in milliseconds;
+The way of a launch: `forkserver` keeps one process that has imported torch and forks ranks from it in milliseconds;
 `pickling` packs the function; `worker` is what a rank does; `pool` holds the ranks from outside; `launcher` has `run`
 and `Ranks`; `status` is the slot in which a rank writes what it waits for; `watch` finds the ranks that wait too long;
 `report` puts a failure into words.

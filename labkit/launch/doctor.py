@@ -1,4 +1,4 @@
-"""What this machine offers to a launch, and what is missing: the findings that `labkit doctor` prints."""
+"""Findings on what this machine offers to a launch and what it lacks; the lines that `labkit doctor` prints."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Finding:
     """One line of the doctor's report."""
 
     topic: str
-    """What was looked at."""
+    """The subject."""
     level: Level
     """`good`, `note` (something optional is missing) or `bad` (a launch will fail or is likely to)."""
     text: str
-    """What was found."""
+    """The finding."""
     advice: str = ""
-    """What to do about it; empty where nothing is to be done."""
+    """The way to mend it; empty where nothing is to be done."""
 
 
 def examine(*, launch: bool = False) -> list[Finding]:

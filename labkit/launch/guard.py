@@ -1,7 +1,7 @@
 """Processes seen from outside. Neither a rank nor the folder of a launch outlives the process that launched it.
 
 A private folder holds a launch's rendezvous, status slots, output, payloads and results, or the sockets of a
-`labkit run`. Its owner removes it. Where the owner is killed first, the next process that makes such a folder removes
+`labkit run`. Its owner removes it. If the owner is killed first, the next process that makes such a folder removes
 it: the owner locks its folder, and the system drops the lock when the owner is gone.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SEES_USAGE = Path("/proc/self/stat").exists()
-"""Whether this system tells what another process uses; macOS does not."""
+"""True where this system tells the usage of another process; macOS does not."""
 PREFIX = "labkit-launch-"
 RUN_PREFIX = "labkit-run-"
 _NAME = re.compile(rf"({PREFIX}|{RUN_PREFIX})\d+-\w{{8}}")
@@ -92,18 +92,18 @@ def process_state(pid: int) -> str | None:
 
 
 class Usage(NamedTuple):
-    """What a process has done so far."""
+    """The work of a process so far."""
 
     state: str
     """One-letter state of its main thread."""
     switches: int
-    """How often its main thread went to wait: while that stands still, so does the main thread."""
+    """Times that its main thread went to wait: while that stands still, so does the main thread."""
     seconds: float
     """CPU time of all its threads, and of its children that have ended."""
 
 
 def usage(pid: int) -> Usage | None:
-    """What a process has done so far; None if there is none, or where the system does not tell."""
+    """The work of a process so far; None if there is none, or where the system does not tell."""
     try:
         fields = _fields(Path(f"/proc/{pid}"))
         status = Path(f"/proc/{pid}/status").read_text()

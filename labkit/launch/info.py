@@ -1,4 +1,4 @@
-"""Who am I: rank, device and backend of this process; and the choice of both."""
+"""Rank, device and backend of this process, and the choice of device and backend."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RankInfo:
     local_rank: int
     """Rank among those of this machine."""
     device: torch.device
-    """Where its tensors live: `cuda:i`, or `cpu`."""
+    """Device of its tensors: `cuda:i`, or `cpu`."""
     backend: str
     """`gloo` or `nccl`; `none` in a process without torch.distributed."""
 
@@ -64,12 +64,12 @@ def set_rank_info(info: RankInfo) -> None:
 
 
 def inside_rank() -> bool:
-    """Whether this process is a rank that labkit started or took over."""
+    """True where this process is a rank that labkit started or took over."""
     return _current is not None
 
 
 def device_kind(device: str) -> DeviceKind:
-    """Where tensors will live: `auto` is cuda where torch sees a GPU. Imports torch only where there is a driver."""
+    """Kind of device: `auto` is cuda where torch sees a GPU. Imports torch only where there is a driver."""
     if device != "auto":
         return "cuda" if device == "cuda" else "cpu"
     if "torch" not in sys.modules and not any(Path(driver).exists() for driver in _DRIVERS):

@@ -53,7 +53,7 @@ def run(
     `distributed_timeout_minutes` is torch's own limit of a collective: default 10, or `timeout` if that is longer.
     Under torchrun it is the only limit and defaults to `timeout`.
 
-    **Returns** the results by rank; GPU tensors come back on the CPU. What the ranks print is shown afterwards, in
+    **Returns** the results by rank; GPU tensors come back on the CPU. Their output is shown afterwards, in
     rank order.
 
     **Raises** ValueError or TypeError before any process starts, if an argument cannot be; RankError if a rank raises,
@@ -279,7 +279,7 @@ def _limit(timeout: float | None, distributed_timeout_minutes: float | None) -> 
 
 
 def _in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook; a script that a kernel starts is none."""
+    """True where this process is the kernel of a notebook; a script that a kernel starts is none."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 

@@ -32,13 +32,13 @@ class Memory(NamedTuple):
     total: int
     """Of the machine, or of the control group where that has less."""
     available: int
-    """What can still be taken without swapping or being killed."""
+    """Bytes that can still be taken without swapping or being killed."""
     limited: bool
-    """Whether a control group decides what is available."""
+    """True where a control group decides what is available."""
 
     @property
     def words(self) -> str:
-        """Where that is."""
+        """The name of what holds the limit, for messages."""
         return "the control group of this process" if self.limited else "this machine"
 
 

@@ -1,4 +1,4 @@
-"""What travels to the ranks: the function, its arguments, and the surroundings in which they mean the same.
+"""The bytes that travel to the ranks: the function, its arguments, and the surroundings in which they mean the same.
 
 Two pickles in one file. The first holds the environment, the working directory, `sys.path` and the source lines of
 notebook cells (so that a traceback made in a rank can quote them); a rank applies it before it reads the second, the
@@ -100,7 +100,7 @@ def _loaded_by_test_runner(module: ModuleType) -> bool:
 
 
 def _importable(module: ModuleType) -> bool:
-    """Whether a fresh process with this `sys.path` would find the same file under the module's name."""
+    """True where a fresh process with this `sys.path` would find the same file under the module's name."""
     if module.__name__ == "__main__" or _loaded_by_test_runner(module):
         return False
     file = getattr(module, "__file__", None)

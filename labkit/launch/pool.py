@@ -60,7 +60,7 @@ class RankHandle:
 
     @property
     def finished(self) -> bool:
-        """Whether it has answered the call, or never will."""
+        """True once it has answered the call, or never will."""
         return self.outcome.phase in ("returned", "failed", "died")
 
     def read(self, on_progress: Callable[[dict[str, Any]], None] | None) -> None:
@@ -93,7 +93,7 @@ class RankHandle:
         guard.send_signal(self.pid, signal.SIGUSR1)
 
     def stack(self) -> str:
-        """What the rank has written since it was last asked."""
+        """Text that the rank has written since it was last asked."""
         with contextlib.suppress(OSError), self._stack_file.open(errors="replace") as file:
             file.seek(self._stack_from)
             return file.read()
@@ -163,7 +163,7 @@ class RankPool:
 
     @property
     def in_step(self) -> bool:
-        """Whether every rank is in the group and has answered, so that another call can be made."""
+        """True where every rank is in the group and has answered, so that another call can be made."""
         return all(handle.joined and handle.outcome.phase in ("returned", "failed") for handle in self.handles)
 
     def _watch(self, limit: float, on_progress: Callable[[dict[str, Any]], None] | None) -> None:
@@ -197,7 +197,7 @@ class RankPool:
                 deadline += 0.05
 
     def _may_come_back(self, silent: list[RankHandle], failed_at: float) -> bool:
-        """Whether it is worth waiting on after a failure: there is time, all live, and some rank waits for no other."""
+        """True while waiting on after a failure makes sense: time is left, all live, and some rank waits for nobody."""
         died = any(handle.outcome.phase == "died" for handle in self.handles)
         if died or time.monotonic() >= failed_at + self.patience:
             return False

@@ -51,7 +51,7 @@ class RankError(RuntimeError):
 
 @dataclass
 class Outcome:
-    """What the launcher knows of one rank at the end of a call."""
+    """The launcher's knowledge of one rank at the end of a call."""
 
     rank: int
     phase: str
@@ -137,7 +137,7 @@ def _silent(outcomes: list[Outcome], limit: float) -> RankError:
 
 
 def waits(outcome: Outcome, limit: float) -> bool:
-    """Whether a rank that gave no answer waits for others, rather than others for it.
+    """True where a rank that gave no answer waits for others, rather than others for it.
 
     A stopped rank does not, even within a collective; nor does one that has only just come to a collective.
     """
@@ -194,7 +194,7 @@ def _by_text(title: str, texts: dict[int, str]) -> list[str]:
 
 
 def _frames(outcome: Outcome) -> str:
-    """Where it raised: the traceback up to the exception's own text, which may hold addresses and times."""
+    """The place of the error: the traceback up to the exception's own text, which may hold addresses and times."""
     assert outcome.failure is not None, "a failed rank has said why"
     return outcome.failure.traceback.partition(outcome.failure.summary)[0]
 

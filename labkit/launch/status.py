@@ -1,4 +1,4 @@
-"""What a rank is waiting for, written where the launcher can read it even if the rank cannot answer any more.
+"""The wait of a rank, written where the launcher can read it even if the rank cannot answer any more.
 
 Every launch has one small file, mapped into memory by all ranks, with one record a rank. `waiting` writes a record in
 about a microsecond, without a system call, so that each collective can afford it. When a rank hangs (or holds the GIL,
@@ -24,7 +24,7 @@ class Status:
     """One rank's record."""
 
     text: str
-    """What it waits for or, if `inside` is False, last waited for; empty if it never waited."""
+    """Its wait or, if `inside` is False, its last one; empty if it never waited."""
     inside: bool
     """True while it waits."""
     since: float
@@ -32,7 +32,7 @@ class Status:
 
 
 _Wait = tuple[bytes, float]
-"""What is waited for, encoded, and since when."""
+"""The subject of the wait, encoded, and its start."""
 
 
 class StatusSlot:

@@ -19,7 +19,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def started_us() -> bool:
-    """Whether this process is a rank of torchrun or of a launcher that speaks the same environment."""
+    """True where this process is a rank of torchrun or of a launcher that speaks the same environment."""
     return all(name in os.environ for name in _NEEDED)
 
 

@@ -37,7 +37,7 @@ class Watched(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether it has answered."""
+        """True once it has answered."""
         ...
 
     @property
@@ -49,7 +49,7 @@ class Watched(Protocol):
         """Have the rank write its stacks."""
 
     def stack(self) -> str:
-        """What the rank has written of them since."""
+        """Text of the stack that the rank has written since."""
         ...
 
 
@@ -61,7 +61,7 @@ class _Quiet:
     usage: guard.Usage
     children: float | None = None
     asked: bool = False
-    """Whether the rank was asked for its stack, once while it is quiet."""
+    """True once the rank was asked for its stack, once while it is quiet."""
 
 
 class HangWatch:
@@ -79,7 +79,7 @@ class HangWatch:
         self._children: dict[int, float] | None = None
 
     def look(self, silent: Sequence[Watched], now: float) -> bool:
-        """Whether the call is hung. silent: the ranks that have not answered. Before its time a look does nothing."""
+        """True for a hung call. silent: the ranks that have not answered. Before its time a look does nothing."""
         if self.period is None or not silent or now - self._last < self.period:
             return False
         if now - self._last > _FROZEN + self.period:
@@ -132,7 +132,7 @@ class HangWatch:
                 rank.ask_for_stack()
 
     def _stacks_show_a_wait(self) -> bool:
-        """Whether a rank that was asked waits in torch.distributed."""
+        """True where a rank that was asked waits in torch.distributed."""
         asked, self._asked = self._asked, []
         for rank in asked:
             memory, usage = self._quiet.get(rank.outcome.rank), guard.usage(rank.pid)
@@ -142,6 +142,6 @@ class HangWatch:
 
 
 def _is_still(before: guard.Usage, after: guard.Usage, seconds: float) -> bool:
-    """Whether the process did no more in between than a waiting one does."""
+    """True where the process did no more in between than a waiting one does."""
     same = (before.state, before.switches) == (after.state, after.switches)
     return same and after.state not in ("R", "D") and after.seconds - before.seconds < _SHARE * seconds + _SLACK

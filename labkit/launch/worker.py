@@ -1,4 +1,4 @@
-"""What a rank does, from its fork to its end: prepare, join the group, answer calls, leave.
+"""The life of a rank from its fork to its end: prepare, join the group, answer calls, leave.
 
 It talks with the launcher through one connection. To the launcher: `("here",)` once it runs, `("joined",)` once the
 process group stands, `("progress", values)`, and for each call `("returned", t)` or `("failed", t, Failure)`, where t
@@ -32,7 +32,7 @@ from labkit.launch import guard, info, pickling, status
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What all ranks of one launch have in common."""
+    """Data that all ranks of one launch have in common."""
 
     folder: Path
     """Private to the launch: rendezvous, status slots, output, stacks, payloads and results."""

@@ -1,8 +1,8 @@
-"""What configuration, schedule, device, memory and folders already tell of a run, said before any process starts.
+"""Everything that configuration, schedule, device, memory and folders tell of a run before the run starts.
 
-`labkit train` asks `problems`, and so does `labkit.launch.run(pretrain, ...)` in the process that launches. Everything
-wrong comes at once, a sentence for each. Ranks look again (`rank_preflight.py`), because torchrun may have started
-them, or a function of the user's own calls `pretrain`. Needs no torch, unless the machine has a GPU.
+`labkit train` asks `problems`, and so does `labkit.launch.run(pretrain, ...)` in the process that launches: every
+problem at once, a sentence for each. No torch is needed there, unless the machine has a GPU. The ranks ask again
+together (`look`), because torchrun may have started them, or a function of the user's own calls `pretrain`.
 
 The memory that a run needs is arithmetic: `labkit.models.memory.memory_bytes` for each rank, plus the memory of its
 process. The sum is held against the memory that `labkit.launch.machine` finds.
@@ -10,10 +10,13 @@ process. The sum is held against the memory that `labkit.launch.machine` finds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from labkit.config import RunConfig
+from labkit.config import ConfigError, RunConfig
 from labkit.graphs.orders import capture_order
 from labkit.graphs.scope import captures_layers
 from labkit.launch import info, machine, torchrun
@@ -26,7 +29,12 @@ from labkit.schedules.builders import build_schedule, without_backward
 from labkit.schedules.ir import KINDS, Schedule
 from labkit.schedules.lowering import Transport
 from labkit.schedules.verifier import verify
-from labkit.train.reporting.output_folder import folder_problem
+from labkit.train.reporting.output_folder import RunFolder, folder_problem
+
+if TYPE_CHECKING:
+    import torch
+
+    from labkit.parallel.groups import ParallelGroups
 
 # ---- does the schedule fit the run? ----
 
@@ -277,3 +285,95 @@ def graph_problem(config: RunConfig, device: str) -> str:
         fitting = "local" if kind == "cuda" else "emulated"
         missing = f"it captures on {needed}, and this run is on {kind}; set it to {fitting} or none"
     return f"graph.cuda_graph_impl = {impl}: {missing}" if missing is not None else ""
+
+
+# ---- the ranks ask together ----
+
+
+class _Seen(NamedTuple):
+    """The answer of one rank."""
+
+    problems: list[str]
+    place: tuple[str, str]
+    """Machine and GPU, whose memory it shares with the other ranks there; not looked at where `memory` is None."""
+    available: int
+    """Bytes there."""
+    memory: RankMemory | None
+    """What it needs; None where nobody knows, or nobody wants to. Its process has taken its own share already."""
+
+
+def look(config: RunConfig, groups: ParallelGroups, schedule: Schedule, *, own_model: bool) -> None:
+    """Called by all ranks, together, before they allocate anything: each says what it needs and what its machine has.
+
+    All see all answers, so no rank allocates before the last one has looked. ConfigError on all of them for graphs that
+    this machine cannot capture, a folder that cannot be written, and memory that does not suffice.
+    """
+    found = [graph_problem(config, groups.device.type)]
+    if groups.world.rank == 0 and config.train.output_dir is not None:
+        found.append(folder_problem(config.train))
+    skipped = own_model or config.train.allow_oversubscription
+    kind = "cuda" if groups.device.type == "cuda" else "cpu"
+    memory = None if skipped else rank_memory(config, groups.world.size, schedule, groups.pp.rank, kind)
+    here = (("", ""), 0) if memory is None else _memory_here(groups.device)
+    seen = _exchanged(_Seen([p for p in found if p], *here, memory), groups)
+    refuse([problem for one in seen for problem in one.problems] + _places_too_small(config, seen))
+
+
+def _memory_here(device: torch.device) -> tuple[tuple[str, str], int]:
+    """(machine and GPU, bytes available there). Hosts go by name: containers see what they may take."""
+    host = socket.gethostname()
+    if device.type != "cuda":
+        memory = machine.host_memory()
+        return (host, memory.words), memory.available
+    import torch
+
+    gpu = torch.cuda.get_device_properties(device).uuid
+    return (host, f"GPU {gpu}"), torch.cuda.mem_get_info(device)[0]
+
+
+def _places_too_small(config: RunConfig, seen: list[_Seen]) -> list[str]:
+    """A sentence for each place whose ranks need more than is available there."""
+    problems = []
+    for place in dict.fromkeys(one.place for one in seen):
+        there = [one for one in seen if one.place == place]
+        if needed := [one.memory for one in there if one.memory is not None]:
+            where = place[1] if len({one.place[0] for one in seen}) == 1 else " of ".join(place[::-1])
+            available = min(one.available for one in there)
+            problems.append(too_much(config, Need(needed, torch_bytes=0), available, where))
+    return [problem for problem in problems if problem]
+
+
+@contextmanager
+def run_folder(config: RunConfig, groups: ParallelGroups) -> Iterator[None]:
+    """Called by all ranks; inside the block rank 0 holds `train.output_dir` for this run, if there is one. ConfigError
+    on all ranks where it cannot. A block that ends without an exception marks the run as finished."""
+    if config.train.output_dir is None:
+        yield
+        return
+    folder, problems = RunFolder(config, groups.world.size) if groups.world.rank == 0 else None, []
+    try:
+        if folder is not None:
+            folder.claim()
+    except ConfigError as error:
+        problems = error.problems
+    refuse(problem for found in _exchanged(problems, groups) for problem in found)
+    try:
+        yield
+        if folder is not None:
+            folder.finish()
+    finally:
+        if folder is not None:
+            folder.let_go()
+
+
+def _exchanged(own: Any, groups: ParallelGroups) -> list[Any]:
+    from labkit.parallel.collectives import comm_scope, gather_objects
+
+    with comm_scope(layer="preflight", phase="start"):
+        return gather_objects(own, groups.world)
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """ConfigError with every problem once, if there is any."""
+    if found := list(dict.fromkeys(problems)):
+        raise ConfigError(found, source="the run")

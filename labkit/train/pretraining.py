@@ -30,15 +30,13 @@ from labkit.parallel.data_parallel.param_gather import finish_param_sync
 from labkit.parallel.groups import ParallelGroups, initialize_model_parallel
 from labkit.schedules.ir import Schedule
 from labkit.schedules.runtime import chunks_of
-from labkit.train import preflight
 from labkit.train.evaluation import ProcessNonLossData, evaluate, validate, validates_after
 from labkit.train.forward_step import Batch, ForwardStep, gpt_forward_step
 from labkit.train.layer_specs import layer_spec
 from labkit.train.lr_schedule import LearningRate, build_lr_schedule
 from labkit.train.optimizer import Condition, MegatronOptimizer, build_optimizer
 from labkit.train.pipeline import Pipeline
-from labkit.train.preflight import check_schedule, schedule_of
-from labkit.train.rank_preflight import look, refuse, run_folder
+from labkit.train.preflight import check_schedule, look, problems, refuse, run_folder, schedule_of
 from labkit.train.reporting.metrics import Timers
 from labkit.train.reporting.report import Report
 from labkit.train.stepping import Observer, train_step
@@ -84,7 +82,7 @@ def _look(
     model_provider: ModelProvider | None = None, **_: Any,
 ) -> None:  # fmt: skip
     """In the process that launches `pretrain`: ConfigError for what the ranks could only fail at."""
-    refuse(preflight.problems(config, world_size, device, schedule=schedule, own_model=model_provider is not None))
+    refuse(problems(config, world_size, device, schedule=schedule, own_model=model_provider is not None))
 
 
 @before_launch(_look)
