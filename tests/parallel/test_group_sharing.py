@@ -281,7 +281,7 @@ def test_many_layouts_leave_no_more_threads_than_the_largest_of_them(
 
 def trained(config: Any, times: int) -> None:
     """Trainings of which each third fails on every rank. Each closes its groups before anything is collected."""
-    from labkit.models.gpt import build_model_chunks
+    from labkit.models.chunks import build_model_chunks
     from labkit.train import pretrain
 
     made: list[Any] = []
