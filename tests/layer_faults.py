@@ -18,21 +18,21 @@ TENSOR_PARALLEL = [
     ),
     Fault(
         "g averages the partial outputs instead of adding them",
-        "parallel/layers.py",
+        "parallel/linear_functions.py",
         "y = reduce(partial, plan.group)",
         'y = reduce(partial, plan.group, op="avg")',
         Comparison(TP, "layers.0.attention output"),
     ),
     Fault(
         "f averages the gradients of a column layer's input",
-        "parallel/layers.py",
+        "parallel/linear_functions.py",
         "pending = start(grad_x, plan.group)",
         'pending = start(grad_x, plan.group, op="avg")',
         Comparison(TP, "layers.3.mlp.norm.bias gradient"),
     ),
     Fault(
         "every rank adds the bias of a row layer",
-        "parallel/layers.py",
+        "parallel/linear_functions.py",
         "y.add_(bias)",
         "y.add_(bias, alpha=plan.group.size)",
         Comparison(TP, "loss of step 2", steps=2),
@@ -98,7 +98,7 @@ SEQUENCE_PARALLEL = [
     ),
     Fault(
         "the gradient of a column layer's input is awaited before that of its weight",
-        "parallel/layers.py",
+        "parallel/linear_functions.py",
         "                pending = start(grad_x, plan.group)\n",
         "                pending = start(grad_x, plan.group)\n                pending.wait()\n",
         "tests/parallel/test_sequence_parallel.py -k hides_behind",

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class Group:
     process_group: Any = None
     """torch's ProcessGroup; None where size is 1, this rank is no member, or torch.distributed is not initialised."""
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)

@@ -23,7 +23,7 @@ SUBSET = [
 ]
 HARMLESS = Fault(
     "a sum in another order of words",
-    "parallel/layers.py",
+    "parallel/linear_functions.py",
     "y = reduce(partial, plan.group)",
     "y = reduce(partial, group=plan.group)",
     Comparison({"tp": 2, "sequence_parallel": True}, "nothing"),
