@@ -32,8 +32,8 @@ lab: $(INSTALLED)  ## open JupyterLab on the chapters
 test: $(INSTALLED_DEV)  ## everything that must pass: lint, types, layers, tests, chapters
 	$(BIN)/python scripts/run_tests.py
 
-sweep: $(INSTALLED_DEV)  ## the long matrices that `make test` covers by a subset
-	$(BIN)/python -m pytest tests -m sweep
+sweep: $(INSTALLED_DEV)  ## the long matrices that `make test` covers by a subset; PART=list names its parts, PART=faults runs one
+	$(BIN)/python scripts/sweep.py $(PART)
 
 chapters: $(INSTALLED_DEV)  ## execute every chapter again and store its outputs
 	$(BIN)/python scripts/run_chapters.py

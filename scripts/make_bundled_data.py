@@ -20,8 +20,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from labkit.data.corpus import BUNDLED, BUNDLED_SHA256, TEXT_NAME, TOKENIZER_NAME, TOKENS_NAME
-from labkit.data.tokenizer import END_OF_TEXT, encode
+from labkit.data.text import BUNDLED, BUNDLED_SHA256, END_OF_TEXT, TEXT_NAME, TOKENIZER_NAME, TOKENS_NAME, encode
 
 PACKAGE_SHA256 = "405f8168d7994ed2cb71407bb95493daec2e9aa66fc0461dafa74a9d6728a8c1"
 DICTIONARY = "./usr/share/dictd/jargon.dict.dz"
@@ -69,7 +68,7 @@ def train_tokenizer(text: str) -> Tokenizer:
 
 
 def main() -> None:
-    """Write the three files and print the digests that labkit/data/corpus.py must name."""
+    """Write the three files and print the digests that labkit/data/text.py must name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package", type=Path, help="dict-jargon_4.4.7-3.1_all.deb")
     parser.add_argument("--output", type=Path, default=BUNDLED, help="folder for the three files")

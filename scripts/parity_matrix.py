@@ -202,20 +202,21 @@ PRESETS = {"tiny": "GPT-2's blocks, tied embeddings", "llama_tiny": "Llama's blo
 
 INTRODUCTION = f"""# Parity of all layouts with one process
 
-Each row trains the same model for several optimizer steps under a layout, with one process per rank (gloo, CPU), and
-in one process; same data, same seed. A difference is ‖a − b‖ / max(‖b‖, floor) on whole tensors, gathered over ranks,
-the largest over all tensors of the first and the last step; the floor is 1e-6 of the global norm for gradients and
-lr·√n for parameters. "First difference" is the first tensor, in the order of training, that differs by more than 1e-10
-in float64 or 1e-5 in float32. In float32 rounding alone can exceed that, at some seeds and in some biases. Such a row
-says "rounding": one process whose sums are taken in other orders differs as far (`labkit/train/parity/rounding.py`).
+Each row trains one model twice for several optimizer steps, on the same data and from the same seed. One training runs
+under a layout with one process per rank (gloo, CPU), the other runs in one process. A difference is
+‖a − b‖ / max(‖b‖, floor) on whole tensors, gathered over ranks. The row gives the largest difference over all tensors
+of the first and the last step. The floor is 1e-6 of the global norm for gradients and lr·√n for parameters. "First
+difference" names the first tensor, in the order of training, that differs by more than 1e-10 in float64 or 1e-5 in
+float32. In float32 rounding alone can exceed 1e-5, at some seeds and in some biases. Such a row says "rounding": one
+process that adds in other orders differs as far (`labkit/train/parity/rounding.py`).
 
-Layouts run {STEPS} steps. Schedules run {SCHEDULE_STEPS}, with 16 layers and {MICROBATCHES} microbatches, so that
-pp4 vpp4 is 16 stages of one layer; their first table, which has all of them, runs {STEPS}. Parts of the sequence,
-recomputation, gradient buckets and the distributed optimizer run {DATA_STEPS}, with 4 layers and {DATA_BATCH} samples.
-Experts run {EXPERT_STEPS}, with 4 layers, all or every second of which have 8 experts or 16, and micro batches of 2
-samples. They are held against experts that are computed one after the other from tokens that are never sent; in float32
-the layouts choose experts as the one process did. Written by `scripts/parity_matrix.py`; `make sweep` asserts the same
-rows.
+Layouts run {STEPS} steps. Schedules run {SCHEDULE_STEPS} steps with 16 layers and {MICROBATCHES} microbatches, so
+pp4 vpp4 has 16 stages of one layer. The first table of schedules holds all schedules and runs {STEPS} steps. Parts of
+the sequence, recomputation, gradient buckets and the distributed optimizer run {DATA_STEPS} steps with 4 layers and
+{DATA_BATCH} samples. Models with experts run {EXPERT_STEPS} steps with 4 layers and micro batches of 2 samples; all
+layers or every second layer have 8 or 16 experts. Their reference computes the experts one after the other and sends no
+token. In float32 the layouts replay the reference's choice of experts. `scripts/parity_matrix.py` writes this page;
+`make sweep` asserts the same rows.
 """
 
 

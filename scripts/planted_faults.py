@@ -26,8 +26,10 @@ INTRODUCTION = """# Planted faults
 
 Each row is one change of the source, a mistake as a person could have typed it (tests/faults.py). Either the ranks of
 a layout train with it and the parity microscope, which holds them against one process, must name the tensor that the
-fault spoils first; or a test of the suite, run on a copy of the tree that has the fault, must fail. Written by
-`scripts/planted_faults.py`; `make sweep` asserts the same rows.
+fault spoils first; or a test of the suite, run on a copy of the tree that has the fault, must fail.
+
+The last column says which command has the test that fails. `make sweep` also plants every fault of this page again.
+Written by `scripts/planted_faults.py`.
 
 """
 
@@ -42,7 +44,8 @@ def how(fault: Fault) -> str:
 
 def row(fault: Fault, found: bool, what: str) -> str:
     """One line of the table."""
-    return f"| {fault.name} | {fault.file} | {how(fault)} | {'yes' if found else f'no: {what}'} |\n"
+    outcome = "yes" if found else f"no: {what}"
+    return f"| {fault.name} | `{fault.at}` | {how(fault)} | {outcome} | `{fault.planted_by}` |\n"
 
 
 def main(chosen: Sequence[str] = ()) -> int:
@@ -58,7 +61,7 @@ def main(chosen: Sequence[str] = ()) -> int:
             print(f"{'found ' if found else 'MISSED'} {fault.name}: {what}", flush=True)
             results.append(found)
             rows += row(fault, found, what)
-        tables += f"\n## {title}\n\n| fault | in | to be found by | found |\n|---|---|---|---|\n{rows}"
+        tables += f"\n## {title}\n\n| fault | in | to be found by | found | in |\n|---|---|---|---|---|\n{rows}"
     if not results:
         sys.exit(f"no fault has a name with {' or '.join(map(repr, chosen))}")
     share = sum(results) / len(results)

@@ -1,6 +1,9 @@
-"""Everything that must pass, in stages; stops at the first that fails and names it. The pytest totals come last.
+"""Everything that must pass, in stages; stops at the first that fails and names it. Totals and the slowest come last.
 
 python scripts/run_tests.py [STAGE ...]     all stages, or only those named (--list shows them)
+
+A stage is cut into pieces, each one process of one tool. Two pieces run at a time, in the order of the list. The tests
+that say how soon a hang ends come early, beside the types and the unit tests, which take one core.
 """
 
 from __future__ import annotations
@@ -11,25 +14,42 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "build" / "test-reports"
+AT_ONCE = 2
+"""Pieces that run side by side."""
+SLOWEST = 20
+"""Tests that are named at the end."""
+TIMED = (
+    "tests/parallel/launch/test_launch_faults.py",
+    "tests/parallel/launch/test_launch_notebooks.py",
+    "tests/parallel/launch/test_launch_scripts.py",
+    "tests/parallel/test_broken_schedules.py",
+)
+"""Tests of hangs, which say how soon one ends."""
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One tool of this Python's environment; pytest also leaves a report, from which the totals are added up."""
+class Piece:
+    """One process of a tool of this Python's environment; pytest also leaves a report."""
 
     name: str
     tool: str
     arguments: tuple[str, ...] = ()
 
+    def report(self) -> Path:
+        """Where pytest writes what it counted and measured."""
+        return REPORTS / f"{self.name.replace(' ', '-')}.xml"
+
     def command(self) -> list[str]:
         """The command line."""
-        report = [f"--junitxml={REPORTS / self.name.replace(' ', '-')}.xml"] if self.tool == "pytest" else []
+        report = [f"--junitxml={self.report()}"] if self.tool == "pytest" else []
         return [str(Path(sys.executable).parent / self.tool), *self.arguments, *report]
 
     def environment(self) -> dict[str, str]:
@@ -37,23 +57,93 @@ class Stage:
         return dict(os.environ) if "tests/gpu" in self.arguments else os.environ | {"CUDA_VISIBLE_DEVICES": ""}
 
 
+@dataclass(frozen=True)
+class Stage:
+    """Pieces that belong together."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass
+class Outcome:
+    """What has run."""
+
+    failed: list[str] = field(default_factory=list)
+    """Names of the pieces that failed."""
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """By stage, added up over its pieces."""
+
+
 def stages() -> list[Stage]:
-    """The stages in order: what fails fastest comes first."""
-    chapters = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))]
+    """The stages in order: what fails fastest comes first, and the shortest pieces last, so that both lanes end."""
     return [
-        Stage("ruff check", "ruff", ("check", ".")),
-        Stage("ruff format", "ruff", ("format", "--check", ".")),
-        Stage("basedpyright", "basedpyright"),
-        Stage("import-linter", "lint-imports"),
-        Stage("unit", "pytest", ("tests/unit",)),
-        Stage("parallel", "pytest", ("tests/parallel", "tests/gpu", "-rs")),
-        Stage("oracles", "pytest", ("tests/oracles",)),
-        Stage("chapters", "pytest", ("--nbval", "--nbval-cell-timeout=120", *chapters)),
-        Stage("other parameters", "pytest", ("tests/notebooks",)),
+        Stage("ruff check", (Piece("ruff check", "ruff", ("check", ".")),)),
+        Stage("ruff format", (Piece("ruff format", "ruff", ("format", "--check", ".")),)),
+        Stage("import-linter", (Piece("import-linter", "lint-imports"),)),
+        Stage("hangs", (Piece("hangs", "pytest", TIMED),)),
+        Stage("basedpyright", (Piece("basedpyright", "basedpyright"),)),
+        Stage("unit", _dealt("unit", _files("tests/unit"), 4)),
+        Stage("parallel", _dealt("parallel", [*_files("tests/parallel"), "tests/gpu"], 6, "-rs")),
+        Stage("oracles", _dealt("oracles", _files("tests/oracles"), 2)),
+        Stage("other parameters", _dealt("other parameters", _files("tests/notebooks"), 2)),
+        Stage("chapters", tuple(map(_chapter, sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))))),
     ]
 
 
-def totals(reports: list[Path]) -> str:
+def _files(folder: str) -> list[str]:
+    """Every test file below the folder, but for those of hangs."""
+    found = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / folder).rglob("test_*.py")))
+    return [path for path in found if path not in TIMED]
+
+
+def _dealt(name: str, files: Sequence[str], count: int, *options: str) -> tuple[Piece, ...]:
+    """The files dealt to `count` pieces in turn, so that neighbours, which cost alike, are apart."""
+    return tuple(Piece(f"{name} {i + 1}", "pytest", (*files[i::count], *options)) for i in range(count))
+
+
+def _chapter(path: Path) -> Piece:
+    return Piece(f"chapter {path.stem}", "pytest", ("--nbval", "--nbval-cell-timeout=120", str(path.relative_to(ROOT))))
+
+
+def run(chosen: Sequence[Stage]) -> Outcome:
+    """Run the pieces of the stages in order, two at a time; after one has failed no other is started."""
+    outcome, start = Outcome(), time.monotonic()
+    waiting = [(stage, piece) for stage in chosen for piece in stage.pieces]
+    running: dict[Future[tuple[int, str, float]], tuple[Stage, Piece]] = {}
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        while running or (waiting and not outcome.failed):
+            while waiting and len(running) < AT_ONCE and not outcome.failed:
+                stage, piece = waiting.pop(0)
+                running[threads.submit(_run_piece, piece)] = stage, piece
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                stage, piece = running.pop(done)
+                code, printed, seconds = done.result()
+                outcome.seconds[stage.name] += seconds
+                if code != 0:
+                    outcome.failed.append(piece.name)
+                _tell(piece, code, printed, seconds, time.monotonic() - start)
+    return outcome
+
+
+def _run_piece(piece: Piece) -> tuple[int, str, float]:
+    """Exit code, what it printed, and seconds."""
+    start = time.monotonic()
+    tool = subprocess.run(
+        piece.command(), cwd=ROOT, env=piece.environment(), stdin=subprocess.DEVNULL, text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
+    return tool.returncode, tool.stdout, time.monotonic() - start
+
+
+def _tell(piece: Piece, code: int, printed: str, seconds: float, since_start: float) -> None:
+    """One line for a piece that passed, below the reasons of what it skipped; all that a failed one printed."""
+    kept = [line for line in printed.splitlines() if code != 0 or line.startswith("SKIPPED")]
+    outcome = "passed" if code == 0 else f"FAILED with exit code {code}"
+    print(*kept, f"== {since_start:4.0f} s: {piece.name} {outcome} in {seconds:.1f} s", sep="\n", flush=True)
+
+
+def totals(reports: Sequence[Path]) -> str:
     """`N passed, N failed, N skipped` over the JUnit reports; an error counts as failed."""
     counts: Counter[str] = Counter()
     for report in reports:
@@ -64,18 +154,11 @@ def totals(reports: list[Path]) -> str:
     return f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped"
 
 
-def run(chosen: list[Stage]) -> str | None:
-    """Run the stages in turn; returns the name of the one that failed, None where all passed."""
-    for number, stage in enumerate(chosen, 1):
-        print(f"\n== {number}/{len(chosen)} {stage.name}", flush=True)
-        start = time.monotonic()
-        tool = subprocess.run(stage.command(), cwd=ROOT, env=stage.environment(), stdin=subprocess.DEVNULL, check=False)
-        code = tool.returncode
-        outcome = "passed" if code == 0 else f"FAILED with exit code {code}"
-        print(f"== {stage.name} {outcome} in {time.monotonic() - start:.1f} s", flush=True)
-        if code != 0:
-            return stage.name
-    return None
+def slowest(reports: Sequence[Path], count: int = SLOWEST) -> list[tuple[float, str]]:
+    """Seconds and names of the tests that took longest, fixtures included."""
+    cases = [case for report in reports for case in ElementTree.parse(report).getroot().iter("testcase")]
+    named = [(float(case.get("time", 0)), f"{case.get('classname')}::{case.get('name')}") for case in cases]
+    return sorted(named, reverse=True)[:count]
 
 
 def main() -> int:
@@ -95,10 +178,17 @@ def main() -> int:
     for report in REPORTS.glob("*.xml"):
         report.unlink()
     start = time.monotonic()
-    failed = run([every[name] for name in arguments.stage] if arguments.stage else list(every.values()))
-    print(f"\n{'FAILED at stage: ' + failed if failed else 'all stages passed'} after {time.monotonic() - start:.0f} s")
-    print(totals(sorted(REPORTS.glob("*.xml"))))
-    return 1 if failed else 0
+    outcome = run([every[name] for name in arguments.stage or every])
+    reports = sorted(REPORTS.glob("*.xml"))
+    print("\nslowest tests:", *(f"{seconds:7.1f} s  {name}" for seconds, name in slowest(reports)), sep="\n")
+    print(f"\nseconds by stage, added up over its pieces, of which {AT_ONCE} ran at a time:")
+    print(*(f"{seconds:7.1f} s  {name}" for name, seconds in outcome.seconds.items()), sep="\n")
+    seconds = time.monotonic() - start
+    print(
+        f"\n{'FAILED: ' + ', '.join(outcome.failed) if outcome.failed else 'all stages passed'} after {seconds:.0f} s"
+    )
+    print(totals(reports))
+    return 1 if outcome.failed else 0
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Planting a fault: one change of the source text, carried out where nobody else sees it.
+"""Planting a fault: one change of the source, carried out where no other test sees it.
 
-A fault is a mutation of one place of `labkit/`, as a person could have typed it. Something must find it, in one of two
-ways, and no other test looks on:
+A fault changes one symbol of `labkit/` (`symbols.py`), as a person could have typed it. Something must find the fault,
+in one of two ways:
 
 - a **comparison**: the ranks of a layout run the changed source, the one process the committed one, and the parity
   microscope must name the tensor that the fault spoils first (`planted`);
 - a **test of the suite**: it runs in a copy of the tree that has the change, and must fail (`run_in_a_changed_copy`).
 
-A text that is not there exactly once is an error, never a fault that nobody finds.
+A piece that is not in its symbol exactly once is an error, never a fault that nothing finds.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import CodeType
 from typing import Any
+
+from symbols import dotted, replaced
 
 from labkit.config import presets
 from labkit.launch import RankError
@@ -60,27 +62,28 @@ class Fault:
 
     name: str
     """What is wrong, in a few words."""
-    file: str
-    """Path below `labkit/`."""
+    at: str
+    """The symbol of labkit that it changes, such as `Bucket.reduce`; see `symbols.find_symbol`."""
     old: str
-    """Text that is there exactly once."""
+    """An expression or statements, which the symbol has exactly once."""
     new: str
-    """What stands there instead."""
+    """The replacement. Nothing for statements that are left out."""
     found_by: Comparison | str
     """The comparison, or the tests that fail: pytest's arguments."""
+    only_in_sweep: bool = False
+    """Whether these tests are marked `sweep`."""
 
     @property
-    def module(self) -> str:
-        """Dotted name of the changed module."""
-        return "labkit." + self.file.removesuffix(".py").replace("/", ".")
+    def planted_by(self) -> str:
+        """The command whose tests find the fault."""
+        return "make test" if isinstance(self.found_by, str) and not self.only_in_sweep else "make sweep"
 
-    def changed_source(self) -> str:
-        """The module's text with the fault. ValueError where `old` is not there exactly once."""
-        text = (ROOT / "labkit" / self.file).read_text(encoding="utf-8")
-        count = text.count(self.old)
-        if count != 1:
-            raise ValueError(f"fault {self.name!r}: its text is {count} times in labkit/{self.file}, not once")
-        return text.replace(self.old, self.new)
+    def changed_source(self) -> tuple[Path, str]:
+        """The file that the fault changes, and its text with the fault. ValueError where `old` is not there once."""
+        try:
+            return replaced(self.at, self.old, self.new)
+        except ValueError as error:
+            raise ValueError(f"fault {self.name!r}: {error}") from None
 
 
 class _Loader(SourceFileLoader):
@@ -141,7 +144,8 @@ def changed_modules(module: str, file: str, text: str) -> Iterator[None]:
 
 def planted(fault: Fault) -> Callable[..., Any]:
     """`pretrain` with the fault, to be given to `labkit.train.compare`: it runs in the ranks of the layouts alone."""
-    module, file, text = fault.module, str(ROOT / "labkit" / fault.file), fault.changed_source()
+    path, text = fault.changed_source()
+    module, file = dotted(path), str(path)
     assert isinstance(fault.found_by, Comparison), "a test of the suite finds it"
 
     def pretrain(config: Any, observer: Any) -> Any:
@@ -156,15 +160,25 @@ def planted(fault: Fault) -> Callable[..., Any]:
 def run_in_a_changed_copy(fault: Fault, folder: Path) -> subprocess.CompletedProcess[str]:
     """pytest on `fault.found_by` in a copy of the tree in `folder` that has the fault; its exit code is 1 where a test
     failed, 0 where the fault was missed."""
-    text = fault.changed_source()
+    path, text = fault.changed_source()
     assert isinstance(fault.found_by, str), "a comparison needs no copy"
     unwanted = shutil.ignore_patterns("__pycache__", "*.pyc")
     for name in ("labkit", "tests", "scripts", "docs"):
         shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, folder / name)
-    (folder / "labkit" / fault.file).write_text(text, encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", "", *_arguments(fault.found_by)]
+    (folder / path.relative_to(ROOT)).write_text(text, encoding="utf-8")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not sweep",
+        *_arguments(fault.found_by),
+    ]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "CI": "1"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 

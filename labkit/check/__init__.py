@@ -1,4 +1,4 @@
-"""Scores a learner's function, layout or schedule: `check("02.groups", my_function)`. And checks parameters."""
+"""Score a learner's function, layout or schedule: `check("02.groups", my_function)`; check a chapter's parameters."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _NO_TENSOR = "no tensor but a "
 
 @dataclass(frozen=True)
 class _Call:
-    """One call: what it is made with, what comes back, and whether it counts."""
+    """One call: its arguments, its expected result, and True where `count` grows."""
 
     words: str
     x: Tensor
@@ -68,7 +68,7 @@ def clipped(answer: Any) -> Iterator[Outcome]:
         yield eager
         if eager.got.startswith(_NO_TENSOR):
             return  # one sentence, not ten
-    # Captured on numbers that take the first branch of any `if`: a decision then cannot look right by chance.
+    # The capture takes the first branch of any `if`, so that a frozen decision cannot look right by chance.
     sample = calls[0].x.clone()
     limit.fill_(calls[0].limit)
     graphed: list[Callable[..., Tensor]] = []
@@ -108,7 +108,7 @@ def _claim(call: _Call) -> str:
 def _agrees(
     function: Callable[..., Any], call: _Call, limit: Tensor, count: Tensor, pass_all: bool = True
 ) -> bool | str:
-    """True, or what came back instead."""
+    """Return True, or a sentence about the returned value."""
     limit.fill_(call.limit)
     got = function(call.x.clone(), limit, count) if pass_all else function(call.x.clone())
     if not isinstance(got, Tensor):
@@ -152,7 +152,7 @@ def buffers(answer: Any) -> Iterator[Outcome]:
 
 
 def _as_list(given: Any) -> Any:
-    """What a generator yields is an answer like any other."""
+    """Turn a generator into a list: a generator is an answer like any other."""
     return list(given) if isinstance(given, Iterator) else given
 
 
@@ -163,7 +163,7 @@ def _taken(order: Sequence[float]) -> list[int]:
 
 
 def _sound(given: Any, order: Sequence[float], fewest: int) -> bool | str:
-    """True, or what is wrong with the answer's buffers."""
+    """Return True, or the fault of the answer's buffers in words."""
     forwards = [one for one in read_order(order) if one.kind == "F"]
     given = _as_list(given)
     if isinstance(given, str) or not isinstance(given, Iterable):
@@ -190,7 +190,7 @@ def _sound(given: Any, order: Sequence[float], fewest: int) -> bool | str:
 # ---- Chapter 18: the end of a partial graph ----
 
 Step = tuple[str, tuple[str, ...], tuple[str, ...]]
-"""Name, what it reads, what it writes; a name that is written again has a new value from then on."""
+"""Name, values that the step reads, values that it writes; a second write gives a name a new value."""
 
 LAYER: list[Step] = [
     ("attention", ("x",), ("x",)),

@@ -21,7 +21,7 @@ _CASES: tuple[tuple[int, Layout, float], ...] = (
     (4, "zigzag", 1.0),
     (4, "zigzag", 800.0),
 )
-"""(cp, how the sequence is cut, factor of the queries: scores of several hundred overflow exp)."""
+"""(cp, way to cut the sequence, factor of the queries: scores of several hundred overflow exp)."""
 
 
 def _problem(cp: int, scale: float) -> tuple[Array, Array, Array]:
@@ -39,15 +39,15 @@ def _whole(q: Array, k: Array, v: Array) -> Array:
 
 
 def _positions(cp: int, rank: int, layout: Layout) -> NDArray[np.int64]:
-    """Those that a rank holds, of 4 cp in chunks of 2."""
+    """Positions that a rank holds, of 4 cp in chunks of 2."""
     return np.concatenate([np.arange(2 * chunk, 2 * chunk + 2) for chunk in chunks_of_rank(cp, rank, layout)])
 
 
 @exercise("07.ring", "Write ring(parts, pass_on) -> the outputs of causal attention, one array per rank.")
 def ring(answer: Any) -> Iterator[Outcome]:
-    """The form of what is returned; one, two and four ranks, both ways to cut, large scores; how often keys moved.
+    """Judge the form of the result; one, two and four ranks, both ways to cut, large scores; the number of passes.
 
-    An answer in another form is told so once, and no more.
+    An answer in another form gets one sentence and no further case.
     """
     outcome = holds("cp 1, what is returned", "a list with one array per rank", lambda: _formed(answer))
     yield outcome
@@ -83,7 +83,7 @@ def ring(answer: Any) -> Iterator[Outcome]:
 
 
 def _formed(answer: Any) -> bool | str:
-    """True, or in words what was returned for one rank instead of a list with its one array [4, 3]."""
+    """Return True, or words for the result of one rank that is no list with one array [4, 3]."""
     q, k, v = _problem(1, 1.0)
     found = answer([(q, k, v, _positions(1, 0, "zigzag"))], lambda held: held)
     if not hasattr(found, "__len__") or len(found) != 1:
@@ -94,7 +94,7 @@ def _formed(answer: Any) -> bool | str:
 
 
 def _first_wrong(outputs: list[Any], whole: Array, at: list[NDArray[np.int64]]) -> bool | str:
-    """True, or the first row that is not attention, in words."""
+    """Return True, or words for the first row that is not attention."""
     if len(outputs) != len(at):
         return f"{len(outputs)} outputs for {len(at)} ranks"
     for rank, (output, rows) in enumerate(zip(outputs, at, strict=True)):

@@ -25,7 +25,7 @@ _MODELS = (
 
 @exercise("00.tour", "Write layouts(ranks, layers, heads, batch) -> the set of (tp, pp, dp) that can train the model.")
 def tour(answer: Any) -> Iterator[Outcome]:
-    """Seven worlds, held against what labkit's own configuration accepts."""
+    """Judge seven worlds against the layouts that labkit's own configuration accepts."""
     for case in _MODELS:
         words = ", ".join(f"{name} {value}" for name, value in case.items())
         yield compare(words, sorted(_accepted(**case)), lambda c=case: sorted(map(tuple, answer(**c))))
@@ -64,8 +64,9 @@ _GROUPINGS: tuple[tuple[str, dict[str, int], str], ...] = (
 def groups(answer: Any) -> Iterator[Outcome]:
     """Group lists of eight layouts, combined tokens and odd sizes among them.
 
-    `order` and `token` are axes joined by hyphens, `sizes` maps each axis of the order to its size. Members, and groups
-    by their first rank's digits, count in the order string's digits, fastest first, whatever the order in the token.
+    `order` and `token` are axes joined by hyphens; `sizes` maps each axis of the order to its size. The digits of the
+    order string, fastest first, sort the members of a group, and sort groups by their first rank. The order of axes in
+    the token does not matter.
     """
     for order, sizes, token in _GROUPINGS:
         expected = RankGenerator(**sizes, order=order).get_ranks(token)
@@ -89,7 +90,7 @@ def order(answer: Any) -> Iterator[Outcome]:
 
 
 def _places(order_string: Any, sizes: dict[str, int], inner: str, outer: str) -> bool | str:
-    """True, or the sentence that says what the order string does instead."""
+    """Return True, or a sentence about the groups of the order string."""
     # A dense layout alone: the experts' generator would refuse some orders that are answers here.
     generator = RankGenerator(**sizes, order=order_string)
     crossing = {axis: _crossing(generator.get_ranks(axis)) for axis in (inner, outer)}
@@ -166,7 +167,7 @@ def _expected(rank: int, ranks: int, experts: int, sizes: Sizes) -> tuple[list[i
 
 
 def _three(value: Any) -> tuple[Any, Any, Any]:
-    """What was returned, as (experts, ranks, divisor)."""
+    """Split a returned value into (experts, ranks, divisor)."""
     if not isinstance(value, (tuple, list)) or len(value) != 3:
         raise ValueError(f"the answer is {value!r}; return (experts, ranks, divisor)")
     experts, ranks, divisor = value

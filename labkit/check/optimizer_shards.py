@@ -1,4 +1,4 @@
-"""Exercise of chapter 08: which rank owns which slice of which parameter."""
+"""Exercise of chapter 08: the slices of parameters that each rank owns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CASES = (
     ((1_000,), 1_000, 3, "one parameter, three owners"),
     ((64, 64, 64, 64), 64, 2, "a bucket for each, half of it padding"),
 )
-"""(sizes, bucket_size, dp, what it tests)."""
+"""(sizes, bucket_size, dp, tested idea)."""
 _MANY = (tuple(37 * i % 501 + 1 for i in range(40)), 2_000, 6)
 
 
@@ -34,7 +34,7 @@ def owners(sizes: Sequence[int], bucket_size: int, dp: int) -> list[list[tuple[i
 
 @exercise("08.shards", "Write shards(sizes, bucket_size, dp) -> by rank, the (parameter, first, last) that it owns.")
 def shards(answer: Any) -> Iterator[Outcome]:
-    """Five small buffers, then forty parameters of which every element must have one owner, the right one."""
+    """Judge five small buffers, then forty parameters: each element must have exactly its right owner."""
     for sizes, bucket_size, dp, what in _CASES:
         given = f"sizes {list(sizes)}, bucket_size {bucket_size} and dp {dp} ({what})"
         yield compare(given, owners(sizes, bucket_size, dp), lambda a=(list(sizes), bucket_size, dp): answer(*a))
@@ -47,7 +47,7 @@ def shards(answer: Any) -> Iterator[Outcome]:
 
 
 def _each_once(answer: Any, expected: list[list[tuple[int, int, int]]]) -> bool | str:
-    """True, or the first element that has no owner, two, or another one."""
+    """Return True, or the first element with no owner, two owners or a wrong owner."""
     if not isinstance(answer, (list, tuple)) or len(answer) != len(expected):
         return f"{shown(answer)}: give a list with one list of pieces for each of the {len(expected)} ranks"
     owner: dict[tuple[int, int], int] = {}

@@ -1,4 +1,4 @@
-"""Values that a chapter's parameters may have: written once, in the chapter, behind each parameter.
+"""Allowed values of a chapter's parameters: the chapter states a rule behind each parameter.
 
 A line of the cell tagged `parameters` reads `name: type = value  # help (rule)`. The rule is one of
 
@@ -10,7 +10,7 @@ A line of the cell tagged `parameters` reads `name: type = value  # help (rule)`
     (a folder)                               one that exists or can be made, and can be written
 
 An amount is a number, a parameter, or a product of both with at most one division: `64`, `4 tp pp`, `8 / world_size`.
-`labkit run` reads the rules before it starts a kernel. Run in another way, a chapter reads them by `check_parameters`.
+`labkit run` reads the rules before it starts a kernel. Otherwise the chapter itself reads them by `check_parameters`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from labkit.config.errors import shown
 from labkit.config.fields import BadValueError, FieldSpec, convert
 
 SIMPLE = ("int", "float", "bool", "str")
-"""Types that a word of a command line is read as; others are written as JSON."""
+"""Types that the command line reads from a plain word; other types are JSON."""
 _RULE = re.compile(r"\(([^()]+)\)$")
 
 
@@ -38,10 +38,10 @@ class Parameter(NamedTuple):
 
     name: str
     kind: str
-    """Its type as written, or that of its value where none is."""
+    """Type as written, or the type of the value where the line gives no type."""
     default: Any
     rule: str
-    """Empty where the line has none that is one."""
+    """Empty where the line has no rule."""
 
 
 def declared(source: str) -> dict[str, Parameter]:
@@ -70,9 +70,9 @@ def declared(source: str) -> dict[str, Parameter]:
 
 
 def broken_rules(parameters: Iterable[Parameter], values: Mapping[str, Any]) -> dict[str, str]:
-    """What each bad value must be, by the parameter's name.
+    """Return the rule that each bad value breaks, by the parameter's name.
 
-    The values of all parameters are looked at together. A rule that names a parameter which is bad itself is not.
+    The function looks at all values together. It skips a rule that names another bad parameter.
     """
     found: dict[str, str] = {}
     relations: dict[str, list[str]] = {}
@@ -94,7 +94,7 @@ def broken_rules(parameters: Iterable[Parameter], values: Mapping[str, Any]) -> 
 
 
 def _hardware(values: Mapping[str, Any]) -> dict[str, str]:
-    """What this machine lacks of the GPUs that are asked for; in the words of the launch that would refuse them."""
+    """Say which of the wanted GPUs this machine lacks, in the words of the launch that would refuse them."""
     from labkit.launch.info import choose_backend, choose_device
 
     name = "device"
@@ -137,7 +137,7 @@ def _source(namespace: Mapping[str, Any]) -> str:
 
 
 def is_rule(text: str) -> bool:
-    """Whether a parenthesis is a rule, not a remark."""
+    """Return True for a parenthesis that is a rule, False for a remark."""
     return bool(_choices(text) or text == "a folder" or _ORDER.fullmatch(text)) or all(
         _clause(part) for part in text.split(", ")
     )
@@ -183,7 +183,7 @@ def _clause_holds(text: str, value: float, values: Mapping[str, Any]) -> bool:
 
 
 def _amount(text: str, values: Mapping[str, Any]) -> float | None:
-    """The number that an amount stands for; None where a parameter in it is no number, which is refused by itself."""
+    """Return the number of an amount; None where a parameter is no number: its own rule refuses it."""
     above, _, below = text.partition(" / ")
     result = 1.0
     for word in above.split():
@@ -203,6 +203,6 @@ def _is_number(value: object) -> bool:
 
 
 def can_be_written(folder: Path) -> bool:
-    """Whether it is a folder that can be written, or the nearest one above it is."""
+    """Return True where the folder, or the nearest folder above it, can be written."""
     nearest = next((each for each in (folder, *folder.absolute().parents) if each.exists()), Path("/"))
     return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)

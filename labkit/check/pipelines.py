@@ -37,7 +37,7 @@ def one_f_one_b_row(answer: Any) -> Iterator[Outcome]:
 
 
 def _all_rows(answer: Any, pp: int, count: int) -> bool | str:
-    """True, or what the answer's rows do together."""
+    """Return True, or the time and the memory of the answer's rows together."""
     rows: list[list[Action]] = []
     for rank in range(pp):
         row = _parsed_row(answer(pp, rank, count), rank)
@@ -55,7 +55,7 @@ def _all_rows(answer: Any, pp: int, count: int) -> bool | str:
 
 
 def _parsed_row(row: Any, rank: int) -> list[Action] | str:
-    """The actions of an answer's row, or what is wrong with them, as words of a sentence."""
+    """Parse an answer's row; return its actions, or their fault as words of a sentence."""
     form = f"a row is a list of texts such as '{rank}F0'"
     if isinstance(row, str) or not isinstance(row, Iterable):
         return f"{shown(row)} for rank {rank}: {form}"
@@ -104,7 +104,7 @@ def interleaved_order(answer: Any) -> Iterator[Outcome]:
 
 
 def _all_orders(answer: Any, pp: int, vpp: int, count: int) -> bool | str:
-    """True, or what the answer's orders do together."""
+    """Return True, or the time and the memory of the answer's orders together."""
     rows: list[list[str]] = []
     for rank in range(pp):
         order = _parsed_order(answer(pp, vpp, count, pp, rank), rank)
@@ -121,7 +121,7 @@ def _all_orders(answer: Any, pp: int, vpp: int, count: int) -> bool | str:
 
 
 def _parsed_order(order: Any, rank: int) -> list[int] | str:
-    """The numbers of an answer's order, or what is wrong with them, as words of a sentence."""
+    """Read an answer's order; return its numbers, or their fault as words of a sentence."""
     form = "an order is a list of whole numbers, 1 for a forward of the first chunk, -1 for its backward"
     if isinstance(order, str) or not isinstance(order, Iterable):
         return f"{shown(order)} for rank {rank}: {form}"
@@ -174,7 +174,7 @@ def schedule(answer: Any) -> Iterator[Outcome]:
     for outcome in _targets(answer):
         words = outcome.got
         yield replace(outcome, told=outcome.passed or words not in said)
-        if not words.endswith("in flight"):  # times and memory are held against another target in each case
+        if not words.endswith("in flight"):  # each case has another target for times and memory
             said.add(words)
 
 
@@ -199,12 +199,12 @@ def _targets(answer: Any) -> Iterator[Outcome]:
 
 
 def _least(pp: int, count: int, stages: int) -> float:
-    """Steps that no schedule with so many stages a rank can be below."""
+    """Least number of steps of any schedule with so many stages a rank."""
     return 3 * count + (pp - 1) / stages
 
 
 def _other(answer: Any, found: Timeline | str, pp: int, count: int) -> Timeline | str:
-    """The answer at other sizes; one that does not even run at the first is not asked again."""
+    """Try the answer at other sizes, unless the answer fails at the first size."""
     return _attempt(answer, pp, count) if isinstance(found, Timeline) else found
 
 
@@ -217,7 +217,7 @@ def _target(found: Timeline | str, pp: int, count: int, steps: float, why: str) 
 
 
 def _within(found: Timeline | str, steps: float, most: int) -> bool | str:
-    """True, or the steps and the memory that the answer needs, or why it does not run."""
+    """Return True, or the steps and the memory of the answer, or its refusal."""
     if isinstance(found, str):
         return found
     peak = max(found.peak_memory)
@@ -227,7 +227,7 @@ def _within(found: Timeline | str, steps: float, most: int) -> bool | str:
 
 
 def _attempt(answer: Any, pp: int, count: int) -> Timeline | str:
-    """The answer verified and timed, or why it cannot be, as words of a sentence."""
+    """Verify and time the answer; return its Timeline, or the refusal as words of a sentence."""
     try:
         rows = _parsed_rows(answer(pp, count) if callable(answer) else answer)
         if isinstance(rows, str):
@@ -247,7 +247,7 @@ def _attempt(answer: Any, pp: int, count: int) -> Timeline | str:
 
 
 def _parsed_rows(rows: Any) -> list[list[Action]] | str:
-    """The actions of an answer, or what it is instead of rows, as words of a sentence."""
+    """Parse an answer; return its rows of actions, or words for a value that is no list of rows."""
     if isinstance(rows, Schedule):
         return "a Schedule: give its rows, [[str(action) for action in s.actions(rank)] for rank in range(s.pp)]"
     if not isinstance(rows, (list, tuple)):

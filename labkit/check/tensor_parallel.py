@@ -51,9 +51,9 @@ def _counted_all_reduce() -> tuple[Callable[[list[Any]], list[Any]], list[int]]:
 
 @exercise("03.f_and_g", "Write mlp(x, dy, A, B, bias, all_reduce) -> (outputs, input gradients), one of each per rank.")
 def f_and_g(answer: Any) -> Iterator[Outcome]:
-    """At tp 1, 2 and 4: what every rank holds in the end, and how many all-reduces it took.
+    """Judge the results of every rank at tp 1, 2 and 4, and the number of all-reduces.
 
-    They are not counted at tp 1, where an all-reduce is the identity.
+    At tp 1 an all-reduce is the identity, and the exercise does not count all-reduces.
     """
     for tp in (1, 2, 4):
         x, dy, a, b, bias = _mlp_problem(tp)
@@ -100,7 +100,7 @@ def _whole_block(case: Case) -> tuple[Array, Array, Array]:
 
 
 def _collectives(tp: int) -> tuple[list[Callable[[Parts], Parts]], Counter[str]]:
-    """all_gather, reduce_scatter and all_reduce over lists with one array a rank, and how often each was called."""
+    """Make all_gather, reduce_scatter and all_reduce over lists with one array a rank, and count their calls."""
     calls: Counter[str] = Counter()
 
     def counted(name: str, function: Callable[[Parts], Parts]) -> Callable[[Parts], Parts]:
@@ -127,9 +127,10 @@ def _collectives(tp: int) -> tuple[list[Callable[[Parts], Parts]], Counter[str]]
     "the gain), one of each per rank.",
 )
 def sequence_parallel(answer: Any) -> Iterator[Outcome]:
-    """The form of what is returned, then at tp 1, 2 and 4 what every rank holds in the end, and what was sent for it.
+    """Judge the form of the result, then the results of every rank at tp 1, 2 and 4, and the number of calls.
 
-    Calls are not counted at tp 1, where each is the identity. An answer in another form is told so once, and no more.
+    At tp 1 each call is the identity, and the exercise counts none. An answer in another form gets one sentence and no
+    further case.
     """
     form = "lists (y, dx, dgain) with one array per rank"
     outcome = holds("tp 1, what is returned", form, lambda: _formed(answer(*_block_problem(1), *_collectives(1)[0])))
@@ -161,7 +162,7 @@ def sequence_parallel(answer: Any) -> Iterator[Outcome]:
 
 
 def _formed(found: Any) -> bool | str:
-    """True, or in words what was returned for one rank instead of three lists with its [2, 3], [2, 3] and [3]."""
+    """Return True, or words for the result of one rank that is not three lists with its [2, 3], [2, 3] and [3]."""
     if not hasattr(found, "__len__") or len(found) != 3:
         return f"{shown(found)}, which is not three lists"
     for name, parts, shape in zip(("y", "dx", "dgain"), found, ((2, 3), (2, 3), (3,)), strict=True):

@@ -19,7 +19,7 @@ HIDDEN = 5
 
 @dataclass
 class _Problem:
-    """Tokens, routing and experts; counts what the answer sends and computes."""
+    """Tokens, routing and experts; counts the rows that the answer sends and computes."""
 
     words: str
     local: int
@@ -33,7 +33,7 @@ class _Problem:
     """(rank, expert), in order."""
 
     def exchange(self, outboxes: Any) -> list[list[Array]]:
-        """outboxes[r][s] is what rank r sends to rank s; inboxes[r][s] is what rank s sent to rank r."""
+        """Rank r sends outboxes[r][s] to rank s; the returned inboxes[r][s] came from rank s to rank r."""
         ep = len(self.parts)
         lengths = [len(each) for each in outboxes]
         assert lengths == [ep] * ep, f"exchange takes {ep} lists of {ep} arrays, one list a rank; got lengths {lengths}"
@@ -49,7 +49,7 @@ class _Problem:
         return np.tanh(np.asarray(rows, dtype=float).reshape(-1, HIDDEN) @ self.matrices[number])
 
     def expected(self) -> list[Array]:
-        """What every token should get, expert by expert without any ranks."""
+        """Outputs of all tokens, computed expert by expert without ranks."""
         return [
             sum((weights[:, e : e + 1] * chosen[:, e : e + 1] * np.tanh(x @ self.matrices[e])
                  for e in range(len(self.matrices))), np.zeros_like(x))
@@ -57,7 +57,7 @@ class _Problem:
         ]  # fmt: skip
 
     def most_numbers(self) -> int:
-        """Each row that must travel, there and back, with one number more each way, and a table of counts."""
+        """Count each row that must travel, there and back, with one number more each way, and a table of counts."""
         ep, experts = len(self.parts), len(self.matrices)
         away = sum(
             int(chosen.sum()) - int(chosen[:, rank * self.local : (rank + 1) * self.local].sum())
@@ -96,9 +96,9 @@ _CASES: tuple[Callable[[], _Problem], ...] = (
 
 @exercise("14.dispatch", "Write moe(parts, exchange, expert) -> the outputs of an MoE layer, one array per rank.")
 def dispatch(answer: Any) -> Iterator[Outcome]:
-    """One rank, several, a rank without tokens, one expert for all, all experts for each; then what it cost.
+    """Judge one rank, several, a rank without tokens, one expert for all, all experts for each; then the cost.
 
-    An answer in another form is told so once, and no more.
+    An answer in another form gets one sentence and no further case.
     """
     for make in _CASES:
         problem = make()
@@ -122,7 +122,7 @@ def dispatch(answer: Any) -> Iterator[Outcome]:
 
 
 def _first_wrong(answer: Any, problem: _Problem) -> bool | str:
-    """True, or the first token whose output is another one, in words."""
+    """Return True, or words for the first token with a wrong output."""
     copies = [(x.copy(), weights.copy(), chosen.copy()) for x, weights, chosen in problem.parts]
     outputs = answer(copies, problem.exchange, problem.expert)
     if not hasattr(outputs, "__len__") or len(outputs) != len(problem.parts):

@@ -20,8 +20,7 @@ from labkit.config.field_spec import SIZE
 from labkit.config.fields import SPECS
 from labkit.config.pipeline_rules import CHUNKS
 from labkit.schedules.builders import build_schedule
-from labkit.schedules.files import read_schedule
-from labkit.schedules.ir import KINDS, Schedule, ScheduleError
+from labkit.schedules.ir import KINDS, Schedule, ScheduleError, read_schedule
 from labkit.schedules.lowering import Transport
 from labkit.schedules.simulator import Timeline, simulate
 from labkit.schedules.tables import get_pp_rank_microbatches

@@ -58,6 +58,7 @@ for _dotted, _spec in SPECS.items():
     _LAST_PARTS.setdefault(_spec.name, []).append(_dotted)
 KNOWN_NAMES: tuple[str, ...] = (*SPECS, *_LAST_PARTS, *ALIASES)
 """Every name under which a field may be written."""
+_ANY_NAME = (*KNOWN_NAMES, *SECTIONS)
 
 
 def resolve(key: object, section: str | None = None) -> tuple[str | None, str]:
@@ -65,31 +66,23 @@ def resolve(key: object, section: str | None = None) -> tuple[str | None, str]:
     if not isinstance(key, str):
         return None, f"{shown(key)}: a key must be a name, not {_kind_of(key)}"
     name = key.replace("-", "_")
-    if name.rpartition(".")[2] in NOT_FIELDS:
-        return None, f"{shown(key)}: {NOT_FIELDS[name.rpartition('.')[2]]}"
-    if section is not None:
-        dotted = f"{section}.{name}"
-        if dotted in SPECS:
-            return dotted, ""
-        if ALIASES.get(name, "").startswith(f"{section}."):
-            return ALIASES[name], ""
-        inside = [d.partition(".")[2] for d in SPECS if d.startswith(f"{section}.")]
-        elsewhere = resolve(key)[0]
-        hint = f'; it belongs to another section: "{elsewhere}"' if elsewhere else nearest(name, inside)
-        return None, f"{shown(f'{section}.{key}')}: unknown field{hint}"
-    if name in SPECS:
-        return name, ""
-    if name in ALIASES:
-        return ALIASES[name], ""
-    candidates = _LAST_PARTS.get(name, [])
-    if len(candidates) == 1:
-        return candidates[0], ""
-    if candidates:
-        return None, f"{shown(key)}: several sections have this field; write one of {', '.join(candidates)}"
-    first, _, rest = name.partition(".")
-    if first in SECTIONS and rest:
-        return resolve(rest, first)
-    return None, f"{shown(key)}: unknown field{nearest(name, [*KNOWN_NAMES, *SECTIONS])}"
+    first, _, last = name.rpartition(".")
+    if last in NOT_FIELDS:
+        return None, f"{shown(key)}: {NOT_FIELDS[last]}"
+    if section is None and name not in SPECS and first in SECTIONS:
+        return resolve(last, first)
+    if section is None:
+        found = [name] if name in SPECS else [ALIASES[name]] if name in ALIASES else _LAST_PARTS.get(name, [])
+        if len(found) > 1:
+            return None, f"{shown(key)}: several sections have this field; write one of {', '.join(found)}"
+        return (found[0], "") if found else (None, f"{shown(key)}: unknown field{nearest(name, _ANY_NAME)}")
+    dotted = f"{section}.{name}" if f"{section}.{name}" in SPECS else ALIASES.get(name, "")
+    if dotted.startswith(f"{section}."):
+        return dotted, ""
+    inside = [d.partition(".")[2] for d in SPECS if d.startswith(f"{section}.")]
+    elsewhere = resolve(key)[0]
+    hint = f'; it belongs to another section: "{elsewhere}"' if elsewhere else nearest(name, inside)
+    return None, f"{shown(f'{section}.{key}')}: unknown field{hint}"
 
 
 class BadValueError(ValueError):
@@ -133,29 +126,25 @@ def convert(spec: FieldSpec, value: object, *, text: bool = False) -> Any:
 
 
 def _typed(spec: FieldSpec, value: object) -> Any:
-    if spec.kind == "bool" and isinstance(value, bool):
+    kind, is_bool = spec.kind, isinstance(value, bool)
+    if (kind == "bool" and is_bool) or (kind == "str" and isinstance(value, str)):
         return value
-    if spec.kind == "int" and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+    if kind == "int" and isinstance(value, numbers.Integral) and not is_bool:
         return int(value)
-    if spec.kind == "float" and isinstance(value, numbers.Real) and not isinstance(value, bool):
+    if kind == "float" and isinstance(value, numbers.Real) and not is_bool:
         return _finite(value)
-    if spec.kind == "str" and isinstance(value, str):
-        return str(value)
-    if isinstance(value, list | tuple):
-        if spec.kind == "tuple[str, ...]" and all(isinstance(v, str) for v in value):
+    if kind.startswith("tuple") and isinstance(value, list | tuple):
+        item = str if kind == "tuple[str, ...]" else int
+        if all(isinstance(v, item) and not isinstance(v, bool) for v in value):
             return tuple(value)
-        if spec.kind == "tuple[int, ...]" and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
-            return tuple(value)
-    hint = ""
+    hint = spec.hint
     quoted = isinstance(value, str) and (_NUMBER.fullmatch(value) or value.lower() in ("true", "false"))
-    if quoted and spec.kind in ("int", "float", "bool"):
+    if quoted and kind in ("int", "float", "bool"):
         hint = "; write it without quotes"
-    elif spec.kind == "int" and isinstance(value, float) and value.is_integer():
+    elif kind == "int" and isinstance(value, float) and value.is_integer():
         hint = "; write it without a decimal point or exponent"
-    elif spec.kind == "str" and isinstance(value, int | float):
+    elif kind == "str" and isinstance(value, int | float):
         hint = "; put it in quotes"
-    elif spec.kind == "tuple[int, ...]":
-        hint = spec.hint
     raise BadValueError(f"must be {_kind_words(spec)}, not {_kind_of(value)}{hint}")
 
 
@@ -170,25 +159,23 @@ def _finite(value: Any) -> float:
 
 
 def _from_text(spec: FieldSpec, value: str) -> Any:
-    word = value.strip()
-    if spec.kind == "str":
+    word, kind = value.strip(), spec.kind
+    if kind == "str":
         return value
-    if spec.kind in ("tuple[str, ...]", "tuple[int, ...]"):
+    if kind.startswith("tuple"):
         inside = word[1:-1] if word.startswith("[") and word.endswith("]") else word
         parts = tuple(part.strip() for part in inside.split(",") if part.strip())
-        if spec.kind == "tuple[str, ...]":
+        if kind == "tuple[str, ...]":
             return parts
         if all(_INTEGER.fullmatch(part) for part in parts):
             return tuple(int(part) for part in parts)
         raise BadValueError(f"must be {_kind_words(spec)}, as in 1,0{spec.hint}")
-    if spec.kind == "int" and _INTEGER.fullmatch(word):
+    if kind == "int" and _INTEGER.fullmatch(word):
         return int(word)
-    if spec.kind == "float" and _NUMBER.fullmatch(word):
+    if kind == "float" and (_NUMBER.fullmatch(word) or word.lower().lstrip("+-") in ("nan", "inf", "infinity")):
         return _finite(word)
-    if spec.kind == "bool" and word.lower() in ("true", "false"):
+    if kind == "bool" and word.lower() in ("true", "false"):
         return word.lower() == "true"
-    if spec.kind == "float" and word.lower().lstrip("+-") in ("nan", "inf", "infinity", ".nan", ".inf"):
-        raise BadValueError("must be a finite number")
     raise BadValueError(f"must be {_kind_words(spec)}")
 
 
@@ -250,9 +237,8 @@ class Given:
     def add(self, name: str, value: object, words: str) -> list[str]:
         """Keep `value`, written as `words`; a sentence where `name` has another value already."""
         first = self._words.setdefault(name, words)
-        if self.values.setdefault(name, value) == value:
-            return []
-        return [f"{name}: given twice, as {first} and as {words}; keep one"]
+        same = self.values.setdefault(name, value) == value
+        return [] if same else [f"{name}: given twice, as {first} and as {words}; keep one"]
 
 
 def convert_entries(entries: Iterable[Entry], *, text: bool = False) -> tuple[dict[str, Any], list[str]]:
@@ -260,19 +246,16 @@ def convert_entries(entries: Iterable[Entry], *, text: bool = False) -> tuple[di
 
     A field named twice is a problem. On the command line (`text`) it is one where the values differ.
     """
-    given = Given()
-    written: dict[str, str] = {}
+    given, written = Given(), dict[str, str]()
     problems: list[str] = []
-    for entry in entries:
-        if entry.dotted in written and not text:
-            first = written[entry.dotted]
-            problems.append(f"{entry.where}{entry.dotted}: given twice, as {first} and as {entry.key}; keep one")
+    for key, dotted, value, where in entries:
+        if dotted in written and not text:
+            problems.append(f"{where}{dotted}: given twice, as {written[dotted]} and as {key}; keep one")
             continue
-        written[entry.dotted] = entry.key
+        written[dotted] = key
         try:
-            value = convert(SPECS[entry.dotted], entry.value, text=text)
-            problems += given.add(entry.dotted, value, f"{entry.key} {shown(entry.value)}")
+            problems += given.add(dotted, convert(SPECS[dotted], value, text=text), f"{key} {shown(value)}")
         except BadValueError as rule:
-            alias = f" (written {shown(entry.key)})" if entry.key != entry.dotted else ""
-            problems.append(f"{entry.where}{entry.dotted} = {shown(entry.value)}{alias}: {rule}")
+            alias = f" (written {shown(key)})" if key != dotted else ""
+            problems.append(f"{where}{dotted} = {shown(value)}{alias}: {rule}")
     return given.values, problems

@@ -31,21 +31,14 @@ def parse_layout(text: str) -> list[str]:
     the model begins or ends. Megatron reads `|Ett|L` and embeds in stage 0 all the same; here it is refused.
     """
     signs = _written_out(text, 0, len(text))
-    stages: list[list[Sign]] = [[]]
-    for sign in signs:
-        if sign[0] == "|":
-            stages.append([])
-        else:
-            stages[-1].append(sign)
-    _check_ends([sign for stage in stages for sign in stage])
+    stages = "".join(letter for letter, _ in signs).split("|")
+    _check_ends([sign for sign in signs if sign[0] != "|"])
+    last = len(stages) - 1
     if not stages[0]:
-        raise LayoutError(
-            f"stage 0 of {len(stages)} is empty: the first stage embeds the tokens, so write E before any |"
-        )
+        raise LayoutError(f"stage 0 of {last + 1} is empty: the first stage embeds the tokens, so write E before any |")
     if not stages[-1]:
-        last = len(stages) - 1
         raise LayoutError(f"stage {last} of {last + 1} is empty: the last stage has the loss; end with L")
-    return ["".join(letter for letter, _ in stage) for stage in stages]
+    return stages
 
 
 def _written_out(text: str, start: int, end: int) -> list[Sign]:
@@ -53,44 +46,35 @@ def _written_out(text: str, start: int, end: int) -> list[Sign]:
     found: list[Sign] = []
     position = start
     while position < end:
-        letter = text[position]
+        letter, here = text[position], position
+        position += 1
         if letter.isspace() or letter == ",":
-            position += 1
             continue
-        if letter == "(":
-            close = text.find(")", position, end)
-            if close < 0:
-                raise LayoutError(f"the bracket at position {position} is not closed; write ) after what is repeated")
-            unit = _written_out(text, position + 1, close)
-            position = close + 1
-        elif letter in "EtL|":
-            unit = [(letter, position)]
-            position += 1
+        if letter in "EtL|":
+            unit = [(letter, here)]
+        elif letter != "(":
+            raise LayoutError(f"{letter!r} at position {here} is no part of a stage; {_FORM}")
+        elif (close := text.find(")", here, end)) < 0:
+            raise LayoutError(f"the bracket at position {here} is not closed; write ) after what is repeated")
         else:
-            raise LayoutError(f"{letter!r} at position {position} is no part of a stage; {_FORM}")
-        if times := _TIMES.match(text, position, end):
-            unit = _repeated(unit, int(times[1]), position)
-            position = times.end()
-        found += unit
-        if len(found) > MOST_SIGNS:
+            unit, position = _written_out(text, here + 1, close), close + 1
+        star = _TIMES.match(text, position, end)
+        times = int(star[1]) if star else 1
+        if times == 0:
+            raise LayoutError(f"nothing is left of what is repeated 0 times at position {position}; leave it out")
+        if len(found) + len(unit) * times > MOST_SIGNS:
             raise LayoutError(f"is longer than {MOST_SIGNS:,} signs at position {position}; no pipeline is")
+        position = star.end() if star else position
+        found += unit * times
     return found
-
-
-def _repeated(unit: list[Sign], times: int, position: int) -> list[Sign]:
-    if times < 1:
-        raise LayoutError(f"nothing is left of what is repeated {times} times at position {position}; leave it out")
-    if len(unit) * times > MOST_SIGNS:
-        raise LayoutError(f"is longer than {MOST_SIGNS:,} signs at position {position}; no pipeline is")
-    return unit * times
 
 
 def _check_ends(signs: list[Sign]) -> None:
     """One embedding, first; one loss, last."""
-    for letter, what, place, where in (("E", "embedding", 0, "first"), ("L", "loss", len(signs) - 1, "last")):
+    for letter, part, place, where in (("E", "embedding", 0, "first"), ("L", "loss", len(signs) - 1, "last")):
         at = [number for number, sign in enumerate(signs) if sign[0] == letter]
         if not at:
-            raise LayoutError(f"has no {letter}: the {what} comes {where}, as in Ettt|tttt|tttL")
+            raise LayoutError(f"has no {letter}: the {part} comes {where}, as in Ettt|tttt|tttL")
         if at != [place]:
             wrong = next(signs[number][1] for number in at if number != place)
-            raise LayoutError(f"the {letter} at position {wrong} is out of place: one {what}, and it comes {where}")
+            raise LayoutError(f"the {letter} at position {wrong} is out of place: one {part}, and it comes {where}")

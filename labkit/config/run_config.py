@@ -59,14 +59,10 @@ class RunConfig(Sections):
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain nested values: sections, then fields; lists for tuples."""
-        result: dict[str, dict[str, Any]] = {}
-        for section in SECTIONS:
-            values = getattr(self, section)
-            result[section] = {
-                f.name: list(v) if isinstance(v := getattr(values, f.name), tuple) else v
-                for f in dataclasses.fields(values)
-            }
-        return result
+        return {
+            section: {name: list(v) if isinstance(v, tuple) else v for name, v in vars(getattr(self, section)).items()}
+            for section in SECTIONS
+        }
 
     def to_yaml(self) -> str:
         """Text that `from_yaml` reads back as an equal configuration."""

@@ -14,25 +14,26 @@ from dataclasses import dataclass
 
 from labkit.config.field_spec import field
 
+_ADAPTIVE = "optim.precision=fp16 optim.loss_scale=null"
+_DELAYED = "optim.fp8=e4m3|hybrid optim.fp8_recipe=delayed"
 # A table: the declaration of a field, and its text on the lines below where one line is too short.
 # fmt: off
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shape of the model. Defaults give a small GPT-2."""
 
-    family: str = field("gpt", "Which model: `gpt` (BERT and T5 arrive with their chapters).", choices="gpt bert t5")
+    family: str = field("gpt", "Kind of model; BERT and T5 arrive with their chapters.", choices="gpt bert t5")
     layers: int = field(4, "Transformer layers of the whole model, over all stages.", ge=1, aliases="num_layers")
     hidden: int = field(128, "Width of the residual stream.", ge=1, aliases="hidden_size")
-    heads: int = field(4,
-        "Attention (query) heads; `hidden / heads` is the head dimension.", ge=1, aliases="num_attention_heads")
+    heads: int = field(4, "Query heads; a head is hidden / heads wide.", ge=1, aliases="num_attention_heads")
     kv_heads: int | None = field(None,
         "Key/value heads of grouped-query attention (arXiv 2305.13245), a multiple or a divisor of tp; None means "
-        "`heads`. Of fewer than tp, neighbouring ranks hold copies, whose gradients are summed.", ge=1,
+        "`heads`. Fewer than tp: neighbouring ranks hold copies and sum their gradients.", ge=1,
         aliases="num_query_groups")
     ffn_hidden: int | None = field(None, "Width of the MLP; None means 4 x hidden.", ge=1, aliases="ffn_hidden_size")
-    vocab_size: int = field(1024,
-        "Tokens of the vocabulary before padding; at least those of the tokenizer (1024: the bundled one's).", ge=1)
+    vocab_size: int = field(1024, "Tokens before padding, at least the tokenizer's (bundled: 1024).", ge=1)
     make_vocab_size_divisible_by: int = field(128,
         "The vocabulary is padded to a multiple of this times tp; padded columns never enter the loss.", ge=1)
     seq_length: int = field(64, "Tokens of one sample.", ge=1)
@@ -40,86 +41,72 @@ class ModelConfig:
         "Position encoding: `learned` (an embedding table of seq_length rows) or `rope` (arXiv 2104.09864).",
         choices="learned rope", aliases="position_embedding_type", synonyms={"learned_absolute": "learned"})
     rope_theta: float = field(10000.0, "Base of the rotary frequencies.", gt=0, aliases="rotary_base")
-    norm: str = field("layernorm",
-        "`layernorm` or `rmsnorm` (arXiv 1910.07467).", choices="layernorm rmsnorm", aliases="normalization",
-        synonyms={"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})
-    norm_eps: float = field(1e-5,
-        "Added to the variance inside the norm.", gt=0, aliases="norm_epsilon layernorm_epsilon")
+    norm: str = field("layernorm", "`layernorm` or `rmsnorm` (arXiv 1910.07467).", choices="layernorm rmsnorm",
+        aliases="normalization", synonyms={"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})
+    norm_eps: float = field(1e-5, "Added to the norm's variance.", gt=0, aliases="norm_epsilon layernorm_epsilon")
     activation: str = field("gelu_tanh",
         "`gelu` (erf), `gelu_tanh` (GPT-2's) or `swiglu` (arXiv 2002.05202).", choices="gelu gelu_tanh swiglu")
-    bias: bool = field(True, "Whether linear layers carry a bias.")
+    bias: bool = field(True, "Linear layers carry a bias.")
     untie_embeddings_and_output_weights: bool = field(False,
-        "False: the output layer is the word embedding's transpose, shared by first and last stage.")
+        "False: the output layer is the word embedding's transpose; first and last stage share it.")
     embedding_dropout: float = field(0.0, "Dropout after the embeddings.", ge=0, lt=1)
-    attention_dropout: float = field(0.0,
-        "Dropout of attention probabilities, inside the tensor-parallel region.", ge=0, lt=1)
-    hidden_dropout: float = field(0.0,
-        "Dropout before each residual addition, outside the tensor-parallel region.", ge=0, lt=1)
-    init_std: float = field(0.02,
-        "Weights are N(0, init_std); residual projections are scaled by 1/sqrt(2 x layers).", gt=0,
-        aliases="init_method_std")
+    attention_dropout: float = field(0.0, "Of attention probabilities, in the tensor-parallel region.", ge=0, lt=1)
+    hidden_dropout: float = field(0.0, "Before each residual addition, outside that region.", ge=0, lt=1)
+    init_std: float = field(0.02, "Weights are N(0, init_std); residual projections are scaled by 1/sqrt(2 x layers).",
+        gt=0, aliases="init_method_std")
     use_cpu_initialization: bool = field(True,
-        "Every rank draws whole weights on the host, the same in every layout, and keeps its part. False: it draws its "
-        "part alone, on its device; that is fast, but two layouts start from different numbers.")
-    transformer_impl: str = field("local",
-        "`local`: labkit's own layers; `transformer_engine`: NVIDIA's, on GPUs that have them installed.",
+        "Every rank draws whole weights on the host, the same in every layout, and keeps its part. False: a rank draws "
+        "only its part, on its device. This is fast, but two layouts start from different numbers.")
+    transformer_impl: str = field("local", "`local`: labkit's layers; `transformer_engine`: NVIDIA's, on GPUs.",
         choices="local transformer_engine")
     attention_backend: str = field("fused",
-        "`fused`: one kernel (scaled_dot_product_attention), which keeps no probabilities; `unfused`: one operation "
-        "after the other, which keeps the 5 a s / h of arXiv 2205.05198.", choices="fused unfused")
+        "`fused`: one kernel (scaled_dot_product_attention), which keeps no probabilities; `unfused`: separate "
+        "operations, which keep the 5 a s / h of arXiv 2205.05198.", choices="fused unfused")
     recompute_granularity: str = field("none",
         "Activations computed again in backward: `none`, `selective` (the parts in recompute_modules) or `full` (whole "
         "layers, of which only the inputs are kept).", choices="none selective full")
     recompute_method: str = field("uniform",
-        "With `full`: `uniform` keeps the input of every group of recompute_num_layers layers; `block` recomputes the "
-        "first recompute_num_layers layers of each chunk one by one, and no other.", choices="uniform block",
+        "With `full`: `uniform` keeps the input of every group of recompute_num_layers layers; `block` recomputes only "
+        "the first recompute_num_layers layers of each chunk, one by one.", choices="uniform block",
         needs="model.recompute_granularity=full")
     recompute_num_layers: int = field(1, "See recompute_method.", ge=1, needs="model.recompute_granularity=full")
     recompute_modules: tuple[str, ...] = field(("core_attn",),
         "With `selective`: any of `core_attn` (softmax and both products), `mlp`, `layernorm`, `moe` (whole MoE "
         "layers) and `shared_experts`.", needs="model.recompute_granularity=selective")
     num_microbatches_with_partial_activation_checkpoints: int | None = field(None,
-        "Of the microbatches in flight on a rank, so many keep everything; the others are recomputed as configured "
-        "(arXiv 2205.05198, appendix C). None recomputes all, as 0 does.", ge=0,
-        needs="model.recompute_granularity=selective|full")
+        "So many of the microbatches in flight on a rank keep everything; the others are recomputed (arXiv 2205.05198, "
+        "appendix C). None, as 0, recomputes all.", ge=0, needs="model.recompute_granularity=selective|full")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """The layout. Data parallelism is what is left of the world: dp = world / (tp cp pp)."""
+    """The layout. Data parallelism takes the rest of the world: dp = world / (tp cp pp)."""
 
     tp: int = field(1, "Tensor parallel size.", ge=1, aliases="tensor_model_parallel_size")
-    pp: int = field(1,
-        "Pipeline parallel size (stages on different ranks).", ge=1, aliases="pipeline_model_parallel_size")
-    vpp: int = field(1,
-        "Virtual pipeline size: model chunks on each rank. Schedules that fix this number (zbv, dualpipe_v, a file) "
-        "take 1 for it as well.", ge=1,
-        aliases="virtual_pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank")
+    pp: int = field(1, "Pipeline parallel size (stages on ranks).", ge=1, aliases="pipeline_model_parallel_size")
+    vpp: int = field(1, "Model chunks on each rank; 1 for schedules that fix the number (zbv, dualpipe_v, files).",
+        ge=1, aliases="virtual_pipeline_model_parallel_size num_virtual_stages_per_pipeline_rank")
     cp: int = field(1, "Context parallel size.", ge=1, aliases="context_parallel_size")
     ep: int = field(1, "Expert parallel size.", ge=1, aliases="expert_model_parallel_size")
-    etp: int | None = field(None,
-        "Tensor parallel size inside experts; None means tp.", ge=1, aliases="expert_tensor_parallel_size")
+    etp: int | None = field(None, "Tensor parallel size of experts; None is tp.", ge=1,
+        aliases="expert_tensor_parallel_size")
     order: str = field("tp-cp-ep-dp-pp", "Axes from fastest to slowest varying over ranks.")
     rank_offset: int = field(0, "Number of the first global rank of this layout.", ge=0)
     cp_comm_type: str = field("p2p",
-        "Context parallelism: `p2p` sends keys and values round a ring (arXiv 2310.01889), `all_gather` collects them.",
+        "Context parallelism: `p2p` sends keys and values round a ring (arXiv 2310.01889); `all_gather` collects.",
         choices="p2p all_gather", synonyms={"allgather": "all_gather"})
     sequence_parallel: bool = field(False,
         "Split activations along the sequence between tensor-parallel regions (arXiv 2205.05198).")
-    split_rank: int | None = field(None,
-        "First pipeline rank of the decoder in an encoder-decoder model.", ge=1,
+    split_rank: int | None = field(None, "First pipeline rank of the decoder in an encoder-decoder model.", ge=1,
         aliases="pipeline_model_parallel_split_rank")
-    standalone_embedding_stage: bool = field(False,
-        "The first stage holds the embedding and no layer; the others share the layers.")
+    standalone_embedding_stage: bool = field(False, "The first stage holds the embedding and no layer.")
     pipeline_layout: str | None = field(None,
-        "What each stage holds, as in `Ettt|tttt|tttt|tttL`: E embedding, t a layer, L final norm and loss, | between "
-        "stages; `t*3` and `(tt|)*2` repeat. A stage of no letters is empty. None shares the layers equally.",
+        "The parts of each stage, as in `Ettt|tttt|tttt|tttL`: E embedding, t a layer, L final norm and loss, | "
+        "between stages; `t*3` and `(tt|)*2` repeat. A stage without letters is empty. None shares the layers equally.",
         aliases="pipeline_model_parallel_layout")
-    distributed_backend: str = field("auto",
-        "`auto` (nccl where each rank has a GPU of its own, gloo otherwise), `gloo` or `nccl`.",
+    distributed_backend: str = field("auto", "`auto` is nccl where each rank has a GPU of its own, else gloo.",
         choices="auto gloo nccl")
-    distributed_timeout_minutes: float = field(10.0,
-        "Minutes that a collective may wait before the run is ended.", gt=0, le=10080)
+    distributed_timeout_minutes: float = field(10.0, "Longest wait in a collective; then the run ends.", gt=0, le=10080)
 
     @property
     def smallest_world_size(self) -> int:
@@ -134,11 +121,10 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """How microbatches move through the pipeline."""
+    """The way of microbatches through the pipeline."""
 
-    name: str = field("auto",
-        "`auto`, `gpipe`, `1f1b`, `interleaved`, `zero_bubble_h1`, `zbv` or `dualpipe_v`; auto is 1f1b, or interleaved "
-        "where parallel.vpp is above 1.", choices="auto gpipe 1f1b interleaved zero_bubble_h1 zbv dualpipe_v")
+    name: str = field("auto", "`auto` is 1f1b, or interleaved where parallel.vpp is above 1.",
+        choices="auto gpipe 1f1b interleaved zero_bubble_h1 zbv dualpipe_v")
     path: str | None = field(None, "A CSV file with a schedule of one's own; takes the place of `name`.", file=True)
     microbatch_group_size: int | None = field(None,
         "Microbatches a rank runs on one chunk before the next (interleaving); None means pp.", ge=1,
@@ -147,8 +133,7 @@ class ScheduleConfig:
         "Interleaving with as many microbatches as pp: every rank runs all forwards before its first backward, as "
         "Megatron-LM did in 2023.")
     overlap_p2p_comm: bool = field(False,
-        "Post receives ahead and let sends run behind the computation; for the interleaved schedule, and not with "
-        "batch_p2p_comm = true.")
+        "Interleaving: post receives ahead and let sends run behind the computation; not with batch_p2p_comm = true.")
     batch_p2p_comm: bool | None = field(None,
         "Transfers between stages: true issues those of a step as one batch, false one by one, even and odd ranks in "
         "opposite order; null posts receives ahead and lets sends run behind the computation.")
@@ -163,76 +148,66 @@ class ScheduleConfig:
 class MoEConfig:
     """Mixture of experts (arXiv 1701.06538); num_experts = 0 means a dense model. Experts have no bias."""
 
-    num_experts: int = field(0,
-        "Experts per MoE layer over all ranks; 0 is a dense model.", ge=0, aliases="num_moe_experts")
-    ffn_hidden: int | None = field(None,
-        "Width of one expert; None means the dense width, model.ffn_hidden.", ge=1, aliases="moe_ffn_hidden_size")
+    num_experts: int = field(0, "Experts per MoE layer over all ranks; 0: dense.", ge=0, aliases="num_moe_experts")
+    ffn_hidden: int | None = field(None, "Width of an expert; None: the MLP's.", ge=1, aliases="moe_ffn_hidden_size")
     layer_freq: tuple[int, ...] = field((1,),
-        "Which layers have experts: 1 experts, 0 dense, repeated over the layers. `1` is every layer, `1,0` every "
+        "1 for a layer with experts, 0 for a dense one, repeated over the layers. `1` is every layer, `1,0` every "
         "second one from the first, `0,1,1,1` in four layers all but the first.", aliases="moe_layer_freq",
         hint="; 1 is a layer with experts and 0 a dense one, repeated over the layers: Megatron's N = 2, one such "
         "layer in 2, is [1, 0], and its '[0]*1+[1]*3' is [0, 1, 1, 1]")
     top_k: int = field(2, "Experts a token is sent to.", ge=1, aliases="moe_router_topk")
-    score_function: str = field("softmax",
-        "Scores from logits: `softmax` or `sigmoid` (arXiv 2412.19437).", choices="softmax sigmoid",
-        aliases="moe_router_score_function")
+    score_function: str = field("softmax", "Scores from logits: `softmax` or `sigmoid` (arXiv 2412.19437).",
+        choices="softmax sigmoid", aliases="moe_router_score_function")
     pre_softmax: bool = field(False,
         "Softmax over all experts before the top-k; False: top-k on logits, softmax over the chosen (as Mixtral).",
         aliases="moe_router_pre_softmax")
-    num_groups: int | None = field(None,
-        "Group-limited routing: experts are cut into so many groups, and a token's experts come from group_topk of "
-        "them.", ge=1, aliases="moe_router_num_groups")
-    group_topk: int | None = field(None,
-        "Groups that a token may choose from; given together with num_groups.", ge=1, aliases="moe_router_group_topk")
+    num_groups: int | None = field(None, "Group-limited routing: groups of experts; a token uses group_topk of them.",
+        ge=1, aliases="moe_router_num_groups")
+    group_topk: int | None = field(None, "Groups of a token; given with num_groups.", ge=1,
+        aliases="moe_router_group_topk")
     topk_scaling_factor: float | None = field(None,
         "Multiplies the weights of the chosen experts; DeepSeek-V3 has 2.5 (arXiv 2412.19437). None is 1.", gt=0,
         aliases="moe_router_topk_scaling_factor")
     router_dtype: str = field("fp32",
-        "Type of the router's product and scores: `fp32`, `fp64` or `model` (that of the activations). With "
-        "optim.precision fp64 it is fp64.", choices="fp32 fp64 model", aliases="moe_router_dtype")
+        "Type of the router's product and scores; `model` is that of the activations. With optim.precision fp64 the "
+        "type is fp64.", choices="fp32 fp64 model", aliases="moe_router_dtype")
     input_jitter: float = field(0.0,
-        "The router's input is multiplied by numbers drawn from 1 - x to 1 + x (arXiv 2101.03961); 0 draws none.", ge=0,
-        lt=1, aliases="moe_input_jitter_eps")
+        "The router's input is multiplied by numbers drawn from 1 - x to 1 + x (arXiv 2101.03961); 0 draws none.",
+        ge=0, lt=1, aliases="moe_input_jitter_eps")
     load_balancing: str = field("aux_loss",
-        "What evens the load: `aux_loss` (over the micro batch, arXiv 2101.03961), `seq_aux_loss` (each sequence by "
-        "itself, arXiv 2405.04434), `global_aux_loss` (over the global batch so far, arXiv 2501.11873), `sinkhorn` (by "
-        "assignment, no loss; arXiv 2103.16716) or `none`.",
+        "A loss over the micro batch (`aux_loss`, arXiv 2101.03961), each sequence (`seq_aux_loss`, arXiv 2405.04434) "
+        "or the global batch so far (`global_aux_loss`, arXiv 2501.11873); `sinkhorn` assigns without a loss (arXiv "
+        "2103.16716).",
         choices="aux_loss seq_aux_loss global_aux_loss sinkhorn none", aliases="moe_router_load_balancing_type")
-    aux_loss_coeff: float = field(0.0,
-        "Weight of the load-balancing loss; 0 adds none.", ge=0, aliases="moe_aux_loss_coeff",
-        needs="moe.load_balancing=aux_loss|seq_aux_loss|global_aux_loss")
-    z_loss_coeff: float = field(0.0,
-        "Weight of the mean squared log-sum-exp of the logits (arXiv 2202.08906); 0 adds none.", ge=0,
+    aux_loss_coeff: float = field(0.0, "Weight of the load-balancing loss; 0 adds none.", ge=0,
+        aliases="moe_aux_loss_coeff", needs="moe.load_balancing=aux_loss|seq_aux_loss|global_aux_loss")
+    z_loss_coeff: float = field(0.0, "Weight of the logits' mean squared log-sum-exp (arXiv 2202.08906).", ge=0,
         aliases="moe_z_loss_coeff")
     expert_bias: bool = field(False,
         "A bias on sigmoid scores that only the choice of experts sees, moved after each step against the load "
         "(loss-free balancing, arXiv 2408.15664).", aliases="moe_router_enable_expert_bias")
-    expert_bias_update_rate: float = field(1e-3,
-        "Step of that bias.", gt=0, aliases="moe_router_bias_update_rate", needs="moe.expert_bias=true")
+    expert_bias_update_rate: float = field(1e-3, "Step of that bias.", gt=0, aliases="moe_router_bias_update_rate",
+        needs="moe.expert_bias=true")
     capacity_factor: float | None = field(None,
-        "An expert takes at most ceil(tokens x top_k / experts x capacity_factor) tokens of a rank; None drops "
-        "nothing.", gt=0, aliases="moe_expert_capacity_factor")
-    drop_policy: str = field("probs",
-        "What a full expert keeps: `probs`, its best, or `position`, its first.", choices="probs position",
-        aliases="moe_token_drop_policy", needs="moe.capacity_factor")
+        "An expert takes at most ceil(tokens x top_k / experts x capacity_factor) tokens of a rank; None: all.", gt=0,
+        aliases="moe_expert_capacity_factor")
+    drop_policy: str = field("probs", "A full expert keeps its best tokens (`probs`) or its first (`position`).",
+        choices="probs position", aliases="moe_token_drop_policy", needs="moe.capacity_factor")
     pad_to_capacity: bool = field(False,
         "Every expert gets exactly its capacity, filled up with zeros of weight 0, so that all shapes are static.",
         aliases="moe_pad_expert_input_to_capacity", needs="moe.capacity_factor")
     dispatcher: str = field("alltoall",
-        "How tokens reach their experts: `alltoall`, `allgather` (each rank sees all tokens), or `local` (one rank has "
+        "The way of tokens to experts: `alltoall`, `allgather` (each rank sees all tokens), or `local` (one rank has "
         "all experts: ep = etp = 1).", choices="allgather alltoall local", aliases="moe_token_dispatcher_type")
-    grouped_gemm: bool = field(True,
-        "All experts of a rank in one grouped product; False computes them one after the other.",
+    grouped_gemm: bool = field(True, "One grouped product of all experts of a rank; False: one after the other.",
         aliases="moe_grouped_gemm")
     shared_expert_ffn_hidden: int | None = field(None,
-        "Width of the experts that every token passes through, all together (arXiv 2401.06066); None means there is "
-        "none.", ge=1, aliases="moe_shared_expert_intermediate_size")
-    shared_expert_gate: bool = field(False,
-        "Weight the shared experts' output by the sigmoid of a gate of its own.",
+        "Width of the experts that every token passes through, all together (arXiv 2401.06066); None: there is none.",
+        ge=1, aliases="moe_shared_expert_intermediate_size")
+    shared_expert_gate: bool = field(False, "Weight the shared experts' output by the sigmoid of a gate of its own.",
         aliases="moe_use_shared_expert_gate moe_shared_expert_gate", needs="moe.shared_expert_ffn_hidden")
-    shared_expert_overlap: bool = field(False,
-        "Compute the shared experts while tokens travel (dispatcher alltoall).", aliases="moe_shared_expert_overlap",
-        needs="moe.shared_expert_ffn_hidden moe.dispatcher=alltoall")
+    shared_expert_overlap: bool = field(False, "Compute the shared experts while tokens travel.",
+        aliases="moe_shared_expert_overlap", needs="moe.shared_expert_ffn_hidden moe.dispatcher=alltoall")
 
     def is_moe_layer(self, index: int) -> bool:
         """Whether layer `index` of the whole model has experts."""
@@ -241,10 +216,10 @@ class MoEConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    """CUDA graphs: what is computed is recorded once and then replayed, without Python."""
+    """CUDA graphs: a computation is recorded once and then replayed, without Python."""
 
     cuda_graph_impl: str = field("none",
-        "`none`; on a GPU `local` (torch's graphs) or `transformer_engine` (its `make_graphed_callables`); on the host "
+        "On a GPU `local` (torch's graphs) or `transformer_engine` (its `make_graphed_callables`); on the host "
         "`emulated`, with the same rules.", choices="none local transformer_engine emulated")
     cuda_graph_scope: tuple[str, ...] = field((),
         "Parts of a layer to capture: `attn`, `mlp` (of dense layers), `moe` (drop-and-pad only), `moe_router`, "
@@ -255,14 +230,12 @@ class GraphConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where tokens come from."""
+    """The source of the tokens."""
 
-    path: str | None = field(None,
-        "A UTF-8 text file; None is the bundled public-domain text.", aliases="data_path", file=True)
-    tokenizer: str | None = field(None,
-        "A `tokenizers` JSON file; None is the bundled byte-level BPE.", aliases="tokenizer_model", file=True)
-    split: str = field("90,5,5",
-        "Shares of the text for training, validation and test, in this order; without a test share no test is run.")
+    path: str | None = field(None, "A UTF-8 text file; None: the bundled text.", aliases="data_path", file=True)
+    tokenizer: str | None = field(None, "A `tokenizers` JSON file; None: the bundled byte-level BPE.",
+        aliases="tokenizer_model", file=True)
+    split: str = field("90,5,5", "Shares of the text for training, validation and test; without a share, no test runs.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,58 +244,43 @@ class OptimConfig:
 
     lr: float = field(1e-3, "Peak learning rate.", ge=0)
     min_lr: float = field(0.0, "Learning rate at the end of the decay.", ge=0)
-    lr_schedule: str = field("cosine",
-        "`constant`, `cosine`, `linear`, `inverse-square-root` or `wsd` (after the linear warm-up).",
+    lr_schedule: str = field("cosine", "Decay after the linear warm-up.",
         choices="constant cosine linear inverse-square-root wsd", aliases="lr_decay_style")
     warmup_steps: int = field(0, "Steps of linear warm-up.", ge=0, aliases="lr_warmup_iters")
-    decay_steps: int | None = field(None,
-        "Step at which the decay ends; None means train.steps.", ge=1, aliases="lr_decay_iters")
-    wsd_decay_steps: int | None = field(None,
-        "Length of the last, decaying phase of `wsd`, in steps; None means a tenth of decay_steps.", ge=1,
+    decay_steps: int | None = field(None, "Last step of the decay; None: train.steps.", ge=1, aliases="lr_decay_iters")
+    wsd_decay_steps: int | None = field(None, "Steps of the tail of `wsd`; None: a tenth of decay_steps.", ge=1,
         aliases="lr_wsd_decay_iters", needs="optim.lr_schedule=wsd")
-    wsd_decay_style: str = field("exponential",
-        "Tail of `wsd`: `exponential`, `linear`, `cosine` or `minus-sqrt`.",
-        choices="exponential linear cosine minus-sqrt", aliases="lr_wsd_decay_style", needs="optim.lr_schedule=wsd")
+    wsd_decay_style: str = field("exponential", "Tail of `wsd`.", choices="exponential linear cosine minus-sqrt",
+        aliases="lr_wsd_decay_style", needs="optim.lr_schedule=wsd")
     weight_decay: float = field(0.01, "Decoupled weight decay (arXiv 1711.05101); biases and norms have none.", ge=0)
     beta1: float = field(0.9, "Adam's decay of the first moment.", ge=0, lt=1, aliases="adam_beta1")
     beta2: float = field(0.95, "Adam's decay of the second moment.", ge=0, lt=1, aliases="adam_beta2")
     eps: float = field(1e-8, "Adam's epsilon.", gt=0, aliases="adam_eps")
     clip_grad: float = field(1.0, "Largest global gradient norm; 0 does not clip.", ge=0)
     precision: str = field("fp32",
-        "`fp32`, `bf16` or `fp16` (both with fp32 master weights and gradients; fp16 scales the loss), or `fp64` (for "
-        "parity).", choices="fp32 bf16 fp16 fp64", aliases="params_dtype",
+        "bf16 and fp16 have fp32 master weights and gradients; fp16 scales the loss; fp64 is for parity.",
+        choices="fp32 bf16 fp16 fp64", aliases="params_dtype",
         synonyms={"float32": "fp32", "bfloat16": "bf16", "float64": "fp64", "float16": "fp16"})
-    loss_scale: float | None = field(None,
-        "fp16: a constant factor of the loss, at least 1; None adapts it (arXiv 1710.03740).", ge=1,
+    loss_scale: float | None = field(None, "A constant factor of fp16's loss; None adapts it (arXiv 1710.03740).", ge=1,
         needs="optim.precision=fp16")
-    initial_loss_scale: float = field(65536.0,
-        "Adaptive loss scale: at the start.", gt=0, needs="optim.precision=fp16 optim.loss_scale=null")
-    min_loss_scale: float = field(1.0,
-        "Adaptive loss scale: never below.", gt=0, needs="optim.precision=fp16 optim.loss_scale=null")
-    loss_scale_window: int = field(1000,
-        "Adaptive loss scale: doubled after so many good steps in a row.", ge=1,
-        needs="optim.precision=fp16 optim.loss_scale=null")
-    hysteresis: int = field(2,
-        "Adaptive loss scale: overflows before it is halved; once used up, only a doubling restores them.", ge=1,
-        needs="optim.precision=fp16 optim.loss_scale=null")
+    initial_loss_scale: float = field(65536.0, "First adaptive loss scale.", gt=0, needs=_ADAPTIVE)
+    min_loss_scale: float = field(1.0, "Smallest adaptive loss scale.", gt=0, needs=_ADAPTIVE)
+    loss_scale_window: int = field(1000, "The scale doubles after so many good steps in a row.", ge=1, needs=_ADAPTIVE)
+    hysteresis: int = field(2, "Overflows before the scale is halved; only a doubling restores them.", ge=1,
+        needs=_ADAPTIVE)
     fp8: str = field("none",
-        "Formats of the linear layers' GEMMs (arXiv 2209.05433): `none`, `e4m3`, or `hybrid` (e4m3 forward, e5m2 for "
-        "gradients).", choices="none e4m3 hybrid", aliases="fp8_format")
+        "Formats of the linear layers' GEMMs (arXiv 2209.05433); `hybrid`: e4m3 forward, e5m2 for gradients.",
+        choices="none e4m3 hybrid", aliases="fp8_format")
     fp8_recipe: str = field("delayed",
         "Scales of fp8 tensors: `delayed` (from a history of amax), `current` (of the tensor itself) or `blockwise` "
         "(of each block of 128 x 128 or 1 x 128 values).", choices="delayed current blockwise",
         synonyms={"tensorwise": "current"}, needs="optim.fp8=e4m3|hybrid")
-    fp8_amax_history_len: int = field(16,
-        "Steps of the history of `delayed`.", ge=1,
-        needs="optim.fp8=e4m3|hybrid optim.fp8_recipe=delayed optim.fp8_amax_compute_algo=max")
-    fp8_amax_compute_algo: str = field("max",
-        "What `delayed` takes from the history: `max` or `most_recent`.", choices="max most_recent",
-        needs="optim.fp8=e4m3|hybrid optim.fp8_recipe=delayed")
-    fp8_margin: int = field(0,
-        "Powers of two by which `delayed` scales lower than the largest value would allow.", ge=0, le=64,
-        needs="optim.fp8=e4m3|hybrid optim.fp8_recipe=delayed")
-    gradient_accumulation_fusion: bool = field(True,
-        "Weight gradients are added into main_grad by the linear layers' own backward.")
+    fp8_amax_history_len: int = field(16, "Steps of the history of `delayed`.", ge=1,
+        needs=f"{_DELAYED} optim.fp8_amax_compute_algo=max")
+    fp8_amax_compute_algo: str = field("max", "The entry of the history that `delayed` takes.",
+        choices="max most_recent", needs=_DELAYED)
+    fp8_margin: int = field(0, "`delayed` scales lower by so many powers of two.", ge=0, le=64, needs=_DELAYED)
+    gradient_accumulation_fusion: bool = field(True, "Linear layers' backward adds weight gradients into main_grad.")
     data_parallel: str = field("bucketed",
         "`bucketed` (gradient buffers cut into buckets that are reduced behind the backward) or `naive` (one buffer, "
         "reduced at the end: the twin that teaches and checks).", choices="bucketed naive")
@@ -330,17 +288,13 @@ class OptimConfig:
         "Elements after which a bucket is closed; None is max(40,000,000, 1,000,000 x dp). Without overlap all is one.",
         ge=1, aliases="ddp_bucket_size", needs="optim.data_parallel=bucketed optim.overlap_grad_reduce=true")
     overlap_grad_reduce: bool = field(True, "Reduce a bucket as soon as the backward has filled it.")
-    average_in_collective: bool = field(False,
-        "Average by the collective itself; otherwise gradients are scaled first and summed.",
+    average_in_collective: bool = field(False, "The collective averages; False: gradients are scaled, then summed.",
         aliases="ddp_average_in_collective", needs="optim.data_parallel=bucketed")
     calculate_per_token_loss: bool = field(False,
-        "Divide the summed gradient once by the number of tokens of the global batch; otherwise each microbatch's loss "
-        "is its own mean.")
-    distributed_optimizer: bool = field(False,
-        "Shard optimizer state over data-parallel ranks (ZeRO-1, arXiv 1910.02054).",
+        "Divide the summed gradient once by the global batch's tokens; False: each microbatch's loss is its own mean.")
+    distributed_optimizer: bool = field(False, "Shard optimizer state over dp ranks (ZeRO-1, arXiv 1910.02054).",
         aliases="use_distributed_optimizer", needs="optim.data_parallel=bucketed")
-    overlap_param_gather: bool = field(False,
-        "Distributed optimizer: gather parameters behind the next forward, bucket by bucket.",
+    overlap_param_gather: bool = field(False, "Gather parameters behind the next forward, bucket by bucket.",
         needs="optim.distributed_optimizer=true")
     num_distributed_optimizer_instances: int = field(1,
         "Data-parallel ranks are cut into so many groups: reduce-scatter and shards within a group, all-reduce across.",
@@ -358,28 +312,23 @@ class TrainConfig:
     micro_batch_size: int = field(1, "Samples of one forward pass on one data-parallel rank.", ge=1)
     global_batch_size: int = field(16, "Samples of one optimizer step over all ranks.", ge=1)
     seed: int = field(1234, "Of weights, dropout and data order.", ge=0, le=2**32 - 1, aliases="random_seed")
-    label_smoothing: float = field(0.0,
-        "Share of the target given to all tokens of the (global, unpadded) vocabulary.", ge=0, lt=1)
+    label_smoothing: float = field(0.0, "Share of the target given to all tokens but padding.", ge=0, lt=1)
     eval_interval: int = field(0, "Steps between validations; 0 validates only at the end.", ge=0)
     eval_steps: int = field(0, "Global batches of one validation; 0 does none.", ge=0, aliases="eval_iters")
     log_interval: int = field(1, "Steps between lines of metrics.jsonl.", ge=1)
-    timing_log_level: int = field(0, "0, 1 or 2: how fine the named timers are.", ge=0, le=2)
+    timing_log_level: int = field(0, "Detail of the named timers.", ge=0, le=2)
     record_events: bool = field(True,
         "Keep an Event of every forward, backward, send, receive and collective for `TrainResult.events`; on a GPU "
         "each waits for the device. `labkit train` returns none and records for --trace alone.")
-    keep_event_steps: int = field(100,
-        "Steps whose Events stay in memory for `TrainResult.events` and --trace, counted from the end.", ge=1)
-    write_events: bool = field(False,
-        "Write the Events of all steps and ranks to events.jsonl, often 0.5 MB a step; needs train.output_dir.",
+    keep_event_steps: int = field(100, "Last steps whose Events stay in memory (TrainResult.events, --trace).", ge=1)
+    write_events: bool = field(False, "Write the Events of all steps and ranks to events.jsonl, often 0.5 MB a step.",
         needs="train.output_dir")
     output_dir: str | None = field(None,
-        "Folder for metrics.jsonl and scalars.jsonl; None writes nothing. One run at a time writes into it, and one "
-        "that holds a run already is refused.")
-    overwrite: bool = field(False,
-        "Replace the files of an earlier run in output_dir; other files there stay.", needs="train.output_dir")
-    allow_oversubscription: bool = field(False,
-        "Start even where the sum of weights, gradients, optimizer and activations exceeds the memory that is "
-        "available.")
+        "Folder for metrics.jsonl and scalars.jsonl; None writes nothing. One run at a time writes into it, and a "
+        "folder that holds a run already is refused.")
+    overwrite: bool = field(False, "Replace the files of an earlier run in output_dir; other files there stay.",
+        needs="train.output_dir")
+    allow_oversubscription: bool = field(False, "Start a run that is predicted to need more memory than there is.")
 
 
 @dataclass(frozen=True, kw_only=True)

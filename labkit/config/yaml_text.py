@@ -60,12 +60,13 @@ class _StrictLoader(yaml.SafeLoader):
         return node
 
 
-_StrictLoader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(~|null|Null|NULL|)$"), [*"~nN", ""])
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-_StrictLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789"))
-_StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+for _tag, _pattern, _first in (
+    ("null", re.compile(r"(~|null|Null|NULL|)$"), [*"~nN", ""]),
+    ("bool", re.compile(r"(true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    ("int", re.compile(r"[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
+):
+    _StrictLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _pattern, _first)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -99,13 +100,9 @@ def dump_commented(values: dict[str, dict[str, Any]], comments: Mapping[str, str
 
 
 def _comment(text: str, indent: str) -> list[str]:
+    mark = f"{indent}# "
     return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=f"{indent}# ",
-        subsequent_indent=f"{indent}# ",
-        break_long_words=False,
-        break_on_hyphens=False,
+        text, WIDTH, initial_indent=mark, subsequent_indent=mark, break_long_words=False, break_on_hyphens=False
     )
 
 
@@ -134,7 +131,13 @@ def parse(text: str) -> tuple[list[Entry], list[str]]:
         loader = _StrictLoader(text)
         try:
             node = loader.get_single_node()
-            return _walk(loader, node)
+            if node is None or node.tag == "tag:yaml.org,2002:null":
+                return [], []  # an empty file sets nothing
+            if not isinstance(node, yaml.MappingNode):
+                return [], ["a configuration is a mapping of sections, as in `parallel: {tp: 2}`"]
+            twice: list[str] = []
+            entries, problems = flatten(_pairs(loader, node, "", twice))
+            return entries, twice + problems
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
@@ -143,16 +146,6 @@ def parse(text: str) -> tuple[list[Entry], list[str]]:
         return [], [f"{line}not valid YAML: {error.problem or error.context}"]
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         return [], [f"not valid YAML: {str(error).splitlines()[0]}"]
-
-
-def _walk(loader: _StrictLoader, node: Any) -> tuple[list[Entry], list[str]]:
-    if node is None or node.tag == "tag:yaml.org,2002:null":
-        return [], []  # an empty file sets nothing
-    if not isinstance(node, yaml.MappingNode):
-        return [], ["a configuration is a mapping of sections, as in `parallel: {tp: 2}`"]
-    twice: list[str] = []
-    entries, problems = flatten(_pairs(loader, node, "", twice))
-    return entries, twice + problems
 
 
 def _pairs(loader: _StrictLoader, node: Any, section: str, twice: list[str]) -> Pairs:

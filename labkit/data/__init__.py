@@ -6,16 +6,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from labkit.data.corpus import bundled_text as bundled_text
     from labkit.data.gpt_data import GPTDataset as GPTDataset
     from labkit.data.gpt_data import build_gpt_datasets as build_gpt_datasets
     from labkit.data.gpt_data import data_iterator as data_iterator
     from labkit.data.gpt_data import unigram_entropy as unigram_entropy
-    from labkit.data.tokenizer import load_tokenizer as load_tokenizer
+    from labkit.data.text import bundled_text as bundled_text
+    from labkit.data.text import load_tokenizer as load_tokenizer
 
 _MODULES = {
-    "bundled_text": "corpus",
-    "load_tokenizer": "tokenizer",
+    "bundled_text": "text",
+    "load_tokenizer": "text",
     "GPTDataset": "gpt_data",
     "build_gpt_datasets": "gpt_data",
     "data_iterator": "gpt_data",

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from labkit.data.corpus import bundled_text, bundled_tokens, read_text
-from labkit.data.tokenizer import encode, load_tokenizer, vocabulary_size
+from labkit.data.text import bundled_text, bundled_tokens, encode, load_tokenizer, read_text, vocabulary_size
 
 if TYPE_CHECKING:
     import torch
@@ -201,7 +200,7 @@ def _microbatches(
                 "labels_BS": samples[:, 1:].contiguous(),
                 "loss_mask_BS": torch.ones(samples[:, 1:].shape, device=groups.device),
             }
-            yield get_batch_on_this_cp_rank(batch, groups.cp)
+            yield get_batch_on_this_cp_rank(batch, groups.cp) if groups.cp.size > 1 else batch
         step += 1
 
 

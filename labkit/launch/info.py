@@ -188,6 +188,29 @@ def let_go_of_communicators() -> None:
         _before_leaving.pop()()
 
 
+_between_calls: list[Callable[[], None]] = []
+_failed_calls = 0
+
+
+def between_calls(tidy: Callable[[], None]) -> None:
+    """Have `tidy` called before and after each call of the launcher, when no function runs in this rank."""
+    if tidy not in _between_calls:
+        _between_calls.append(tidy)
+
+
+def tidy_between_calls(failed_calls: int) -> None:
+    """Call what `between_calls` was given. failed_calls: how many calls of this launch have failed on some rank."""
+    global _failed_calls
+    _failed_calls = failed_calls
+    for tidy in _between_calls:
+        tidy()
+
+
+def failed_calls() -> int:
+    """Calls of this launch that have failed on some rank, the same on all ranks; 0 where no launcher calls."""
+    return _failed_calls
+
+
 def leave_group() -> None:
     """The clean end: no rank closes its sockets while another still talks (gloo aborts at random otherwise)."""
     import torch.distributed as dist

@@ -110,7 +110,7 @@ class RankPool:
         environment = pickling.environment()
         self.spec = LaunchSpec(self._folder.path, world_size, backend, device, limit, group_timeout, debug, environment)
         self.handles: list[RankHandle] = []
-        self._calls = 0
+        self._calls = self._failed_calls = 0
         self.owner = os.getpid()
         self.ended = False
         self.patience = GRACE
@@ -143,7 +143,7 @@ class RankPool:
         for handle in self.handles:
             handle.outcome = Outcome(handle.rank, "joined" if handle.joined else handle.outcome.phase)
             with contextlib.suppress(OSError):  # a dead rank is found by its sentinel
-                handle.connection.send(("call", number))
+                handle.connection.send(("call", number, self._failed_calls))
         try:
             self._watch(limit, on_progress)
             if any(handle.outcome.phase != "returned" for handle in self.handles):
@@ -153,6 +153,9 @@ class RankPool:
                 self._interrogate([handle for handle in self.handles if not handle.finished])
                 raise compose([handle.outcome for handle in self.handles], limit)
             return [self._result(handle, number) for handle in self.handles]
+        except BaseException:
+            self._failed_calls += 1
+            raise
         finally:
             path.unlink(missing_ok=True)
             for handle in self.handles:

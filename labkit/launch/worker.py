@@ -2,8 +2,9 @@
 
 It talks with the launcher through one connection. To the launcher: `("here",)` once it runs, `("joined",)` once the
 process group stands, `("progress", values)`, and for each call `("returned", t)` or `("failed", t, Failure)`, where t
-is `time.monotonic()`. From the launcher: `("call", number)` and `("stop",)`. Payloads and results are files in the
-launch's folder, so that a rank stopped in the middle of a large result never blocks the launcher.
+is `time.monotonic()`. From the launcher: `("call", number, failed)`, where `failed` counts earlier calls that failed on
+some rank, and `("stop",)`. Payloads and results are files in the launch's folder, so that a rank stopped in the middle
+of a large result never blocks the launcher.
 """
 
 from __future__ import annotations
@@ -98,7 +99,11 @@ def rank_main(spec: LaunchSpec, rank: int, connection: Connection) -> None:
         if message[0] == "stop":
             break
         slot.clear()  # what an earlier call waited for explains nothing of this one
-        send(*_answer(spec, rank, message[1]))
+        number, failed_calls = message[1:]
+        reply = _answer(spec, rank, number, failed_calls)
+        with contextlib.suppress(Exception):  # in a broken group the next call fails and says why
+            info.tidy_between_calls(failed_calls)
+        send(*reply)
     with contextlib.suppress(Exception):
         info.leave_group()
     _flush()
@@ -152,9 +157,10 @@ def _join(spec: LaunchSpec, rank: int) -> None:
         )  # fmt: skip
 
 
-def _answer(spec: LaunchSpec, rank: int, call: int) -> tuple[Any, ...]:
+def _answer(spec: LaunchSpec, rank: int, call: int, failed_calls: int) -> tuple[Any, ...]:
     """Call the function of payload `call`, store its result; the message that reports it."""
     try:
+        info.tidy_between_calls(failed_calls)
         fn, args = pickling.unpack(spec.payload(call))
         result = fn(*args)
         _store(spec.file("result", rank, call), result)

@@ -1,4 +1,4 @@
-"""Every byte that ranks exchange passes through here, but for messages on a plain `Lane` (`lanes.py`).
+"""Every byte that ranks exchange passes through here.
 
 Each function takes an explicit `Group`; a group of size 1 is the identity and records nothing. Each tensor operation
 has an `_async` form that returns a `Pending`; between the call and `.wait()` the transfer runs in the background.

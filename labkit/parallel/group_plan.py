@@ -31,7 +31,30 @@ GROUP_TOKENS: dict[str, tuple[str, str]] = {
 """Kind of group -> (generator, token). `embd` and `pos_embd` are picked from `pp` by `embedding_columns`."""
 GROUP_KINDS = (*GROUP_TOKENS, "embd", "pos_embd")
 """All kinds, in the order in which they are created."""
+IN_LINE = "in line"
+_OWN_PURPOSE = {
+    "pp": "pipeline",
+    "cp": "context",
+    "ep": "expert",
+    "dp": "gradients",
+    "dp_cp": "gradients",
+    "edp": "expert gradients",
+    "embd": "word embedding",
+    "pos_embd": "position embedding",
+}
 _SIZES = ("tp", "pp", "cp", "ep", "etp", "order", "rank_offset", "split_rank")
+
+
+def purpose(kind: str) -> str:
+    """Use of a group of `kind`. Groups over the same ranks share a communicator where their purpose is the same.
+
+    All members of a communicator must issue its operations in one order: NCCL runs them in order of issue and would
+    deadlock otherwise. A layer or the end of a step calls `tp`, `etp`, `tp_cp`, `tp_ep`, `tp_dp_cp`, `mp` and others in
+    line, so these kinds share. Each of the others runs beside the program: pipeline send/receive (with two stages
+    `embd` has the same ranks), the ring of `cp`, the all-to-all of `ep`, and the buckets of gradients, whose order
+    follows the backward pass.
+    """
+    return _OWN_PURPOSE.get(kind, IN_LINE)
 
 
 def embedding_columns(

@@ -1,6 +1,7 @@
-"""Send and receive between pipeline neighbours: Megatron's nine functions over an explicit communicator.
+"""Send and receive between pipeline stages: Megatron's nine functions, and the core that the runtime uses too.
 
-All of them are one `exchange` with up to four messages: to and from the previous stage, to and from the next.
+The core is `start`: it starts a list of `P2POp`s and returns one `P2PWork` for each. The nine functions make up to four
+of them: an activation (`F`) and a gradient (`B`), each way.
 
     function                        to next  to previous  from previous  from next
     recv_forward                                               x
@@ -14,13 +15,11 @@ All of them are one `exchange` with up to four messages: to and from the previou
     send_forward_backward_...          x         x             x             x
 
 Notable:
-- **Batched** issues the messages as one batch. Messages carry no name: between two ranks the first send meets the first
-  receive. With two stages both neighbours are the same rank, so what is sent to the previous stage must meet a receive
-  from the *next*, and the batch is posted as send-previous, receive-next, send-next, receive-previous. Posted in
-  Megatron's order (each send beside the receive from the same side) both would cross (Megatron-LM pull request 5271).
-- **Even/odd** issues them one by one: even ranks send first, odd ranks receive first, so no two neighbours ever both
-  wait to send. With two stages what odd ranks send goes over a second communicator, so that the directions can overlap.
-- **Variable lengths**: three integers (the shape) go ahead of every tensor.
+- **Batched** starts the messages as one batch, **even/odd** one by one: see `posting_order.py`.
+- **Variable lengths**: three integers (the shape) go ahead of every tensor. Then all sends start before any receive,
+  and nothing is one batch: a receive needs its sizes to make a buffer, and the rank that sends them may itself wait for
+  a tensor that this rank has not sent yet (Megatron-LM issue 5100).
+- **Two communicators.** Where messages start one by one, each direction between two ranks needs one (`channel`).
 - The transfers themselves are `collectives.isend/irecv/batch`: ledger, Events and status slot see each.
 
 Legend: S = sequence, B = microbatch, H = hidden; tensors between stages are (S, B, H).
@@ -29,6 +28,7 @@ Legend: S = sequence, B = microbatch, H = hidden; tensors between stages are (S,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,14 +36,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from labkit.parallel.collectives import Message, Pending, batch, irecv, isend
+from labkit.events import start_observers
+from labkit.parallel.collectives import Message, Pending, batch, comm_scope, irecv, isend
 from labkit.parallel.groups import Group, ParallelGroups, further_communicator
+from labkit.parallel.posting_order import Operation, channel, in_posting_order
 
 Shape = Sequence[int]
-_Started = dict[tuple[str, str], Pending]
-"""(`send`, `recv` or `sizes`; `prev` or `next`) -> the transfer."""
-_Tensors = dict[str, Tensor | None]
-"""`prev` and `next` -> what to send there, or to receive into."""
+Payload = tuple[Tensor, ...]
+"""Tensors of one message, nearly always one. An encoder-decoder's decoder stages send two: the decoder's hidden states
+and the encoder's output, to which every later stage attends."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,35 +102,157 @@ def second_communicator(groups: ParallelGroups) -> Group:
     return _second[groups]
 
 
-class Arrival:
-    """A tensor on its way. `wait()` returns it, as a leaf that collects a gradient where its type has one."""
+# ---- the core: messages that start together ----
 
-    def __init__(self, pending: Pending) -> None:
-        self._pending = pending
 
-    def wait(self) -> Tensor:
-        """Block until it is here."""
-        tensor = self._pending.wait()
-        return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+@dataclass(frozen=True)
+class MessageSpec:
+    """Shapes and type of the tensors of one message; sender and receiver must mean the same."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    """By tensor. With variable lengths only their number counts."""
+    dtype: torch.dtype
+    """Of every tensor."""
+
+    def check(self, payload: Payload, name: str, source: int, target: int, *, variable: bool) -> None:
+        """Raise ValueError, naming both ranks and both shapes, if `payload` is not what `target` will expect."""
+        given = tuple(tuple(tensor.shape) for tensor in payload)
+        if len(given) != len(self.shapes):
+            raise ValueError(
+                f"rank {source} of the pipeline sends {name} as {len(given)} tensors {_listed(given)}, rank {target} "
+                f"expects {len(self.shapes)}: set tensor_shape to the shapes that this stage returns"
+            )
+        if not variable and given != self.shapes:
+            raise ValueError(
+                f"{name} has shape {_listed(given)} on rank {source} of the pipeline, rank {target} expects "
+                f"{_listed(self.shapes)}: set tensor_shape to what the stages return, or let lengths vary"
+            )
+        for tensor in payload:
+            if tensor.dtype != self.dtype:
+                raise ValueError(f"{name} is {tensor.dtype}, but the pipeline's dtype is {self.dtype}: set dtype")
+
+
+def _listed(shapes: Sequence[Shape]) -> str:
+    return str(shapes[0]) if len(shapes) == 1 else ", ".join(map(str, shapes))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class P2POp:
+    """One message to send or to receive."""
+
+    operation: Operation
+    """`send` or `recv`."""
+    peer: int
+    """Rank at the other end, counted within the pipeline."""
+    channel: int
+    """0 for the first communicator, 1 for the second."""
+    tensors: Payload = ()
+    """Tensors to send. Their storages must stay as they are until the end; the tensors themselves may be shrunk."""
+    spec: MessageSpec | None = None
+    """Of what is received. Of what is sent, if it is to be checked."""
+    name: str = ""
+    """Name for the ledger, such as `0F1>1`."""
+    phase: str = ""
+    """`forward` or `backward`, for the ledger."""
+
+
+class P2PWork:
+    """One message under way."""
+
+    def __init__(self, op: P2POp, pending: list[Pending]) -> None:
+        self._is_received, self._pending = op.operation == "recv", pending
+
+    def wait(self) -> Payload:
+        """Block until it is through. Returns received tensors as leaves that collect a gradient; () for a send."""
+        tensors = tuple([transfer.wait() for transfer in self._pending])
+        return tuple([x.requires_grad_(x.is_floating_point()) for x in tensors]) if self._is_received else ()
+
+
+def start(p2p: P2PCommunicator, ops: Sequence[P2POp]) -> list[P2PWork]:
+    """Start `ops`, as one batch or one by one in this order; one P2PWork for each.
+
+    With variable lengths sends start first, and a receive waits here for its sizes. The ranks at the other ends must
+    start the counterparts in an order that fits: nothing is matched by name.
+
+    Raises ValueError for tensors that are not what the receiver expects.
+    """
+    for op in ops:
+        if op.operation == "send":
+            _check_send(p2p, op)
+    if p2p.variable_seq_lengths:
+        works = {op: _start_one(p2p, op) for op in sorted(ops, key=lambda op: op.operation == "recv")}
+        return [works[op] for op in ops]
+    if not p2p.batch_p2p_comm or len(ops) == 1:
+        return [_start_one(p2p, op) for op in ops]
+    transfers = [(op, _tensors_of(p2p, op)) for op in ops]
+    messages = [
+        Message(op.operation, x, p2p.groups.pp, p2p.groups.pp.ranks[op.peer])
+        for op, tensors in transfers
+        for x in tensors
+    ]
+    with _scope("+".join(op.name for op in ops if op.name), ops[0].phase if ops else ""):
+        pending = iter(batch(messages))
+    return [P2PWork(op, [next(pending) for _ in tensors]) for op, tensors in transfers]
+
+
+def _check_send(p2p: P2PCommunicator, op: P2POp) -> None:
+    for tensor in op.tensors if p2p.variable_seq_lengths else ():
+        if tensor.dim() != 3:
+            raise ValueError(
+                f"variable lengths send three sizes (S, B, H); this tensor has shape {tuple(tensor.shape)}"
+            )
+    if op.spec is not None:
+        op.spec.check(op.tensors, op.name, p2p.groups.pp.rank, op.peer, variable=p2p.variable_seq_lengths)
+
+
+def _start_one(p2p: P2PCommunicator, op: P2POp) -> P2PWork:
+    group = p2p.second if op.channel else p2p.groups.pp
+    transfer, peer = isend if op.operation == "send" else irecv, group.ranks[op.peer]
+    with _scope(op.name, op.phase):
+        sizes, pending = None, []
+        if p2p.variable_seq_lengths:
+            sizes = transfer(_sizes(p2p, op), group, peer)
+            pending = [sizes] if op.operation == "send" else []
+        shapes = sizes.wait().tolist() if sizes is not None and op.operation == "recv" else None
+        return P2PWork(op, pending + [transfer(x, group, peer) for x in _tensors_of(p2p, op, shapes)])
+
+
+def _sizes(p2p: P2PCommunicator, op: P2POp) -> Tensor:
+    """Shapes of the tensors of a message (n, 3), or room for them."""
+    if op.operation == "send":
+        return torch.tensor([x.shape for x in op.tensors], dtype=torch.int64, device=p2p.groups.device)
+    assert op.spec is not None
+    return torch.empty(len(op.spec.shapes), 3, dtype=torch.int64, device=p2p.groups.device)
+
+
+def _tensors_of(p2p: P2PCommunicator, op: P2POp, shapes: Sequence[Shape] | None = None) -> list[Tensor]:
+    """What is sent, or buffers to receive into."""
+    if op.operation == "send":
+        return [x.detach() for x in op.tensors]
+    assert op.spec is not None
+    shapes = op.spec.shapes if shapes is None else shapes
+    return [torch.empty(tuple(shape), dtype=op.spec.dtype, device=p2p.groups.device) for shape in shapes]
+
+
+def _scope(name: str, phase: str) -> AbstractContextManager[Any]:
+    """Tell a ledger or a hook whose message starts; does nothing where there is none."""
+    return comm_scope(layer=name, phase=phase) if name and start_observers else nullcontext()
+
+
+# ---- an exchange with both neighbours ----
 
 
 @dataclass
 class Exchange:
-    """Transfers under way; each field is None where nothing was asked for."""
+    """Up to four messages under way, each with its (operation, kind)."""
 
-    from_prev: Arrival | None
-    from_next: Arrival | None
-    sends: list[Pending]
+    works: list[tuple[tuple[str, str], P2PWork]]
 
     def wait(self) -> tuple[Tensor | None, Tensor | None]:
-        """Complete everything; returns (from previous, from next)."""
-        for pending in self.sends:
-            pending.wait()
-        return _wait(self.from_prev), _wait(self.from_next)
-
-
-def _wait(arrival: Arrival | None) -> Tensor | None:
-    return arrival.wait() if arrival else None
+        """Complete everything; returns (activation from the previous stage, gradient from the next)."""
+        came = {way: work.wait() for way, work in self.works}
+        activation, gradient = came.get(("recv", "F")), came.get(("recv", "B"))
+        return activation[0] if activation else None, gradient[0] if gradient else None
 
 
 def exchange(
@@ -145,86 +268,19 @@ def exchange(
 
     The neighbour must ask for the counterparts in the same call: nothing is matched by name.
     """
-    shapes: dict[str, Shape | None] = {"prev": recv_prev, "next": recv_next}
-    # detach: the sender may shrink its tensor (deallocation.py) while the transfer still reads the storage.
-    sends = {side: None if x is None else x.detach() for side, x in (("prev", send_prev), ("next", send_next))}
-    started: _Started = {}
-    if p2p.variable_seq_lengths:
-        shapes, sends = _exchange_shapes(p2p, sends, shapes, started)
-    device = p2p.groups.device
-    buffers = {
-        side: None if shape is None else torch.empty(tuple(shape), dtype=dtype, device=device)
-        for side, shape in shapes.items()
-    }
-    started |= _post(p2p, sends, buffers)
-    arrivals = {
-        side: Arrival(started["recv", side]) if ("recv", side) in started else None for side in ("prev", "next")
-    }
-    pending = [work for (operation, _), work in started.items() if operation != "recv"]
-    return Exchange(arrivals["prev"], arrivals["next"], pending)
-
-
-def _exchange_shapes(
-    p2p: P2PCommunicator, sends: _Tensors, wanted: dict[str, Shape | None], started: _Started
-) -> tuple[dict[str, Shape | None], _Tensors]:
-    """Three integers each way, over the same communicators and in the same order as the tensors that follow.
-
-    Returns the shapes to receive and the tensors still to send. Where sends do not block, the tensors leave together
-    with their sizes, before anything is waited for: a neighbour that only receives needs the tensor to go on, and this
-    rank may be waiting for what that neighbour computes from it (Megatron-LM issue 5100). NCCL runs a communicator's
-    operations in order, so there the tensors have to follow in a second exchange.
-    """
-    device = p2p.groups.device
-    for tensor in sends.values():
-        if tensor is not None and tensor.dim() != 3:
-            raise ValueError(
-                f"variable lengths send three sizes (S, B, H); this tensor has shape {tuple(tensor.shape)}"
-            )
-    sizes = {
-        k: None if x is None else torch.tensor(x.shape, dtype=torch.int64, device=device) for k, x in sends.items()
-    }
-    room = {k: None if x is None else torch.empty(3, dtype=torch.int64, device=device) for k, x in wanted.items()}
-    works = _post(p2p, sizes, room)
-    if p2p.groups.backend != "nccl":
-        started |= _post(p2p, sends, {"prev": None, "next": None})
-        started |= {("sizes", side): work for (operation, side), work in works.items() if operation == "send"}
-        sends = {"prev": None, "next": None}
-    else:
-        for (operation, _), work in works.items():
-            if operation == "send":
-                work.wait()
-    for (operation, _), work in works.items():
-        if operation == "recv":
-            work.wait()
-    return {side: None if x is None else x.tolist() for side, x in room.items()}, sends
-
-
-_BATCHED = (("send", "prev"), ("recv", "next"), ("send", "next"), ("recv", "prev"))
-_EVEN = (("send", "next"), ("recv", "prev"), ("send", "prev"), ("recv", "next"))
-_ODD = (("recv", "prev"), ("send", "next"), ("recv", "next"), ("send", "prev"))
-
-
-def _post(p2p: P2PCommunicator, sends: _Tensors, buffers: _Tensors) -> _Started:
-    """Start the transfers that have a tensor, in the order that this mode needs."""
-    pp, odd = p2p.groups.pp, p2p.groups.pp.rank % 2 == 1
-    peers = {"prev": p2p.groups.prev_rank, "next": p2p.groups.next_rank}
-    order = _BATCHED if p2p.batch_p2p_comm else (_ODD if odd else _EVEN)
-    due = [(op, side) for op, side in order if (sends if op == "send" else buffers)[side] is not None]
-    tensors = {(op, side): (sends if op == "send" else buffers)[side] for op, side in due}
-    if p2p.batch_p2p_comm:
-        works = batch([Message(op, _some(tensors[op, side]), pp, peers[side]) for op, side in due])
-        return dict(zip(due, works, strict=True))
-    started: _Started = {}
-    for op, side in due:
-        from_odd = odd == (op == "send")
-        group = p2p.second if from_odd and pp.size == 2 else pp
-        started[op, side] = (isend if op == "send" else irecv)(_some(tensors[op, side]), group, peers[side])
-    return started
-
-
-def _some(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
+    pp = p2p.groups.pp
+    before, after = (pp.rank - 1) % pp.size, (pp.rank + 1) % pp.size
+    one_way = p2p.variable_seq_lengths or (not p2p.batch_p2p_comm and pp.size == 2)
+    ops: dict[tuple[str, str], P2POp] = {}
+    for kind, tensor, peer in (("F", send_next, after), ("B", send_prev, before)):
+        if tensor is not None:
+            ops["send", kind] = P2POp("send", peer, channel(pp.rank, peer) if one_way else 0, (tensor,))
+    for kind, shape, peer in (("F", recv_prev, before), ("B", recv_next, after)):
+        if shape is not None:
+            spec = MessageSpec((tuple(shape),), dtype)
+            ops["recv", kind] = P2POp("recv", peer, channel(peer, pp.rank) if one_way else 0, spec=spec)
+    ways = in_posting_order(ops, pp.rank, batched=p2p.batch_p2p_comm)
+    return Exchange(list(zip(ways, start(p2p, [ops[way] for way in ways]), strict=True)))
 
 
 # ---- the nine ----

@@ -132,6 +132,14 @@ def put_gradient(gradient: Tensor, main_grad: Tensor, *, replace: bool) -> None:
         main_grad.add_(gradient)
 
 
+def call_on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+    """Have `hook` called for every gradient; an earlier wrapper of the same parameter is forgotten."""
+    record = record_of(parameter)
+    if record.hook_handle is not None:
+        record.hook_handle.remove()
+    record.hook_handle, record.on_gradient = parameter.register_post_accumulate_grad_hook(hook), hook
+
+
 def main_grad_of(parameter: Tensor) -> Tensor:
     """The gradient that the optimizer uses, made by the data-parallel wrapper."""
     grad: Tensor | None = getattr(parameter, "main_grad", None)

@@ -15,7 +15,7 @@ Sums of bfloat16 and float16 are taken in float32 and rounded once, whatever the
 round after every addition. (NCCL does as it does.) CUDA tensors on gloo pass through pinned host memory.
 
 Under `TORCH_DISTRIBUTED_DEBUG=DETAIL` the plain torch collectives are used, since torch checks those, and only those,
-for calls that do not fit each other; messages are checked by `message_check.py`.
+for calls that do not fit each other; messages are checked by `handshake.py`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
-from labkit.parallel import message_check
 from labkit.parallel.capturing import refuse_host_sync
 from labkit.parallel.groups import Group
+from labkit.parallel.handshake import check_message
 
 Finish = Callable[[], Tensor]
 
@@ -297,7 +297,7 @@ def send(x: Tensor, group: Group, dst: int) -> Finish:
     """Start sending x to global rank `dst`."""
     source = (to_host(x) if x.is_cuda and on_gloo(x, group) else x).contiguous()
     if _checked_by_torch():
-        message_check.check("send", source, group.process_group, dst)
+        check_message("send", source, group.process_group, dst)
     work = process_group_of(group).send([source], group.ranks.index(dst), 0)
     return lambda: (work.wait(), x, source)[1]  # the closure keeps the staged copy alive until it is sent
 
@@ -308,7 +308,7 @@ def recv(x: Tensor, group: Group, src: int) -> Finish:
     direct = not staged and x.is_contiguous()
     buffer = x if direct else (host_buffer(x) if staged else torch.empty_like(x, memory_format=torch.contiguous_format))
     if _checked_by_torch():
-        message_check.check("recv", buffer, group.process_group, src)
+        check_message("recv", buffer, group.process_group, src)
     work = process_group_of(group).recv([buffer], group.ranks.index(src), 0)
 
     def finish() -> Tensor:

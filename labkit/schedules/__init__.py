@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from labkit.schedules.bubble import BubbleSplit, Gap, bubble_split, explain_gap
     from labkit.schedules.builders import build_schedule, gpipe, interleaved, one_f_one_b, without_backward
+    from labkit.schedules.deadlock import Op, communication, interpret
     from labkit.schedules.entry_points import (
         forward_backward_no_pipelining,
         forward_backward_pipelining_with_interleaving,
@@ -15,9 +16,7 @@ if TYPE_CHECKING:
         get_forward_backward_func,
     )
     from labkit.schedules.ir import Action, Schedule, ScheduleError
-    from labkit.schedules.lowering import Message, Program, Step, Transfer, Transport, lower
-    from labkit.schedules.passes import merge_backward, split_backward
-    from labkit.schedules.rendezvous import Op, communication, interpret
+    from labkit.schedules.lowering import Program, StageMessage, Step, Transfer, Transport, lower
     from labkit.schedules.runtime import PipelineRuntime
     from labkit.schedules.simulator import Costs, Timeline, simulate
     from labkit.schedules.tables import (
@@ -29,9 +28,8 @@ if TYPE_CHECKING:
         is_first_microbatch_for_model_chunk,
         is_last_microbatch_for_model_chunk,
     )
-    from labkit.schedules.v_shaped import dualpipe_v, zbv
     from labkit.schedules.verifier import verify
-    from labkit.schedules.zero_bubble import zero_bubble_h1
+    from labkit.schedules.zero_bubble import dualpipe_v, merge_backward, split_backward, zbv, zero_bubble_h1
 
 _WHERE = {
     "BubbleSplit": "bubble",
@@ -50,17 +48,17 @@ _WHERE = {
     "Action": "ir",
     "Schedule": "ir",
     "ScheduleError": "ir",
-    "Message": "lowering",
     "Program": "lowering",
+    "StageMessage": "lowering",
     "Step": "lowering",
     "Transfer": "lowering",
     "Transport": "lowering",
     "lower": "lowering",
-    "merge_backward": "passes",
-    "split_backward": "passes",
-    "Op": "rendezvous",
-    "communication": "rendezvous",
-    "interpret": "rendezvous",
+    "merge_backward": "zero_bubble",
+    "split_backward": "zero_bubble",
+    "Op": "deadlock",
+    "communication": "deadlock",
+    "interpret": "deadlock",
     "PipelineRuntime": "runtime",
     "Costs": "simulator",
     "Timeline": "simulator",
@@ -73,8 +71,8 @@ _WHERE = {
     "get_schedule_table": "tables",
     "is_first_microbatch_for_model_chunk": "tables",
     "is_last_microbatch_for_model_chunk": "tables",
-    "dualpipe_v": "v_shaped",
-    "zbv": "v_shaped",
+    "dualpipe_v": "zero_bubble",
+    "zbv": "zero_bubble",
     "zero_bubble_h1": "zero_bubble",
 }
 __all__ = [
@@ -82,12 +80,12 @@ __all__ = [
     "BubbleSplit",
     "Costs",
     "Gap",
-    "Message",
     "Op",
     "PipelineRuntime",
     "Program",
     "Schedule",
     "ScheduleError",
+    "StageMessage",
     "Step",
     "Timeline",
     "Transfer",

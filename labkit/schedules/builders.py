@@ -1,4 +1,4 @@
-"""Pure functions that build the known schedules, beside those of `zero_bubble.py` and `v_shaped.py`.
+"""Pure functions that build the known schedules, beside those of `zero_bubble.py`.
 
 Each docstring gives the schedule as a program per rank (DualPipe's way of writing: `3F` runs three forwards), the share
 of time its ranks idle, and the activations alive at once. Formulas hold for equal stages and free messages, and tests
@@ -14,12 +14,15 @@ from pathlib import Path
 import numpy as np
 
 from labkit.config import ScheduleConfig
-from labkit.schedules.files import read_schedule
-from labkit.schedules.ir import KINDS, Schedule, ScheduleError
-from labkit.schedules.programs import from_programs
-from labkit.schedules.tables import get_pp_rank_microbatches, legal_group_size, require_positive, table_columns
-from labkit.schedules.v_shaped import dualpipe_v, zbv
-from labkit.schedules.zero_bubble import zero_bubble_h1
+from labkit.schedules.ir import KINDS, Schedule, ScheduleError, read_schedule
+from labkit.schedules.tables import (
+    from_programs,
+    get_pp_rank_microbatches,
+    legal_group_size,
+    require_positive,
+    table_columns,
+)
+from labkit.schedules.zero_bubble import dualpipe_v, zbv, zero_bubble_h1
 
 _F, _B = KINDS.index("F"), KINDS.index("B")
 

@@ -15,8 +15,8 @@ from labkit.parallel.groups import ParallelGroups
 from labkit.schedules.builders import interleaved, one_f_one_b
 from labkit.schedules.ir import Schedule
 from labkit.schedules.lowering import Transport
+from labkit.schedules.microbatches import Shape, TensorShape
 from labkit.schedules.runtime import ForwardStep, PipelineRuntime, chunks_of
-from labkit.schedules.shapes import TensorShape, sequence_shapes, split_over_tensor_parallel
 
 _REFUSED = {
     "adjust_tensor_shapes_fn": "give tensor_shape, or set variable_seq_lengths",
@@ -290,9 +290,9 @@ def _shape(
     if groups.pp.size == 1:
         return None
     if shape is not None:
-        return split_over_tensor_parallel(groups, shape) if sequence_parallel else shape
+        return _split_over_tensor_parallel(groups, shape) if sequence_parallel else shape
     if length is not None and batch is not None and hidden is not None:
-        return sequence_shapes(
+        return _sequence_shapes(
             groups,
             seq_length=length,
             micro_batch_size=batch,
@@ -310,3 +310,44 @@ def _check_sizes(**sizes: object) -> None:
     for name, size in sizes.items():
         if size is not None and (not isinstance(size, Integral) or isinstance(size, bool) or size < 1):
             raise ValueError(f"{name} = {size!r}: must be an integer of at least 1; give it as in {name}=128")
+
+
+def _sequence_shapes(
+    groups: ParallelGroups,
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+    hidden_size: int,
+    decoder_seq_length: int | None,
+    sequence_parallel: bool,
+) -> TensorShape:
+    """(S, B, H) of what stages send, from the sizes of a whole sample, as Megatron computes it.
+
+    S is divided by the context-parallel size, and by the tensor-parallel size under sequence parallelism. With a
+    `split_rank` the stages from it on send two tensors: the decoder's hidden states, `decoder_seq_length` long, and the
+    encoder's output. Raises ValueError for a length that cannot be divided.
+    """
+
+    def shape(length: int) -> Shape:
+        whole = (_part(length, groups.cp.size, "cp"), micro_batch_size, hidden_size)
+        return _split_over_tensor_parallel(groups, whole) if sequence_parallel else whole
+
+    split = groups.config.split_rank
+    if split is None:
+        return shape(seq_length)
+    encoder, decoder = shape(seq_length), shape(seq_length if decoder_seq_length is None else decoder_seq_length)
+    return lambda stage: [encoder] if stage < split else [decoder, encoder]
+
+
+def _split_over_tensor_parallel(groups: ParallelGroups, shape: TensorShape) -> Shape:
+    """One shape with its S divided by the tensor-parallel size. Raises ValueError where that cannot be."""
+    if callable(shape) or not shape or not all(isinstance(size, int) for size in shape):
+        raise ValueError("sequence_parallel divides one tensor_shape: give several shapes as they are when divided")
+    length, *rest = (int(size) for size in shape)  # pyright: ignore[reportArgumentType]
+    return (_part(length, groups.tp.size, "tp, sequence_parallel"), *rest)
+
+
+def _part(length: int, parts: int, axis: str) -> int:
+    if length % parts:
+        raise ValueError(f"{length} positions cannot be cut into {parts} equal parts ({axis})")
+    return length // parts

@@ -2,7 +2,7 @@
 
 Backwards only accumulate inside a `no_sync` context. It is left for the backward that completes a chunk's gradients,
 where the hooks of the data-parallel wrapper may then communicate. A `grad_sync_func` replaces these hooks: it is
-launched at points that all ranks of the pipeline reach at about the same time (`lowering.py`), because communication
+launched at points that all ranks of the pipeline reach at about the same time (see below), because communication
 slows down the computation beside it, and one slow rank would hold up all others.
 
 Without interleaving Megatron's first rank leaves it to the hooks of its last backward even so, since it ends last.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
-from labkit.schedules.lowering import Step
+from labkit.schedules.ir import Action, Schedule
 
 NoSync = Callable[[], AbstractContextManager[Any]]
 SyncFunc = Callable[[list[Any]], None]
@@ -89,22 +89,24 @@ class GradientSync:
         if 0 < len(self._no_sync) < len(self._chunks) and self._unfinished:
             self._hold(self._context(chunk))
 
-    def before(self, step: Step) -> None:
-        """Launch the parameter gathers that are due, and let go before a backward that completes a chunk."""
-        if not self._chunks:
-            return
-        for chunk in step.param_gather if self._gather else ():
+    def gather(self, chunk: int) -> None:
+        """Launch the gathering of a chunk's parameters."""
+        if self._gather:
             self._gather[chunk](list(self._chunks[chunk].parameters()))
-        if step.ends_chunk and not self._launch:
-            self._let_go(step.chunk)
 
-    def after(self, step: Step) -> None:
-        """Launch the gradient synchronisations that are due, and hold the other chunks again."""
-        if not self._chunks:
-            return
-        if step.ends_chunk and not self._launch:
-            self._hold_again(step.chunk)
-        for chunk in step.grad_sync if self._launch else ():
+    def before_last_backward(self, chunk: int) -> None:
+        """Let the hooks of the backward that completes a chunk's gradients communicate, unless a function will."""
+        if not self._launch:
+            self._let_go(chunk)
+
+    def after_last_backward(self, chunk: int) -> None:
+        """Hold the other chunks again."""
+        if not self._launch:
+            self._hold_again(chunk)
+
+    def synchronise(self, chunk: int) -> None:
+        """Launch the synchronisation of a chunk's gradients."""
+        if self._launch:
             self._let_go(chunk)
             self._launch[chunk](list(self._chunks[chunk].parameters()))
             self._hold_again(chunk)
@@ -114,3 +116,46 @@ def _one_each(function: SyncFunc | Sequence[SyncFunc] | None, chunks: Sequence[A
     if function is None:
         return []
     return [function] * len(chunks) if callable(function) else list(function)
+
+
+# ---- places in a row ----
+
+
+def places_of_synchronisation(
+    schedule: Schedule, rank: int, actions: Sequence[Action], chunks: Sequence[int]
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """For each action, the chunks whose gradient synchronisation follows it and whose parameter gathering precedes it.
+
+    Collectives slow computation down, so Megatron starts them at the same time on all ranks: the gradients of a chunk
+    after the backward number k + pp_rank of the rank, where k is the chunk's last, since backward reaches rank 0 last;
+    the parameters of the chunk that follows chunk c before the forward number k - pp_rank, where k is the first of c.
+    In general a stage is as far behind as its chunk's lowest stage is below it, which is pp_rank where placement is
+    looped. What is not reached goes after the last action; chunks 0 and 1 are gathered before the first.
+    """
+    after: list[list[int]] = [[] for _ in actions]
+    before: list[list[int]] = [[] for _ in actions]
+    if schedule.forward_only:
+        return [()] * len(actions), [()] * len(actions)
+    lags = schedule.derived("lags", _lags)
+    stages = schedule.stages_of(rank)
+    backwards = [i for i, action in enumerate(actions) if action.kind in "BW"]
+    last = {chunks[i]: k for k, i in enumerate(backwards)}
+    for chunk, k in sorted(last.items()):
+        due = k + lags[stages[chunk]]
+        after[backwards[due] if due < len(backwards) else -1].append(chunk)
+    forwards = [i for i, action in enumerate(actions) if action.kind == "F"]
+    first = {chunks[i]: k for k, i in reversed(list(enumerate(forwards)))}
+    before[0] = list(range(len(stages)))[:2]
+    for chunk, k in sorted(first.items()):
+        if 1 < chunk + 1 < len(stages):
+            before[forwards[max(0, k - lags[stages[chunk]])]].append(chunk + 1)
+    return [tuple(sorted(c)) for c in after], [tuple(sorted(c)) for c in before]
+
+
+def _lags(schedule: Schedule) -> list[int]:
+    """By stage, how many stages above the lowest one of its chunk number it is."""
+    chunks = {stage: chunk for rank in range(schedule.pp) for chunk, stage in enumerate(schedule.stages_of(rank))}
+    lowest: dict[int, int] = {}
+    for stage in range(schedule.num_stages):
+        lowest.setdefault(chunks[stage], stage)
+    return [stage - lowest[chunks[stage]] for stage in range(schedule.num_stages)]

@@ -14,9 +14,11 @@ Legend: A = actions of the whole schedule, P = ranks, S = stages, M = microbatch
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -237,6 +239,12 @@ class Schedule:
         return [number - 0.5 if weight else number for number, weight in numbers]
 
     @property
+    def checksum(self) -> int:
+        """A number that differs where rows do."""
+        columns = (self.stages, self.kinds, self.microbatches, self.offsets)
+        return zlib.crc32(b"".join(column.tobytes() for column in columns))
+
+    @property
     def signed_chunks(self) -> np.ndarray:
         """The orders of all ranks as one column (A,): c + 1 forward, -(c + 1) for B, I and W."""
         return self.derived("signed_chunks", _signed_chunks)
@@ -285,6 +293,30 @@ class Schedule:
             cells = enumerate(line.split(","), start=1)
             rows.append([_parse_cell(cell, f"row {row}, column {column}", _SEPARATORS) for column, cell in cells])
         return cls(name, *_counted(rows), rows)
+
+
+def read_schedule(path: str | Path) -> Schedule:
+    """The schedule in the UTF-8 file at `path`, with or without a byte order mark and with any line ends.
+
+    Where no line begins with `rank R:` it is CSV, and the schedule bears the name of the file without its suffix.
+
+    Raises:
+        ValueError: a file that cannot be read, in one sentence without its name.
+        ScheduleError: what is in the file is no schedule (`Schedule.from_csv`, `Schedule.from_text`).
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ValueError("no such file") from None
+    except IsADirectoryError:
+        raise ValueError("is a directory; give a file") from None
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8 text: save it as CSV UTF-8") from None
+    is_text = any(RANK_LINE.match(line.strip()) for line in text.splitlines())
+    return Schedule.from_text(text) if is_text else Schedule.from_csv(text, name=path.stem)
 
 
 def _signed_chunks(schedule: Schedule) -> np.ndarray:

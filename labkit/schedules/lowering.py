@@ -35,13 +35,17 @@ that both directions can overlap.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
+from labkit.parallel.posting_order import Operation, channel, even_odd_place
 from labkit.schedules.dependencies import dependencies
+from labkit.schedules.gradient_sync import places_of_synchronisation
 from labkit.schedules.ir import Action, Schedule
 from labkit.schedules.simulator import Timeline, simulate
 
@@ -49,7 +53,7 @@ Transport = Literal["posted", "batched", "even_odd", "blocking"]
 """How messages travel."""
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """An activation (F) or a gradient (B) on its way from one stage to a neighbouring one; prints as `1F0>2`."""
 
     kind: str
@@ -66,7 +70,7 @@ class Message(NamedTuple):
     consumed: int
     """Position of the action that needs it, in the row of `target`."""
     is_local: bool
-    """Whether that is the rank that sends: it holds both stages, and nothing is transferred."""
+    """Whether `source` is `target`: the rank holds both stages, and nothing is transferred."""
 
     def __str__(self) -> str:
         return f"{self.from_stage}{self.kind}{self.microbatch}>{self.to_stage}"
@@ -76,8 +80,8 @@ class Message(NamedTuple):
 class Transfer:
     """One end of a message between two ranks; prints as `send 1F0>2 to rank 2`."""
 
-    operation: Literal["send", "recv"]
-    message: Message
+    operation: Operation
+    message: StageMessage
     channel: Literal[0, 1] = 0
     """Which of two communicators carries it."""
 
@@ -86,91 +90,141 @@ class Transfer:
         """The rank at the other end."""
         return self.message.target if self.operation == "send" else self.message.source
 
+    @property
+    def other_end(self) -> str:
+        """`to rank 2`, or `from rank 2`."""
+        return f"{'to' if self.operation == 'send' else 'from'} rank {self.peer}"
+
     def __str__(self) -> str:
-        second = ", second channel" if self.channel else ""
-        return (
-            f"{self.operation} {self.message} {'to' if self.operation == 'send' else 'from'} rank {self.peer}{second}"
-        )
+        return f"{self.operation} {self.message} {self.other_end}{', second channel' if self.channel else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An action with what surrounds it: first `param_gather`, then `transfers`, the action, last `grad_sync`."""
+    """An action of the row, with what it reads and makes; prints as the action."""
 
     action: Action
     chunk: int
     """Model chunk of the action's stage on this rank."""
-    needs: Message | None
-    """What the action reads, from another rank or its own; None at the ends of the model and for weight gradients."""
-    gives: Message | None
-    """What it makes for another stage."""
+    needs: StageMessage | None
+    """Message that the action reads, from another rank or its own; None at the ends of the model and for W."""
+    gives: StageMessage | None
+    """Message that it makes for another stage."""
     ends_chunk: bool
     """Whether this is the last backward of its chunk: gradients are complete after it."""
-    transfers: tuple[Transfer, ...] = ()
-    """What the rank exchanges in the slot just before the action, in the order of posting; empty under `posted`."""
-    grad_sync: tuple[int, ...] = ()
-    """Chunks whose gradients start to be synchronised after the action."""
-    param_gather: tuple[int, ...] = ()
-    """Chunks whose parameters start to be gathered before the action."""
+
+    @property
+    def verb(self) -> str:
+        """F, B, I or W."""
+        return self.action.kind
+
+    def __str__(self) -> str:
+        return str(self.action)
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """Transfers that start, end, or do both."""
+
+    verb: Literal["post", "recv", "send", "sent", "exchange"]
+    """`post` starts receives whose messages are read later, `recv` waits for one. `send` starts a send, `sent` waits
+    for sends that must have been read by now. `exchange` starts all its transfers in their order and waits for all."""
+    transfers: tuple[Transfer, ...]
+
+    def __str__(self) -> str:
+        if self.verb == "exchange":
+            return "    " + " + ".join(map(str, self.transfers))
+        by_rank = groupby(self.transfers, lambda transfer: transfer.other_end)
+        ends = (f"{', '.join(str(t.message) for t in transfers)} {end}" for end, transfers in by_rank)
+        return f"    {self.verb} {' + '.join(ends)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """The start of a chunk's gradient synchronisation, or of the gathering of its parameters."""
+
+    verb: Literal["gather", "synchronise"]
+    chunk: int
+
+    def __str__(self) -> str:
+        what = "parameters" if self.verb == "gather" else "gradients"
+        return f"    {self.verb} {what} of chunk {self.chunk}"
+
+
+Instruction = Step | Communication | Sync
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one rank does. `str` has one line per slot that exchanges something and one per action."""
+    """Everything that one rank does, in order. `str` has a line for each instruction."""
 
-    steps: list[Step]
-    last: tuple[Transfer, ...]
-    """The slot after the last action."""
-    incoming: dict[int, list[Message]]
+    instructions: list[Instruction]
+    incoming: dict[int, list[StageMessage]]
     """By sending rank, the messages that come from it, in the order it sends them."""
-    forwards: tuple[tuple[int, ...], ...]
-    """By chunk, the microbatches of its forwards in their order."""
+
+    @property
+    def steps(self) -> list[Step]:
+        """The row: the instructions that compute."""
+        return [instruction for instruction in self.instructions if isinstance(instruction, Step)]
 
     @property
     def slots(self) -> list[tuple[Transfer, ...]]:
-        """All slots, the last one included."""
-        return [*(step.transfers for step in self.steps), self.last]
+        """What is exchanged before each action, and after the last; all empty under `posted`."""
+        slots: list[tuple[Transfer, ...]] = [()]
+        for instruction in self.instructions:
+            if isinstance(instruction, Step):
+                slots.append(())
+            elif isinstance(instruction, Communication) and instruction.verb == "exchange":
+                slots[-1] += instruction.transfers
+        return slots
+
+    @property
+    def peers(self) -> set[int]:
+        """The ranks that this one exchanges messages with."""
+        transfers = [i.transfers for i in self.instructions if isinstance(i, Communication)]
+        return {transfer.peer for each in transfers for transfer in each}
+
+    def forwards(self, chunk: int) -> list[int]:
+        """The microbatches of a chunk's forwards in their order."""
+        return [step.action.microbatch for step in self.steps if step.chunk == chunk and step.action.kind == "F"]
 
     def __str__(self) -> str:
-        lines = []
-        for step in self.steps:
-            lines += [f"    gather parameters of chunk {chunk}" for chunk in step.param_gather]
-            lines += _slot_line(step.transfers)
-            lines.append(str(step.action))
-            lines += [f"    synchronise gradients of chunk {chunk}" for chunk in step.grad_sync]
-        return "\n".join(lines + _slot_line(self.last))
+        return "\n".join(map(str, self.instructions))
 
 
-def _slot_line(transfers: Sequence[Transfer]) -> list[str]:
-    return ["    " + " + ".join(map(str, transfers))] if transfers else []
-
-
-def lower(schedule: Schedule, rank: int, transport: Transport = "posted") -> Program:
+def lower(schedule: Schedule, rank: int, transport: Transport = "posted", *, receives_ahead: int = 4) -> Program:
     """The program of `rank`.
+
+    receives_ahead: under `posted`, how many receives of one sender are open beyond the message that is read next. With
+        0 none is, and each direction has a channel of its own under every transport: what varying lengths need.
 
     The schedule must be complete (`verify` says so); under `batched` and `even_odd` it is simulated, which raises
     ScheduleError where that is impossible. Raises ValueError for an unknown transport.
     """
     check_transport(transport)
-    needs, gives = _messages(schedule, rank)
-    slots = _slots(schedule, rank, transport, needs, gives)
-    actions = schedule.actions(rank)
-    of_stage = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank))}
-    chunks = [of_stage[action.stage] for action in actions]
+    actions, stages = schedule.actions(rank), schedule.stages_of(rank)
+    chunks = [stages.index(action.stage) for action in actions]
     ends = {chunk: i for i, (action, chunk) in enumerate(zip(actions, chunks)) if action.kind in "BW"}
-    grad_sync, param_gather = _synchronisation(schedule, rank, actions, chunks)
+    needs, gives = _messages(schedule, rank)
     steps = [
-        Step(action, chunk, needs[i], gives[i], ends.get(chunk) == i, slots[i], grad_sync[i], param_gather[i])
+        Step(action, chunk, needs[i], gives[i], ends.get(chunk) == i)
         for i, (action, chunk) in enumerate(zip(actions, chunks))
     ]
-    incoming: dict[int, list[Message]] = {}
+    incoming: dict[int, list[StageMessage]] = {}
     for message in sorted((m for m in needs if m and not m.is_local), key=lambda m: m.produced):
         incoming.setdefault(message.source, []).append(message)
-    forwards: list[list[int]] = [[] for _ in of_stage]
-    for action, chunk in zip(actions, chunks):
-        if action.kind == "F":
-            forwards[chunk].append(action.microbatch)
-    return Program(steps, slots[-1], incoming, tuple(map(tuple, forwards)))
+    if transport == "posted":
+        before, after = _posted(steps, incoming, receives_ahead)
+    else:
+        before = _exchanges(_slots(schedule, rank, transport, steps, receives_ahead == 0), transport)
+        after = [[] for _ in steps]
+    grad_sync, param_gather = places_of_synchronisation(schedule, rank, actions, chunks)
+    program: list[Instruction] = []
+    for i, step in enumerate(steps):
+        program += [Sync("gather", chunk) for chunk in param_gather[i]]
+        program += [*before[i], step, *after[i]]
+        program += [Sync("synchronise", chunk) for chunk in grad_sync[i]]
+    return Program(program + before[-1], incoming)
 
 
 def check_transport(transport: str) -> None:
@@ -179,14 +233,14 @@ def check_transport(transport: str) -> None:
         raise ValueError(f"transport is {transport!r}; choose one of {', '.join(get_args(Transport))}")
 
 
-def _messages(schedule: Schedule, rank: int) -> tuple[list[Message | None], list[Message | None]]:
+def _messages(schedule: Schedule, rank: int) -> tuple[list[StageMessage | None], list[StageMessage | None]]:
     """For each action of the row the message that it needs, and the one that it gives."""
     producer, consumer = schedule.derived(*_PRODUCERS), schedule.derived(*_CONSUMERS)
     row = np.arange(schedule.offsets[rank], schedule.offsets[rank + 1])
     return _between(schedule, producer[row], row), _between(schedule, row, consumer[row])
 
 
-def _between(schedule: Schedule, produced: np.ndarray, consumed: np.ndarray) -> list[Message | None]:
+def _between(schedule: Schedule, produced: np.ndarray, consumed: np.ndarray) -> list[StageMessage | None]:
     """The messages from actions to actions, given by their indices; None where one of the two is -1."""
     source, target = schedule.ranks[produced], schedule.ranks[consumed]
     columns = (
@@ -202,7 +256,7 @@ def _between(schedule: Schedule, produced: np.ndarray, consumed: np.ndarray) -> 
     )
     there = ((produced >= 0) & (consumed >= 0)).tolist()
     rows = zip(there, *(column.tolist() for column in columns))
-    return [Message("F" if kind == 0 else "B", *rest) if exists else None for exists, kind, *rest in rows]
+    return [StageMessage("F" if kind == 0 else "B", *rest) if exists else None for exists, kind, *rest in rows]
 
 
 def producers(schedule: Schedule) -> np.ndarray:
@@ -223,31 +277,90 @@ _PRODUCERS = ("action whose result each reads", producers)
 _CONSUMERS = ("action that reads each one's result", _consumers)
 
 
+# ---- posted ----
+def _posted(
+    steps: Sequence[Step], incoming: Mapping[int, Sequence[StageMessage]], ahead: int
+) -> tuple[list[list[Instruction]], list[list[Instruction]]]:
+    """The communication before each action (and after the last), and that right after each action.
+
+    Receives of one sender are posted in its order. The first is not posted ahead of its use: NCCL connects two ranks
+    with their first message, and would block here until the other rank sends. The source of a message has made it after
+    reading all that it consumed up to there, so these sends are complete: they end before the rank waits the next time,
+    or before a forward or a W, never between a message and the action that others wait for.
+    """
+    before: list[list[Instruction]] = [[] for _ in range(len(steps) + 1)]
+    after: list[list[Instruction]] = [[] for _ in steps]
+    unposted = {source: deque(messages) for source, messages in incoming.items()}
+    opened: dict[int, list[StageMessage]] = {}
+    unread: dict[int, deque[Transfer]] = {}
+    read: list[Transfer] = []
+
+    def post(i: int, source: int, is_enough: Callable[[], bool]) -> None:
+        posts = []
+        while unposted[source] and not is_enough():
+            message = unposted[source].popleft()
+            opened[source].append(message)
+            posts.append(Transfer("recv", message, channel(source, message.target)))
+        if posts:
+            before[i].append(Communication("post", tuple(posts)))
+
+    for i, step in enumerate(steps):
+        needs, gives = step.needs, step.gives
+        receives = needs is not None and not needs.is_local
+        if read and (receives or step.action.kind in "FW"):
+            before[i].append(Communication("sent", tuple(read)))
+            read.clear()
+        if needs is not None and receives:
+            source, is_first = needs.source, needs.source not in opened
+            here = opened.setdefault(source, [])
+            least = 0 if is_first else ahead + 1
+            post(i, source, lambda: needs in here and len(here) >= least)  # noqa: B023
+            before[i].append(Communication("recv", (Transfer("recv", needs, channel(source, needs.target)),)))
+            here.remove(needs)
+            if is_first:
+                post(i, source, lambda: len(here) >= ahead)  # noqa: B023
+            while unread.get(source) and unread[source][0].message.consumed <= needs.produced:
+                read.append(unread[source].popleft())
+        if gives is not None and not gives.is_local:
+            transfer = Transfer("send", gives, channel(gives.source, gives.target))
+            after[i].append(Communication("send", (transfer,)))
+            unread.setdefault(gives.target, deque()).append(transfer)
+    left = [*read, *(transfer for queue in unread.values() for transfer in queue)]
+    before[-1] += [Communication("sent", tuple(left))] if left else []
+    return before, after
+
+
 # ---- slots ----
+def _exchanges(slots: Iterable[Sequence[Transfer]], transport: Transport) -> list[list[Instruction]]:
+    """Each slot as one exchange, or as one for each transfer where these are `blocking`."""
+    if transport == "blocking":
+        return [[Communication("exchange", (transfer,)) for transfer in slot] for slot in slots]
+    return [[Communication("exchange", tuple(slot))] if slot else [] for slot in slots]
+
+
 def _slots(
-    schedule: Schedule,
-    rank: int,
-    transport: Transport,
-    needs: Sequence[Message | None],
-    gives: Sequence[Message | None],
-) -> list[tuple[Transfer, ...]]:
+    schedule: Schedule, rank: int, transport: Transport, steps: Sequence[Step], one_way: bool
+) -> list[list[Transfer]]:
     """What each slot of the rank exchanges, in the order of posting; one slot more than actions."""
-    if transport == "posted":
-        return [()] * (len(needs) + 1)
-    slots: list[list[Transfer]] = [[] for _ in range(len(needs) + 1)]
-    for i, message in enumerate(gives):
-        if message is not None and not message.is_local:
-            slots[i + 1].append(Transfer("send", message, _channel(schedule, transport, rank)))
-    arriving = [(i, message) for i, message in enumerate(needs) if message is not None and not message.is_local]
+    one_way = one_way or (transport == "even_odd" and schedule.pp == 2)
+    slots: list[list[Transfer]] = [[] for _ in range(len(steps) + 1)]
+
+    def put(slot: int, operation: Operation, message: StageMessage) -> None:
+        slots[slot].append(Transfer(operation, message, channel(message.source, message.target) if one_way else 0))
+
+    for i, step in enumerate(steps):
+        if step.gives is not None and not step.gives.is_local:
+            put(i + 1, "send", step.gives)
     timeline = None if transport == "blocking" else schedule.derived("unit costs", simulate)
     in_slot: dict[int, int] = {}
     if timeline is not None:
         positions, numbers, _ = receive_slots(schedule, timeline, schedule.derived(*_PRODUCERS), rank)
         in_slot = dict(zip(positions.tolist(), numbers.tolist()))
-    for i, message in arriving:
-        slots[in_slot.get(i, i)].append(Transfer("recv", message, _channel(schedule, transport, message.source)))
+    for i, step in enumerate(steps):
+        if step.needs is not None and not step.needs.is_local:
+            put(in_slot.get(i, i), "recv", step.needs)
     if timeline is None:
-        return [tuple(slot) for slot in slots]
+        return slots
 
     def when(transfer: Transfer) -> tuple[float, bool, int]:
         message = transfer.message
@@ -255,7 +368,7 @@ def _slots(
         return float(moment), message.kind == "B", message.source
 
     by_moment = [sorted(slot, key=when) for slot in slots]
-    return [tuple(slot if transport == "batched" else _even_odd(slot, rank)) for slot in by_moment]
+    return by_moment if transport == "batched" else [_even_odd(slot, rank) for slot in by_moment]
 
 
 def receive_slots(
@@ -272,61 +385,11 @@ def receive_slots(
     return positions, np.searchsorted(timeline.start[row], moments), moments
 
 
-def _channel(schedule: Schedule, transport: Transport, source: int) -> Literal[0, 1]:
-    return 1 if transport == "even_odd" and schedule.pp == 2 and source % 2 == 1 else 0
-
-
-_MEGATRON = {("send", "F"): 0, ("recv", "F"): 1, ("send", "B"): 2, ("recv", "B"): 3}
-"""Even ranks: send to the next stage, receive from the previous, send to the previous, receive from the next. Odd ranks
-swap the members of each pair."""
-
-
 def _even_odd(by_moment: Iterable[Transfer], rank: int) -> list[Transfer]:
     """Megatron's order says which peer comes when; among the transfers with one peer the moment decides."""
     by_moment = list(by_moment)
     queues: dict[tuple[int, int], list[Transfer]] = {}
     for transfer in by_moment:
         queues.setdefault((transfer.peer, transfer.channel), []).append(transfer)
-    in_turn = sorted(by_moment, key=lambda t: _MEGATRON[t.operation, t.message.kind] ^ (rank % 2))
+    in_turn = sorted(by_moment, key=lambda t: even_odd_place(t.operation, t.message.kind, rank))
     return [queues[transfer.peer, transfer.channel].pop(0) for transfer in in_turn]
-
-
-# ---- gradients and parameters ----
-def _synchronisation(
-    schedule: Schedule, rank: int, actions: Sequence[Action], chunks: Sequence[int]
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """For each action, the chunks whose gradient synchronisation follows it and whose parameter gathering precedes it.
-
-    Collectives slow computation down, so Megatron starts them at the same time on all ranks: the gradients of a chunk
-    after the backward number k + pp_rank of the rank, where k is the chunk's last, since backward reaches rank 0 last;
-    the parameters of the chunk that follows chunk c before the forward number k - pp_rank, where k is the first of c.
-    In general a stage is as far behind as its chunk's lowest stage is below it, which is pp_rank where placement is
-    looped. What is not reached goes after the last action; chunks 0 and 1 are gathered before the first.
-    """
-    after: list[list[int]] = [[] for _ in actions]
-    before: list[list[int]] = [[] for _ in actions]
-    if schedule.forward_only:
-        return [()] * len(actions), [()] * len(actions)
-    lags = schedule.derived("lags", _lags)
-    stages = schedule.stages_of(rank)
-    backwards = [i for i, action in enumerate(actions) if action.kind in "BW"]
-    last = {chunks[i]: k for k, i in enumerate(backwards)}
-    for chunk, k in sorted(last.items()):
-        due = k + lags[stages[chunk]]
-        after[backwards[due] if due < len(backwards) else -1].append(chunk)
-    forwards = [i for i, action in enumerate(actions) if action.kind == "F"]
-    first = {chunks[i]: k for k, i in reversed(list(enumerate(forwards)))}
-    before[0] = list(range(len(stages)))[:2]
-    for chunk, k in sorted(first.items()):
-        if 1 < chunk + 1 < len(stages):
-            before[forwards[max(0, k - lags[stages[chunk]])]].append(chunk + 1)
-    return [tuple(sorted(c)) for c in after], [tuple(sorted(c)) for c in before]
-
-
-def _lags(schedule: Schedule) -> list[int]:
-    """By stage, how many stages above the lowest one of its chunk number it is."""
-    chunks = {stage: chunk for rank in range(schedule.pp) for chunk, stage in enumerate(schedule.stages_of(rank))}
-    lowest: dict[int, int] = {}
-    for stage in range(schedule.num_stages):
-        lowest.setdefault(chunks[stage], stage)
-    return [stage - lowest[chunks[stage]] for stage in range(schedule.num_stages)]

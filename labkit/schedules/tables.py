@@ -1,4 +1,6 @@
-"""Schedule tables of interleaved 1F1B, and the orders made from them, under the names that Megatron-LM gives them.
+"""Short forms of a schedule: tables of interleaved 1F1B, orders made from them, and programs of phases.
+
+Tables and orders have the names that Megatron-LM gives them.
 
 A rank with V model chunks runs M x V virtual microbatches: virtual microbatch k is one microbatch through one chunk.
 The schedule table says which; it is the same on every rank. PP2, M 5, V 2, group size N 3:
@@ -13,18 +15,30 @@ between ranks is only how many forwards come before the first backward: the warm
 An order is the row of one rank as signed chunk numbers, the form Transformer Engine takes as `_order`: c + 1 is a
 forward of chunk c, -(c + 1) its backward. The microbatch is not written, every chunk runs them in ascending order.
 
+A program is a list of phases `(times, "F0 I1 W1")`: the words of the second, repeated as often as the first says. A
+word is a kind and a model chunk of the rank; `F` alone means chunk 0. Every kind runs the microbatches of a chunk in
+ascending order, so numbers need not be written. `W` alone is the oldest weight gradient that is still open, of whatever
+chunk; a program has either such W or numbered ones.
+
 Sources: arXiv 2104.04473 section 2.2; megatron-core 0.16.1, which tests hold these functions to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 import numpy as np
 
+from labkit.schedules.ir import KINDS, Schedule
+
 ScheduleTable = Sequence[tuple[int, int]]
 """(microbatch, model chunk) of every virtual microbatch."""
+Phase = tuple[int, str]
+"""How often, and which words."""
+
+_I, _W = KINDS.index("I"), KINDS.index("W")
+_OLDEST = -1
 
 
 def get_pp_rank_microbatches(
@@ -226,6 +240,57 @@ def _side_by_side(backward: int, forward: int, num_layers_per_chunk: Sequence[in
         mixed += [] if back is None else [back]
         mixed += [down[step] - 0.5] if weights and step < len(down) - 1 else []
     return mixed + ([down[-1] - 0.5] if weights and down else [])
+
+
+# ---- programs ----
+
+
+def from_programs(
+    name: str, microbatches: int, programs: Sequence[Sequence[Phase]], stage_of: Callable[[int, int], int]
+) -> Schedule:
+    """The schedule of these programs, one per rank; `stage_of(rank, chunk)` is the stage of a rank's model chunk.
+
+    Phases that repeat no time are left out. Actions of microbatches from `microbatches` on are dropped, so that a
+    program for more of them serves.
+    """
+    rows = []
+    for rank, program in enumerate(programs):
+        kinds, chunks, numbers = _row(program)
+        stages = np.array([stage_of(rank, chunk) for chunk in range(1 + int(chunks.max()))])
+        kept = numbers < microbatches
+        rows.append((stages[chunks[kept]], kinds[kept], numbers[kept]))
+    stages, kinds, numbers = (np.concatenate(columns) for columns in zip(*rows, strict=True))
+    return Schedule.from_columns(
+        name,
+        1 + int(stages.max()),
+        microbatches,
+        stages=stages,
+        kinds=kinds,
+        microbatches=numbers,
+        offsets=np.cumsum([0, *(len(row[0]) for row in rows)]),
+    )
+
+
+def _row(program: Sequence[Phase]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(kinds, chunks, microbatches) of one rank's actions."""
+    phases = [(times, words.split()) for times, words in program if times]
+    kinds = np.concatenate([np.tile([KINDS.index(word[0]) for word in words], times) for times, words in phases])
+    chunks = np.concatenate([np.tile([_chunk(word) for word in words], times) for times, words in phases])
+    numbers = np.zeros_like(kinds)
+    for kind in range(len(KINDS)):
+        for chunk in range(1 + int(chunks.max())):
+            here = (kinds == kind) & (chunks == chunk)
+            numbers[here] = np.arange(np.count_nonzero(here))
+    if (chunks == _OLDEST).any():
+        inputs, weights = kinds == _I, kinds == _W
+        chunks[weights], numbers[weights] = chunks[inputs], numbers[inputs]
+    return kinds, chunks, numbers
+
+
+def _chunk(word: str) -> int:
+    if word == "W":
+        return _OLDEST
+    return int(word[1:] or 0)
 
 
 def require_positive(**sizes: int) -> None:

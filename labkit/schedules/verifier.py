@@ -19,13 +19,14 @@ Legend: A = actions of the schedule, P = ranks, S = stages, M = microbatches, V 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from labkit.schedules.deadlock import interpret, placed_communication
 from labkit.schedules.dependencies import require_complete
 from labkit.schedules.ir import KINDS, Schedule, ScheduleError, grid
 from labkit.schedules.lowering import Transport, check_transport, producers, receive_slots
-from labkit.schedules.rendezvous import interpret, placed_communication
 from labkit.schedules.simulator import Timeline, simulate
 
 _CHANGE = np.array([1, -1, 0, -1], dtype=np.int8)
@@ -153,6 +154,23 @@ def _require_memory(schedule: Schedule, limits: Sequence[int]) -> None:
             marks[rank, int(over[0])] = f"{action} puts {limit + 1} activations in flight, the limit is {limit}"
     if marks:
         _refuse(schedule, "needs more memory than it may:", marks)
+
+
+def check_fit(schedule: Schedule, rank: int, size: int, chunks: Sequence[Any], *, recomputes: bool) -> None:
+    """Raise ValueError where `schedule` does not fit a pipeline of `size` ranks, or the model chunks of `rank`.
+
+    recomputes: chunks must be able to leave out recomputation.
+    """
+    if schedule.pp != size:
+        raise ValueError(f"{schedule.name} is for {schedule.pp} ranks, the pipeline has {size}")
+    stages = schedule.stages_of(rank)
+    if len(stages) != len(chunks):
+        raise ValueError(f"{schedule.name} has {len(stages)} stages on rank {rank}: {len(chunks)} chunks given")
+    for stage, chunk in zip(stages, chunks, strict=True):
+        if stage > 0 and not hasattr(chunk, "set_input_tensor"):
+            raise ValueError(f"stage {stage} needs set_input_tensor(x) to be given the previous stage's output")
+        if recomputes and not hasattr(chunk, "set_activation_checkpointing"):
+            raise ValueError(f"stage {stage} needs set_activation_checkpointing(on) to keep microbatches whole")
 
 
 # ---- transports ----

@@ -1,10 +1,76 @@
-"""Zero-bubble schedules with one stage a rank: weight gradients wait, and fill what would be idle time."""
+"""Split backwards, and the zero-bubble schedules built of them.
+
+    split_backward(s, weight="after")   0F0 0B0 0F1 0B1  ->  0F0 0I0 0W0 0F1 0I1 0W1
+    split_backward(s, weight="end")     0F0 0B0 0F1 0B1  ->  0F0 0I0 0F1 0I1 0W0 0W1
+    merge_backward(either)                               ->  0F0 0B0 0F1 0B1
+
+Only I is on the way of a gradient to the previous stage. A W right after its I therefore changes nothing but the moment
+at which the gradient leaves; a W put off fills time in which the rank would wait, and keeps its activations alive.
+Splitting or merging cannot make a legal schedule illegal: an action that waits for a gradient waits for I, which stands
+where B was.
+
+`zero_bubble_h1` has one stage a rank. `zbv` and `dualpipe_v` run over a V: 2 p stages, of which rank r holds r on the
+way down and 2 p - 1 - r on the way up.
+"""
 
 from __future__ import annotations
 
-from labkit.schedules.ir import Schedule
-from labkit.schedules.programs import Phase, from_programs
-from labkit.schedules.tables import require_positive
+from typing import Literal
+
+import numpy as np
+
+from labkit.schedules.dependencies import positions
+from labkit.schedules.ir import KINDS, Schedule
+from labkit.schedules.tables import Phase, from_programs, require_positive
+
+_B, _I, _W = (KINDS.index(kind) for kind in "BIW")
+
+
+def split_backward(schedule: Schedule, *, weight: Literal["after", "end"]) -> Schedule:
+    """Each B as I, with its W right after it or, in the same order, at the end of the row.
+
+    What is split already stays as it is. Raises ValueError for another `weight`.
+    """
+    if weight not in ("after", "end"):
+        raise ValueError(f"weight is {weight!r}: put weight gradients 'after' their input gradient or at the 'end'")
+    whole = schedule.kinds == _B
+    kept = np.arange(len(schedule))
+    source = np.concatenate([kept, np.flatnonzero(whole)])
+    kinds = np.concatenate([np.where(whole, _I, schedule.kinds), np.full(np.count_nonzero(whole), _W)])
+    ranks = schedule.ranks[source]
+    late = np.arange(len(source)) >= len(schedule)  # the new W
+    order = np.lexsort((late, source, ranks) if weight == "after" else (source, late, ranks))
+    return _rows(schedule, f"{schedule.name}, split", source[order], kinds[order])
+
+
+def merge_backward(schedule: Schedule) -> Schedule:
+    """Each I with its W as a B in the place of I, where the W follows on the same rank; the rest stays as it is."""
+    at = positions(schedule)
+    inputs, weights = at[_I], at[_W]
+    pairs = (inputs >= 0) & (inputs < weights) & (schedule.ranks[inputs] == schedule.ranks[weights])
+    kinds = schedule.kinds.copy()
+    kinds[inputs[pairs]] = _B
+    kept = np.ones(len(schedule), dtype=bool)
+    kept[weights[pairs]] = False
+    source = np.flatnonzero(kept)
+    return _rows(schedule, schedule.name.removesuffix(", split"), source, kinds[source])
+
+
+def _rows(schedule: Schedule, name: str, source: np.ndarray, kinds: np.ndarray) -> Schedule:
+    """The actions at `source`, rank after rank, with these kinds."""
+    lengths = np.bincount(schedule.ranks[source], minlength=schedule.pp)
+    return Schedule.from_columns(
+        name,
+        schedule.num_stages,
+        schedule.num_microbatches,
+        stages=schedule.stages[source],
+        kinds=kinds,
+        microbatches=schedule.microbatches[source],
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+    )
+
+
+# ---- schedules ----
 
 
 def zero_bubble_h1(pp: int, microbatches: int) -> Schedule:
@@ -35,3 +101,100 @@ def _zero_bubble_h1(pp: int, microbatches: int, rank: int) -> list[Phase]:
         (microbatches - max(steady, late), "I W"),
         (late, "W"),
     ]
+
+
+def zbv(pp: int, microbatches: int) -> Schedule:
+    """Split backwards on a V, with the memory of 1F1B and next to no idle time (ZB-V, arXiv 2401.10241 section 6).
+
+    Both ends of the model are on rank 0, so a microbatch that reaches the end turns round where it started, and its
+    backward can begin at once. Chunk 0 is the way down, chunk 1 the way up.
+
+    Program of rank r, with l = p - r and m >= 2p - 1:
+        1. (2l-1) F0
+        2. r (F1 F0)
+        3. l (F1 I1 W1)
+        4. (m-2p+r+1) (F0 I0 W0 F1 I1 W1)
+        5. (l-1) (I0 W0 F1 I1 W1)
+        6. r (I0 I1)
+        7. l (I0 W0)
+        8. r W1, r W0
+    With fewer microbatches this is the program for 2p - 1 of them without those that are not there.
+
+    Bubble: (p - 1) t for F = I = W = t: nothing but the p - 1 forwards until the last rank has work; makespan
+    (6m + p - 1) t, fraction (p - 1)/(6m + p - 1), ratio (p - 1)/(6m). With other times (p - 1) I where F <= I and
+    W <= I <= 2W. All that for m >= 2p - 1; with fewer microbatches and equal times max(p - 1, 2(2p - 1 - m)) t.
+    Peak in flight: min(2p, m + r + 1, 2m) stages, each half as large as 1F1B's: what rank 0 of 1F1B has.
+    """
+    require_positive(pp=pp, microbatches=microbatches)
+    planned = max(microbatches, 2 * pp - 1)
+    return _over_a_v("ZB-V", pp, microbatches, [_zbv(pp, planned, rank) for rank in range(pp)])
+
+
+def _zbv(pp: int, microbatches: int, rank: int) -> list[Phase]:
+    left = pp - rank
+    return [
+        (2 * left - 1, "F0"),
+        (rank, "F1 F0"),
+        (left, "F1 I1 W1"),
+        (microbatches - 2 * pp + rank + 1, "F0 I0 W0 F1 I1 W1"),
+        (left - 1, "I0 W0 F1 I1 W1"),
+        (rank, "I0 I1"),
+        (left, "I0 W0"),
+        (rank, "W1"),
+        (rank, "W0"),
+    ]
+
+
+def dualpipe_v(pp: int, microbatches: int) -> Schedule:
+    """DualPipe cut in half and laid on a V (DualPipeV; deepseek-ai/DualPipe, arXiv 2412.19437 section 3.2.1).
+
+    In its main phase a rank always has a forward of one chunk beside a backward of the other, whose communication and
+    computation can overlap. A Schedule runs one action at a time: the pair is written one after the other, and every
+    backward as I and W. A bare W below is the oldest weight gradient that is open; it follows its I at once wherever
+    the original has a full backward.
+
+    Program of rank r, with l = p - r - 1:
+        1. 2l F0
+        2. (r+1) (F0 F1)
+        3. l (I1 W F1)
+        4. (m-2p+r+1) (F0 I1 W F1 I0 W)
+        5. l (I1 W F1 I0 W)
+        6. (r+1) backwards (I W), chunks 1 and 0 by turns, then (r+1) more, of which only I
+        7. l (W I0)
+        8. (r+1) W
+
+    Bubble: (p - 1)(F + I - W) where W <= I <= F <= I + W. With F = I = W = t that is (p - 1) t, the makespan
+    (6m + p - 1) t, fraction (p - 1)/(6m + p - 1), ratio (p - 1)/(6m).
+    Peak in flight: 2p + 1 stages on every rank, each half as large as 1F1B's.
+
+    Raises:
+        ValueError: m < 2p.
+    """
+    require_positive(pp=pp, microbatches=microbatches)
+    if microbatches < 2 * pp:
+        raise ValueError(
+            f"{microbatches} microbatches on {pp} pipeline ranks: dualpipe_v needs at least {2 * pp}, one per stage; "
+            "raise the global batch size, or use zbv"
+        )
+    return _over_a_v("DualPipeV", pp, microbatches, [_dualpipe_v(pp, microbatches, rank) for rank in range(pp)])
+
+
+def _dualpipe_v(pp: int, microbatches: int, rank: int) -> list[Phase]:
+    below = pp - rank - 1
+    half, odd = divmod(rank + 1, 2)
+    return [
+        (2 * below, "F0"),
+        (rank + 1, "F0 F1"),
+        (below, "I1 W F1"),
+        (microbatches - 2 * pp + rank + 1, "F0 I1 W F1 I0 W"),
+        (below, "I1 W F1 I0 W"),
+        (half, "I1 W I0 W"),
+        (odd, "I1 W I0"),
+        (half, "I1 I0"),
+        (below, "W I0"),
+        (rank + 1, "W"),
+    ]
+
+
+def _over_a_v(name: str, pp: int, microbatches: int, programs: list[list[Phase]]) -> Schedule:
+    return from_programs(name, microbatches, programs, lambda rank, chunk: 2 * pp - 1 - rank if chunk else rank)

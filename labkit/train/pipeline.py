@@ -10,6 +10,7 @@ from torch import Tensor
 
 from labkit.config import RunConfig
 from labkit.models.chunks import DTYPES
+from labkit.moe.router import TopKRouter
 from labkit.parallel.data_parallel.distributed_data_parallel import DataParallel
 from labkit.parallel.data_parallel.gradients import finalize_model_grads
 from labkit.parallel.data_parallel.parameter_groups import named_parameters
@@ -19,8 +20,9 @@ from labkit.schedules.ir import Schedule
 from labkit.schedules.runtime import PipelineRuntime
 from labkit.train.forward_step import Batch, ForwardStep, checked_forward_step
 from labkit.train.loss_scaler import LossScaler, build_loss_scaler
-from labkit.train.preflight import check_schedule, transport_of
-from labkit.train.step_graphs import build_step_graphs
+from labkit.train.preflight import transport_of
+from labkit.train.reporting.router_metrics import RouterMetrics
+from labkit.train.step_graphs import StepGraphs, build_step_graphs
 
 
 class Pipeline:
@@ -34,17 +36,25 @@ class Pipeline:
         forward_step: ForwardStep,
         schedule: Schedule,
     ) -> None:
-        """Check that the schedule fits the batch and the layers; nothing is communicated.
+        """schedule: fits the batch and the layers (`labkit.train.preflight.check_schedule`). Nothing is communicated.
 
         The loss is scaled and normalised as `config.optim` says.
 
-        Raises ScheduleError for a schedule that cannot run, ValueError for one that does not fit the layout.
+        Raises ScheduleError for a schedule that cannot run.
         """
         self.config, self.groups, self.chunks = config, groups, list(chunks)
         self.num_microbatches, self.schedule = config.num_microbatches(groups.world_size), schedule
-        check_schedule(schedule, config, groups.world_size)
         self.loss_scaler: LossScaler = build_loss_scaler(config.optim)
-        self.graphs = build_step_graphs(config, groups, self.chunks, schedule, self._run, self._run_and_finalize)
+        self.graphs: StepGraphs | None = None
+        """The CUDA graphs of the run, if there are any."""
+        if config.graph.cuda_graph_impl != "none":
+            self.graphs = build_step_graphs(config, groups, self.chunks, schedule, self._run, self._run_and_finalize)
+        held = [getattr(chunk, "precision", None) for chunk in chunks]
+        self._precisions = [p for p in held if isinstance(p, Precision) and type(p) is not Precision]
+        """Those that keep a history of each step, as fp8 does."""
+        modules = (module for chunk in self.chunks for module in chunk.modules())
+        self.router_metrics = RouterMetrics(chunks, groups) if any(isinstance(m, TopKRouter) for m in modules) else None
+        """Counts of the routers; None in a model without experts."""
         shape = (sequence_between_stages(config), config.train.micro_batch_size, config.model.hidden)
         self._runtime = PipelineRuntime(
             self.schedule,
@@ -93,8 +103,8 @@ class Pipeline:
 
         With CUDA graphs a training run after the warm-up steps captures them first.
         """
-        if collect_non_loss_data:
-            return self._run(batches, forward_only=forward_only, collect_non_loss_data=True)
+        if self.graphs is None or collect_non_loss_data:
+            return self._run(batches, forward_only=forward_only, collect_non_loss_data=collect_non_loss_data)
         return self.graphs.run(batches, forward_only=forward_only)
 
     def _run(
@@ -109,13 +119,12 @@ class Pipeline:
     def finalize_grads(self) -> None:
         """After a training run: make every `main_grad` the gradient of the global batch. A graph of the whole iteration
         has done so already."""
-        if not self.graphs.finalizes:
+        if self.graphs is None or not self.graphs.finalizes:
             self._finalize()
 
     def _finalize(self) -> None:
-        for chunk in self.chunks:
-            if isinstance(precision := getattr(chunk, "precision", None), Precision):
-                precision.end_step()
+        for precision in self._precisions:
+            precision.end_step()
         finalize_model_grads(self.chunks, self.groups, num_tokens=self.num_tokens, last_stage=self.last_stage)
 
     def _run_and_finalize(self, batches: Iterator[Batch]) -> list[Any]:

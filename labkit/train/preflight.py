@@ -74,7 +74,7 @@ def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> No
             f"{schedule.name} puts weight gradients into actions of their own, and Transformer Engine's layers compute "
             "them with the input gradients; choose another schedule, or set model.transformer_impl to local"
         )
-    if captures_layers(config.graph):
+    if config.graph.cuda_graph_impl != "none" and captures_layers(config.graph):
         for rank in range(schedule.pp):
             split = config.graph.cuda_graph_impl != "transformer_engine"
             capture_order(schedule, rank, weight_gradients=split)

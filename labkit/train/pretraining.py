@@ -31,6 +31,7 @@ from labkit.parallel.groups import ParallelGroups, initialize_model_parallel
 from labkit.schedules.ir import Schedule
 from labkit.schedules.runtime import chunks_of
 from labkit.train import preflight
+from labkit.train.evaluation import ProcessNonLossData, evaluate, validate, validates_after
 from labkit.train.forward_step import Batch, ForwardStep, gpt_forward_step
 from labkit.train.layer_specs import layer_spec
 from labkit.train.lr_schedule import LearningRate, build_lr_schedule
@@ -40,12 +41,10 @@ from labkit.train.preflight import check_schedule, schedule_of
 from labkit.train.rank_preflight import look, refuse, run_folder
 from labkit.train.reporting.metrics import Timers
 from labkit.train.reporting.report import Report
-from labkit.train.reporting.router_metrics import RouterMetrics
-from labkit.train.stepping import Observer, collect_non_loss_data, evaluate, train_step
+from labkit.train.stepping import Observer, train_step
 
 DatasetsProvider = Callable[[RunConfig], tuple[GPTDataset, GPTDataset, GPTDataset]]
 ModelProvider = Callable[[RunConfig, ParallelGroups], nn.Module | Sequence[nn.Module]]
-ProcessNonLossData = Callable[[list[Any], int], None]
 
 
 @dataclass
@@ -125,6 +124,9 @@ def pretrain(
     given, as the run goes (`labkit.train.reporting.report`), beside the configuration and the state of the run
     (`labkit.train.reporting.output_folder`).
 
+    The process groups are closed at the end, also after an error: a model that outlives the training computes on one
+    rank only.
+
     Raises ValueError for a configuration that cannot be trained (ConfigError lists all problems: `run(pretrain, ...)`
     raises it before any process starts) and for functions that return what the loop cannot use, FloatingPointError for
     a loss that is not finite.
@@ -132,14 +134,15 @@ def pretrain(
     if process_non_loss_data is not None and process_non_loss_data_func is not None:
         raise ValueError("process_non_loss_data and process_non_loss_data_func are two names of one argument; give one")
     run = initialize(config, schedule=schedule, own_model=model_provider is not None)
-    chunks, optimizer, lr_schedule = setup_model_and_optimizer(
-        run, model_provider, no_wd_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult
-    )
-    data = build_data_iterators(run, datasets_provider)
-    return train(
-        run, chunks, optimizer, lr_schedule, data, forward_step or gpt_forward_step,
-        process_non_loss_data or process_non_loss_data_func, observer,
-    )  # fmt: skip
+    with run.groups:
+        chunks, optimizer, lr_schedule = setup_model_and_optimizer(
+            run, model_provider, no_wd_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult
+        )
+        data = build_data_iterators(run, datasets_provider)
+        return train(
+            run, chunks, optimizer, lr_schedule, data, forward_step or gpt_forward_step,
+            process_non_loss_data or process_non_loss_data_func, observer,
+        )  # fmt: skip
 
 
 def initialize(config: RunConfig, *, schedule: Schedule | None = None, own_model: bool = False) -> Run:
@@ -156,7 +159,11 @@ def initialize(config: RunConfig, *, schedule: Schedule | None = None, own_model
     ends = schedule.placement(0), schedule.placement(schedule.num_stages - 1)
     device = rank_info().device  # on its own: a GPU if there is one
     groups = initialize_model_parallel(config.parallel, device=device, ends=ends)
-    look(config, groups, schedule, own_model=own_model)
+    try:
+        look(config, groups, schedule, own_model=own_model)
+    except BaseException:
+        groups.close()
+        raise
     return Run(config, groups, schedule, Timers(config.train.timing_log_level))
 
 
@@ -246,9 +253,9 @@ def train(
         observer.on_model(run.groups, chunks, run.schedule)
     with (
         run_folder(config, run.groups),
-        closing(pipeline.graphs),
+        closing(pipeline.graphs) if pipeline.graphs is not None else nullcontext(),
         recording(run.groups.rank) if _records(config) else nullcontext() as recorder,
-        Report(config, run.groups, timers, recorder, RouterMetrics(chunks, run.groups)) as report,
+        Report(config, run.groups, timers, recorder, pipeline.router_metrics) as report,
     ):
         for done in range(config.train.steps):
             step = done + 1  # as people count: metrics, messages and the screen name the first step 1
@@ -259,16 +266,20 @@ def train(
                     pipeline, optimizer, timers, data.train,
                     step=done, lr=lr, clip_grad=config.optim.clip_grad, observer=observer,
                 )  # fmt: skip
-            report.graphs(step, pipeline.graphs)
-            report.step(step, result, lr)
-            if _validates_after(config, step):
-                with report.naming_what_is_kept():
-                    _validate(pipeline, data.validation(), report, step, process_non_loss_data)
+            if pipeline.graphs is not None:
                 report.graphs(step, pipeline.graphs)
+            report.step(step, result, lr)
+            if validates_after(config, step):
+                with report.naming_what_is_kept():
+                    validate(pipeline, data.validation(), report, step, process_non_loss_data)
+                if pipeline.graphs is not None:
+                    report.graphs(step, pipeline.graphs)
         if config.train.eval_steps > 0 and data.test is not None:
             with report.naming_what_is_kept():
-                _test(pipeline, data.test(), report)
-        finish_param_sync(chunks)
+                test_loss = evaluate(pipeline, data.test(), config.train.eval_steps)
+                report.evaluation(config.train.steps, "test_loss", test_loss)
+        if config.optim.distributed_optimizer:
+            finish_param_sync(chunks)
     return TrainResult(report.losses, report.events, report.metrics, report.skipped_steps)
 
 
@@ -276,34 +287,3 @@ def _records(config: RunConfig) -> bool:
     """Whether anybody wants Events. On a GPU each costs a synchronisation, so they are not made for nobody."""
     train = config.train
     return train.record_events or train.write_events or train.timing_log_level == 2
-
-
-def _validates_after(config: RunConfig, step: int) -> bool:
-    """Whether a validation follows `step`, counted from 1: every `eval_interval` steps and after the last."""
-    train = config.train
-    due = train.eval_interval > 0 and step % train.eval_interval == 0
-    return train.eval_steps > 0 and (due or step == train.steps)
-
-
-def _test(pipeline: Pipeline, batches: Iterator[Batch], report: Report) -> None:
-    """The mean loss over `eval_steps` global batches of the test split, after the last step."""
-    train = pipeline.config.train
-    report.evaluation(train.steps, "test_loss", evaluate(pipeline, batches, train.eval_steps))
-
-
-def _validate(
-    pipeline: Pipeline,
-    batches: Iterator[Batch],
-    report: Report,
-    step: int,
-    process_non_loss_data: ProcessNonLossData | None,
-) -> None:
-    """The mean loss over `eval_steps` global batches, then one more batch for what is not a loss."""
-    report.evaluation(step, "validation_loss", evaluate(pipeline, batches, pipeline.config.train.eval_steps))
-    if process_non_loss_data is None:
-        return
-    collected = collect_non_loss_data(pipeline, batches)
-    groups = pipeline.groups
-    last_replica = groups.tp.rank == groups.tp.size - 1 and groups.dp_cp.rank == groups.dp_cp.size - 1
-    if last_replica and groups.pp.rank == pipeline.last_stage:
-        process_non_loss_data(collected, step)

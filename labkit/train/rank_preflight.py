@@ -40,7 +40,7 @@ def look(config: RunConfig, groups: ParallelGroups, schedule: Schedule, *, own_m
     """Called by all ranks. ConfigError on all of them for graphs that this machine cannot capture, a folder that cannot
     be written, and memory that does not suffice."""
     found = [graph_problem(config, groups.device.type)]
-    if groups.world.rank == 0:
+    if groups.world.rank == 0 and config.train.output_dir is not None:
         found.append(folder_problem(config.train))
     skipped = own_model or config.train.allow_oversubscription
     kind = "cuda" if groups.device.type == "cuda" else "cpu"

@@ -1,8 +1,7 @@
-"""The CUDA graphs of a training run: none, one for each layer and microbatch, or one for the whole iteration.
+"""The CUDA graphs of a training run that has any: one for each layer and microbatch, or one for the whole iteration.
 
 | `graph.cuda_graph_impl`, scope | training                                     | validation                    |
 |--------------------------------|----------------------------------------------|-------------------------------|
-| `none`                         | eager                                        | eager                         |
 | any, parts of layers           | eager warm-up steps, then layers replay (1)  | eager                         |
 | any, `full_iteration`          | eager warm-up steps, then a step is a replay | likewise, a graph of its own  |
 
@@ -64,28 +63,6 @@ class StepGraphs(Protocol):
         ...
 
 
-class NoGraphs:
-    """Everything eager."""
-
-    finalizes = False
-    helper: CudaGraphHelper | None = None
-    num_captures = 0
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def memory(self) -> list[GraphMemory]:
-        """Nothing."""
-        return []
-
-    def run(self, batches: Batches, *, forward_only: bool) -> list[Any]:
-        """As it is."""
-        return self._run(batches, forward_only=forward_only)
-
-    def close(self) -> None:
-        """Nothing."""
-
-
 class IterationGraphs:
     """Training and validation steps, each by a graph of its own."""
 
@@ -122,11 +99,11 @@ def build_step_graphs(
     run: Run,
     run_and_finalize: Callable[[Batches], list[Any]],
 ) -> StepGraphs:
-    """What `config.graph` asks for. run: takes batches and `forward_only`. run_and_finalize: a training run with all
-    that makes its gradients final."""
+    """The graphs that `config.graph` asks for, whose `cuda_graph_impl` is not `none`.
+
+    run: takes batches and `forward_only`. run_and_finalize: a training run with all that makes its gradients final.
+    """
     graph, train = config.graph, config.train
-    if graph.cuda_graph_impl == "none":
-        return NoGraphs(run)
     if captures_layers(graph):
         release_cudagraphs(chunks)  # of a pipeline with another number of microbatches
         length, batch = config.model.seq_length, train.micro_batch_size

@@ -1,4 +1,4 @@
-"""One optimizer step and one evaluation, over any schedule.
+"""One optimizer step, over any schedule.
 
 A step is: zero gradients, run the schedule over all microbatches, finalise gradients (data-parallel average, sums over
 tensor-parallel and tied copies), agree whether everything is finite, move the biases of routers against their load,
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -100,10 +99,10 @@ def train_step(
     for chunk in chunks:
         chunk.zero_grad_buffer()
     device = pipeline.groups.device
-    with timers("forward-backward", log_level=1), token_ids_checked_late(device) as ids:
+    with timers.phase("forward-backward"), token_ids_checked_late(device) as ids:
         reports = pipeline.run(batches)
     loss, scale = global_loss(reports, pipeline), scaler.scale
-    with timers("finalize-grads", log_level=1):
+    with timers.phase("finalize-grads"):
         pipeline.finalize_grads()
         if observer is not None:
             observer.on_gradients(step, chunks)
@@ -111,9 +110,10 @@ def train_step(
     norm /= scale
     fault = None if finite else _fault(reports, ids, pipeline, step=step, lr=lr)
     scaler.update(found_inf=not finite)
-    finish_router_step(chunks, pipeline.groups, move_biases=finite)
+    if pipeline.router_metrics is not None:
+        finish_router_step(chunks, pipeline.groups, move_biases=finite)
     if finite:
-        with timers("optimizer", log_level=1):
+        with timers.phase("optimizer"):
             factor = clip_factor(norm, clip_grad or math.inf) / scale
             if factor != 1.0:
                 scale_gradients(chunks, factor)
@@ -141,7 +141,8 @@ def _norm_and_finite(
 def _fault(reports: Sequence[dict[str, Any]], ids: TokenIdChecks, pipeline: Pipeline, *, step: int, lr: float) -> str:
     """Which gradient is not finite, on which rank. Called by all ranks; raises on all if the cause is a token id, or if
     a loss or a weight is not finite."""
-    _look_together(ids, pipeline)
+    if ids.late:
+        ids.look_together(pipeline.groups.world)
     stages = pipeline.schedule.stages_of(pipeline.groups.pp.rank)
     named = pipeline.config.optim.check_for_nan_in_grad
     found = find(reports, pipeline.chunks, stages, pipeline.groups, gradients=named)
@@ -153,43 +154,6 @@ def _fault(reports: Sequence[dict[str, Any]], ids: TokenIdChecks, pipeline: Pipe
             "step. Lower optim.lr, lengthen optim.warmup_steps, or look for bad samples in the data"
         )
     return sentence(found) if named else "a gradient is not finite (optim.check_for_nan_in_grad names it)"
-
-
-def evaluate(pipeline: Pipeline, batches: Iterator[Batch], steps: int) -> float:
-    """Mean loss over `steps` global batches, without gradients and dropout; the same on every rank."""
-    with evaluating(pipeline.chunks), token_ids_checked_late(pipeline.groups.device) as ids:
-        reports = [report for _ in range(steps) for report in pipeline.run(batches, forward_only=True)]
-    loss = global_loss(reports, pipeline)
-    _look_together(ids, pipeline)  # the host has waited for the loss
-    return loss
-
-
-def collect_non_loss_data(pipeline: Pipeline, batches: Iterator[Batch]) -> list[Any]:
-    """What the loss function gives for each microbatch of one global batch under `non_loss_data=True`, without
-    gradients and dropout; [] on ranks that do not compute the loss."""
-    with evaluating(pipeline.chunks), token_ids_checked_late(pipeline.groups.device) as ids:
-        collected = pipeline.run(batches, forward_only=True, collect_non_loss_data=True)
-    _look_together(ids, pipeline)
-    return collected
-
-
-def _look_together(ids: TokenIdChecks, pipeline: Pipeline) -> None:
-    """After an evaluation on a GPU: one TokenIdError on every rank, or none."""
-    if ids.late:
-        ids.look_together(pipeline.groups.world)
-
-
-@contextmanager
-def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Evaluation mode for the block, and every chunk's own mode after it, also after an error."""
-    modes = [chunk.training for chunk in chunks]
-    for chunk in chunks:
-        chunk.eval()
-    try:
-        yield
-    finally:
-        for chunk, mode in zip(chunks, modes):
-            chunk.train(mode)
 
 
 def global_loss(reports: Sequence[dict[str, Any]], pipeline: Pipeline) -> float:

@@ -1,4 +1,4 @@
-"""Activation memory: what each way of saving takes away, and what is alive while a schedule runs."""
+"""Activation memory: the bytes that each way of saving removes, and the bytes alive while a schedule runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Kept:
     """One bar of a waterfall."""
 
     label: str
-    """What was done, such as `sequence parallel`."""
+    """Name of the step, such as `sequence parallel`."""
     parts: Mapping[str, float]
     """Part -> bytes, predicted."""
     measured: float | None = None
@@ -31,7 +31,7 @@ class Kept:
 
 
 def saved_waterfall(rows: Sequence[Kept], *, unit: float = 1.0, unit_name: str = "bytes", what: str = "") -> Figure:
-    """Horizontal bars from the top down, each split into parts; a dashed outline is what a step took away.
+    """Horizontal bars from the top down, each split into parts; a dashed outline shows the bytes that a step removed.
 
     rows: in the order in which the ways of saving are added.
     unit, unit_name: of the axis, such as s b h bytes.
@@ -86,7 +86,7 @@ def _bar(axes: Any, place: int, row: Kept, parts: Sequence[str], unit: float) ->
 
 
 def _taken(axes: Any, place: int, now: float, before: float) -> None:
-    """What the row above had more."""
+    """Outline the bytes that the row above had more."""
     axes.barh(place, before - now, left=now, height=0.62, fill=False, edgecolor="#888888", linestyle=":", linewidth=1)
 
 

@@ -1,4 +1,4 @@
-"""Context parallelism in pictures: who computes which part of the mask, and how long the ring waits for it.
+"""Context parallelism in pictures: the part of the mask that each rank computes, and the time that the ring waits.
 
 Everything is counted in (query, key) pairs, from the plans that the ranks run (labkit/parallel/context_plan.py).
 """
@@ -23,7 +23,7 @@ from labkit.viz.figure import Figure
 from labkit.viz.style import SEQUENCE, color, hatch, new_figure, styled, text_color
 
 NAMES: dict[Layout, str] = {"contiguous": "plain cut", "zigzag": "zigzag"}
-"""What pictures call the two ways to cut a sequence."""
+"""Titles of the two ways to cut a sequence."""
 _ORDER: tuple[Layout, ...] = ("contiguous", "zigzag")
 _INK = "#333333"
 MOST_LETTERED = 8
@@ -98,10 +98,10 @@ def _mask_sentence(seq_length: int, cp: int) -> str:
 
 
 def ring_timeline(seq_length: int, cp: int, *, causal: bool = True) -> Figure:
-    """What each rank does in each step of the ring, for both ways to cut, on one axis of time (pairs).
+    """Draw the work of each rank in each step of the ring, for both ways to cut, on one axis of time (pairs).
 
-    A bar is a block, with the rank whose keys it reads; a step ends for all when its slowest block does, since keys are
-    handed over then.
+    A bar is a block, labelled with the rank whose keys the block reads. All ranks hand their keys over at the end of a
+    step, so a step ends with its slowest block.
 
     Raises:
         ValueError: a length that 2 cp does not divide.
@@ -194,7 +194,7 @@ def measured_ring(events: dict[Layout, Iterable[Event]], cp: int) -> Figure:
 
 
 def _blocks(events: list[Event], way: Layout) -> list[Event]:
-    """The blocks of all ranks, counted from when the first began."""
+    """Move the blocks of all ranks so that the first block begins at 0."""
     blocks = [event for event in events if event.kind == "forward"]
     if not blocks:
         raise ValueError(f"nothing was measured for the {NAMES[way]}: no event of kind forward")
@@ -203,6 +203,6 @@ def _blocks(events: list[Event], way: Layout) -> list[Event]:
 
 
 def _verdict(ends: dict[Layout, float]) -> str:
-    """Which was faster, in words that do not change from run to run."""
+    """Name the faster way, in words that do not change from run to run."""
     fastest = min(ends, key=lambda way: ends[way])
     return f"{NAMES[fastest]} ended first"

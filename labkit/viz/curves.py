@@ -1,4 +1,4 @@
-"""Loss curves: several runs over the same steps, and how far they lie apart."""
+"""Loss curves: several runs over the same steps, and the distance between the runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from labkit.viz.figure import Figure
 from labkit.viz.style import SEQUENCE, new_figure, styled
 
 _LINES = (("-", 3.2), ("--", 1.6), (":", 2.2), ("-.", 1.4))
-"""Line style and width by curve: the first is broad, so that a curve on top of it leaves its edges to be seen."""
+"""Line style and width by curve. The first curve is broad, so that its edges show beside a curve on top."""
 _RINGS = (8.5, 5.5, 3.0)
-"""Points across of a curve's marks: smaller by curve, so that those that lie on each other all show."""
+"""Size of a curve's marks in points. Each curve has smaller marks than the curve before, so that all marks show."""
 _LEAST = 1e-17
-"""Where the logarithmic axis of differences begins; exact agreement is drawn there."""
+"""Start of the logarithmic axis of differences; exact agreement lies at this value."""
 
 
 def loss_curves(

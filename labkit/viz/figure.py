@@ -1,4 +1,4 @@
-"""`Figure`: a picture and the one sentence that says what it shows, written under it."""
+"""`Figure`: a picture with one sentence under it that gives its key numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _pixels(fig: matplotlib.figure.Figure) -> np.ndarray:
 
 
 def _caption(sentence: str, width: int) -> np.ndarray:
-    """The sentence as a strip of pixels of this width: notebooks and pages show a PNG, not its plain text."""
+    """Draw the sentence as a strip of pixels of this width: notebooks and pages show the PNG, not its plain text."""
     lines = textwrap.wrap(sentence, max(20, width // 7))
     strip = matplotlib.figure.Figure(figsize=(width / DPI, (18 * len(lines) + 12) / DPI), dpi=DPI)
     strip.text(8 / width, 0.5, "\n".join(lines), va="center", fontsize=9, color="#333333", linespacing=1.3)
@@ -34,8 +34,8 @@ def _caption(sentence: str, width: int) -> np.ndarray:
 class Figure:
     """A matplotlib figure with a sentence that carries its key numbers.
 
-    In a notebook it shows as a PNG with the sentence under it, which is also its plain and alternative text: a screen
-    reader reads it, and nbval compares it from run to run.
+    A notebook shows the figure as a PNG with the sentence under the picture. The sentence is also the plain and the
+    alternative text: a screen reader reads the sentence, and nbval compares the sentence from run to run.
 
     Raises:
         ValueError: the sentence is empty or more than one line.

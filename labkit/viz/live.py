@@ -1,8 +1,10 @@
 """Figures under controls, for a notebook with a person in front of it.
 
-shown = LiveFigure(figure)
-shown.follow(inputs, draw)          # each change of a control draws anew
-return widgets.VBox([*inputs.values(), *shown.parts])
+An explorer builds its controls and gives a function that draws a Figure from their values:
+
+    shown = LiveFigure(figure)
+    shown.follow(inputs, draw)          # each change of a control draws anew
+    return widgets.VBox([*inputs.values(), *shown.parts])
 """
 
 from __future__ import annotations

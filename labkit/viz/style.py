@@ -1,8 +1,8 @@
 """One palette by meaning, and matplotlib's settings for every figure of labkit.
 
-Colours come from Okabe and Ito's set and Paul Tol's muted set. Those that may meet in one picture stay apart for
-readers with red-green colour blindness; what still comes close also differs in its hatch, and every mark carries a
-label. Two families never mix in one picture: what a rank does over time (`ACTIVITIES`), and whom it talks to (`AXES`).
+Colours come from Okabe and Ito's set and Paul Tol's muted set. Colours of one picture stay apart for readers with
+red-green colour blindness. Close colours also differ in their hatch, and every mark carries a label. Two families of
+colours never mix in one picture: the activities of a rank over time (`ACTIVITIES`) and the axes of groups (`AXES`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def hatch(name: str) -> str:
 
 
 def label(name: str) -> str:
-    """What a legend calls an activity or an axis."""
+    """Name of an activity or an axis in a legend."""
     return meaning(name)[2]
 
 
@@ -123,6 +123,6 @@ def styled() -> Iterator[None]:
 def new_figure(width: float, height: float) -> matplotlib.figure.Figure:
     """An empty figure of `width` x `height` inches with constrained layout, unknown to pyplot.
 
-    pyplot would keep it alive and Jupyter would show it a second time. Call inside `styled`.
+    pyplot would keep the figure alive, and Jupyter would show the figure a second time. Call inside `styled`.
     """
     return matplotlib.figure.Figure(figsize=(width, height), layout="constrained")

@@ -1,7 +1,7 @@
-"""A transformer layer cut over a tensor-parallel group: where f and g sit, and what each sends, read from a ledger.
+"""A transformer layer over a tensor-parallel group: the places of f and g, their messages, and the dropout masks.
 
-Under sequence parallelism their places are taken by what arXiv 2205.05198 (section 4.2.2) calls g and g-bar, drawn as
-f_s and g_s so that g keeps its meaning: an all-gather where f was, a reduce-scatter where g was.
+Under sequence parallelism an all-gather takes the place of f, and a reduce-scatter takes the place of g. arXiv
+2205.05198 (section 4.2.2) names the two g and g-bar. Pictures here name them f_s and g_s, so that g keeps its meaning.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from labkit.viz.figure import Figure
 from labkit.viz.style import SEQUENCE, color, new_figure, styled, text_color
 
 PARTS = (("attention", ("qkv", "heads", "proj")), ("mlp", ("fc1", "act", "fc2")))
-"""Sub-layers of a block and what a rank computes in each, in order."""
+"""Sub-layers of a block, and the computations of a rank in each, in order."""
 
 MAX_LANES = 4
 """Ranks drawn; of larger groups the first ones and the last."""
@@ -26,10 +26,10 @@ _PART_WIDTH = 5 * _STEP + 0.6
 
 
 def tensor_parallel_block(records: Sequence[CommRecord], layer: str = "layers.0") -> Figure:
-    """Draw one layer, each rank a lane, with f and g as bars across the lanes and what the ledger saw under them.
+    """Draw one layer: a lane for each rank, f and g as bars across the lanes, under a bar the calls of the ledger.
 
     Args:
-        records: what one rank's `CommLedger` wrote during one forward and one backward.
+        records: entries of one rank's `CommLedger` during one forward and one backward.
         layer: name of the layer; its parts are `<layer>.attention` and `<layer>.mlp`.
 
     Raises:
@@ -66,12 +66,12 @@ def _sentence(records: Sequence[CommRecord], layer: str, size: int) -> str:
 
 
 def _is_split(records: Sequence[CommRecord]) -> bool:
-    """Whether the layer ran under sequence parallelism."""
+    """True where the layer ran under sequence parallelism."""
     return any(r.operation == "all_gather" for r in records)
 
 
 def _counts(records: Sequence[CommRecord]) -> str:
-    """How often what was called, by phase."""
+    """Count the calls of each operation, by phase."""
     words = []
     for phase in ("forward", "backward"):
         calls = [r.operation for r in records if r.phase == phase]
@@ -110,7 +110,7 @@ def _box(x: float, y: float, width: float, height: float, face: str) -> Any:
 
 
 def _draw_operator(axes: Any, x: float, height: int, operator: str, records: Sequence[CommRecord], split: bool) -> None:
-    """A bar across all lanes, and under it what it does in each direction."""
+    """Draw a bar across all lanes, and under the bar its operation in each direction."""
     bar = color("collective")
     axes.add_patch(_box(x - 0.2, 0.04, 0.4, height - 0.08, bar))
     axes.text(x, height / 2, operator, ha="center", va="center", fontsize=12, style="italic", color=text_color(bar))
@@ -143,7 +143,7 @@ def _draw_frame(axes: Any, height: int, below: float) -> None:
 def dropout_masks(masks: Mapping[str, Sequence[np.ndarray]]) -> Figure:
     """One row of pictures for each kind of dropout, one picture a rank; dark is dropped.
 
-    masks: what is dropped (`attention output`) -> the rank's mask, two-dimensional and true where a value stays.
+    masks: kind (`attention output`) -> the mask of each rank, two-dimensional and true where a value stays.
 
     Raises ValueError where the kinds do not all have a mask of every rank.
     """
@@ -171,7 +171,7 @@ def _rgb(colour: str) -> tuple[float, ...]:
 
 
 def _agreement(by_rank: Sequence[np.ndarray]) -> str:
-    """Whether all ranks drop the same, in words."""
+    """Say in words if all ranks drop the same values."""
     first = np.asarray(by_rank[0])
     if len(by_rank) == 1:
         return "one rank"

@@ -67,7 +67,11 @@ def _chromium() -> str | None:
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
-pytestmark = [pytest.mark.browser, pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "everything is there")]
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.sweep,
+    pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "everything is there"),
+]
 
 
 @pytest.fixture

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from labkit.launch import preload
+
+preload("torch._dynamo")  # every optimizer of torch imports it: a second in each rank, or once in the fork server
+
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 if BENCHMARKS not in sys.path:
     sys.path.append(BENCHMARKS)

@@ -127,6 +127,23 @@ def test_device_mesh_has_the_coordinates_of_the_groups_and_serves_dtensor(ranks:
     assert mesh == [[[[0, 1, 2, 3]]], [[[4, 5, 6, 7]]]]
 
 
+def held_by_a_mesh(config: ParallelConfig) -> list[float]:
+    import torch
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from labkit.parallel import initialize_model_parallel
+    from labkit.parallel.group_registry import sweep
+
+    mesh = initialize_model_parallel(config).device_mesh("dp", "tp")["tp"]
+    sweep()
+    initialize_model_parallel(config).close()
+    return distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).full_tensor().tolist()
+
+
+def test_a_mesh_keeps_its_groups(ranks: Ranks) -> None:
+    assert ranks.run(held_by_a_mesh, ParallelConfig(tp=2)) == [[0.0, 1.0, 2.0, 3.0]] * 8
+
+
 def on_half(config: ParallelConfig) -> list | None:
     import torch
     import torch.distributed as dist
@@ -181,7 +198,12 @@ def timeouts(config: ParallelConfig) -> list[float]:
     second = p2p_communicator(groups).second
     assert second.process_group is not groups.pp.process_group
     assert second.ranks == groups.pp.ranks
-    made = [groups.tp.process_group, groups.pp.process_group, second.process_group, groups._single()]
+    made = [
+        groups.tp.process_group,
+        groups.pp.process_group,
+        second.process_group,
+        groups.leases.lease("alone", (groups.rank,)).process_group,
+    ]
     return [handle._get_backend(torch.device("cpu")).options._timeout.total_seconds() for handle in made]
 
 

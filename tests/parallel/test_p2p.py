@@ -5,7 +5,7 @@ import torch
 
 from labkit.config import ParallelConfig
 from labkit.launch import run
-from labkit.parallel import CommLedger, initialize_model_parallel
+from labkit.parallel import CommLedger, initialize_model_parallel, posting_order
 from labkit.parallel import p2p as p
 from labkit.parallel.deallocation import custom_backward, deallocate_output_tensor
 
@@ -85,7 +85,7 @@ def test_ring_never_crosses_the_two_directions(pp):
 
 def _crossed():
     groups, c = _communicator(2, (True, False))
-    p._BATCHED = (("send", "prev"), ("recv", "prev"), ("send", "next"), ("recv", "next"))
+    posting_order.BATCHED = (("send", "B"), ("recv", "F"), ("send", "F"), ("recv", "B"))
     act, grad = torch.full((2,), 10.0 + groups.pp.rank), torch.full((2,), -(10.0 + groups.pp.rank))
     a, g = p.send_forward_backward_recv_forward_backward(
         c, act, grad, recv_prev=True, recv_next=True, tensor_shape=(2,), dtype=torch.float32

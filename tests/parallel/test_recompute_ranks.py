@@ -21,7 +21,7 @@ from labkit.models.memory.activation_bytes import (
 from labkit.models.memory.saved_tensors import SavedTensors
 from labkit.parallel import CommLedger, checkpoint, initialize_model_parallel
 from labkit.schedules import PipelineRuntime, build_schedule
-from labkit.schedules.partial_checkpoints import kept_whole
+from labkit.schedules.simulator import kept_whole
 from labkit.train import pretrain
 
 GPT2 = ModelConfig(layers=2, hidden=64, heads=4, vocab_size=301, make_vocab_size_divisible_by=32, seq_length=32)

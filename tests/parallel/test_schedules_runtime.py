@@ -13,8 +13,7 @@ from pipeline_stages import SHAPE, Stage, forward_step, forward_step_tokens, mic
 
 from labkit.config import ParallelConfig
 from labkit.launch import RankError, run
-from labkit.parallel import CommLedger, initialize_model_parallel, mailbox
-from labkit.parallel.payload import Format
+from labkit.parallel import CommLedger, initialize_model_parallel
 from labkit.schedules import (
     Action,
     PipelineRuntime,
@@ -26,6 +25,7 @@ from labkit.schedules import (
     simulate,
     zbv,
 )
+from labkit.schedules.runtime import RECEIVES_AHEAD
 
 LOOPED = Schedule.from_csv("0F0,0F1,2F0,2F1,2B0,0B0,2B1,0B1\n1F0,1F1,3F0,3B0,3F1,1B0,3B1,1B1", "looped by hand")
 V_SHAPED = Schedule.from_csv("0F0,0F1,3F0,3B0,0B0,3F1,3B1,0B1\n1F0,2F0,1F1,2B0,1B0,2F1,2B1,1B1", "V by hand")
@@ -187,38 +187,16 @@ def test_varying_lengths_under_any_placement(pp, on_ranks):
                 torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
 
 
-def _recorded_of_large_messages():
-    mailbox.SMALL = 0  # of them, so that these are large
-    return _recorded(gpipe(2, 8), "posted")
-
-
 def test_receives_are_posted_ahead_of_the_action_before(on_ranks):
     """A receive's Event runs from its posting to its arrival: the next ones are open while an action computes."""
-    _, _, events = on_ranks(_recorded_of_large_messages, 2)[1]
+    _, _, events = on_ranks(_recorded, 2, gpipe(2, 8), "posted")[1]
     forwards = {e.name: e for e in events if e.kind == "forward"}
     received = sorted((e for e in events if e.kind == "recv"), key=lambda e: e.start)
     assert len(received) == 8
     for microbatch in range(1, 8):
         assert received[microbatch].start < forwards[f"1F{microbatch - 1}"].start
     for event in received:  # but no more than the limit are open, which bounds their memory
-        assert sum(other.start <= event.start < other.end for other in received) <= mailbox.AHEAD["gloo"]
-
-
-@pytest.mark.parametrize(
-    ("backend", "shape", "varying", "count"),
-    [
-        ("gloo", (1, 1, 4), False, 16),
-        ("gloo", (4, 8, 1024), False, 8),  # 128 KiB each, 1 MiB together
-        ("gloo", (512, 8, 1024), False, 4),
-        ("gloo", (0, 8, 1024), False, 16),
-        ("gloo", None, False, 4),
-        ("gloo", None, True, 0),
-        ("nccl", (1, 1, 4), False, 1),
-    ],
-)
-def test_more_receives_are_open_where_messages_are_small(backend, shape, varying, count):
-    form = Format(lambda name: (), lambda name: "forward", torch.float32, torch.device("cpu"), varying, shape)
-    assert mailbox.receives_ahead(backend, form) == count
+        assert sum(other.start <= event.start < other.end for other in received) <= 1 + RECEIVES_AHEAD["gloo"]
 
 
 def _forward_only(schedule):

@@ -16,11 +16,12 @@ from labkit.graphs.host_syncs import refuse_uncapturable
 from labkit.parallel import TokenIdError, VocabParallelEmbedding, check_token_ids, single_process_groups, token_ids
 from labkit.parallel import token_ids_checked_late as checked_late
 from labkit.parallel.capturing import GraphCaptureError
+from labkit.train.evaluation import collect_non_loss_data, evaluate
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.pipeline import Pipeline
 from labkit.train.pretraining import build_data_iterators, initialize, setup_model_and_optimizer
 from labkit.train.reporting.metrics import Timers
-from labkit.train.stepping import collect_non_loss_data, evaluate, train_step
+from labkit.train.stepping import train_step
 
 MICROBATCHES, BAD_STEP = 2, 2
 PLACE = {"tokens_BS": 0, "labels_BS": 15}

@@ -30,6 +30,39 @@ def test_every_number_has_a_range_and_every_table_entry_a_field() -> None:
     assert not set(ALIASES) & {spec.name for spec in SPECS.values()}, "an alias must not shadow a field"
 
 
+def test_every_need_names_a_field_and_its_words() -> None:
+    needs = [(spec.dotted, *need.partition("=")) for spec in SPECS.values() for need in spec.needs]
+    assert len(needs) > 50
+    for name, other, _, words in needs:
+        allowed = {"bool": {"true", "false"}}.get(SPECS[other].kind, {*SPECS[other].choices, "null"})
+        assert set(filter(None, words.split("|"))) <= allowed, name
+        if not words:
+            assert SPECS[other].default in (None, 0), "given and not 0 is a change"
+
+
+def test_a_field_is_read_once_all_its_needs_hold() -> None:
+    """The message names the first need that does not hold, and following it leads to a sound configuration."""
+    config, seen = presets.tiny().override({"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}), []
+    for change in ({"fp8": "hybrid", "fp8_recipe": "current"}, {"fp8_recipe": "delayed"}):
+        (problem,) = config.problems()
+        seen.append(problem.partition("has no effect ")[2])
+        config = config.override(change)
+    assert seen == [
+        "with optim.fp8 = none; set that to e4m3 or hybrid, or leave this out",
+        "with optim.fp8_recipe = current; set that to delayed, or leave this out",
+    ]
+    assert config.problems() == []
+
+
+def test_a_resolved_configuration_has_the_sizes_that_follow() -> None:
+    config = presets.tiny_moe().override({"tp": 2, "sequence_parallel": True, "ep": 4, "etp": 1, "pp": 2})
+    resolved = config.resolve(16)
+    assert (resolved.dp, resolved.etp, resolved.edp, resolved.microbatches) == (4, 1, 2, 4)
+    assert resolved.config is config and resolved.world_size == 16
+    with pytest.raises(ConfigError, match="world_size = 6"):
+        config.resolve(6)
+
+
 def test_defaults_and_presets_are_sound() -> None:
     assert RunConfig().problems() == []
     for name in presets.names():

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from labkit.data import bundled_text
-from labkit.data.corpus import BUNDLED, BUNDLED_SHA256, read_text
+from labkit.data.text import BUNDLED, BUNDLED_SHA256, read_text
 
 
 @pytest.mark.parametrize("name", BUNDLED_SHA256)

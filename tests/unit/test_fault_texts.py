@@ -1,4 +1,4 @@
-"""Every planted fault is one change of the source as it is: text that is there once, in a module that compiles."""
+"""Every planted fault changes one piece of one symbol of the source as it is, and the module still compiles."""
 
 import ast
 import sys
@@ -9,14 +9,15 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from faults import every_fault
 from planting import ROOT, Comparison, Fault
+from symbols import replaced
 
 FAULTS = every_fault()
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_changes_what_is_there(fault):
-    changed = fault.changed_source()
-    before = (ROOT / "labkit" / fault.file).read_text()
+    path, changed = fault.changed_source()
+    before = path.read_text(encoding="utf-8")
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(before)), "only the layout of the text changes"
     if isinstance(fault.found_by, str):
         for path in (word for word in fault.found_by.split() if word.startswith("tests/")):
@@ -29,8 +30,24 @@ def test_there_are_enough_of_them_and_no_two_have_one_name():
     assert sum(isinstance(fault.found_by, Comparison) for fault in FAULTS) >= 25, "found by the microscope"
 
 
-def test_a_fault_whose_text_is_gone_or_there_twice_is_an_error():
-    for text, count in (("no such text", 0), ("return", "")):
-        fault = Fault("example", "parallel/layers.py", text, "", "tests/unit/test_weights.py")
-        with pytest.raises(ValueError, match=f"its text is {count}"):
-            fault.changed_source()
+@pytest.mark.parametrize(
+    ("at", "old", "problem"),
+    [
+        ("_RowLinear.forward", "no_such(piece)", "is 0 times in _RowLinear.forward"),
+        ("_RowLinear", "plan.group", "times in _RowLinear, not once"),
+        ("NoSuchClass.forward", "x", "0 symbols are called NoSuchClass.forward"),
+        ("_shard", "x", "symbols are called _shard, not one"),
+    ],
+)
+def test_a_fault_whose_piece_is_gone_or_there_twice_is_an_error(at, old, problem):
+    with pytest.raises(ValueError, match=f"fault 'example': .*{problem}"):
+        Fault("example", at, old, "y", "tests/unit/test_weights.py").changed_source()
+
+
+def test_layout_of_the_text_does_not_matter():
+    """Quotes, line breaks and comments are no part of a piece; the rest of the file stays as it is."""
+    path, changed = replaced("_RowLinear.forward", "reduce( partial,  # of this rank\n plan.group )", "0")
+    before = path.read_text(encoding="utf-8")
+    assert changed == before.replace("reduce(partial, plan.group)", "(0)")
+    _, shorter = replaced("_RowLinear.forward", "y = reduce(partial, plan.group)", "")
+    assert "    pass\n" in shorter

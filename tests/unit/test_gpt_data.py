@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from labkit.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from labkit.data import GPTDataset, build_gpt_datasets, data_iterator, load_tokenizer, unigram_entropy
 from labkit.data.gpt_data import microbatch_positions, parse_split
-from labkit.data.tokenizer import encode
+from labkit.data.text import encode
 from labkit.parallel import ParallelGroups, single_process_groups
 
 

@@ -55,7 +55,8 @@ def losses_of(run: Training, lengths=LENGTHS) -> tuple[list[float], list[int], l
             found[0].extend(run.losses(1, batches))
         replays = [event for event in recorder.events if event.kind == "graph_replay"]
         forwards = Counter(e.name.split(" microbatch")[0] for e in replays if e.name.endswith("forward"))
-        found[1].append(run.pipeline.graphs.num_captures)
+        graphs = run.pipeline.graphs
+        found[1].append(0 if graphs is None else graphs.num_captures)
         found[2].append(forwards["chunk 0 layer 0"])
     return found
 

@@ -34,10 +34,9 @@ def test_import_labkit_loads_no_other_package():
     assert new - {"labkit"} <= sys.stdlib_module_names
 
 
-def test_import_labkit_takes_at_most_50_ms():
-    """Best of five, because the machine may be busy; it takes about one."""
-    code = "import time; t = time.perf_counter(); import labkit; print(time.perf_counter() - t)"
-    assert min(float(fresh(code)[0]) for _ in range(5)) < 0.05
+def test_import_labkit_loads_few_modules():
+    """It takes about a millisecond."""
+    assert len(set(fresh(f"import labkit; {LIST}")) - set(fresh(LIST))) <= 10
 
 
 def test_names_are_listed_and_wrong_ones_refused():

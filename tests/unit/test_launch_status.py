@@ -1,5 +1,6 @@
 """The status slot: what is written by a rank is what the launcher reads, whatever happens in between."""
 
+import sys
 import time
 
 import pytest
@@ -74,16 +75,16 @@ def test_outside_a_rank_it_does_nothing():
         report_progress({"step": 1})
 
 
-def test_it_costs_microseconds(slots):
+def test_it_costs_few_calls(slots):
     """A collective takes at least 20 microseconds; the slot must not show beside it (measured: about one)."""
-    best = float("inf")
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(500):
-            with waiting("all_reduce tp #12 (4, 8) float32"):
-                pass
-        best = min(best, (time.perf_counter() - start) / 500)
-    assert best < 10e-6
+    calls = []
+    sys.setprofile(lambda frame, event, argument: calls.append(event) if event.endswith("call") else None)
+    try:
+        with waiting("all_reduce tp #12 (4, 8) float32"):
+            pass
+    finally:
+        sys.setprofile(None)
+    assert len(calls) <= 20, calls
 
 
 def test_progress_reaches_its_receiver_as_a_copy():

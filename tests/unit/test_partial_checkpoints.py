@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from random_schedules import random_legal_schedule
 
 from labkit.schedules import Schedule, get_pp_rank_microbatches, gpipe, interleaved, one_f_one_b
-from labkit.schedules.partial_checkpoints import kept_whole
+from labkit.schedules.simulator import kept_whole
 
 Stages = frozenset[tuple[int, int]]
 

@@ -10,16 +10,36 @@ def script(load_script):
     return load_script("run_tests")
 
 
-def test_stops_at_the_first_failing_stage_and_names_it(script, tmp_path, capfd):
-    def stage(name: str, code: int):
-        return script.Stage(name, "python", ("-c", f"open(r'{tmp_path / name}', 'w'); raise SystemExit({code})"))
+def stage_of(script, name, *codes, folder):
+    """A stage whose pieces end with these codes, and leave a file each."""
+    pieces = [
+        script.Piece(f"{name} {i}", "python", ("-c", f"open(r'{folder / name}{i}', 'w'); raise SystemExit({code})"))
+        for i, code in enumerate(codes)
+    ]
+    return script.Stage(name, tuple(pieces))
 
-    assert script.run([stage("first", 0), stage("second", 3), stage("third", 0)]) == "second"
-    assert (tmp_path / "first").exists() and not (tmp_path / "third").exists()
+
+def test_starts_nothing_after_a_failure_and_names_it(script, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(script, "AT_ONCE", 1)
+    chosen = [
+        stage_of(script, "first", 0, folder=tmp_path),
+        stage_of(script, "second", 3, 0, folder=tmp_path),
+        stage_of(script, "third", 0, folder=tmp_path),
+    ]
+    outcome = script.run(chosen)
+    assert outcome.failed == ["second 0"] and sorted(outcome.seconds) == ["first", "second"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first0", "second0"]
     out = capfd.readouterr().out
-    assert "== 1/3 first" in out and "== first passed in" in out
-    assert "== 2/3 second" in out and "== second FAILED with exit code 3 in" in out
-    assert script.run([stage("first", 0)]) is None
+    assert "first 0 passed in" in out and "second 0 FAILED with exit code 3 in" in out
+    assert script.run(chosen[:1]).failed == []
+
+
+def test_two_pieces_run_side_by_side(script, tmp_path):
+    """Each of two pieces ends only once the other has started."""
+    meet = "import os, sys; own, other = sys.argv[1:]; open(own, 'w')\nwhile not os.path.exists(other): pass"
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    pieces = tuple(script.Piece(x, "python", ("-c", meet, x, y)) for x, y in ((a, b), (b, a)))
+    assert script.run([script.Stage("pair", pieces)]).failed == []
 
 
 def test_totals_add_up_and_an_error_counts_as_failed(script, tmp_path):
@@ -30,27 +50,45 @@ def test_totals_add_up_and_an_error_counts_as_failed(script, tmp_path):
     assert script.totals([]) == "0 passed, 0 failed, 0 skipped"
 
 
+def test_the_slowest_come_first_by_name(script, tmp_path):
+    case = '<testcase classname="tests.unit.test_{}" name="test_it" time="{}"/>'
+    for name, seconds in (("a", "0.5"), ("b", "2.0"), ("c", "1.0")):
+        (tmp_path / f"{name}.xml").write_text(
+            f"<testsuites><testsuite>{case.format(name, seconds)}</testsuite></testsuites>"
+        )
+    found = script.slowest(sorted(tmp_path.glob("*.xml")), 2)
+    assert found == [(2.0, "tests.unit.test_b::test_it"), (1.0, "tests.unit.test_c::test_it")]
+
+
 def test_stages_are_the_promised_ones_in_order(script):
+    """Beside the tests of hangs only single processes run: types and unit tests."""
     names = [stage.name for stage in script.stages()]
-    assert names[:4] == ["ruff check", "ruff format", "basedpyright", "import-linter"]
-    assert names[4:] == ["unit", "parallel", "oracles", "chapters", "other parameters"]
+    assert names[:6] == ["ruff check", "ruff format", "import-linter", "hangs", "basedpyright", "unit"]
+    assert names[6:] == ["parallel", "oracles", "other parameters", "chapters"]
 
 
-def test_chapters_stage_compares_every_chapter(script):
-    chapters = next(stage for stage in script.stages() if stage.name == "chapters")
-    expected = {
-        f"notebooks/{path.name}" for path in (Path(__file__).parents[2] / "notebooks").glob("[0-9][0-9]_*.ipynb")
-    }
-    assert expected and expected == {word for word in chapters.arguments if word.endswith(".ipynb")}
-    assert "--nbval" in chapters.arguments
+def test_every_test_file_and_chapter_is_in_one_piece(script):
+    root = Path(__file__).parents[2]
+    words = [word for stage in script.stages() for piece in stage.pieces for word in piece.arguments]
+    files = [word for word in words if word.startswith(("tests/", "notebooks/"))]
+    found = [path for path in (root / "tests").rglob("test_*.py") if path.parent.name not in ("gpu", "browser")]
+    expected = [*found, *(root / "notebooks").glob("[0-9][0-9]_*.ipynb"), root / "tests" / "gpu"]
+    assert sorted(files) == sorted(path.relative_to(root).as_posix() for path in expected)
 
 
-def test_only_the_stage_with_gpu_tests_sees_a_gpu(script, monkeypatch, tmp_path):
+def test_pieces_have_names_of_their_own(script):
+    names = [piece.name for stage in script.stages() for piece in stage.pieces]
+    assert len(set(names)) == len(names)
+
+
+def test_only_the_piece_with_gpu_tests_sees_a_gpu(script, monkeypatch, tmp_path):
     """A chapter's `device = auto` would be the GPU else, in a kernel that no conftest of ours reaches."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     seen = tmp_path / "seen"
     write = f"import os; open(r'{seen}', 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
     for arguments, expected in (("notebooks/00_tour.ipynb",), ""), (("tests/parallel", "tests/gpu"), "3"):
-        assert script.run([script.Stage("any", "python", ("-c", write, *arguments))]) is None
+        piece = script.Piece("any", "python", ("-c", write, *arguments))
+        assert script.run([script.Stage("any", (piece,))]).failed == []
         assert seen.read_text() == expected
-    assert [stage.name for stage in script.stages() if stage.environment()["CUDA_VISIBLE_DEVICES"]] == ["parallel"]
+    pieces = [piece for stage in script.stages() for piece in stage.pieces]
+    assert [piece.environment()["CUDA_VISIBLE_DEVICES"] for piece in pieces].count("3") == 1

@@ -84,15 +84,49 @@ def test_every_message_has_its_two_ends(seed, placement):
         assert sent == received == wanted
 
 
-@given(**SEEDS)
-def test_posted_receives_come_in_the_order_of_the_sends(seed, placement):
+@given(**SEEDS, ahead=st.integers(0, 4))
+def test_posted_receives_come_in_the_order_of_the_sends(seed, placement, ahead):
     schedule = random_legal_schedule(seed, placement=placement)
-    programs = [lower(schedule, rank) for rank in range(schedule.pp)]
+    programs = [lower(schedule, rank, receives_ahead=ahead) for rank in range(schedule.pp)]
     assert all(slot == () for program in programs for slot in program.slots)
     for target, program in enumerate(programs):
         for source, messages in program.incoming.items():
-            steps = programs[source].steps
-            assert messages == [step.gives for step in steps if step.gives and step.gives.target == target]
+            sent = [t.message for t in _transfers(programs[source], "send") if t.peer == target]
+            posted = [t.message for t in _transfers(program, "post") if t.peer == source]
+            assert messages == sent == posted
+
+
+@given(**SEEDS, ahead=st.integers(0, 4))
+def test_posted_programs_start_and_end_every_transfer_and_open_few_ahead(seed, placement, ahead):
+    schedule = random_legal_schedule(seed, placement=placement)
+    for rank in range(schedule.pp):
+        opened, sends, here = [], [], set()
+        program = lower(schedule, rank, receives_ahead=ahead)
+        furthest, posted = Counter(), Counter()
+        for instruction in program.instructions:
+            for transfer in getattr(instruction, "transfers", ()):
+                if instruction.verb == "post":
+                    opened.append(transfer)
+                    posted[transfer.peer] += 1
+                elif instruction.verb == "send":
+                    assert transfer.message in here
+                    sends.append(transfer)
+                elif instruction.verb == "recv":
+                    number = 1 + program.incoming[transfer.peer].index(transfer.message)
+                    furthest[transfer.peer] = max(furthest[transfer.peer], number)
+                    assert posted[transfer.peer] <= furthest[transfer.peer] + ahead
+                    opened.remove(transfer)
+                    here.add(transfer.message)
+                else:
+                    sends.remove(transfer)
+            if instruction.verb in "FBIW":
+                assert instruction.needs is None or instruction.needs.is_local or instruction.needs in here
+                here.add(instruction.gives)
+        assert not sends and not opened
+
+
+def _transfers(program, verb):
+    return [t for i in program.instructions if i.verb == verb for t in i.transfers]
 
 
 @given(**SEEDS)
@@ -139,7 +173,32 @@ def test_what_a_slot_holds_in_1f1b():
         "    recv 1F2>2 from rank 1 + send 2F1>3 to rank 3 + recv 3B0>2 from rank 3",
         "2B0",
     ]
-    assert [str(t) for t in program.last] == ["send 2B3>1 to rank 1"]
+    assert [str(t) for t in program.slots[-1]] == ["send 2B3>1 to rank 1"]
+
+
+def test_where_the_sends_are_when_receives_are_posted():
+    """Rank 0 of 2 sends each activation right after its forward, and the gradient that comes back shows it was read."""
+    assert str(lower(one_f_one_b(2, 3), 0)).splitlines() == [
+        "    gather parameters of chunk 0",
+        "0F0",
+        "    send 0F0>1 to rank 1",
+        "0F1",
+        "    send 0F1>1 to rank 1",
+        "    post 1B0>0 from rank 1",
+        "    recv 1B0>0 from rank 1",
+        "    post 1B1>0, 1B2>0 from rank 1",
+        "0B0",
+        "    sent 0F0>1 to rank 1",
+        "0F2",
+        "    send 0F2>1 to rank 1",
+        "    recv 1B1>0 from rank 1",
+        "0B1",
+        "    sent 0F1>1 to rank 1",
+        "    recv 1B2>0 from rank 1",
+        "0B2",
+        "    synchronise gradients of chunk 0",
+        "    sent 0F2>1 to rank 1",
+    ]
 
 
 def test_even_ranks_send_first_and_two_ranks_use_two_channels():
@@ -239,6 +298,21 @@ def test_a_schedule_with_a_circle_has_no_slots():
 
 
 # ---- gradients and parameters ----
+def _around(program):
+    """Of each action: the chunks gathered before it, and those synchronised after it."""
+    around, gathered = [], ()
+    for instruction in program.instructions:
+        if instruction.verb == "gather":
+            gathered += (instruction.chunk,)
+        elif instruction.verb == "synchronise":
+            step, before, after = around[-1]
+            around[-1] = (step, before, (*after, instruction.chunk))
+        elif instruction.verb in "FBIW":
+            around.append((instruction, gathered, ()))
+            gathered = ()
+    return around
+
+
 @given(pp=st.integers(2, 5), chunks=st.integers(2, 4), groups=st.integers(1, 3))
 def test_synchronisation_is_aligned_as_in_megatron(pp, chunks, groups):
     """Backward k of rank r starts the synchronisation of the chunk whose last microbatch is entry k - r of the table;
@@ -246,9 +320,9 @@ def test_synchronisation_is_aligned_as_in_megatron(pp, chunks, groups):
     microbatches = pp * groups
     schedule, table = interleaved(pp, chunks, microbatches), get_schedule_table(microbatches, chunks, pp)
     for rank in range(pp):
-        steps = lower(schedule, rank).steps
-        backwards = [step.grad_sync for step in steps if step.action.kind == "B"]
-        forwards = [step.param_gather for step in steps if step.action.kind == "F"]
+        around = _around(lower(schedule, rank))
+        backwards = [after for step, _, after in around if step.verb == "B"]
+        forwards = [before for step, before, _ in around if step.verb == "F"]
         left = set(range(chunks))
         for k, launched in enumerate(backwards):
             m, chunk = table[k - rank] if k >= rank else (None, None)
@@ -261,16 +335,17 @@ def test_synchronisation_is_aligned_as_in_megatron(pp, chunks, groups):
             m, chunk = table[k + rank] if k + rank < len(table) else (None, None)
             following = (chunk + 1,) if m == 0 and 1 < chunk + 1 < chunks else ()
             assert gathered == ((0, 1, *following) if k == 0 else following), (rank, k)
-        assert all(step.grad_sync == () for step in steps if step.action.kind == "F")
+        assert all(after == () for step, _, after in around if step.verb == "F")
 
 
 @given(**SEEDS)
 def test_every_chunk_is_synchronised_once_after_its_gradients_and_gathered_once_before_its_forwards(seed, placement):
     schedule = random_legal_schedule(seed, placement=placement)
     for rank in range(schedule.pp):
-        steps = lower(schedule, rank).steps
-        synchronised = [(chunk, i) for i, step in enumerate(steps) for chunk in step.grad_sync]
-        gathered = [(chunk, i) for i, step in enumerate(steps) for chunk in step.param_gather]
+        around = _around(lower(schedule, rank))
+        steps = [step for step, _, _ in around]
+        synchronised = [(chunk, i) for i, (_, _, after) in enumerate(around) for chunk in after]
+        gathered = [(chunk, i) for i, (_, before, _) in enumerate(around) for chunk in before]
         chunks = list(range(len(schedule.stages_of(rank))))
         assert sorted(chunk for chunk, _ in synchronised) == sorted(chunk for chunk, _ in gathered) == chunks
         for chunk, i in synchronised:
@@ -282,11 +357,11 @@ def test_every_chunk_is_synchronised_once_after_its_gradients_and_gathered_once_
 def test_a_v_is_synchronised_when_its_slowest_rank_is():
     """Up the V the last rank has the lowest stage and gets its gradient last, so the others wait for it."""
     v = Schedule.from_csv("0F0,3F0,0F1,3F1,3B0,0B0,3B1,0B1\n1F0,2F0,1F1,2F1,2B0,2B1,1B0,1B1")
-    first, second = ([step.grad_sync for step in lower(v, rank).steps if step.action.kind == "B"] for rank in (0, 1))
+    first, second = ([after for step, _, after in _around(lower(v, rank)) if step.verb == "B"] for rank in (0, 1))
     assert first == [(), (), (), (0, 1)]  # chunk 1, stage 3: its last backward is number 2, the lowest stage one later
     assert second == [(), (1,), (), (0,)]  # chunk 1 is stage 2, the lowest; chunk 0 is stage 1, one above stage 0
 
 
 def test_without_backward_nothing_is_synchronised():
-    steps = lower(without_backward(interleaved(2, 2, 2)), 1).steps
-    assert all(step.grad_sync == step.param_gather == () for step in steps)
+    around = _around(lower(without_backward(interleaved(2, 2, 2)), 1))
+    assert all(before == after == () for _, before, after in around)

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labkit.data import bundled_text, load_tokenizer
-from labkit.data.corpus import bundled_tokens
-from labkit.data.tokenizer import END_OF_TEXT, encode, vocabulary_size
+from labkit.data.text import END_OF_TEXT, bundled_tokens, encode, vocabulary_size
 
 
 @settings(max_examples=200, deadline=None)

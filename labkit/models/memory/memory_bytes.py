@@ -25,7 +25,7 @@ from labkit.models.placement import StageContents, stage_contents
 from labkit.parallel.data_parallel.bucket_layout import default_bucket_size
 from labkit.parallel.data_parallel.zero_memory import bytes_per_parameter
 from labkit.schedules import Schedule
-from labkit.schedules.partial_checkpoints import kept_whole
+from labkit.schedules.simulator import kept_whole
 
 
 @dataclass(frozen=True)

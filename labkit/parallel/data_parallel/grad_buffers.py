@@ -19,7 +19,7 @@ summed over tokens is not scaled here at all.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,9 +27,8 @@ from torch import Tensor, nn
 
 from labkit.parallel.collectives import Pending, all_gather_async, all_reduce_async, comm_scope, reduce_scatter_async
 from labkit.parallel.data_parallel.bucket_layout import Bucket, BucketLayout, ParameterSpec, plan_buckets
-from labkit.parallel.data_parallel.wrapper import scale_and_look
-from labkit.parallel.groups import Group
-from labkit.parallel.parameter_record import main_grad_of, record_of
+from labkit.parallel.groups import Group, ParallelGroups, cut_group
+from labkit.parallel.parameter_record import adopt_marks, main_grad_of, name_of, record_of
 
 
 @dataclass(frozen=True)
@@ -239,3 +238,94 @@ class GradBuffer:
             for name, parameter in zip(self.names, self.parameters):
                 parameter.data = self.view(data, name).copy_(parameter)
         return data
+
+
+def build_buffers(
+    module: nn.Module,
+    groups: ParallelGroups,
+    *,
+    grad_dtype: torch.dtype | None,
+    bucket_size: int | None,
+    average_in_collective: bool,
+    per_token: bool,
+    scatter: bool,
+    instances: int,
+    look: bool,
+    held_elsewhere: set[int],
+) -> list[GradBuffer]:
+    """The buffers of a module, dense ones first; the options are those of `DistributedDataParallel`.
+
+    held_elsewhere: ids of parameters that another wrapper of this rank has in its buffers.
+    """
+    buffers = []
+    for (_, main_dtype, is_expert), named in _by_kind(module, grad_dtype, held_elsewhere).items():
+        factor, op = _averaging(groups, is_expert, average_in_collective, per_token)
+        within, across = cut_group(groups, groups.edp if is_expert else groups.dp_cp, instances)
+        reduction = Reduction(within, across, factor, op, scatter, look)
+        buffers.append(GradBuffer(named, main_dtype, reduction, bucket_size=bucket_size, is_expert=is_expert))
+    return buffers
+
+
+def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Trainable parameters in the order of registration, by the name they have in every layout, else their path."""
+    taken: set[str] = set()
+    for path, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            name = name_of(parameter, path)
+            name = f"{name} ({path})" if name in taken else name
+            taken.add(name)
+            yield name, parameter
+
+
+Kind = tuple[torch.dtype, torch.dtype, bool]
+"""Type of the parameters, type of their gradients, whether they are experts'."""
+
+
+def _by_kind(
+    module: nn.Module, grad_dtype: torch.dtype | None, elsewhere: set[int]
+) -> dict[Kind, list[tuple[str, nn.Parameter]]]:
+    """The parameters of each buffer, dense ones first."""
+    kinds: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in _named_parameters(module):
+        if id(parameter) not in elsewhere:
+            adopt_marks(parameter)
+            own = torch.float32 if parameter.dtype.itemsize < 4 else parameter.dtype
+            kind = (parameter.dtype, grad_dtype or own, not record_of(parameter).allreduce)
+            kinds.setdefault(kind, []).append((name, parameter))
+    return dict(sorted(kinds.items(), key=lambda item: item[0][2]))
+
+
+def _averaging(groups: ParallelGroups, is_expert: bool, in_collective: bool, per_token: bool) -> tuple[float, str]:
+    """(factor ahead of the collective, its operation): the table of facts in `grad_buffers`."""
+    replicas = groups.dp_cp.size
+    if per_token:
+        return 1.0, "sum"
+    if in_collective:
+        return (groups.edp.size / replicas if is_expert else 1.0), "avg"
+    return 1.0 / replicas, "sum"
+
+
+def in_backward_order(module: nn.Module, buffers: Sequence[GradBuffer]) -> list[GradBucket]:
+    """The buckets of all buffers, those first whose parameters were registered last."""
+    place = {id(p): i for i, p in enumerate(module.parameters())}
+    buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
+    return sorted(buckets, key=lambda bucket: -min(place[id(p)] for p in bucket.parameters))
+
+
+def scale_and_look(x: Tensor, factor: float) -> Tensor:
+    """Multiply x by `factor` in place; returns [1] on x's device, above 0 where some value of x was not finite.
+
+    A reduction makes one rank's NaN everybody's, and nobody who looks afterwards can say where the NaN came from. So
+    the wrappers look before, in the pass over memory that scales a buffer for its mean. The answer stays on the device,
+    and nobody reads the answer in a good step (`labkit.train.not_finite`). With a factor of 1, x is only read.
+    """
+    if factor == 1.0:
+        return (~torch.linalg.vector_norm(x).isfinite()).float().view(1)
+    found = torch.zeros(1, device=x.device)
+    by = torch.full((1,), factor, device=x.device)
+    if x.dtype == torch.float64:  # the fused operation takes its factor in fp32 only
+        found += ~torch.linalg.vector_norm(x).isfinite()
+        x.mul_(factor)
+    else:
+        torch._amp_foreach_non_finite_check_and_unscale_([x], found, by)  # pyright: ignore[reportPrivateImportUsage]
+    return found

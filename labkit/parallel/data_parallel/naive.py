@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from labkit.parallel.collectives import all_reduce, comm_scope
-from labkit.parallel.data_parallel.wrapper import ChunkWrapper, scale_and_look
+from labkit.parallel.data_parallel.grad_buffers import scale_and_look
+from labkit.parallel.data_parallel.wrapper import ChunkWrapper
 from labkit.parallel.groups import Group
 from labkit.parallel.parameter_record import add_gradient, adopt_marks, record_of
 

@@ -1,10 +1,6 @@
 """The base of both data-parallel wrappers: a module around a model chunk that answers like the chunk.
 
-A wrapper knows when backwards only accumulate (`no_sync`), and can look for gradients that are not finite.
-
-A reduction makes one rank's NaN everybody's. Nobody who looks afterwards can say where the NaN came from. So the
-wrappers look before, in the same pass over memory that scales a buffer for its mean, and leave the answer on the
-device: nobody reads it in a good step (`labkit.train.not_finite`).
+A wrapper knows when backwards only accumulate (`no_sync`), and waits for parameters that other ranks have updated.
 """
 
 from __future__ import annotations
@@ -13,8 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+
+from labkit.parallel.data_parallel.param_gather import ParamGather
 
 
 class ChunkWrapper(nn.Module):
@@ -25,6 +22,8 @@ class ChunkWrapper(nn.Module):
         super().__init__()
         self.module = module
         self._may_sync = True
+        self.param_gather: ParamGather | None = None
+        """Gathers the parameters that other ranks have updated; None without the distributed optimizer."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Whatever the module returns."""
@@ -52,19 +51,25 @@ class ChunkWrapper(nn.Module):
                 f"{what} was called inside no_sync(), where backwards only accumulate; leave the block first"
             )
 
+    # ---- parameters ----
 
-def scale_and_look(x: Tensor, factor: float) -> Tensor:
-    """Multiply x by `factor` in place; returns [1] on x's device, above 0 where some value of x was not finite.
+    def start_param_sync(self, *parameters: nn.Parameter) -> None:
+        """Start gathering what the distributed optimizer has updated, as far as that has not been started; without it
+        there is nothing to do. `parameters` are ignored; the pipeline runtime passes those of the chunk."""
+        if self.param_gather is not None:
+            self.param_gather.start()
 
-    No synchronisation with the host. With a factor of 1, x is only read.
-    """
-    if factor == 1.0:
-        return (~torch.linalg.vector_norm(x).isfinite()).float().view(1)
-    found = torch.zeros(1, device=x.device)
-    by = torch.full((1,), factor, device=x.device)
-    if x.dtype == torch.float64:  # the fused operation takes its factor in fp32 only
-        found += ~torch.linalg.vector_norm(x).isfinite()
-        x.mul_(factor)
-    else:
-        torch._amp_foreach_non_finite_check_and_unscale_([x], found, by)  # pyright: ignore[reportPrivateImportUsage]
-    return found
+    def finish_param_sync(self) -> None:
+        """Wait until every parameter may be read; forwards wait by themselves, all other readers call this."""
+        if self.param_gather is not None:
+            self.param_gather.finish()
+
+    def disable_forward_pre_hook(self) -> None:
+        """Gather all parameters and take the hooks that wait for them off the modules (Megatron's name)."""
+        if self.param_gather is not None:
+            self.param_gather.disable_hooks()
+
+    def enable_forward_pre_hook(self) -> None:
+        """Put them back."""
+        if self.param_gather is not None:
+            self.param_gather.enable_hooks()

@@ -15,7 +15,9 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -66,6 +68,10 @@ class Timers:
                 f"train.timing_log_level is {log_level}; choose 0 (steps), 1 (phases) or 2 (single operations)"
             )
         self.log_level = log_level
+        self.phase: Callable[[str], AbstractContextManager[Any]] = (
+            partial(self, log_level=1) if log_level >= 1 else nullcontext
+        )
+        """Makes the timer of a phase of the step, at level 1; at level 0 a context that does nothing."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._timers: dict[str, Timer] = {}
 

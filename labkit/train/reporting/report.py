@@ -80,9 +80,10 @@ class Report:
         groups: ParallelGroups,
         timers: Timers,
         recorder: EventRecorder | None,
-        routers: RouterMetrics,
+        routers: RouterMetrics | None,
     ) -> None:
-        """recorder: what this rank does lands there; after each step it is added to the timers and moved on."""
+        """recorder: what this rank does lands there; after each step it is added to the timers and moved on.
+        routers: of a model with experts."""
         self.losses: list[float] = []
         self.metrics: list[dict[str, Any]] = []
         self._events_of_steps: deque[list[Event]] = deque(maxlen=config.train.keep_event_steps)
@@ -237,8 +238,9 @@ class Report:
     def _over_ranks(self) -> tuple[dict[str, tuple[float, float]], dict[str, Any]]:
         """Since the last line: (minimum, maximum) seconds of each timer over all ranks, and what the routers did. The
         peak of memory becomes that of all ranks."""
-        own: tuple[dict[str, float], LayerMetrics, int] = self._timers.take(), self._routers.take(), self._peak_memory
+        of_routers = {} if self._routers is None else self._routers.take()
+        own: tuple[dict[str, float], LayerMetrics, int] = self._timers.take(), of_routers, self._peak_memory
         with comm_scope(layer="timers", phase="report"):
             timers, routers, peaks = zip(*gather_objects(own, self._groups.world))
         self._peak_memory = max(peaks)
-        return min_max_over_ranks(timers), router_line(routers)
+        return min_max_over_ranks(timers), router_line(routers) if any(routers) else {}

@@ -1,7 +1,7 @@
-"""Gradient buckets and their owners, and what ZeRO's stages keep on a rank.
+"""Gradient buckets with their owners, and the bytes that each ZeRO stage keeps on a rank.
 
-Two pictures: where every parameter lies in the buffer and which rank owns which part of each bucket; and the bytes of
-a parameter by stage.
+`bucket_map` shows the place of every parameter in the buffer and the owner of each part of a bucket. `zero_stages`
+shows the bytes of a parameter by stage.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from labkit.viz.style import SEQUENCE, new_figure, styled, text_color
 MAX_BUCKETS = 8
 """Buckets drawn, a row each; of more the first and the last."""
 MAX_OWNERS = 64
-"""Ranks up to which owners are told apart by colour; beyond, only their borders are drawn."""
+"""Most ranks whose owners differ by colour; with more ranks the picture shows only borders."""
 _WIDTH = 9.0
 _GAP = 0.45
 """Height of the space that stands for buckets left out; a row is 1."""
 _PADDING = {"facecolor": "#FFFFFF", "hatch": "////", "edgecolor": "#999999", "linewidth": 0.0}
 _GAPS = {"facecolor": "#FFFFFF", "hatch": "....", "edgecolor": "#666666", "linewidth": 0.0}
 _SHADES = ("#D9D9D9", "#BFBFBF")
-"""Neighbouring parameters, in turn: two shades, so that one can see where the next begins."""
+"""Shades of neighbouring parameters in turn, so that a reader sees the start of the next parameter."""
 _HATCHES = ("", "//", "..", "xx", "\\\\", "--", "++", "oo")
 """Ranks 0-7, 8-15, ..."""
 
@@ -156,7 +156,7 @@ def _map_sentence(plan: BucketLayout, dp: int, pieces: Sequence[Piece]) -> str:
 
 
 def _percent(share: float) -> str:
-    """One decimal, or one digit where that would read as nothing."""
+    """Format with one decimal, or with one significant digit where one decimal would read 0.0."""
     return f"{share:.1%}" if share >= 0.0995 / 100 else f"{100 * share:.1g}%"
 
 
@@ -229,5 +229,5 @@ def _stages_sentence(param_dtype: str, grad_dtype: str, dp: int, parameters: flo
 
 
 def _number(value: Fraction) -> str:
-    """At most two decimals, none that say nothing."""
+    """Format with at most two decimals, without trailing zeros."""
     return f"{float(value):.2f}".rstrip("0").rstrip(".")

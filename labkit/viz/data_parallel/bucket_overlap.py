@@ -1,6 +1,6 @@
-"""Communication behind computation: one rank's backward, the buckets that leave it, and what is left exposed.
+"""Communication behind computation: one rank's backward, the buckets that leave it, and the exposed time.
 
-Predicted and measured runs are drawn alike, below each other on one axis, so that they can be compared by eye.
+Predicted and measured runs look alike and share one axis, so that a reader can compare them by eye.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from labkit.viz.style import SEQUENCE, color, hatch, legend_patches, new_figure,
 _ROW = 0.27
 """Inches of a row."""
 _MANY = 12
-"""So many buckets are named one by one; of more only the first and the last."""
+"""Most buckets with a name each; of more buckets only the first and the last have names."""
 QUEUED = "#F7DCCB"
 """Colour of a bucket that has left while the link still carries the one before it."""
 
@@ -57,7 +57,7 @@ class _Run:
         return sum(event.start < self.backward_end for event in self.buckets)
 
     def on_the_link(self, row: int) -> float:
-        """When the link begins to carry a bucket, one after another; a wait too short to be seen counts as none."""
+        """Start of each bucket's transfer, one bucket after another; a wait too short to see counts as no wait."""
         start, free = self.buckets[row].start, self.buckets[row - 1].end if row else 0.0
         return free if free - start > 1e-3 * self.end else start
 
@@ -69,9 +69,9 @@ def overlap_gantt(
     time_limit: float | None = None,
     bucket_rows: int | None = None,
 ) -> Figure:
-    """Draw steps of one rank: what it computes, below that a row per reduction from its start to its end.
+    """Draw steps of one rank: its computations, and below a row for each reduction from start to end.
 
-    A reduction that starts while the one before it is under way is pale until that one ends: all go over one link.
+    All reductions share one link. A reduction is pale until the reduction before it ends.
 
     runs: name -> Events of one rank during one step; collectives are drawn in the order of their start.
     numbers: put the exposed milliseconds into the sentence (measured ones change from run to run).
@@ -239,18 +239,18 @@ def _buckets(count: int) -> str:
 # ---- controls ----
 
 _BUCKET_ROWS = 10
-"""Rows for buckets, whatever their number: a picture that grows would push away what stands below it."""
+"""Rows for buckets, for any number of buckets: a growing picture would push the page below away."""
 _SLIDERS = {
     "bucket_mb": ("bucket size (MB)", -1.0, 3.0),
     "latency_us": ("latency (\u00b5s)", 0.0, 4.0),
     "gigabytes_per_second": ("bandwidth (GB/s)", -1.0, 3.0),
 }
-"""Setting -> (what its slider is called, powers of ten from which to which it goes)."""
+"""Setting -> (label of its slider, smallest and largest power of ten)."""
 
 
 @dataclass(frozen=True)
 class _Model:
-    """What the controls do not change."""
+    """Inputs that no control changes."""
 
     parameters: Sequence[ParameterSpec]
     backward: Sequence[BackwardPiece]
@@ -283,8 +283,8 @@ def explore_buckets(
     parameters: in the order of registration. backward: its pieces (`overlap_prediction`). time_limit: seconds at
     which the axis ends and stays, so that pictures can be compared by eye.
 
-    Returns a Figure, or in a live notebook an ipywidgets box: sliders, and below them the same figure. Its height does
-    not change with the settings; of many buckets the first and the last are drawn.
+    Returns a Figure, or in a live notebook an ipywidgets box: sliders above the same figure. The height of the figure
+    does not change with the settings; of many buckets the figure shows the first and the last.
     """
     model = _Model(parameters, backward, dp, element_bytes)
     start = {"bucket_mb": bucket_mb, "latency_us": latency_us, "gigabytes_per_second": gigabytes_per_second}

@@ -17,7 +17,7 @@ from labkit.viz.style import SEQUENCE, color, new_figure, styled, text_color
 _INK = "#333333"
 _LINES = ("-", "--", "-.", ":")
 _RUNS = ("#000000", "#882255", "#44AA99", "#999933")
-"""Of runs: none is the colour of an expert."""
+"""Colours of runs; no run has the colour of an expert."""
 _LAST = 5
 """Steps that a sentence averages over for the end; one batch is noisy."""
 
@@ -110,10 +110,12 @@ def skew_curve(
     measured: Mapping[float, float] | None = None,
     seconds_per_row: float = 1.0,
 ) -> Figure:
-    """What a step takes by the skew of its routing, all waiting for the fullest rank; right, the ranks at one skew.
+    """Draw the time of a step over the skew of its routing, and the rows of the ranks at one skew.
+
+    All ranks wait for the fullest rank.
 
     rows: skew -> rows that each rank computes. chosen: the skew whose ranks are shown. measured: skew -> seconds of a
-        step whose experts take `seconds_per_row`; drawn as points, against what an even load would take.
+        step whose experts take `seconds_per_row`; points in the picture, relative to the time of an even load.
 
     Raises:
         ValueError: no rows at the chosen skew, or skews without a row.
@@ -140,7 +142,7 @@ def skew_curve(
 
 
 def _draw_ranks(axes: Any, by_rank: Sequence[int], skew: float) -> None:
-    """Bars of rows; what is left up to the fullest is waited for."""
+    """Draw the rows of each rank as bars, and dots for the time that a rank waits for the fullest."""
     longest, mean = max(by_rank), sum(by_rank) / len(by_rank)
     names = [f"rank {rank}" for rank in range(len(by_rank))]
     axes.barh(names, by_rank, 0.7, color=color("forward"), edgecolor=_INK, linewidth=0.4, label="computes")
@@ -218,7 +220,7 @@ def _slider(figure: Figure, drawn: Callable[[float], Figure], chosen: float, lar
 def capacity_curve(
     loads: Mapping[str, ArrayLike], *, tokens: int, top_k: int, factors: Sequence[float] = (0.5, 1, 1.25, 1.5, 2, 3, 4)
 ) -> Figure:
-    """What a capacity drops, and how much of a padded buffer stays empty, by capacity factor.
+    """Draw the dropped rows and the empty part of a padded buffer over the capacity factor.
 
     loads: name -> rows of each expert on each rank before dropping, [ranks, E]. tokens, top_k: of a rank, and
         experts of a token: an expert takes ceil(tokens top_k / E x factor) rows of a rank, and at most all its tokens.

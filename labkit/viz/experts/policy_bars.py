@@ -1,4 +1,4 @@
-"""Pictures of the router lab: policies side by side, and what each does to the load of every expert."""
+"""Pictures of the router lab: policies side by side, and the load of every expert under each policy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OVER, _UNDER = (0xD5, 0x5E, 0x00), (0x00, 0x72, 0xB2)
 
 
 def compare_policies(replayed: Sequence[Replayed], *, hidden: int, element_size: int = 2) -> Figure:
-    """Policies as rows, and what each makes of one recording as columns: balance, and what it costs.
+    """Draw policies as rows, and the balance and the costs of one recording as columns.
 
     The columns: the fullest expert's choices and the fullest rank's rows, against the mean; choices dropped, and the
     weight that they had; choices that are the token's own best; bytes sent in a forward, row by row, and if a token
@@ -73,7 +73,7 @@ def _balance(axes: Any, replayed: Sequence[Replayed]) -> None:
 
 def _dropped(axes: Any, replayed: Sequence[Replayed]) -> None:
     rows, weight = [each.dropped for each in replayed], [each.weight_dropped for each in replayed]
-    axes.update_datalim([(0.1, 0)])  # the axis is one also where nothing is dropped
+    axes.update_datalim([(0.1, 0)])  # an axis needs a width above 0 even if no policy drops a row
     _pair(axes, rows, weight, ("choices dropped", "their weight"), "{:.1%}")
     axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set_xlabel("of all")
@@ -127,9 +127,9 @@ def _amount(size: int) -> str:
 
 
 def policy_loads(replayed: Sequence[Replayed]) -> Figure:
-    """What every expert (across) computes under every policy (down), against the mean of all choices; ranks apart.
+    """Draw the rows of every expert (across) under every policy (down), relative to the mean of all choices.
 
-    After capacity, padding included: a dropped choice is computed by nobody, a padded place is.
+    Rows count after capacity, with padding: experts compute padded places, but no dropped choice.
 
     Raises ValueError for no policy, and for policies of different recordings.
     """
@@ -181,11 +181,11 @@ def _cell(axes: Any, x: float, row: int, value: float, experts: int) -> None:
 def explore_policies(logits_NRTE: Tensor, policies: Mapping[str, Policy], *, hidden: int, element_size: int = 2) -> Any:
     """`compare_policies` of a recording; in a live notebook with controls for experts a token, capacity and bias rate.
 
-    A control sets its field in every policy that has it. Policies that cannot be with what is set are left out, and the
-    words say why; where none can be, the picture is hidden.
+    A control sets its field in every policy with this field. The picture leaves out policies that cannot take the
+    value, and the words give the reason. Without any possible policy the picture hides.
 
-    Returns a Figure, or in a live notebook an ipywidgets box that shows the same figure. Raises ValueError for policies
-    that cannot be replayed as they are given.
+    Returns a Figure, or in a live notebook an ipywidgets box that shows the same figure. Raises ValueError for
+    impossible policies.
     """
     sizes = {"hidden": hidden, "element_size": element_size}
     figure = compare_policies(replay_policies(logits_NRTE, policies), **sizes)
@@ -193,7 +193,7 @@ def explore_policies(logits_NRTE: Tensor, policies: Mapping[str, Policy], *, hid
         return figure
 
     def drawn(changes: Mapping[str, Any]) -> tuple[Figure | None, list[str]]:
-        """The picture of the policies that can be, and why the others cannot."""
+        """Draw the possible policies; give the reasons against the others."""
         replayed, refused = [], []
         for name, policy in policies.items():
             changed = {field: changes.get(field, value) for field, value in policy.items()}
@@ -207,7 +207,7 @@ def explore_policies(logits_NRTE: Tensor, policies: Mapping[str, Policy], *, hid
 
 
 def _inputs(policies: Mapping[str, Policy], experts: int) -> dict[str, Any]:
-    """A slider for each field that some policy has, where the first of them has it."""
+    """Build a slider for each field of any policy, at the value of the first policy with this field."""
     import ipywidgets as widgets
 
     look: dict[str, Any] = {"style": {"description_width": "170px"}, "layout": widgets.Layout(width="460px")}

@@ -1,11 +1,11 @@
 """The router lab: one recording of logits, routed again by any policy, and the policies side by side.
 
-A recording holds the logits of N microbatches on R ranks, [N, R, T, E]. A policy is a few fields of `MoEConfig`, and
-it is applied by the router that training uses, so the lab shows what would have been chosen, dropped and sent. What it
-cannot show is what the policy would have made of the *weights*: load-balancing losses act over a training run, and are
-refused. An expert bias does act within a recording: it moves after each microbatch, by the load of all ranks.
+A recording holds the logits of N microbatches on R ranks, [N, R, T, E]. A policy is a few fields of `MoEConfig`. The
+router of training applies the policy, so the lab shows the choices, drops and messages of this policy. The lab refuses
+load-balancing losses: they act on the *weights* over a training run, and a recording cannot show their effect. An
+expert bias acts within a recording: the bias moves after each microbatch by the load of all ranks.
 
-Costs of balance that are shown beside it: choices that are not among the token's own best, and weight that is dropped.
+Beside the balance stand its costs: choices that are not among the token's own best, and dropped weight.
 Recordings come from `LogitRecord` or `skewed_logits`; pictures are in `policy_bars`:
 
     replayed = replay_policies(logits_NRTE, standard_policies(experts=8, top_k=2, groups=4))
@@ -100,7 +100,7 @@ def standard_policies(
 
 @dataclass(frozen=True)
 class Replayed:
-    """What one policy did with a recording; all but `load` speaks of its last microbatch."""
+    """Result of one policy on a recording; all fields but `load_by_microbatch` describe the last microbatch."""
 
     name: str
     """Of the policy."""
@@ -109,7 +109,7 @@ class Replayed:
     rows: np.ndarray
     """Rows that each rank sends to each expert, after capacity and with padding: int64 [R, E]."""
     maps: np.ndarray
-    """Which token goes to which expert, the same rows one by one: bool [R, T, E]."""
+    """Experts of each token, the same rows one by one: bool [R, T, E]."""
     dropped: float
     """Share of the choices that exceed a capacity."""
     weight_dropped: float
@@ -137,7 +137,7 @@ class Replayed:
 
     @property
     def fullest_rank(self) -> float:
-        """Rows of the fullest rank over the mean: how much longer a step of the experts takes than it needs to."""
+        """Rows of the fullest rank over the mean: the time of the experts' step relative to an even load."""
         return _over_mean(self.rows_by_rank)
 
     def sent_bytes(self, hidden: int, element_size: int = 2) -> int:
@@ -145,7 +145,7 @@ class Replayed:
         return int(all_to_all_bytes(self.rows, len(self.rows), hidden, element_size).forward.sum())
 
     def sent_once_bytes(self, hidden: int, element_size: int = 2) -> int:
-        """The same if a token travelled once to each rank where it has experts, and came back once."""
+        """The same bytes if a token travelled only once to each rank with experts for it, and came back once."""
         matrix = send_matrix_without_copies(self.maps, len(self.maps))
         return int(2 * (matrix.sum() - np.trace(matrix)) * hidden * element_size)
 
@@ -187,7 +187,7 @@ def replay_policies(logits_NRTE: Tensor, policies: Mapping[str, Policy]) -> list
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """For tables as small as these a second thread costs more than it brings."""
+    """Use one thread: for small tables a second thread costs more than it brings."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -251,7 +251,7 @@ def _summed(name: str, moe: MoEConfig, load: np.ndarray, logits_RTE: Tensor, rou
 
 
 def _weights(moe: MoEConfig, logits_TE: Tensor, chosen_TE: Tensor) -> Tensor:
-    """What a choice would weigh without a capacity."""
+    """Weight of each choice without a capacity."""
     if moe.load_balancing == "sinkhorn":
         return sinkhorn_routing(logits_TE, moe.top_k, map_TE=chosen_TE)[0]
     return topk_routing(

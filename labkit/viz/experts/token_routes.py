@@ -1,4 +1,4 @@
-"""The dispatch of a mixture of experts in pictures: who sends rows to whom, and where each row lies after each step.
+"""The dispatch of a mixture of experts in pictures: rows from rank to rank, and the place of each row after each step.
 
 A *row* is a token on its way to one of its experts: a token with k experts makes k rows. Counts of rows and routing
 maps come as plain arrays; expert e lives on rank e // (E / ep), as in the dispatchers.
@@ -31,9 +31,9 @@ _TOKEN = "#D9D9D9"
 
 
 def send_matrix_figure(rows: ArrayLike) -> Figure:
-    """Rows that each rank (down) sends to each (across), and above it what each rank has to compute.
+    """Draw the rows that each rank (down) sends to each rank (across), and above the rows that each rank computes.
 
-    rows: [ep, ep] counts, `rows[r][s]` from rank r to rank s; the diagonal stays where it is.
+    rows: [ep, ep] counts, `rows[r][s]` from rank r to rank s; rows of the diagonal stay on their rank.
 
     Raises:
         ValueError: a table that is not square, is empty, or counts less than nothing.
@@ -68,7 +68,7 @@ def _draw_received(axes: Any, received: NDArray[Any]) -> None:
 
 
 def _draw_matrix(axes: Any, table: NDArray[Any]) -> None:
-    """Cells darken with their rows; what stays on its rank is hatched."""
+    """Draw cells that darken with their rows; a hatch marks rows that stay on their rank."""
     ep = len(table)
     shades = LinearSegmentedColormap.from_list("rows", [_PAPER, color("ep")])
     most = max(1, table.max())
@@ -113,7 +113,7 @@ _STEPS = (
     "4  sort chunks:\nby local expert",
 )
 _X = (0.0, 1.0, 2.4, 3.4)
-"""Where the columns stand; the all-to-all has the longest way."""
+"""Places of the columns; the all-to-all has the longest way."""
 _WIDTH = 0.34
 _GAP = 1.4
 """Between ranks; a row has height 1."""
@@ -131,7 +131,7 @@ class _Row:
 
 @dataclass
 class _Dispatch:
-    """All rows in the order of each column, and how high each of them lies there."""
+    """All rows in the order of each column, and the height of each row there."""
 
     maps: list[NDArray[np.bool_]]
     local: int
@@ -144,7 +144,7 @@ class _Dispatch:
         return row.sender if column < 2 else row.expert // self.local
 
     def travels(self, row: _Row) -> bool:
-        """Whether its expert is on another rank."""
+        """True where the row's expert is on another rank."""
         return row.sender != row.expert // self.local
 
 

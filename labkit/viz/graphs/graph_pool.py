@@ -1,6 +1,7 @@
 """Memory of graphs in a pipeline: lives of static input buffers along an order, and a pool's blocks, frame by frame.
 
-Colours stand for microbatches, since what two of them share is the question in every picture; backwards are hatched.
+Colours stand for microbatches, since every picture shows the memory that two microbatches share. A hatch marks
+backwards.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ def _color(microbatch: int) -> str:
 
 
 def buffer_lives(plan: BufferPlan, order: Sequence[float], *, what: str = "") -> Figure:
-    """A row per static input buffer, a column per step of the order: who holds it from its forward to its backward.
+    """Draw a row per static input buffer and a column per step: the holder from its forward to its backward.
 
-    Bars reach to the backward that reads the buffer, whenever the plan gives it back; where two of one row meet, the
-    plan is wrong, and the meeting is drawn in a colour of its own.
+    A bar reaches to the backward that reads the buffer, even if the plan gives the buffer back before. If two
+    bars of one row meet, the plan is wrong, and the meeting has a colour of its own.
 
     what: first words of the sentence.
     """
@@ -71,7 +72,7 @@ def buffer_lives(plan: BufferPlan, order: Sequence[float], *, what: str = "") ->
 
 
 def _lives(plan: BufferPlan, order: Sequence[float]) -> list[tuple[Use, int, int]]:
-    """(user, step of its forward, step of its backward)."""
+    """List (user, step of its forward, step of its backward)."""
     steps = {(one.kind, one.chunk, one.microbatch): one.step for one in read_order(order)}
     uses = [Use(*use) for use in plan.assignment]
     return [(use, steps["F", use.chunk, use.microbatch], steps["B", use.chunk, use.microbatch]) for use in uses]
@@ -88,7 +89,7 @@ def _write_user(axes: Any, use: Use, first: float, height: float, chunks: bool) 
 
 
 def _draw_meeting(axes: Any, meeting: tuple[int, int, int, Use, Use], chunks: bool) -> None:
-    """Above, who held the buffer; below, who took it; around both a frame."""
+    """Draw the old holder of the buffer above, the new holder below, and a frame around both."""
     row, first, last, earlier, later = meeting
     for user, low in ((earlier, 0.08), (later, 0.5)):
         box = Rectangle((first, row + low), last + 0.96 - first, 0.42, facecolor=_color(user.microbatch))
@@ -98,7 +99,7 @@ def _draw_meeting(axes: Any, meeting: tuple[int, int, int, Use, Use], chunks: bo
 
 
 def _meetings(plan: BufferPlan, lives: Sequence[tuple[Use, int, int]]) -> list[tuple[int, int, int, Use, Use]]:
-    """(buffer, first step, last step, who held it, who took it) wherever two lives of a buffer meet, in order."""
+    """List (buffer, first step, last step, old holder, new holder) wherever two lives of a buffer meet, in order."""
     found: list[tuple[int, int, int, Use, Use]] = []
     for buffer in range(plan.num_buffers):
         rows = sorted((life for life in lives if plan.assignment[life[0]] == buffer), key=lambda life: life[1])
@@ -126,10 +127,10 @@ def _plan_sentence(plan: BufferPlan, order: Sequence[float], meetings: Sequence[
 
 
 def pool_blocks(playback: Playback, *, what: str = "") -> Figure:
-    """Every block of a pool: along x the moments at which memory is taken or given back, along y where the block lies.
+    """Draw every block of a pool: along x the moments that take or give back memory, along y the place of the block.
 
-    Two colours beside each other at one height are memory that a later capture took over. Below, how much is held at
-    each moment: less than the place of the highest block wherever there are gaps under it.
+    Two colours beside each other at one height are memory that a later capture took over. The panel below shows the
+    bytes held at each moment. Gaps under the highest block make the held bytes fewer than its place.
 
     what: first words of the sentence.
 
@@ -159,7 +160,7 @@ def pool_blocks(playback: Playback, *, what: str = "") -> Figure:
 
 
 def _draw_amount(axes: Any, playback: Playback) -> None:
-    """Bytes held after each moment; the most of them is named."""
+    """Draw the bytes held after each moment, and name the largest number."""
     held = [nbytes / _KIB for nbytes in playback.live_bytes]
     axes.stairs(held, range(len(held) + 1), fill=True, color="#888888")
     most = playback.peak_bytes / _KIB
@@ -169,7 +170,7 @@ def _draw_amount(axes: Any, playback: Playback) -> None:
 
 
 def pool_frames(playback: Playback, *, first: int = 0, count: int = MAX_FRAMES, what: str = "") -> Figure:
-    """The pool at the end of each capture, one strip a capture, from the top down: what is held, and where.
+    """Draw the pool at the end of each capture, one strip a capture, from the top down: held blocks and their places.
 
     Blocks with a thick edge lie where an earlier graph's block lay.
 
@@ -196,7 +197,7 @@ def pool_frames(playback: Playback, *, first: int = 0, count: int = MAX_FRAMES, 
 
 
 def pool_frame(playback: Playback, number: int) -> Figure:
-    """One frame alone: above, what is held and where; below, bytes held over all captures, with a mark at this one.
+    """Draw one frame: the held blocks and their places; below, the held bytes of all captures with a mark at this one.
 
     Raises ValueError where there is no such frame.
     """
@@ -242,7 +243,7 @@ def _player(playback: Playback) -> Any:
 
 
 def _end(playback: Playback) -> int:
-    """Where the last block of any frame ends; blocks that live within one capture may lie higher."""
+    """End of the last block of any frame; blocks that live within one capture may lie higher."""
     return max(life.end for frame in playback.frames for life in frame.live)
 
 
@@ -267,13 +268,13 @@ def _block_style(life: Life) -> dict[str, Any]:
 
 
 def _graph_of(owner: str) -> tuple[str, int, bool]:
-    """(chunk and layer, microbatch, whether backward) of a graph called `chunk 0 layer 1 microbatch 2 forward`."""
+    """Parse `chunk 0 layer 1 microbatch 2 forward` into (chunk and layer, microbatch, True for a backward)."""
     found = re.search(r"(.*?)\s*microbatch (\d+)\s*(\w*)", owner)
     return (found[1], int(found[2]), found[3] != "forward") if found else (owner, 0, "backward" in owner)
 
 
 def _short_names(playback: Playback) -> list[str]:
-    """F0, B0, .. of the captures; with the layer's number where there is more than one of them.
+    """Name the captures F0, B0, ..; with the layer's number where there are several layers.
 
     Raises:
         ValueError: there are none.
@@ -326,7 +327,7 @@ def _frames_sentence(playback: Playback, shown: range, names: Sequence[str], wha
 
 
 def _share_taken_over(playback: Playback, number: int) -> float:
-    """Of the bytes that a capture leaves behind, those that lie where an earlier graph's block lay."""
+    """Share of the bytes of a capture that lie where an earlier graph's block lay."""
     frame, (_, first, _) = playback.frames[number], playback.captures[number]
     left = sum(life.nbytes for life in frame.live if life.born >= first)
     return sum(life.nbytes for life in frame.taken_over) / left if left else 0.0

@@ -56,12 +56,13 @@ class _Axis:
 
 
 def graph_memory(logs: Mapping[str, OperationLog], given: Mapping[str, Tensor]) -> Figure:
-    """Operations from top to bottom, and what each reads and writes: left tensors from outside, right the pool.
+    """Draw operations from top to bottom with their reads and writes: left tensors from outside, right the pool.
 
-    A full bar is a result being written, the pale bar under it its life, up to the last operation that reads it (dotted
-    where it leaves the graph); a ring is a read. Where full bars stand one above the other, memory is used again.
+    A full bar is the write of a result. The pale bar under it is the result's life, up to the last operation that reads
+    the result (dotted where the result leaves the graph). A ring is a read. Full bars one above the other use the same
+    memory again.
 
-    logs: part of a step, such as `forward`, -> what it computes. given: name -> a tensor that existed before.
+    logs: part of a step, such as `forward`, -> its operations. given: name -> a tensor that existed before.
 
     Raises:
         ValueError: nothing was logged.
@@ -139,8 +140,8 @@ def _draw_pool(axes: Any, number: int, rows: Sequence[_Row], names: Mapping[int,
 
 
 def _last_read(place: Memory, rows: Sequence[_Row], number: int) -> int | None:
-    """The last operation that reads what `number` wrote to `place`; None for a result that leaves the graph: nothing
-    reads it, and nothing else takes its memory."""
+    """Return the last operation that reads the result of operation `number` at `place`. None means that the result
+    leaves the graph: no operation reads the result, and no other result takes its memory."""
     last = None
     for later in range(number + 1, len(rows)):
         operation = rows[later].operation
@@ -228,7 +229,7 @@ def _draw_lane(axes: Any, row: int, kind: str, lane: Sequence[Run], end: float) 
 
 
 def cost_by_size(sizes: Sequence[int], seconds: Mapping[str, Sequence[float]], what: str = "rows") -> Figure:
-    """Measured time of a step by its size, both axes logarithmic: where a line is flat, launches cost, not numbers.
+    """Draw the measured time of a step over its size on two logarithmic axes: on a flat line launches decide the time.
 
     The sentence carries no time. Raises ValueError where numbers of sizes and times differ.
     """
@@ -252,7 +253,7 @@ def cost_by_size(sizes: Sequence[int], seconds: Mapping[str, Sequence[float]], w
 
 
 def by_call(series: Mapping[str, Sequence[float]], what: str, *, captured: int = 0) -> Figure:
-    """A number after each call, a line for each way of keeping it; `captured` calls came before the first replay.
+    """Draw a number after each call, a line for each way to keep the number; `captured` calls precede the first replay.
 
     The sentence gives the last value of each. Raises ValueError without values.
     """

@@ -1,4 +1,4 @@
-"""Pictures of partial graphs: who calls whom at capture and at replay, and what it would cost to pad instead."""
+"""Pictures of partial graphs: the calls at capture and at replay, and the cost of padding instead."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _HELD = "held by the fullest rank"
 _ROW = 0.26
 """Inches of a call."""
 _EDGE = -1.0
-"""Where the lifeline of everybody else would be."""
+"""Place of the lifeline of all other callers."""
 
 
 _PAPER = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
-"""Behind a name that is longer than the space between two lifelines."""
+"""Box behind a name that is longer than the space between two lifelines."""
 
 
 class Call(Protocol):
@@ -40,7 +40,7 @@ class Call(Protocol):
 def sequence_diagram(traces: Mapping[str, Sequence[Call]], participants: Sequence[str]) -> Figure:
     """Recorded calls as arrows between lifelines, top to bottom; one panel a trace.
 
-    traces: title -> calls. participants: from left to right; calls from anybody else come from the left edge.
+    traces: title -> calls. participants: from left to right; all other calls come from the left edge.
 
     Raises:
         ValueError: no calls.
@@ -97,7 +97,7 @@ def _words(title: str, calls: Sequence[Call], participants: Sequence[str]) -> st
 
 @dataclass(frozen=True)
 class PaddingCost:
-    """What one way to give experts their rows costs on one routing, in one forward of all ranks."""
+    """Costs of one way to give experts their rows, on one routing, in one forward of all ranks."""
 
     name: str
     flops: float
@@ -118,9 +118,9 @@ class PaddingCost:
 
 
 def padding_costs(costs: Sequence[PaddingCost]) -> Figure:
-    """Ways to give experts their rows, as bars beside each other: work, traffic, memory, and what is lost.
+    """Draw ways to give experts their rows as bars beside each other: work, traffic, memory and lost choices.
 
-    costs: the first is what the others are compared with. Raises ValueError for none, and for two of one name.
+    costs: the picture compares all others with the first. Raises ValueError for none, and for two of one name.
     """
     if len({each.name for each in costs}) < len(costs):
         raise ValueError(f"two ways of one name among {[each.name for each in costs]}: name or draw each once")
@@ -147,7 +147,7 @@ def padding_costs(costs: Sequence[PaddingCost]) -> Figure:
 
 
 def _stacks(axes: Any, costs: Sequence[PaddingCost]) -> list[Patch]:
-    """The parts of what is held, one behind the other, and their legend."""
+    """Draw the parts of the held bytes one behind the other, and their legend."""
     unit = costs[0].held_bytes or 1.0
     shades = (color("graph_replay"), color("collective"), color("idle"))
     for place, each in enumerate(costs):
@@ -163,7 +163,7 @@ def _stacks(axes: Any, costs: Sequence[PaddingCost]) -> list[Patch]:
 
 
 def _bars(axes: Any, title: str, values: Sequence[float], *, relative: bool, plain: bool) -> None:
-    """Of relative columns the first value is 1. plain: numbers alone, the bars are drawn by somebody else."""
+    """Draw a column; the first value of a relative column is 1. plain: draw numbers without bars."""
     unit = values[0] if relative and values[0] else 1.0
     shown = [value / unit for value in values]
     low = 0.0 if title != "loss" else min(shown) - 0.3 * (max(shown) - min(shown) or 1.0)  # differences count

@@ -1,8 +1,8 @@
 """MoE parallel folding, drawn: one grid of ranks that attention and experts read in two ways.
 
-A *reading* gives each rank its digits. Attention numbers the ranks of a pipeline stage by tp, cp, dp, experts number
-the same ranks by etp, ep, edp (arXiv 2504.14960). Without folding ep is cut out of dp and etp is tp, so that a stage
-needs tp cp ep ranks at least; folded, the two products only have to be the same number.
+A *reading* gives each rank its digits. Attention numbers the ranks of a pipeline stage by tp, cp, dp. Experts number
+the same ranks by etp, ep, edp (arXiv 2504.14960). Without folding, ep divides dp and etp is tp, so a stage needs at
+least tp cp ep ranks. With folding, the products tp cp dp and etp ep edp only have to be equal.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _EXPERT_NAMES = {"tp": "etp", "dp": "edp"}
 """Axes of the expert generator under the names that its groups have."""
 
 _LETTERS = {"tp": "t", "cp": "c", "dp": "d", "pp": "p", "etp": "t", "ep": "e", "edp": "d"}
-"""What stands before a digit in a cell."""
+"""Letter before a digit in a cell."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How attention, or the experts, number the ranks of a layout."""
+    """Digits of the ranks of a layout, as attention or as the experts number them."""
 
     name: str
     """`attention` or `experts`."""
@@ -73,7 +73,7 @@ def readings(
     sizes: any of tp, cp, pp, ep, etp, order, as for `rank_generators`.
     folded: False gives the experts the groups that they had before folding: ep is cut out of dp, etp is tp, and copies
         of an expert are the ranks of cp and what is left of dp.
-    same_pipelines: refuse what puts a rank into two different pipelines; False shows it instead.
+    same_pipelines: refuse a layout that puts a rank into two different pipelines; False shows the layout instead.
 
     Raises ValueError as `rank_generators` does, and where ep does not divide dp, or etp is not tp, without folding.
     """
@@ -117,11 +117,11 @@ def _unfolded(attention: Reading, given: Mapping[str, Any]) -> Reading:
 
 
 def fold_grid(sizes: Mapping[str, Any], *, world_size: int, gpus_per_node: int = 8, folded: bool = True) -> Figure:
-    """The grid of nodes and GPUs twice: coloured by what a rank does in attention, and by what it does for experts.
+    """Draw the grid of nodes and GPUs twice: coloured by each rank's job in attention, and by its job for experts.
 
-    One colour is one job: a shard of the weights and a part of the sequence on the left, a shard of certain experts on
-    the right. A dark line goes round the ranks that do all jobs of one sample, or hold all experts once. Arguments and
-    errors are those of `readings`; more than MAX_DRAWN ranks are refused as well.
+    One colour is one job. On the left a job is a shard of the weights and a part of the sequence; on the right a job is
+    a shard of certain experts. A dark line surrounds ranks that do all jobs of one sample, or hold all experts once.
+    Arguments and errors are those of `readings`; the function also refuses more than MAX_DRAWN ranks.
     """
     if world_size > MAX_DRAWN:
         raise ValueError(f"{world_size} ranks make cells too small to see; draw at most {MAX_DRAWN}")
@@ -180,8 +180,8 @@ def _crossing(grid: Grid, groups: list[list[int]]) -> str:
 def folded_digits(sizes: Mapping[str, Any], *, world_size: int) -> Figure:
     """Both readings as digits: a column for each rank, a row for each axis, the fastest axis first.
 
-    Ranks that differ in the digit of one row alone are a group of that axis. Where the two rows `pp` differ, a rank
-    would hold attention of one stage and experts of another: those columns are marked. Raises ValueError for a world
+    Ranks that differ in the digit of one row alone are a group of that axis. A frame marks each rank whose two rows
+    `pp` differ: such a rank would hold attention of one stage and experts of another. Raises ValueError for a world
     that does not factor, and for more than MAX_DIGITS ranks.
     """
     if world_size > MAX_DIGITS:
@@ -269,8 +269,8 @@ def explore_folding(
 ) -> Any:
     """`fold_grid` of the given layout; in a live notebook with controls for every size, the order, and folding.
 
-    Returns a Figure, or in a live notebook an ipywidgets box that shows the same figure first. A layout that cannot be
-    hides the picture and shows the reason.
+    Returns a Figure, or in a live notebook an ipywidgets box that shows the same figure first. An impossible
+    layout hides the picture and shows the reason.
     """
     sizes = {"tp": tp, "cp": cp, "pp": pp, "ep": ep, "etp": etp}
     setting = {"world_size": world_size, "gpus_per_node": gpus_per_node, **sizes, "order": order, "folded": folded}

@@ -1,6 +1,6 @@
 """Bytes that cross nodes in one training step, by kind of group and order string.
 
-A volume model, stated so that it can be doubted. Of one optimizer step it counts what leaves one node for another:
+The model counts the bytes of one optimizer step that leave one node for another:
 
     tp   4 all-reduces per layer and microbatch (f and g, forward and backward; arXiv 1909.08053, section 3) of s/cp b h
     cp   ring attention (arXiv 2310.01889): keys and values of s/cp tokens go cp - 1 hops forward, and backward again
@@ -11,9 +11,9 @@ A volume model, stated so that it can be doubted. Of one optimizer step it count
     edp  the same for expert parameters / (etp ep pp), over edp
     pp   s/cp b h per microbatch to the next stage, and its gradient back; each tp rank sends the whole of it
 
-An all-reduce of N bytes over g ranks is a ring in group order: each of its g links carries 2 (g - 1)/g N bytes
-(Patarasuk and Yuan 2009). A link counts when its two ends are on different nodes. Not counted: tied embeddings, norms.
-A model without experts has the dense groups alone, so every order of its axes is allowed.
+An all-reduce of N bytes over g ranks is a ring in group order (Patarasuk and Yuan 2009). Each of its g links carries
+2 (g - 1)/g N bytes. A link counts when its two ends are on different nodes. The model leaves out tied embeddings and
+norms. A model without experts has only dense groups, so every order of its axes is allowed.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def bytes_between_nodes(
 def _generators(
     model: TransformerTraffic, sizes: Mapping[str, Any], world_size: int
 ) -> tuple[RankGenerator, RankGenerator | None]:
-    """The dense generator, and that of the experts where the model has any: only then can the two disagree."""
+    """Build the dense generator, and the experts' generator where the model has experts: only two can disagree."""
     if model.num_experts:
         return rank_generators(world_size=world_size, **sizes)
     if given := [f"{name} {sizes[name]}" for name in ("ep", "etp") if (sizes.get(name) or 1) > 1]:
@@ -173,7 +173,7 @@ def order_traffic(
 
 
 def _distance_from_default(order: str) -> list[int]:
-    """Sorts orders of equal traffic: the usual one first."""
+    """Sort orders of equal traffic: the usual order first."""
     return [LAYOUT_AXES.index(axis) for axis in order.split("-")]
 
 
@@ -236,7 +236,7 @@ def _amount(size: float) -> str:
 
 
 def _verdict(rows: Mapping[str, Mapping[str, float]], refused: int) -> str:
-    """What the least and the most talkative order send, and which orders there are."""
+    """Say in words what the cheapest and the dearest order send, and how many orders there are."""
     totals = {order: sum(row.values()) for order, row in rows.items()}
     (best, least), (worst, most) = next(iter(totals.items())), list(totals.items())[-1]
     ties = sum(math.isclose(total, least, rel_tol=1e-9) for total in totals.values()) - 1

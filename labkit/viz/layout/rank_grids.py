@@ -1,4 +1,4 @@
-"""Rank grids: which ranks form a group, drawn over nodes and GPUs."""
+"""Rank grids: the ranks of each group, drawn over nodes and GPUs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Sizes = ParallelConfig | Mapping[str, Any]
 
 
 class Grid:
-    """Where a rank's cell lies: node and GPU to x and y."""
+    """Places of the ranks' cells: node and GPU to x and y."""
 
     def __init__(self, world_size: int, gpus_per_node: int, first: int = 0) -> None:
         if gpus_per_node < 1:
@@ -90,8 +90,8 @@ def rank_grid(
 ) -> Figure:
     """One panel per kind of group: every group has its colour and number over the grid of nodes and GPUs.
 
-    `sizes` and `kinds` are those of `all_groups`. Raises ValueError for an unknown kind and for what cannot be laid
-    out.
+    `sizes` and `kinds` are the arguments of `all_groups`. Raises ValueError for an unknown kind and for an impossible
+    layout.
     """
     kinds = _known([kinds] if isinstance(kinds, str) else list(kinds))
     plan = all_groups(sizes, world_size)
@@ -125,7 +125,7 @@ def rank_neighbours(
     world_size: int,
     gpus_per_node: int = 8,
 ) -> Figure:
-    """Whom one rank talks to: its groups of `kinds`, each in the colour of its axis, over the grid of nodes and GPUs.
+    """Draw the groups of one rank: each kind in the colour of its axis, over the grid of nodes and GPUs.
 
     A rank that is in several of the groups takes the colour of the first. Costs the groups' sizes plus the picture.
     """

@@ -15,13 +15,13 @@ from labkit.viz.live import LiveFigure, is_live
 from labkit.viz.pipeline.timeline import gantt
 
 BUILDERS = ("gpipe", "1f1b", "interleaved", "zero_bubble_h1", "zbv", "dualpipe_v")
-"""What the schedule explorer builds; each is a `schedule.name` of the configuration."""
+"""Schedules of the explorer; each is a `schedule.name` of the configuration."""
 
 
 @dataclass
 class _Axes:
-    """Where the axes end. They stay while the controls move, so that two pictures can be compared by eye; only a
-    picture that does not fit doubles them."""
+    """Ends of the axes. The axes stay while the controls move, so that a reader can compare two pictures by eye. A
+    picture that does not fit doubles an axis."""
 
     time: float
     memory: float
@@ -59,12 +59,12 @@ def explore_schedule(
     """Timeline and memory of a schedule; in a live notebook with controls for everything that shapes them.
 
     builder: one of BUILDERS. vpp and group_size (0: pp) matter to `interleaved` alone.
-    forward, input_grad, weight_grad: time of one microbatch through a rank's whole share of the model, which its stages
-        divide equally, so that schedules with one and with several stages a rank do the same work. message: what a
-        message between two ranks takes.
+    forward, input_grad, weight_grad: time of one microbatch through a rank's whole share of the model. The stages of a
+        rank divide this time equally, so that all schedules do the same work.
+    message: time of a message between two ranks.
 
     Returns a Figure, or in a live notebook an ipywidgets box that shows the same figure first. The axes stay while the
-    controls move. What the builder refuses shows as its sentence, instead of a picture.
+    controls move. Where the builder refuses a setting, its sentence takes the place of the picture.
     """
     setting = {
         "builder": builder, "pp": pp, "vpp": vpp, "microbatches": microbatches, "group_size": group_size,
@@ -147,6 +147,6 @@ def _schedule_inputs(start: dict[str, Any]) -> dict[str, Any]:
 
 
 def _disable_unused(inputs: dict[str, Any]) -> None:
-    """Grey out what the chosen builder does not ask for."""
+    """Grey out the controls that the chosen builder does not use."""
     for name in ("vpp", "group_size"):
         inputs[name].disabled = inputs["builder"].value != "interleaved"

@@ -1,4 +1,4 @@
-"""Which rank holds which layers: a row per pipeline rank, a column per layer, a box per stage."""
+"""Layers of each rank: a row per pipeline rank, a column per layer, a box per stage."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _HATCHES = ("", "//", "..", "xx")
 
 
 def layer_placement(schedule: Schedule, stages: Sequence[StageContents]) -> Figure:
-    """Draw what each rank of `schedule` holds; `stages` are the contents of its stages (`models.stage_contents`).
+    """Draw the layers that each rank of `schedule` holds; `stages` are its stages' contents (`models.stage_contents`).
 
-    E and L are the embedding and the output with the loss; a colour is a model chunk. An empty stage is a label at the
-    place where hidden states pass through it. The sentence names what rank 0 holds, and the empty stages. Raises
+    E is the embedding, L is the output with the loss; a colour is a model chunk. An empty stage is a label at the place
+    where hidden states pass through the stage. The sentence names the layers of rank 0 and the empty stages. Raises
     ValueError where the numbers of stages differ.
     """
     if len(stages) != schedule.num_stages:

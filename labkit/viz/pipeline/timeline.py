@@ -1,7 +1,7 @@
 """Timelines of a pipeline: predicted, measured, or both on one axis; a row per pipeline rank, time to the right.
 
-What a rank computes fills its row and is labelled by direction and microbatch (`F0`); waits and transfers are a strip
-under it; what is empty is the bubble. The activations in flight can be drawn below, on the same axis.
+Computations fill the row of a rank, labelled by direction and microbatch (`F0`). Waits and transfers are a strip under
+the computations. The empty parts are the bubble. A panel below can show the activations in flight on the same axis.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def gantt(
 ) -> Figure:
     """Draw a simulated Timeline, or recorded Events.
 
-    name: what the sentence calls it; None takes the schedule's name, or `measured`.
-    memory: draw the activations in flight under the timeline; those of a Timeline weigh what its costs say.
+    name: first words of the sentence; None takes the schedule's name, or `measured`.
+    memory: draw the activations in flight under the timeline; the costs of a Timeline give their weights.
     numbers: for Events, put the measured bubble and milliseconds into the sentence (they change from run to run).
-    strips: draw waits, collectives and the like under what the rank computes.
-    row: what a row is called; `stage` where ranks of one stage share it, so that its number is not a rank of the world.
+    strips: draw waits, collectives and the like under the computations.
+    row: name of a row; `stage` where the ranks of one stage share a row, so that its number is not a rank of the world.
     unit: of a Timeline's time, as the axis names it, such as `forwards`; the axis of Events says ms.
     time_limit, memory_limit: where the axes end, in the Timeline's unit (seconds for Events) and in activations.
-        Pictures with the same limits can be compared by eye; what lies beyond is not shown. None fits the picture.
+        Pictures with the same limits can be compared by eye; events beyond are cut off. None fits the picture.
 
     The sentence is, for a Timeline, "1F1B, 4 stages, 8 microbatches: bubble 27.3%, peak 4 in flight". Raises ValueError
     where there is nothing to draw.
@@ -74,10 +74,10 @@ def gantt_overlay(
 ) -> Figure:
     """Prediction and measurement on one axis, two bars per row: predicted above, pale; measured below.
 
-    The costs of the prediction must be seconds; what they say an activation weighs holds for the measured ones too.
-    The sentence says whether every rank ran its row in the predicted order; with `numbers` also the ratio of the two
-    makespans and both bubbles. `row` is what a row is called, as in `gantt`. Raises ValueError where nothing was
-    measured or other ranks were.
+    The costs of the prediction must be seconds. Their weights of activations hold for the measured timeline, too. The
+    sentence says if every rank ran its row in the predicted order; with `numbers` the sentence also gives the ratio of
+    the two makespans and both bubbles. `row` is the name of a row, as in `gantt`. Raises ValueError where the Events
+    are empty or belong to other ranks.
     """
     measured = list(measured)
     expected, found = rows_of(predicted), rows_of(measured)
@@ -183,7 +183,7 @@ def _overlay_sentence(timeline: Timeline, expected: Rows, found: Rows, row: str)
 
 
 def _differing(expected: Rows, found: Rows) -> int | None:
-    """The first row that ran another order than predicted."""
+    """Return the first row whose order differs from the prediction."""
     return next((r for r in range(len(expected.ranks)) if expected.names(r) != found.names(r)), None)
 
 

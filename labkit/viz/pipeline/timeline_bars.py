@@ -1,4 +1,4 @@
-"""Drawing a timeline: bars with labels that can be read, memory curves on the same axis, legends that hide nothing."""
+"""Bars of a timeline with readable labels, memory curves on the same axis, legends that hide nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EMS = {"F": 0.58, "B": 0.69, "I": 0.30, "W": 0.99}
 _DIGIT, _MARGIN = 0.64, 0.35
 """Widths of letters, of a digit and of a label's two margins, in font sizes."""
 _SMALLEST, _LARGEST = 7.0, 8.5
-"""Font sizes of labels in points. A bar too narrow for the smallest is labelled with the microbatch alone, or not."""
+"""Font sizes of labels in points. A bar too narrow for the smallest shows the microbatch alone, or no label."""
 _FEW = 8
 """Up to so many ranks each curve has a colour and a name of its own."""
 
@@ -40,12 +40,12 @@ def row_height(ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Style:
-    """How the bars of one set of rows are drawn; row r spans r to r + 1, downwards."""
+    """Look of the bars of one set of rows; row r spans r to r + 1, downwards."""
 
     scale: float
     """Units of the axis per unit of the Events' times."""
     width: float
-    """Where the axis ends: it decides what labels fit."""
+    """End of the axis; the end decides which labels fit."""
     inches: float
     """Height of a row."""
     strips: bool = False
@@ -53,7 +53,7 @@ class Style:
     height: float = 0.86
     """Part of a row that the bars take, and where it begins."""
     pale: bool = False
-    """As predictions are drawn beside measurements."""
+    """Pale colours, for predictions beside measurements."""
 
     def points(self, duration: float) -> float:
         """Width of a bar."""
@@ -90,7 +90,7 @@ def draw_rows(axes: Axes, rows: Rows, style: Style) -> None:
 
 
 def _label(axes: Axes, compute: list[Event], middles: dict[int, float], tall: float, chunks: int, style: Style) -> None:
-    """Bars of equal width get labels of equal form: what fits is judged by the widest label there is."""
+    """Label bars of equal width in equal form: the widest label decides the form."""
     digits = max((len(str(event.microbatch)) for event in compute if event.microbatch is not None), default=0)
     letter = max((_EMS[_LETTER[event.kind]] for event in compute), default=0.0)
     number = digits * _DIGIT + _MARGIN
@@ -135,7 +135,7 @@ def finish(axes: Axes, labels: list[str], end: float, inches: float) -> None:
 
 
 def draw_memory(axes: Axes, rows: Rows, scale: float, labels: list[str], limit: float | None = None) -> None:
-    """A step line per rank. Few ranks are named; many are shaded from the first to the last, some of them named."""
+    """Draw a step line per rank. A few ranks have a name each; many ranks have shades, and some have names."""
     count, curves = len(labels), rows.memory()
     if count <= _FEW:
         colours: Iterable[Any] = SEQUENCE
@@ -153,7 +153,7 @@ def draw_memory(axes: Axes, rows: Rows, scale: float, labels: list[str], limit: 
 
 
 def legend(fig: Any, rows: Rows, strips: bool) -> None:
-    """Kinds that are there, and where a rank has several chunks, their shades as the forwards show them."""
+    """List the kinds in the picture and, where a rank has several chunks, the shade of each chunk's forwards."""
     kinds = [kind for kind in (*COMPUTE, *(STRIP if strips else ())) if any(e.kind == kind for e in rows.events)]
     handles = legend_patches([*kinds, "idle"])
     if rows.chunks > 1:

@@ -1,4 +1,4 @@
-"""What a timeline's picture is drawn from: Events ready to draw, and the memory curve of each row."""
+"""Rows of a timeline: Events ready to draw, and the memory curve of each row."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from labkit.schedules.simulator import Timeline
 
 COMPUTE = ("forward", "backward", "input_grad", "weight_grad")
 STRIP = ("wait", "collective", "optimizer", "data")
-"""Drawn as a strip under what the rank computes."""
+"""Kinds in the strip under the computations of a rank."""
 MOST_DRAWN = 100_000
-"""Actions of the largest picture: more than its pixels could show, and minutes to draw."""
+"""Most actions of a picture: more actions take minutes, and pixels cannot show them."""
 
 
 @dataclass(frozen=True)
@@ -27,27 +27,27 @@ class Rows:
     events: list[Event]
     ranks: list[int]
     timeline: Timeline | None = None
-    """Where the Events are predicted; it knows what an activation weighs."""
+    """The Timeline of predicted Events; its costs weigh the activations."""
     weights: list[list[float]] | None = None
-    """What an activation weighs where Events are measured, by row and chunk; None is 1 each."""
+    """Weight of an activation of measured Events, by row and chunk; None weighs each activation 1."""
 
     @cached_property
     def end(self) -> float:
-        """When the last one ends."""
+        """End of the last Event."""
         return max((event.end for event in self.events), default=1.0)
 
     @cached_property
     def chunks(self) -> int:
-        """Model chunks of a rank that are told apart."""
+        """Number of model chunks on a rank."""
         return 1 + max((event.chunk or 0 for event in self.events if event.kind in COMPUTE), default=0)
 
     def names(self, row: int) -> list[str]:
-        """What the rank of a row computes, in order."""
+        """Names of the computations of a row, in order."""
         mine = [event for event in self.events if event.rank == self.ranks[row] and event.kind in COMPUTE]
         return [event.name for event in sorted(mine, key=lambda event: event.start)]
 
     def memory(self) -> list[tuple[list[float], list[float]]]:
-        """For each row (times, amounts): what its activations weigh from each time on."""
+        """For each row (times, amounts): the weight of its activations from each time on."""
         if self.timeline is None:
             weights = self.weights or [[]] * len(self.ranks)
             return [_in_flight(self.events, rank, own) for rank, own in zip(self.ranks, weights, strict=True)]
@@ -60,7 +60,7 @@ class Rows:
 
 
 def rows_of(timeline: Timeline | Iterable[Event]) -> Rows:
-    """Times are moved so that the first computation starts at 0; what ended before it is left out.
+    """Move times so that the first computation starts at 0, and drop the Events that ended before.
 
     Raises ValueError where there is nothing to draw, or far more than a picture can show.
     """
@@ -87,7 +87,7 @@ def measured_bubble(events: Iterable[Event]) -> float:
 
 
 def _without_details(events: list[Event]) -> list[Event]:
-    """Drop the gradients that single layers report, where a schedule's actions, which contain them, are there too."""
+    """Drop the gradients of single layers where a schedule's actions contain the same gradients."""
     if not any(_is_action(event) for event in events):
         return events
     return [event for event in events if event.kind not in COMPUTE or _is_action(event)]
@@ -98,14 +98,14 @@ def _is_action(event: Event) -> bool:
 
 
 def chunk_weights(timeline: Timeline) -> list[list[float]]:
-    """What one microbatch keeps, by rank and chunk, as the costs of a prediction say."""
+    """Weight of one microbatch's activations by rank and chunk, from the costs of a prediction."""
     kept = timeline.costs.kept(timeline.schedule.num_stages)[0]
     return [[float(kept[stage]) for stage in timeline.schedule.stages_of(rank)] for rank in range(timeline.schedule.pp)]
 
 
 def _in_flight(events: list[Event], rank: int, weights: list[float]) -> tuple[list[float], list[float]]:
-    """Activations alive on a rank: one more at each forward's start, one fewer at the end of what frees it; weighed by
-    chunk where `weights` are given."""
+    """Count the activations alive on a rank: a forward's start adds one, the end of its backward frees one. `weights`
+    gives another weight to each chunk."""
 
     def weigh(event: Event) -> float:
         return weights[event.chunk or 0] if weights else 1.0
@@ -124,7 +124,7 @@ def _in_flight(events: list[Event], rank: int, weights: list[float]) -> tuple[li
 
 
 def _weighed(timeline: Timeline, rank: int) -> tuple[list[float], list[float]]:
-    """`Timeline.memory` with one amount at each time, or what is freed as something starts would show as a spike."""
+    """Return `Timeline.memory` with one amount at each time: two amounts at one time would draw a spike."""
     times, amounts = timeline.memory(rank)
     last = np.append(times[1:] != times[:-1], True)
     return times[last].tolist(), amounts[last].tolist()

@@ -1,7 +1,7 @@
 """Write Events as a trace that Perfetto (ui.perfetto.dev) and Chrome's tracing page open.
 
 The format is the JSON of torch.profiler: one process per rank, one track per kind of work, times in microseconds. An
-arrow leads from each forward or backward to the one that needs its result on another rank.
+arrow leads from each forward or backward to the action on another rank that needs its result.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _TRACKS = {
 """Track -> kinds on it, from top to bottom."""
 _TRACK_OF = {kind: track for track, kinds in _TRACKS.items() for kind in kinds}
 _LANES = 100
-"""Thread ids of a track: what overlaps on it moves to its next lane, because a lane can only hold what nests."""
+"""Thread ids of a track: an overlapping event moves to the next lane, because a lane can hold only nested events."""
 
 
 def write_trace(events: Timeline | Iterable[Event], path: str | Path, *, arrows: bool = True) -> Path:
     """Write a Timeline's or recorded Events as one JSON file; makes the folder; returns the path.
 
-    Times are moved so that the earliest event starts at 0. Of a training run each slice says its step, and the slices
-    `step 1`, `step 2`, ... on the track `timers` span the steps.
+    The earliest event starts at 0. In a training run each slice names its step, and the slices `step 1`, `step 2`, ...
+    on the track `timers` span the steps.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def write_trace(events: Timeline | Iterable[Event], path: str | Path, *, arrows:
 
 
 def _lanes(events: list[Event]) -> list[tuple[Event, int]]:
-    """Each event with its thread id: the first lane of its track on its rank that is free when it starts."""
+    """Give each event its thread id: the first lane of its track and rank that is free at the event's start."""
     free_at: dict[tuple[int, str], list[float]] = {}
     placed = []
     for event in events:
@@ -112,7 +112,7 @@ def _arrows(lanes: list[tuple[Event, int]]) -> list[dict[str, Any]]:
 
 def _flow(made: tuple[Event, int], used: tuple[Event, int], number: int) -> list[dict[str, Any]]:
     common = {"cat": "p2p", "name": "p2p", "id": number}
-    # The arrow leaves from inside its slice, or the viewer does not tie it to one.
+    # The arrow leaves from inside its slice: at an edge the viewer finds no slice for the arrow.
     leaves = (made[0].start + made[0].end) / 2 * 1e6
     return [
         {"ph": "s", "pid": made[0].rank, "tid": made[1], "ts": leaves, **common},

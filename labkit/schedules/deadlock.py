@@ -13,13 +13,13 @@ once where sends are buffered.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from labkit.schedules.ir import Schedule
-from labkit.schedules.lowering import Message, Program, Transport, lower
+from labkit.schedules.lowering import Program, Step, Transfer, Transport, lower
 
 
 class Op(NamedTuple):
@@ -153,24 +153,33 @@ def placed_communication(schedule: Schedule, transport: Transport) -> list[list[
 
 
 def _in_slots(program: Program, transport: Transport) -> list[tuple[int, list[Op]]]:
-    slots = [[Op(t.operation, t.peer, str(t.message), t.channel) for t in slot] for slot in program.slots]
+    slots = [[_op(transfer) for transfer in slot] for slot in program.slots]
     if transport == "blocking":
         return [(number, [op]) for number, ops in enumerate(slots) for op in ops]
     return list(enumerate(slots))
 
 
 def _posted(program: Program) -> list[tuple[int, list[Op]]]:
-    """To read a message a rank receives what its source has sent before, too; what it sends runs behind."""
-    due = {source: deque(messages) for source, messages in program.incoming.items()}
-    received: set[Message] = set()
+    """To read a message a rank receives what was posted before it, too; what it sends runs behind."""
+    posted: defaultdict[int, deque[Transfer]] = defaultdict(deque)
     steps: list[tuple[int, list[Op]]] = []
-    for position, step in enumerate(program.steps):
-        ops = []
-        while step.needs is not None and not step.needs.is_local and step.needs not in received:
-            message = due[step.needs.source].popleft()
-            received.add(message)
-            ops.append(Op("recv", message.source, str(message)))
-        steps.append((position, ops))
-        if step.gives is not None and not step.gives.is_local:
-            steps.append((position + 1, [Op("send", step.gives.target, str(step.gives))]))
+    position = 0
+    for instruction in program.instructions:
+        if isinstance(instruction, Step):
+            position += 1
+        elif instruction.verb == "post":
+            for transfer in instruction.transfers:
+                posted[transfer.peer].append(transfer)
+        elif instruction.verb == "send":
+            steps.append((position, [_op(transfer) for transfer in instruction.transfers]))
+        elif instruction.verb == "recv":
+            (wanted,) = instruction.transfers
+            ops = []
+            while wanted in posted[wanted.peer]:
+                ops.append(_op(posted[wanted.peer].popleft()))
+            steps.append((position, ops))
     return steps
+
+
+def _op(transfer: Transfer) -> Op:
+    return Op(transfer.operation, transfer.peer, str(transfer.message), transfer.channel)

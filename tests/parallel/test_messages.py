@@ -1,4 +1,4 @@
-"""Lanes: what they leave out while nobody observes is there as soon as somebody does."""
+"""Messages between stages: seen by whoever observes, refused where they do not fit, safe where connections are lazy."""
 
 import os
 import subprocess
@@ -10,35 +10,37 @@ import torch
 from torch import nn
 
 from labkit.config import ParallelConfig
-from labkit.events import observers, recording
+from labkit.events import recording
 from labkit.launch import status
-from labkit.parallel import CommLedger, collectives, initialize_model_parallel, transport
-from labkit.parallel.lanes import Lane
-from labkit.parallel.payload import Format, start_receive, start_send
+from labkit.parallel import CommLedger, collectives, initialize_model_parallel, p2p_communicator
+from labkit.parallel.p2p import MessageSpec, P2POp, start
 from labkit.schedules import PipelineRuntime, interleaved, one_f_one_b, zbv
 
 SHAPE = (2, 3, 4)
-FORM = Format[str](lambda name: (SHAPE,), lambda name: "forward", torch.float32, torch.device("cpu"), only_shape=SHAPE)
+SPEC = MessageSpec((SHAPE,), torch.float32)
 
 
-def message(rank, lane, x):
+def message(p2p, x):
     """Rank 0 sends x, rank 1 returns what came."""
-    (pending,) = start_send("x", (x,), FORM, lane) if rank == 0 else start_receive("x", FORM, lane)
-    return pending.wait()
+    rank = p2p.groups.pp.rank
+    op = P2POp("recv" if rank else "send", 1 - rank, 0, () if rank else (x,), SPEC, "x", "forward")
+    (work,) = start(p2p, [op])
+    (came,) = work.wait() or (x,)
+    return came
 
 
 def exchanged():
     """On each of two ranks: what came, and what was seen, without observers, with a ledger, and with a recorder."""
     groups = initialize_model_parallel(ParallelConfig(pp=2))
     rank, x = groups.pp.rank, torch.arange(24.0).view(4, 3, 2).permute(2, 1, 0)  # not contiguous
-    lane = Lane(groups.pp, 1 - rank, groups.device, torch.float32, SHAPE)
+    p2p = p2p_communicator(groups, batch_p2p_comm=False)
     waited, enter = [], status.StatusSlot.enter
     status.StatusSlot.enter = lambda self, text: (waited.append(text), enter(self, text))[1]
-    came = [message(rank, lane, x)]
+    came = [message(p2p, x)]
     with CommLedger() as ledger:
-        came.append(message(rank, lane, x))
+        came.append(message(p2p, x))
     with recording(rank) as recorder:
-        came.append(message(rank, lane, x))
+        came.append(message(p2p, x))
     came.append((collectives.isend if rank == 0 else collectives.irecv)(x.contiguous(), groups.pp, 1 - rank).wait())
     status.StatusSlot.enter = enter
     booked = [(record.operation, record.layer, record.phase, record.bytes) for record in ledger.records]
@@ -53,59 +55,27 @@ def test_a_message_arrives_and_is_named_booked_and_recorded_for_whoever_observes
         assert events == [f"wait {operation} pp", f"{operation} pp"]
 
 
-def ways():
-    """On each of two ranks: what a message is under way as, by who observes."""
+def refused_sends():
+    """On each of two ranks: what is said of a stage that sends no tensor, one of another type, and one of two sizes."""
     groups = initialize_model_parallel(ParallelConfig(pp=2))
-    lane = Lane(groups.pp, 1 - groups.pp.rank, groups.device, torch.float32, SHAPE)
-
-    def way():
-        x = torch.zeros(SHAPE)
-        (pending,) = start_send("x", (x,), FORM, lane) if groups.pp.rank == 0 else start_receive("x", FORM, lane)
-        pending.wait()
-        return type(pending).__name__
-
-    with recording(0):
-        recorded = way()
-    with CommLedger():
-        booked = way()
-    return way(), recorded, booked, way()
+    said = []
+    for tensors, varies in (
+        ((), False),
+        ((torch.zeros(SHAPE, dtype=torch.float64),), False),
+        ((torch.zeros(2, 2),), True),
+    ):
+        op = P2POp("send", 1 - groups.pp.rank, 0, tensors, SPEC, "x")
+        with pytest.raises(ValueError) as error:
+            start(p2p_communicator(groups, variable_seq_lengths=varies), [op])
+        said.append(str(error.value))
+    return said
 
 
-def test_a_recorder_sees_a_message_end_and_needs_no_other_way(on_ranks):
-    assert on_ranks(ways, 2) == [("OnLane", "OnLane", "Pending", "OnLane")] * 2
-
-
-def nothing_sent():
-    """On each of two ranks: what is said of a stage that returns no tensor."""
-    group = initialize_model_parallel(ParallelConfig(pp=2)).pp
-    with pytest.raises(ValueError) as error:
-        start_send("x", (), FORM, Lane(group, 1 - group.rank, torch.device("cpu"), torch.float32, SHAPE))
-    return str(error.value)
-
-
-def test_a_stage_that_sends_nothing_is_refused(on_ranks):
-    for message in on_ranks(nothing_sent, 2):
-        assert "sends x as 0 tensors" in message
-
-
-def which_are_plain():
-    """On a rank: lanes of a process, of another device, of various shapes, and where gloo connects with the first
-    message."""
-    group = initialize_model_parallel(ParallelConfig(pp=2)).pp
-
-    def is_plain(kind, shape=SHAPE):
-        return Lane(group, 1 - group.rank, torch.device(kind), torch.float32, shape).is_plain
-
-    found = [is_plain("cpu"), is_plain("cuda"), is_plain("cpu", None)]
-    transport._LAZY = True
-    try:
-        return [*found, is_plain("cpu")]
-    finally:
-        transport._LAZY = False
-
-
-def test_other_devices_and_lazy_connections_go_the_long_way(on_ranks):
-    assert on_ranks(which_are_plain, 2) == [[True, False, False, False]] * 2
+def test_a_stage_that_sends_what_nobody_expects_is_refused(on_ranks):
+    for none, other_type, two_sizes in on_ranks(refused_sends, 2):
+        assert "sends x as 0 tensors" in none
+        assert "x is torch.float64, but the pipeline's dtype is torch.float32" in other_type
+        assert "three sizes (S, B, H); this tensor has shape (2, 2)" in two_sizes
 
 
 def refused_then_right():
@@ -133,7 +103,7 @@ LAZY = """
 import sys
 
 sys.path.insert(0, sys.argv[1])
-from test_lanes import two_steps
+from test_messages import two_steps
 from labkit.launch import run
 
 if __name__ == "__main__":
@@ -177,35 +147,3 @@ def forward_step(data, stage):
     """The first stage reads its data."""
     x = next(data)
     return stage(getattr(stage, "x", x)), lambda output: (output.mean(), {})
-
-
-def calls_between_actions():
-    """On each rank: labkit's own functions called in a step, by action, once everything is warm."""
-    groups = initialize_model_parallel(ParallelConfig(pp=2))
-    chunk = Plain(4, 4)
-    runtime = PipelineRuntime(
-        one_f_one_b(2, 16),
-        chunk,
-        groups,
-        forward_step_func=forward_step,
-        tensor_shape=SHAPE,
-    )
-    for _ in range(2):
-        runtime.run(iter(torch.zeros(16, *SHAPE)))
-    count = 0
-
-    def called(frame, event, argument):
-        nonlocal count
-        count += event == "call" and "/labkit/" in frame.f_code.co_filename
-
-    sys.setprofile(called)
-    runtime.run(iter(torch.zeros(16, *SHAPE)))
-    sys.setprofile(None)
-    assert not observers
-    return count / 32
-
-
-def test_an_action_calls_few_functions(on_ranks):
-    """A rank that has just waited finds none of them in its caches: each costs several microseconds. (Seen: 18.)
-    `benchmarks/pipeline_sleep.py` measures what they cost."""
-    assert max(on_ranks(calls_between_actions, 2)) < 25

@@ -1,0 +1,114 @@
+"""Texts, tokenizers and token ids: files of the user's own, and by default the Jargon File, in the public domain.
+
+`bundled/PROVENANCE.md` says where the text comes from; `scripts/make_bundled_data.py` makes the files, byte for byte.
+The token ids are bundled too, because tokenising 1.4 MB takes half a second, and every rank of every launch would spend
+it. The bundled tokenizer is a byte-level BPE of 1,024 tokens, as a JSON file of the `tokenizers` library. 1,024 is a
+multiple of 128 x 8, so the embedding table needs no padding at tp 1, 2, 4 or 8.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
+    from tokenizers import Tokenizer
+
+
+# ---- texts ----
+
+BUNDLED = Path(__file__).parent / "bundled"
+TEXT_NAME = "jargon.txt"
+TOKENIZER_NAME = "tokenizer.json"
+TOKENS_NAME = "jargon_tokens.npy"
+
+BUNDLED_SHA256 = {
+    TEXT_NAME: "474386a96eee23444ae3791468bbf32bbd7f869464957a3bf10722d4b01ceb6b",
+    TOKENIZER_NAME: "2aaa4cc46e4b29aa5c5381a42737cc3e2f05e8832865469f6475185c2078ea53",
+    TOKENS_NAME: "c7d49c79d21353b49796caac57f5d3f30bb85b2cd41f2e86b39eaf8ee084bfa4",
+}
+"""What the files are on every machine; a test holds them against it."""
+
+
+def bundled_text() -> str:
+    """The Jargon File 4.4.7, 1.4 MB of English, entries in alphabetical order."""
+    return (BUNDLED / TEXT_NAME).read_bytes().decode("utf-8")
+
+
+def bundled_tokens() -> np.ndarray:
+    """The bundled text in the bundled tokenizer's ids, uint16, ending in the end-of-text token."""
+    import numpy as np
+
+    return np.load(BUNDLED / TOKENS_NAME, allow_pickle=False)
+
+
+def read_text(path: str | Path) -> str:
+    """Read a UTF-8 text file without changing a byte of it (line ends included).
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not UTF-8; names the first offending byte and its position.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"data.path: no text file at {str(path)!r}; leave it out to use the bundled text")
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        bad = error.object[error.start]
+        raise ValueError(
+            f"data.path: {str(path)!r} is not UTF-8 (byte 0x{bad:02x} at position {error.start}); "
+            "convert it, for example with `iconv -t utf-8`"
+        ) from None
+
+
+# ---- tokenizers ----
+
+BUNDLED_SIZE = 1024
+"""Tokens of the bundled tokenizer: training on the bundled token ids needs neither its file nor the library."""
+END_OF_TEXT = "<|endoftext|>"
+"""Closes a document, as in GPT-2; id 0 of the bundled tokenizer."""
+
+
+def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
+    """The tokenizer of a `tokenizers` JSON file; None is the bundled one.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not a tokenizer.
+        ModuleNotFoundError: the library is not installed.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "a tokenizer needs the package `tokenizers` (pip install tokenizers); the bundled token ids do without",
+            name="tokenizers",
+        ) from None
+
+    file = BUNDLED / TOKENIZER_NAME if path is None else Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"data.tokenizer: no file at {str(path)!r}; leave it out to use the bundled tokenizer")
+    try:
+        return Tokenizer.from_str(file.read_bytes().decode("utf-8"))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(
+            f"data.tokenizer: {str(path)!r} is not a tokenizer in the JSON format of the `tokenizers` library: {error}"
+        ) from None
+
+
+def vocabulary_size(path: str | Path | None = None) -> int:
+    """Tokens of a tokenizer, by default the bundled one; raises as `load_tokenizer` does."""
+    return BUNDLED_SIZE if path is None else load_tokenizer(path).get_vocab_size()
+
+
+def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """Token ids of one document, int64, closed by the end-of-text token where the vocabulary has one."""
+    import numpy as np
+
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    return np.array(ids if end is None else [*ids, end], dtype=np.int64)

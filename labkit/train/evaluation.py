@@ -1,0 +1,80 @@
+"""Validations and the test: the mean loss over some batches without gradients and dropout, and data beside the loss.
+
+Every rank has the same bits of a loss. On a GPU a token id outside the vocabulary is told after the batches, as one
+TokenIdError on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from labkit.config import RunConfig
+from labkit.parallel.token_ids import token_ids_checked_late
+from labkit.train.forward_step import Batch
+from labkit.train.pipeline import Pipeline
+from labkit.train.reporting.report import Report
+from labkit.train.stepping import global_loss
+
+ProcessNonLossData = Callable[[list[Any], int], None]
+
+
+def validates_after(config: RunConfig, step: int) -> bool:
+    """Whether a validation follows `step`, counted from 1: every `eval_interval` steps and after the last."""
+    train = config.train
+    due = train.eval_interval > 0 and step % train.eval_interval == 0
+    return train.eval_steps > 0 and (due or step == train.steps)
+
+
+def validate(
+    pipeline: Pipeline,
+    batches: Iterator[Batch],
+    report: Report,
+    step: int,
+    process_non_loss_data: ProcessNonLossData | None,
+) -> None:
+    """The mean loss over `eval_steps` global batches, then one more batch for what is not a loss."""
+    report.evaluation(step, "validation_loss", evaluate(pipeline, batches, pipeline.config.train.eval_steps))
+    if process_non_loss_data is None:
+        return
+    collected = collect_non_loss_data(pipeline, batches)
+    groups = pipeline.groups
+    last_replica = groups.tp.rank == groups.tp.size - 1 and groups.dp_cp.rank == groups.dp_cp.size - 1
+    if last_replica and groups.pp.rank == pipeline.last_stage:
+        process_non_loss_data(collected, step)
+
+
+def evaluate(pipeline: Pipeline, batches: Iterator[Batch], steps: int) -> float:
+    """Mean loss over `steps` global batches, without gradients and dropout; the same on every rank."""
+    with evaluating(pipeline.chunks), token_ids_checked_late(pipeline.groups.device) as ids:
+        reports = [report for _ in range(steps) for report in pipeline.run(batches, forward_only=True)]
+    loss = global_loss(reports, pipeline)
+    if ids.late:  # the host has waited for the loss
+        ids.look_together(pipeline.groups.world)
+    return loss
+
+
+def collect_non_loss_data(pipeline: Pipeline, batches: Iterator[Batch]) -> list[Any]:
+    """What the loss function gives for each microbatch of one global batch under `non_loss_data=True`, without
+    gradients and dropout; [] on ranks that do not compute the loss."""
+    with evaluating(pipeline.chunks), token_ids_checked_late(pipeline.groups.device) as ids:
+        collected = pipeline.run(batches, forward_only=True, collect_non_loss_data=True)
+    if ids.late:
+        ids.look_together(pipeline.groups.world)
+    return collected
+
+
+@contextmanager
+def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Evaluation mode for the block, and every chunk's own mode after it, also after an error."""
+    modes = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk, mode in zip(chunks, modes):
+            chunk.train(mode)
