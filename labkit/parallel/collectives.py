@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labkit.events import start_observers
 from labkit.launch import waiting
 from labkit.parallel import transport
 from labkit.parallel.capturing import active_capture, refuse_host_sync
@@ -86,7 +87,7 @@ def recordable(
 
     @wraps(function)
     def started(x: Tensor, group: Group, *args: P.args, **kwargs: P.kwargs) -> Pending:
-        capture = active_capture()
+        capture = active_capture() if start_observers else None
         if capture is None or group.size == 1:
             return function(x, group, *args, **kwargs)
         return capture.transfer(function, x, group, *args, **kwargs)
@@ -99,9 +100,8 @@ def _kept(x: Tensor, out: Tensor | None) -> Tensor:
     return x if out is None else out if out.data_ptr() == x.data_ptr() else out.copy_(x)
 
 
-def _check_op(op: str) -> None:
-    if op not in OPERATIONS:
-        raise ValueError(f"reduction {op!r} is unknown; choose one of {', '.join(OPERATIONS)}")
+def _unknown(op: str) -> ValueError:
+    return ValueError(f"reduction {op!r} is unknown; choose one of {', '.join(OPERATIONS)}")
 
 
 # ---- all-reduce ----
@@ -109,10 +109,11 @@ def _check_op(op: str) -> None:
 
 @recordable
 def _all_reduce(x: Tensor, group: Group, op: str, in_place: bool) -> Pending:
-    _check_op(op)
+    if op not in OPERATIONS:
+        raise _unknown(op)
     if group.size == 1:
         return Done(x)
-    if is_dropped("all_reduce", group.name):
+    if start_observers and is_dropped("all_reduce", group.name):
         return Done(x if in_place else x.clone())
     return start("all_reduce", x, group, lambda: transport.all_reduce(x, group, op, in_place))
 
@@ -176,7 +177,8 @@ def reduce_scatter_async(
 
     out: contiguous; takes the result. It may be this rank's part of x itself, and then nothing is copied.
     """
-    _check_op(op)
+    if op not in OPERATIONS:
+        raise _unknown(op)
     if group.size == 1:
         return Done(_kept(x, out))
     if x.shape[dim] % group.size:

@@ -22,8 +22,8 @@ from labkit.events import span
 from labkit.parallel import collectives
 from labkit.parallel.collectives import Pending
 from labkit.parallel.groups import Group
-from labkit.parallel.layers import LinearPlan
 from labkit.parallel.ledger import backward_scope, comm_scope, forward_scope
+from labkit.parallel.linear_functions import LinearPlan
 from labkit.parallel.parameter_record import record_of
 from labkit.parallel.precision import weight_gradient
 from labkit.parallel.token_ids import check_token_ids

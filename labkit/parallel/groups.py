@@ -10,6 +10,7 @@ are closed or collected (`group_registry.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class Group:
     lease: Lease | None = field(default=None, repr=False)
     """The layout's use of a communicator; None where there is none."""
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)

@@ -55,9 +55,10 @@ class comm_scope:
     def __enter__(self) -> Scope:
         self._old = old = _current.scope
         new = self._new
-        scope = Scope(old.layer if new.layer is None else new.layer, old.phase if new.phase is None else new.phase)
-        _current.scope = scope
-        return scope
+        if new.layer is None or new.phase is None:
+            new = Scope(old.layer if new.layer is None else new.layer, old.phase if new.phase is None else new.phase)
+        _current.scope = new
+        return new
 
     def __exit__(self, *exception: object) -> None:
         _current.scope = self._old

@@ -19,7 +19,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from labkit.events import active_recorder, observers
+from labkit.events import active_recorder, observers, start_observers
 from labkit.launch import status, waiting
 from labkit.parallel import transport
 from labkit.parallel.capturing import GraphCaptureError, active_capture, call_site
@@ -146,7 +146,7 @@ def start(
 ) -> Pending:
     """Book the call, start it and wrap what finishes it; `kept` bytes of x stay on this rank."""
     delay = 0.0
-    if is_watched():
+    if start_observers and is_watched():
         size = _bytes(x)
         book(operation, group.name, group.size, size, _word(x.dtype), kept)
         delay = delay_of(operation, group.name, size)

@@ -97,13 +97,12 @@ def _reduce_into(total: Tensor, part: Tensor, op: str) -> Tensor:
 
 def _start_exchange(send: Tensor, received: Tensor, group: Group) -> list[Any]:
     """Send a flat tensor to the other rank of two and receive its counterpart; the works to wait for."""
-    peer, handle = 1 - group.rank, group.process_group
+    peer, handle = 1 - group.rank, process_group_of(group)
     if send.nbytes > EXCHANGE_LIMIT:
         splits = [0, 0]
         splits[peer] = send.numel()
         return [dist.all_to_all_single(received, send, splits, splits, group=handle, async_op=True)]
-    sent = dist.isend(send, group=handle, group_dst=peer, tag=EXCHANGE_TAG)
-    return [sent, dist.irecv(received, group=handle, group_src=peer, tag=EXCHANGE_TAG)]
+    return [handle.send([send], peer, EXCHANGE_TAG), handle.recv([received], peer, EXCHANGE_TAG)]
 
 
 def _exchange_and_reduce(send: Tensor, mine: Tensor, out: Tensor | None, group: Group, op: str) -> Finish:
