@@ -23,7 +23,7 @@ ProcessNonLossData = Callable[[list[Any], int], None]
 
 
 def validates_after(config: RunConfig, step: int) -> bool:
-    """Whether a validation follows `step`, counted from 1: every `eval_interval` steps and after the last."""
+    """A validation follows `step`, counted from 1: every `eval_interval` steps and after the last."""
     train = config.train
     due = train.eval_interval > 0 and step % train.eval_interval == 0
     return train.eval_steps > 0 and (due or step == train.steps)
@@ -58,7 +58,7 @@ def evaluate(pipeline: Pipeline, batches: Iterator[Batch], steps: int) -> float:
 
 
 def collect_non_loss_data(pipeline: Pipeline, batches: Iterator[Batch]) -> list[Any]:
-    """What the loss function gives for each microbatch of one global batch under `non_loss_data=True`, without
+    """The result of the loss function for each microbatch of one global batch under `non_loss_data=True`, without
     gradients and dropout; [] on ranks that do not compute the loss."""
     with evaluating(pipeline.chunks), token_ids_checked_late(pipeline.groups.device) as ids:
         collected = pipeline.run(batches, forward_only=True, collect_non_loss_data=True)

@@ -58,7 +58,7 @@ def masked_loss(loss_mask_BS: Tensor, loss_BS: Tensor, non_loss_data: bool = Fal
 
 
 REPORTED = ("loss_sum", "tokens")
-"""What the metrics of a loss function must hold."""
+"""Keys that the metrics of a loss function must hold."""
 FORMS = "(loss, metrics) or (sum of losses, number of tokens, metrics)"
 _KEYS = "loss_sum, the sum of this microbatch's losses on this rank, and tokens, the number of them"
 
@@ -133,7 +133,7 @@ def _check_returned(returned: Any, cp: int) -> None:
 
 
 def _words(value: Any) -> str:
-    """What was given: `a tensor of shape (4, 16)`, `4 items`, `None`, `a dict`."""
+    """The value in words: `a tensor of shape (4, 16)`, `4 items`, `None`, `a dict`."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple | list):

@@ -21,7 +21,7 @@ LARGEST_SCALE = 2.0**127
 
 
 class LossScaler(Protocol):
-    """What the training step needs of a loss scale."""
+    """A loss scale, as the training step needs it."""
 
     @property
     def scale(self) -> float:
@@ -35,7 +35,7 @@ class LossScaler(Protocol):
 
     @property
     def advice(self) -> str:
-        """What the user can do about many hopeless steps, as a sentence."""
+        """Advice to the user about many hopeless steps, one sentence."""
         ...
 
     def scale_loss(self, loss: Tensor) -> Tensor:

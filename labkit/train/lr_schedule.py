@@ -80,7 +80,7 @@ class LearningRate:
         return self.min_lr + self._share(step) * (self.max_lr - self.min_lr)
 
     def _share(self, step: int) -> float:
-        """How much of `max_lr - min_lr` is left at `step`."""
+        """The share of `max_lr - min_lr` that is left at `step`."""
         if self.style != "wsd":
             return SHAPES[self.style]((step - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
         start = self.decay_steps - self.wsd_decay_steps

@@ -1,4 +1,4 @@
-"""Where a step went wrong: which loss, parameter or gradient is not finite, and on which rank.
+"""Search for the loss, parameter or gradient that is not finite, and for its rank.
 
 Nothing here runs in a good step. Once all ranks agree that a number is not finite (`gradient_statistics`), each looks
 through what it holds, and the findings of all ranks make one sentence, the same on every rank. Of experts, whose
@@ -24,7 +24,7 @@ from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.parameter_record import main_grad_of, name_of, record_of
 
 KINDS = ("parameter", "loss", "gradient")
-"""What may be not finite, causes first: a bad weight makes a bad loss, and that bad gradients."""
+"""Kinds of findings, causes first: a bad weight makes a bad loss, and that bad gradients."""
 NAMED = 3
 """So many names a sentence holds; the others are counted."""
 
@@ -38,7 +38,7 @@ class Finding:
     name: str
     """Full name of the parameter, or `microbatch 3` of a loss."""
     values: str
-    """How many values are what, as in `1 NaN of 4096`."""
+    """Numbers of bad values, as in `1 NaN of 4096`."""
     rank: int
     """Global rank."""
     coordinates: str
@@ -46,7 +46,7 @@ class Finding:
     depth: tuple[int, int]
     """(stage, place in it), from the input to the output."""
     received: bool = False
-    """Whether it came to this rank through the data-parallel reduction."""
+    """It came to this rank through the data-parallel reduction."""
 
 
 def find(
@@ -57,7 +57,7 @@ def find(
     *,
     gradients: bool = True,
 ) -> list[Finding]:
-    """What is not finite on any rank, the most telling first; the same list on every rank. Called by all ranks.
+    """Everything that is not finite on any rank, the most telling first, alike on every rank. Called by all ranks.
 
     reports: what the loss function reported of each microbatch on this rank.
     chunks: this rank's model chunks, wrapped; `stages` are their stages.

@@ -1,4 +1,4 @@
-"""What the training step asks of an optimizer, parameter groups, and AdamW fed by `main_grad`.
+"""Optimizers as the training step sees them, and AdamW fed by `main_grad`.
 
 The update itself is torch's fused AdamW (decoupled weight decay, arXiv 1711.05101); what is labkit's is which
 parameter gets which decay and learning rate, and in which precision it is kept:
@@ -37,7 +37,7 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class MegatronOptimizer(Protocol):
-    """What `train_step` needs of an optimizer, sharded or not."""
+    """An optimizer as `train_step` needs it, sharded or not."""
 
     groups: list[ParameterGroup]
     """The parameters it updates, in the order in which they were given."""
@@ -83,11 +83,11 @@ class Optimizer:
         return [param for group in self.groups for param in group.params]
 
     def gradient_pieces(self) -> list[Tensor]:
-        """What counts once over tp x pp, of the first replica; of the others nothing."""
+        """Gradients that count once over tp x pp, on the first replica; none on the others."""
         return [grad for param in self._parameters() for grad in self._split(param)[0]]
 
     def uncounted_pieces(self) -> list[Tensor]:
-        """What `gradient_pieces` leaves out: replicas, and the copy of a tied weight."""
+        """Gradients that `gradient_pieces` leaves out: replicas, and the copy of a tied weight."""
         return [grad for param in self._parameters() for grad in self._split(param)[1]]
 
     def _split(self, param: nn.Parameter) -> tuple[list[Tensor], list[Tensor]]:
@@ -123,7 +123,7 @@ class Optimizer:
 
 
 def _master(param: nn.Parameter) -> torch.Tensor:
-    """What AdamW updates in place of `param`."""
+    """The tensor that AdamW updates in place of `param`."""
     return param.detach().float() if param.dtype in LOW_PRECISION else param
 
 

@@ -1,4 +1,4 @@
-"""What the loop sees of a schedule: run all microbatches of a step, get back what the loss function reported."""
+"""A schedule as the loop sees it: run all microbatches of a step, return the reports of the loss function."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class Pipeline:
         )
 
     def _synchronisation(self) -> dict[str, Any]:
-        """Where a pipeline has other ranks or chunks to keep in step with, gradients and parameters start to travel at
-        fixed places of the schedule; a lone stage leaves it to the hooks of its wrapper."""
+        """Functions that start gradients and parameters at fixed places of the schedule, so that ranks and chunks keep
+        in step. A lone stage needs none: the hooks of its wrapper start them."""
         optim, found = self.config.optim, {}
         if self.groups.pp.size > 1 or len(self.chunks) > 1:
             if optim.overlap_grad_reduce:

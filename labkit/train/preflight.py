@@ -43,7 +43,7 @@ TRANSPORTS: dict[bool | None, Transport] = {None: "posted", True: "batched", Fal
 
 
 def transport_of(config: RunConfig) -> Transport:
-    """How tensors move between stages; `overlap_p2p_comm` asks for what overlaps."""
+    """The transport between stages; `overlap_p2p_comm` asks for one that overlaps."""
     return "posted" if config.schedule.overlap_p2p_comm else TRANSPORTS[config.schedule.batch_p2p_comm]
 
 
@@ -123,12 +123,12 @@ NOTHING = RankMemory(0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Need:
-    """What some processes need together."""
+    """Memory that some processes need together."""
 
     ranks: Sequence[RankMemory]
-    """What each of them needs for its tensors."""
+    """Memory of the tensors of each."""
     torch_bytes: int
-    """What each process takes for itself."""
+    """Memory of each process beside its tensors."""
 
     @property
     def parts(self) -> dict[str, int]:
@@ -192,7 +192,7 @@ def too_much(config: RunConfig, need: Need, available: int, where: str) -> str:
 
 
 def _advice(config: RunConfig, need: Need) -> list[str]:
-    """What makes the largest part smaller."""
+    """Settings that make the largest part smaller."""
     parts, half = need.parts, need.total / 2
     if parts["torch"] > half:
         return ["fewer ranks"]
@@ -232,7 +232,7 @@ def problems(
 
 
 def machine_problems(config: RunConfig, world_size: int, device: str, *, schedule: Schedule | None = None) -> list[str]:
-    """What is wrong with schedule, layers, graphs or device of a configuration whose rules all hold."""
+    """Problems of schedule, layers, graphs or device in a configuration whose rules all hold."""
     found = (
         device_problem(device, config.parallel.distributed_backend, world_size),
         _schedule_problem(config, world_size, schedule),
@@ -299,7 +299,7 @@ class _Seen(NamedTuple):
     available: int
     """Bytes there."""
     memory: RankMemory | None
-    """What it needs; None where nobody knows, or nobody wants to. Its process has taken its own share already."""
+    """Its need; None where nobody knows it or wants to know it. Its process has taken its own share already."""
 
 
 def look(config: RunConfig, groups: ParallelGroups, schedule: Schedule, *, own_model: bool) -> None:

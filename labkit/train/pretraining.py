@@ -47,12 +47,12 @@ ModelProvider = Callable[[RunConfig, ParallelGroups], nn.Module | Sequence[nn.Mo
 
 @dataclass
 class TrainResult:
-    """What a rank brings home from `pretrain`."""
+    """Result of `pretrain` on one rank."""
 
     losses: list[float]
     """Training loss by step; the same on every rank."""
     events: list[Event]
-    """What this rank did in the last `train.keep_event_steps` steps; empty if `train.record_events` is off."""
+    """Events of this rank in the last `train.keep_event_steps` steps; empty if `train.record_events` is off."""
     metrics: list[dict[str, Any]]
     """The lines of metrics.jsonl; the same on every rank."""
     skipped_steps: int = 0
@@ -72,7 +72,7 @@ class Run:
     groups: ParallelGroups
     """Its process groups."""
     schedule: Schedule
-    """What the pipeline runs in each step."""
+    """The schedule that the pipeline runs in each step."""
     timers: Timers
     """Named timers of this rank."""
 
@@ -206,7 +206,7 @@ def setup_model_and_optimizer(
 
 @dataclass(frozen=True)
 class Data:
-    """Where a rank's batches come from."""
+    """Sources of a rank's batches."""
 
     train: Iterator[Batch]
     """Endless microbatches of this rank."""
@@ -282,6 +282,6 @@ def train(
 
 
 def _records(config: RunConfig) -> bool:
-    """Whether anybody wants Events. On a GPU each costs a synchronisation, so they are not made for nobody."""
+    """Somebody wants Events. On a GPU each costs a synchronisation, so unwanted ones are not made."""
     train = config.train
     return train.record_events or train.write_events or train.timing_log_level == 2

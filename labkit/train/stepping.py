@@ -45,9 +45,9 @@ GIVE_UP_AFTER = 10
 
 
 class Observer(Protocol):
-    """Somebody who looks at a run without changing it, such as the parity microscope.
+    """An onlooker who watches a run without changing it, such as the parity microscope.
 
-    `step` is an index into `TrainResult.losses`: 0 is the first step. What people read counts from 1.
+    `step` is an index into `TrainResult.losses`: 0 is the first step. Numbers that people read count from 1.
     """
 
     def on_model(self, groups: ParallelGroups, chunks: Sequence[nn.Module], schedule: Schedule) -> None:
@@ -63,16 +63,16 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step was."""
+    """Result of one optimizer step."""
 
     loss: float
     """Mean over the tokens of the global batch, the same on every rank."""
     grad_norm: float
     """Global norm before clipping, without the loss scale."""
     skipped: bool = False
-    """Whether a gradient was not finite on some rank, so that no rank changed a weight."""
+    """A gradient was not finite on some rank, so no rank changed a weight."""
     loss_scale: float = 1.0
-    """What the loss of this step was multiplied by for its backward."""
+    """The factor of this step's loss in its backward."""
     not_finite: str | None = None
     """Of a skipped step: which gradient was not finite, and on which rank; the same on every rank."""
 
@@ -139,7 +139,7 @@ def _norm_and_finite(
 
 
 def _fault(reports: Sequence[dict[str, Any]], ids: TokenIdChecks, pipeline: Pipeline, *, step: int, lr: float) -> str:
-    """Which gradient is not finite, on which rank. Called by all ranks; raises on all if the cause is a token id, or if
+    """The gradient that is not finite, and its rank. Called by all ranks; raises on all if the cause is a token id, or if
     a loss or a weight is not finite."""
     if ids.late:
         ids.look_together(pipeline.groups.world)

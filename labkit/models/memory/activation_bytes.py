@@ -1,14 +1,30 @@
-"""Bytes that a layer's experts keep for backward, tensor by tensor; the part of `activation_bytes.py` behind the norm.
+"""Bytes that a forward keeps for its backward, in closed form, tensor by tensor. Numbers only, no torch.
 
-With T tokens of a rank, k experts a token, R rows that the rank's experts work on (T k in the mean over ranks, times
-etp), h hidden, g width of an expert and elements of e bytes, grouped experts with a gate keep
+arXiv 2205.05198 counts, for a GPT-2 layer with 16-bit activations and dropout, s b h (34 + 5 a s / h) bytes. Here is
+the same account for any type, with or without dropout, for a gate (SwiGLU), rotary positions and grouped queries, with
+every form of recomputation, and it is held against measurement (`SavedTensors`) to 1%. Functions that take `moe` count
+a layer with experts where it is given. s = sequence, b = samples, h = hidden, a = heads,
+t = tensor-parallel size.
+
+| per layer and rank           | no recomputation               | selective (core attention) | full        |
+|------------------------------|--------------------------------|----------------------------|-------------|
+| no tensor parallelism        | s b h (34 + 5 a s / h)         | 34 s b h                   | 2 s b h     |
+| tensor parallel              | s b h (10 + 24/t + 5 a s / ht) | s b h (10 + 24/t)          | 2 s b h     |
+| tensor and sequence parallel | s b h / t (34 + 5 a s / h)     | 34 s b h / t               | 2 s b h / t |
+
+The 5 a s / h are probabilities, their mask and what is left of them; a fused attention kernel keeps none of these. On a
+CPU it has no dropout: torch then takes the operations one by one and keeps three such maps.
+
+The experts of a layer keep the tensors below, where they are grouped and have a gate. T are the tokens of a rank, k the
+experts of a token, R the rows that the rank's experts work on (T k in the mean over ranks, times etp), h hidden, g the
+width of an expert, e the bytes of an element:
 
 | tensor                              | bytes              |
 |-------------------------------------|--------------------|
 | the layer's input                   | T h e              |
 | the rows, as experts get them       | R h e              |
-| what fc1 makes: gate and up         | R 2g e / etp       |
-| what fc2 takes                      | R g e / etp        |
+| output of fc1: gate and up          | R 2g e / etp       |
+| input of fc2                        | R g e / etp        |
 | weights, and places of rows         | R w + 16 T k       |
 | scores and choice                   | T E (w + 1)        |
 

@@ -1,4 +1,6 @@
-"""Where every gradient lies in a contiguous buffer, and where the buffer is cut into buckets. Pure numbers, no torch.
+"""Layout of a gradient buffer: the place of every gradient, the cuts into buckets, the owner of every slice.
+
+Pure numbers, no torch: a layout for a thousand ranks is drawn, and tested, on a laptop.
 
 Parameters are laid out in the reverse of their registration, because that is about the order in which a backward fills
 them; a bucket is closed as soon as it holds `bucket_size` elements. Sizes [100, 300, 50], four ranks, no limit:
@@ -9,6 +11,15 @@ them; a bucket is closed as soon as it holds `bucket_size` elements. Sizes [100,
 The distributed optimizer (ZeRO-1, arXiv 1910.02054) cuts each bucket into equal parts, one per rank, wherever they
 fall. So that they are equal and well aligned, parameters start at multiples of 64 elements, and buckets end at
 multiples of lcm(ranks, 128). This is megatron-core's layout (`param_and_grad_buffer.py`), number for number.
+
+Under the distributed optimizer rank r owns the r-th part of *every* bucket. A cut asks for no parameter's edge, so a
+parameter may have several owners, and a rank may own the end of one parameter and the beginning of the next. Padding
+between parameters has an owner as well, the rank of that part of the bucket; nobody reads it.
+
+Two parameters (a: 6 elements, b: 4) in one bucket of 12 over 3 ranks, buffer in reverse order of registration:
+
+    buffer   b b b b | a a a a | a a - -
+    owner    0 0 0 0 | 1 1 1 1 | 2 2 2 2
 """
 
 from __future__ import annotations

@@ -112,23 +112,23 @@ class ParityReport:
     reference_losses: list[float]
     """Of the one process, by step."""
     fault: dict[str, str] | None = None
-    """What was left out in the layouts on purpose."""
+    """The communication that the layouts left out on purpose."""
     reference: str = "one process"
-    """What the layouts are held against."""
+    """The run that the layouts are held against."""
 
     @property
     def fault_missed(self) -> bool:
-        """Whether a fault was asked for and matched no call in any layout, so that nothing was tested."""
+        """A fault was asked for and matched no call in any layout, so that nothing was tested."""
         return self.fault is not None and not any(row.dropped_calls for row in self.rows)
 
     @property
     def ok(self) -> bool:
-        """Whether no layout has the verdict `fault`, and a fault that was asked for was really planted."""
+        """No layout has the verdict `fault`, and a fault that was asked for was really planted."""
         return not self.fault_missed and all(row.verdict != "fault" for row in self.rows)
 
     @property
     def sentence(self) -> str:
-        """What came out, in one sentence per differing layout or one for all."""
+        """The result, in one sentence per differing layout or one for all."""
         if self.fault is not None and self.fault_missed:
             return (
                 f"The fault {fault_words(self.fault)} matched no call in any layout, so nothing was left out: name a "
@@ -247,7 +247,7 @@ def compare(
 
 @dataclass(frozen=True)
 class _Observation:
-    """How the ranks of one run are watched, and what is done to them."""
+    """Watch over the ranks of one run, with the fault planted there."""
 
     fault: dict[str, str] | None = None
     """Communication to leave out."""
@@ -256,7 +256,7 @@ class _Observation:
     replay: Routings | None = None
     """Choices of experts to follow."""
     records_routing: bool = False
-    """Whether the choices of experts are kept."""
+    """Keep the choices of experts."""
     parts: int = 0
     """Order of summation, see `labkit.train.parity.rounding.reordered_sums`; 0 is the usual one."""
 

@@ -26,7 +26,7 @@ def layout_name(config: RunConfig, world_size: int) -> str:
 
 
 def _experts(config: RunConfig) -> list[str]:
-    """How experts are shared out, how tokens reach them, what becomes of tokens that are too many."""
+    """Shares of the experts, the way of tokens to them, and the fate of tokens beyond a capacity."""
     parallel, moe = config.parallel, config.moe
     if moe.num_experts == 0:
         return []

@@ -87,7 +87,7 @@ def _incomparable(config: RunConfig, dtype: str) -> str:
 
 @dataclass(frozen=True)
 class Placement:
-    """How a layout spreads the tokens of a global batch."""
+    """The spread of a global batch's tokens over a layout."""
 
     parts: int
     """Ranks that share the tokens of one micro batch: cp, times tp under sequence parallelism."""
@@ -96,7 +96,7 @@ class Placement:
 
 
 def placement(config: RunConfig, world_size: int) -> Placement:
-    """Where a layout has which tokens."""
+    """The places of the tokens in a layout."""
     parallel = config.parallel
     parts = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
     return Placement(parts, config.data_parallel_size(world_size))
@@ -223,7 +223,7 @@ KNOWN: dict[str, tuple[str, ...] | None] = {
     ),
     "layer": None,
 }
-"""What a fault may name, and the words for it; None where any name may be one."""
+"""Kinds of names in a fault, and the words for each; None where any name may be one."""
 
 
 def fault_problems(fault: Mapping[str, str]) -> list[str]:

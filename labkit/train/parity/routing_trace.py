@@ -1,4 +1,4 @@
-"""Which experts a reference chose for every token of a run, and the same choice for the tokens of a layout's ranks.
+"""The reference's choice of experts for every token of a run, repeated for the tokens of a layout's ranks.
 
 A record of `labkit.moe.replay` is laid out as the tokens of a microbatch are. The reference, one process, writes one
 for each microbatch of the global batch, step after step; a rank reads those of its own microbatches and keeps its own

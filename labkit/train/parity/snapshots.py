@@ -1,4 +1,4 @@
-"""What the parity microscope records on each rank.
+"""Snapshots that the parity microscope takes on each rank.
 
 A rank keeps the outputs of its blocks for the first microbatch, and its gradients and parameters after chosen steps.
 It keeps what it holds, and communicates nothing; `labkit.train.parity.assemble` makes whole tensors of it.
@@ -51,21 +51,21 @@ class Shard:
     full_rows: int
     """Rows of the whole tensor without vocabulary padding."""
     shared: bool
-    """Whether this is the last stage's copy of the tied word embedding (a V has none)."""
+    """It is the last stage's copy of the tied word embedding (a V has none)."""
     owned: Ranges | None = None
     """What is this rank's to say: after a reduce-scatter it has the gradient of its own shard, and leftovers beside
     it. None means all."""
     expert: bool = False
-    """Whether it is an expert's: cut over etp, with replicas on the ranks of edp, not over tp and dp x cp."""
+    """It belongs to an expert: cut over etp, with replicas on the ranks of edp, not over tp and dp x cp."""
     expert_parallel: bool = False
-    """Whether dim 0 counts experts and the ranks of ep hold different ones."""
+    """Dim 0 counts experts, and the ranks of ep hold different ones."""
     replicated: Replicated | None = None
     """Rows that neighbouring ranks of tp hold alike."""
 
 
 @dataclass
 class Snapshot:
-    """What one rank saw of a run."""
+    """The tensors that one rank saw in a run."""
 
     tp: int = 0
     """Tensor-parallel rank."""

@@ -76,7 +76,7 @@ def stage_costs(events: Iterable[Event], num_stages: int) -> Costs:
 
 
 def follows(events: Iterable[Event], schedule: Schedule) -> bool:
-    """Whether every pipeline rank ran the actions of `schedule`, in its order."""
+    """Every pipeline rank ran the actions of `schedule`, in its order."""
     ordered = sorted(events, key=lambda event: event.start)
     return all(
         [event.name for event in ordered if event.rank == rank] == [str(a) for a in schedule.actions(rank)]
@@ -109,6 +109,6 @@ def judge_prediction(ratio: float, ranks: int) -> str:
 
 
 def _is_action(event: Event) -> bool:
-    """Whether the Event is an action of the schedule, not something inside one (a layer reports its gradients too)."""
+    """The Event is an action of the schedule, not something inside one (a layer reports its gradients too)."""
     found = ACTION.fullmatch(event.name)
     return found is not None and event.kind == EVENT_KINDS[found[2]]

@@ -105,7 +105,7 @@ def _busy(descriptor: int) -> str:
 
 
 def _left_over(folder: Path, descriptor: int | None, *, overwrite: bool) -> str:
-    """What an earlier run has left, once nobody writes there."""
+    """Files that an earlier run has left, once nobody writes there."""
     state = {} if descriptor is None else _read(descriptor)
     if not state and (folder / CONFIG).exists():
         return f"its {CONFIG} was not written by a run, and this run would replace it; move it, or name another folder"
@@ -118,7 +118,7 @@ def _left_over(folder: Path, descriptor: int | None, *, overwrite: bool) -> str:
 
 
 def _read(descriptor: int) -> dict[str, Any]:
-    """What run.json says; nothing in it, or half of it, is a run that was killed as it began."""
+    """The contents of run.json; nothing in it, or half of it, is a run that was killed as it began."""
     text = os.pread(descriptor, 1 << 16, 0)
     if not text:
         return {}

@@ -1,4 +1,13 @@
-"""How fast steps are and how much memory they took, in the terms of Megatron's log."""
+"""Records of a run: a line of metrics per step, all ranks' Events, rates, and progress for whoever launched the run.
+
+    metrics.jsonl   a line a step: loss, norm, rates, memory, timers, and of experts the numbers of `router_metrics`;
+                    lines of evaluations; with CUDA graphs a line ahead of that of the step that captured them
+    scalars.jsonl   the same numbers one by one, as TensorBoard takes them: {"step": 3, "tag": "loss", "value": 2.5}
+    events.jsonl    an Event a line, if `train.write_events` asks
+
+Steps count from 1: a line of step N is written when N steps are finished, an evaluation's as well.
+All grow as the run goes, so that a run that dies leaves what it had, and memory does not grow with the steps.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +115,7 @@ class Report:
 
     @property
     def events(self) -> list[Event]:
-        """What this rank did in the last `train.keep_event_steps` steps, in order of end."""
+        """Events of this rank in the last `train.keep_event_steps` steps, in order of end."""
         return [event for events in self._events_of_steps for event in events]
 
     def __enter__(self) -> Report:

@@ -1,7 +1,7 @@
-"""What routers did, as lines of metrics: load of the experts, dropped tokens, losses and biases, layer by layer.
+"""Numbers of the routers, as lines of metrics: load of the experts, dropped tokens, losses and biases, layer by layer.
 
 Routers count on their device (`labkit.moe.statistics`). Where a line is due, the ranks of a stage add their counts up,
-and every rank gets the layers of all stages. What a line says is about the steps since the line before.
+and every rank gets the layers of all stages. A line is about the steps since the line before.
 
     moe/load_balancing_loss   mean over layers and microbatches, without its coefficient: 1 where the load is even
     moe/z_loss                the same of the mean squared log-sum-exp of the logits
@@ -62,7 +62,7 @@ def _of_layer(router: TopKRouter, summary: RouterSummary) -> dict[str, Any]:
 
 
 def router_line(by_rank: Iterable[LayerMetrics]) -> dict[str, Any]:
-    """What a line of metrics says of all layers of the model, from what each rank has; empty without experts."""
+    """The part of a metrics line about all layers of the model, from what each rank has; empty without experts."""
     layers = {name: layer for rank in by_rank for name, layer in rank.items()}
     if not layers:
         return {}
