@@ -139,8 +139,8 @@ def _norm_and_finite(
 
 
 def _fault(reports: Sequence[dict[str, Any]], ids: TokenIdChecks, pipeline: Pipeline, *, step: int, lr: float) -> str:
-    """The gradient that is not finite, and its rank. Called by all ranks; raises on all if the cause is a token id, or if
-    a loss or a weight is not finite."""
+    """The gradient that is not finite, and its rank. Called by all ranks; raises on all if the cause is a token id, or
+    if a loss or a weight is not finite."""
     if ids.late:
         ids.look_together(pipeline.groups.world)
     stages = pipeline.schedule.stages_of(pipeline.groups.pp.rank)
