@@ -26,7 +26,7 @@ def deallocate_output_tensor(output: Tensor | None, deallocate_pipeline_outputs:
 
 @cache
 def _one_element(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What all shrunk activations of a kind share: nobody reads or writes it."""
+    """The tensor that all shrunk activations of a kind share: nobody reads or writes it."""
     return torch.empty(1, dtype=dtype, device=device)
 
 

@@ -49,7 +49,7 @@ and the encoder's output, to which every later stage attends."""
 
 @dataclass(frozen=True, eq=False)
 class P2PCommunicator:
-    """How this rank talks to its pipeline neighbours. Make one with `p2p_communicator`."""
+    """Communicators between this rank and its pipeline neighbours. Make one with `p2p_communicator`."""
 
     groups: ParallelGroups
     """Place of this rank."""
@@ -62,12 +62,12 @@ class P2PCommunicator:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank holds the first stage of an uninterleaved pipeline."""
+        """True where this rank holds the first stage of an uninterleaved pipeline."""
         return self.groups.pp.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank holds the last stage of an uninterleaved pipeline."""
+        """True where this rank holds the last stage of an uninterleaved pipeline."""
         return self.groups.pp.rank == self.groups.pp.size - 1
 
 
@@ -112,7 +112,7 @@ class MessageSpec:
     shapes: tuple[tuple[int, ...], ...]
     """By tensor. With variable lengths only their number counts."""
     dtype: torch.dtype
-    """Of every tensor."""
+    """Type of every tensor."""
 
     def check(self, payload: Payload, name: str, source: int, target: int, *, variable: bool) -> None:
         """Raise ValueError, naming both ranks and both shapes, if `payload` is not what `target` will expect."""
@@ -149,7 +149,7 @@ class P2POp:
     tensors: Payload = ()
     """Tensors to send. Their storages must stay as they are until the end; the tensors themselves may be shrunk."""
     spec: MessageSpec | None = None
-    """Of what is received. Of what is sent, if it is to be checked."""
+    """Specification of what is received; of what is sent, if it is to be checked."""
     name: str = ""
     """Name for the ledger, such as `0F1>1`."""
     phase: str = ""
@@ -226,7 +226,7 @@ def _sizes(p2p: P2PCommunicator, op: P2POp) -> Tensor:
 
 
 def _tensors_of(p2p: P2PCommunicator, op: P2POp, shapes: Sequence[Shape] | None = None) -> list[Tensor]:
-    """What is sent, or buffers to receive into."""
+    """Tensors to send, or buffers to receive into."""
     if op.operation == "send":
         return [x.detach() for x in op.tensors]
     assert op.spec is not None

@@ -5,7 +5,7 @@ for, and dW = dy^T x, which only the optimizer needs. Zero-bubble schedules (arX
 and fill their idle time with the second, action W.
 
 While a store is collecting, a layer's backward hands its weight gradient over as a closure (`deferred`) instead of
-computing it, and autograd sees no gradient for that parameter. W runs the closures. What is put off: the weights and
+computing it, and autograd sees no gradient for that parameter. W runs the closures. Put off are the weights and
 biases of the linear layers, the output layer inside the fused loss, and the embedding table. Everything else (norms,
 position embeddings, a reader's own nn.Linear) gets its gradient in I, as autograd gives it.
 
@@ -40,7 +40,7 @@ class _Deferred:
 
 
 _collecting: list[_Deferred] | None = None
-"""What the running I has put off. Of the process, not of a thread: on a GPU autograd runs backward on its own."""
+"""Gradients that the running I has put off. Of the process, not of a thread: on a GPU autograd has its own threads."""
 
 
 def is_collecting() -> bool:
@@ -67,7 +67,7 @@ class WeightGradStore:
         self._pending: dict[Hashable, list[_Deferred]] = {}
 
     def __len__(self) -> int:
-        """How many backward passes still lack their W."""
+        """Number of backward passes that still lack their W."""
         return len(self._pending)
 
     @property

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from labkit.schedules.bubble import BubbleSplit, Gap, bubble_split, explain_gap
     from labkit.schedules.builders import build_schedule, gpipe, interleaved, one_f_one_b, without_backward
-    from labkit.schedules.deadlock import Op, communication, interpret
     from labkit.schedules.entry_points import (
         forward_backward_no_pipelining,
         forward_backward_pipelining_with_interleaving,
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
         is_first_microbatch_for_model_chunk,
         is_last_microbatch_for_model_chunk,
     )
-    from labkit.schedules.verifier import verify
+    from labkit.schedules.verifier import Op, communication, interpret, verify
     from labkit.schedules.zero_bubble import dualpipe_v, merge_backward, split_backward, zbv, zero_bubble_h1
 
 _WHERE = {
@@ -56,9 +55,9 @@ _WHERE = {
     "lower": "lowering",
     "merge_backward": "zero_bubble",
     "split_backward": "zero_bubble",
-    "Op": "deadlock",
-    "communication": "deadlock",
-    "interpret": "deadlock",
+    "Op": "verifier",
+    "communication": "verifier",
+    "interpret": "verifier",
     "PipelineRuntime": "runtime",
     "Costs": "simulator",
     "Timeline": "simulator",

@@ -1,4 +1,4 @@
-"""Where the idle time of a pipeline comes from, predicted or measured.
+"""The idle time of a pipeline, predicted or measured, split by its cause.
 
 A rank idles from 0 to the end of the step whenever it does not compute. Its idle time is the sum of four parts:
 
@@ -128,7 +128,7 @@ def _split(schedule: Schedule, start: np.ndarray, end: np.ndarray) -> BubbleSpli
 
 
 def _phases(kinds: np.ndarray) -> tuple[int, int]:
-    """Of a row's gaps, one before each action and one after the last: how many belong to the warm-up, and where the
+    """A row has a gap before each action and one after the last: how many belong to the warm-up, and where the
     cool-down begins."""
     forward = kinds == KINDS.index("F")
     first_backward = 0 if forward.all() else int(np.argmin(forward))
@@ -184,7 +184,7 @@ than this share, the cause is named."""
 
 
 def explain_gap(predicted: Timeline, measured: Iterable[Event]) -> Gap:
-    """Where the largest difference between prediction (costs in seconds) and measurement lies.
+    """Find the largest difference between prediction (costs in seconds) and measurement.
 
     Each rank's makespan is its computation plus the four parts of its idle time. Of all ranks and parts the one that
     differs most is named; computation, and then messages, before the idle time that they cause elsewhere. Errors as in

@@ -1,4 +1,4 @@
-"""What each action of a schedule needs, whether all of it is there, and who waits for whom where rows are stuck.
+"""Dependencies of a schedule's actions: what each needs, whether all is there, and who waits for whom in a circle.
 
     F(s, m)          needs F(s-1, m)
     B(s, m), I(s, m) need F(s, m), and B or I(s+1, m)
@@ -54,6 +54,25 @@ def dependencies(schedule: Schedule, at: np.ndarray | None = None) -> tuple[np.n
         from_neighbour[row][weight] = -1
         own[row][weight] = inputs[cell[weight]]
     return from_neighbour, own
+
+
+def producers(schedule: Schedule) -> np.ndarray:
+    """Index of the action whose result each action reads from a neighbouring stage (A,); -1 for none."""
+    copied = lambda rows: dependencies(rows)[0].copy()  # noqa: E731  # not a view, which would keep the other column
+    return schedule.derived("action whose result each reads", copied)
+
+
+def consumers(schedule: Schedule) -> np.ndarray:
+    """The inverse of `producers`."""
+    return schedule.derived("action that reads each one's result", _inverse_of_producers)
+
+
+def _inverse_of_producers(schedule: Schedule) -> np.ndarray:
+    producer = producers(schedule)
+    reads = np.flatnonzero(producer >= 0)
+    consumer = np.full(len(schedule), -1, dtype=np.int32)
+    consumer[producer[reads]] = reads
+    return consumer
 
 
 def awaited(schedule: Schedule, at: np.ndarray | None = None) -> np.ndarray:

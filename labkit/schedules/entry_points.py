@@ -30,7 +30,7 @@ _REFUSED = {
 
 
 class StepArguments(TypedDict, total=False):
-    """What the three entry points take besides model, data and groups, each by its name in the sources."""
+    """Arguments of the three entry points besides model, data and groups, each by its name in the sources."""
 
     grad_scaler: Callable[..., Any] | None
     """Applied to the loss before its backward."""
@@ -43,7 +43,7 @@ class StepArguments(TypedDict, total=False):
     enable_autocast: bool
     """Run forwards, but not the loss function, under torch.autocast with `dtype`."""
     dtype: Any
-    """Of the tensors between stages; None is that of the first floating-point parameter."""
+    """Type of the tensors between stages; None is that of the first floating-point parameter."""
     calculate_per_token_loss: bool
     """Leave a loss of three items unscaled: gradients are divided by the number of tokens at the end of the step. A
     model with experts then needs seq_length and micro_batch_size."""
@@ -60,7 +60,7 @@ class StepArguments(TypedDict, total=False):
     tensor_shape: TensorShape
     """(S, B, H) of what a rank sends, or what else `PipelineRuntime` takes; or the next three."""
     seq_length: int | None
-    """Of a whole sample: divided by the context-parallel size here."""
+    """Length of a whole sample: divided by the context-parallel size here."""
     micro_batch_size: int | None
     """Samples in a microbatch."""
     hidden_size: int | None
@@ -79,7 +79,7 @@ class StepArguments(TypedDict, total=False):
     use_ring_exchange_p2p: bool
     """Refused."""
     num_microbatches_with_partial_activation_checkpoints: int | None
-    """Of the microbatches in flight, so many recompute nothing; None leaves it to the model."""
+    """Number of microbatches in flight that recompute nothing; None leaves it to the model."""
     microbatch_group_size_per_vp_stage: int | None
     """Microbatches that a chunk runs before the next one's turn; None is pp. Interleaving only."""
 
@@ -229,7 +229,7 @@ def _run(
     deallocate_pipeline_outputs: bool = False,
     **others: Any,
 ) -> list[Any]:
-    """What the entry points share, once each has its schedule."""
+    """Make a runtime for `schedule` and run one step."""
     _refuse(others)
     if enable_autocast and dtype is None:
         raise ValueError("enable_autocast=True needs the type to compute in: give dtype=torch.bfloat16 as well")

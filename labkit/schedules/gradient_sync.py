@@ -1,4 +1,4 @@
-"""When gradients are synchronised and parameters gathered, chunk by chunk, while a schedule runs.
+"""Synchronise gradients and gather parameters, chunk by chunk, while a schedule runs.
 
 Backwards only accumulate inside a `no_sync` context. It is left for the backward that completes a chunk's gradients,
 where the hooks of the data-parallel wrapper may then communicate. A `grad_sync_func` replaces these hooks: it is

@@ -32,14 +32,14 @@ EVENT_KINDS = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_
 """The `kind` of the `Event` that an action leaves."""
 
 ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
-"""How an action is written; its numbers fit 32 bits."""
+"""Spelling of an action; its numbers fit 32 bits."""
 
 
 RANK_LINE = re.compile(r"rank +([0-9]{1,9}) *[:|]")
-"""How the line of a rank begins."""
+"""Beginning of a rank's line."""
 
 _SEPARATORS = ";\t \"'"
-"""What stands in the cells of a table that was not saved with commas."""
+"""Characters in the cells of a table that was not saved with commas."""
 
 
 class ScheduleError(ValueError):
@@ -340,7 +340,7 @@ def _parse_cell(cell: str, where: str, separators: str = "") -> Action:
 
 
 def _counted(rows: Sequence[Sequence[Action]]) -> tuple[int, int]:
-    """How many stages and microbatches there are, from the highest of each. Refuses a number that cannot be meant."""
+    """Numbers of stages and microbatches, from the highest of each. Refuses a number that cannot be meant."""
     flat = [action for row in rows for action in row]
     stages, microbatches = (1 + max((getattr(a, of) for a in flat), default=-1) for of in ("stage", "microbatch"))
     if stages * microbatches > 1000 * len(flat):

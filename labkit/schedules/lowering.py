@@ -1,7 +1,7 @@
 """From rows of actions to programs: what each rank sends, receives and synchronises between its actions.
 
 Communication is never written down in a schedule, because it follows from it: F of stage s needs the message that F of
-stage s - 1 sends, B (or I) of stage s the one of stage s + 1. What remains to be decided is when a message travels.
+stage s - 1 sends, B (or I) of stage s the one of stage s + 1. Lowering decides when each message travels.
 
 **Slots.** Before each action of a rank, and after its last, lies a slot. A send is in the slot right after the action
 that makes the message. With one exchange per slot (`batched`, `even_odd`) the receive cannot simply stand before the
@@ -23,20 +23,18 @@ has different moments, and both sides post in their order.
 | `even_odd` | in their slot, one by one in Megatron's order (below) | the same | for the whole slot |
 | `blocking` | right before their action | right after theirs | for each on its own |
 
-Megatron's order without batches: even ranks send to the next stage, receive from the previous, send to the previous,
-receive from the next; odd ranks receive from the previous first, and so on. That settles which neighbour is served
-first. Between two ranks NCCL wants more: on one communicator the k-th operation of one side must be the counterpart
-of the k-th of the other. Megatron's order gives that where both sides exchange the same messages in the same slot, as
-in 1F1B; a V with a single microbatch would already hang. So what a slot exchanges with one peer goes by moment (of the
-same moment: activations before gradients, then the lower rank's first), and the two sequences mirror each other however
-the slots of the two sides lie. With two ranks, what the odd one sends goes over a second communicator (channel 1), so
-that both directions can overlap.
+Megatron's even/odd order (`parallel/posting_order.py`) settles which neighbour is served first. Between two ranks NCCL
+wants more: on one communicator the k-th operation of one side must be the counterpart of the k-th of the other.
+Megatron's order gives that where both sides exchange the same messages in the same slot, as in 1F1B; a V with a single
+microbatch would already hang. So the messages of a slot to and from one peer go by moment (of the same moment:
+activations before gradients, then the lower rank's first), and the two sequences mirror each other however the slots of
+both sides lie. With two ranks the odd one sends over a second communicator (channel 1), so both directions can overlap.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple, get_args
@@ -44,13 +42,13 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from labkit.parallel.posting_order import Operation, channel, even_odd_place
-from labkit.schedules.dependencies import dependencies
+from labkit.schedules.dependencies import consumers, producers
 from labkit.schedules.gradient_sync import places_of_synchronisation
 from labkit.schedules.ir import Action, Schedule
 from labkit.schedules.simulator import Timeline, simulate
 
 Transport = Literal["posted", "batched", "even_odd", "blocking"]
-"""How messages travel."""
+"""Way in which messages travel."""
 
 
 class StageMessage(NamedTuple):
@@ -70,7 +68,7 @@ class StageMessage(NamedTuple):
     consumed: int
     """Position of the action that needs it, in the row of `target`."""
     is_local: bool
-    """Whether `source` is `target`: the rank holds both stages, and nothing is transferred."""
+    """True where `source` is `target`: the rank holds both stages, and nothing is transferred."""
 
     def __str__(self) -> str:
         return f"{self.from_stage}{self.kind}{self.microbatch}>{self.to_stage}"
@@ -83,7 +81,7 @@ class Transfer:
     operation: Operation
     message: StageMessage
     channel: Literal[0, 1] = 0
-    """Which of two communicators carries it."""
+    """First or second communicator."""
 
     @property
     def peer(self) -> int:
@@ -111,12 +109,22 @@ class Step:
     gives: StageMessage | None
     """Message that it makes for another stage."""
     ends_chunk: bool
-    """Whether this is the last backward of its chunk: gradients are complete after it."""
+    """True for the last backward of its chunk: gradients are complete after it."""
 
     @property
     def verb(self) -> str:
         """F, B, I or W."""
         return self.action.kind
+
+    @property
+    def receives(self) -> StageMessage | None:
+        """`needs`, where it comes from another rank."""
+        return None if self.needs is None or self.needs.is_local else self.needs
+
+    @property
+    def sends(self) -> StageMessage | None:
+        """`gives`, where it goes to another rank."""
+        return None if self.gives is None or self.gives.is_local else self.gives
 
     def __str__(self) -> str:
         return str(self.action)
@@ -169,7 +177,7 @@ class Program:
 
     @property
     def slots(self) -> list[tuple[Transfer, ...]]:
-        """What is exchanged before each action, and after the last; all empty under `posted`."""
+        """Transfers that are exchanged before each action, and after the last; all empty under `posted`."""
         slots: list[tuple[Transfer, ...]] = [()]
         for instruction in self.instructions:
             if isinstance(instruction, Step):
@@ -211,7 +219,7 @@ def lower(schedule: Schedule, rank: int, transport: Transport = "posted", *, rec
         for i, (action, chunk) in enumerate(zip(actions, chunks))
     ]
     incoming: dict[int, list[StageMessage]] = {}
-    for message in sorted((m for m in needs if m and not m.is_local), key=lambda m: m.produced):
+    for message in sorted((step.receives for step in steps if step.receives), key=lambda m: m.produced):
         incoming.setdefault(message.source, []).append(message)
     if transport == "posted":
         before, after = _posted(steps, incoming, receives_ahead)
@@ -235,7 +243,7 @@ def check_transport(transport: str) -> None:
 
 def _messages(schedule: Schedule, rank: int) -> tuple[list[StageMessage | None], list[StageMessage | None]]:
     """For each action of the row the message that it needs, and the one that it gives."""
-    producer, consumer = schedule.derived(*_PRODUCERS), schedule.derived(*_CONSUMERS)
+    producer, consumer = producers(schedule), consumers(schedule)
     row = np.arange(schedule.offsets[rank], schedule.offsets[rank + 1])
     return _between(schedule, producer[row], row), _between(schedule, row, consumer[row])
 
@@ -259,75 +267,72 @@ def _between(schedule: Schedule, produced: np.ndarray, consumed: np.ndarray) -> 
     return [StageMessage("F" if kind == 0 else "B", *rest) if exists else None for exists, kind, *rest in rows]
 
 
-def producers(schedule: Schedule) -> np.ndarray:
-    """Index of the action whose result each action reads from a neighbouring stage (A,); -1 for none."""
-    return dependencies(schedule)[0].copy()  # not a view, which would keep the other column
-
-
-def _consumers(schedule: Schedule) -> np.ndarray:
-    """The inverse of `producers`."""
-    producer = schedule.derived(*_PRODUCERS)
-    reads = np.flatnonzero(producer >= 0)
-    consumer = np.full(len(schedule), -1, dtype=np.int32)
-    consumer[producer[reads]] = reads
-    return consumer
-
-
-_PRODUCERS = ("action whose result each reads", producers)
-_CONSUMERS = ("action that reads each one's result", _consumers)
-
-
 # ---- posted ----
 def _posted(
     steps: Sequence[Step], incoming: Mapping[int, Sequence[StageMessage]], ahead: int
 ) -> tuple[list[list[Instruction]], list[list[Instruction]]]:
-    """The communication before each action (and after the last), and that right after each action.
+    """The communication before each action (and after the last), and that right after each action."""
+    receives = [*_posted_receives(steps, incoming, ahead), []]
+    before = [ended + here for ended, here in zip(_ended_sends(steps), receives, strict=True)]
+    sends = [_send(step.sends) if step.sends else None for step in steps]
+    return before, [[Communication("send", (send,))] if send else [] for send in sends]
 
-    Receives of one sender are posted in its order. The first is not posted ahead of its use: NCCL connects two ranks
-    with their first message, and would block here until the other rank sends. The source of a message has made it after
-    reading all that it consumed up to there, so these sends are complete: they end before the rank waits the next time,
-    or before a forward or a W, never between a message and the action that others wait for.
+
+def _send(message: StageMessage) -> Transfer:
+    return Transfer("send", message, channel(message.source, message.target))
+
+
+def _posted_receives(
+    steps: Sequence[Step], incoming: Mapping[int, Sequence[StageMessage]], ahead: int
+) -> list[list[Instruction]]:
+    """The receives of each action's message, and of those that follow it. A sender's receives are posted in its order.
+
+    Of each sender the first is not posted before it is needed: NCCL connects two ranks with their first message, and
+    posting would block until the other rank sends. Later ones are posted where this rank is about to wait anyway.
     """
-    before: list[list[Instruction]] = [[] for _ in range(len(steps) + 1)]
-    after: list[list[Instruction]] = [[] for _ in steps]
-    unposted = {source: deque(messages) for source, messages in incoming.items()}
-    opened: dict[int, list[StageMessage]] = {}
-    unread: dict[int, deque[Transfer]] = {}
-    read: list[Transfer] = []
+    place = {message: k for messages in incoming.values() for k, message in enumerate(messages, start=1)}
+    posted: Counter[int] = Counter()
+    needed: Counter[int] = Counter()
 
-    def post(i: int, source: int, is_enough: Callable[[], bool]) -> None:
-        posts = []
-        while unposted[source] and not is_enough():
-            message = unposted[source].popleft()
-            opened[source].append(message)
-            posts.append(Transfer("recv", message, channel(source, message.target)))
-        if posts:
-            before[i].append(Communication("post", tuple(posts)))
+    def post(source: int, count: int) -> list[Instruction]:
+        """Open receives until `count` have been."""
+        messages = incoming[source][posted[source] : count]
+        posted[source] += len(messages)
+        transfers = tuple(Transfer("recv", m, channel(m.source, m.target)) for m in messages)
+        return [Communication("post", transfers)] if transfers else []
 
-    for i, step in enumerate(steps):
-        needs, gives = step.needs, step.gives
-        receives = needs is not None and not needs.is_local
-        if read and (receives or step.action.kind in "FW"):
-            before[i].append(Communication("sent", tuple(read)))
+    def receive(message: StageMessage) -> list[Instruction]:
+        source, is_first = message.source, not posted[message.source]
+        needed[source] = max(needed[source], place[message])
+        posts = post(source, needed[source] + (0 if is_first else ahead))
+        recv = Communication("recv", (Transfer("recv", message, channel(source, message.target)),))
+        return [*posts, recv, *post(source, needed[source] + ahead)]
+
+    return [receive(step.receives) if step.receives else [] for step in steps]
+
+
+def _ended_sends(steps: Sequence[Step]) -> list[list[Instruction]]:
+    """Before each action, and after the last, the sends that end there.
+
+    The source of a message has made it after reading all that it consumed up to there, so sends of these are complete.
+    They end before this rank waits the next time, or before a forward or a W; not between a message and the backward
+    for which other ranks wait.
+    """
+    unread: defaultdict[int, deque[StageMessage]] = defaultdict(deque)
+    read: list[StageMessage] = []
+    ended: list[list[Instruction]] = []
+    for step in steps:
+        ended.append([])
+        if read and (step.receives or step.action.kind in "FW"):
+            ended[-1].append(Communication("sent", tuple(map(_send, read))))
             read.clear()
-        if needs is not None and receives:
-            source, is_first = needs.source, needs.source not in opened
-            here = opened.setdefault(source, [])
-            least = 0 if is_first else ahead + 1
-            post(i, source, lambda: needs in here and len(here) >= least)  # noqa: B023
-            before[i].append(Communication("recv", (Transfer("recv", needs, channel(source, needs.target)),)))
-            here.remove(needs)
-            if is_first:
-                post(i, source, lambda: len(here) >= ahead)  # noqa: B023
-            while unread.get(source) and unread[source][0].message.consumed <= needs.produced:
-                read.append(unread[source].popleft())
-        if gives is not None and not gives.is_local:
-            transfer = Transfer("send", gives, channel(gives.source, gives.target))
-            after[i].append(Communication("send", (transfer,)))
-            unread.setdefault(gives.target, deque()).append(transfer)
-    left = [*read, *(transfer for queue in unread.values() for transfer in queue)]
-    before[-1] += [Communication("sent", tuple(left))] if left else []
-    return before, after
+        if came := step.receives:
+            while unread[came.source] and unread[came.source][0].consumed <= came.produced:
+                read.append(unread[came.source].popleft())
+        if step.sends:
+            unread[step.sends.target].append(step.sends)
+    left = [*read, *(message for queue in unread.values() for message in queue)]
+    return [*ended, [Communication("sent", tuple(map(_send, left)))] if left else []]
 
 
 # ---- slots ----
@@ -341,7 +346,7 @@ def _exchanges(slots: Iterable[Sequence[Transfer]], transport: Transport) -> lis
 def _slots(
     schedule: Schedule, rank: int, transport: Transport, steps: Sequence[Step], one_way: bool
 ) -> list[list[Transfer]]:
-    """What each slot of the rank exchanges, in the order of posting; one slot more than actions."""
+    """Transfers of each slot of the rank in the order of posting; one slot more than actions."""
     one_way = one_way or (transport == "even_odd" and schedule.pp == 2)
     slots: list[list[Transfer]] = [[] for _ in range(len(steps) + 1)]
 
@@ -349,16 +354,16 @@ def _slots(
         slots[slot].append(Transfer(operation, message, channel(message.source, message.target) if one_way else 0))
 
     for i, step in enumerate(steps):
-        if step.gives is not None and not step.gives.is_local:
-            put(i + 1, "send", step.gives)
+        if step.sends:
+            put(i + 1, "send", step.sends)
     timeline = None if transport == "blocking" else schedule.derived("unit costs", simulate)
     in_slot: dict[int, int] = {}
     if timeline is not None:
-        positions, numbers, _ = receive_slots(schedule, timeline, schedule.derived(*_PRODUCERS), rank)
+        positions, numbers, _ = receive_slots(schedule, timeline, producers(schedule), rank)
         in_slot = dict(zip(positions.tolist(), numbers.tolist()))
     for i, step in enumerate(steps):
-        if step.needs is not None and not step.needs.is_local:
-            put(in_slot.get(i, i), "recv", step.needs)
+        if step.receives:
+            put(in_slot.get(i, i), "recv", step.receives)
     if timeline is None:
         return slots
 
@@ -374,7 +379,7 @@ def _slots(
 def receive_slots(
     schedule: Schedule, timeline: Timeline, producer: np.ndarray, rank: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of every message that `rank` receives: the position of the action that reads it, its slot and its moment.
+    """For every message that `rank` receives, the position of the action that reads it, its slot and its moment.
 
     The slot is the one before the first action that starts at or after the moment. producer: as from `producers`.
     """

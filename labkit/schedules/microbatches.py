@@ -113,7 +113,7 @@ class MicrobatchLosses:
         self.reports: dict[int, Any] = {}
         """By microbatch, the metrics that the loss function gave."""
         self.weights: dict[int, float] = {}
-        """Of each microbatch's loss on its way backward; 1 where it has none here."""
+        """By microbatch, the weight of its loss on the way backward; 1 where it has none here."""
 
     def loss(self, microbatch: int, output: Any, loss_func: Callable[..., Any] | None) -> Any:
         """The loss of a last stage's output. Its weight is left to the backward: with it the gradients of all

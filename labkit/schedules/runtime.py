@@ -1,47 +1,31 @@
 """Run a schedule for real: one rank's part of a training step, whatever the rows say.
 
-The runtime walks the program of its rank (`lowering.py`): F, B, I and W compute, `send`, `recv` and their like move
-messages between ranks (`parallel/p2p.py`), `gather` and `synchronise` start the communication of data parallelism.
-`verify` has shown before that no transport hangs. A single stage takes a plain loop over its microbatches instead.
-
-Gradients add up over microbatches. A split backward is two actions: I computes the gradient of the stage's input and
-leaves weight gradients to the `WeightGradStore`, W computes those. Activations die with B, or with W; an output that
-goes to another rank is shrunk at once. Every action leaves an Event of its name, such as `2F0`, while recording.
+`PipelineRuntime` checks that the schedule can run and fits this rank, and turns the row of the rank into a program
+(`lowering.py`), which `execution.py` runs. A single stage takes a plain loop over its microbatches instead.
 
 Legend: S = sequence, B = microbatch, H = hidden; tensors between stages are (S, B, H).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from labkit.events import active_recorder
-from labkit.parallel.deallocation import custom_backward, deallocate_output_tensor
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.handshake import handshake
-from labkit.parallel.p2p import MessageSpec, P2PCommunicator, P2POp, P2PWork, Payload, second_communicator, start
-from labkit.parallel.stream_clock import span_on, stream_clock
-from labkit.parallel.weight_grad_store import WeightGradStore
+from labkit.parallel.p2p import MessageSpec, P2PCommunicator, second_communicator
 from labkit.schedules.builders import without_backward
+from labkit.schedules.execution import Execution, RankSetup, timed
 from labkit.schedules.gradient_sync import GradientSync, NoSync, SyncFunc, check_sync_functions
-from labkit.schedules.ir import EVENT_KINDS, Action, Schedule
-from labkit.schedules.lowering import (
-    Communication,
-    Program,
-    StageMessage,
-    Step,
-    Sync,
-    Transfer,
-    Transport,
-    check_transport,
-    lower,
-)
-from labkit.schedules.microbatches import AttachedLosses, MicrobatchLosses, TensorShape, reader, shapes_of_messages
+from labkit.schedules.ir import Action, Schedule
+from labkit.schedules.lowering import Program, Transport, check_transport, lower
+from labkit.schedules.microbatches import AttachedLosses, MicrobatchLosses, TensorShape, shapes_of_messages
 from labkit.schedules.simulator import kept_whole
 from labkit.schedules.verifier import check_fit, verify
 
@@ -111,42 +95,49 @@ class PipelineRuntime:
 
         Raises ScheduleError for a schedule that cannot run, ValueError where it does not fit the groups or the chunks.
         """
-        self.schedule, self.groups, self.chunks = schedule, groups, chunks_of(model_chunks)
+        self.schedule, self.groups = schedule, groups
         self.transport: Transport = transport
-        self.forward_step_func, self.grad_scaler, self.timers = forward_step_func, grad_scaler, timers
-        self.calculate_per_token_loss, self.deallocate = calculate_per_token_loss, deallocate_pipeline_outputs
-        self.autocast_dtype = autocast_dtype
-        self.sync_functions: dict[str, Any] = {
-            "no_sync_func": no_sync_func,
-            "grad_sync_func": grad_sync_func,
-            "param_sync_func": param_sync_func,
-        }
-        check_transport(transport)
-        check_sync_functions(len(self.chunks), **self.sync_functions)
-        if groups.pp.rank == 0 and schedule.num_stages == schedule.pp:
-            self.sync_functions["grad_sync_func"] = None  # left to the hooks
-        count = num_microbatches_with_partial_activation_checkpoints
-        self.kept_whole = None if count is None else kept_whole(schedule, groups.pp.rank, count)
+        self.calculate_per_token_loss = calculate_per_token_loss
         self.num_tokens = torch.zeros((), dtype=torch.int64)
         """Tokens of the last run on the last stage, summed over microbatches; 0 where the loss gives two items."""
-        check_fit(schedule, groups.pp.rank, groups.pp.size, self.chunks, recomputes=self.kept_whole is not None)
+        chunks, rank = chunks_of(model_chunks), groups.pp.rank
+        count = num_microbatches_with_partial_activation_checkpoints
+        check_transport(transport)
+        check_fit(schedule, rank, groups.pp.size, chunks, recomputes=count is not None)
         if groups.config.split_rank is not None and schedule.num_stages != groups.pp.size:
             raise ValueError(
                 f"split_rank puts encoder and decoder on different ranks, and {schedule.name} has several stages on a "
                 "rank: run an encoder-decoder with one stage per rank"
             )
-        tokens = tokens_per_microbatch
-        self.attached_losses = AttachedLosses(self.chunks, schedule.num_microbatches, calculate_per_token_loss, tokens)
-        self.counting = [[m for m in chunk.modules() if hasattr(m, "current_microbatch")] for chunk in self.chunks]
-        """By chunk, the modules that want to know whose forward is next: those that have a CUDA graph for each."""
-        self._is_plain = _is_plain(schedule)
+        self.sync_functions: dict[str, Any] = {
+            "no_sync_func": no_sync_func,
+            "grad_sync_func": grad_sync_func,
+            "param_sync_func": param_sync_func,
+        }
+        check_sync_functions(len(chunks), **self.sync_functions)
+        if rank == 0 and schedule.num_stages == schedule.pp:
+            self.sync_functions["grad_sync_func"] = None  # left to the hooks
+        self.attached_losses = AttachedLosses(
+            chunks, schedule.num_microbatches, calculate_per_token_loss, tokens_per_microbatch
+        )
         varies = variable_seq_lengths or tensor_shape is None
-        self.p2p = P2PCommunicator(groups, second_communicator(groups), transport == "batched", varies)
-        dtype = dtype or autocast_dtype or _dtype_of(self.chunks)
-        self.specs = [MessageSpec(shapes, dtype) for shapes in shapes_of_messages(tensor_shape, schedule.num_stages)]
-        """By stage, what it sends on; gradients that come back have the same shapes."""
+        dtype = dtype or autocast_dtype or _dtype_of(chunks)
+        autocast = partial(torch.autocast, groups.device.type, dtype=autocast_dtype)
+        self.setup = RankSetup(
+            chunks=chunks,
+            num_stages=schedule.num_stages,
+            p2p=P2PCommunicator(groups, second_communicator(groups), transport == "batched", varies),
+            specs=[MessageSpec(shapes, dtype) for shapes in shapes_of_messages(tensor_shape, schedule.num_stages)],
+            forward_step_func=forward_step_func,
+            autocast=nullcontext if autocast_dtype is None else autocast,
+            grad_scaler=grad_scaler,
+            timers=timers,
+            deallocate=deallocate_pipeline_outputs,
+            kept_whole=None if count is None else kept_whole(schedule, rank, count),
+        )
         self._has_met: set[bool] = set()
         """Kinds of runs, with or without backward, before which the ranks have compared what they were given."""
+        self._is_plain = _is_plain(schedule)
         if not self._is_plain:
             schedule.derived(f"verified, {transport}", lambda rows: verify(rows, transport))
 
@@ -154,7 +145,7 @@ class PipelineRuntime:
         rank, schedule, transport = self.groups.pp.rank, self.schedule, self.transport
         if forward_only and not schedule.forward_only:
             schedule = schedule.derived("forward only", without_backward)
-        ahead = 0 if self.p2p.variable_seq_lengths else RECEIVES_AHEAD.get(self.groups.backend, 1)
+        ahead = 0 if self.setup.p2p.variable_seq_lengths else RECEIVES_AHEAD.get(self.groups.backend, 1)
         what = f"program of rank {rank}, {transport}, {ahead} ahead"
         return schedule.derived(what, lambda rows: lower(rows, rank, transport, receives_ahead=ahead))
 
@@ -162,16 +153,16 @@ class PipelineRuntime:
         """Compare what this rank was given with the ranks that it exchanges messages with, before the first message."""
         if forward_only in self._has_met:
             return
-        schedule, varies = self.schedule, self.p2p.variable_seq_lengths
+        schedule, varies = self.schedule, self.setup.p2p.variable_seq_lengths
         given = {
             "the schedule": f"{schedule.name} of {schedule.num_stages} stages and {schedule.num_microbatches} "
             f"microbatches (checksum {schedule.checksum:08x})",
             "transport": self.transport,
-            "dtype": str(self.specs[0].dtype) if self.specs else "none",
+            "dtype": ", ".join({str(spec.dtype) for spec in self.setup.specs}),
             "forward_only": str(forward_only),
             "variable_seq_lengths": str(varies),
         }
-        for stage, spec in enumerate(self.specs):
+        for stage, spec in enumerate(self.setup.specs):
             text = f"{len(spec.shapes)} tensors" if varies else ", ".join(map(str, spec.shapes))
             given[f"tensor_shape of what stage {stage} sends"] = text
         handshake(self.groups, given, program.peers)
@@ -202,201 +193,37 @@ class PipelineRuntime:
         if self.schedule.forward_only and not forward_only:
             raise ValueError(f"{self.schedule.name} has no backward: run it with forward_only=True")
         iterators = list(data_iterators) if isinstance(data_iterators, list | tuple) else [data_iterators]
-        if len(iterators) != len(self.chunks):
-            raise ValueError(f"{len(iterators)} data iterators for {len(self.chunks)} model chunks: give one each")
+        chunks = self.setup.chunks
+        if len(iterators) != len(chunks):
+            raise ValueError(f"{len(iterators)} data iterators for {len(chunks)} model chunks: give one each")
         if not forward_only and self.attached_losses.modules:
             one = torch.ones((), dtype=torch.float64, device=self.groups.device)
-            self.attached_losses.set_scale(one if self.grad_scaler is None else self.grad_scaler(one))
-        state = _Run(self, forward_only, collect_non_loss_data)
-        with _timed(self.timers, "forward-backward", 1), torch.set_grad_enabled(not forward_only):
+            self.attached_losses.set_scale(one if self.setup.grad_scaler is None else self.setup.grad_scaler(one))
+        losses = MicrobatchLosses(
+            wanted,
+            self.groups.cp,
+            torch.zeros((), dtype=torch.int64, device=self.groups.device),
+            per_token=self.calculate_per_token_loss,
+            backward=not forward_only,
+            non_loss=collect_non_loss_data,
+        )
+        sync = GradientSync(() if forward_only else chunks, **self.sync_functions)
+        step = Execution(self.setup, losses, sync, forward_only=forward_only)
+        with timed(self.setup.timers, "forward-backward", 1), torch.set_grad_enabled(not forward_only):
             if self._is_plain:
-                state.loop(iterators[0])
+                step.loop(iterators[0], wanted)
             else:
                 program = self._program(forward_only)
                 self._meet(program, forward_only)
-                state.walk(program, iterators)
+                step.walk(program, iterators)
         if (recorder := active_recorder()) is not None:
             recorder.settle()
-        self.num_tokens = state.losses.num_tokens
-        return [state.losses.reports[microbatch] for microbatch in sorted(state.losses.reports)]
-
-
-class _Run:
-    """One step of a rank: `loop` for a single stage, `walk` for a program."""
-
-    def __init__(self, runtime: PipelineRuntime, forward_only: bool, non_loss: bool) -> None:
-        self.runtime, self.forward_only = runtime, forward_only
-        schedule, groups = runtime.schedule, runtime.groups
-        self.losses = MicrobatchLosses(
-            schedule.num_microbatches,
-            groups.cp,
-            torch.zeros((), dtype=torch.int64, device=groups.device),
-            per_token=runtime.calculate_per_token_loss,
-            backward=not forward_only,
-            non_loss=non_loss,
-        )
-        self.sync = GradientSync(() if forward_only else runtime.chunks, **runtime.sync_functions)
-        self.messages: dict[StageMessage, Payload] = {}
-        """Made and not yet sent, or received and not yet read; of a stage whose neighbour is on this rank, both."""
-        self.under_way: dict[Transfer, P2PWork] = {}
-        self.saved: dict[tuple[int, int], tuple[Payload | None, Payload]] = {}
-        """(stage, microbatch) -> inputs and outputs of its forward, kept for the backward."""
-        self.weight_gradients = WeightGradStore()
-        self.clock = stream_clock(groups.device)
-
-    def loop(self, iterator: Any) -> None:
-        """Forward and backward of each microbatch in turn, gradients synchronised with the last."""
-        count = self.runtime.schedule.num_microbatches
-        self.readers = [reader(iterator, range(count))]
-        with self.sync:
-            if not self.forward_only:
-                self.sync.gather(0)
-            for microbatch in range(count):
-                self._compute(Step(Action(0, "F", microbatch), 0, None, None, False))
-                if not self.forward_only:
-                    self._compute(Step(Action(0, "B", microbatch), 0, None, None, microbatch == count - 1))
-
-    def walk(self, program: Program, iterators: list[Any]) -> None:
-        """Run the program."""
-        self.readers = [reader(iterator, program.forwards(chunk)) for chunk, iterator in enumerate(iterators)]
-        with self.sync:
-            for instruction in program.instructions:
-                _RUN[instruction.verb](self, instruction)
-
-    # ---- communication ----
-
-    def _start(self, communication: Communication) -> None:
-        """Start sends of what was made, and receives."""
-        transfers = communication.transfers
-        works = start(self.runtime.p2p, [self._op(transfer) for transfer in transfers])
-        self.under_way |= zip(transfers, works, strict=True)
-
-    def _op(self, transfer: Transfer) -> P2POp:
-        message = transfer.message
-        return P2POp(
-            transfer.operation,
-            transfer.peer,
-            transfer.channel,
-            self.messages.pop(message) if transfer.operation == "send" else (),
-            self.runtime.specs[min(message.from_stage, message.to_stage)],
-            str(message),
-            "forward" if message.kind == "F" else "backward",
-        )
-
-    def _wait(self, communication: Communication) -> None:
-        for transfer in communication.transfers:
-            payload = self.under_way.pop(transfer).wait()
-            if transfer.operation == "recv":
-                self.messages[transfer.message] = payload
-
-    def _exchange(self, communication: Communication) -> None:
-        self._start(communication)
-        self._wait(communication)
-
-    # ---- computation ----
-
-    def _compute(self, step: Step) -> None:
-        """Run an action, with an Event and the caller's timer around it."""
-        timer = "forward-compute" if step.action.kind == "F" else "backward-compute"
-        compute = {"F": self._forward, "W": self._weight}.get(step.action.kind, self._backward)
-        if step.ends_chunk:
-            self.sync.before_last_backward(step.chunk)
-        received = None if step.needs is None else self.messages.pop(step.needs)
-        with self._event(step), _timed(self.runtime.timers, timer, 2):
-            made = compute(step, received)
-        if step.gives is not None:
-            self._keep(step.gives, made)
-        if step.ends_chunk:
-            self.sync.after_last_backward(step.chunk)
-
-    def _event(self, step: Step) -> AbstractContextManager[None]:
-        """An Event for the step; on a GPU of when it ran there, which is known at the end of the run."""
-        if active_recorder() is None:
-            return nullcontext()
-        action = step.action
-        return span_on(
-            self.clock, str(action), EVENT_KINDS[action.kind], microbatch=action.microbatch, chunk=step.chunk
-        )
-
-    def _keep(self, message: StageMessage, made: Payload) -> None:
-        """Keep what an action made until it is sent, or until the next stage reads it here."""
-        kept = tuple([x.detach() for x in made])
-        if message.is_local:
-            kept = tuple([x.requires_grad_(x.is_floating_point()) for x in kept])
-        elif message.kind == "F" and not self.forward_only:
-            for output in made:
-                deallocate_output_tensor(output, self.runtime.deallocate)
-        self.messages[message] = kept
-
-    def _forward(self, step: Step, received: Payload | None) -> Payload:
-        action, runtime = step.action, self.runtime
-        chunk = runtime.chunks[step.chunk]
-        if received is not None:
-            chunk.set_input_tensor(received[0] if len(received) == 1 else list(received))  # pyright: ignore[reportCallIssue]
-        output, loss_func = self._forward_step(step, chunk)
-        if action.stage == runtime.schedule.num_stages - 1:
-            output = self.losses.loss(action.microbatch, output, loss_func)
-        made = (output,) if isinstance(output, Tensor) else tuple(output)
-        if not self.forward_only:
-            self.saved[action.stage, action.microbatch] = (received, made)
-        return made
-
-    def _forward_step(self, step: Step, chunk: nn.Module) -> tuple[Any, Callable[..., Any] | None]:
-        source, action, runtime = self.readers[step.chunk], step.action, self.runtime
-        source.wanted = action.microbatch
-        for module in runtime.counting[step.chunk]:
-            module.current_microbatch = action.microbatch  # type: ignore[assignment]
-        if runtime.kept_whole is not None:
-            chunk.set_activation_checkpointing((action.stage, action.microbatch) not in runtime.kept_whole)  # pyright: ignore[reportCallIssue]
-        autocast = nullcontext()  # of the forward alone, not the loss function, as in Megatron
-        if runtime.autocast_dtype is not None:
-            autocast = torch.autocast(runtime.groups.device.type, dtype=runtime.autocast_dtype)
-        try:
-            with autocast:
-                return runtime.forward_step_func(source.iterator, chunk)
-        except StopIteration as error:
-            raise source.ran_short(action.stage, step.chunk) from error
-        finally:
-            if runtime.kept_whole is not None:
-                chunk.set_activation_checkpointing(True)  # pyright: ignore[reportCallIssue]
-
-    def _backward(self, step: Step, received: Payload | None) -> Payload:
-        """B or I: the gradients of the stage's inputs, none on the first stage."""
-        key = (step.action.stage, step.action.microbatch)
-        inputs, outputs = self.saved.pop(key)
-        if received is None:
-            loss, weight = outputs[0], self.losses.weights.pop(step.action.microbatch, 1.0)
-            if self.runtime.grad_scaler is not None:  # it is shown the weighted loss, as in Megatron
-                loss, weight = self.runtime.grad_scaler(loss * weight), 1.0
-            assert loss.numel() == 1, "only a scalar loss goes backward by itself"
-            outputs, received = (loss,), (torch.full_like(loss, weight),)
-        with self.weight_gradients.collecting(key) if step.action.kind == "I" else nullcontext():
-            custom_backward(outputs, received)
-        return tuple([torch.zeros_like(x) if x.grad is None else x.grad for x in inputs or ()])  # even if x is not used
-
-    def _weight(self, step: Step, received: Payload | None) -> Payload:
-        """W: the weight gradients that I put off; the activations they were kept for go with them."""
-        self.weight_gradients.run((step.action.stage, step.action.microbatch))
-        return ()
-
-    # ---- data parallelism ----
-
-    def _sync(self, sync: Sync) -> None:
-        (self.sync.gather if sync.verb == "gather" else self.sync.synchronise)(sync.chunk)
-
-
-_RUN: dict[str, Callable[[_Run, Any], None]] = {
-    **dict.fromkeys("FBIW", _Run._compute),
-    **dict.fromkeys(("post", "send"), _Run._start),
-    **dict.fromkeys(("recv", "sent"), _Run._wait),
-    "exchange": _Run._exchange,
-    **dict.fromkeys(("gather", "synchronise"), _Run._sync),
-}
-"""How each instruction of a program runs."""
+        self.num_tokens = losses.num_tokens
+        return [losses.reports[microbatch] for microbatch in sorted(losses.reports)]
 
 
 def _is_plain(schedule: Schedule) -> bool:
-    """Whether a single stage runs forward and backward of each microbatch in turn, or forwards in their order."""
+    """True where a single stage runs forward and backward of each microbatch in turn, or forwards in their order."""
     count = schedule.num_microbatches
     kinds = "F" if schedule.forward_only else "FB"
     row = [Action(0, kind, microbatch) for microbatch in range(count) for kind in kinds]
@@ -406,17 +233,3 @@ def _is_plain(schedule: Schedule) -> bool:
 def _dtype_of(chunks: Sequence[nn.Module]) -> torch.dtype:
     floating = (p.dtype for chunk in chunks for p in chunk.parameters() if p.is_floating_point())
     return next(floating, torch.get_default_dtype())
-
-
-@contextmanager
-def _timed(timers: Any, name: str, log_level: int) -> Iterator[None]:
-    """Start and stop a named timer of the caller's, if there is one."""
-    if timers is None:
-        yield
-        return
-    timer = timers(name, log_level=log_level)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.stop()

@@ -1,4 +1,4 @@
-"""When would each action of a schedule run? A prediction as a `Timeline` of Events.
+"""Predict when each action of a schedule runs: a `Timeline` of Events.
 
 A rank runs its row in order. An action starts when its rank is free and all that it needs (`dependencies.py`) has
 arrived. A result that crosses ranks arrives alpha + beta x bytes after it was ready; messages overlap with computation.
@@ -58,7 +58,7 @@ class Costs:
     gradient_bytes: float | None = None
     """Size of its gradient on the way back; None means that of the activation."""
     activation: PerStage = 1.0
-    """What one microbatch keeps on a stage from its forward to its backward, in units of the reader's choice."""
+    """Activations of one microbatch on a stage from forward to backward, in units of the reader's choice."""
     freed_by_input_grad: PerStage = 0.0
     """Share of it (0 to 1) that a split backward frees with I; W frees the rest."""
 
@@ -83,8 +83,8 @@ class Costs:
         return np.stack([latency + beta * self.message_bytes, latency + beta * back]) * (1 - np.eye(pp))
 
     def kept(self, num_stages: int) -> np.ndarray:
-        """How each kind of action changes what its rank keeps, by kind and stage (4, S); F's counts from its start, the
-        others from their end. Raises ValueError for a wrong number of stages and a share outside 0 to 1."""
+        """Change of what a rank keeps, by kind of action and stage (4, S); F's counts from its start, the others from
+        their end. Raises ValueError for a wrong number of stages and a share outside 0 to 1."""
         whole = _per_stage("activation", self.activation, num_stages)
         early = _per_stage("freed_by_input_grad", self.freed_by_input_grad, num_stages)
         if (early > 1).any():
@@ -164,7 +164,7 @@ class Timeline:
 
     @cached_property
     def bubble(self) -> BubbleSplit:
-        """Where the idle time of each rank comes from: see `bubble.py`."""
+        """Idle time of each rank by its cause: see `bubble.py`."""
         from labkit.schedules.bubble import split_timeline  # it simulates, so it imports this module
 
         return split_timeline(self)
@@ -246,7 +246,7 @@ def earliest(
 
 
 def _delays(schedule: Schedule, waits: np.ndarray, messages: np.ndarray) -> np.ndarray:
-    """How long what each action waits for is under way (A,)."""
+    """Time that the message of each action is under way (A,)."""
     delays = np.zeros(len(schedule))
     received = np.flatnonzero(waits >= 0)
     backwards = (schedule.kinds[received] != _F).astype(np.int8)

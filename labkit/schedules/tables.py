@@ -35,7 +35,7 @@ from labkit.schedules.ir import KINDS, Schedule
 ScheduleTable = Sequence[tuple[int, int]]
 """(microbatch, model chunk) of every virtual microbatch."""
 Phase = tuple[int, str]
-"""How often, and which words."""
+"""(times, words)."""
 
 _I, _W = KINDS.index("I"), KINDS.index("W")
 _OLDEST = -1
@@ -51,7 +51,7 @@ def get_pp_rank_microbatches(
     pp_rank: int,
     overlap_moe_expert_parallel_comm: bool = False,
 ) -> tuple[int, bool, int, int]:
-    """How many virtual microbatches a rank runs, and how many of their forwards come before its first backward.
+    """Count the virtual microbatches of a rank, and the forwards that come before its first backward.
 
     Warm-up: p - r - 1 for one model chunk (1F1B), 2 (p - r - 1) + (V - 1) N for more, with one more where the
     communication of experts overlaps with the other direction's computation; never more than M V. One pipeline rank has
@@ -140,12 +140,12 @@ def get_model_chunk_id(virtual_microbatch_id: int, forward: bool, schedule_table
 
 
 def is_first_microbatch_for_model_chunk(virtual_microbatch_id: int, schedule_table: ScheduleTable) -> bool:
-    """Whether it is microbatch 0 of its chunk; False from M V on."""
+    """True for microbatch 0 of its chunk; False from M V on."""
     return virtual_microbatch_id < len(schedule_table) and schedule_table[virtual_microbatch_id][0] == 0
 
 
 def is_last_microbatch_for_model_chunk(virtual_microbatch_id: int, schedule_table: ScheduleTable) -> bool:
-    """Whether it is microbatch M - 1 of its chunk; False from M V on."""
+    """True for microbatch M - 1 of its chunk; False from M V on."""
     last_microbatch = schedule_table[-1][0]
     return virtual_microbatch_id < len(schedule_table) and schedule_table[virtual_microbatch_id][0] == last_microbatch
 

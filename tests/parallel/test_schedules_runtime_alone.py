@@ -10,7 +10,7 @@ from pipeline_stages import Stage, forward_step, microbatches, reference
 
 from labkit.events import active_recorder, recording
 from labkit.parallel import single_process_groups
-from labkit.schedules import PipelineRuntime, one_f_one_b, runtime
+from labkit.schedules import PipelineRuntime, execution, one_f_one_b
 
 
 def _alone():
@@ -24,13 +24,13 @@ def test_a_plain_process_needs_no_launcher():
 
 def test_recording_is_off_by_default(monkeypatch):
     """No step opens an event before somebody records, nor after."""
-    opened, really = [], runtime.span_on
+    opened, really = [], execution.span_on
 
     def span_on(clock, name, *args, **kwargs):
         opened.append(name)
         return really(clock, name, *args, **kwargs)
 
-    monkeypatch.setattr(runtime, "span_on", span_on)
+    monkeypatch.setattr(execution, "span_on", span_on)
     _alone()
     assert opened == [] and active_recorder() is None
     with recording(0) as recorder:

@@ -17,6 +17,8 @@ from labkit.schedules import (
     ScheduleError,
     Timeline,
     build_schedule,
+    lower,
+    one_f_one_b,
     simulate,
     split_backward,
     verify,
@@ -111,6 +113,11 @@ def test_verdicts_over_transports(row: list[str]) -> None:
             except ScheduleError:
                 found = "stops"
             assert found == said, (transport, p, m)
+
+
+def test_the_printed_program() -> None:
+    printed = PAGE.partition("lower(one_f_one_b(2, 3), 0))`:\n\n```\n")[2].partition("\n```")[0]
+    assert printed == str(lower(one_f_one_b(2, 3), 0))
 
 
 @pytest.mark.parametrize("costs", [(1, 1, 1), (1, 1.5, 0.5), (2, 2, 1), (1, 1.25, 1)])

@@ -1,0 +1,226 @@
+"""One step of a rank: a plain loop over its microbatches, or its program, instruction by instruction.
+
+F, B, I and W compute. `post`, `send`, `recv`, `sent` and `exchange` move messages between ranks (`parallel/p2p.py`).
+`gather` and `synchronise` start the communication of data parallelism (`gradient_sync.py`).
+
+Gradients add up over microbatches. A split backward is two actions: I computes the gradient of the stage's input and
+leaves weight gradients to the `WeightGradStore`, W computes those. Activations die with B, or with W; an output that
+goes to another rank is shrunk at once. Every action leaves an Event of its name, such as `2F0`, while recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from labkit.events import active_recorder
+from labkit.parallel.deallocation import custom_backward, deallocate_output_tensor
+from labkit.parallel.p2p import MessageSpec, P2PCommunicator, P2POp, P2PWork, Payload, start
+from labkit.parallel.stream_clock import span_on, stream_clock
+from labkit.parallel.weight_grad_store import WeightGradStore
+from labkit.schedules.gradient_sync import GradientSync
+from labkit.schedules.ir import EVENT_KINDS, Action
+from labkit.schedules.lowering import Communication, Program, StageMessage, Step, Sync, Transfer
+from labkit.schedules.microbatches import MicrobatchLosses, reader
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankSetup:
+    """All that the steps of a rank have in common; `PipelineRuntime` says what each is."""
+
+    chunks: Sequence[Any]
+    num_stages: int
+    p2p: P2PCommunicator
+    specs: Sequence[MessageSpec]
+    """By stage, what it sends on; gradients that come back have the same shapes."""
+    forward_step_func: Callable[[Any, Any], tuple[Any, Callable[..., Any] | None]]
+    autocast: Callable[[], AbstractContextManager[Any]]
+    """Context of each forward; not of the loss function, as in Megatron."""
+    grad_scaler: Callable[[Any], Any] | None
+    timers: Any
+    deallocate: bool
+    kept_whole: Collection[tuple[int, int]] | None
+    """(stage, microbatch) that recompute nothing; None leaves it to the model."""
+
+    @cached_property
+    def counting(self) -> list[list[Any]]:
+        """By chunk, the modules that want to know whose forward is next: those that have a CUDA graph for each."""
+        return [[m for m in chunk.modules() if hasattr(m, "current_microbatch")] for chunk in self.chunks]
+
+
+class Execution:
+    """One step: `loop` for a single stage, `walk` for a program."""
+
+    def __init__(self, setup: RankSetup, losses: MicrobatchLosses, sync: GradientSync, *, forward_only: bool) -> None:
+        self.setup, self.losses, self.sync, self.forward_only = setup, losses, sync, forward_only
+        self.messages: dict[StageMessage, Payload] = {}
+        """Made and not yet sent, or received and not yet read; of a stage whose neighbour is on this rank, both."""
+        self.under_way: dict[Transfer, P2PWork] = {}
+        self.saved: dict[tuple[int, int], tuple[Payload | None, Payload]] = {}
+        """(stage, microbatch) -> inputs and outputs of its forward, kept for the backward."""
+        self.weight_gradients = WeightGradStore()
+        self.clock = stream_clock(setup.p2p.groups.device)
+
+    def loop(self, iterator: Any, count: int) -> None:
+        """Forward and backward of each of `count` microbatches in turn, gradients synchronised with the last."""
+        self.readers = [reader(iterator, range(count))]
+        with self.sync:
+            if not self.forward_only:
+                self.sync.gather(0)
+            for microbatch in range(count):
+                self._compute(Step(Action(0, "F", microbatch), 0, None, None, False))
+                if not self.forward_only:
+                    self._compute(Step(Action(0, "B", microbatch), 0, None, None, microbatch == count - 1))
+
+    def walk(self, program: Program, iterators: list[Any]) -> None:
+        """Run the program."""
+        self.readers = [reader(iterator, program.forwards(chunk)) for chunk, iterator in enumerate(iterators)]
+        with self.sync:
+            for instruction in program.instructions:
+                _RUN[instruction.verb](self, instruction)
+
+    # ---- communication ----
+
+    def _start(self, communication: Communication) -> None:
+        """Start sends of what was made, and receives."""
+        transfers = communication.transfers
+        works = start(self.setup.p2p, [self._op(transfer) for transfer in transfers])
+        self.under_way |= zip(transfers, works, strict=True)
+
+    def _op(self, transfer: Transfer) -> P2POp:
+        message = transfer.message
+        return P2POp(
+            transfer.operation,
+            transfer.peer,
+            transfer.channel,
+            self.messages.pop(message) if transfer.operation == "send" else (),
+            self.setup.specs[min(message.from_stage, message.to_stage)],
+            str(message),
+            "forward" if message.kind == "F" else "backward",
+        )
+
+    def _wait(self, communication: Communication) -> None:
+        for transfer in communication.transfers:
+            payload = self.under_way.pop(transfer).wait()
+            if transfer.operation == "recv":
+                self.messages[transfer.message] = payload
+
+    def _exchange(self, communication: Communication) -> None:
+        self._start(communication)
+        self._wait(communication)
+
+    # ---- computation ----
+
+    def _compute(self, step: Step) -> None:
+        """Run an action, with an Event and the caller's timer around it."""
+        timer = "forward-compute" if step.action.kind == "F" else "backward-compute"
+        compute = {"F": self._forward, "W": self._weight}.get(step.action.kind, self._backward)
+        if step.ends_chunk:
+            self.sync.before_last_backward(step.chunk)
+        received = None if step.needs is None else self.messages.pop(step.needs)
+        with self._event(step), timed(self.setup.timers, timer, 2):
+            made = compute(step, received)
+        if step.gives is not None:
+            self._keep(step.gives, made)
+        if step.ends_chunk:
+            self.sync.after_last_backward(step.chunk)
+
+    def _event(self, step: Step) -> AbstractContextManager[None]:
+        """An Event for the step; on a GPU of when it ran there, which is known at the end of the run."""
+        if active_recorder() is None:
+            return nullcontext()
+        action = step.action
+        return span_on(
+            self.clock, str(action), EVENT_KINDS[action.kind], microbatch=action.microbatch, chunk=step.chunk
+        )
+
+    def _keep(self, message: StageMessage, made: Payload) -> None:
+        """Keep what an action made until it is sent, or until the next stage reads it here."""
+        kept = tuple([x.detach() for x in made])
+        if message.is_local:
+            kept = tuple([x.requires_grad_(x.is_floating_point()) for x in kept])
+        elif message.kind == "F" and not self.forward_only:
+            for output in made:
+                deallocate_output_tensor(output, self.setup.deallocate)
+        self.messages[message] = kept
+
+    def _forward(self, step: Step, received: Payload | None) -> Payload:
+        action, setup = step.action, self.setup
+        chunk = setup.chunks[step.chunk]
+        if received is not None:
+            chunk.set_input_tensor(received[0] if len(received) == 1 else list(received))
+        output, loss_func = self._forward_step(step, chunk)
+        if action.stage == setup.num_stages - 1:
+            output = self.losses.loss(action.microbatch, output, loss_func)
+        made = tuple(output) if isinstance(output, tuple | list) else (output,)
+        if not self.forward_only:
+            self.saved[action.stage, action.microbatch] = (received, made)
+        return made
+
+    def _forward_step(self, step: Step, chunk: Any) -> tuple[Any, Callable[..., Any] | None]:
+        source, action, setup = self.readers[step.chunk], step.action, self.setup
+        source.wanted = action.microbatch
+        for module in setup.counting[step.chunk]:
+            module.current_microbatch = action.microbatch
+        if setup.kept_whole is not None:
+            chunk.set_activation_checkpointing((action.stage, action.microbatch) not in setup.kept_whole)
+        try:
+            with setup.autocast():
+                return setup.forward_step_func(source.iterator, chunk)
+        except StopIteration as error:
+            raise source.ran_short(action.stage, step.chunk) from error
+        finally:
+            if setup.kept_whole is not None:
+                chunk.set_activation_checkpointing(True)
+
+    def _backward(self, step: Step, received: Payload | None) -> Payload:
+        """B or I: the gradients of the stage's inputs, none on the first stage."""
+        key = (step.action.stage, step.action.microbatch)
+        inputs, outputs = self.saved.pop(key)
+        if received is None:
+            loss, weight = outputs[0], self.losses.weights.pop(step.action.microbatch, 1.0)
+            if self.setup.grad_scaler is not None:  # it is shown the weighted loss, as in Megatron
+                loss, weight = self.setup.grad_scaler(loss * weight), 1.0
+            assert loss.numel() == 1, "only a scalar loss goes backward by itself"
+            outputs, received = (loss,), (loss.new_full(loss.shape, weight),)
+        with self.weight_gradients.collecting(key) if step.action.kind == "I" else nullcontext():
+            custom_backward(outputs, received)
+        # an input that the stage does not use still owes its neighbour a gradient
+        return tuple([x.new_zeros(x.shape) if x.grad is None else x.grad for x in inputs or ()])
+
+    def _weight(self, step: Step, received: Payload | None) -> Payload:
+        """W: the weight gradients that I put off; the activations they were kept for go with them."""
+        self.weight_gradients.run((step.action.stage, step.action.microbatch))
+        return ()
+
+    # ---- data parallelism ----
+
+    def _sync(self, sync: Sync) -> None:
+        (self.sync.gather if sync.verb == "gather" else self.sync.synchronise)(sync.chunk)
+
+
+_RUN: dict[str, Callable[[Execution, Any], None]] = {
+    **dict.fromkeys("FBIW", Execution._compute),
+    **dict.fromkeys(("post", "send"), Execution._start),
+    **dict.fromkeys(("recv", "sent"), Execution._wait),
+    "exchange": Execution._exchange,
+    **dict.fromkeys(("gather", "synchronise"), Execution._sync),
+}
+"""Method that runs each kind of instruction."""
+
+
+@contextmanager
+def timed(timers: Any, name: str, log_level: int) -> Iterator[None]:
+    """Start and stop a named timer of the caller's, if there is one."""
+    if timers is None:
+        yield
+        return
+    timer = timers(name, log_level=log_level)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.stop()
