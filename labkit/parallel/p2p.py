@@ -114,7 +114,7 @@ class MessageSpec:
     dtype: torch.dtype
     """Type of every tensor."""
 
-    def check(self, payload: Payload, name: str, source: int, target: int, *, variable: bool) -> None:
+    def check(self, payload: Payload, name: object, source: int, target: int, *, variable: bool) -> None:
         """Raise ValueError, naming both ranks and both shapes, if `payload` is not what `target` will expect."""
         given = tuple(tuple(tensor.shape) for tensor in payload)
         if len(given) != len(self.shapes):
@@ -150,8 +150,8 @@ class P2POp:
     """Tensors to send. Their storages must stay as they are until the end; the tensors themselves may be shrunk."""
     spec: MessageSpec | None = None
     """Specification of what is received; of what is sent, if it is to be checked."""
-    name: str = ""
-    """Name for the ledger, such as `0F1>1`."""
+    name: object = ""
+    """Prints as the name of the message in the ledger, such as `0F1>1`."""
     phase: str = ""
     """`forward` or `backward`, for the ledger."""
 
@@ -182,15 +182,16 @@ def start(p2p: P2PCommunicator, ops: Sequence[P2POp]) -> list[P2PWork]:
     if p2p.variable_seq_lengths:
         works = {op: _start_one(p2p, op) for op in sorted(ops, key=lambda op: op.operation == "recv")}
         return [works[op] for op in ops]
-    if not p2p.batch_p2p_comm or len(ops) == 1:
+    if not p2p.batch_p2p_comm:
         return [_start_one(p2p, op) for op in ops]
+    # one message too: NCCL carries batches by another communicator than single messages
     transfers = [(op, _tensors_of(p2p, op)) for op in ops]
     messages = [
         Message(op.operation, x, p2p.groups.pp, p2p.groups.pp.ranks[op.peer])
         for op, tensors in transfers
         for x in tensors
     ]
-    with _scope("+".join(op.name for op in ops if op.name), ops[0].phase if ops else ""):
+    with _scope("+".join(str(op.name) for op in ops if op.name), ops[0].phase if ops else ""):
         pending = iter(batch(messages))
     return [P2PWork(op, [next(pending) for _ in tensors]) for op, tensors in transfers]
 
@@ -234,9 +235,9 @@ def _tensors_of(p2p: P2PCommunicator, op: P2POp, shapes: Sequence[Shape] | None 
     return [torch.empty(tuple(shape), dtype=op.spec.dtype, device=p2p.groups.device) for shape in shapes]
 
 
-def _scope(name: str, phase: str) -> AbstractContextManager[Any]:
+def _scope(name: object, phase: str) -> AbstractContextManager[Any]:
     """Tell a ledger or a hook whose message starts; does nothing where there is none."""
-    return comm_scope(layer=name, phase=phase) if name and start_observers else nullcontext()
+    return comm_scope(layer=str(name), phase=phase) if name and start_observers else nullcontext()
 
 
 # ---- an exchange with both neighbours ----

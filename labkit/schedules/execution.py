@@ -98,7 +98,7 @@ class Execution:
             transfer.channel,
             self.messages.pop(message) if transfer.operation == "send" else (),
             self.setup.specs[min(message.from_stage, message.to_stage)],
-            str(message),
+            message,
             "forward" if message.kind == "F" else "backward",
         )
 
@@ -212,13 +212,13 @@ _RUN: dict[str, Callable[[Execution, Any], None]] = {
 """Method that runs each kind of instruction."""
 
 
-@contextmanager
-def timed(timers: Any, name: str, log_level: int) -> Iterator[None]:
+def timed(timers: Any, name: str, log_level: int) -> AbstractContextManager[None]:
     """Start and stop a named timer of the caller's, if there is one."""
-    if timers is None:
-        yield
-        return
-    timer = timers(name, log_level=log_level)
+    return nullcontext() if timers is None else _running(timers(name, log_level=log_level))
+
+
+@contextmanager
+def _running(timer: Any) -> Iterator[None]:
     timer.start()
     try:
         yield
