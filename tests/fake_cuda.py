@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 import torch
 
-from labkit.graphs import capture_streams, failed_capture
+from labkit.graphs.cuda import capture_streams, failed_capture
 from labkit.launch import info
 from labkit.parallel import capturing
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from labkit.fp8 import Float8Recipe, Float8Scaling, kernels
 from labkit.fp8 import operands as fp8_operands
 from labkit.fp8.casting import E4M3, E5M2, cast, scale_of
-from labkit.graphs.emulated import EmulatedBackend
+from labkit.graphs.emulated.emulated_backend import EmulatedBackend
 from labkit.parallel import WeightGradStore, single_process_groups
 from labkit.parallel.capturing import graph_capturing
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear

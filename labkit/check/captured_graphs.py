@@ -15,8 +15,8 @@ from torch import Tensor
 from labkit.check.scoring import Outcome, compare, exercise, holds, plain, shown
 from labkit.graphs.buffers import PlanError, check_plan, plan_buffers
 from labkit.graphs.capture import make_graphed_callables
-from labkit.graphs.passes import read_order
-from labkit.graphs.refusal import Refusal
+from labkit.graphs.order_table import read_order
+from labkit.graphs.study.refusal import Refusal
 from labkit.parallel.capturing import GraphCaptureError
 from labkit.schedules.builders import gpipe, interleaved, one_f_one_b
 

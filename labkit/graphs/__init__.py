@@ -1,140 +1,94 @@
-"""CUDA graphs: capture and replay on CUDA and, with the same semantics, on CPU; plans of their buffers as data."""
+"""CUDA graphs: capture and replay on CUDA and, with the same semantics, on CPU; plans of their buffers as data.
+
+Names are loaded on first use (PEP 562), so that plans can be made without torch.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from labkit.graphs.backend import Graph, GraphBackend, Pool, PoolStep, make_weak_ref
-    from labkit.graphs.buffers import BufferPlan, PlanError, check_plan, plan_buffers
-    from labkit.graphs.call_trace import calls_between
-    from labkit.graphs.capture import make_graphed_callables
-    from labkit.graphs.full_iteration import FullIterationGraph
-    from labkit.graphs.graphable import GraphableMegatronModule, graphable_modules, wrap_layers
-    from labkit.graphs.graphed import GraphedCallable
-    from labkit.graphs.helper import CudaGraphHelper, TECudaGraphHelper
-    from labkit.graphs.memory import (
-        GraphCounts,
-        GraphMemory,
-        GraphMemoryReport,
-        graph_counts,
-        graph_objects_made,
-        measure_graphs,
-        predict_graph_memory,
-    )
-    from labkit.graphs.orders import capture_order
-    from labkit.graphs.partial import (
-        MoECudaGraphPartialCaptureSignal,
-        MoECudaGraphTensorStore,
-        fill_store,
-        maybe_skip_or_early_return_by_cudagraph,
-        names_of_outputs,
-    )
-    from labkit.graphs.passes import read_order, sample_index
-    from labkit.graphs.pool import LAYER_ORDER, LayerMemory, Playback, layer_memory, play_back, predict_pool
-    from labkit.graphs.scope import LayerScope, layer_scope
-    from labkit.graphs.workspaces import predict_workspaces
-    from labkit.parallel.capturing import BrokenProcessError, GraphCaptureError, is_graph_capturing
-
-_WHERE = {
-    "BrokenProcessError": "labkit.parallel.capturing",
-    "BufferPlan": "buffers",
-    "CudaGraphHelper": "helper",
-    "FullIterationGraph": "full_iteration",
-    "Graph": "backend",
-    "GraphBackend": "backend",
-    "GraphCaptureError": "labkit.parallel.capturing",
-    "GraphCounts": "memory",
-    "GraphMemory": "memory",
-    "GraphMemoryReport": "memory",
-    "GraphableMegatronModule": "graphable",
-    "GraphedCallable": "graphed",
-    "LAYER_ORDER": "pool",
-    "LayerMemory": "pool",
-    "LayerScope": "scope",
-    "MoECudaGraphPartialCaptureSignal": "partial",
-    "MoECudaGraphTensorStore": "partial",
-    "PlanError": "buffers",
-    "Playback": "pool",
-    "Pool": "backend",
-    "PoolStep": "backend",
-    "TECudaGraphHelper": "helper",
-    "calls_between": "call_trace",
-    "capture_order": "orders",
-    "check_plan": "buffers",
-    "fill_store": "partial",
-    "graph_counts": "memory",
-    "graph_objects_made": "memory",
-    "graphable_modules": "graphable",
-    "is_graph_capturing": "labkit.parallel.capturing",
-    "layer_memory": "pool",
-    "layer_scope": "scope",
-    "make_graphed_callables": "capture",
-    "make_weak_ref": "backend",
-    "maybe_skip_or_early_return_by_cudagraph": "partial",
-    "measure_graphs": "memory",
-    "names_of_outputs": "partial",
-    "plan_buffers": "buffers",
-    "play_back": "pool",
-    "predict_graph_memory": "memory",
-    "predict_pool": "pool",
-    "predict_workspaces": "workspaces",
-    "read_order": "passes",
-    "sample_index": "passes",
-    "wrap_layers": "graphable",
+_EXPORTS = {
+    "backend": ("make_weak_ref",),
+    "buffers": ("BufferPlan", "PlanError", "check_plan", "plan_buffers"),
+    "capture": ("make_graphed_callables",),
+    "full_iteration": ("FullIterationGraph",),
+    "graphable": ("GraphableMegatronModule", "graphable_modules", "wrap_layers"),
+    "helper": ("CudaGraphHelper", "TECudaGraphHelper"),
+    "memory": (
+        "GraphMemoryReport",
+        "graph_counts",
+        "graph_objects_made",
+        "measure_graphs",
+        "predict_graph_memory",
+        "predict_workspaces",
+    ),
+    "order_table": ("capture_order", "read_order", "sample_index"),
+    "partial": (
+        "MoECudaGraphPartialCaptureSignal",
+        "MoECudaGraphTensorStore",
+        "fill_store",
+        "maybe_skip_or_early_return_by_cudagraph",
+        "names_of_outputs",
+    ),
+    "pool": ("LAYER_ORDER", "LayerMemory", "layer_memory", "play_back", "predict_pool"),
+    "study.call_trace": ("calls_between",),
+    "labkit.parallel.capturing": ("BrokenProcessError", "GraphCaptureError", "is_graph_capturing"),
 }
-__all__ = [
-    "LAYER_ORDER",
-    "BrokenProcessError",
-    "BufferPlan",
-    "CudaGraphHelper",
-    "FullIterationGraph",
-    "Graph",
-    "GraphBackend",
-    "GraphCaptureError",
-    "GraphCounts",
-    "GraphMemory",
-    "GraphMemoryReport",
-    "GraphableMegatronModule",
-    "GraphedCallable",
-    "LayerMemory",
-    "LayerScope",
-    "MoECudaGraphPartialCaptureSignal",
-    "MoECudaGraphTensorStore",
-    "PlanError",
-    "Playback",
-    "Pool",
-    "PoolStep",
-    "TECudaGraphHelper",
-    "calls_between",
-    "capture_order",
-    "check_plan",
-    "fill_store",
-    "graph_counts",
-    "graph_objects_made",
-    "graphable_modules",
-    "is_graph_capturing",
-    "layer_memory",
-    "layer_scope",
-    "make_graphed_callables",
-    "make_weak_ref",
-    "maybe_skip_or_early_return_by_cudagraph",
-    "measure_graphs",
-    "names_of_outputs",
-    "plan_buffers",
-    "play_back",
-    "predict_graph_memory",
-    "predict_pool",
-    "predict_workspaces",
-    "read_order",
-    "sample_index",
-    "wrap_layers",
-]
+"""Module -> what it holds for users."""
+_MODULE_OF = {
+    name: module if module.startswith("labkit.") else f"{__name__}.{module}"
+    for module, names in _EXPORTS.items()
+    for name in names
+}
+__all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    where = _WHERE[name]
-    return getattr(importlib.import_module(where if "." in where else f"{__name__}.{where}"), name)
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if TYPE_CHECKING:
+    from labkit.graphs.backend import make_weak_ref as make_weak_ref
+    from labkit.graphs.buffers import BufferPlan as BufferPlan
+    from labkit.graphs.buffers import PlanError as PlanError
+    from labkit.graphs.buffers import check_plan as check_plan
+    from labkit.graphs.buffers import plan_buffers as plan_buffers
+    from labkit.graphs.capture import make_graphed_callables as make_graphed_callables
+    from labkit.graphs.full_iteration import FullIterationGraph as FullIterationGraph
+    from labkit.graphs.graphable import GraphableMegatronModule as GraphableMegatronModule
+    from labkit.graphs.graphable import graphable_modules as graphable_modules
+    from labkit.graphs.graphable import wrap_layers as wrap_layers
+    from labkit.graphs.helper import CudaGraphHelper as CudaGraphHelper
+    from labkit.graphs.helper import TECudaGraphHelper as TECudaGraphHelper
+    from labkit.graphs.memory import GraphMemoryReport as GraphMemoryReport
+    from labkit.graphs.memory import graph_counts as graph_counts
+    from labkit.graphs.memory import graph_objects_made as graph_objects_made
+    from labkit.graphs.memory import measure_graphs as measure_graphs
+    from labkit.graphs.memory import predict_graph_memory as predict_graph_memory
+    from labkit.graphs.memory import predict_workspaces as predict_workspaces
+    from labkit.graphs.order_table import capture_order as capture_order
+    from labkit.graphs.order_table import read_order as read_order
+    from labkit.graphs.order_table import sample_index as sample_index
+    from labkit.graphs.partial import MoECudaGraphPartialCaptureSignal as MoECudaGraphPartialCaptureSignal
+    from labkit.graphs.partial import MoECudaGraphTensorStore as MoECudaGraphTensorStore
+    from labkit.graphs.partial import fill_store as fill_store
+    from labkit.graphs.partial import maybe_skip_or_early_return_by_cudagraph as maybe_skip_or_early_return_by_cudagraph
+    from labkit.graphs.partial import names_of_outputs as names_of_outputs
+    from labkit.graphs.pool import LAYER_ORDER as LAYER_ORDER
+    from labkit.graphs.pool import LayerMemory as LayerMemory
+    from labkit.graphs.pool import layer_memory as layer_memory
+    from labkit.graphs.pool import play_back as play_back
+    from labkit.graphs.pool import predict_pool as predict_pool
+    from labkit.graphs.study.call_trace import calls_between as calls_between
+    from labkit.parallel.capturing import BrokenProcessError as BrokenProcessError
+    from labkit.parallel.capturing import GraphCaptureError as GraphCaptureError
+    from labkit.parallel.capturing import is_graph_capturing as is_graph_capturing

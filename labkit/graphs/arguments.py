@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path
 
-from labkit.graphs.conditions import HOOKS, global_hooks
-from labkit.graphs.passes import layers_of_chunks, order_sizes, read_order, sample_index
+from labkit.graphs.checks.replay_guards import HOOKS, global_hooks
+from labkit.graphs.order_table import layers_of_chunks, order_sizes, read_order, sample_index
 from labkit.parallel.capturing import GraphCaptureError
 
 

@@ -5,9 +5,9 @@ a backend knows how operations are recorded and nothing of those rules.
 
 | impl                 | backend             | a graph is                          | a pool is                     |
 |----------------------|---------------------|-------------------------------------|-------------------------------|
-| `emulated`           | `emulated.py`, host | operations on recorded addresses    | an arena of host memory       |
-| `local`              | `local.py`, CUDA    | a `torch.cuda.CUDAGraph`            | a handle of torch's allocator |
-| `transformer_engine` | none: `te_adaptor.py` calls the engine's own function                                    |||
+| `emulated`           | `emulated/`, host   | operations on recorded addresses    | an arena of host memory       |
+| `local`              | `cuda/`, CUDA       | a `torch.cuda.CUDAGraph`            | a handle of torch's allocator |
+| `transformer_engine` | none: `cuda/te_adaptor.py` calls the engine's own function                                  |||
 """
 
 from __future__ import annotations
@@ -178,11 +178,11 @@ def get_backend(impl: str, rng_trackers: Sequence[RngTracker] = ()) -> GraphBack
         ValueError: another name.
     """
     if impl == "emulated":
-        from labkit.graphs.emulated import EmulatedBackend
+        from labkit.graphs.emulated.emulated_backend import EmulatedBackend
 
         return EmulatedBackend()
     if impl == "local":
-        from labkit.graphs.local import LocalBackend
+        from labkit.graphs.cuda.local_backend import LocalBackend
 
         return LocalBackend(rng_trackers)
     raise ValueError(f"no backend is called {impl!r}; there are emulated and local")

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from labkit.graphs.passes import Pass, layers_of_chunks, order_sizes, read_order
+from labkit.graphs.order_table import Pass, layers_of_chunks, order_sizes, read_order
 
 
 class PlanError(ValueError):

@@ -11,7 +11,7 @@ The rules, which hold for every implementation:
   its parameters' gradients, which leave as copies; the gradients of its inputs live until the backward below them is
   captured, those of a chunk's first layer until the next chunk's backward is, because they are sent to another rank.
 - *A backward finds what its forward left*, or is refused: another replay of that graph, or one out of order, wrote over
-  it (`lives.py`).
+  it (`checks/in_flight_forwards.py`).
 - *Python runs at capture and not at replay*: side effects happen once, branches are frozen.
 
 Sources: Transformer Engine 2.20, `make_graphed_callables`, whose arguments and layouts these are; PyTorch's function of
@@ -37,19 +37,18 @@ from labkit.graphs.arguments import (
 )
 from labkit.graphs.backend import GraphBackend, Pool, choose_impl, get_backend, make_weak_ref
 from labkit.graphs.buffers import BufferPlan, plan_buffers
-from labkit.graphs.calling import called, check_differentiated, outputs_read
-from labkit.graphs.communicators import refuse_records
-from labkit.graphs.conditions import Conditions
-from labkit.graphs.graphed import Captured, GraphedCallable, Graphs, Times
-from labkit.graphs.lives import lives_of
-from labkit.graphs.samples import check_samples, check_samples_apart, owners, static_inputs
-from labkit.graphs.surroundings import (
+from labkit.graphs.checks.capture_isolation import (
     Arrivals,
     grads_emptied,
     parameters_put_aside,
     random_states_kept,
     rng_trackers_of,
 )
+from labkit.graphs.checks.in_flight_forwards import in_flight_of
+from labkit.graphs.checks.replay_guards import ReplayGuards
+from labkit.graphs.checks.uncapturable import called, check_differentiated, outputs_read, refuse_records
+from labkit.graphs.graphed import Captured, GraphedCallable, Graphs, Times
+from labkit.graphs.samples import check_samples, check_samples_apart, owners, static_inputs
 from labkit.parallel.capturing import (
     GraphCaptureError,
     call_site,
@@ -147,7 +146,7 @@ def make_graphed_callables(
     if backend is None:
         impl = choose_impl(impl, _device(arguments, functions))
     if impl == "transformer_engine" and backend is None:
-        from labkit.graphs.te_adaptor import make_with_transformer_engine
+        from labkit.graphs.cuda.te_adaptor import make_with_transformer_engine
 
         made = make_with_transformer_engine(
             functions, arguments, places, order=order, num_layers_per_chunk=layers, num_warmup=num_warmup, pool=pool,
@@ -228,7 +227,7 @@ class _Capture:
         self.arrivals = Arrivals()
         self.store = WeightGradStore()
         self.put_off = {one.place for one in work if one.kind == "W"}
-        self.watch, self.lives = watch, lives_of(pool)
+        self.watch, self.in_flight = watch, in_flight_of(pool)
         inputs = static_inputs(arguments, owners(places, plan))
         self.captured = [Captured(*of_place) for of_place in zip(arguments, inputs, strict=True)]
         for place, captured in zip(places, self.captured, strict=True):
@@ -296,7 +295,7 @@ class _Capture:
 
     def _forward(self, one: Work) -> None:
         captured, place = self.captured[one.place], self.places[one.place]
-        before = Conditions(place.function)
+        before = ReplayGuards(place.function)
         with self.backend.capturing(self.pool, f"{place.name} forward") as graph:
             outputs = self._called(one.place)
         before.require_members(place.name, "while it was captured")
@@ -304,7 +303,7 @@ class _Capture:
         if kind not in self._outputs_read:
             self._outputs_read[kind] = outputs_read(outputs)
         captured.outputs_read = self._outputs_read[kind]
-        captured.graphs, self._forward_time[one.place] = Graphs(graph), self.lives.captured()
+        captured.graphs, self._forward_time[one.place] = Graphs(graph), self.in_flight.captured()
         captured.outputs = tuple(outputs)
         captured.differentiable = tuple(y is not None and y.requires_grad for y in outputs)
 
@@ -334,7 +333,8 @@ class _Capture:
         assert captured.graphs is not None
         captured.graphs = captured.graphs._replace(backward=graph)
         if self.watch:
-            captured.times, captured.lives = Times(self._forward_time[one.place], self.lives.captured()), self.lives
+            captured.times = Times(self._forward_time[one.place], self.in_flight.captured())
+            captured.in_flight = self.in_flight
         self._check_used(one.place)
         if self.reuse:
             self._give_back(one)
@@ -361,7 +361,7 @@ class _Capture:
             )
         captured.graphs = captured.graphs._replace(weight=graph)
         if captured.times is not None:
-            captured.times = captured.times._replace(weight=self.lives.captured())
+            captured.times = captured.times._replace(weight=self.in_flight.captured())
         if self.reuse and self.clone_param_grads:
             captured.late = tuple((p, make_weak_ref(dp, self.backend)) for p, dp in captured.late)
 

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_map_only
 
 from labkit.events import not_recording, span
 from labkit.graphs.backend import Graph, GraphBackend, Pool, choose_impl, get_backend
-from labkit.graphs.communicators import refuse_records
-from labkit.graphs.counters import counters_kept
+from labkit.graphs.checks.capture_isolation import counters_kept
+from labkit.graphs.checks.uncapturable import refuse_records
 from labkit.graphs.memory import GraphMemory, graph_objects_made
 from labkit.parallel.capturing import require_whole_process
 from labkit.parallel.random import RngTracker

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.config import GraphConfig
-from labkit.graphs.communicators import refuse_records
+from labkit.graphs.checks.uncapturable import refuse_records
 from labkit.graphs.partial import CutMoELayer, MoECudaGraphPartialCaptureSignal
 from labkit.graphs.scope import LayerScope, layer_scope
 from labkit.models.blocks import LayerParts

@@ -13,8 +13,8 @@ from torch.utils._pytree import TreeSpec, tree_leaves
 
 from labkit.events import span
 from labkit.graphs.arguments import Arguments, Place
-from labkit.graphs.conditions import Conditions
-from labkit.graphs.lives import Flight, Lives
+from labkit.graphs.checks.in_flight_forwards import InFlightForward, InFlightForwards
+from labkit.graphs.checks.replay_guards import ReplayGuards
 from labkit.graphs.samples import copy_in, lie_together
 from labkit.parallel.capturing import GraphCaptureError, call_site, is_graph_capturing
 from labkit.parallel.parameter_record import record_of
@@ -74,7 +74,7 @@ class Captured:
         self.in_inference_mode = False
         self.times: Times | None = None
         """None where it has no backward, and where nobody is to watch."""
-        self.lives: Lives | None = None
+        self.in_flight: InFlightForwards | None = None
         """Of the pool: whether what a forward left for its backward is still there."""
 
     def versions_read(self) -> list[int]:
@@ -149,12 +149,12 @@ class GraphedCallable:
         self.clone_param_grads = clone_param_grads
         self.has_backward = captured.graphs is not None and captured.graphs.backward is not None
         """Whether it was captured with gradients, so that it runs in grad mode."""
-        self.flight: Flight | None = None
+        self.flight: InFlightForward | None = None
         """Of the last forward: whether what it left for the backward is still there."""
         self._is_module = isinstance(function, nn.Module)
         self._is_reset = False
         device_type = captured.inputs[0].device.type if captured.inputs else "cpu"
-        self._conditions = Conditions(function, device_type, captured.parameters)
+        self._guards = ReplayGuards(function, device_type, captured.parameters)
         self._wants = [x.requires_grad for x in captured.inputs]
         self._storages = {x.untyped_storage().data_ptr() for x in captured.inputs if x.layout is torch.strided}
 
@@ -213,7 +213,7 @@ class GraphedCallable:
                 )
             return self.eager(*args, **kwargs)
         tensors = self.captured.arguments.of_call(args, kwargs)
-        self._conditions.require(self.name, gradients=self.captured.in_grad_mode)
+        self._guards.require(self.name, gradients=self.captured.in_grad_mode)
         if self.has_backward:
             self._require_wanted(tensors)
         return self._replayed(tensors)
@@ -231,7 +231,7 @@ class GraphedCallable:
         return self.function(*args, **kwargs)
 
     def _fits_mode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if not self._conditions.fit_mode():
+        if not self._guards.fit_mode():
             return False
         if self.has_backward:
             return torch.is_grad_enabled()
@@ -244,7 +244,7 @@ class GraphedCallable:
             return True
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if not self.captured.in_grad_mode:
-            return not (self._conditions.wants_gradients() or any(x.requires_grad for x in given))
+            return not (self._guards.wants_gradients() or any(x.requires_grad for x in given))
         # Captured with gradients enabled, and no output took any: neither would it now, from the same inputs.
         return not any(x.requires_grad and not wants for x, wants in zip(given, self._wants, strict=False))
 
@@ -289,19 +289,19 @@ class GraphedCallable:
         return [x if is_apart(static, x) else x.clone() for static, x in pairs]
 
     def _watch_forward(self) -> None:
-        lives, times, self.flight = self.captured.lives, self.captured.times, None
-        if lives is not None and times is not None:
-            lives.replayed(times.forward, self.name)
-            self.flight = lives.begun(times.forward, times.weight or times.backward)
+        in_flight, times, self.flight = self.captured.in_flight, self.captured.times, None
+        if in_flight is not None and times is not None:
+            in_flight.replayed(times.forward, self.name)
+            self.flight = in_flight.begun(times.forward, times.weight or times.backward)
 
-    def _watch(self, flight: Flight | None, time: int | None, *, is_last: bool) -> None:
-        lives = self.captured.lives
-        if flight is not None and lives is not None and time is not None:
-            lives.require(flight, self.name, is_last=is_last)
-            lives.replayed(time, self.name)
+    def _watch(self, flight: InFlightForward | None, time: int | None, *, is_last: bool) -> None:
+        in_flight = self.captured.in_flight
+        if flight is not None and in_flight is not None and time is not None:
+            in_flight.require(flight, self.name, is_last=is_last)
+            in_flight.replayed(time, self.name)
 
     def replay_backward(
-        self, grads: Sequence[Tensor | None], owned: Sequence[bool], flight: Flight | None = None
+        self, grads: Sequence[Tensor | None], owned: Sequence[bool], flight: InFlightForward | None = None
     ) -> tuple[Tensor | None, ...]:
         """Copy output gradients in, replay; gradients of inputs (copies where `owned`), then of parameters.
 
@@ -330,7 +330,7 @@ class GraphedCallable:
             deferred([parameter for parameter, _ in captured.late], partial(self._weight_gradients, flight))
         return *of_inputs, *(self._handed_out(dp) for dp in captured.grad_parameters)
 
-    def _weight_gradients(self, flight: Flight | None) -> list[Tensor | None]:
+    def _weight_gradients(self, flight: InFlightForward | None) -> list[Tensor | None]:
         """Replay their graph: the gradients of `late`, in its order."""
         graph, times = self.graphs.weight, self.captured.times
         assert graph is not None

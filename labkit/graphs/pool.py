@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from labkit.graphs.passes import layers_of_chunks, order_sizes, read_order
+from labkit.graphs.order_table import layers_of_chunks, order_sizes, read_order
 
 PoolHistory = Iterable[tuple[int, str, int, int, str]]
 """Rows of (time, "alloc" or "free", offset, bytes, graph whose capture took the block)."""

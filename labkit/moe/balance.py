@@ -57,7 +57,7 @@ def z_loss_func(logits_TE: Tensor, coefficient: float) -> Tensor:
 class AuxLossScale:
     """What the gradient of an attached loss starts from: one number for all routers of a model chunk.
 
-    It is a tensor at a fixed address, so that a captured graph reads the value of the step in which it is replayed.
+    It is a tensor at a fixed address: recorded work reads the value of the step in which it is replayed.
     """
 
     def __init__(self, value: float = 1.0, *, device: torch.device | str | None = None) -> None:

@@ -4,7 +4,7 @@ A backward needs what its forward made. Kept, that is the memory of training; co
 the part in question (arXiv 1604.06174; for transformers arXiv 2205.05198). The second forward must be the first one,
 bit for bit: the same inputs, the same random numbers (torch's generators and every named state of an `RngTracker`),
 the same autocast. What it communicates is booked under the phase `recompute`. In a CUDA graph no state of a generator
-can be set back, so there a recomputed part that draws is refused (`labkit.parallel.draws`).
+can be set back, so there a recomputed part that draws is refused (`RefusesDraws`).
 
 | form                      | keeps               | makes again          | right before                  |
 |---------------------------|---------------------|----------------------|-------------------------------|
@@ -31,8 +31,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from labkit.parallel import collectives
-from labkit.parallel.capturing import active_capture, is_graph_capturing, refuse_host_sync
-from labkit.parallel.draws import RefusesDraws
+from labkit.parallel.capturing import RefusesDraws, active_capture, is_graph_capturing, refuse_host_sync
 from labkit.parallel.groups import Group
 from labkit.parallel.ledger import Scope, comm_scope, current_scope
 from labkit.parallel.random import RngTracker

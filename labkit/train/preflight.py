@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from labkit.config import ConfigError, RunConfig
-from labkit.graphs.orders import capture_order
+from labkit.graphs.order_table import capture_order
 from labkit.graphs.scope import captures_layers
 from labkit.launch import info, machine, torchrun
 from labkit.launch.launcher import MOST_RANKS

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from labkit.config import RunConfig
 from labkit.fp8.scaling import Float8Scaling
-from labkit.graphs.communicators import refuse_gloo
+from labkit.graphs.checks.uncapturable import refuse_gloo
 from labkit.graphs.full_iteration import FullIterationGraph
 from labkit.graphs.graphable import release_cudagraphs
 from labkit.graphs.helper import CudaGraphHelper

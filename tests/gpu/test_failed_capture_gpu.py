@@ -18,14 +18,14 @@ from graph_rules import Machine, stack
 from graph_rules_changes import *  # noqa: F403
 
 from labkit.graphs import make_graphed_callables
-from labkit.graphs.local import LocalBackend
+from labkit.graphs.cuda.local_backend import LocalBackend
 
 pytestmark = pytest.mark.gpu
 
 START = """
 import torch
 from labkit.graphs import GraphCaptureError, make_graphed_callables
-from labkit.graphs.local import LocalBackend
+from labkit.graphs.cuda.local_backend import LocalBackend
 from labkit.parallel.random import RngTracker
 
 tracker = RngTracker("cuda")
@@ -173,7 +173,7 @@ def test_workspaces_are_as_many_bytes_as_predicted() -> None:
     script = """
 import torch
 from labkit.graphs import predict_workspaces
-from labkit.graphs.local import LocalBackend
+from labkit.graphs.cuda.local_backend import LocalBackend
 pool = LocalBackend().new_pool()
 LocalBackend().before_captures(pool)
 print(pool.workspace_bytes, predict_workspaces(torch.cuda.get_device_capability()))

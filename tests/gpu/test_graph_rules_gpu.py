@@ -54,7 +54,7 @@ def test_a_refusal_names_the_line() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
 def test_a_weak_reference_of_every_type(dtype: torch.dtype) -> None:
-    from labkit.graphs.local import weak_cuda_tensor
+    from labkit.graphs.cuda.local_backend import weak_cuda_tensor
 
     tensor = (torch.randn(6, 4, device="cuda") * 10).to(dtype).t()
     before = torch.cuda.memory_allocated()

@@ -20,7 +20,8 @@ from graph_rules import *  # noqa: F403
 from graph_rules import INTERLEAVED, ONE_CHUNK, Body, Machine, stack
 from graph_rules_numbers import *  # noqa: F403
 
-from labkit.graphs import GraphCaptureError, capture, plan_buffers, sample_index, te_adaptor
+from labkit.graphs import GraphCaptureError, capture, plan_buffers, sample_index
+from labkit.graphs.cuda import te_adaptor
 
 pytestmark = [
     pytest.mark.oracle,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from labkit.graphs.emulated import EmulatedBackend
+from labkit.graphs.emulated.emulated_backend import EmulatedBackend
 from labkit.parallel.capturing import GraphCaptureError
 
 BACKEND = EmulatedBackend()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from labkit.events import recording
-from labkit.graphs.emulated import EmulatedBackend
+from labkit.graphs.emulated.emulated_backend import EmulatedBackend
 from labkit.parallel import CommLedger, Group, collectives, comm_scope, dropped
 from labkit.parallel import mappings as m
 from labkit.parallel.capturing import GraphCaptureError

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.config import RunConfig, presets
-from labkit.graphs.host_syncs import refuse_uncapturable
+from labkit.graphs.emulated.host_syncs import refuse_uncapturable
 from labkit.parallel import TokenIdError, VocabParallelEmbedding, check_token_ids, single_process_groups, token_ids
 from labkit.parallel import token_ids_checked_late as checked_late
 from labkit.parallel.capturing import GraphCaptureError

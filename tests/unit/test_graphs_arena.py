@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.graphs.arena import ROUNDING, SEGMENT, Arena, block_of, unmanaged
+from labkit.graphs.emulated.arena import ROUNDING, SEGMENT, Arena, block_of, unmanaged
 
 
 @pytest.fixture(autouse=True)

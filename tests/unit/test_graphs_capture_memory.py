@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from graph_rules import Body, Machine, OnlyOutput, engine_linear, stack
 
 from labkit.graphs import GraphCaptureError, make_graphed_callables
-from labkit.graphs.emulated import EmulatedBackend, EmulatedGraph
+from labkit.graphs.emulated.emulated_backend import EmulatedBackend, EmulatedGraph
 
 HOST = Machine("emulated", "cpu")
 

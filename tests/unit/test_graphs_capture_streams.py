@@ -13,8 +13,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_cuda import Machine, fake_cuda
 
-from labkit.graphs import capture_streams
-from labkit.graphs.local import LocalBackend, LocalGraph, LocalPool
+from labkit.graphs.cuda import capture_streams
+from labkit.graphs.cuda.local_backend import LocalBackend, LocalGraph, LocalPool
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ from torch import nn
 
 from labkit.cli.train_command import Trained, final_lines
 from labkit.config import ConfigError, GraphConfig, ParallelConfig, presets
-from labkit.graphs import CudaGraphHelper, communicators, wrap_layers
-from labkit.graphs.communicators import refuse_gloo
+from labkit.graphs import CudaGraphHelper, wrap_layers
+from labkit.graphs.checks import uncapturable
+from labkit.graphs.checks.uncapturable import refuse_gloo
 from labkit.models.blocks import LayerParts
 from labkit.models.chunks import build_model_chunks
 from labkit.parallel.groups import Group, initialize_model_parallel
@@ -26,7 +27,7 @@ ALONE = Group("cp", (0,), 0)
 def backend(monkeypatch):
     """Every group talks through `backend.name`."""
     chosen = SimpleNamespace(name="gloo")
-    monkeypatch.setattr(communicators.dist, "get_backend", lambda _: chosen.name)
+    monkeypatch.setattr(uncapturable.dist, "get_backend", lambda _: chosen.name)
     return chosen
 
 

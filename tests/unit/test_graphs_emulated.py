@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from labkit.graphs import recording
-from labkit.graphs.arena import Arena, block_of
-from labkit.graphs.emulated import EmulatedBackend, EmulatedGraph
+from labkit.graphs.emulated import recording
+from labkit.graphs.emulated.arena import Arena, block_of
+from labkit.graphs.emulated.emulated_backend import EmulatedBackend, EmulatedGraph
 from labkit.parallel.capturing import (
     GraphCaptureError,
     active_capture,

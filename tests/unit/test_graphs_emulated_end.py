@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from graph_training import FULL, GRAPHS, Training, small
 
-from labkit.graphs.emulated import EmulatedGraph
+from labkit.graphs.emulated.emulated_backend import EmulatedGraph
 from labkit.train import pretrain
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.pipeline import Pipeline

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit.graphs import make_graphed_callables
-from labkit.graphs.arena import Arena
-from labkit.graphs.emulated import EmulatedBackend
+from labkit.graphs.emulated.arena import Arena
+from labkit.graphs.emulated.emulated_backend import EmulatedBackend
 from labkit.parallel import CheckpointWithoutOutput, RngTracker, checkpoint
 from labkit.parallel.capturing import GraphCaptureError
 from labkit.parallel.parameter_record import record_of

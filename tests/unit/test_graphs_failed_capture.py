@@ -15,8 +15,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_cuda import Generator, Graph, Machine, fake_cuda
 
-from labkit.graphs import BrokenProcessError, FullIterationGraph, failed_capture, local, make_graphed_callables
-from labkit.graphs.local import LocalBackend, LocalPool
+from labkit.graphs import BrokenProcessError, FullIterationGraph, make_graphed_callables
+from labkit.graphs.cuda import failed_capture, local_backend
+from labkit.graphs.cuda.local_backend import LocalBackend, LocalPool
 from labkit.parallel.capturing import GraphCaptureError
 from labkit.parallel.random import RngTracker
 
@@ -62,7 +63,7 @@ def usable(device: Machine, *generators: Generator) -> bool:
 def test_the_stand_in_is_poisoned_as_torch_is(old: Machine) -> None:
     """Without a repair: what the tests below would miss if there were none."""
     tracker, pool = Tracker(), LocalPool()
-    with patch.object(local, "repair_process", lambda *_, **__: None):
+    with patch.object(local_backend, "repair_process", lambda *_, **__: None):
         failed(old, LocalBackend([tracker]), pool)  # type: ignore[list-item]
     gc.collect()
     for generator in (old.generator, *tracker.generators):

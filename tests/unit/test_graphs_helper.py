@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from graph_training import GRAPHS, Training, small
 
 from labkit.graphs import CudaGraphHelper
-from labkit.graphs.orders import capture_order
+from labkit.graphs.order_table import capture_order
 from labkit.parallel.parameter_record import record_of
 from labkit.schedules import Schedule, build_schedule
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from labkit.graphs.emulated import EmulatedBackend
+from labkit.graphs.emulated.emulated_backend import EmulatedBackend
 from labkit.parallel.capturing import GraphCaptureError, graph_capturing, refuse_host_sync
 
 BACKEND = EmulatedBackend()

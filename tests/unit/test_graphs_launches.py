@@ -8,9 +8,9 @@ from torch import nn
 
 from labkit.graphs import GraphCaptureError, make_graphed_callables
 from labkit.graphs.backend import get_backend
-from labkit.graphs.launches import measure_launches, predict_launches
-from labkit.graphs.operation_log import Memory, OperationLog, memory_of
-from labkit.graphs.refusal import Refusal, refused
+from labkit.graphs.study.launches import measure_launches, predict_launches
+from labkit.graphs.study.operation_log import Memory, OperationLog, memory_of
+from labkit.graphs.study.refusal import Refusal, refused
 
 # ---- operation log ----
 

@@ -18,7 +18,7 @@ from fake_cuda import Machine, fake_cuda
 
 from labkit.graphs import FullIterationGraph, full_iteration, make_graphed_callables
 from labkit.graphs.backend import choose_impl
-from labkit.graphs.local import LocalBackend, LocalPool, explained, stale_streams_followed
+from labkit.graphs.cuda.local_backend import LocalBackend, LocalPool, explained, stale_streams_followed
 from labkit.launch import info, torchrun
 from labkit.parallel.capturing import GraphCaptureError, is_graph_capturing, is_graph_warmup
 

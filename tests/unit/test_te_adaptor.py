@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from labkit.graphs import GraphCaptureError, capture, make_graphed_callables, te_adaptor
-from labkit.graphs.te_adaptor import engine_arguments
+from labkit.graphs import GraphCaptureError, capture, make_graphed_callables
+from labkit.graphs.cuda import te_adaptor
+from labkit.graphs.cuda.te_adaptor import engine_arguments
 
 SIGNATURES = Path(__file__).parents[1] / "te_signatures.json"
 

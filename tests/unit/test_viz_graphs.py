@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from labkit.graphs.launches import Launches, Run, predict_launches
-from labkit.graphs.operation_log import Memory, Operation, OperationLog, memory_of
+from labkit.graphs.study.launches import Launches, Run, predict_launches
+from labkit.graphs.study.operation_log import Memory, Operation, OperationLog, memory_of
 from labkit.viz import by_call, cost_by_size, graph_memory, launch_timeline
 
 

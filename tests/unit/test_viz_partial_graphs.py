@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from labkit.graphs.call_trace import Call, calls_between
+from labkit.graphs.study.call_trace import Call, calls_between
 from labkit.viz import PaddingCost, padding_costs, sequence_diagram
 
 

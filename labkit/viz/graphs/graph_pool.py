@@ -14,7 +14,7 @@ from typing import Any
 from matplotlib.patches import Patch, Rectangle
 
 from labkit.graphs.buffers import BufferPlan, Use
-from labkit.graphs.passes import read_order
+from labkit.graphs.order_table import read_order
 from labkit.graphs.pool import Frame, Life, Playback
 from labkit.viz.figure import Figure
 from labkit.viz.live import LiveFigure, is_live

@@ -9,8 +9,8 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from torch import Tensor
 
-from labkit.graphs.launches import Launches, Run
-from labkit.graphs.operation_log import Memory, Operation, OperationLog, memory_of
+from labkit.graphs.study.launches import Launches, Run
+from labkit.graphs.study.operation_log import Memory, Operation, OperationLog, memory_of
 from labkit.viz.figure import Figure
 from labkit.viz.style import ACTIVITIES, SEQUENCE, color, legend_patches, new_figure, styled, text_color
 

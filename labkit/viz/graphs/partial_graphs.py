@@ -25,7 +25,7 @@ _PAPER = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none
 
 
 class Call(Protocol):
-    """As in `labkit.graphs.call_trace`."""
+    """As in `labkit.graphs.study.call_trace`."""
 
     @property
     def source(self) -> str: ...

@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from labkit.graphs.backend import PoolStep
-from labkit.graphs.capture_streams import pool_mates
-from labkit.graphs.failed_capture import is_spent, repair_process
+from labkit.graphs.cuda.capture_streams import pool_mates
+from labkit.graphs.cuda.failed_capture import is_spent, repair_process
 from labkit.launch.info import before_leaving
 from labkit.parallel.capturing import GraphCaptureError, graph_capturing, graph_warmup, require_whole_process
 from labkit.parallel.random import RngTracker
@@ -316,7 +316,7 @@ def explained(error: RuntimeError, name: str) -> RuntimeError:
     """CUDA's refusal with the user's line; other errors (out of memory, ours) as they are."""
     if isinstance(error, GraphCaptureError | torch.OutOfMemoryError) or "captur" not in str(error).lower():
         return error
-    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
     frames = [f for f in frames if Path(f.filename).name != "contextlib.py"]
     where = f"{frames[-1].filename}:{frames[-1].lineno} (in {frames[-1].name}): " if frames else ""

@@ -31,9 +31,9 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_leaves
 
 from labkit.graphs.arguments import Arguments, Place, parameters_of
+from labkit.graphs.checks.capture_isolation import Arrivals, parameters_put_aside, random_states_kept, rng_trackers_of
+from labkit.graphs.cuda.local_backend import explained, stale_streams_followed
 from labkit.graphs.graphed import Captured, GraphedCallable, Graphs
-from labkit.graphs.local import explained, stale_streams_followed
-from labkit.graphs.surroundings import Arrivals, parameters_put_aside, random_states_kept, rng_trackers_of
 from labkit.launch.info import before_leaving
 from labkit.launch.machine import why_no_transformer_engine
 from labkit.parallel.capturing import GraphCaptureError, graph_warmup
@@ -359,6 +359,6 @@ _alive: weakref.WeakSet[EngineCallable] = weakref.WeakSet()
 
 
 def _reset_all() -> None:
-    """Before communicators end, which the engine's graphs hold (`local.py`)."""
+    """Before communicators end, which the engine's graphs hold (`local_backend.py`)."""
     for one in list(_alive):
         one.reset()

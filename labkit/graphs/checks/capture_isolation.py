@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from labkit.fp8.scaling import Float8Scaling
 from labkit.parallel.capturing import BrokenProcessError, GraphCaptureError, is_graph_capturing
 from labkit.parallel.parameter_record import ParameterRecord, record_of
 from labkit.parallel.random import RngTracker, forks_noted
@@ -145,3 +146,30 @@ def random_states_kept(device_type: str, trackers: list[RngTracker]) -> Iterator
         put_back()
         raise
     put_back()
+
+
+# ---- counters ----
+
+
+@contextmanager
+def counters_kept(chunks: Sequence[Any]) -> Iterator[None]:
+    """After the block, all that the model chunks count is what it was before."""
+    before = [(tensor, tensor.clone()) for chunk in chunks for tensor in counters(chunk)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
+
+
+def counters(chunk: Any) -> Iterator[Tensor]:
+    """Buffers, what modules keep as `statistics.totals` (routers), and the magnitudes behind scales of fp8."""
+    for module in chunk.modules():
+        yield from nn.Module.buffers(module, recurse=False)  # a wrapper's own `buffers` are those of its gradients
+        totals = getattr(getattr(module, "statistics", None), "totals", None)
+        if isinstance(totals, Tensor):
+            yield totals
+    scaling = getattr(chunk, "precision", None)
+    if isinstance(scaling, Float8Scaling):
+        yield from scaling.state

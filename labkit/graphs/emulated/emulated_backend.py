@@ -19,9 +19,9 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
-from labkit.graphs.arena import Arena, unmanaged
-from labkit.graphs.host_syncs import watched_methods
-from labkit.graphs.recording import AddressRecorder, Step
+from labkit.graphs.emulated.arena import Arena, unmanaged
+from labkit.graphs.emulated.host_syncs import watched_methods
+from labkit.graphs.emulated.recording import AddressRecorder, Step
 from labkit.parallel.capturing import (
     GraphCaptureError,
     active_capture,

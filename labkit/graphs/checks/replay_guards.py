@@ -44,7 +44,7 @@ def autocast_of(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
-class Conditions:
+class ReplayGuards:
     """How a callable was at its capture."""
 
     def __init__(

@@ -19,7 +19,7 @@ from typing import Any
 from labkit.parallel.capturing import GraphCaptureError
 
 
-class Flight:
+class InFlightForward:
     """One forward between its replay and the last graph that reads what it left."""
 
     __slots__ = ("begin", "end", "has_been_back", "is_repeated", "spoiled_by")
@@ -34,12 +34,12 @@ class Flight:
         """Whether its backward has run."""
 
 
-class Lives:
+class InFlightForwards:
     """The forwards under way in one pool."""
 
     def __init__(self) -> None:
         self._now = 0
-        self._open: dict[Flight, None] = {}
+        self._open: dict[InFlightForward, None] = {}
 
     def captured(self) -> int:
         """The time of the capture that ends now."""
@@ -53,13 +53,13 @@ class Lives:
             flight.spoiled_by, flight.is_repeated = name, time == flight.begin
             del self._open[flight]
 
-    def begun(self, begin: int, end: int) -> Flight:
+    def begun(self, begin: int, end: int) -> InFlightForward:
         """A forward was replayed, and what it left is needed up to the graph captured at `end`."""
-        flight = Flight(begin, end)
+        flight = InFlightForward(begin, end)
         self._open[flight] = None
         return flight
 
-    def require(self, flight: Flight, name: str, *, is_last: bool) -> None:
+    def require(self, flight: InFlightForward, name: str, *, is_last: bool) -> None:
         """Before the backward (or the weight gradients) of a forward. is_last: nothing reads what it left any more.
 
         Raises:
@@ -75,12 +75,12 @@ class Lives:
             self._open.pop(flight, None)
 
 
-_of_pools: weakref.WeakKeyDictionary[Any, Lives] = weakref.WeakKeyDictionary()
+_of_pools: weakref.WeakKeyDictionary[Any, InFlightForwards] = weakref.WeakKeyDictionary()
 
 
-def lives_of(pool: Any) -> Lives:
+def in_flight_of(pool: Any) -> InFlightForwards:
     """Those of a pool, the same for all captures that share it. A bare handle of the device's gets new ones."""
     try:
-        return _of_pools.setdefault(pool, Lives())
+        return _of_pools.setdefault(pool, InFlightForwards())
     except TypeError:
-        return Lives()
+        return InFlightForwards()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_NOT_THE_USER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+_NOT_THE_USER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
 _PLACE = re.compile(r"^\S.*?:\d+ \(in [^)]*\): ")
 """`file:line (in code): `, which messages begin with; here the line itself stands in its place."""
 

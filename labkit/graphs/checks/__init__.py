@@ -1,0 +1,1 @@
+"""Rules of capture and replay: what is set aside, noted and refused."""

@@ -1,0 +1,1 @@
+"""Graphs on a GPU: torch's own, and those of Transformer Engine."""

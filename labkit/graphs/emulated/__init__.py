@@ -1,0 +1,1 @@
+"""Emulated graphs: recorded operations, replayed on the host at fixed addresses."""

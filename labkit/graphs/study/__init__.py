@@ -1,0 +1,1 @@
+"""Graphs looked at: operations, launches, calls and refusals, for chapters and benchmarks."""
