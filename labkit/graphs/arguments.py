@@ -1,4 +1,4 @@
-"""What may be captured, and what a captured call may be called with: checks that are the same for every `impl`."""
+"""Checks of callables and of the arguments of a captured call, the same for every `impl`."""
 
 from __future__ import annotations
 

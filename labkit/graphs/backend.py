@@ -1,4 +1,4 @@
-"""What a machine must offer so that graphs can be captured on it and replayed: the protocol behind `impl`.
+"""The protocol behind `impl`: functions that a machine must offer for graphs to be captured on it and replayed.
 
 `graphs/capture.py` knows the rules of capturing (order, buffers, weak references, autograd) and nothing of the machine;
 a backend knows how operations are recorded and nothing of those rules.

@@ -1,4 +1,4 @@
-"""Which static input buffer every layer and microbatch uses: a plan made from the order table before any capture.
+"""The plan of static input buffers, one for each layer and microbatch, made from the order table before any capture.
 
 A graph reads its input at a fixed address, so every (layer, microbatch) needs a buffer that nobody writes between its
 forward and its backward, which reads the input again. Two microbatches that are never under way together can share one.

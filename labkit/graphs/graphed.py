@@ -1,4 +1,4 @@
-"""What comes back from `make_graphed_callables`: called like what was captured, and part of autograd's graph."""
+"""`GraphedCallable`, the result of `make_graphed_callables`: called like its callable, and part of autograd's graph."""
 
 from __future__ import annotations
 

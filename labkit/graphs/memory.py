@@ -1,4 +1,4 @@
-"""What graphs cost in memory: how many there are, what is held for them, and whether that was foreseen.
+"""Memory of graphs: their number, the bytes held for them, and the same predicted.
 
 | part                | what it is                                               | grows with                       |
 |---------------------|----------------------------------------------------------|----------------------------------|

@@ -1,4 +1,4 @@
-"""What happened in a pool while graphs were captured: its history played back as blocks, and its peak predicted.
+"""The history of a pool while graphs were captured, played back as blocks, and its peak predicted.
 
 All graphs of a rank share one pool. A block is taken when a tensor is made in a capture and given back when its last
 reference goes, often while a later graph is captured, and then somebody else may take the address. So the pool holds

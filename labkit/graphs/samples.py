@@ -1,4 +1,4 @@
-"""Static inputs: the memory that calls are copied into. Whose sample serves whom, and which samples may not be shared.
+"""Static inputs, the memory that calls are copied into: the sample that serves each call, and refusals to share one.
 
 A static input must belong to one argument of one callable at a time. A call copies its tensors in one after the other,
 so two arguments in one place end up with the value of the second; and what a backward is to read must lie there until

@@ -1,4 +1,4 @@
-"""What of one transformer layer is in its graph: `graph.cuda_graph_scope`, read for a layer with experts or without.
+"""The captured parts of one transformer layer: `graph.cuda_graph_scope`, read for a layer with experts or without.
 
 | scope            | dense layer      | layer with experts                                              |
 |------------------|------------------|-----------------------------------------------------------------|

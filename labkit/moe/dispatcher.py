@@ -1,4 +1,4 @@
-"""How tokens reach the ranks that hold their experts, and how the results come back: the interface of all dispatchers.
+"""The interface of all dispatchers: they bring tokens to the ranks of their experts, and the results back.
 
 A forward through the layer calls six steps in this order; experts are computed in the middle:
 

@@ -1,4 +1,4 @@
-"""What a router saw, kept: the logits of every forward, so that the same tokens can be routed by other policies later.
+"""A record of the logits of every forward, by which the same tokens can later be routed by other policies.
 
 A `RoutingReplay` repeats a *choice*; here the logits are kept, from which any choice can be made
 (`labkit.viz.experts.router_lab`).

@@ -1,4 +1,4 @@
-"""Whether somebody records what the device does, to replay it later (a CUDA graph, or an emulated one).
+"""The state of recording: somebody records the device's work, to replay it later (a CUDA graph, or an emulated one).
 
 A recording holds the device's work. Python runs while it is made, and at no replay. Most code need not care. Two kinds
 must: code that makes the host wait for the device cannot be recorded and is refused here, with the user's line; code

@@ -160,7 +160,7 @@ def test_layers_by_themselves_refuse_what_does_not_fit_their_graphs():
     """Nobody listens who would say that they run eagerly."""
     graphs = Training(small(**GRAPHS))
     graphs.losses(2)
-    layer = graphs.helper.layers[0]
+    layer = graphs.helper.layers[0].layer
     with pytest.raises(GraphCaptureError, match="shapes of a graph are fixed"):
         layer(torch.zeros(8, 1, 32, requires_grad=True))
 

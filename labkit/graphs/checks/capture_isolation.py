@@ -1,4 +1,4 @@
-"""What is put aside while graphs are made and stands as before afterwards: gradients, hooks, random states.
+"""Gradients, hooks, random states and counters: put aside while graphs are made, and afterwards as they were before.
 
 A run with graphs must equal one without to the bit, so warm-up and capture leave no trace that training would see. They
 run backwards, and those end in `.grad` and in the hooks of parameters: at a replay autograd itself brings the gradients

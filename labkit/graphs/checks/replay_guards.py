@@ -1,4 +1,4 @@
-"""What a replay takes for granted about its callable, noted at capture and compared at each call.
+"""Conditions under which a replay is right, noted at capture and compared at each call.
 
 | noted                                           | where it differs at a call                                       |
 |-------------------------------------------------|------------------------------------------------------------------|

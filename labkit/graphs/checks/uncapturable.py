@@ -1,4 +1,4 @@
-"""What no graph can hold: looked for in one run of a callable, ahead of its capture or in it, and in what layers do.
+"""Refusals of work that no graph can hold, found in one run of a callable or in the declaration of a layer.
 
 A graph on a GPU holds messages of NCCL, which are kernels, and never those of gloo. Ranks that share a GPU talk through
 gloo (NCCL refuses them). It brings tensors to the host and waits there, which no graph may; replays would not send

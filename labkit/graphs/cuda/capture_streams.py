@@ -65,11 +65,6 @@ class PoolMates:
         self._alive: dict[int, Any] = {}
         self._waiting: list[Any] = []
 
-    @property
-    def has_graphs(self) -> bool:
-        """Whether any is still in use."""
-        return bool(self._alive)
-
     def join(self, graph: Any) -> None:
         """Keep `graph`, torch's object, until all of this group have left."""
         self._alive[id(graph)] = graph

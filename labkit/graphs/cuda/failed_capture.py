@@ -1,4 +1,4 @@
-"""What a failed capture leaves behind on a GPU, and its repair.
+"""The state that a failed capture leaves behind on a GPU, and its repair.
 
 Where CUDA has invalidated a capture, `CUDAGraph.capture_end` throws. Up to torch 2.11 it does so before it has told
 anybody (pytorch#180395), and then

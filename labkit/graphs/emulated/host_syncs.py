@@ -1,4 +1,4 @@
-"""What makes the host wait for the device, and so cannot be captured: how an emulated capture notices each.
+"""Operations that make the host wait for the device, and how an emulated capture notices and refuses each.
 
 On a GPU CUDA refuses these itself. On the host nothing waits, so they would go unnoticed, and their result would be
 frozen into the graph without a word.

@@ -1,4 +1,4 @@
-"""Who calls whom, recorded: the calls between a few objects, while code runs unchanged.
+"""A record of the calls between a few objects, while code runs unchanged.
 
 For sequence diagrams of what a layer does at capture and at replay. Only the methods that are named are watched; a call
 among them is booked from the watched call that it happens in.
@@ -43,8 +43,9 @@ def calls_between(watched: Mapping[str, tuple[Any, Sequence[str]]]) -> Iterator[
     try:
         for name, (owner, methods) in watched.items():
             for method in methods:
+                recorded = _recorded(getattr(owner, method), name, calls, within)
                 replaced.append((owner, method, vars(owner).get(method)))
-                setattr(owner, method, _recorded(getattr(owner, method), name, calls, within))
+                setattr(owner, method, recorded)
         yield calls
     finally:
         for owner, method, before in reversed(replaced):

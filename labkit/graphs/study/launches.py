@@ -1,4 +1,4 @@
-"""When operations run on a device that a host keeps busy: a model of it, and what torch's profiler measures.
+"""Times at which a device runs operations that a host launches: a model of them, and a measurement by torch's profiler.
 
 Model: the host needs `launch` to issue an operation (Python, autograd, dispatch, driver) and does not wait for it; the
 device runs operations in order, one at a time. So operation i starts at

@@ -1,4 +1,4 @@
-"""What is computed inside a block, as the list that a graph of it is: operations, and the memory they read and write.
+"""The operations of a block of code, as a graph would hold them, and the memory that they read and write.
 
 A CUDA graph does not show what it holds. This log, entered inside a capture (or around eager code), does:
 

@@ -1,4 +1,4 @@
-"""What a capture refused, and the line that did it: for chapters, where an error must not end the cell."""
+"""A refusal as text, with the user's line: for chapters, where an error must not end the cell."""
 
 from __future__ import annotations
 
