@@ -113,7 +113,7 @@ def test_parity_agrees_and_names_what_a_missing_all_reduce_changes(capfd: pytest
     assert "matched no call in any layout" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("reader", ["2>/dev/null | head -1", "2>&1 | true"])
+@pytest.mark.parametrize("reader", [pytest.param("2>/dev/null | head -1", marks=pytest.mark.sweep), "2>&1 | true"])
 def test_a_run_whose_reader_leaves_is_finished(reader: str, tmp_path: Path) -> None:
     words = shlex.join([sys.executable, "-m", "labkit", "train", *SMALL, "--tp", "2", "--steps", "2", "--output-dir"])
     line = f"{words} {shlex.quote(str(tmp_path / 'out'))} {reader}; echo ${{PIPESTATUS[0]}}"
@@ -122,6 +122,7 @@ def test_a_run_whose_reader_leaves_is_finished(reader: str, tmp_path: Path) -> N
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.sweep
 def test_parity_keeps_its_verdict_when_its_reader_leaves() -> None:
     words = shlex.join([sys.executable, "-m", "labkit", "parity", *SMALL, "--steps", "1", "--layouts", "tp=2"])
     drop = "operation=all_reduce,group=tp,phase=forward,layer=layers.1.mlp"
@@ -131,6 +132,7 @@ def test_parity_keeps_its_verdict_when_its_reader_leaves() -> None:
         assert (done.stdout, done.stderr) == (f"{status}\n", "")
 
 
+@pytest.mark.sweep
 def test_parity_in_float32_tells_rounding_from_a_fault(capfd: pytest.CaptureFixture[str]) -> None:
     """Unclipped gradients of large weights: rounding moves a key's bias, whose gradient is zero, by 1e-4 of a step."""
     words = ["parity", *SMALL, "--steps", "4", "--layouts", "tp=2", "--dtype", "float32"]
@@ -224,7 +226,10 @@ sys.exit(main(["train", *sys.argv[3:]]))
 """
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [("0", "a"), ("1", "a"), ("1", "b"), ("01", "b")])
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [("1", "a"), *(pytest.param(*row, marks=pytest.mark.sweep) for row in [("0", "a"), ("1", "b"), ("01", "b")])],
+)
 def test_under_torchrun_every_ranks_own_error_is_said(ranks: str, kind: str, tmp_path: Path) -> None:
     """An unexpected ValueError with its traceback, a user's error as one message; the same on all ranks only once."""
     script = tmp_path / "script.py"

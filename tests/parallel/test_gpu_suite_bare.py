@@ -101,6 +101,7 @@ def outcomes(text: str) -> dict[str, str]:
     return {name: outcome for outcome, name in found}
 
 
+@pytest.mark.sweep
 def test_a_covering_few_of_the_suite_with_a_crash_a_hang_and_an_error_without_text(tmp_path: Path) -> None:
     table = json.loads((ROOT / "scripts" / "gpu_parts.json").read_text())
     real = [part for part in table if part["name"] in CHOSEN]

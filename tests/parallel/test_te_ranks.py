@@ -52,13 +52,12 @@ def both(parallel: ParallelConfig, kv_heads: int) -> dict[str, dict[str, Tensor]
 @pytest.mark.parametrize(
     ("parallel", "kv_heads"),
     [
-        (ParallelConfig(tp=2), 2),
-        (ParallelConfig(tp=2), 1),
-        (ParallelConfig(tp=2, sequence_parallel=True), 2),
-        (ParallelConfig(cp=2), 2),
-        (ParallelConfig(cp=2, cp_comm_type="all_gather"), 2),
+        pytest.param(ParallelConfig(tp=2), 2, id="tp2", marks=pytest.mark.sweep),
+        pytest.param(ParallelConfig(tp=2), 1, id="one kv head", marks=pytest.mark.sweep),
+        pytest.param(ParallelConfig(tp=2, sequence_parallel=True), 2, id="sp"),
+        pytest.param(ParallelConfig(cp=2), 2, id="ring"),
+        pytest.param(ParallelConfig(cp=2, cp_comm_type="all_gather"), 2, id="all_gather", marks=pytest.mark.sweep),
     ],
-    ids=["tp2", "one kv head", "sp", "ring", "all_gather"],
 )
 def test_the_engines_layers_equal_ours_over_ranks(
     on_ranks: Callable[..., list[Any]], parallel: ParallelConfig, kv_heads: int
