@@ -31,6 +31,7 @@ PARTS: dict[str, list[str]] = {
     "parity-data": [f"{PARALLEL}/test_data_layout_parity.py"],
     "parity-experts": [f"{PARALLEL}/test_moe_parity.py"],
     "graphs": [f"{PARALLEL}/test_graphs_moe.py", f"{PARALLEL}/test_graphs_training_ranks.py"],
+    "gpu-suite": [f"{PARALLEL}/test_gpu_suite_bare.py"],
     "chapters": ["tests/notebooks"],
     "browser": ["tests/browser"],
 }

@@ -1,5 +1,6 @@
 """`make sweep` runs every test marked `sweep` in one part, and a part that was cut goes on where it was."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +45,8 @@ def in_a_process(sweep, at):
         f"sweep.STATE, sweep.ROOT, sweep.PARTS = Path({str(sweep.STATE)!r}), Path.cwd(), {sweep.PARTS!r}\n"
         f"sys.exit(not sweep.run('three', {at!r}))"
     )
-    return subprocess.run([sys.executable, "-c", code], cwd=sweep.ROOT, capture_output=True, text=True)
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return subprocess.run([sys.executable, "-c", code], cwd=sweep.ROOT, env=environment, capture_output=True, text=True)
 
 
 def test_a_cut_part_goes_on_and_a_complete_one_starts_again(sweep):
