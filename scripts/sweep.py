@@ -5,7 +5,7 @@ python scripts/sweep.py PART ...    these parts, from their beginning
 python scripts/sweep.py list        names of the parts, and where each of them stands
 
 A part that was cut goes on where it was, as long as the commit is the same. `build/sweep/PART.txt` has the commit, the
-date and every test that passed.
+date, every test that passed or was skipped, and last how many were skipped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PARTS: dict[str, list[str]] = {
 NAMED = sorted({word for words in PARTS.values() for word in words if word.startswith("tests/")})
 PARTS["rest"] = ["tests", *(f"--ignore={path}" for path in NAMED)]
 ENDED = "all passed"
-"""Last line of a part that is through."""
+"""Begin of the last line of a part that is through."""
 
 
 @dataclass
@@ -50,11 +50,12 @@ class Progress:
     passed: set[str] = field(default_factory=set)
     """Before this run."""
     failed: set[str] = field(default_factory=set)
+    skipped: int = 0
 
     def begin(self, commit: str) -> None:
         """Read what passed at this commit; start a new record where the old one is of another, or complete."""
         lines = self.path.read_text().splitlines() if self.path.is_file() else []
-        if lines[:1] == [commit] and lines[-1] != ENDED:
+        if lines[:1] == [commit] and not lines[-1].startswith(ENDED):
             self.passed = set(lines[2:])
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,6 +74,7 @@ class Progress:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A test that passed or was skipped need not run again."""
+        self.skipped += report.skipped
         if report.failed:
             self.failed.add(report.nodeid)
         elif report.when == "teardown" and report.nodeid not in self.failed:
@@ -91,7 +93,7 @@ def standing(part: str, at: str) -> str:
     if not path.is_file():
         return "never run"
     lines = path.read_text().splitlines()
-    ended = "passed" if lines[-1] == ENDED else f"cut after {len(lines) - 2} tests"
+    ended = lines[-1] if lines[-1].startswith(ENDED) else f"cut after {len(lines) - 2} tests"
     return f"{ended} at {lines[0]}{'' if lines[0] == at else ', an older state'}, {lines[1]}"
 
 
@@ -103,8 +105,9 @@ def run(part: str, at: str) -> bool:
     code = pytest.main(words, plugins=[progress])
     ok = code == pytest.ExitCode.OK or (code == pytest.ExitCode.NO_TESTS_COLLECTED and bool(progress.passed))
     if ok:
-        progress.write(ENDED)
-    print(f"== {part}: {'passed' if ok else 'FAILED'} after {(time.monotonic() - start) / 60:.1f} min", flush=True)
+        progress.write(f"{ENDED}, {progress.skipped} skipped")
+    outcome = standing(part, at) if ok else "FAILED"
+    print(f"== {part}: {outcome}, after {(time.monotonic() - start) / 60:.1f} min", flush=True)
     return ok
 
 
@@ -124,7 +127,7 @@ def main() -> int:
     # Each part in a process of its own: what one leaves in memory is not there in the next.
     codes = []
     for part in chosen or PARTS:
-        if not chosen and standing(part, at).startswith(f"passed at {at},"):
+        if not chosen and standing(part, at).startswith(ENDED) and f" at {at}, " in standing(part, at):
             print(f"== {part}: {standing(part, at)}", flush=True)
             continue
         codes.append(subprocess.run([sys.executable, __file__, part], cwd=ROOT, check=False).returncode)
