@@ -208,31 +208,30 @@ def _check_send(p2p: P2PCommunicator, op: P2POp) -> None:
 
 def _start_one(p2p: P2PCommunicator, op: P2POp) -> P2PWork:
     group = p2p.second if op.channel else p2p.groups.pp
-    transfer, peer = isend if op.operation == "send" else irecv, group.ranks[op.peer]
+    peer, device = group.ranks[op.peer], p2p.groups.device
     with _scope(op.name, op.phase):
-        sizes, pending = None, []
+        if op.operation == "send":
+            shapes = [x.shape for x in op.tensors]
+            sizes = [torch.tensor(shapes, dtype=torch.int64, device=device)] if p2p.variable_seq_lengths else []
+            return P2PWork(op, [isend(x, group, peer) for x in sizes + _tensors_of(p2p, op)])
+        assert op.spec is not None
+        shapes = op.spec.shapes
         if p2p.variable_seq_lengths:
-            sizes = transfer(_sizes(p2p, op), group, peer)
-            pending = [sizes] if op.operation == "send" else []
-        shapes = sizes.wait().tolist() if sizes is not None and op.operation == "recv" else None
-        return P2PWork(op, pending + [transfer(x, group, peer) for x in _tensors_of(p2p, op, shapes)])
+            room = torch.empty(len(shapes), 3, dtype=torch.int64, device=device)
+            shapes = irecv(room, group, peer).wait().tolist()
+        return P2PWork(op, [irecv(buffer, group, peer) for buffer in _buffers(p2p, op.spec, shapes)])
 
 
-def _sizes(p2p: P2PCommunicator, op: P2POp) -> Tensor:
-    """Shapes of the tensors of a message (n, 3), or room for them."""
-    if op.operation == "send":
-        return torch.tensor([x.shape for x in op.tensors], dtype=torch.int64, device=p2p.groups.device)
-    assert op.spec is not None
-    return torch.empty(len(op.spec.shapes), 3, dtype=torch.int64, device=p2p.groups.device)
-
-
-def _tensors_of(p2p: P2PCommunicator, op: P2POp, shapes: Sequence[Shape] | None = None) -> list[Tensor]:
+def _tensors_of(p2p: P2PCommunicator, op: P2POp) -> list[Tensor]:
     """Tensors to send, or buffers to receive into."""
     if op.operation == "send":
         return [x.detach() for x in op.tensors]
     assert op.spec is not None
-    shapes = op.spec.shapes if shapes is None else shapes
-    return [torch.empty(tuple(shape), dtype=op.spec.dtype, device=p2p.groups.device) for shape in shapes]
+    return _buffers(p2p, op.spec, op.spec.shapes)
+
+
+def _buffers(p2p: P2PCommunicator, spec: MessageSpec, shapes: Sequence[Shape]) -> list[Tensor]:
+    return [torch.empty(tuple(shape), dtype=spec.dtype, device=p2p.groups.device) for shape in shapes]
 
 
 def _scope(name: object, phase: str) -> AbstractContextManager[Any]:
