@@ -115,7 +115,7 @@ class GPTModel(nn.Module):
             record_of(tied_weight_VH).shared_embedding = False  # one weight: no copy to add
         tied_here = tied_weight_VH is not None or (pre_process and not config.untie_embeddings_and_output_weights)
         self.output = OutputLayer(build) if post_process and not tied_here else None
-        self.cp = groups.cp
+        self.cp, self.padded_vocab = groups.cp, padded_vocab(config, groups.tp.size)
         self._input_SBH: Tensor | None = None
         self.rotary = RotaryTable(build) if config.position == "rope" else None
 
@@ -187,7 +187,7 @@ class GPTModel(nn.Module):
             labels_BS.t(),
             self.group,
             vocab_size=self.config.vocab_size,
-            padded_vocab_size=padded_vocab(self.config, self.group.size),
+            padded_vocab_size=self.padded_vocab,
             label_smoothing=self.label_smoothing,
             gradient_accumulation_fusion=self.fusion,
             sequence_parallel=self.sequence_parallel,

@@ -89,7 +89,7 @@ class _LocalLinear(Function):
         if ctx.needs_input_grad[0]:
             with plan.timed("input_grad"):
                 grad_x = plan.gemms.dgrad(grad, weight)
-        return grad_x, *_now_or_later(ctx, grad, grads[0], lambda: tuple(x)), None, None, None
+        return grad_x, *_now_or_later(ctx, grad, grads[0], tuple(x)), None, None, None
 
 
 class _ColumnLinear(Function):
@@ -170,30 +170,33 @@ class _RowLinear(Function):
             if ctx.needs_input_grad[0]:
                 with plan.timed("input_grad"):
                     grad_x = plan.gemms.dgrad(grad, weight)
-            return grad_x, *_now_or_later(ctx, grad, grads[0], lambda: tuple(x)), None, None
+            return grad_x, *_now_or_later(ctx, grad, grads[0], tuple(x)), None, None
 
 
 Trained = tuple[Tensor | None, Tensor | None]
 """Weight and bias, each None where it wants no gradient; or their gradients."""
 
 
-def _now_or_later(ctx: Any, grad: Packed, bias_grad: Tensor, x: Callable[[], Packed]) -> Trained:
+def _now_or_later(ctx: Any, grad: Packed, bias_grad: Tensor, x: Packed | Callable[[], Packed]) -> Trained:
     """Gradients of weight and bias; (None, None) where a `WeightGradStore` has put them off.
 
-    bias_grad: gradient of the tensor that the bias was added to. x: gives the input, whole.
+    bias_grad: gradient of the tensor that the bias was added to. x: the whole input, or a function that gathers it.
     """
     plan, (weight, bias), wants = ctx.plan, ctx.parameters, ctx.needs_input_grad
     trained = weight if wants[1] else None, bias if wants[2] else None
     if not is_collecting():
-        return _parameter_gradients(plan, trained, grad, bias_grad, x())
+        return _parameter_gradients(plan, trained, grad, bias_grad, x)
     kept = plan.gemms.for_wgrad(grad)
-    later = deferred(trained, lambda: _parameter_gradients(plan, trained, kept, bias_grad, x()))
-    return (None, None) if later else _parameter_gradients(plan, trained, kept, bias_grad, x())
+    later = deferred(trained, lambda: _parameter_gradients(plan, trained, kept, bias_grad, x))
+    return (None, None) if later else _parameter_gradients(plan, trained, kept, bias_grad, x)
 
 
-def _parameter_gradients(plan: LinearPlan, trained: Trained, grad: Packed, bias_grad: Tensor, x: Packed) -> Trained:
+def _parameter_gradients(
+    plan: LinearPlan, trained: Trained, grad: Packed, bias_grad: Tensor, x: Packed | Callable[[], Packed]
+) -> Trained:
     """Gradients of weight and bias where they are wanted."""
     weight, bias = trained
+    x = x if isinstance(x, tuple) else x()
     grad_weight = grad_bias = None
     with plan.timed("weight_grad"):
         if weight is not None:
