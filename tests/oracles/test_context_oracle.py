@@ -33,6 +33,6 @@ def both(cp: int) -> None:
     assert torch.equal(theirs["position_ids"][0], zigzag_positions(length, cp, group.rank))
 
 
-@pytest.mark.parametrize("cp", [2, 4, 8])
+@pytest.mark.parametrize("cp", [2, 4, pytest.param(8, marks=pytest.mark.sweep)])
 def test_the_cut_is_megatrons(cp: int) -> None:
     run(both, cp, cp, timeout=120)

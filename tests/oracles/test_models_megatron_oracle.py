@@ -55,10 +55,10 @@ def both(layout: dict[str, Any], kv_heads: int | None) -> dict[str, Any]:
     ("layout", "kv_heads"),
     [
         ({}, None),
-        ({"tp": 2}, None),
-        ({"tp": 2, "sequence_parallel": True}, None),
+        pytest.param({"tp": 2}, None, marks=pytest.mark.sweep),
+        pytest.param({"tp": 2, "sequence_parallel": True}, None, marks=pytest.mark.sweep),
         ({"tp": 4, "sequence_parallel": True}, None),
-        ({"tp": 2}, 1),
+        pytest.param({"tp": 2}, 1, marks=pytest.mark.sweep),
         ({"tp": 4, "sequence_parallel": True}, 2),
     ],
     ids=["one rank", "tp2", "tp2 sp", "tp4 sp", "tp2, one kv head", "tp4 sp, two kv heads"],
