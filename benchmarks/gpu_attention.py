@@ -1,8 +1,8 @@
 """Part of the GPU benchmark: the attention kernels behind torch's scaled_dot_product_attention, side by side.
 
 Layers call SDPA and take what torch chooses; the ring calls flash, which alone hands out log-sum-exps
-(`labkit/parallel/attention_block.py`). Each form is timed forward and backward, at the sizes and strides that labkit's
-layers give, and compared with the formula in float64.
+(`labkit/parallel/context/attention_block.py`). Each form is timed forward and backward, at the sizes and strides that
+labkit's layers give, and compared with the formula in float64.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from harness import Comparison
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from labkit.parallel.attention_block import attend, attend_backward
+from labkit.parallel.context.attention_block import attend, attend_backward
 
 TOLERANCE = 0.02
 """Of outputs and gradients in bf16 between kernels."""

@@ -1,8 +1,8 @@
 """Part of the GPU benchmark: the output layer and its loss, by size of chunk, beside torch's own.
 
 Small chunks bound the memory of a second copy of the logits; each chunk reads the weight again, and in backward adds to
-the whole weight gradient. `labkit.parallel.cross_entropy.CHUNKS` holds what labkit takes; the rows here say what other
-sizes would cost, in time and in memory.
+the whole weight gradient. `labkit.parallel.vocab.cross_entropy.CHUNKS` holds what labkit takes; the rows here say what
+other sizes would cost, in time and in memory.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from harness import Comparison, interleave
 from torch import Tensor, nn
 
 from labkit.parallel import single_process_groups
-from labkit.parallel.cross_entropy import CHUNKS, ChunkSizes, chunk_sizes, linear_cross_entropy
 from labkit.parallel.groups import Group
-from labkit.parallel.vocab import padded_vocab_size
+from labkit.parallel.vocab.cross_entropy import CHUNKS, ChunkSizes, chunk_sizes, linear_cross_entropy
+from labkit.parallel.vocab.vocab_parallel import padded_vocab_size
 
 TOKENS, VOCAB = 16_384, 50_257
 EXPONENTS = (22, 24, 25, 26, 27, 28, 29, 30)

@@ -28,7 +28,7 @@ import torch
 
 from labkit.graphs.cuda import capture_streams, failed_capture
 from labkit.launch import info
-from labkit.parallel import capturing
+from labkit.parallel.communication import capturing
 
 INVALIDATED = "CUDA error: operation failed due to a previous error during capture"
 

@@ -30,7 +30,7 @@ from labkit.graphs import (
     plan_buffers,
 )
 from labkit.parallel import ColumnParallelLinear, checkpoint, single_process_groups
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.parameters.parameter_record import record_of
 
 WIDTH, ROWS = 8, 4
 ONE_CHUNK = [1, 1, -1, 1, -1, -1]

@@ -23,7 +23,7 @@ from labkit.fp8 import operands as fp8_operands
 from labkit.fp8.casting import E4M3, E5M2, cast, scale_of
 from labkit.graphs.emulated.emulated_backend import EmulatedBackend
 from labkit.parallel import WeightGradStore, single_process_groups
-from labkit.parallel.capturing import graph_capturing
+from labkit.parallel.communication.capturing import graph_capturing
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 FORMATS = (E4M3, E5M2)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from labkit.parallel import Group, mappings
-from labkit.parallel.ring_attention import all_gather_attention, ring_attention
+from labkit.parallel.context.ring_attention import all_gather_attention, ring_attention
 
 KNOWN = json.loads((Path(__file__).parent / "te_signatures.json").read_text())
 

@@ -17,7 +17,7 @@ from labkit.graphs.buffers import PlanError, check_plan, plan_buffers
 from labkit.graphs.capture import make_graphed_callables
 from labkit.graphs.order_table import read_order
 from labkit.graphs.study.refusal import Refusal
-from labkit.parallel.capturing import GraphCaptureError
+from labkit.parallel.communication.capturing import GraphCaptureError
 from labkit.schedules.builders import gpipe, interleaved, one_f_one_b
 
 # ---- Chapter 16: a function that a graph can hold ----

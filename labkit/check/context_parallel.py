@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from labkit.check.scoring import Outcome, compare, exercise, holds, plain, shown
-from labkit.parallel.context_plan import Layout, chunks_of_rank
+from labkit.parallel.context.plan import Layout, chunks_of_rank
 
 Array = NDArray[np.float64]
 Part = tuple[Array, Array, Array, NDArray[np.int64]]

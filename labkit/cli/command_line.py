@@ -73,13 +73,13 @@ def _errors_of_users() -> tuple[type[BaseException], ...]:
     """Errors that a user mends, with a message that says how. A module that was never imported raised none."""
     return (
         ConfigError,
-        *_loaded(("labkit.parallel.token_ids", "TokenIdError"), ("labkit.schedules.ir", "ScheduleError")),
+        *_loaded(("labkit.parallel.vocab.token_ids", "TokenIdError"), ("labkit.schedules.ir", "ScheduleError")),
     )
 
 
 def _failures() -> tuple[type[BaseException], ...]:
     """Errors whose message says everything."""
-    return (OSError, CommandFailedError, *_loaded(("labkit.launch.report", "RankError")))
+    return (OSError, CommandFailedError, *_loaded(("labkit.launch.failure_report", "RankError")))
 
 
 def _loaded(*names: tuple[str, str]) -> list[type[BaseException]]:

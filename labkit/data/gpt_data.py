@@ -187,7 +187,7 @@ def _microbatches(
 ) -> Iterator[dict[str, torch.Tensor]]:
     import torch
 
-    from labkit.parallel.context import get_batch_on_this_cp_rank
+    from labkit.parallel.context.zigzag import get_batch_on_this_cp_rank
 
     while True:
         for positions in microbatch_positions(config, dp=groups.dp.size, dp_rank=groups.dp.rank, step=step):

@@ -19,9 +19,9 @@ from torch import Tensor
 from labkit.fp8.casting import COLUMNS, E5M2, ROWS, SQUARE, through_blocks
 from labkit.fp8.operands import Operand
 from labkit.fp8.recipe import Float8Recipe
-from labkit.parallel.capturing import is_graph_capturing
+from labkit.parallel.communication.capturing import is_graph_capturing
 from labkit.parallel.groups import Group
-from labkit.parallel.parameter_record import put_gradient
+from labkit.parallel.parameters.parameter_record import put_gradient
 from labkit.parallel.precision import Gemms, Packed
 
 

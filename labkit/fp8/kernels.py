@@ -26,7 +26,7 @@ from torch import Tensor
 from triton import knobs  # pyright: ignore[reportMissingImports]
 
 from labkit.fp8.casting import LARGEST_SCALE
-from labkit.parallel.capturing import is_graph_capturing
+from labkit.parallel.communication.capturing import is_graph_capturing
 
 TILE_R, TILE_C = 64, 64
 """A row of a tile is two sectors of 32 bytes or more of the input and of both results."""

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from labkit.fp8.casting import cast, scale_of
-from labkit.parallel.capturing import active_capture
+from labkit.parallel.communication.capturing import active_capture
 
 T = TypeVar("T")
 KINDS = (torch.float32, torch.bfloat16, torch.float16)

@@ -33,7 +33,7 @@ _EXPORTS = {
     ),
     "pool": ("LAYER_ORDER", "LayerMemory", "layer_memory", "play_back", "predict_pool"),
     "study.call_trace": ("calls_between",),
-    "labkit.parallel.capturing": ("BrokenProcessError", "GraphCaptureError", "is_graph_capturing"),
+    "labkit.parallel.communication.capturing": ("BrokenProcessError", "GraphCaptureError", "is_graph_capturing"),
 }
 """Module -> what it holds for users."""
 _MODULE_OF = {
@@ -89,6 +89,6 @@ if TYPE_CHECKING:
     from labkit.graphs.pool import play_back as play_back
     from labkit.graphs.pool import predict_pool as predict_pool
     from labkit.graphs.study.call_trace import calls_between as calls_between
-    from labkit.parallel.capturing import BrokenProcessError as BrokenProcessError
-    from labkit.parallel.capturing import GraphCaptureError as GraphCaptureError
-    from labkit.parallel.capturing import is_graph_capturing as is_graph_capturing
+    from labkit.parallel.communication.capturing import BrokenProcessError as BrokenProcessError
+    from labkit.parallel.communication.capturing import GraphCaptureError as GraphCaptureError
+    from labkit.parallel.communication.capturing import is_graph_capturing as is_graph_capturing

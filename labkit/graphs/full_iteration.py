@@ -6,10 +6,10 @@ and validation compute different things, so each has an object of this class.
 
     batches -> slots of fixed address -> graph: all microbatches, gradients reduced over replicas -> results
 
-Results lie in the graph's memory and are written anew by every replay: what a caller gets is a copy. Whatever Python
+Results lie in the graph's memory and are written anew by every replay: a caller gets a copy. Everything that Python
 decides or counts inside was decided at capture: nothing in there may look for NaN, change a learning rate, or write a
-report, and a replay leaves one Event in the place of theirs. Token ids and labels are compared with the vocabulary by
-the graph itself, which notes what is bad; the host reads the notes after the replay (`labkit.parallel.token_ids`).
+report, and a replay leaves one Event in the place of theirs. The graph itself compares token ids and labels with the
+vocabulary and notes the bad ones; the host reads the notes after the replay (`labkit.parallel.vocab.token_ids`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from labkit.graphs.backend import Graph, GraphBackend, Pool, choose_impl, get_ba
 from labkit.graphs.checks.capture_isolation import counters_kept
 from labkit.graphs.checks.uncapturable import refuse_records
 from labkit.graphs.memory import GraphMemory, graph_objects_made
-from labkit.parallel.capturing import require_whole_process
+from labkit.parallel.communication.capturing import require_whole_process
 from labkit.parallel.random import RngTracker
 from labkit.parallel.recompute import RandomStates
-from labkit.parallel.token_ids import TokenIdChecks, token_ids_checked_late
+from labkit.parallel.vocab.token_ids import TokenIdChecks, token_ids_checked_late
 
 Batch = dict[str, Tensor]
 Iteration = Callable[[Iterator[Batch]], Any]

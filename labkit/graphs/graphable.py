@@ -31,7 +31,7 @@ from labkit.graphs.partial import CutMoELayer, MoECudaGraphPartialCaptureSignal
 from labkit.graphs.scope import LayerScope, layer_scope
 from labkit.models.blocks import LayerParts
 from labkit.moe.layer import MoELayer
-from labkit.parallel.capturing import is_graph_capturing, is_graph_warmup
+from labkit.parallel.communication.capturing import is_graph_capturing, is_graph_warmup
 from labkit.parallel.groups import Group
 
 Graphed = Callable[..., Any]

@@ -37,7 +37,7 @@ from labkit.graphs.graphable import GraphableMegatronModule, Shapes, shapes_of, 
 from labkit.graphs.memory import GraphMemory, graph_objects_made, measure_graphs
 from labkit.graphs.order_table import capture_order, sample_index
 from labkit.graphs.scope import captures_layers
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.parameters.parameter_record import record_of
 from labkit.schedules.ir import Schedule
 
 EAGER_RUNS = 10

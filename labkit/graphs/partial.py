@@ -34,10 +34,10 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor, nn
 
 from labkit.graphs.scope import LayerScope
-from labkit.moe.dispatcher import MoETokenDispatcher
+from labkit.moe.dispatch.dispatcher import MoETokenDispatcher
 from labkit.moe.layer import MoELayer
 from labkit.moe.shared_experts import SharedExpertMLP
-from labkit.parallel.capturing import is_graph_capturing, is_graph_warmup
+from labkit.parallel.communication.capturing import is_graph_capturing, is_graph_warmup
 
 Step = Literal["shared_experts_compute", "route", "preprocess"]
 STEPS: tuple[Step, ...] = ("shared_experts_compute", "route", "preprocess")

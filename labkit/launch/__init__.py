@@ -16,13 +16,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from labkit.launch.failure_report import RankError as RankError
     from labkit.launch.forkserver import preload as preload
     from labkit.launch.info import RankInfo as RankInfo
     from labkit.launch.info import rank_info as rank_info
     from labkit.launch.launcher import Ranks as Ranks
     from labkit.launch.launcher import before_launch as before_launch
     from labkit.launch.launcher import run as run
-    from labkit.launch.report import RankError as RankError
     from labkit.launch.status import report_progress as report_progress
     from labkit.launch.status import waiting as waiting
     from labkit.launch.torchrun import join as join

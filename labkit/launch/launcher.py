@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from labkit.launch import info, machine, pickling, torchrun
-from labkit.launch.pool import GRACE, RankPool
-from labkit.launch.report import RankError
+from labkit.launch.failure_report import RankError
+from labkit.launch.rank_pool import GRACE, RankPool
 
 MOST_RANKS = 512
 """More processes than this on one machine is a slip of the keyboard, and would take it down."""

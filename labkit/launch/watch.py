@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from labkit.launch import guard
-from labkit.launch.report import Outcome, torch_call
+from labkit.launch.failure_report import Outcome, torch_call
 from labkit.launch.status import read_slot
 
 PERIOD = 0.5

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from labkit.config import ModelConfig
 from labkit.models.build import Build
 from labkit.models.rotary import Rotary, rotate
-from labkit.parallel.parameter_record import Replicated
+from labkit.parallel.parameters.parameter_record import Replicated
 
 
 def kv_copies(config: ModelConfig, tp: int) -> int:

@@ -22,10 +22,10 @@ from labkit.models.norm_and_dropout import Dropout, Norm, OwnDropout
 from labkit.models.recomputation import Recomputation
 from labkit.moe.balance import AuxLossScale
 from labkit.parallel.groups import Group, ParallelGroups
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.parameters.parameter_record import record_of
+from labkit.parallel.parameters.weights import DeviceSeed, Seed
 from labkit.parallel.precision import NATIVE, Precision
 from labkit.parallel.random import RngTracker
-from labkit.parallel.weights import DeviceSeed, Seed
 
 
 @dataclass(frozen=True, kw_only=True)

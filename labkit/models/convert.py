@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from labkit.config import ModelConfig, MoEConfig
 from labkit.parallel.groups import ParallelGroups
-from labkit.parallel.parameter_record import name_of, record_of
-from labkit.parallel.weights import gather_expert_parameter, gather_parameter, tensor_part
+from labkit.parallel.parameters.parameter_record import name_of, record_of
+from labkit.parallel.parameters.weights import gather_expert_parameter, gather_parameter, tensor_part
 
 
 def load_full_state(chunks: Sequence[nn.Module], full: Mapping[str, Tensor], groups: ParallelGroups) -> None:

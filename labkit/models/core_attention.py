@@ -4,7 +4,7 @@ The kernel keeps q, k, v, its output and one number per row for backward. Operat
 kept as well, S x S for every head: the term 5 a s / h of arXiv 2205.05198.
 
 Under context parallelism a rank holds S / cp positions, and keys and values come from all ranks of `cp`
-(labkit/parallel/ring_attention.py); there no form keeps probabilities.
+(labkit/parallel/context/ring_attention.py); there no form keeps probabilities.
 
 Shapes: n = batch x query heads on this rank, m = batch x key/value heads, S queries, T keys, D head dimension.
 """
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from labkit.config import ModelConfig
 from labkit.models.norm_and_dropout import drop
+from labkit.parallel.context.ring_attention import all_gather_attention, ring_attention
 from labkit.parallel.groups import Group
 from labkit.parallel.ledger import comm_scope
 from labkit.parallel.random import RngTracker
-from labkit.parallel.ring_attention import all_gather_attention, ring_attention
 
 
 class CoreAttention(nn.Module):

@@ -327,7 +327,7 @@ def layer_all_to_all_bytes(
 
     Each token leaves k times as a row of H with its weight, and comes back k times as a row of H; gradients travel the
     same ways. What a rank puts in on the way back is what it received, so the number is the mean over the ranks of
-    `ep`; how much of it stays where it is, the routing decides (`labkit.moe.traffic`).
+    `ep`; how much of it stays where it is, the routing decides (`labkit.moe.dispatch.traffic`).
 
     element_bytes: of an activation. weight_bytes: of a routing weight, which is made in float32 or wider.
     """

@@ -8,10 +8,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from labkit.models.build import Build
-from labkit.parallel.parameter_record import record_of
-from labkit.parallel.token_ids import check_token_ids
-from labkit.parallel.vocab import VocabParallelEmbedding, make_vocab_parameter
-from labkit.parallel.weights import make_parameter
+from labkit.parallel.parameters.parameter_record import record_of
+from labkit.parallel.parameters.weights import make_parameter
+from labkit.parallel.vocab.token_ids import check_token_ids
+from labkit.parallel.vocab.vocab_parallel import VocabParallelEmbedding, make_vocab_parameter
 
 
 class PositionEmbedding(nn.Module):

@@ -24,13 +24,13 @@ from labkit.models.layer_spec import LOCAL, LayerSpec
 from labkit.models.rotary import RotaryTable
 from labkit.moe.balance import AuxLossScale
 from labkit.moe.layer import MoELayer
-from labkit.parallel.context import zigzag_positions
-from labkit.parallel.cross_entropy import linear_cross_entropy
+from labkit.parallel.context.zigzag import zigzag_positions
 from labkit.parallel.groups import ParallelGroups, cut_group
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.random import RngTracker, model_parallel_seed
-from labkit.parallel.token_ids import check_token_ids
-from labkit.parallel.vocab import parallel_lm_logits
+from labkit.parallel.vocab.cross_entropy import linear_cross_entropy
+from labkit.parallel.vocab.token_ids import check_token_ids
+from labkit.parallel.vocab.vocab_parallel import parallel_lm_logits
 
 
 class GPTModel(nn.Module):

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.parameters.parameter_record import record_of
+from labkit.parallel.parameters.weights import make_parameter
 from labkit.parallel.random import RngTracker
-from labkit.parallel.weights import make_parameter
 
 
 class Norm(nn.Module):

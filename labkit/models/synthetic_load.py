@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from labkit.events import Event, recording, span
 from labkit.parallel.collectives import barrier
-from labkit.parallel.context_plan import Layout, chunk_length, ring_plan
+from labkit.parallel.context.plan import Layout, chunk_length, ring_plan
+from labkit.parallel.context.ring_attention import ring_steps
 from labkit.parallel.groups import Group, ParallelGroups
-from labkit.parallel.ring_attention import ring_steps
-from labkit.parallel.weight_grad_store import deferred
+from labkit.parallel.pipeline.weight_grad_store import deferred
 from labkit.schedules import Costs, PipelineRuntime, Schedule
 from labkit.schedules.runtime import Transport
 

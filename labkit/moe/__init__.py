@@ -12,15 +12,15 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "replay": ("RoutingReplay",),
     "logit_record": ("LogitRecord",),
     "statistics": ("RouterStatistics", "RouterSummary", "summarize"),
-    "allgather": ("MoEAllGatherTokenDispatcher",),
-    "alltoall": ("MoEAlltoAllTokenDispatcher",),
-    "dispatcher": ("build_dispatcher", "MoETokenDispatcher"),
+    "dispatch.allgather": ("MoEAllGatherTokenDispatcher",),
+    "dispatch.alltoall": ("MoEAlltoAllTokenDispatcher",),
+    "dispatch.dispatcher": ("build_dispatcher", "MoETokenDispatcher"),
     "layer": ("MoELayer",),
-    "local": ("MoELocalTokenDispatcher",),
-    "permutation": ("permute", "sort_chunks_by_idxs", "unpermute"),
+    "dispatch.one_rank": ("MoELocalTokenDispatcher",),
+    "dispatch.permutation": ("permute", "sort_chunks_by_idxs", "unpermute"),
     "experts": ("Experts", "GroupedExperts", "SequentialExperts"),
     "shared_experts": ("SharedExpertMLP",),
-    "traffic": (
+    "dispatch.traffic": (
         "all_to_all_bytes",
         "AllToAllBytes",
         "dedup_factor",
@@ -36,23 +36,30 @@ _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from labkit.moe.allgather import MoEAllGatherTokenDispatcher as MoEAllGatherTokenDispatcher
-    from labkit.moe.alltoall import MoEAlltoAllTokenDispatcher as MoEAlltoAllTokenDispatcher
     from labkit.moe.balance import AuxLossAutoScaler as AuxLossAutoScaler
     from labkit.moe.balance import AuxLossScale as AuxLossScale
     from labkit.moe.balance import aux_loss_scale as aux_loss_scale
     from labkit.moe.balance import updated_expert_bias as updated_expert_bias
-    from labkit.moe.dispatcher import MoETokenDispatcher as MoETokenDispatcher
-    from labkit.moe.dispatcher import build_dispatcher as build_dispatcher
+    from labkit.moe.dispatch.allgather import MoEAllGatherTokenDispatcher as MoEAllGatherTokenDispatcher
+    from labkit.moe.dispatch.alltoall import MoEAlltoAllTokenDispatcher as MoEAlltoAllTokenDispatcher
+    from labkit.moe.dispatch.dispatcher import MoETokenDispatcher as MoETokenDispatcher
+    from labkit.moe.dispatch.dispatcher import build_dispatcher as build_dispatcher
+    from labkit.moe.dispatch.one_rank import MoELocalTokenDispatcher as MoELocalTokenDispatcher
+    from labkit.moe.dispatch.permutation import permute as permute
+    from labkit.moe.dispatch.permutation import sort_chunks_by_idxs as sort_chunks_by_idxs
+    from labkit.moe.dispatch.permutation import unpermute as unpermute
+    from labkit.moe.dispatch.traffic import AllToAllBytes as AllToAllBytes
+    from labkit.moe.dispatch.traffic import all_to_all_bytes as all_to_all_bytes
+    from labkit.moe.dispatch.traffic import dedup_factor as dedup_factor
+    from labkit.moe.dispatch.traffic import expected_destinations as expected_destinations
+    from labkit.moe.dispatch.traffic import extra_bytes as extra_bytes
+    from labkit.moe.dispatch.traffic import send_matrix as send_matrix
+    from labkit.moe.dispatch.traffic import send_matrix_without_copies as send_matrix_without_copies
     from labkit.moe.experts import Experts as Experts
     from labkit.moe.experts import GroupedExperts as GroupedExperts
     from labkit.moe.experts import SequentialExperts as SequentialExperts
     from labkit.moe.layer import MoELayer as MoELayer
-    from labkit.moe.local import MoELocalTokenDispatcher as MoELocalTokenDispatcher
     from labkit.moe.logit_record import LogitRecord as LogitRecord
-    from labkit.moe.permutation import permute as permute
-    from labkit.moe.permutation import sort_chunks_by_idxs as sort_chunks_by_idxs
-    from labkit.moe.permutation import unpermute as unpermute
     from labkit.moe.replay import RoutingReplay as RoutingReplay
     from labkit.moe.router import TopKRouter as TopKRouter
     from labkit.moe.router import finish_router_step as finish_router_step
@@ -64,13 +71,6 @@ if TYPE_CHECKING:
     from labkit.moe.statistics import RouterStatistics as RouterStatistics
     from labkit.moe.statistics import RouterSummary as RouterSummary
     from labkit.moe.statistics import summarize as summarize
-    from labkit.moe.traffic import AllToAllBytes as AllToAllBytes
-    from labkit.moe.traffic import all_to_all_bytes as all_to_all_bytes
-    from labkit.moe.traffic import dedup_factor as dedup_factor
-    from labkit.moe.traffic import expected_destinations as expected_destinations
-    from labkit.moe.traffic import extra_bytes as extra_bytes
-    from labkit.moe.traffic import send_matrix as send_matrix
-    from labkit.moe.traffic import send_matrix_without_copies as send_matrix_without_copies
 
 
 def __getattr__(name: str) -> Any:

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig, MoEConfig
+from labkit.moe.dispatch.host_copy import host_numbers
 from labkit.moe.grouped_gemm import GroupedPlan, Segments, grouped_linear
-from labkit.moe.host_copy import host_numbers
 from labkit.moe.weighted_activation import weighted, weighted_activation
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.mlp import ACTIVATIONS
-from labkit.parallel.weights import Seed, make_expert_parameter
+from labkit.parallel.parameters.weights import Seed, make_expert_parameter
 
 
 def expert_width(model: ModelConfig, moe: MoEConfig) -> int:

@@ -31,9 +31,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from labkit.events import span
-from labkit.moe.host_copy import host_numbers
-from labkit.parallel.parameter_record import put_gradient, record_of
-from labkit.parallel.weight_grad_store import deferred
+from labkit.moe.dispatch.host_copy import host_numbers
+from labkit.parallel.parameters.parameter_record import put_gradient, record_of
+from labkit.parallel.pipeline.weight_grad_store import deferred
 
 ALIGNMENT = 16
 """Bytes of which `torch._grouped_mm` wants every row to be a multiple."""

@@ -30,14 +30,14 @@ from torch import Tensor, nn
 from labkit.config import ConfigError, ModelConfig, MoEConfig
 from labkit.config.fields import SPECS
 from labkit.moe.balance import AuxLossScale
-from labkit.moe.dispatcher import build_dispatcher
+from labkit.moe.dispatch.dispatcher import build_dispatcher
 from labkit.moe.experts import GroupedExperts, SequentialExperts, StackedLinear
 from labkit.moe.router import TopKRouter
 from labkit.moe.shared_experts import SharedExpertMLP
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.ledger import comm_scope
+from labkit.parallel.parameters.weights import Seed
 from labkit.parallel.random import RngTracker
-from labkit.parallel.weights import Seed
 
 Part = Callable[..., Tensor]
 """`part(name, function, x)` is `function(x)`, computed again in backward where the part called `name` is selected."""

@@ -38,10 +38,10 @@ from labkit.moe.statistics import RouterStatistics
 from labkit.parallel.collectives import all_reduce
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.ledger import comm_scope, current_scope
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.parameters.parameter_record import record_of
+from labkit.parallel.parameters.weights import Seed, make_parameter
 from labkit.parallel.random import RngTracker
 from labkit.parallel.recompute import once, will_run_again
-from labkit.parallel.weights import Seed, make_parameter
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 

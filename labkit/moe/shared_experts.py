@@ -32,8 +32,8 @@ from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.ledger import comm_scope
 from labkit.parallel.linear_functions import column_parallel_linear
 from labkit.parallel.mlp import ParallelMLP
-from labkit.parallel.parameter_record import record_of
-from labkit.parallel.weights import Seed, make_parameter
+from labkit.parallel.parameters.parameter_record import record_of
+from labkit.parallel.parameters.weights import Seed, make_parameter
 
 
 class SharedExpertGate(nn.Module):

@@ -25,9 +25,9 @@ _EXPORTS = {
         "members_of_rank",
     ),
     "groups": ("Group", "initialize_model_parallel", "ParallelGroups", "single_process_groups"),
-    "parameter_record": ("ParameterRecord", "record_of"),
+    "parameters.parameter_record": ("ParameterRecord", "record_of"),
     "ledger": ("comm_scope", "CommLedger", "CommRecord", "delayed", "dropped"),
-    "capturing": ("GraphCaptureError", "is_graph_capturing", "is_graph_warmup"),
+    "communication.capturing": ("GraphCaptureError", "is_graph_capturing", "is_graph_warmup"),
     "collectives": (
         "all_gather",
         "all_gather_async",
@@ -56,16 +56,16 @@ _EXPORTS = {
         "scatter_to_sequence_parallel_region",
         "scatter_to_tensor_model_parallel_region",
     ),
-    "in_flight": ("all_to_all_start", "AllToAllInFlight"),
-    "unequal": ("all_gather_unequal", "reduce_scatter_unequal"),
+    "communication.in_flight": ("all_to_all_start", "AllToAllInFlight"),
+    "communication.unequal": ("all_gather_unequal", "reduce_scatter_unequal"),
     "recompute": ("checkpoint", "CheckpointWithoutOutput", "once", "will_run_again"),
     "layers": ("ColumnParallelLinear", "RowParallelLinear"),
     "mlp": ("ParallelMLP",),
-    "weights": ("gather_expert_parameter", "gather_parameter", "make_expert_parameter", "make_parameter"),
-    "token_ids": ("check_token_ids", "TokenIdError", "token_ids_checked_late"),
-    "vocab": ("padded_vocab_size", "parallel_lm_logits", "VocabParallelEmbedding"),
-    "cross_entropy": ("linear_cross_entropy", "vocab_parallel_cross_entropy"),
-    "context": (
+    "parameters.weights": ("gather_expert_parameter", "gather_parameter", "make_expert_parameter", "make_parameter"),
+    "vocab.token_ids": ("check_token_ids", "TokenIdError", "token_ids_checked_late"),
+    "vocab.vocab_parallel": ("padded_vocab_size", "parallel_lm_logits", "VocabParallelEmbedding"),
+    "vocab.cross_entropy": ("linear_cross_entropy", "vocab_parallel_cross_entropy"),
+    "context.zigzag": (
         "contiguous_positions",
         "contiguous_split",
         "get_batch_on_this_cp_rank",
@@ -73,7 +73,7 @@ _EXPORTS = {
         "zigzag_positions",
         "zigzag_split",
     ),
-    "context_plan": ("gathered_plan", "ring_load", "ring_plan", "ring_time"),
+    "context.plan": ("gathered_plan", "ring_load", "ring_plan", "ring_time"),
     "random": ("model_parallel_seed", "RngTracker"),
     "data_parallel.gradients": ("clip_grad_norm", "finalize_model_grads", "global_grad_norm"),
     "p2p": (
@@ -91,7 +91,7 @@ _EXPORTS = {
         "send_forward_recv_backward",
         "send_forward_recv_forward",
     ),
-    "deallocation": ("custom_backward", "deallocate_output_tensor"),
+    "pipeline.deallocation": ("custom_backward", "deallocate_output_tensor"),
     "data_parallel.bucket_layout": (
         "Bucket",
         "BucketLayout",
@@ -115,16 +115,13 @@ _EXPORTS = {
     "data_parallel.zero_memory": ("bytes_per_parameter", "BytesPerParameter"),
     "data_parallel.distributed_data_parallel": ("DistributedDataParallel", "wrap_model_chunks"),
     "data_parallel.grad_buffers": ("GradBucket", "GradBuffer", "own_part", "Reduction"),
-    "weight_grad_store": ("WeightGradStore",),
+    "pipeline.weight_grad_store": ("WeightGradStore",),
 }
 """Module -> the names that this package offers from it."""
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from labkit.parallel.capturing import GraphCaptureError as GraphCaptureError
-    from labkit.parallel.capturing import is_graph_capturing as is_graph_capturing
-    from labkit.parallel.capturing import is_graph_warmup as is_graph_warmup
     from labkit.parallel.collectives import Message as Message
     from labkit.parallel.collectives import Pending as Pending
     from labkit.parallel.collectives import all_gather as all_gather
@@ -142,18 +139,23 @@ if TYPE_CHECKING:
     from labkit.parallel.collectives import isend as isend
     from labkit.parallel.collectives import reduce_scatter as reduce_scatter
     from labkit.parallel.collectives import reduce_scatter_async as reduce_scatter_async
-    from labkit.parallel.context import contiguous_positions as contiguous_positions
-    from labkit.parallel.context import contiguous_split as contiguous_split
-    from labkit.parallel.context import get_batch_on_this_cp_rank as get_batch_on_this_cp_rank
-    from labkit.parallel.context import zigzag_join as zigzag_join
-    from labkit.parallel.context import zigzag_positions as zigzag_positions
-    from labkit.parallel.context import zigzag_split as zigzag_split
-    from labkit.parallel.context_plan import gathered_plan as gathered_plan
-    from labkit.parallel.context_plan import ring_load as ring_load
-    from labkit.parallel.context_plan import ring_plan as ring_plan
-    from labkit.parallel.context_plan import ring_time as ring_time
-    from labkit.parallel.cross_entropy import linear_cross_entropy as linear_cross_entropy
-    from labkit.parallel.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from labkit.parallel.communication.capturing import GraphCaptureError as GraphCaptureError
+    from labkit.parallel.communication.capturing import is_graph_capturing as is_graph_capturing
+    from labkit.parallel.communication.capturing import is_graph_warmup as is_graph_warmup
+    from labkit.parallel.communication.in_flight import AllToAllInFlight as AllToAllInFlight
+    from labkit.parallel.communication.in_flight import all_to_all_start as all_to_all_start
+    from labkit.parallel.communication.unequal import all_gather_unequal as all_gather_unequal
+    from labkit.parallel.communication.unequal import reduce_scatter_unequal as reduce_scatter_unequal
+    from labkit.parallel.context.plan import gathered_plan as gathered_plan
+    from labkit.parallel.context.plan import ring_load as ring_load
+    from labkit.parallel.context.plan import ring_plan as ring_plan
+    from labkit.parallel.context.plan import ring_time as ring_time
+    from labkit.parallel.context.zigzag import contiguous_positions as contiguous_positions
+    from labkit.parallel.context.zigzag import contiguous_split as contiguous_split
+    from labkit.parallel.context.zigzag import get_batch_on_this_cp_rank as get_batch_on_this_cp_rank
+    from labkit.parallel.context.zigzag import zigzag_join as zigzag_join
+    from labkit.parallel.context.zigzag import zigzag_positions as zigzag_positions
+    from labkit.parallel.context.zigzag import zigzag_split as zigzag_split
     from labkit.parallel.data_parallel.bucket_layout import Bucket as Bucket
     from labkit.parallel.data_parallel.bucket_layout import BucketLayout as BucketLayout
     from labkit.parallel.data_parallel.bucket_layout import ParameterSpec as ParameterSpec
@@ -183,8 +185,6 @@ if TYPE_CHECKING:
     from labkit.parallel.data_parallel.overlap_prediction import sweep_bucket_sizes as sweep_bucket_sizes
     from labkit.parallel.data_parallel.zero_memory import BytesPerParameter as BytesPerParameter
     from labkit.parallel.data_parallel.zero_memory import bytes_per_parameter as bytes_per_parameter
-    from labkit.parallel.deallocation import custom_backward as custom_backward
-    from labkit.parallel.deallocation import deallocate_output_tensor as deallocate_output_tensor
     from labkit.parallel.group_plan import GROUP_KINDS as GROUP_KINDS
     from labkit.parallel.group_plan import GROUP_TOKENS as GROUP_TOKENS
     from labkit.parallel.group_plan import all_groups as all_groups
@@ -195,8 +195,6 @@ if TYPE_CHECKING:
     from labkit.parallel.groups import ParallelGroups as ParallelGroups
     from labkit.parallel.groups import initialize_model_parallel as initialize_model_parallel
     from labkit.parallel.groups import single_process_groups as single_process_groups
-    from labkit.parallel.in_flight import AllToAllInFlight as AllToAllInFlight
-    from labkit.parallel.in_flight import all_to_all_start as all_to_all_start
     from labkit.parallel.layers import ColumnParallelLinear as ColumnParallelLinear
     from labkit.parallel.layers import RowParallelLinear as RowParallelLinear
     from labkit.parallel.ledger import CommLedger as CommLedger
@@ -235,8 +233,15 @@ if TYPE_CHECKING:
     )
     from labkit.parallel.p2p import send_forward_recv_backward as send_forward_recv_backward
     from labkit.parallel.p2p import send_forward_recv_forward as send_forward_recv_forward
-    from labkit.parallel.parameter_record import ParameterRecord as ParameterRecord
-    from labkit.parallel.parameter_record import record_of as record_of
+    from labkit.parallel.parameters.parameter_record import ParameterRecord as ParameterRecord
+    from labkit.parallel.parameters.parameter_record import record_of as record_of
+    from labkit.parallel.parameters.weights import gather_expert_parameter as gather_expert_parameter
+    from labkit.parallel.parameters.weights import gather_parameter as gather_parameter
+    from labkit.parallel.parameters.weights import make_expert_parameter as make_expert_parameter
+    from labkit.parallel.parameters.weights import make_parameter as make_parameter
+    from labkit.parallel.pipeline.deallocation import custom_backward as custom_backward
+    from labkit.parallel.pipeline.deallocation import deallocate_output_tensor as deallocate_output_tensor
+    from labkit.parallel.pipeline.weight_grad_store import WeightGradStore as WeightGradStore
     from labkit.parallel.random import RngTracker as RngTracker
     from labkit.parallel.random import model_parallel_seed as model_parallel_seed
     from labkit.parallel.rank_generator import DEFAULT_ORDER as DEFAULT_ORDER
@@ -253,19 +258,14 @@ if TYPE_CHECKING:
     from labkit.parallel.recompute import checkpoint as checkpoint
     from labkit.parallel.recompute import once as once
     from labkit.parallel.recompute import will_run_again as will_run_again
-    from labkit.parallel.token_ids import TokenIdError as TokenIdError
-    from labkit.parallel.token_ids import check_token_ids as check_token_ids
-    from labkit.parallel.token_ids import token_ids_checked_late as token_ids_checked_late
-    from labkit.parallel.unequal import all_gather_unequal as all_gather_unequal
-    from labkit.parallel.unequal import reduce_scatter_unequal as reduce_scatter_unequal
-    from labkit.parallel.vocab import VocabParallelEmbedding as VocabParallelEmbedding
-    from labkit.parallel.vocab import padded_vocab_size as padded_vocab_size
-    from labkit.parallel.vocab import parallel_lm_logits as parallel_lm_logits
-    from labkit.parallel.weight_grad_store import WeightGradStore as WeightGradStore
-    from labkit.parallel.weights import gather_expert_parameter as gather_expert_parameter
-    from labkit.parallel.weights import gather_parameter as gather_parameter
-    from labkit.parallel.weights import make_expert_parameter as make_expert_parameter
-    from labkit.parallel.weights import make_parameter as make_parameter
+    from labkit.parallel.vocab.cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from labkit.parallel.vocab.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from labkit.parallel.vocab.token_ids import TokenIdError as TokenIdError
+    from labkit.parallel.vocab.token_ids import check_token_ids as check_token_ids
+    from labkit.parallel.vocab.token_ids import token_ids_checked_late as token_ids_checked_late
+    from labkit.parallel.vocab.vocab_parallel import VocabParallelEmbedding as VocabParallelEmbedding
+    from labkit.parallel.vocab.vocab_parallel import padded_vocab_size as padded_vocab_size
+    from labkit.parallel.vocab.vocab_parallel import parallel_lm_logits as parallel_lm_logits
 
 
 def __getattr__(name: str) -> Any:

@@ -8,10 +8,11 @@ Each call
 - names itself in the launcher's status slot while it blocks, so that a hang can be named,
 - becomes Events while recording: kind `collective` from issue to completion (`send`, `recv` for messages), and kind
   `wait` for the blocking part of the asynchronous forms,
-- is recorded by an emulated graph capture as a start and a wait, and made again at each replay (`capturing.py`).
+- is recorded by an emulated graph capture as a start and a wait, and made again at each replay
+  (`communication/capturing.py`).
 
-A transfer under way is in `pending.py`. How the bytes move is in `transport.py`: what gloo does slowly is done
-otherwise there, and CUDA tensors on gloo pass through the host.
+A transfer under way is in `communication/pending.py`. How the bytes move is in `communication/collective_backends.py`:
+what gloo does slowly is done otherwise there, and CUDA tensors on gloo pass through the host.
 
 Sums over ranks are bit-identical on every rank of the group, and repeat bit-equally for the same shapes.
 """
@@ -29,8 +30,9 @@ from torch import Tensor
 
 from labkit.events import start_observers
 from labkit.launch import waiting
-from labkit.parallel import transport
-from labkit.parallel.capturing import active_capture, refuse_host_sync
+from labkit.parallel.communication import collective_backends as transport
+from labkit.parallel.communication.capturing import active_capture, refuse_host_sync
+from labkit.parallel.communication.pending import Done, Pending, start
 from labkit.parallel.groups import Group
 from labkit.parallel.ledger import (
     CommLedger,
@@ -43,7 +45,6 @@ from labkit.parallel.ledger import (
     dropped,
     is_dropped,
 )
-from labkit.parallel.pending import Done, Pending, start
 
 __all__ = [
     "CommLedger",

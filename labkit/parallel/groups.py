@@ -4,7 +4,7 @@ Each rank creates the groups it belongs to and no other, so a rank of a world of
 sizes. All ranks create their groups in one order of kinds, and a rank is in at most one group of a kind. A rank that
 waits for a group waits for ranks that are busy with an earlier kind, so no circle of waiting can close. A group of size
 1 is the identity of every collective and gets no process group. Layouts share process groups and free them when they
-are closed or collected (`group_registry.py`).
+are closed or collected (`communication/group_registry.py`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from labkit.config import ParallelConfig
 from labkit.launch import rank_info
 from labkit.launch.info import torch_timeout
-from labkit.parallel.group_mesh import check_mesh_dims, mesh_dims, mesh_of
+from labkit.parallel.communication.group_mesh import check_mesh_dims, mesh_dims, mesh_of
+from labkit.parallel.communication.group_registry import LayoutLeases, Lease, closed_layout
 from labkit.parallel.group_plan import GROUP_KINDS, IN_LINE, groups_of_rank, purpose
-from labkit.parallel.group_registry import LayoutLeases, Lease, closed_layout
 from labkit.parallel.rank_generator import as_size, check_listable
 
 

@@ -22,9 +22,9 @@ from labkit.parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from labkit.parallel.parameter_record import Replicated, record_of
+from labkit.parallel.parameters.parameter_record import Replicated, record_of
+from labkit.parallel.parameters.weights import Seed, make_parameter
 from labkit.parallel.precision import NATIVE, Precision
-from labkit.parallel.weights import Seed, make_parameter
 
 
 def _check_divides(name: str, what: str, size: int, group: Group, stride: int = 1) -> None:

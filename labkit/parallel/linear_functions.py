@@ -21,9 +21,9 @@ from labkit.events import observers, span, start_observers
 from labkit.parallel import collectives
 from labkit.parallel.groups import Group
 from labkit.parallel.ledger import comm_scope, current_scope
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.parameters.parameter_record import record_of
+from labkit.parallel.pipeline.weight_grad_store import deferred, is_collecting
 from labkit.parallel.precision import IN_OWN_TYPE, Gemms, Packed
-from labkit.parallel.weight_grad_store import deferred, is_collecting
 
 _UNOBSERVED = nullcontext()
 

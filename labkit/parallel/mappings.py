@@ -13,8 +13,9 @@ An operator and its conjugate are each other's transpose: what one does forward 
 | reduce_scatter_to_sequence_parallel_region   | reduce-scatter first | all-gather first dim |
 | all_to_all                                   | all-to-all           | all-to-all, splits swapped |
 
-The sequence-parallel ones are those of arXiv 2205.05198 (there: g and g-bar); their parts may differ in size. An
-all-to-all in two halves, with other work in between, is in `in_flight.py`. A group of size 1 bypasses them all.
+The sequence-parallel ones are those of arXiv 2205.05198 (there: g and g-bar); their parts may differ in size. An all-
+to-all in two halves, with other work in between, is in `communication/in_flight.py`. A group of size 1 bypasses them
+all.
 
 Shapes: S sequence, B batch, H hidden; t = size of the group; x_r is rank r's tensor; L the loss.
 """
@@ -28,9 +29,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from labkit.parallel import collectives
+from labkit.parallel.communication.unequal import GatherUnequal, ReduceScatterUnequal
 from labkit.parallel.groups import Group
 from labkit.parallel.ledger import backward_scope, forward_scope
-from labkit.parallel.unequal import GatherUnequal, ReduceScatterUnequal
 
 
 def _split(x: Tensor, group: Group, dim: int) -> Tensor:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from labkit.parallel.groups import Group
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from labkit.parallel.parameters.weights import Seed
 from labkit.parallel.precision import NATIVE, Precision
-from labkit.parallel.weights import Seed
 
 
 def swiglu(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ of them: an activation (`F`) and a gradient (`B`), each way.
     send_forward_backward_...          x         x             x             x
 
 Notable:
-- **Batched** starts the messages as one batch, **even/odd** one by one: see `posting_order.py`.
+- **Batched** starts the messages as one batch, **even/odd** one by one: see `pipeline/posting_order.py`.
 - **Variable lengths**: three integers (the shape) go ahead of every tensor. Then all sends start before any receive,
   and nothing is one batch: a receive needs its sizes to make a buffer, and the rank that sends them may itself wait for
   a tensor that this rank has not sent yet (Megatron-LM issue 5100).
@@ -39,7 +39,7 @@ from torch import Tensor
 from labkit.events import start_observers
 from labkit.parallel.collectives import Message, Pending, batch, comm_scope, irecv, isend
 from labkit.parallel.groups import Group, ParallelGroups, further_communicator
-from labkit.parallel.posting_order import Operation, channel, in_posting_order
+from labkit.parallel.pipeline.posting_order import Operation, channel, in_posting_order
 
 Shape = Sequence[int]
 Payload = tuple[Tensor, ...]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from labkit.parallel.groups import Group
-from labkit.parallel.parameter_record import put_gradient
+from labkit.parallel.parameters.parameter_record import put_gradient
 
 Packed = tuple[Tensor, ...]
 """An input or an output's gradient as it is kept and gathered: the first tensor has its rows, the others its scales."""

@@ -14,7 +14,7 @@ so outside as well. Megatron keeps one generator state per kind and swaps it in 
 Sequence parallelism cuts what dropout after embeddings and before residuals acts on into parts, one for each rank.
 Without tensor parallelism the jitter of a router comes from the default state. The last two states are for modules
 written for Megatron, which makes them as well. Initial weights come from no state: each is drawn by its own name
-(`weights.py`).
+(`parameters/weights.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.parallel.capturing import recorded_call, require_whole_process
+from labkit.parallel.communication.capturing import recorded_call, require_whole_process
 from labkit.parallel.groups import ParallelGroups
 
 DATA_PARALLEL = "data-parallel-rng"

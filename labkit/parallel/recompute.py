@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from labkit.parallel import collectives
-from labkit.parallel.capturing import RefusesDraws, active_capture, is_graph_capturing, refuse_host_sync
+from labkit.parallel.communication.capturing import RefusesDraws, active_capture, is_graph_capturing, refuse_host_sync
 from labkit.parallel.groups import Group
 from labkit.parallel.ledger import Scope, comm_scope, current_scope
 from labkit.parallel.random import RngTracker

@@ -17,10 +17,10 @@ from functools import cached_property
 from typing import Any
 
 from labkit.events import active_recorder
-from labkit.parallel.deallocation import custom_backward, deallocate_output_tensor
+from labkit.parallel.communication.stream_clock import span_on, stream_clock
 from labkit.parallel.p2p import MessageSpec, P2PCommunicator, P2POp, P2PWork, Payload, start
-from labkit.parallel.stream_clock import span_on, stream_clock
-from labkit.parallel.weight_grad_store import WeightGradStore
+from labkit.parallel.pipeline.deallocation import custom_backward, deallocate_output_tensor
+from labkit.parallel.pipeline.weight_grad_store import WeightGradStore
 from labkit.schedules.gradient_sync import GradientSync
 from labkit.schedules.ir import EVENT_KINDS, Action
 from labkit.schedules.lowering import Communication, Program, StageMessage, Step, Sync, Transfer

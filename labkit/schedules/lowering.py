@@ -23,10 +23,10 @@ has different moments, and both sides post in their order.
 | `even_odd` | in their slot, one by one in Megatron's order (below) | the same | for the whole slot |
 | `blocking` | right before their action | right after theirs | for each on its own |
 
-Megatron's even/odd order (`parallel/posting_order.py`) settles which neighbour is served first. Between two ranks NCCL
-wants more: on one communicator the k-th operation of one side must be the counterpart of the k-th of the other.
-Megatron's order gives that where both sides exchange the same messages in the same slot, as in 1F1B; a V with a single
-microbatch would already hang. So the messages of a slot to and from one peer go by moment (of the same moment:
+Megatron's even/odd order (`parallel/pipeline/posting_order.py`) settles which neighbour is served first. Between two
+ranks NCCL wants more: on one communicator the k-th operation of one side must be the counterpart of the k-th of the
+other. Megatron's order gives that where both sides exchange the same messages in the same slot, as in 1F1B; a V with a
+single microbatch would already hang. So the messages of a slot to and from one peer go by moment (of the same moment:
 activations before gradients, then the lower rank's first), and the two sequences mirror each other however the slots of
 both sides lie. With two ranks the odd one sends over a second communicator (channel 1), so both directions can overlap.
 """
@@ -41,7 +41,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from labkit.parallel.posting_order import Operation, channel, even_odd_place
+from labkit.parallel.pipeline.posting_order import Operation, channel, even_odd_place
 from labkit.schedules.dependencies import consumers, producers
 from labkit.schedules.gradient_sync import places_of_synchronisation
 from labkit.schedules.ir import Action, Schedule

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from labkit.parallel.posting_order import Operation
+from labkit.parallel.pipeline.posting_order import Operation
 from labkit.schedules.dependencies import producers, require_complete
 from labkit.schedules.ir import KINDS, Schedule, ScheduleError, grid
 from labkit.schedules.lowering import (

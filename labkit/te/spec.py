@@ -16,7 +16,7 @@ from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.precision import NATIVE, Precision
 from labkit.parallel.random import RngTracker
 from labkit.parallel.recompute import checkpoint as plain_checkpoint
-from labkit.te.attention import CoreAttention
+from labkit.te.dot_product import CoreAttention
 from labkit.te.engine import EngineFloat8, checkpoint
 from labkit.te.linear import FusedNorm, GroupedLinear, NormColumnParallelLinear, RowParallelLinear
 

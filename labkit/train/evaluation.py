@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from labkit.config import RunConfig
-from labkit.parallel.token_ids import token_ids_checked_late
+from labkit.parallel.vocab.token_ids import token_ids_checked_late
 from labkit.train.forward_step import Batch
 from labkit.train.pipeline import Pipeline
 from labkit.train.reporting.report import Report

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from labkit.parallel.collectives import comm_scope, gather_objects
 from labkit.parallel.data_parallel.gradients import is_expert
 from labkit.parallel.groups import Group, ParallelGroups
-from labkit.parallel.parameter_record import main_grad_of, name_of, record_of
+from labkit.parallel.parameters.parameter_record import main_grad_of, name_of, record_of
 
 KINDS = ("parameter", "loss", "gradient")
 """Kinds of findings, causes first: a bad weight makes a bad loss, and that bad gradients."""

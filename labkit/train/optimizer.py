@@ -31,7 +31,7 @@ from labkit.parallel.data_parallel.parameter_groups import is_bias_or_norm as is
 from labkit.parallel.data_parallel.parameter_groups import named_parameters as named_parameters
 from labkit.parallel.data_parallel.parameter_groups import parameter_groups as parameter_groups
 from labkit.parallel.groups import Group, ParallelGroups, single_process_groups
-from labkit.parallel.parameter_record import main_grad_of
+from labkit.parallel.parameters.parameter_record import main_grad_of
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 

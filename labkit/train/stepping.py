@@ -32,7 +32,7 @@ from labkit.parallel.data_parallel.gradients import (
     scale_gradients,
 )
 from labkit.parallel.groups import ParallelGroups
-from labkit.parallel.token_ids import TokenIdChecks, token_ids_checked_late
+from labkit.parallel.vocab.token_ids import TokenIdChecks, token_ids_checked_late
 from labkit.schedules.ir import Schedule
 from labkit.train.forward_step import Batch
 from labkit.train.not_finite import find, sentence

@@ -1,6 +1,6 @@
 """Context parallelism in pictures: the part of the mask that each rank computes, and the time that the ring waits.
 
-Everything is counted in (query, key) pairs, from the plans that the ranks run (labkit/parallel/context_plan.py).
+Everything is counted in (query, key) pairs, from the plans that the ranks run (labkit/parallel/context/plan.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.patches import Rectangle
 
 from labkit.events import Event
-from labkit.parallel.context_plan import (
+from labkit.parallel.context.plan import (
     LAYOUTS,
     Layout,
     chunk_length,

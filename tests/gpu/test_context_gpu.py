@@ -6,8 +6,8 @@ import torch
 from labkit.config import ParallelConfig
 from labkit.launch import run
 from labkit.parallel import initialize_model_parallel, zigzag_join, zigzag_split
-from labkit.parallel.attention_block import attend, attend_backward, merge_
-from labkit.parallel.ring_attention import all_gather_attention, ring_attention
+from labkit.parallel.context.attention_block import attend, attend_backward, merge_
+from labkit.parallel.context.ring_attention import all_gather_attention, ring_attention
 
 pytestmark = pytest.mark.gpu
 

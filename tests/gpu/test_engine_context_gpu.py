@@ -21,7 +21,7 @@ MODEL = ModelConfig(layers=1, hidden=8 * DIM, heads=8, kv_heads=2, seq_length=LE
 
 def both_forms(cp_comm_type: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Output, dq, dk and dv of this rank's part: the engine's, and those of our layer."""
-    from labkit.te.attention import CoreAttention as EngineCoreAttention
+    from labkit.te.dot_product import CoreAttention as EngineCoreAttention
 
     groups = initialize_model_parallel(ParallelConfig(cp=CP))
     engine = EngineCoreAttention(

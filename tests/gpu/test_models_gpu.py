@@ -13,7 +13,7 @@ from labkit.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, T
 from labkit.launch import rank_info, run
 from labkit.models import GPTModel
 from labkit.parallel import all_reduce, initialize_model_parallel, single_process_groups
-from labkit.parallel.weights import gather_parameter
+from labkit.parallel.parameters.weights import gather_parameter
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ from labkit.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, S
 from labkit.events import Event, recording
 from labkit.launch import run
 from labkit.parallel import Group, ParallelMLP, WeightGradStore
-from labkit.parallel.stream_clock import StreamClock
+from labkit.parallel.communication.stream_clock import StreamClock
 from labkit.schedules import build_schedule
 
 pytestmark = pytest.mark.gpu

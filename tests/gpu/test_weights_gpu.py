@@ -10,7 +10,7 @@ import torch
 from labkit.config import ModelConfig
 from labkit.models import GPTModel
 from labkit.parallel import Group, make_parameter, single_process_groups
-from labkit.parallel.weights import DeviceSeed
+from labkit.parallel.parameters.weights import DeviceSeed
 
 pytestmark = pytest.mark.gpu
 

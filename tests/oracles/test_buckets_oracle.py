@@ -12,7 +12,7 @@ from torch import nn
 from labkit.config import ParallelConfig
 from labkit.launch import run
 from labkit.parallel import DistributedDataParallel, ParameterSpec, initialize_model_parallel, plan_buckets
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.parameters.parameter_record import record_of
 
 pytestmark = pytest.mark.oracle
 

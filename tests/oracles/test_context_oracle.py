@@ -8,7 +8,7 @@ import torch
 from labkit.config import ParallelConfig
 from labkit.launch import run
 from labkit.parallel import initialize_model_parallel
-from labkit.parallel.context import get_batch_on_this_cp_rank, zigzag_positions
+from labkit.parallel.context.zigzag import get_batch_on_this_cp_rank, zigzag_positions
 
 pytestmark = pytest.mark.oracle
 

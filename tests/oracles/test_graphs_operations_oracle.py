@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from labkit.graphs.emulated.emulated_backend import EmulatedBackend
-from labkit.parallel.capturing import GraphCaptureError
+from labkit.parallel.communication.capturing import GraphCaptureError
 
 BACKEND = EmulatedBackend()
 SAMPLES = 2

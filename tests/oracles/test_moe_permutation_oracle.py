@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from labkit.moe import permute, sort_chunks_by_idxs, unpermute
-from labkit.moe.alltoall import Splits
+from labkit.moe.dispatch.alltoall import Splits
 from labkit.moe.routing import apply_capacity
 
 pytestmark = pytest.mark.oracle

@@ -12,7 +12,7 @@ from torch import Tensor
 from labkit.launch import run
 from labkit.parallel import Group
 from labkit.parallel import mappings as ours
-from labkit.parallel.cross_entropy import vocab_parallel_cross_entropy
+from labkit.parallel.vocab.cross_entropy import vocab_parallel_cross_entropy
 
 pytestmark = pytest.mark.oracle
 

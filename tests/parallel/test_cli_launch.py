@@ -213,7 +213,7 @@ SCRIPT = """
 import os, sys, time
 import labkit.cli.train_command as train
 from labkit.config import ConfigError
-from labkit.parallel.token_ids import TokenIdError
+from labkit.parallel.vocab.token_ids import TokenIdError
 
 def on_rank(config):
     if os.environ["RANK"] in sys.argv[1]:

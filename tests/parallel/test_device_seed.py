@@ -8,7 +8,7 @@ import pytest
 
 from labkit.config import RunConfig, presets
 from labkit.parallel.data_parallel.gradients import is_expert
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.parameters.parameter_record import record_of
 from labkit.train import pretrain
 from labkit.train.pretraining import initialize, setup_model_and_optimizer
 

@@ -23,7 +23,7 @@ from labkit.parallel import (
     wrap_model_chunks,
 )
 from labkit.parallel.groups import cut_group
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.recompute import checkpoint
 
 MICROBATCHES = 3

@@ -13,7 +13,7 @@ from labkit.config import ParallelConfig, RunConfig, presets
 from labkit.fp8 import Float8Recipe, Float8Scaling
 from labkit.parallel import CommLedger, all_gather, dropped, initialize_model_parallel
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from labkit.parallel.weights import gather_parameter
+from labkit.parallel.parameters.weights import gather_parameter
 from labkit.train import compare
 
 S, B, INNER, OUTER = 8, 2, 32, 64

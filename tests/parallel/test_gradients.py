@@ -24,8 +24,8 @@ from labkit.parallel.data_parallel.gradients import (
     global_grad_norm,
     gradient_statistics,
 )
-from labkit.parallel.parameter_record import record_of
-from labkit.parallel.weights import make_parameter, tensor_part
+from labkit.parallel.parameters.parameter_record import record_of
+from labkit.parallel.parameters.weights import make_parameter, tensor_part
 from labkit.train.optimizer import Optimizer, parameter_groups
 
 

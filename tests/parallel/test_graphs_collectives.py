@@ -12,11 +12,11 @@ from labkit.events import recording
 from labkit.graphs.emulated.emulated_backend import EmulatedBackend
 from labkit.parallel import CommLedger, Group, collectives, comm_scope, dropped
 from labkit.parallel import mappings as m
-from labkit.parallel.capturing import GraphCaptureError
-from labkit.parallel.group_registry import Lease
-from labkit.parallel.in_flight import all_to_all_start
+from labkit.parallel.communication.capturing import GraphCaptureError
+from labkit.parallel.communication.group_registry import Lease
+from labkit.parallel.communication.in_flight import all_to_all_start
+from labkit.parallel.communication.unequal import all_gather_unequal, reduce_scatter_unequal
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from labkit.parallel.unequal import all_gather_unequal, reduce_scatter_unequal
 
 BACKEND = EmulatedBackend()
 

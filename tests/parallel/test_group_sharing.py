@@ -15,8 +15,8 @@ import pytest
 
 from labkit.config import ParallelConfig, presets
 from labkit.launch import RankError, Ranks
+from labkit.parallel.communication.group_registry import sweep
 from labkit.parallel.group_plan import GROUP_KINDS, groups_of_rank
-from labkit.parallel.group_registry import sweep
 
 WORLD = 8
 

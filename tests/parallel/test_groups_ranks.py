@@ -132,7 +132,7 @@ def held_by_a_mesh(config: ParallelConfig) -> list[float]:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from labkit.parallel import initialize_model_parallel
-    from labkit.parallel.group_registry import sweep
+    from labkit.parallel.communication.group_registry import sweep
 
     mesh = initialize_model_parallel(config).device_mesh("dp", "tp")["tp"]
     sweep()

@@ -13,9 +13,9 @@ from torch.autograd import Function
 from labkit.events import recording
 from labkit.parallel import CommLedger, Group, all_reduce, comm_scope, dropped
 from labkit.parallel import mappings as m
-from labkit.parallel.group_registry import Lease
-from labkit.parallel.in_flight import all_to_all_start
-from labkit.parallel.unequal import all_gather_unequal, reduce_scatter_unequal
+from labkit.parallel.communication.group_registry import Lease
+from labkit.parallel.communication.in_flight import all_to_all_start
+from labkit.parallel.communication.unequal import all_gather_unequal, reduce_scatter_unequal
 
 
 def whole_world(name: str = "ep") -> Group:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from labkit.parallel import CommLedger, Group, all_gather
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from labkit.parallel.mlp import ACTIVATIONS, ParallelMLP
-from labkit.parallel.parameter_record import Replicated, record_of
-from labkit.parallel.weights import gather_parameter
+from labkit.parallel.parameters.parameter_record import Replicated, record_of
+from labkit.parallel.parameters.weights import gather_parameter
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 

@@ -14,7 +14,7 @@ from labkit.launch import RankError, run
 from labkit.models import GPTModel, counts
 from labkit.parallel import CommLedger, finalize_model_grads, initialize_model_parallel, single_process_groups
 from labkit.parallel.collectives import all_gather
-from labkit.parallel.weights import gather_parameter
+from labkit.parallel.parameters.weights import gather_parameter
 
 GPT2 = ModelConfig(layers=2, hidden=32, heads=4, vocab_size=333, make_vocab_size_divisible_by=8, seq_length=12)
 LLAMA = replace(

@@ -22,7 +22,7 @@ from labkit.parallel import (
     initialize_model_parallel,
     single_process_groups,
 )
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.parameters.parameter_record import record_of
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 HIDDEN, WIDTH, EXPERTS = 8, 12, 4

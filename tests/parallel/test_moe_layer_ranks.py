@@ -29,8 +29,8 @@ from labkit.parallel import (
     initialize_model_parallel,
     single_process_groups,
 )
-from labkit.parallel.parameter_record import record_of
-from labkit.parallel.weights import gather_expert_parameter, gather_parameter
+from labkit.parallel.parameters.parameter_record import record_of
+from labkit.parallel.parameters.weights import gather_expert_parameter, gather_parameter
 
 S, B = 8, 4
 MODEL = ModelConfig(

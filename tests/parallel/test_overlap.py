@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from labkit.events import Event, recording
-from labkit.parallel import Group, collectives, delayed, layers, transport
+from labkit.parallel import Group, collectives, delayed, layers
+from labkit.parallel.communication import collective_backends as transport
 from labkit.parallel.layers import ColumnParallelLinear
 
 COLLECTIVE, GEMM = 0.020, 0.030

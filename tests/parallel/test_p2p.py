@@ -5,9 +5,10 @@ import torch
 
 from labkit.config import ParallelConfig
 from labkit.launch import run
-from labkit.parallel import CommLedger, initialize_model_parallel, posting_order
+from labkit.parallel import CommLedger, initialize_model_parallel
 from labkit.parallel import p2p as p
-from labkit.parallel.deallocation import custom_backward, deallocate_output_tensor
+from labkit.parallel.pipeline import posting_order
+from labkit.parallel.pipeline.deallocation import custom_backward, deallocate_output_tensor
 
 MODES = [(batched, variable) for batched in (True, False) for variable in (True, False)]
 MODE_IDS = [f"{'batched' if b else 'even-odd'}{'-variable' if v else ''}" for b, v in MODES]

@@ -13,7 +13,7 @@ import pytest
 
 from labkit.config import RunConfig
 from labkit.models import build_model_chunks, gpt
-from labkit.parallel.weight_grad_store import WeightGradStore
+from labkit.parallel.pipeline.weight_grad_store import WeightGradStore
 from labkit.train import TrainResult, compare, pretrain
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.preflight import schedule_of

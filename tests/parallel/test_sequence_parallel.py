@@ -28,8 +28,8 @@ from labkit.parallel import (
     single_process_groups,
 )
 from labkit.parallel.collectives import all_gather
-from labkit.parallel.cross_entropy import _chunks, _rows_of_parts
-from labkit.parallel.weights import gather_parameter
+from labkit.parallel.parameters.weights import gather_parameter
+from labkit.parallel.vocab.cross_entropy import _chunks, _rows_of_parts
 from labkit.schedules import PipelineRuntime, build_schedule
 from labkit.train import compare
 

@@ -17,7 +17,7 @@ from labkit.config import ModelConfig, ParallelConfig
 from labkit.fp8 import Float8Recipe
 from labkit.models import GPTModel
 from labkit.parallel import initialize_model_parallel
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.parameters.parameter_record import record_of
 from labkit.te import EngineSpec
 from labkit.train.layer_specs import layer_spec_with
 

@@ -23,7 +23,7 @@ from labkit.moe.router import routers_of
 from labkit.parallel import initialize_model_parallel
 from labkit.parallel.data_parallel.distributed_data_parallel import wrap_model_chunks
 from labkit.parallel.data_parallel.gradients import global_grad_norm
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.parameters.parameter_record import record_of
 from labkit.train import pretrain
 from labkit.train.optimizer import named_parameters
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from labkit.parallel import CommLedger, Group, TokenIdError, all_gather, check_token_ids
-from labkit.parallel import cross_entropy as ce
-from labkit.parallel import vocab as v
-from labkit.parallel.weights import gather_parameter
+from labkit.parallel.parameters.weights import gather_parameter
+from labkit.parallel.vocab import cross_entropy as ce
+from labkit.parallel.vocab import vocab_parallel as v
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 ALONE = Group("tp", (0,), 0)

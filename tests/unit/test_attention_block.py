@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from labkit.parallel.attention_block import attend, attend_backward, merge_
+from labkit.parallel.context.attention_block import attend, attend_backward, merge_
 
 
 def tensors(heads=(4, 2), queries=6, keys=6, dim=8, dtype=torch.float64, seed=0):

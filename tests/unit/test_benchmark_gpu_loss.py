@@ -12,7 +12,7 @@ import torch.nn.functional as F
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_loss
 
-from labkit.parallel.cross_entropy import CHUNKS, ChunkSizes
+from labkit.parallel.vocab.cross_entropy import CHUNKS, ChunkSizes
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,8 @@ from labkit.cli.run_command import COMMAND as RUN
 from labkit.cli.train_command import COMMAND as TRAIN
 from labkit.config import RunConfig, presets
 from labkit.config.fields import ALIASES, SPECS
-from labkit.launch import forkserver, pool
+from labkit.launch import forkserver
+from labkit.launch import rank_pool as pool
 from labkit.parallel.rank_generator import rank_generators
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.parallel.context import (
+from labkit.parallel.context.plan import LAYOUTS
+from labkit.parallel.context.zigzag import (
     contiguous_positions,
     contiguous_split,
     get_batch_on_this_cp_rank,
@@ -15,7 +16,6 @@ from labkit.parallel.context import (
     zigzag_positions,
     zigzag_split,
 )
-from labkit.parallel.context_plan import LAYOUTS
 from labkit.parallel.groups import Group
 
 

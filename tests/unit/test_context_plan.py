@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.parallel.context_plan import (
+from labkit.parallel.context.plan import (
     BOTH,
     LAYOUTS,
     Block,

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from labkit.parallel import cross_entropy as ce
 from labkit.parallel import single_process_groups
+from labkit.parallel.vocab import cross_entropy as ce
 
 TOKENS, HIDDEN, VOCAB, PADDED = 16_384, 64, 50_257, 50_304
 MIB = 2**20

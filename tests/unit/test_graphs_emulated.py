@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from labkit.graphs.emulated import recording
 from labkit.graphs.emulated.arena import Arena, block_of
 from labkit.graphs.emulated.emulated_backend import EmulatedBackend, EmulatedGraph
-from labkit.parallel.capturing import (
+from labkit.parallel.communication.capturing import (
     GraphCaptureError,
     active_capture,
     graph_warmup,

@@ -15,8 +15,8 @@ from labkit.graphs import make_graphed_callables
 from labkit.graphs.emulated.arena import Arena
 from labkit.graphs.emulated.emulated_backend import EmulatedBackend
 from labkit.parallel import CheckpointWithoutOutput, RngTracker, checkpoint
-from labkit.parallel.capturing import GraphCaptureError
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.communication.capturing import GraphCaptureError
+from labkit.parallel.parameters.parameter_record import record_of
 
 BACKEND = EmulatedBackend()
 

@@ -18,7 +18,7 @@ from fake_cuda import Generator, Graph, Machine, fake_cuda
 from labkit.graphs import BrokenProcessError, FullIterationGraph, make_graphed_callables
 from labkit.graphs.cuda import failed_capture, local_backend
 from labkit.graphs.cuda.local_backend import LocalBackend, LocalPool
-from labkit.parallel.capturing import GraphCaptureError
+from labkit.parallel.communication.capturing import GraphCaptureError
 from labkit.parallel.random import RngTracker
 
 LEAVE = "restart the kernel of a notebook, or end this rank"

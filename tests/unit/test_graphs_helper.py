@@ -11,7 +11,7 @@ from graph_training import GRAPHS, Training, small
 
 from labkit.graphs import CudaGraphHelper
 from labkit.graphs.order_table import capture_order
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.parameters.parameter_record import record_of
 from labkit.schedules import Schedule, build_schedule
 
 EMULATED = GRAPHS | {"schedule.name": "gpipe"}

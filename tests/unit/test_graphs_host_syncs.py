@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from labkit.graphs.emulated.emulated_backend import EmulatedBackend
-from labkit.parallel.capturing import GraphCaptureError, graph_capturing, refuse_host_sync
+from labkit.parallel.communication.capturing import GraphCaptureError, graph_capturing, refuse_host_sync
 
 BACKEND = EmulatedBackend()
 COUNTS, PLACES = torch.tensor([1, 2, 1]), torch.tensor([2, 0])

@@ -20,7 +20,7 @@ from labkit.graphs import FullIterationGraph, full_iteration, make_graphed_calla
 from labkit.graphs.backend import choose_impl
 from labkit.graphs.cuda.local_backend import LocalBackend, LocalPool, explained, stale_streams_followed
 from labkit.launch import info, torchrun
-from labkit.parallel.capturing import GraphCaptureError, is_graph_capturing, is_graph_warmup
+from labkit.parallel.communication.capturing import GraphCaptureError, is_graph_capturing, is_graph_warmup
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from labkit.graphs.scope import layer_scope
 from labkit.models import GPTModel
 from labkit.moe import MoELayer, RoutingReplay
 from labkit.parallel import single_process_groups
-from labkit.parallel.capturing import GraphCaptureError, graph_capturing, graph_warmup
+from labkit.parallel.communication.capturing import GraphCaptureError, graph_capturing, graph_warmup
 from labkit.schedules import one_f_one_b, zero_bubble_h1
 
 GROUPS = single_process_groups()

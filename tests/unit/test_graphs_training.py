@@ -13,7 +13,7 @@ from graph_training import DROPOUT, FULL, GRAPHS, LAYERS, MICROBATCHES, STEPS, T
 from labkit.config import ConfigError, RunConfig, presets
 from labkit.graphs import PlanError, check_plan, graph_counts, is_graph_capturing
 from labkit.models.blocks import TransformerLayer
-from labkit.parallel.capturing import is_graph_warmup
+from labkit.parallel.communication.capturing import is_graph_warmup
 from labkit.schedules import Schedule
 from labkit.train import pretrain
 

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from labkit.launch import Ranks, forkserver, guard, info, pool, run
+from labkit.launch import Ranks, forkserver, guard, info, run
+from labkit.launch import rank_pool as pool
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from labkit.launch.report import Outcome, activity, compose, innermost, mismatched_call, torch_call, trim
+from labkit.launch.failure_report import Outcome, activity, compose, innermost, mismatched_call, torch_call, trim
 from labkit.launch.status import Status
 from labkit.launch.worker import Failure, describe
 

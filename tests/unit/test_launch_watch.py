@@ -5,7 +5,7 @@ import math
 import pytest
 
 from labkit.launch import guard, status
-from labkit.launch.report import Outcome
+from labkit.launch.failure_report import Outcome
 from labkit.launch.watch import HangWatch
 
 LIMIT = 60.0

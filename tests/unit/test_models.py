@@ -17,7 +17,7 @@ from labkit.models.attention import ParallelAttention
 from labkit.models.build import Build
 from labkit.models.rotary import rotary_table, rotate
 from labkit.parallel import initialize_model_parallel, single_process_groups
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.parameters.parameter_record import record_of
 from labkit.schedules import Schedule
 
 GROUPS = single_process_groups()

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from labkit.config import ModelConfig, MoEConfig, ParallelConfig
 from labkit.moe import MoETokenDispatcher, SharedExpertMLP, build_dispatcher
-from labkit.moe import alltoall as alltoall_module
-from labkit.moe.alltoall import Splits
-from labkit.moe.host_copy import HostCopy
+from labkit.moe.dispatch import alltoall as alltoall_module
+from labkit.moe.dispatch.alltoall import Splits
+from labkit.moe.dispatch.host_copy import HostCopy
 from labkit.moe.routing import apply_capacity
 from labkit.parallel import ParallelGroups, initialize_model_parallel, single_process_groups
 

@@ -24,7 +24,7 @@ from labkit.moe.experts import Experts, GroupedExperts, SequentialExperts, Stack
 from labkit.moe.grouped_gemm import Segments, grouped_product, grouped_weight_gradient
 from labkit.moe.weighted_activation import weighted_swiglu
 from labkit.parallel import WeightGradStore, checkpoint, single_process_groups
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.parameters.parameter_record import record_of
 from labkit.te.linear import GroupedLinear
 from labkit.train import pretrain
 

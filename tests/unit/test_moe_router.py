@@ -25,7 +25,7 @@ from labkit.moe.router import TopKRouter, finish_router_step, routers_of
 from labkit.moe.routing import normalized_scores, top_k_map
 from labkit.moe.statistics import RouterSummary, summarize
 from labkit.parallel import checkpoint, single_process_groups
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.parameters.parameter_record import record_of
 
 S, B, H, E, K = 6, 2, 8, 4, 2
 GROUPS = single_process_groups()

@@ -8,8 +8,14 @@ from torch import nn
 
 from labkit.parallel.data_parallel.naive import NaiveDataParallel
 from labkit.parallel.groups import single_process_groups
-from labkit.parallel.parameter_record import ParameterRecord, add_gradient, adopt_marks, main_grad_of, record_of
-from labkit.parallel.weights import make_parameter
+from labkit.parallel.parameters.parameter_record import (
+    ParameterRecord,
+    add_gradient,
+    adopt_marks,
+    main_grad_of,
+    record_of,
+)
+from labkit.parallel.parameters.weights import make_parameter
 
 
 def test_the_first_question_makes_the_record_and_changes_nothing_else() -> None:

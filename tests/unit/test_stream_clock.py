@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from labkit.events import recording, span
-from labkit.parallel import stream_clock
-from labkit.parallel.stream_clock import StreamClock, span_on
+from labkit.parallel.communication import stream_clock
+from labkit.parallel.communication.stream_clock import StreamClock, span_on
 
 LAUNCH = 1e-5
 DEVICE = torch.device("cuda", 0)

@@ -22,7 +22,7 @@ from labkit.fp8 import Float8Recipe
 from labkit.graphs import CudaGraphHelper
 from labkit.models import GPTModel
 from labkit.parallel import ColumnParallelLinear, RowParallelLinear, single_process_groups
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.parameters.parameter_record import record_of
 from labkit.schedules import one_f_one_b, zero_bubble_h1
 from labkit.te import linear
 from labkit.train import pretrain

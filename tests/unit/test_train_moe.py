@@ -20,7 +20,7 @@ from labkit.models.chunks import build_model_chunks
 from labkit.moe.router import routers_of
 from labkit.parallel import NaiveDataParallel, initialize_model_parallel, single_process_groups
 from labkit.parallel.data_parallel.distributed_data_parallel import wrap_model_chunks
-from labkit.parallel.parameter_record import main_grad_of
+from labkit.parallel.parameters.parameter_record import main_grad_of
 from labkit.schedules import PipelineRuntime, forward_backward_no_pipelining, one_f_one_b
 from labkit.train import pretrain
 from labkit.train.forward_step import gpt_forward_step

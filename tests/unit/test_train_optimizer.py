@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from labkit.config import OptimConfig
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.parameters.parameter_record import record_of
 from labkit.train.optimizer import build_optimizer, named_parameters, parameter_groups
 
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)

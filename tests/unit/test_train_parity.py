@@ -13,7 +13,7 @@ from torch import nn
 
 from labkit.config import ConfigError, presets
 from labkit.parallel.groups import initialize_model_parallel
-from labkit.parallel.weights import tensor_part
+from labkit.parallel.parameters.weights import tensor_part
 from labkit.schedules import build_schedule
 from labkit.train.lr_schedule import build_lr_schedule
 from labkit.train.parity.assemble import FullRun, assemble, join_replicas, join_shards, join_zigzag

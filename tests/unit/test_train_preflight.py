@@ -12,7 +12,8 @@ import torch
 
 from labkit.cli import main
 from labkit.config import ConfigError, presets
-from labkit.launch import Ranks, forkserver, machine, pool, run
+from labkit.launch import Ranks, forkserver, machine, run
+from labkit.launch import rank_pool as pool
 from labkit.launch.machine import GIB, Memory
 from labkit.schedules import gpipe
 from labkit.train import compare, pretrain

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.parallel import Group
-from labkit.parallel.parameter_record import record_of
-from labkit.parallel.weights import (
+from labkit.parallel.parameters.parameter_record import record_of
+from labkit.parallel.parameters.weights import (
     DeviceSeed,
     Replicated,
     draw,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from labkit.fp8.scaling import Float8Scaling
-from labkit.parallel.capturing import BrokenProcessError, GraphCaptureError, is_graph_capturing
-from labkit.parallel.parameter_record import ParameterRecord, record_of
+from labkit.parallel.communication.capturing import BrokenProcessError, GraphCaptureError, is_graph_capturing
+from labkit.parallel.parameters.parameter_record import ParameterRecord, record_of
 from labkit.parallel.random import RngTracker, forks_noted
 
 

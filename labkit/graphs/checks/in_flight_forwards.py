@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from labkit.parallel.capturing import GraphCaptureError
+from labkit.parallel.communication.capturing import GraphCaptureError
 
 
 class InFlightForward:

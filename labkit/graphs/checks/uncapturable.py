@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from labkit.config import ConfigError
-from labkit.graphs.arguments import Arguments, Place
+from labkit.graphs.call_arguments import Arguments, Place
 from labkit.moe.router import routers_of
-from labkit.parallel.capturing import GraphCaptureError
+from labkit.parallel.communication.capturing import GraphCaptureError
 from labkit.parallel.groups import Group
 
 _NOT_THE_USER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")

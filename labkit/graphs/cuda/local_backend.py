@@ -38,7 +38,12 @@ from labkit.graphs.backend import PoolStep
 from labkit.graphs.cuda.capture_streams import pool_mates
 from labkit.graphs.cuda.failed_capture import is_spent, repair_process
 from labkit.launch.info import before_leaving
-from labkit.parallel.capturing import GraphCaptureError, graph_capturing, graph_warmup, require_whole_process
+from labkit.parallel.communication.capturing import (
+    GraphCaptureError,
+    graph_capturing,
+    graph_warmup,
+    require_whole_process,
+)
 from labkit.parallel.random import RngTracker
 
 __all__ = ["LocalBackend", "LocalGraph", "LocalPool"]

@@ -22,7 +22,7 @@ from torch import Tensor
 from labkit.graphs.emulated.arena import Arena, unmanaged
 from labkit.graphs.emulated.host_syncs import watched_methods
 from labkit.graphs.emulated.recording import AddressRecorder, Step
-from labkit.parallel.capturing import (
+from labkit.parallel.communication.capturing import (
     GraphCaptureError,
     active_capture,
     graph_capturing,

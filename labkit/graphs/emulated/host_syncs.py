@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.parallel.capturing import GraphCaptureError, active_capture, call_site
+from labkit.parallel.communication.capturing import GraphCaptureError, active_capture, call_site
 
 __all__ = ["refuse_uncapturable", "watched_methods"]
 

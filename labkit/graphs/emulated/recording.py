@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.graphs.emulated.arena import Arena, unmanaged
 from labkit.graphs.emulated.host_syncs import refuse_uncapturable
-from labkit.parallel.capturing import GraphCaptureError, call_site, unrecorded
 from labkit.parallel.collectives import Pending
+from labkit.parallel.communication.capturing import GraphCaptureError, call_site, unrecorded
 from labkit.parallel.ledger import Scope, comm_scope, current_scope
 
 T = TypeVar("T")

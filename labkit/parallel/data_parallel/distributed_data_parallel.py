@@ -30,7 +30,7 @@ from labkit.parallel.data_parallel.naive import NaiveDataParallel
 from labkit.parallel.data_parallel.param_gather import ParamGather
 from labkit.parallel.data_parallel.wrapper import ChunkWrapper
 from labkit.parallel.groups import ParallelGroups
-from labkit.parallel.parameter_record import add_gradient, call_on_gradient, name_of
+from labkit.parallel.parameters.parameter_record import add_gradient, call_on_gradient, name_of
 
 
 class DistributedDataParallel(ChunkWrapper):

@@ -36,7 +36,7 @@ from labkit.parallel.data_parallel.gradients import counted_elements, split_grad
 from labkit.parallel.data_parallel.param_gather import finish_param_sync, param_gathers
 from labkit.parallel.data_parallel.parameter_groups import ParameterGroup, adamw
 from labkit.parallel.groups import Group, ParallelGroups
-from labkit.parallel.parameter_record import main_grad_of
+from labkit.parallel.parameters.parameter_record import main_grad_of
 
 
 @dataclass(frozen=True)

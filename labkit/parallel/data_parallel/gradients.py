@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from labkit.parallel import collectives
 from labkit.parallel.groups import Group, ParallelGroups, cut_group
 from labkit.parallel.ledger import comm_scope
-from labkit.parallel.parameter_record import main_grad_of, record_of
+from labkit.parallel.parameters.parameter_record import main_grad_of, record_of
 
 
 def _parameters(chunks: Sequence[nn.Module]) -> Iterator[nn.Parameter]:

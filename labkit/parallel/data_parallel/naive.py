@@ -15,7 +15,7 @@ from labkit.parallel.collectives import all_reduce, comm_scope
 from labkit.parallel.data_parallel.grad_buffers import scale_and_look
 from labkit.parallel.data_parallel.wrapper import ChunkWrapper
 from labkit.parallel.groups import Group
-from labkit.parallel.parameter_record import add_gradient, adopt_marks, record_of
+from labkit.parallel.parameters.parameter_record import add_gradient, adopt_marks, record_of
 
 
 class NaiveDataParallel(ChunkWrapper):

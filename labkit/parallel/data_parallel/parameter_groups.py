@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.config import OptimConfig
-from labkit.parallel.parameter_record import name_of
+from labkit.parallel.parameters.parameter_record import name_of
 
 Condition = Callable[[str, nn.Parameter], bool]
 """A predicate over a parameter's full name and the parameter."""

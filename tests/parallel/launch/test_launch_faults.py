@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.launch import RankError, Ranks, forkserver, pool, run, waiting
+from labkit.launch import RankError, Ranks, forkserver, run, waiting
+from labkit.launch import rank_pool as pool
 
 pytestmark = pytest.mark.usefixtures("no_rank_left")
 

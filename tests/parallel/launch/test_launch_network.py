@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labkit.launch import Ranks, forkserver, guard, pool, run
+from labkit.launch import Ranks, forkserver, guard, run
+from labkit.launch import rank_pool as pool
 
 pytestmark = pytest.mark.usefixtures("no_rank_left")
 

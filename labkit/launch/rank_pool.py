@@ -15,9 +15,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from labkit.launch import guard, pickling
+from labkit.launch.failure_report import Outcome, RankError, compose, trim
 from labkit.launch.forkserver import RankProcess
 from labkit.launch.guard import LaunchFolder
-from labkit.launch.report import Outcome, RankError, compose, trim
 from labkit.launch.status import create_slots, read_slot
 from labkit.launch.watch import HangWatch
 from labkit.launch.worker import LaunchSpec, rank_main

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from labkit.parallel.ledger import Scope, comm_scope, current_scope
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.parameters.parameter_record import record_of
 
 Compute = Callable[[], Sequence[Tensor | None]]
 """Gradients in the order of the parameters; None for one that was added to `main_grad` already."""

@@ -23,9 +23,9 @@ from labkit.parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from labkit.parallel.token_ids import check_token_ids
-from labkit.parallel.weight_grad_store import deferred
-from labkit.parallel.weights import Seed, make_parameter
+from labkit.parallel.parameters.weights import Seed, make_parameter
+from labkit.parallel.pipeline.weight_grad_store import deferred
+from labkit.parallel.vocab.token_ids import check_token_ids
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:

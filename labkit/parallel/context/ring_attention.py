@@ -7,7 +7,7 @@
 | `all_gather_attention`   | all-gather of KV | all-gather of KV,                       | all           |
 |   (arXiv 2407.21783)     |                  | reduce-scatter of dK and dV             |               |
 
-Both compute the rectangles of `context_plan.py` and join them by their log-sum-exps (`attention_block.py`). Both hide
+Both compute the rectangles of `plan.py` and join them by their log-sum-exps (`attention_block.py`). Both hide
 transfers: step i of the ring computes while the keys of step i + 1 arrive; the all-gather runs behind the rank's own
 block. Nothing is left to hide two of them: the ring's last hop, which brings the sums of dK and dV home, and the other
 form's reduce-scatter.
@@ -34,10 +34,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from labkit.parallel import collectives
-from labkit.parallel.attention_block import accumulator_dtype, attend, attend_backward, merge_
 from labkit.parallel.collectives import Message, Pending
-from labkit.parallel.context import join_sequence, split_sequence
-from labkit.parallel.context_plan import BOTH, Block, Layout, gathered_plan, ring_plan
+from labkit.parallel.context.attention_block import accumulator_dtype, attend, attend_backward, merge_
+from labkit.parallel.context.plan import BOTH, Block, Layout, gathered_plan, ring_plan
+from labkit.parallel.context.zigzag import join_sequence, split_sequence
 from labkit.parallel.groups import Group
 from labkit.parallel.mappings import backward_scope, forward_scope
 
@@ -60,7 +60,7 @@ def ring_attention(
         v: its values, shaped like k.
         group: context-parallel ranks; every one of them calls this.
         causal: whether a position sees no later one.
-        layout: which positions the rows are (`context_plan.py`).
+        layout: which positions the rows are (`plan.py`).
         fused: torch's kernels, or one operation after the other.
 
     Returns:

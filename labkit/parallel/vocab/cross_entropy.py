@@ -24,10 +24,10 @@ from labkit.parallel.collectives import Pending
 from labkit.parallel.groups import Group
 from labkit.parallel.ledger import backward_scope, comm_scope, forward_scope
 from labkit.parallel.linear_functions import LinearPlan
-from labkit.parallel.parameter_record import record_of
+from labkit.parallel.parameters.parameter_record import record_of
+from labkit.parallel.pipeline.weight_grad_store import deferred
 from labkit.parallel.precision import weight_gradient
-from labkit.parallel.token_ids import check_token_ids
-from labkit.parallel.weight_grad_store import deferred
+from labkit.parallel.vocab.token_ids import check_token_ids
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from labkit.config import MoEConfig
-from labkit.moe.dispatcher import MoETokenDispatcher
-from labkit.moe.host_copy import HostCopy
-from labkit.moe.permutation import permute, unpermute
+from labkit.moe.dispatch.dispatcher import MoETokenDispatcher
+from labkit.moe.dispatch.host_copy import HostCopy
+from labkit.moe.dispatch.permutation import permute, unpermute
 from labkit.parallel import collectives, mappings
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.ledger import comm_scope, current_scope

@@ -15,7 +15,7 @@ Sums of bfloat16 and float16 are taken in float32 and rounded once, whatever the
 round after every addition. (NCCL does as it does.) CUDA tensors on gloo pass through pinned host memory.
 
 Under `TORCH_DISTRIBUTED_DEBUG=DETAIL` the plain torch collectives are used, since torch checks those, and only those,
-for calls that do not fit each other; messages are checked by `handshake.py`.
+for calls that do not fit each other; messages are checked by `pipeline/handshake.py`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
-from labkit.parallel.capturing import refuse_host_sync
+from labkit.parallel.communication.capturing import refuse_host_sync
 from labkit.parallel.groups import Group
-from labkit.parallel.handshake import check_message
+from labkit.parallel.pipeline.handshake import check_message
 
 Finish = Callable[[], Tensor]
 

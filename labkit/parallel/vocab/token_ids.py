@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from labkit.parallel.capturing import is_graph_capturing
 from labkit.parallel.collectives import gather_objects
+from labkit.parallel.communication.capturing import is_graph_capturing
 from labkit.parallel.groups import Group
 
 LATE_DEVICES = {"cuda"}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from labkit.parallel import collectives
 from labkit.parallel.groups import Group
-from labkit.parallel.parameter_record import Replicated, record_of
+from labkit.parallel.parameters.parameter_record import Replicated, record_of
 
 
 def parameter_seed(seed: int, name: str) -> int:

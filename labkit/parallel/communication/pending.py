@@ -21,8 +21,8 @@ from torch import Tensor
 
 from labkit.events import active_recorder, observers, start_observers
 from labkit.launch import status, waiting
-from labkit.parallel import transport
-from labkit.parallel.capturing import GraphCaptureError, active_capture, call_site
+from labkit.parallel.communication import collective_backends as transport
+from labkit.parallel.communication.capturing import GraphCaptureError, active_capture, call_site
 from labkit.parallel.groups import Group
 from labkit.parallel.ledger import book, delay_of, is_watched
 

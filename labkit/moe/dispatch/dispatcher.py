@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from labkit.config import MoEConfig
-from labkit.moe.host_copy import HostCopy
+from labkit.moe.dispatch.host_copy import HostCopy
 from labkit.moe.routing import get_capacity
 from labkit.parallel.groups import ParallelGroups
 
@@ -191,9 +191,9 @@ def build_dispatcher(
     cuda_dtoh_point: str = "before_permutation_1",
 ) -> MoETokenDispatcher:
     """The dispatcher that `moe.dispatcher` names; arguments and errors are those of `MoETokenDispatcher`."""
-    from labkit.moe.allgather import MoEAllGatherTokenDispatcher
-    from labkit.moe.alltoall import MoEAlltoAllTokenDispatcher
-    from labkit.moe.local import MoELocalTokenDispatcher
+    from labkit.moe.dispatch.allgather import MoEAllGatherTokenDispatcher
+    from labkit.moe.dispatch.alltoall import MoEAlltoAllTokenDispatcher
+    from labkit.moe.dispatch.one_rank import MoELocalTokenDispatcher
 
     kinds: dict[str, type[MoETokenDispatcher]] = {
         "alltoall": MoEAlltoAllTokenDispatcher,

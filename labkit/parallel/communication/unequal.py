@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from labkit.parallel import transport
 from labkit.parallel.collectives import recordable
+from labkit.parallel.communication import collective_backends as transport
+from labkit.parallel.communication.pending import Pending, start
 from labkit.parallel.groups import Group
 from labkit.parallel.ledger import backward_scope, forward_scope, is_dropped
-from labkit.parallel.pending import Pending, start
 
 __all__ = ["all_gather_unequal", "reduce_scatter_unequal"]
 

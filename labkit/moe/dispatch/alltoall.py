@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from labkit.config import MoEConfig
-from labkit.moe.dispatcher import MoETokenDispatcher
-from labkit.moe.host_copy import HostCopy
-from labkit.moe.permutation import permute, sort_chunks_by_idxs, unpermute
+from labkit.moe.dispatch.dispatcher import MoETokenDispatcher
+from labkit.moe.dispatch.host_copy import HostCopy
+from labkit.moe.dispatch.permutation import permute, sort_chunks_by_idxs, unpermute
 from labkit.parallel import collectives, mappings
+from labkit.parallel.communication.in_flight import all_to_all_start
 from labkit.parallel.groups import ParallelGroups
-from labkit.parallel.in_flight import all_to_all_start
 from labkit.parallel.ledger import comm_scope, current_scope
 
 __all__ = ["MoEAlltoAllTokenDispatcher", "Splits"]

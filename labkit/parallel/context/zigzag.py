@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.parallel.context_plan import Layout, chunk_length, chunks_of_rank
+from labkit.parallel.context.plan import Layout, chunk_length, chunks_of_rank
 from labkit.parallel.groups import Group
 
 

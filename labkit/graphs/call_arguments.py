@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 
 from labkit.graphs.checks.replay_guards import HOOKS, global_hooks
 from labkit.graphs.order_table import layers_of_chunks, order_sizes, read_order, sample_index
-from labkit.parallel.capturing import GraphCaptureError
+from labkit.parallel.communication.capturing import GraphCaptureError
 
 
 class Place(NamedTuple):

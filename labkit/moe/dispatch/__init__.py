@@ -1,0 +1,1 @@
+"""Dispatch: how tokens reach the ranks of their experts, and come back."""

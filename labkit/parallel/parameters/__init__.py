@@ -1,0 +1,1 @@
+"""Parameters: values that no layout changes, and one record for each parameter."""

@@ -1,0 +1,1 @@
+"""Beside p2p: the order of transfers, the handshake, activations that are let go, weight gradients that wait."""
