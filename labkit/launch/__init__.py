@@ -4,9 +4,9 @@
     run(lambda: torch.distributed.get_rank(), 4)        # [0, 1, 2, 3]
 
 The way of a launch: `forkserver` keeps one process that has imported torch and forks ranks from it in milliseconds;
-`pickling` packs the function; `worker` is what a rank does; `pool` holds the ranks from outside; `launcher` has `run`
+`pickling` packs the function; `worker` is what a rank does; `rank_pool` holds the ranks from outside; `launcher` has `run`
 and `Ranks`; `status` is the slot in which a rank writes what it waits for; `watch` finds the ranks that wait too long;
-`report` puts a failure into words.
+`failure_report` puts a failure into words.
 Nothing here imports torch in the process that calls `run`.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from labkit.launch.torchrun import join as join
 
 _MODULE_OF = {
-    "RankError": "report",
+    "RankError": "failure_report",
     "RankInfo": "info",
     "Ranks": "launcher",
     "before_launch": "launcher",
