@@ -30,7 +30,7 @@ CORE = (
     "models/attention.py",
     "models/blocks.py",
     "models/gpt.py",
-    "parallel/data_parallel.py",
+    "parallel/data_parallel/naive.py",
     "schedules/builders.py",
     "schedules/runtime.py",
     "train/stepping.py",

@@ -19,6 +19,7 @@ from labkit.config.errors import nearest, shown
 from labkit.config.field_spec import SIZE
 from labkit.config.fields import SPECS
 from labkit.config.pipeline_rules import CHUNKS
+from labkit.schedules.bubble import split_timeline
 from labkit.schedules.builders import build_schedule
 from labkit.schedules.ir import KINDS, Schedule, ScheduleError, read_schedule
 from labkit.schedules.lowering import Transport
@@ -222,7 +223,7 @@ def _text(timeline: Timeline, warm_ups: list[int] | None) -> list[str]:
     lines = [
         f"{schedule.name}: {', '.join(_count(*size) for size in sizes)}",
         f"{bubble}; makespan {timeline.makespan:g} where F, I and W take 1 and B takes 2",
-        str(timeline.bubble),
+        str(split_timeline(timeline)),
         "",
         *_table(timeline, warm_ups),
         "",
@@ -250,7 +251,7 @@ def _count(number: int, what: str, plural: str = "s") -> str:
 
 def _table(timeline: Timeline, warm_ups: list[int] | None) -> list[str]:
     """Stages, warm-up, peak and idle time of each rank."""
-    schedule, peaks, idle = timeline.schedule, timeline.peak_in_flight, timeline.bubble.idle
+    schedule, peaks, idle = timeline.schedule, timeline.peak_in_flight, split_timeline(timeline).idle
     by_rank = np.split(schedule.kinds != KINDS.index("F"), schedule.offsets[1:-1])
     before = [int(backward.argmax()) if backward.any() else len(backward) for backward in by_rank]
     rows = [["", "stages", "warm-up", "forwards first", "peak in flight", "idle"]]

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
     "recipe": ("Float8Recipe", "float8_recipe"),
-    "scaling": ("Float8Scaling",),
-    "spec": ("Float8Spec",),
+    "scaling": ("Float8Scaling", "Float8Spec"),
 }
 """Module -> the names that this package offers from it."""
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from labkit.fp8.recipe import Float8Recipe as Float8Recipe
     from labkit.fp8.recipe import float8_recipe as float8_recipe
     from labkit.fp8.scaling import Float8Scaling as Float8Scaling
-    from labkit.fp8.spec import Float8Spec as Float8Spec
+    from labkit.fp8.scaling import Float8Spec as Float8Spec
 
 
 def __getattr__(name: str) -> Any:

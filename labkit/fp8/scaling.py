@@ -24,6 +24,7 @@ from labkit.fp8 import operands
 from labkit.fp8.casting import scale_of
 from labkit.fp8.gemms import BlockwiseGemms, Float8Gemms
 from labkit.fp8.recipe import KINDS, Float8Recipe
+from labkit.models.layer_spec import LayerSpec
 from labkit.parallel import collectives
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.ledger import comm_scope, current_scope
@@ -150,3 +151,14 @@ class Float8Scaling(Precision):
         made: Callable[..., Tensor] = lambda *shape: torch.zeros(*shape, members, 3, device=self._device)  # noqa: E731
         self._amax_M3, self._history_LM3 = made(), made(self.recipe.amax_history_len)
         self._scale_M3 = made() + 1
+
+
+class Float8Spec(LayerSpec):
+    """Linear layers of attention and MLP compute in fp8 by `recipe`; embedding and output layer keep their type."""
+
+    def __init__(self, recipe: Float8Recipe) -> None:
+        self.recipe = recipe
+
+    def precision(self, groups: ParallelGroups, device: torch.device | str | None) -> Precision:
+        """The scales of one model chunk."""
+        return Float8Scaling(self.recipe, groups, device)

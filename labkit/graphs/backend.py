@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+
+from labkit.graphs.pool import PoolStep
 
 if TYPE_CHECKING:
     from labkit.parallel.random import RngTracker
@@ -26,20 +28,6 @@ if TYPE_CHECKING:
 IMPLS = ("auto", "transformer_engine", "local", "emulated")
 """What `make_graphed_callables(impl=)` takes. `auto` is `local` for tensors on CUDA and `emulated` for those on the
 host."""
-
-
-class PoolStep(NamedTuple):
-    """One entry of a pool's history."""
-
-    time: int
-    """0, 1, 2, ..: one tick per entry."""
-    kind: Literal["alloc", "free"]
-    offset: int
-    """Bytes from the start of the pool."""
-    nbytes: int
-    """Size of the block, rounding included."""
-    owner: str
-    """Name of the graph that was being captured when the block was taken."""
 
 
 class Graph(Protocol):

@@ -12,7 +12,7 @@ not what all graphs make, only what is alive at once:
     B1          C .
     B2          . .
 
-Nothing here knows torch: a history is rows of (time, alloc or free, offset, bytes, owner), see `backend.PoolStep`.
+Nothing here knows torch: a history is rows of (time, alloc or free, offset, bytes, owner), see `PoolStep`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import Literal, NamedTuple
 
 from labkit.graphs.order_table import layers_of_chunks, order_sizes, read_order
 
 PoolHistory = Iterable[tuple[int, str, int, int, str]]
 """Rows of (time, "alloc" or "free", offset, bytes, graph whose capture took the block)."""
+
+
+class PoolStep(NamedTuple):
+    """One entry of a pool's history."""
+
+    time: int
+    """0, 1, 2, ..: one tick per entry."""
+    kind: Literal["alloc", "free"]
+    offset: int
+    """Bytes from the start of the pool."""
+    nbytes: int
+    """Size of the block, rounding included."""
+    owner: str
+    """Name of the graph that was being captured when the block was taken."""
 
 
 @dataclass(frozen=True, slots=True)

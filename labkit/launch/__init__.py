@@ -4,7 +4,7 @@
     run(lambda: torch.distributed.get_rank(), 4)        # [0, 1, 2, 3]
 
 The way of a launch: `forkserver` keeps one process that has imported torch and forks ranks from it in milliseconds;
-`pickling` packs the function; `worker` is what a rank does; `rank_pool` holds the ranks from outside; `launcher` has `run`
+`pickling` packs the function; `worker` is a rank's part; `rank_pool` holds the ranks from outside; `launcher` has `run`
 and `Ranks`; `status` is the slot in which a rank writes what it waits for; `watch` finds the ranks that wait too long;
 `failure_report` puts a failure into words.
 Nothing here imports torch in the process that calls `run`.

@@ -14,8 +14,8 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "statistics": ("RouterStatistics", "RouterSummary", "summarize"),
     "dispatch.allgather": ("MoEAllGatherTokenDispatcher",),
     "dispatch.alltoall": ("MoEAlltoAllTokenDispatcher",),
-    "dispatch.dispatcher": ("build_dispatcher", "MoETokenDispatcher"),
-    "layer": ("MoELayer",),
+    "dispatch.dispatcher": ("MoETokenDispatcher",),
+    "layer": ("build_dispatcher", "MoELayer"),
     "dispatch.one_rank": ("MoELocalTokenDispatcher",),
     "dispatch.permutation": ("permute", "sort_chunks_by_idxs", "unpermute"),
     "experts": ("Experts", "GroupedExperts", "SequentialExperts"),
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from labkit.moe.dispatch.allgather import MoEAllGatherTokenDispatcher as MoEAllGatherTokenDispatcher
     from labkit.moe.dispatch.alltoall import MoEAlltoAllTokenDispatcher as MoEAlltoAllTokenDispatcher
     from labkit.moe.dispatch.dispatcher import MoETokenDispatcher as MoETokenDispatcher
-    from labkit.moe.dispatch.dispatcher import build_dispatcher as build_dispatcher
     from labkit.moe.dispatch.one_rank import MoELocalTokenDispatcher as MoELocalTokenDispatcher
     from labkit.moe.dispatch.permutation import permute as permute
     from labkit.moe.dispatch.permutation import sort_chunks_by_idxs as sort_chunks_by_idxs
@@ -59,6 +58,7 @@ if TYPE_CHECKING:
     from labkit.moe.experts import GroupedExperts as GroupedExperts
     from labkit.moe.experts import SequentialExperts as SequentialExperts
     from labkit.moe.layer import MoELayer as MoELayer
+    from labkit.moe.layer import build_dispatcher as build_dispatcher
     from labkit.moe.logit_record import LogitRecord as LogitRecord
     from labkit.moe.replay import RoutingReplay as RoutingReplay
     from labkit.moe.router import TopKRouter as TopKRouter

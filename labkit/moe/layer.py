@@ -30,7 +30,10 @@ from torch import Tensor, nn
 from labkit.config import ConfigError, ModelConfig, MoEConfig
 from labkit.config.fields import SPECS
 from labkit.moe.balance import AuxLossScale
-from labkit.moe.dispatch.dispatcher import build_dispatcher
+from labkit.moe.dispatch.allgather import MoEAllGatherTokenDispatcher
+from labkit.moe.dispatch.alltoall import MoEAlltoAllTokenDispatcher
+from labkit.moe.dispatch.dispatcher import MoETokenDispatcher
+from labkit.moe.dispatch.one_rank import MoELocalTokenDispatcher
 from labkit.moe.experts import GroupedExperts, SequentialExperts, StackedLinear
 from labkit.moe.router import TopKRouter
 from labkit.moe.shared_experts import SharedExpertMLP
@@ -62,6 +65,27 @@ def _check(name: str, moe: MoEConfig) -> None:
         problems.append("moe.shared_expert_overlap = True: there are none; set moe.shared_expert_ffn_hidden")
     if problems:
         raise ConfigError(problems, source=name)
+
+
+DISPATCHERS: dict[str, type[MoETokenDispatcher]] = {
+    "alltoall": MoEAlltoAllTokenDispatcher,
+    "allgather": MoEAllGatherTokenDispatcher,
+    "local": MoELocalTokenDispatcher,
+}
+"""`moe.dispatcher` -> the class of the dispatcher."""
+
+
+def build_dispatcher(
+    moe: MoEConfig,
+    groups: ParallelGroups,
+    *,
+    name: str = "moe",
+    cuda_dtoh_point: str = "before_permutation_1",
+) -> MoETokenDispatcher:
+    """The dispatcher that `moe.dispatcher` names; arguments and errors are those of `MoETokenDispatcher`."""
+    if moe.dispatcher not in DISPATCHERS:
+        raise ValueError(f"moe.dispatcher is {moe.dispatcher!r}; choose one of {', '.join(DISPATCHERS)}")
+    return DISPATCHERS[moe.dispatcher](moe, groups, name=name, cuda_dtoh_point=cuda_dtoh_point)
 
 
 class MoELayer(nn.Module):

@@ -36,8 +36,8 @@ class Group:
     """Global ranks, in group order; empty where this rank is in no such group (`embd` on a middle stage)."""
     rank: int
     """Position of this process in `ranks`; -1 where it is not a member."""
-    lease: Lease | None = field(default=None, repr=False)
-    """The layout's use of a communicator; None where there is none."""
+    lease: Any = field(default=None, repr=False)
+    """The layout's `Lease` of a communicator, or a process group of torch; None where there is none."""
 
     @cached_property
     def size(self) -> int:
@@ -50,8 +50,8 @@ class Group:
 
         Raises RuntimeError once the layout was closed.
         """
-        if self.lease is None:
-            return None
+        if not isinstance(self.lease, Lease):
+            return self.lease
         if self.lease.process_group is None:
             raise RuntimeError(closed_layout(self.name, self.ranks))
         return self.lease.process_group

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from labkit.schedules.bubble import BubbleSplit, Gap, bubble_split, explain_gap
+    from labkit.schedules.bubble import BubbleSplit, Gap, bubble_split, explain_gap, split_timeline
     from labkit.schedules.builders import build_schedule, gpipe, interleaved, one_f_one_b, without_backward
     from labkit.schedules.entry_points import (
         forward_backward_no_pipelining,
@@ -35,6 +35,7 @@ _WHERE = {
     "Gap": "bubble",
     "bubble_split": "bubble",
     "explain_gap": "bubble",
+    "split_timeline": "bubble",
     "build_schedule": "builders",
     "gpipe": "builders",
     "interleaved": "builders",
@@ -113,6 +114,7 @@ __all__ = [
     "one_f_one_b",
     "simulate",
     "split_backward",
+    "split_timeline",
     "verify",
     "without_backward",
     "zbv",

@@ -67,7 +67,7 @@ class BubbleSplit:
 
 
 def split_timeline(timeline: Timeline) -> BubbleSplit:
-    """The split of a simulated Timeline; what `Timeline.bubble` gives."""
+    """The split of a simulated Timeline."""
     return _split(timeline.schedule, timeline.start, timeline.end)
 
 
@@ -192,7 +192,7 @@ def explain_gap(predicted: Timeline, measured: Iterable[Event]) -> Gap:
     """
     schedule = predicted.schedule
     start, end = measured_columns(measured, schedule)
-    expected, found = predicted.bubble, _split(schedule, start, end)
+    expected, found = split_timeline(predicted), _split(schedule, start, end)
     longer = (end - start) - (predicted.end - predicted.start)
     waits = _message_waits(schedule, start, end) - _message_waits(schedule, predicted.start, predicted.end)
     computation = np.add.reduceat(longer, schedule.offsets[:-1])

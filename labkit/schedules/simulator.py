@@ -15,16 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from labkit.events import Event
 from labkit.schedules.dependencies import awaited, explain_deadlock, require_complete
 from labkit.schedules.ir import EVENT_KINDS, Schedule, ScheduleError
-
-if TYPE_CHECKING:
-    from labkit.schedules.bubble import BubbleSplit
 
 _F, _B, _I, _W = range(4)
 PerStage = float | Sequence[float]
@@ -161,13 +157,6 @@ class Timeline:
         """Idle time over the time that ranks compute; 1F1B and GPipe: (p - 1)/m."""
         busy = float(self.busy.sum())
         return self.schedule.pp * self.makespan / busy - 1 if busy else 0.0
-
-    @cached_property
-    def bubble(self) -> BubbleSplit:
-        """Idle time of each rank by its cause: see `bubble.py`."""
-        from labkit.schedules.bubble import split_timeline  # it simulates, so it imports this module
-
-        return split_timeline(self)
 
     @cached_property
     def peak_in_flight(self) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from labkit.config import ModelConfig, OptimConfig
 from labkit.fp8.recipe import Float8Recipe, float8_recipe
-from labkit.fp8.spec import Float8Spec
+from labkit.fp8.scaling import Float8Spec
 from labkit.models.layer_spec import LOCAL, LayerSpec
 from labkit.te.spec import EngineSpec
 

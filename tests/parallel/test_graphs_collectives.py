@@ -13,7 +13,6 @@ from labkit.graphs.emulated.emulated_backend import EmulatedBackend
 from labkit.parallel import CommLedger, Group, collectives, comm_scope, dropped
 from labkit.parallel import mappings as m
 from labkit.parallel.communication.capturing import GraphCaptureError
-from labkit.parallel.communication.group_registry import Lease
 from labkit.parallel.communication.in_flight import all_to_all_start
 from labkit.parallel.communication.unequal import all_gather_unequal, reduce_scatter_unequal
 from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -23,7 +22,7 @@ BACKEND = EmulatedBackend()
 
 def world(name: str = "tp") -> Group:
     size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    return Group(name, tuple(range(size)), rank, Lease(torch.distributed.group.WORLD))
+    return Group(name, tuple(range(size)), rank, torch.distributed.group.WORLD)
 
 
 def random(*shape: int, seed: int) -> Tensor:

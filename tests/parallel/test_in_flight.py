@@ -13,14 +13,13 @@ from torch.autograd import Function
 from labkit.events import recording
 from labkit.parallel import CommLedger, Group, all_reduce, comm_scope, dropped
 from labkit.parallel import mappings as m
-from labkit.parallel.communication.group_registry import Lease
 from labkit.parallel.communication.in_flight import all_to_all_start
 from labkit.parallel.communication.unequal import all_gather_unequal, reduce_scatter_unequal
 
 
 def whole_world(name: str = "ep") -> Group:
     size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    return Group(name, tuple(range(size)), rank, Lease(torch.distributed.group.WORLD))
+    return Group(name, tuple(range(size)), rank, torch.distributed.group.WORLD)
 
 
 def random(*shape: int, seed: int) -> Tensor:

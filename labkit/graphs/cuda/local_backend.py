@@ -34,9 +34,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.graphs.backend import PoolStep
 from labkit.graphs.cuda.capture_streams import pool_mates
 from labkit.graphs.cuda.failed_capture import is_spent, repair_process
+from labkit.graphs.pool import PoolStep
 from labkit.launch.info import before_leaving
 from labkit.parallel.communication.capturing import (
     GraphCaptureError,

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from labkit.graphs.backend import PoolStep
+from labkit.graphs.pool import PoolStep
 
 __all__ = ["Arena", "Block", "block_of", "unmanaged"]
 

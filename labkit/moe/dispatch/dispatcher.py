@@ -42,8 +42,6 @@ from labkit.moe.dispatch.host_copy import HostCopy
 from labkit.moe.routing import get_capacity
 from labkit.parallel.groups import ParallelGroups
 
-__all__ = ["CUDA_DTOH_POINTS", "MoETokenDispatcher", "build_dispatcher"]
-
 CUDA_DTOH_POINTS = ("before_permutation_1", "before_ep_alltoall")
 """Where counts may be copied to the host."""
 
@@ -181,25 +179,3 @@ class MoETokenDispatcher(ABC):
     @abstractmethod
     def combine_postprocess(self, hidden: Tensor) -> Tensor:
         """Add up each token's results (weights are in them already) and restore the shape [S, B, H]."""
-
-
-def build_dispatcher(
-    moe: MoEConfig,
-    groups: ParallelGroups,
-    *,
-    name: str = "moe",
-    cuda_dtoh_point: str = "before_permutation_1",
-) -> MoETokenDispatcher:
-    """The dispatcher that `moe.dispatcher` names; arguments and errors are those of `MoETokenDispatcher`."""
-    from labkit.moe.dispatch.allgather import MoEAllGatherTokenDispatcher
-    from labkit.moe.dispatch.alltoall import MoEAlltoAllTokenDispatcher
-    from labkit.moe.dispatch.one_rank import MoELocalTokenDispatcher
-
-    kinds: dict[str, type[MoETokenDispatcher]] = {
-        "alltoall": MoEAlltoAllTokenDispatcher,
-        "allgather": MoEAllGatherTokenDispatcher,
-        "local": MoELocalTokenDispatcher,
-    }
-    if moe.dispatcher not in kinds:
-        raise ValueError(f"moe.dispatcher is {moe.dispatcher!r}; choose one of {', '.join(kinds)}")
-    return kinds[moe.dispatcher](moe, groups, name=name, cuda_dtoh_point=cuda_dtoh_point)
