@@ -87,7 +87,7 @@ def _rank_lines(plan: dict[str, Sequence[int]], rank: int) -> list[str]:
 
 def _runs_words(members: Sequence[int]) -> str:
     """`; 2,048 ranks, stride 16`, or `; 32 ranks: 8 at stride 1, 4 times at stride 32`; empty for a short group."""
-    from labkit.parallel.rank_generator import Members
+    from labkit.parallel.mixed_radix import Members
 
     if len(members) <= SHOWN_MEMBERS or not isinstance(members, Members):
         return ""
@@ -101,7 +101,7 @@ def _runs_words(members: Sequence[int]) -> str:
 
 def _as_json(groups: np.ndarray | Sequence[int]) -> list[Any] | dict[str, Any]:
     """All groups of a kind or one group as a list; of a group that is too long its formula."""
-    from labkit.parallel.rank_generator import Members
+    from labkit.parallel.mixed_radix import Members
 
     if isinstance(groups, np.ndarray):
         return groups.tolist()

@@ -6,13 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
+    "mixed_radix": ("decompose", "MAX_LISTED_RANKS", "prefix_product"),
     "rank_generator": (
-        "decompose",
         "DEFAULT_ORDER",
         "generate_masked_orthogonal_groups",
         "generate_masked_orthogonal_rank_groups",
-        "MAX_LISTED_RANKS",
-        "prefix_product",
         "rank_generators",
         "RankGenerator",
     ),
@@ -217,6 +215,9 @@ if TYPE_CHECKING:
     from labkit.parallel.mappings import (
         scatter_to_tensor_model_parallel_region as scatter_to_tensor_model_parallel_region,
     )
+    from labkit.parallel.mixed_radix import MAX_LISTED_RANKS as MAX_LISTED_RANKS
+    from labkit.parallel.mixed_radix import decompose as decompose
+    from labkit.parallel.mixed_radix import prefix_product as prefix_product
     from labkit.parallel.mlp import ParallelMLP as ParallelMLP
     from labkit.parallel.p2p import P2PCommunicator as P2PCommunicator
     from labkit.parallel.p2p import exchange as exchange
@@ -245,14 +246,11 @@ if TYPE_CHECKING:
     from labkit.parallel.random import RngTracker as RngTracker
     from labkit.parallel.random import model_parallel_seed as model_parallel_seed
     from labkit.parallel.rank_generator import DEFAULT_ORDER as DEFAULT_ORDER
-    from labkit.parallel.rank_generator import MAX_LISTED_RANKS as MAX_LISTED_RANKS
     from labkit.parallel.rank_generator import RankGenerator as RankGenerator
-    from labkit.parallel.rank_generator import decompose as decompose
     from labkit.parallel.rank_generator import generate_masked_orthogonal_groups as generate_masked_orthogonal_groups
     from labkit.parallel.rank_generator import (
         generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups,
     )
-    from labkit.parallel.rank_generator import prefix_product as prefix_product
     from labkit.parallel.rank_generator import rank_generators as rank_generators
     from labkit.parallel.recompute import CheckpointWithoutOutput as CheckpointWithoutOutput
     from labkit.parallel.recompute import checkpoint as checkpoint

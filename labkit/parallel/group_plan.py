@@ -11,7 +11,8 @@ from dataclasses import fields
 import numpy as np
 
 from labkit.config import ParallelConfig
-from labkit.parallel.rank_generator import Members, RankGenerator, as_size, rank_generators
+from labkit.parallel.mixed_radix import Members, as_size
+from labkit.parallel.rank_generator import RankGenerator, rank_generators
 
 GROUP_TOKENS: dict[str, tuple[str, str]] = {
     "tp": ("dense", "tp"),

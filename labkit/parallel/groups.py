@@ -23,7 +23,7 @@ from labkit.launch.info import torch_timeout
 from labkit.parallel.communication.group_mesh import check_mesh_dims, mesh_dims, mesh_of
 from labkit.parallel.communication.group_registry import LayoutLeases, Lease, closed_layout
 from labkit.parallel.group_plan import GROUP_KINDS, IN_LINE, groups_of_rank, purpose
-from labkit.parallel.rank_generator import as_size, check_listable
+from labkit.parallel.mixed_radix import as_size, check_listable
 
 
 @dataclass(frozen=True)

@@ -16,120 +16,17 @@ and no torch. The names are those of Megatron-LM's `megatron/core/parallel_state
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import prod
-from numbers import Integral
-from typing import overload
 
 import numpy as np
+
+from labkit.parallel.mixed_radix import Members, as_size, check_listable, decompose, prefix_product
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 """Every axis an order string may name."""
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 """The axis that talks most varies fastest, so that its groups stay inside a node."""
-MAX_LISTED_RANKS = 2**24
-"""Largest number of ranks that is enumerated (128 MiB as int64); `Members` and `members_of` enumerate none."""
-
-
-def prefix_product(sizes: Sequence[int], init: int = 1) -> list[int]:
-    """Strides of a mixed-radix number: `[2, 3, 4]` gives `[1, 2, 6, 24]`; the last entry is the product of all."""
-    strides = [init]
-    for size in sizes:
-        strides.append(strides[-1] * size)
-    return strides
-
-
-def decompose(index: int, shape: Sequence[int], stride: Sequence[int] | None = None) -> list[int]:
-    """Digits of `index` in the bases `shape`, fastest first; the inverse of the inner product with the strides.
-
-    `stride` defaults to `prefix_product(shape)`. Raises ValueError where `index` does not fit into `shape`.
-    """
-    stride = prefix_product(shape) if stride is None else stride
-    digits = [index // step % size for size, step in zip(shape, stride)]
-    if sum(digit * step for digit, step in zip(digits, stride)) != index:
-        raise ValueError(f"index {index} does not fit into the shape {list(shape)}: its digits would be {digits}")
-    return digits
-
-
-def as_size(name: str, value: object, least: int = 1) -> int:
-    """`value` as an int; ValueError naming `name` where it is no integer (True and "8" are none) or below `least`."""
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        number = None
-    if number is None:
-        raise ValueError(f"{name} is {value!r}, which is no integer; give a whole number of at least {least}")
-    if number < least:
-        raise ValueError(f"{name} is {number}; it must be at least {least}")
-    return number
-
-
-def check_listable(count: int, what: str) -> None:
-    """ValueError where enumerating `count` ranks would take more than MAX_LISTED_RANKS entries."""
-    if count > MAX_LISTED_RANKS:
-        raise ValueError(
-            f"{what} would list {count} ranks, and at most {MAX_LISTED_RANKS} are listed at once; "
-            "ask members_of_rank, which lists none, or use a smaller world"
-        )
-
-
-@dataclass(frozen=True)
-class Members(Sequence[int]):
-    """The ranks of one group by formula, in group order, as `range` is for one stride; no list is made.
-
-    Member i is `first` plus the sum of digit x stride, where the digits write i in the bases `sizes`, fastest first.
-    `sizes` and `strides` say that as runs: (8, 128) and (1, 1024) are 8 ranks in a row, 128 times, 1024 apart.
-    """
-
-    first: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @classmethod
-    def of(cls, first: int, axes: Sequence[tuple[int, int]]) -> Members:
-        """From (size, stride) of each axis, fastest first; axes that continue one another become one run."""
-        runs: list[tuple[int, int]] = []
-        for size, stride in axes:
-            if runs and runs[-1][0] * runs[-1][1] == stride:
-                runs[-1] = (runs[-1][0] * size, runs[-1][1])
-            elif size > 1:
-                runs.append((size, stride))
-        return cls(first, tuple(size for size, _ in runs), tuple(stride for _, stride in runs))
-
-    def __len__(self) -> int:
-        return prod(self.sizes)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
-        return self.first + sum(d * step for d, step in zip(decompose(place, self.sizes), self.strides))
-
-    def __iter__(self) -> Iterator[int]:
-        return map(self.__getitem__, range(len(self)))
-
-    def __contains__(self, rank: object) -> bool:
-        if not isinstance(rank, Integral):
-            return False
-        rest = int(rank) - self.first
-        for size, stride in zip(reversed(self.sizes), reversed(self.strides)):
-            rest -= max(0, min(rest // stride, size - 1)) * stride
-        return rest == 0
-
-    def array(self) -> np.ndarray:
-        """All members as int64; ValueError past MAX_LISTED_RANKS."""
-        check_listable(len(self), f"the group of rank {self.first}")
-        members = np.array([self.first], dtype=np.int64)
-        for size, stride in zip(self.sizes, self.strides):
-            steps = np.arange(size, dtype=np.int64) * stride
-            members = (steps[:, None] + members[None, :]).ravel()
-        return members
 
 
 def masked_orthogonal_array(parallel_size: Sequence[int], mask: Sequence[bool]) -> np.ndarray:

@@ -11,14 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from labkit.parallel.mixed_radix import MAX_LISTED_RANKS, decompose, prefix_product
 from labkit.parallel.rank_generator import (
     AXES,
-    MAX_LISTED_RANKS,
     RankGenerator,
-    decompose,
     generate_masked_orthogonal_groups,
     generate_masked_orthogonal_rank_groups,
-    prefix_product,
     rank_generators,
 )
 
