@@ -24,12 +24,12 @@ TARGET = ROOT / "docs" / "faults.md"
 
 INTRODUCTION = """# Planted faults
 
-Each row is one change of the source, a mistake as a person could have typed it (tests/faults.py). Either the ranks of
-a layout train with it and the parity microscope, which holds them against one process, must name the tensor that the
-fault spoils first; or a test of the suite, run on a copy of the tree that has the fault, must fail.
+Each row is one change of the source: a mistake that a person could have typed (tests/faults.py). For some faults the
+ranks of a layout train with the fault. The parity microscope compares them with one process and must name the tensor
+that the fault spoils first. For the other faults a test of the suite must fail on a copy of the tree with the fault.
+`scripts/planted_faults.py` writes this page.
 
-The last column says which command has the test that fails. `make sweep` also plants every fault of this page again.
-Written by `scripts/planted_faults.py`.
+The last column names the command whose tests find the fault. `make sweep` also plants every fault of this page again.
 
 """
 

@@ -124,7 +124,7 @@ EXPERTS = [
     ),
     Fault(
         "gradients of different experts are added up",
-        "DistributedDataParallel.__init__",
+        "build_buffers",
         "groups.edp if is_expert else groups.dp_cp",
         "groups.dp_cp",
         tiny(REPLICAS, LAST_EXPERTS),
@@ -139,8 +139,8 @@ EXPERTS = [
     Fault(
         "the shared experts' gate keeps its own gradients under sequence parallelism",
         "SharedExpertGate.__init__",
-        "self.weight.sequence_parallel = sequence_parallel",
-        "self.weight.sequence_parallel = False",
+        "record_of(self.weight).sequence_parallel = sequence_parallel",
+        "record_of(self.weight).sequence_parallel = False",
         deepseek(SP, "layers.3.mlp.shared_experts.gate.weight gradient", shared_expert_gate=True),
     ),
     Fault(

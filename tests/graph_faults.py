@@ -40,15 +40,15 @@ GRAPHS: list[Fault] = [
     Fault(
         "all microbatches replay the graphs of the first",
         "GraphableMegatronModule.run_cuda_graph",
-        "self.current_microbatch % len(self.cuda_graphs)",
+        "self.layer.current_microbatch % len(self.cuda_graphs)",
         "0",
         f"{RANKS} -k interleaved",
     ),
     Fault(
         "a captured backward replaces the first gradient of the capture's step, and of no other",
         "parameters_put_aside",
-        "False, True",
-        "True, False",
+        "record.has_gradient = record.added_elsewhere = True",
+        "record.has_gradient = record.added_elsewhere = False",
         f"{TRAINING} -k those_without",
     ),
     Fault(

@@ -185,16 +185,16 @@ CONTEXT_PARALLEL = [
     ),
     Fault(
         "the loss is not multiplied by cp, over which it will be averaged",
-        "_Step._mean",
-        "loss_sum * cp.size",
+        "MicrobatchLosses._mean",
+        "loss_sum * self._cp.size",
         "loss_sum",
         Comparison(CP, "final_norm.bias gradient"),
     ),
     Fault(
         "each rank of cp divides by the tokens that it counts itself",
-        "_Step._mean",
-        "all_reduce(tokens, cp, in_place=False)",
-        "tokens * cp.size",
+        "MicrobatchLosses._mean",
+        "all_reduce(tokens, self._cp, in_place=False)",
+        "tokens * self._cp.size",
         "tests/parallel/test_context_parallel.py -k unequal",
     ),
 ]

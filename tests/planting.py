@@ -70,13 +70,11 @@ class Fault:
     """The replacement. Nothing for statements that are left out."""
     found_by: Comparison | str
     """The comparison, or the tests that fail: pytest's arguments."""
-    only_in_sweep: bool = False
-    """Whether these tests are marked `sweep`."""
 
     @property
     def planted_by(self) -> str:
         """The command whose tests find the fault."""
-        return "make test" if isinstance(self.found_by, str) and not self.only_in_sweep else "make sweep"
+        return "make test" if isinstance(self.found_by, str) else "make sweep"
 
     def changed_source(self) -> tuple[Path, str]:
         """The file that the fault changes, and its text with the fault. ValueError where `old` is not there once."""

@@ -14,7 +14,7 @@ GRADIENTS = [
     Fault(
         "the two copies of the word embedding keep their own gradients",
         "_sum_tied_embedding",
-        'getattr(parameter, "shared_embedding", False)',
+        "record.shared_embedding",
         "False",
         Comparison(PP, f"{EMBEDDING} gradient"),
     ),
@@ -49,7 +49,7 @@ GRADIENTS = [
     Fault(
         "the norm counts the copy of the tied weight",
         "counted_elements",
-        'getattr(parameter, "shared", False)',
+        "record.shared",
         "False",
         Comparison(PP, f"{EMBEDDING} parameter"),
     ),
@@ -63,7 +63,7 @@ GRADIENTS = [
     Fault(
         "gradients of the step before are not cleared",
         "GradBucket.reset",
-        "parameter.main_grad_is_old = True",
+        "record.has_gradient = record.added_elsewhere",
         "pass",
         Comparison(TP, "final_norm.bias gradient of step 2", steps=2),
     ),
@@ -256,8 +256,8 @@ PRECISION = [
 PIPELINE = [
     Fault(
         "the loss is not divided by the number of microbatches",
-        "_Step._loss",
-        "1 / count",
+        "MicrobatchLosses.loss",
+        "1 / self._count",
         "1",
         Comparison(PP, "final_norm.bias gradient"),
     ),
@@ -284,9 +284,9 @@ PIPELINE = [
     ),
     Fault(
         "odd ranks issue their transfers in the order of even ones",
-        "_even_odd",
-        "_MEGATRON[t.operation, t.message.kind] ^ (rank % 2)",
-        "_MEGATRON[t.operation, t.message.kind]",
+        "even_odd_place",
+        "_EVEN[operation, kind] ^ (rank % 2)",
+        "_EVEN[operation, kind]",
         "tests/unit/test_schedules_transfers.py",
     ),
 ]

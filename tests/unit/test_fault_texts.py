@@ -1,15 +1,17 @@
 """Every planted fault changes one piece of one symbol of the source as it is, and the module still compiles."""
 
 import ast
+import builtins
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from faults import every_fault
 from planting import ROOT, Comparison, Fault
-from symbols import replaced
+from symbols import find_symbol, replaced
 
 FAULTS = every_fault()
 
@@ -22,6 +24,27 @@ def test_a_fault_changes_what_is_there(fault):
     if isinstance(fault.found_by, str):
         for path in (word for word in fault.found_by.split() if word.startswith("tests/")):
             assert (ROOT / path.split("::")[0]).is_file()
+
+
+def names(node: ast.AST) -> set[str]:
+    """Variables and arguments that are read or bound somewhere in `node`."""
+    bound = (each for each in ast.walk(node) if isinstance(each, ast.Name | ast.arg))
+    return {each.id if isinstance(each, ast.Name) else each.arg for each in bound}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_uses_names_that_its_symbol_knows(fault):
+    """Otherwise a NameError would be found, and not the fault."""
+    file, symbol = find_symbol(fault.at)
+    known = names(symbol) | set(dir(builtins))
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            known |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            known.add(node.name)
+        else:
+            known |= names(node)
+    assert names(ast.parse(dedent(fault.new))) <= known
 
 
 def test_there_are_enough_of_them_and_no_two_have_one_name():
