@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -215,7 +216,7 @@ def our_training(model: ModelConfig, micro_batch: int, *, device: torch.device, 
 
     def step(ranges: Ranges) -> float:
         marked.ranges = ranges
-        timers: Any = ranges
+        timers: Any = SimpleNamespace(phase=ranges)
         return train_step(pipeline, marked, timers, data, step=0, lr=LR, clip_grad=1.0).loss
 
     return Training(step)

@@ -16,6 +16,7 @@ from labkit.models.blocks import LayerParts
 from labkit.models.chunks import build_model_chunks
 from labkit.parallel.groups import Group, initialize_model_parallel
 from labkit.schedules import build_schedule
+from labkit.train.layer_specs import layer_spec
 from labkit.train.step_graphs import build_step_graphs
 
 GPU = torch.device("cuda")
@@ -102,7 +103,8 @@ def test_linears_in_fp8_agree_on_scales_over_cp(scope):
     """All ranks that hold parts of a sample do, so cp's messages are in the graph of an MLP too."""
     fp8 = {"model.layers": 1, "optim.fp8": "hybrid", "graph.cuda_graph_impl": "emulated"}
     config = presets.tiny().override({**fp8, "graph.cuda_graph_scope": tuple(scope.split(","))})
-    (chunk,) = build_model_chunks(config, initialize_model_parallel(ParallelConfig()))
+    spec = layer_spec(config.model, config.optim)
+    (chunk,) = build_model_chunks(config, initialize_model_parallel(ParallelConfig()), spec=spec)
     (layer,) = wrap_layers(chunk, config.graph)
     assert [group.name for group in layer.get_groups_under_cudagraphs()][-2:] == ["tp", "cp"]
 
@@ -134,6 +136,7 @@ def test_a_layer_names_the_groups_of_its_captured_part(scope):
     captured = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_scope": tuple(words.split(",")) if words else ()}
     config = presets.tiny().override({"model.layers": 1, **changes, **captured})
     config.validate()
-    (chunk,) = build_model_chunks(config, initialize_model_parallel(ParallelConfig()))
+    spec = layer_spec(config.model, config.optim)
+    (chunk,) = build_model_chunks(config, initialize_model_parallel(ParallelConfig()), spec=spec)
     (layer,) = wrap_layers(chunk, config.graph)
     assert [group.name for group in layer.get_groups_under_cudagraphs()] == expected
