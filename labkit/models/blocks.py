@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit.models.attention import ParallelAttention, Rotary
+from labkit.models.attention import ParallelAttention
 from labkit.models.build import Build
+from labkit.models.embedding import Rotary
 from labkit.moe.layer import MoELayer
 from labkit.parallel.groups import Group
 from labkit.parallel.mlp import ParallelMLP

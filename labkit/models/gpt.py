@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig, MoEConfig
-from labkit.models.attention import RotaryTable, kv_copies
+from labkit.models.attention import kv_copies
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build
 from labkit.models.counts import padded_vocab
-from labkit.models.embedding import Embedding, OutputLayer
+from labkit.models.embedding import Embedding, OutputLayer, RotaryTable
 from labkit.models.layer_spec import LOCAL, LayerSpec
 from labkit.moe.balance import AuxLossScale
 from labkit.moe.layer import MoELayer

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from labkit.config import ModelConfig, ParallelConfig, presets
 from labkit.models import GPTModel, build_model_chunks, stage_layers
-from labkit.models.attention import ParallelAttention, rotary_table, rotate
+from labkit.models.attention import ParallelAttention
 from labkit.models.build import Build
+from labkit.models.embedding import rotary_table, rotate
 from labkit.parallel import initialize_model_parallel, single_process_groups
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.schedules import Schedule
