@@ -41,7 +41,7 @@ def test_contributing_names_what_browser_tests_need():
     (looked_for,) = re.findall(r'names = \(os.environ.get\("(\w+)"\), (.*)\)', source)
     for name in (looked_for[0], *re.findall(r'"(.*?)"', looked_for[1])):
         assert f"`{name}`" in text or f"`{name}=path`" in text
-    assert all(word in text for word in ("playwright", "JupyterLab", "ipywidgets", "tests/browser -rs"))
+    assert all(word in text for word in ("playwright", "JupyterLab", "ipywidgets", "make sweep PART=browser"))
 
 
 def commands() -> list[str]:
