@@ -32,7 +32,7 @@ CORE = (
     "models/gpt.py",
     "parallel/data_parallel/naive.py",
     "schedules/builders.py",
-    "schedules/runtime.py",
+    "schedules/execution.py",
     "train/stepping.py",
 )
 """The evening core, in reading order."""

@@ -146,7 +146,7 @@ def _read_fault(text: str | None) -> tuple[dict[str, str] | None, list[str]]:
     """`operation=all_reduce,group=tp` as the arguments of `labkit.parallel.collectives.dropped`."""
     if text is None:
         return None, []
-    from labkit.train.parity.plan import fault_problems
+    from labkit.train.parity.comparison_plan import fault_problems
 
     given = Given()
     problems: list[str] = []

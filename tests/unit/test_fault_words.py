@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import labkit
-from labkit.train.parity.plan import KNOWN, fault_problems, fault_words
+from labkit.train.parity.comparison_plan import KNOWN, fault_problems, fault_words
 
 
 def phases() -> set[str]:

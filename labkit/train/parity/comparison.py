@@ -27,8 +27,7 @@ from torch import Tensor
 
 from labkit.config import ConfigError, RunConfig
 from labkit.train.parity.assemble import FullRun, assemble
-from labkit.train.parity.layout_words import layout_name
-from labkit.train.parity.plan import (
+from labkit.train.parity.comparison_plan import (
     PRECISIONS,
     alone,
     fault_problems,
@@ -37,6 +36,7 @@ from labkit.train.parity.plan import (
     plan_layout,
     shared_config,
 )
+from labkit.train.parity.layout_words import layout_name
 from labkit.train.parity.rounding import ORDERS, Spread, Verdict, judge, reordered_sums, widest
 from labkit.train.parity.routing_trace import Routings
 from labkit.train.parity.snapshots import Recorder, Snapshot

@@ -1,0 +1,65 @@
+"""The shape of labkit: what docs/architecture.md says of the tree, and limits that keep it readable."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import shape  # noqa: E402
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+NAMED = set(re.findall(r"`([\w/]+\.py)`", PAGE)) - {"scripts/shape.py", "tests/unit/test_shape.py"}
+
+
+def test_every_file_that_the_page_names_exists() -> None:
+    assert len(NAMED) > 60
+    assert sorted(file for file in NAMED if not (shape.PACKAGE / file).is_file()) == []
+
+
+def test_the_page_names_every_package() -> None:
+    packages = {path.parent.name for path in shape.PACKAGE.glob("*/__init__.py")} | {"events"}
+    assert set(re.findall(r"^\| `(\w+)` \|", PAGE, re.M)) == packages
+
+
+def test_the_page_names_the_files_between_a_step_and_its_loss() -> None:
+    journey = shape.to_the_loss()
+    assert journey.files[0] == "train/stepping.py" and "models/gpt.py" in journey.files
+    assert set(journey.files) <= NAMED
+    assert len(journey.files) <= 34 and journey.changes <= 215  # aims: 25 and 120
+
+
+def test_a_dense_layer_costs_few_python_calls() -> None:
+    assert 20 < shape.calls_of_a_layer() <= 90
+
+
+def test_the_core_is_short_and_stands_alone() -> None:
+    listed = re.findall(r"^\d+\. `([\w/]+\.py)`", PAGE, re.M)
+    assert listed == list(shape.CORE) and len(listed) <= 12
+    assert sum(shape.lines_of(shape.PACKAGE / file) for file in shape.CORE) <= 2200
+    assert shape.core_imports() == {}
+
+
+def test_folders_and_files_are_few_and_no_files_import_each_other() -> None:
+    assert {name: count for name, count in shape.folders().items() if count > 14} == {}
+    small = [p for p in shape.modules() if shape.lines_of(p) < shape.SMALL and not p.name.startswith("__")]
+    assert len(small) <= 12
+    assert shape.circles() == []
+
+
+def test_a_base_name_belongs_to_one_module() -> None:
+    assert shape.base_names() == {}
+
+
+def test_a_circle_of_imports_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {
+        "a": "import labkit.b",
+        "b": "def f():\n    from labkit import c",
+        "c": "from labkit.a import f",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setattr(shape, "PACKAGE", tmp_path)
+    assert shape.circles() == [["a.py", "b.py", "c.py"]]
