@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from labkit.config import RunConfig
-from labkit.models import build_model_chunks, gpt
+from labkit.models import build_model_chunks
 from labkit.parallel.pipeline.weight_grad_store import WeightGradStore
 from labkit.train import TrainResult, compare, pretrain
 from labkit.train.forward_step import gpt_forward_step
@@ -78,16 +78,16 @@ def two_chunks_exchanged(config: RunConfig, observer: Any) -> TrainResult:
 
 def a_v_that_keeps_two_copies(config: RunConfig, observer: Any) -> TrainResult:
     """First and last stage are on one rank, and each has a word embedding of its own."""
-    shared = gpt.GPTModel
+    shared = chunks.GPTModel
 
     def apart(*args: Any, tied_weight_VH: Any = None, **kwargs: Any) -> Any:
         return shared(*args, **kwargs)
 
-    gpt.GPTModel = apart  # type: ignore[assignment]
+    chunks.GPTModel = apart  # type: ignore[assignment]
     try:
         return pretrain(config, observer=observer)
     finally:
-        gpt.GPTModel = shared
+        chunks.GPTModel = shared
 
 
 FAULTS = [
