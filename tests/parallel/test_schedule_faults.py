@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from labkit.config import RunConfig
-from labkit.models import build_model_chunks
+from labkit.models import build_model_chunks, chunks
 from labkit.parallel.pipeline.weight_grad_store import WeightGradStore
 from labkit.train import TrainResult, compare, pretrain
 from labkit.train.forward_step import gpt_forward_step
