@@ -45,6 +45,7 @@ from labkit.parallel import (
     WeightGradStore,
     finalize_model_grads,
     initialize_model_parallel,
+    record_of,
 )
 from labkit.schedules import PipelineRuntime, Schedule, interleaved, one_f_one_b, zbv, zero_bubble_h1
 
@@ -93,7 +94,8 @@ def make_batches(config: RunConfig, count: int) -> list[Batch]:
 def main_grads(chunks: list[nn.Module]) -> list[Tensor]:
     """Gradients of a rank's parameters; of a tied weight on two ranks only the first copy's, as in a norm."""
     parameters = {id(p): p for chunk in chunks for p in chunk.parameters()}
-    return [p.main_grad for p in parameters.values() if not getattr(p, "shared", False)]  # type: ignore[attr-defined]
+    own = [p for p in parameters.values() if not (record_of(p).shared or getattr(p, "shared", False))]  # ours, theirs
+    return [p.main_grad for p in own]  # type: ignore[attr-defined]
 
 
 _made: dict[tuple[int, int], ParallelGroups] = {}

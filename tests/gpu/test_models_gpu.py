@@ -12,7 +12,7 @@ from torch import Tensor
 from labkit.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from labkit.launch import rank_info, run
 from labkit.models import GPTModel
-from labkit.parallel import all_reduce, initialize_model_parallel, single_process_groups
+from labkit.parallel import all_reduce, initialize_model_parallel, record_of, single_process_groups
 from labkit.parallel.parameters.weights import gather_parameter
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +42,7 @@ def loss_and_gradients(config: ModelConfig, groups: Any, device: torch.device, d
     found = {"loss": loss.detach().cpu()}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        if getattr(parameter, "sequence_parallel", False):  # of this rank's part of the sequence
+        if record_of(parameter).sequence_parallel:  # of this rank's part of the sequence
             all_reduce(parameter.grad, groups.tp)
         found[name] = gather_parameter(parameter.grad, parameter, groups.tp).cpu()
     return found

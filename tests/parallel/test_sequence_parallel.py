@@ -25,6 +25,7 @@ from labkit.parallel import (
     finalize_model_grads,
     initialize_model_parallel,
     linear_cross_entropy,
+    record_of,
     single_process_groups,
 )
 from labkit.parallel.collectives import all_gather
@@ -165,7 +166,7 @@ def flagged(config: ModelConfig, tp: int) -> tuple[set[str], dict[str, tuple[int
             module.register_forward_hook(lambda _, __, y, name=name: shapes.update({name: tuple(y.shape)}))
     tokens, labels = data(config)
     model(tokens, labels_BS=labels)
-    return {n for n, p in model.named_parameters() if getattr(p, "sequence_parallel", False)}, shapes
+    return {n for n, p in model.named_parameters() if record_of(p).sequence_parallel}, shapes
 
 
 def test_blocks_return_parts_of_the_sequence_and_what_saw_only_a_part_is_marked(on_ranks) -> None:
