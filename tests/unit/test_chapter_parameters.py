@@ -136,7 +136,7 @@ def test_values_just_outside_are_refused_at_once(chapter, tmp_path):
             started = time.process_time()
             said = of_command_line(chapter, [(name, text)], tmp_path)[1]
             assert len(said) >= 1 and said[0].startswith(f"-p {name} '{text}': must be "), (name, text)
-            assert time.process_time() - started < 1, "no kernel, no torch"
+            assert time.process_time() - started < 5, "no kernel, no torch"
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ import pytest
 from labkit.cli import main
 from labkit.config import ConfigError, RunConfig, presets
 
-AT_ONCE = 0.1
-"""Seconds of processor time for one refusal."""
+AT_ONCE = 5.0
+"""Seconds of processor time: a refusal takes milliseconds, and a text that makes the reader run away takes minutes."""
 FOLDER = Path(tempfile.mkdtemp(prefix="labkit-bad-"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 

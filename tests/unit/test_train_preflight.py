@@ -42,7 +42,7 @@ def test_presets_on_a_laptop(monkeypatch: pytest.MonkeyPatch, name: str) -> None
     available(monkeypatch, 2 * GIB if small else 24 * GIB)
     start = time.process_time()
     said = memory_problem(config, 8 if small else config.parallel.smallest_world_size, "cpu")
-    assert time.process_time() - start < 1.0
+    assert time.process_time() - start < 5.0
     assert bool(said) == (not small and name != "gpt2_124m")
 
 
