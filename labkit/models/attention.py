@@ -21,7 +21,7 @@ from labkit.parallel.parameters.parameter_record import Replicated
 
 
 def kv_copies(config: ModelConfig, tp: int) -> int:
-    """Ranks of tp that hold the same key/value head: 1 where no rank goes without a head of its own.
+    """Ranks of tp that hold the same key/value head: 1 where each rank has key/value heads of its own.
 
     Raises:
         ValueError: heads that cannot be shared out over tp.
@@ -83,7 +83,7 @@ class ParallelAttention(nn.Module):
         if rotary is not None:
             # The copy of v lets `mixed` go: otherwise it would be kept for backward beside the rotated q and k.
             q, k, v = rotate(q, rotary), rotate(k, rotary), v.clone()
-        elif self.queries_per_kv > 1:  # the same, for the queries that the next line must copy
+        elif self.queries_per_kv > 1:  # `q.reshape` copies; views k and v alone would keep all of `mixed` for backward
             k, v = k.clone(), v.clone()
         rows = (length, -1, self.head_dim)
         q, k, v = q.reshape(rows), k.reshape(rows), v.reshape(rows)

@@ -137,8 +137,8 @@ class GPTModel(nn.Module):
         return [layer.mlp for layer in self.layers.values() if isinstance(layer.mlp, MoELayer)]
 
     def layer_context(self, seq_length: int) -> tuple[Tensor, ...]:
-        """Tensors of the shapes that every layer is given beside its input, for sequences of `seq_length`: the rotary
-        tables, new ones, or nothing."""
+        """Sample tensors for the capture of a CUDA graph: what every layer is given beside its input, new rotary tables
+        for sequences of `seq_length`, or nothing."""
         if self.rotary is None:
             return ()
         rows = slice(seq_length // self.cp.size)

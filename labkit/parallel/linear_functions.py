@@ -30,7 +30,7 @@ _UNOBSERVED = nullcontext()
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """What a linear layer does, and by which products."""
+    """Settings that forward and backward of one linear layer share."""
 
     name: str
     """For the ledger and for Events."""

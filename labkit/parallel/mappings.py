@@ -13,9 +13,9 @@ An operator and its conjugate are each other's transpose: what one does forward 
 | reduce_scatter_to_sequence_parallel_region   | reduce-scatter first | all-gather first dim |
 | all_to_all                                   | all-to-all           | all-to-all, splits swapped |
 
-The sequence-parallel ones are those of arXiv 2205.05198 (there: g and g-bar); their parts may differ in size. An all-
-to-all in two halves, with other work in between, is in `communication/in_flight.py`. A group of size 1 bypasses them
-all.
+The sequence-parallel ones are those of arXiv 2205.05198 (there gather is g and reduce-scatter g-bar); their parts may
+differ in size. An all- to-all in two halves, with other work in between, is in `communication/in_flight.py`. A group of
+size 1 bypasses them all.
 
 Shapes: S sequence, B batch, H hidden; t = size of the group; x_r is rank r's tensor; L the loss.
 """
@@ -56,7 +56,7 @@ class _CopyTo(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         forward_scope(ctx, group)
-        return x.view_as(x)
+        return x.view_as(x)  # a tensor of its own, without a copy
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

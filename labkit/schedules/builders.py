@@ -31,7 +31,7 @@ def gpipe(pp: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards (GPipe, arXiv 1811.06965).
 
     Program of every rank: `mF mB`.
-    Bubble: makespan (m + p - 1)(F + B), fraction (p - 1)/(m + p - 1), ratio to the ideal time (p - 1)/m.
+    Makespan (m + p - 1)(F + B), of which (p - 1)(F + B) is bubble: (p - 1)/m of the ideal time. p = 4, m = 8: 3/11.
     Peak in flight: m on every rank, so memory grows with the batch.
     """
     require_positive(pp=pp, microbatches=microbatches)

@@ -1,11 +1,14 @@
 """One step of a rank: a plain loop over its microbatches, or its program, instruction by instruction.
 
-F, B, I and W compute. `post`, `send`, `recv`, `sent` and `exchange` move messages between ranks (`parallel/p2p.py`).
-`gather` and `synchronise` start the communication of data parallelism (`gradient_sync.py`).
+F is a forward, B a whole backward, I the gradient of the input, W that of the weights. Other instructions move messages
+between ranks (`parallel/p2p.py`): `post` starts receives and `recv` waits for one, `send` starts a send and `sent`
+waits for sends, `exchange` starts its transfers and waits for all. `gather` and `synchronise` start the communication
+of data parallelism (`gradient_sync.py`).
 
 Gradients add up over microbatches. A split backward is two actions: I computes the gradient of the stage's input and
-leaves weight gradients to the `WeightGradStore`, W computes those. Activations die with B, or with W; an output that
-goes to another rank is shrunk at once. Every action leaves an Event of its name, such as `2F0`, while recording.
+leaves weight gradients to the `WeightGradStore`, W computes those. B frees the activations; in a split backward W does.
+An output that goes to another rank is shrunk at once. Every action leaves an Event of its name, such as `2F0`, while
+recording.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ class RankSetup:
 
     @cached_property
     def counting(self) -> list[list[Any]]:
-        """By chunk, the modules that want to know whose forward is next: those that have a CUDA graph for each."""
+        """By chunk, the modules with one CUDA graph for each microbatch, which must know the next microbatch."""
         return [[m for m in chunk.modules() if hasattr(m, "current_microbatch")] for chunk in self.chunks]
 
 
@@ -71,9 +74,10 @@ class Execution:
             if not self.forward_only:
                 self.sync.gather(0)
             for microbatch in range(count):
-                self._compute(Step(Action(0, "F", microbatch), 0, None, None, False))
+                self._compute(Step(Action(0, "F", microbatch), chunk=0, needs=None, gives=None, ends_chunk=False))
                 if not self.forward_only:
-                    self._compute(Step(Action(0, "B", microbatch), 0, None, None, microbatch == count - 1))
+                    last = microbatch == count - 1
+                    self._compute(Step(Action(0, "B", microbatch), chunk=0, needs=None, gives=None, ends_chunk=last))
 
     def walk(self, program: Program, iterators: list[Any]) -> None:
         """Run the program."""

@@ -1,14 +1,14 @@
 """One optimizer step, over any schedule.
 
-A step is: zero gradients, run the schedule over all microbatches, finalise gradients (data-parallel average, sums over
-tensor-parallel and tied copies), agree whether everything is finite, move the biases of routers against their load,
-clip by the global norm, update. The loss that is reported is the token-weighted mean over the global batch, and every
-rank has the same bits of it.
+A step is: reset the gradient buffers, run the schedule over all microbatches, finalise gradients (data-parallel
+average, sums over tensor-parallel and tied copies), agree whether everything is finite, move the biases of routers
+against their load, clip by the global norm, update. The loss that is reported is the token-weighted mean over the
+global batch, and every rank has the same bits of it.
 
-One exchange carries the norm and the question whether any loss or gradient on any rank is not finite, replicas
-included; so all ranks take a step or none does. A loss that is not finite ends the run, a gradient skips the step: with
-fp16 that is how the loss scale finds its size, and otherwise one bad batch may be left behind, but not ten in a row.
-On a GPU the same exchange tells of token ids outside the vocabulary, for which the host has not waited before.
+One exchange carries the gradient norm and a flag that some loss or gradient on some rank, replicas included, is not
+finite. So all ranks update, or none. A loss that is not finite ends the run, a gradient skips the step: with fp16 that
+is how the loss scale finds its size, and otherwise one bad batch may be left behind, but not ten in a row. On a GPU the
+same exchange tells of token ids outside the vocabulary, for which the host has not waited before.
 
 Shapes: B micro batch, S sequence.
 """
@@ -41,7 +41,7 @@ from labkit.train.pipeline import Pipeline
 from labkit.train.reporting.metrics import Timers
 
 GIVE_UP_AFTER = 10
-"""Skipped steps in a row, for none of which the scaler has a smaller loss scale, that end a run."""
+"""A run ends after so many skipped steps in a row in which the loss scaler could not lower its scale."""
 
 
 class Observer(Protocol):

@@ -1,8 +1,8 @@
 """Data parallelism in its naive form: one flat gradient buffer, one all-reduce after the last backward.
 
 Every replica holds all parameters of its stage and sees its own microbatches (arXiv 1909.08053, section 3). After the
-last backward of a step, the gradients of all replicas are averaged. Experts (`parameter.allreduce = False`) have a
-second buffer, reduced over the ranks that hold the same ones. Nothing overlaps here; that is the point of
+last backward of a step, the gradients of all replicas are averaged. Experts (`record_of(parameter).allreduce` is False)
+have a second buffer, reduced over the ranks that hold the same ones. Nothing overlaps here; that is the point of
 keeping it: it is the twin that the bucketed, overlapping form is held against.
 """
 

@@ -4,8 +4,8 @@
 because people outside labkit read them there: `full_name`, the name that the parameter has in every layout, and
 `main_grad`, the tensor where backwards add up (Transformer Engine and Megatron's optimizers read `weight.main_grad`).
 
-A data-parallel wrapper does not zero its buffers at the start of a step. Instead the first gradient of a step is
-written over the old contents, and the later ones are added: `add_gradient` does both.
+`DistributedDataParallel` does not zero its buffers at the start of a step: the first gradient of a step overwrites the
+old contents, and later gradients are added. `add_gradient` does both. `NaiveDataParallel` zeroes its buffer.
 """
 
 from __future__ import annotations
