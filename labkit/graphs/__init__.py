@@ -13,7 +13,7 @@ _EXPORTS = {
     "buffers": ("BufferPlan", "PlanError", "check_plan", "plan_buffers"),
     "capture": ("make_graphed_callables",),
     "full_iteration": ("FullIterationGraph",),
-    "graphable": ("GraphableMegatronModule", "graphable_modules", "wrap_layers"),
+    "graphable": ("GraphableMegatronModule", "graphable_modules", "unwrap_layers", "wrap_layers"),
     "helper": ("CudaGraphHelper", "TECudaGraphHelper"),
     "memory": (
         "GraphMemoryReport",
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from labkit.graphs.full_iteration import FullIterationGraph as FullIterationGraph
     from labkit.graphs.graphable import GraphableMegatronModule as GraphableMegatronModule
     from labkit.graphs.graphable import graphable_modules as graphable_modules
+    from labkit.graphs.graphable import unwrap_layers as unwrap_layers
     from labkit.graphs.graphable import wrap_layers as wrap_layers
     from labkit.graphs.helper import CudaGraphHelper as CudaGraphHelper
     from labkit.graphs.helper import TECudaGraphHelper as TECudaGraphHelper

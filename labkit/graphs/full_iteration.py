@@ -26,6 +26,7 @@ from labkit.events import not_recording, span
 from labkit.graphs.backend import Graph, GraphBackend, Pool, choose_impl, get_backend
 from labkit.graphs.checks.capture_isolation import counters_kept
 from labkit.graphs.checks.uncapturable import refuse_records
+from labkit.graphs.graphable import unwrap_layers
 from labkit.graphs.memory import GraphMemory, graph_objects_made
 from labkit.parallel.communication.capturing import require_whole_process
 from labkit.parallel.random import RngTracker
@@ -58,10 +59,12 @@ class FullIterationGraph:
         impl: `local`, `emulated`, or `auto` for the one that fits `device`. warmup_steps: calls before the capture, at
         least one where something is made lazily. name: for Events. rng: named random states that `function` draws from.
         before: called ahead of every run, for what must not be in the graph, such as waiting for gathered parameters.
-        chunks: the model, whose counters the capture leaves as they are.
+        chunks: the model, whose counters the capture leaves as they are. Its layers are captured whole, so those that a
+            `CudaGraphHelper` has wrapped are unwrapped.
 
-        Raises ValueError for an impl that cannot hold an iteration.
+        Raises ValueError for an impl that cannot hold an iteration, and for layers that have graphs of their own.
         """
+        unwrap_layers(chunks)
         if impl == "transformer_engine":
             raise ValueError("Transformer Engine captures layers; a whole iteration needs impl = local or emulated")
         self.backend: GraphBackend = get_backend(choose_impl(impl, torch.device(device)), [] if rng is None else [rng])

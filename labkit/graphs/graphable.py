@@ -19,7 +19,7 @@ the pipeline runtime) and `cuda_graph_manual_hooks`. Parameters, their names and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -238,6 +238,18 @@ def _wrapped(layer: nn.Module, graph: GraphConfig) -> GraphableMegatronModule:
             raise ValueError("these layers have the graphs of another CudaGraphHelper: call its reset() first")
         old.unwrap()
     return GraphableMegatronModule(layer, graph)
+
+
+def unwrap_layers(chunks: Iterable[nn.Module]) -> None:
+    """Give all layers of these chunks their own methods back.
+
+    Raises:
+        ValueError: a layer has graphs.
+    """
+    for wrapper in [found for chunk in chunks for found in graphable_modules(chunk)]:
+        if wrapper.cuda_graphs:
+            raise ValueError("these layers have the graphs of a CudaGraphHelper: call its reset() first")
+        wrapper.unwrap()
 
 
 def wrapper_of(layer: Any) -> GraphableMegatronModule | None:

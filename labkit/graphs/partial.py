@@ -69,6 +69,12 @@ class CutMoELayer:
         for step in STEPS:
             setattr(moe_layer, step, maybe_skip_or_early_return_by_cudagraph(self, step)(getattr(moe_layer, step)))
 
+    def __deepcopy__(self, memo: object) -> CutMoELayer:
+        raise TypeError(
+            f"{self.moe_layer.name} is wrapped for a graph that ends inside it, and a copy would run the original's "
+            "steps: copy the model before CudaGraphHelper or wrap_layers, or after unwrap_layers([model])"
+        )
+
     def undo(self) -> None:
         """The layer is as it was."""
         self.moe_layer.token_dispatcher.cuda_dtoh_point = self._point

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from labkit.events import active_recorder
@@ -48,11 +47,6 @@ class RankSetup:
     kept_whole: Collection[tuple[int, int]] | None
     """(stage, microbatch) that recompute nothing; None leaves it to the model."""
 
-    @cached_property
-    def counting(self) -> list[list[Any]]:
-        """By chunk, the modules with one CUDA graph for each microbatch, which must know the next microbatch."""
-        return [[m for m in chunk.modules() if hasattr(m, "current_microbatch")] for chunk in self.chunks]
-
 
 class Execution:
     """One step: `loop` for a single stage, `walk` for a program."""
@@ -66,6 +60,8 @@ class Execution:
         """(stage, microbatch) -> inputs and outputs of its forward, kept for the backward."""
         self.weight_gradients = WeightGradStore()
         self.clock = stream_clock(setup.p2p.groups.device)
+        self.graphed = [[m for m in chunk.modules() if hasattr(m, "current_microbatch")] for chunk in setup.chunks]
+        """By chunk, the modules that have one CUDA graph for each microbatch, and so must know the next microbatch."""
 
     def loop(self, iterator: Any, count: int) -> None:
         """Forward and backward of each of `count` microbatches in turn, gradients synchronised with the last."""
@@ -167,7 +163,7 @@ class Execution:
     def _forward_step(self, step: Step, chunk: Any) -> tuple[Any, Callable[..., Any] | None]:
         source, action, setup = self.readers[step.chunk], step.action, self.setup
         source.wanted = action.microbatch
-        for module in setup.counting[step.chunk]:
+        for module in self.graphed[step.chunk]:
             module.current_microbatch = action.microbatch
         if setup.kept_whole is not None:
             chunk.set_activation_checkpointing((action.stage, action.microbatch) not in setup.kept_whole)

@@ -344,10 +344,14 @@ def _exchanges(slots: Iterable[Sequence[Transfer]], transport: Transport) -> lis
 
 
 def _slots(
-    schedule: Schedule, rank: int, transport: Transport, steps: Sequence[Step], one_way: bool
+    schedule: Schedule, rank: int, transport: Transport, steps: Sequence[Step], varies: bool
 ) -> list[list[Transfer]]:
-    """Transfers of each slot of the rank in the order of posting; one slot more than actions."""
-    one_way = one_way or (transport == "even_odd" and schedule.pp == 2)
+    """Transfers of each slot of the rank in the order of posting; one slot more than actions.
+
+    varies: lengths vary, so a receive waits for its sizes while it is posted. Only the order by moment never waits in a
+    circle then, with each direction on a channel of its own.
+    """
+    one_way = varies or (transport == "even_odd" and schedule.pp == 2)
     slots: list[list[Transfer]] = [[] for _ in range(len(steps) + 1)]
 
     def put(slot: int, operation: Operation, message: StageMessage) -> None:
@@ -373,7 +377,7 @@ def _slots(
         return float(moment), message.kind == "B", message.source
 
     by_moment = [sorted(slot, key=when) for slot in slots]
-    return by_moment if transport == "batched" else [_even_odd(slot, rank) for slot in by_moment]
+    return by_moment if transport == "batched" or varies else [_even_odd(slot, rank) for slot in by_moment]
 
 
 def receive_slots(

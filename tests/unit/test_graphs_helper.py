@@ -1,5 +1,6 @@
 """`CudaGraphHelper` by hand: what a recapture checks and keeps, and what captures and resets leave behind."""
 
+import copy
 import sys
 from pathlib import Path
 
@@ -9,10 +10,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from graph_training import GRAPHS, Training, small
 
-from labkit.graphs import CudaGraphHelper
+from labkit.config import GraphConfig, presets
+from labkit.graphs import CudaGraphHelper, FullIterationGraph, unwrap_layers, wrap_layers
 from labkit.graphs.order_table import capture_order
+from labkit.models import build_model_chunks
+from labkit.parallel import single_process_groups
 from labkit.parallel.parameters.parameter_record import record_of
-from labkit.schedules import Schedule, build_schedule
+from labkit.schedules import PipelineRuntime, Schedule, build_schedule, one_f_one_b
 
 EMULATED = GRAPHS | {"schedule.name": "gpipe"}
 
@@ -110,3 +114,46 @@ def test_two_helpers_do_not_have_graphs_of_one_layer():
     training.helper.create_cudagraphs()
     with pytest.raises(ValueError, match="the graphs of another CudaGraphHelper: call its reset"):
         helper_of(training, training.pipeline.schedule)
+
+
+def test_a_full_iteration_holds_whole_layers_whatever_wrapped_them_before():
+    config = small(**EMULATED | {"graph.cuda_graph_scope": ("mlp",)})
+    (chunk,) = build_model_chunks(config, single_process_groups())
+    layer = next(iter(chunk.layers.values()))
+    x = torch.randn(4, 1, config.model.hidden)
+    eager = layer(x)
+    wrap_layers(chunk, config.graph)
+    made = []
+    step = FullIterationGraph(
+        lambda _: made.append(layer(x)), num_microbatches=1, impl="emulated", warmup_steps=0, chunks=[chunk]
+    )
+    step(iter([{"a": torch.zeros(1)}]))
+    assert torch.equal(made[0], eager), "attention is in the graph, too"
+
+
+def test_a_runtime_tells_layers_that_were_wrapped_later_whose_forward_is_next():
+    config = small(**EMULATED)
+    (chunk,) = build_model_chunks(config, single_process_groups())
+    seen = []
+
+    def forward(batches, model):
+        seen.append([getattr(layer, "current_microbatch", None) for layer in model.layers.values()])
+        return torch.zeros((), requires_grad=True) * next(batches), None
+
+    runtime = PipelineRuntime(one_f_one_b(1, 3), chunk, single_process_groups(), forward_step_func=forward)
+    runtime.run(iter([0.0] * 3))
+    wrap_layers(chunk, config.graph)
+    runtime.run(iter([0.0] * 3))
+    layers = len(chunk.layers)
+    assert seen == [[None] * layers] * 3 + [[0] * layers, [1] * layers, [2] * layers]
+
+
+def test_a_model_with_a_cut_layer_of_experts_is_not_copied():
+    config = presets.tiny_moe().override({"model.layers": 1})
+    (chunk,) = build_model_chunks(config, single_process_groups())
+    graph = GraphConfig(cuda_graph_impl="emulated", cuda_graph_scope=("attn", "moe_router"))
+    wrap_layers(chunk, graph)
+    with pytest.raises(TypeError, match=r"layers\.0\.mlp .* copy the model before"):
+        copy.deepcopy(chunk)
+    unwrap_layers([chunk])
+    assert copy.deepcopy(chunk).layers["0"].mlp.route.__self__ is not chunk.layers["0"].mlp

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -56,3 +58,14 @@ def test_marks_of_a_module_written_for_megatron_are_taken_over() -> None:
     other.partition_dim, other.unknown = 1, True  # type: ignore[attr-defined]
     adopt_marks(other)
     assert record_of(other) == ParameterRecord(partition_dim=1)
+
+
+def test_a_file_keeps_a_parameters_part_of_the_model_and_no_hook() -> None:
+    """`torch.load` with its defaults takes the record; the wrapper that hangs on a hook stays out of the file."""
+    parameter = make_parameter("layers.0.norm.weight", (4,), fill=1.0)
+    record_of(parameter).on_gradient = lambda gradient: None  # a function that cannot be pickled
+    record_of(parameter).allreduce = False
+    stored = io.BytesIO()
+    torch.save({"p": parameter}, stored)
+    stored.seek(0)
+    assert record_of(torch.load(stored)["p"]) == ParameterRecord(full_shape=(4,), allreduce=False)

@@ -31,7 +31,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -200,9 +200,13 @@ def _registry() -> _Registry:
 
 
 def sweep() -> None:
-    """Free the communicators that no rank uses any more. The call never waits for another rank."""
+    """Free the communicators that no rank uses any more. The call never waits for another rank.
+
+    Where the process that holds the store has gone, nobody is left to agree with, and the groups end with this process.
+    """
     if _current is not None and dist.is_initialized() and _current.world is dist.group.WORLD:
-        _current.sweep()
+        with suppress(dist.DistError):
+            _current.sweep()
 
 
 def _free(communicators: list[Communicator]) -> None:

@@ -1,10 +1,7 @@
 """A transfer between its start and its end.
 
-Whoever starts one gets a `Pending`. What a start owes to others is done in `start`: it counts the call, books it where
-a ledger or a hook asks, and names it while it blocks. `Lane` starts messages by a shorter way where nobody asks.
-
-All of this is done between two actions of a pipeline, by a rank that has just slept and finds none of the code in its
-caches: a line of Python costs several times what it costs in a loop. So nothing is made here that nobody will read.
+`start` begins a transfer and returns a `Pending`. It counts the call, books the call where a ledger or a hook asks, and
+names the call in the launcher's status slot while the start blocks.
 """
 
 from __future__ import annotations
@@ -75,10 +72,6 @@ class Pending:
     def wait(self) -> Tensor:
         """Block until the transfer is complete and return its result."""
         return self._complete(waits=True)
-
-    def collect(self) -> Tensor:
-        """`wait()` for a transfer known to be done, as a send is when its answer is here: nothing to announce."""
-        return self._complete(waits=False, announced=False)
 
     def _complete(self, waits: bool, announced: bool = True) -> Tensor:
         finish = self._finish

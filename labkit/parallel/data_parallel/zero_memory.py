@@ -59,7 +59,7 @@ class BytesPerParameter:
 def bytes_per_parameter(
     *, param_dtype: str = "bf16", grad_dtype: str = "fp32", dp: int = 1, stage: int = 1
 ) -> BytesPerParameter:
-    """Closed form for AdamW over `dp` ranks under ZeRO stage `stage`. Padding is left out (`shard_map.owned_bytes`).
+    """Closed form for AdamW over `dp` ranks under ZeRO stage `stage`, without padding (`bucket_layout.owned_bytes`).
 
     Raises ValueError for an unknown type or stage, or dp below 1.
     """

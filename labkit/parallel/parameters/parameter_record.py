@@ -11,9 +11,10 @@ old contents, and later gradients are added. `add_gradient` does both. `NaiveDat
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -80,6 +81,15 @@ class ParameterRecord:
     """Takes the wrapper's hook off the parameter."""
     main_grad_shard: Tensor | None = None
     """Of a tied embedding under the distributed optimizer: this rank's part of the reduced gradient."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What stands in a file that holds the parameter: its part of the model, without the wrapper's hooks."""
+        kept = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OF_THE_WRAPPER}
+        return ParameterRecord, tuple(kept.values())
+
+
+_OF_THE_WRAPPER = ("has_gradient", "added_elsewhere", "on_gradient", "hook_handle", "main_grad_shard")
+torch.serialization.add_safe_globals([ParameterRecord, Replicated])
 
 
 def record_of(parameter: Tensor) -> ParameterRecord:
