@@ -141,7 +141,7 @@ def stack_step(config: ModelConfig, batch: int, device: torch.device = DEVICE) -
     def step() -> None:
         layers.zero_grad(set_to_none=True)
         x.grad = None
-        build.recompute.through(layers, x, None).backward(grad)
+        build.recompute.run_layers(layers, x, None).backward(grad)
 
     return step
 

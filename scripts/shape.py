@@ -24,7 +24,6 @@ PACKAGE = ROOT / "labkit"
 CORE = (
     "parallel/rank_generator.py",
     "parallel/mappings.py",
-    "parallel/linear_functions.py",
     "parallel/layers.py",
     "parallel/mlp.py",
     "models/attention.py",

@@ -105,9 +105,9 @@ SEQUENCE_PARALLEL = [
     ),
     Fault(
         "every rank adds the vectors of the first positions",
-        "Build.own_positions",
-        "self.group.rank * part",
-        "0",
+        "PositionEmbedding.own_positions",
+        "slice(self.part * each, (self.part + 1) * each)",
+        "slice(0, each)",
         Comparison(SP, "embedding output"),
     ),
     Fault(

@@ -21,8 +21,8 @@ from labkit.fp8.operands import Operand
 from labkit.fp8.recipe import Float8Recipe
 from labkit.parallel.communication.capturing import is_graph_capturing
 from labkit.parallel.groups import Group
+from labkit.parallel.layers import Gemms, Packed
 from labkit.parallel.parameters.parameter_record import put_gradient
-from labkit.parallel.precision import Gemms, Packed
 
 
 class Scales(Protocol):

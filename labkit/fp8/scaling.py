@@ -27,8 +27,8 @@ from labkit.fp8.recipe import KINDS, Float8Recipe
 from labkit.models.layer_spec import LayerSpec
 from labkit.parallel import collectives
 from labkit.parallel.groups import Group, ParallelGroups
+from labkit.parallel.layers import Precision
 from labkit.parallel.ledger import comm_scope, current_scope
-from labkit.parallel.precision import Precision
 
 
 class Float8Scaling(Precision):

@@ -1,11 +1,10 @@
 """Self-attention with its norm and projections.
 
-The sequence stays first. The fused projection makes, per key/value head, its query heads, then its key, then its value:
-[q ... q k v] [q ... q k v] ... (Megatron's order), so that a tensor-parallel slice of the columns is a slice of whole
-groups. Where key/value heads are fewer than ranks, neighbouring ranks share a group: each has its own query heads and a
-copy of the one key and value (`Replicated`). Megatron cuts the columns evenly there, and gathers the heads in every
-forward. Heads of all samples are handed to the attention kernel as one row of B x heads heads, which needs neither a
-transpose in memory before it nor one after.
+The sequence stays first. The fused projection makes, per key/value head, its query heads, its key and its value:
+[q ... q k v] [q ... q k v] ... (Megatron's order). So a tensor-parallel slice of the columns has whole groups. With
+fewer key/value heads than ranks, neighbouring ranks share a group: each has its own query heads and a copy of the one
+key and value (`Replicated`). Megatron gathers the heads in every forward instead. The attention kernel takes the heads
+of all samples as one row of B x heads heads, which needs no transpose in memory before or after.
 
 Shapes: S sequence, B batch, H hidden, D head dimension; t = tensor-parallel size.
 """
@@ -38,8 +37,8 @@ def kv_copies(config: ModelConfig, tp: int) -> int:
 class ParallelAttention(nn.Module):
     """Causal self-attention on the normalised input; whole heads on each rank (arXiv 1909.08053, section 3).
 
-    One all-reduce forward (after `proj`), one backward (before `qkv`); nothing is communicated between heads. The
-    copies of a key/value head add up their gradients once a step (`finalize_model_grads`).
+    One all-reduce forward (after `proj`), one backward (before `qkv`), none between heads. The copies of a key/value
+    head add up their gradients once a step (`finalize_model_grads`).
 
     Raises:
         ValueError: heads that do not divide hidden, or that cannot be shared out over tp.

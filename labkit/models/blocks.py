@@ -18,8 +18,8 @@ from labkit.models.build import Build
 from labkit.models.embedding import Rotary
 from labkit.moe.layer import MoELayer
 from labkit.parallel.groups import Group
+from labkit.parallel.layers import NATIVE
 from labkit.parallel.mlp import ParallelMLP
-from labkit.parallel.precision import NATIVE
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class LayerParts:
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): the pre-LN form, whose residual stream is never normalised.
+    """x + attention(norm(x)), then x + mlp(norm(x)): the pre-LN form. The residual stream itself is never normalised.
 
     `mlp` is a `ParallelMLP`, or a `MoELayer` where `moe.is_moe_layer(index)` says so.
     """
@@ -121,8 +121,7 @@ def dense_mlp(name: str, build: Build) -> tuple[nn.Module, ParallelMLP]:
 def moe_mlp(name: str, build: Build) -> tuple[nn.Module, MoELayer]:
     """The norm, and the layer of experts behind it.
 
-    The norm is a module of its own in every spec: its output goes to router, experts and shared experts, and no linear
-    layer could apply it for all of them.
+    The norm is a module of its own in every spec: no linear layer could apply it for router and experts alike.
     """
     assert build.groups is not None, "experts are placed by all groups of the rank: give Build groups"
     layer = MoELayer(

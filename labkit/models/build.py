@@ -22,9 +22,9 @@ from labkit.models.norm_and_dropout import Dropout, Norm, OwnDropout
 from labkit.models.recomputation import Recomputation
 from labkit.moe.balance import AuxLossScale
 from labkit.parallel.groups import Group, ParallelGroups
+from labkit.parallel.layers import NATIVE, Precision
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.parameters.weights import DeviceSeed, Seed
-from labkit.parallel.precision import NATIVE, Precision
 from labkit.parallel.random import RngTracker
 
 
@@ -96,12 +96,6 @@ class Build:
     def sequence_parts(self) -> int:
         """Ranks over which positions are cut between tensor-parallel regions: t under sequence parallelism, else 1."""
         return self.group.size if self.sequence_parallel else 1
-
-    def own_positions(self, length: int) -> slice:
-        """Of `length` positions, those of this rank between tensor-parallel regions."""
-        part = length // self.sequence_parts
-        first = self.group.rank * part if self.sequence_parallel else 0
-        return slice(first, first + part)
 
     def whole_here(self, parameter: nn.Parameter) -> nn.Parameter:
         """A parameter that every rank holds whole, outside the tensor-parallel regions; marks what its gradient is."""

@@ -30,14 +30,20 @@ class PositionEmbedding(nn.Module):
         weight = make_parameter(
             f"{name}.weight", shape, seed=build.weight_seed, std=config.init_std, **build.factory_kwargs
         )
-        self.weight, self.own = build.whole_here(weight), build.own_positions
+        self.weight = build.whole_here(weight)
+        self.parts, self.part = (build.group.size, build.group.rank) if build.sequence_parallel else (1, 0)
 
     def forward(self, length: int, position_ids_BS: Tensor | None) -> Tensor:
         """This rank's part of the vectors of positions 0, 1, .. as [S, 1, H], or of the given ones as [S, B, H]."""
-        own = self.own(length)
+        own = self.own_positions(length)
         if position_ids_BS is None:
             return self.weight[own, None]
         return nn.functional.embedding(position_ids_BS.t()[own], self.weight)
+
+    def own_positions(self, length: int) -> slice:
+        """Those of `length` positions that lie on this rank between tensor-parallel regions."""
+        each = length // self.parts
+        return slice(self.part * each, (self.part + 1) * each)
 
 
 class Embedding(nn.Module):

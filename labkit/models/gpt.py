@@ -3,8 +3,8 @@
 A stage with `pre_process` embeds tokens, one with `post_process` ends in logits or in the loss. Parameter names carry
 the layer's global index, so a tensor has the same name in every layout.
 
-Under sequence parallelism hidden states are [S/t, B, H] from the embedding to the output layer, and between stages;
-tokens, labels and losses are of whole sequences on every rank.
+Under sequence parallelism hidden states are [S/t, B, H] from the embedding to the output layer, also between stages.
+Tokens, labels and losses are of whole sequences on every rank.
 
 Shapes: S sequence, B batch, H hidden, V this rank's columns of the padded vocabulary; t = tensor-parallel size.
 """
@@ -48,11 +48,11 @@ class GPTModel(nn.Module):
         device: None means `groups.device`.
         gradient_accumulation_fusion: linear layers add weight gradients to `main_grad` where it exists.
         label_smoothing: of the loss.
-        rng: random states for dropout and jitter, shared by the chunks of a rank; made here where dropout needs them.
-        spec: parts of the layers and the precision of their products (`labkit.train.layer_spec` chooses them);
-            embedding and output layer keep `dtype`.
-        tied_weight_VH: the word embedding of the first stage, where that is another chunk of this rank: the output
-            layer then uses it, and this chunk has no weight of its own to count, update or save.
+        rng: random states for dropout and jitter, shared by the chunks of a rank; None makes them if they are needed.
+        spec: parts of the layers and precision of their products (`labkit.train.layer_spec`); embedding and output
+            layer keep `dtype`.
+        tied_weight_VH: the word embedding, if another chunk of this rank has it and the output layer uses it too; this
+            chunk then has no output weight to count, update or save.
 
     Raises:
         ValueError: sizes that tp does not divide, or an option this model does not have.
@@ -101,10 +101,11 @@ class GPTModel(nn.Module):
             spec=spec,
             precision=self.precision,
         )
+        self.config, self.group, self.cp, self.recompute = config, groups.tp, groups.cp, build.recompute
         self.sequence_parallel, self.sequence_parts = build.sequence_parallel, build.sequence_parts
-        self.config, self.group, self.recompute = config, groups.tp, build.recompute
         self.pre_process, self.post_process = pre_process, post_process
         self.label_smoothing, self.fusion = label_smoothing, gradient_accumulation_fusion
+        self.padded_vocab = padded_vocab(config, groups.tp.size)
         self.embedding = Embedding(build) if pre_process else None
         self.layers = nn.ModuleDict({str(index): TransformerLayer(index, build) for index in layers})
         self.final_norm = build.norm("final_norm") if post_process else None
@@ -114,13 +115,12 @@ class GPTModel(nn.Module):
             record_of(tied_weight_VH).shared_embedding = False  # one weight: no copy to add
         tied_here = tied_weight_VH is not None or (pre_process and not config.untie_embeddings_and_output_weights)
         self.output = OutputLayer(build) if post_process and not tied_here else None
-        self.cp, self.padded_vocab = groups.cp, padded_vocab(config, groups.tp.size)
         self._input_SBH: Tensor | None = None
         self.rotary = RotaryTable(build) if config.position == "rope" else None
 
     @property
     def output_weight_VH(self) -> Tensor:
-        """Rows of the output layer on this rank; the word embedding's own where first and last stage are on it."""
+        """This rank's rows of the output layer; the word embedding itself where first and last stage are here."""
         if self.output is not None:
             return self.output()
         if self._tied_weight:
@@ -129,7 +129,7 @@ class GPTModel(nn.Module):
         return self.embedding.word.weight
 
     def set_input_tensor(self, x_SBH: Tensor | None) -> None:
-        """What the previous stage computed; the next `forward` starts from it. Ignored by the first stage."""
+        """Give the output of the previous stage; the next `forward` starts from it. The first stage ignores it."""
         self._input_SBH = x_SBH
 
     def moe_layers(self) -> list[MoELayer]:
@@ -137,15 +137,14 @@ class GPTModel(nn.Module):
         return [layer.mlp for layer in self.layers.values() if isinstance(layer.mlp, MoELayer)]
 
     def layer_context(self, seq_length: int) -> tuple[Tensor, ...]:
-        """Sample tensors for the capture of a CUDA graph: what every layer is given beside its input, new rotary tables
-        for sequences of `seq_length`, or nothing."""
+        """Samples for a CUDA graph of the arguments of each layer behind x: rotary tables for `seq_length`, or none."""
         if self.rotary is None:
             return ()
         rows = slice(seq_length // self.cp.size)
         return tuple(table[rows, None, None].clone() for table in (self.rotary.cos, self.rotary.sin))
 
     def set_activation_checkpointing(self, on: bool) -> None:
-        """Whether the next forwards recompute what the configuration says; False keeps everything."""
+        """True: the next forwards recompute as configured. False: they keep everything."""
         self.recompute.active = on
 
     def forward(
@@ -155,13 +154,12 @@ class GPTModel(nn.Module):
 
         Args:
             tokens_BS: token ids; used by the first stage only.
-            position_ids: positions [B, S], or [1, S] for all samples; None means 0, 1, .., or under context parallelism
-                those that this rank holds of a sequence (`zigzag_positions`).
+            position_ids: positions [B, S], or [1, S] for all samples; None means those that this rank holds.
             labels_BS: the tokens to predict; used by the last stage only.
 
         Returns:
-            hidden_SBH from a stage that is not the last; else loss_BS (per token, float32 at least) where labels are
-            given, or logits_SBV (this rank's columns, padding included).
+            hidden_SBH from a stage that is not the last. The last gives loss_BS (per token, float32 at least), or
+            without labels logits_SBV (this rank's columns, padding included).
 
         Raises:
             ValueError: no input, a sequence longer than the model's, or an id outside the vocabulary.
@@ -171,7 +169,11 @@ class GPTModel(nn.Module):
         x_SBH = self._first_hidden(tokens_BS, position_ids)
         rotary = None if self.rotary is None else self.rotary(x_SBH, position_ids)
         with self.precision.region():
-            x_SBH = self.recompute.through(self.layers.values(), x_SBH, rotary)
+            if self.recompute.whole_layers:
+                x_SBH = self.recompute.run_layers(self.layers.values(), x_SBH, rotary)
+            else:
+                for layer in self.layers.values():
+                    x_SBH = layer(x_SBH, rotary)
         if self.final_norm is None:
             return x_SBH
         x_SBH = self.final_norm(x_SBH)
@@ -203,12 +205,9 @@ class GPTModel(nn.Module):
             return self._input_SBH
         if tokens_BS is None:
             raise ValueError("the first stage needs tokens_BS")
-        length = tokens_BS.shape[1] * self.cp.size
-        if length > self.config.seq_length:
-            raise ValueError(
-                f"a sequence of {length} tokens is longer than model.seq_length = {self.config.seq_length}"
-            )
-        length, parts = tokens_BS.shape[1], self.sequence_parts
+        length, parts, most = tokens_BS.shape[1], self.sequence_parts, self.config.seq_length
+        if length * self.cp.size > most:
+            raise ValueError(f"a sequence of {length * self.cp.size} tokens is longer than model.seq_length = {most}")
         if length % parts:
             raise ValueError(
                 f"sequence parallelism cuts a sequence over tp = {parts} ranks, and {length} tokens are no multiple of "
@@ -230,7 +229,7 @@ class GPTModel(nn.Module):
 
 
 def draws(config: ModelConfig, moe: MoEConfig) -> bool:
-    """Whether a forward draws random numbers."""
+    """True if a forward draws random numbers."""
     drops = config.embedding_dropout or config.attention_dropout or config.hidden_dropout
     return bool(drops or (moe.num_experts and moe.input_jitter))
 

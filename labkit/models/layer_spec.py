@@ -17,8 +17,7 @@ from labkit.models.core_attention import CoreAttention
 from labkit.models.norm_and_dropout import Norm
 from labkit.moe.experts import StackedLinear
 from labkit.parallel.groups import Group, ParallelGroups
-from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from labkit.parallel.precision import NATIVE, Precision
+from labkit.parallel.layers import NATIVE, ColumnParallelLinear, Precision, RowParallelLinear
 from labkit.parallel.random import RngTracker
 from labkit.parallel.recompute import checkpoint
 

@@ -1,4 +1,4 @@
-"""Which parts of a model chunk are computed again in backward: `model.recompute_granularity` and what belongs to it.
+"""Computing parts of a model chunk again in backward, as `model.recompute_granularity` and its companions say.
 
 `full` keeps a layer's input and nothing else; `selective` recomputes parts that keep much and cost little
 (arXiv 2205.05198, section 5): core attention, whose S x S probabilities are made by two small products, the output of
@@ -23,7 +23,7 @@ Layer = Callable[..., Tensor]
 
 
 class Recomputation:
-    """The choice of one model chunk. While `active` is False everything is kept."""
+    """The choice of one model chunk. While `active` is False, the chunk keeps everything."""
 
     def __init__(
         self, config: ModelConfig, rng: RngTracker | None = None, *, checkpoint: Callable[..., Any] = checkpoint
@@ -31,13 +31,14 @@ class Recomputation:
         """rng: random states that the layers draw from. checkpoint: called like `recompute.checkpoint`."""
         self.active, self._checkpoint = True, checkpoint
         self._rng = rng
-        self._full = config.recompute_granularity == "full"
+        self.whole_layers = config.recompute_granularity == "full"
+        """The granularity is `full`."""
         self._by_group = config.recompute_method == "uniform"
         self._count = config.recompute_num_layers
         self._modules = config.recompute_modules if config.recompute_granularity == "selective" else ()
 
     def selects(self, name: str) -> bool:
-        """Whether the part `name` of a layer (`core_attn`, `layernorm`, `mlp`) is to be recomputed."""
+        """True for a part of a layer (`core_attn`, `layernorm`, `mlp`, `moe`) that is to be recomputed."""
         return name in self._modules
 
     def part(self, name: str, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
@@ -55,11 +56,11 @@ class Recomputation:
         dropped.discard_output_and_register_recompute(y)
         return y
 
-    def through(self, layers: Iterable[Layer], x_SBH: Tensor, *context: Any) -> Tensor:
-        """`x = layer(x, *context)` for one layer after the other; `context` (rotary tables) wants no gradient.
+    def run_layers(self, layers: Iterable[Layer], x_SBH: Tensor, *context: Any) -> Tensor:
+        """Run one layer after the other, `x = layer(x, *context)`; `context` (rotary tables) wants no gradient.
 
-        Under `full` by `uniform`, groups of recompute_num_layers layers keep their first input; by `block`, so many
-        layers at the front keep theirs each, and the rest keeps everything.
+        `full` by `uniform` keeps the input of each group of recompute_num_layers layers. `full` by `block` keeps the
+        input of each of so many layers at the front, and everything of the rest.
         """
         run = list(layers)
         for start, stop, again in self._pieces(len(run)):
@@ -69,7 +70,7 @@ class Recomputation:
 
     def _pieces(self, layers: int) -> list[tuple[int, int, bool]]:
         """(first layer, end, whether it is recomputed as one piece)."""
-        if not (self.active and self._full):
+        if not (self.active and self.whole_layers):
             return [(0, layers, False)]
         if self._by_group:
             return [(i, min(i + self._count, layers), True) for i in range(0, layers, self._count)]

@@ -1,30 +1,294 @@
 """Linear layers cut by columns or by rows over the tensor-parallel group (arXiv 1909.08053, section 3).
 
-Weights are stored as torch stores them, [output, input]; "column" and "row" speak of the paper's A in Y = XA, which is
-the transpose. A column-parallel layer followed by a row-parallel one needs one all-reduce forward (g, after the second)
-and one backward (f, before the first), because the split dimension never has to be whole in between. Both, with their
-equations, are in `linear_functions.py`.
+"Column" and "row" speak of the paper's A in Y = XA. Weights are stored as torch stores them, [output, input], which is
+A's transpose. A column-parallel layer followed by a row-parallel one needs one all-reduce forward (g, after the second)
+and one backward (f, before the first): the dimension that is cut never has to be whole in between.
 
-Shapes: S sequence, B batch, I input size, O output size; t = size of the group.
+f and g could stand around a plain linear function (`mappings.py`). Here they are inside: f's all-reduce then hides
+behind the product that makes the weight gradient. The file goes from the inside out: the three products (`Gemms`), the
+autograd functions that add communication, the layers that hold the weights.
+
+Shapes: S sequence, B batch, I input size, O output size; t = size of the group; N = S x B.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 
+from labkit.events import observers, span, start_observers
+from labkit.parallel import collectives
 from labkit.parallel.groups import Group
-from labkit.parallel.ledger import comm_scope
-from labkit.parallel.linear_functions import LinearPlan, column_parallel_linear, row_parallel_linear
+from labkit.parallel.ledger import comm_scope, current_scope
 from labkit.parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from labkit.parallel.parameters.parameter_record import Replicated, record_of
+from labkit.parallel.parameters.parameter_record import Replicated, record_of, weight_gradient
 from labkit.parallel.parameters.weights import Seed, make_parameter
-from labkit.parallel.precision import NATIVE, Precision
+from labkit.parallel.pipeline.weight_grad_store import deferred, is_collecting
+
+# ---- products ----
+
+Packed = tuple[Tensor, ...]
+"""A tensor as products take it and backward keeps it: the tensor alone, or in eight bits with its scales behind it."""
+
+
+class Gemms:
+    """The three products of one linear layer, in the type of its tensors. `labkit.fp8` has another kind."""
+
+    def pack(self, x: Tensor, kind: str, gathered_over: Group | None, *, trains: bool) -> Packed:
+        """Turn x into the form that the products take; here nothing is to be done.
+
+        kind: `input`, or `grad` for the gradient of the output.
+        gathered_over: the group whose parts of the sequence are joined before the product; None where x is whole.
+        trains: a backward can follow.
+        """
+        return (x,)
+
+    def for_wgrad(self, packed: Packed) -> Packed:
+        """The part of a packed tensor that `wgrad` reads: backward keeps no more of an input."""
+        return packed
+
+    def fprop(self, x: Packed, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + b: [.., I] -> [.., O]."""
+        return F.linear(x[0], weight, bias)
+
+    def dgrad(self, grad: Packed, weight: Tensor) -> Tensor:
+        """dy W: [.., O] -> [.., I]."""
+        return grad[0] @ weight
+
+    def wgrad(
+        self, grad: Packed, x: Packed, weight: Tensor, main_grad: Tensor | None, *, replace: bool = False
+    ) -> Tensor | None:
+        """dy^T x, [O, I]; with `main_grad` it is added there, with `replace` put there, and None returned."""
+        grad_NO, x_NI = grad[0].reshape(-1, grad[0].shape[-1]), x[0].reshape(-1, x[0].shape[-1])
+        return weight_gradient(grad_NO, x_NI, main_grad, replace=replace)
+
+
+IN_OWN_TYPE = Gemms()
+
+
+class Precision:
+    """Gives each linear layer of a model chunk its products. This one leaves them in the type of the tensors."""
+
+    region: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+    """Makes the context in which the forward of all layers of one microbatch runs."""
+
+    def gemms(self, name: str) -> Gemms:
+        """The products of the layer `name`."""
+        return IN_OWN_TYPE
+
+    def end_step(self) -> None:
+        """All ranks of tp_dp_cp call this after the last backward of a step, before weights change."""
+
+
+NATIVE = Precision()
+
+
+# ---- functions ----
+
+_UNOBSERVED = nullcontext()
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """The settings of one linear layer, for its forward and backward."""
+
+    name: str
+    """For the ledger and for Events."""
+    group: Group
+    """Tensor-parallel group."""
+    sequence_parallel: bool = False
+    """Outside the region each rank holds its part of the sequence."""
+    accumulate: bool = False
+    """Add the weight gradient to `weight.main_grad` where it exists."""
+    gemms: Gemms = IN_OWN_TYPE
+    """The products, in the type of the tensors or in another."""
+
+    @property
+    def gathered_over(self) -> Group | None:
+        """The group that joins the sequence; None where nothing is cut."""
+        return self.group if self.sequence_parallel else None
+
+    def booked(self, phase: str | None = None) -> AbstractContextManager[Any]:
+        """Book the block's communication under this layer and `phase`; None is forward, or the phase already set."""
+        if not start_observers and not is_collecting():  # a later W may be observed
+            return _UNOBSERVED
+        return comm_scope(self.name, phase or current_scope().phase or "forward")
+
+    def timed(self, kind: str) -> AbstractContextManager[None]:
+        """Record the block as an Event where somebody records."""
+        return span(f"{self.name} {kind}", kind) if observers else _UNOBSERVED
+
+
+class _LocalLinear(Function):
+    """y = x W^T + b on a rank that is alone in its group: neither f nor g.
+
+    forward   y = x W^T + b              [S, B, I] x [O, I] -> [S, B, O]
+    dgrad     dx = dy W                  [S, B, O] x [O, I] -> [S, B, I]
+    wgrad     dW = dy^T x, db = sum dy   [O, N] x [N, I] -> [O, I]
+
+    `bias_apart` adds the bias to the finished product, as a row-parallel layer does, so that both round alike.
+    While a `WeightGradStore` collects, wgrad waits for its W.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, trains: bool, bias_apart: bool
+    ) -> Tensor:
+        ctx.plan, ctx.parameters = plan, (weight, bias)
+        packed = plan.gemms.pack(x, "input", None, trains=trains)
+        ctx.save_for_backward(weight, *plan.gemms.for_wgrad(packed))
+        if bias is None or not bias_apart:
+            return plan.gemms.fprop(packed, weight, bias)
+        return plan.gemms.fprop(packed, weight, None).add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        plan, (weight, *x) = ctx.plan, ctx.saved_tensors
+        grad, grad_x = plan.gemms.pack(grads[0], "grad", None, trains=True), None
+        if ctx.needs_input_grad[0]:
+            with plan.timed("input_grad"):
+                grad_x = plan.gemms.dgrad(grad, weight)
+        return grad_x, *_parameter_gradients(ctx, grad, grads[0], tuple(x)), None, None, None
+
+
+class _ColumnLinear(Function):
+    """y = x W^T + b with f inside, so that its all-reduce hides behind a GEMM.
+
+    forward   y_r = x W_r^T + b_r            [S, B, I] x [O/t, I] -> [S, B, O/t]
+    dgrad     dx = sum_r dy_r W_r            [S, B, O/t] x [O/t, I] -> [S, B, I], all-reduce started, not awaited
+    wgrad     dW_r = dy_r^T x, db_r = sum dy [O/t, N] x [N, I] -> [O/t, I], while the all-reduce runs
+
+    Under sequence parallelism x is gathered from [S/t, B, I] in forward, not kept but gathered again in backward, and
+    dx is reduce-scattered instead of all-reduced.
+
+    While a `WeightGradStore` collects, wgrad waits for its W, with the second gather of x, which only wgrad needs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, trains: bool) -> Tensor:
+        ctx.plan, ctx.parameters = plan, (weight, bias)
+        with plan.booked():
+            part, *scales = packed = plan.gemms.pack(x, "input", plan.gathered_over, trains=trains)
+            ctx.save_for_backward(weight, *plan.gemms.for_wgrad(packed))
+            whole = collectives.all_gather(part, plan.group) if plan.sequence_parallel else part
+        return plan.gemms.fprop((whole, *scales), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        plan, (weight, part, *scales) = ctx.plan, ctx.saved_tensors
+        regathering = pending = None
+
+        def whole() -> Packed:
+            if not plan.sequence_parallel:
+                return (part, *scales)
+            gathered = collectives.all_gather(part, plan.group) if regathering is None else regathering.wait()
+            return (gathered, *scales)
+
+        with plan.booked("backward"):
+            grad = plan.gemms.pack(grads[0], "grad", None, trains=True)
+            if plan.sequence_parallel and not is_collecting():
+                regathering = collectives.all_gather_async(part, plan.group)
+            if ctx.needs_input_grad[0]:
+                with plan.timed("input_grad"):
+                    grad_x = plan.gemms.dgrad(grad, weight)
+                start = collectives.reduce_scatter_async if plan.sequence_parallel else collectives.all_reduce_async
+                pending = start(grad_x, plan.group)
+            parameter_gradients = _parameter_gradients(ctx, grad, grads[0], whole)
+            return None if pending is None else pending.wait(), *parameter_gradients, None, None
+
+
+class _RowLinear(Function):
+    """y = x W^T + b with g inside: the sum needs no buffer of its own, and the bias is added in place, once.
+
+    forward   y = (sum_r x_r W_r^T) + b      [S, B, I/t] x [O, I/t] -> [S, B, O], all-reduced
+    dgrad     dx_r = dy W_r                  [S, B, O] x [O, I/t] -> [S, B, I/t]
+    wgrad     dW_r = dy^T x_r, db = sum dy   [O, N] x [N, I/t] -> [O, I/t]
+
+    Under sequence parallelism y is reduce-scattered to [S/t, B, O], dy gathered, and db the sum over this rank's part.
+
+    While a `WeightGradStore` collects, wgrad waits for its W and keeps the gathered dy, which dgrad needed at once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, trains: bool) -> Tensor:
+        ctx.plan, ctx.parameters = plan, (weight, bias)
+        with plan.booked():
+            packed = plan.gemms.pack(x, "input", None, trains=trains)
+            ctx.save_for_backward(weight, *plan.gemms.for_wgrad(packed))
+            partial = plan.gemms.fprop(packed, weight, None)
+            reduce = collectives.reduce_scatter if plan.sequence_parallel else collectives.all_reduce
+            y = reduce(partial, plan.group)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        plan, (weight, *x), grad_x = ctx.plan, ctx.saved_tensors, None
+        with plan.booked("backward"):
+            part, *scales = plan.gemms.pack(grads[0], "grad", plan.gathered_over, trains=True)
+            grad = (collectives.all_gather(part, plan.group) if plan.sequence_parallel else part, *scales)
+            if ctx.needs_input_grad[0]:
+                with plan.timed("input_grad"):
+                    grad_x = plan.gemms.dgrad(grad, weight)
+            return grad_x, *_parameter_gradients(ctx, grad, grads[0], tuple(x)), None, None
+
+
+Trained = tuple[Tensor | None, Tensor | None]
+"""Weight and bias, or their gradients; None for one that wants none."""
+
+
+def _parameter_gradients(ctx: Any, grad: Packed, bias_grad: Tensor, x: Packed | Callable[[], Packed]) -> Trained:
+    """The gradients of weight and bias, or (None, None) if a `WeightGradStore` has put them off.
+
+    bias_grad: gradient of the tensor that the bias was added to. x: the whole input, or a function that gathers it.
+    """
+    plan, (weight, bias), (_, wants_weight, wants_bias, *_) = ctx.plan, ctx.parameters, ctx.needs_input_grad
+    weight, bias = weight if wants_weight else None, bias if wants_bias else None
+    grad = plan.gemms.for_wgrad(grad) if is_collecting() else grad
+
+    def compute() -> Trained:
+        whole = x if isinstance(x, tuple) else x()
+        grad_weight = grad_bias = None
+        with plan.timed("weight_grad"):
+            if weight is not None:
+                main_grad = getattr(weight, "main_grad", None) if plan.accumulate else None
+                if main_grad is None:
+                    grad_weight = plan.gemms.wgrad(grad, whole, weight, None)
+                else:
+                    record = record_of(weight)
+                    plan.gemms.wgrad(grad, whole, weight, main_grad, replace=not record.has_gradient)
+                    record.has_gradient = True
+            if bias is not None:
+                grad_bias = bias_grad.reshape(-1, bias_grad.shape[-1]).sum(0)
+        return grad_weight, grad_bias
+
+    return (None, None) if deferred((weight, bias), compute) else compute()
+
+
+def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+    """Apply a column-parallel layer whose weight is held elsewhere, such as a tied output layer."""
+    if plan.group.size == 1:
+        return _LocalLinear.apply(x, weight, bias, plan, torch.is_grad_enabled(), False)  # type: ignore[no-any-return]
+    return _ColumnLinear.apply(x, weight, bias, plan, torch.is_grad_enabled())  # type: ignore[no-any-return]
+
+
+def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+    """Apply a row-parallel layer whose weight is held elsewhere."""
+    if plan.group.size == 1:
+        return _LocalLinear.apply(x, weight, bias, plan, torch.is_grad_enabled(), True)  # type: ignore[no-any-return]
+    return _RowLinear.apply(x, weight, bias, plan, torch.is_grad_enabled())  # type: ignore[no-any-return]
+
+
+# ---- layers ----
 
 
 def _check_divides(name: str, what: str, size: int, group: Group, stride: int = 1) -> None:
@@ -37,21 +301,21 @@ def _check_divides(name: str, what: str, size: int, group: Group, stride: int = 
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x A + b with A cut by columns: every rank sees all of x and makes its part of the output.
+    """y = x A + b with A cut by columns: every rank sees all of x and makes its part of the output. f is inside.
 
-    Holds `weight` [O/t, I] and `bias` [O/t]. The operator f is part of the layer.
+    Holds `weight` [O/t, I] and `bias` [O/t].
 
     Args:
         name: name in the whole model; parameters are `<name>.weight` and `<name>.bias`.
         input_size: I.
         output_size: O; must be a multiple of t x partition_stride.
         group: tensor-parallel group.
-        bias: whether there is one (it starts at 0).
+        bias: the layer has one; it starts at 0.
         gather_output: return the whole output, [S, B, O], on every rank.
         skip_bias_add: return the bias instead of adding it, so that the caller can fuse it with what follows.
         sequence_parallel: x is this rank's part of the sequence, [S/t, B, I].
         gradient_accumulation_fusion: add the weight gradient to `weight.main_grad` where it exists.
-        precision: gives the products; by default they are in the type of the tensors.
+        precision: gives the products.
         seed, std: of the initial weight, N(0, std) by (seed, name).
         partition_stride: blocks of the output cut each by itself (2 for [gate; up]).
         replicated: columns of the output that neighbouring ranks make alike; y and the parameters are then this
@@ -110,21 +374,13 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """y = x A + b with A cut by rows: every rank has its part of x and makes a partial sum of the whole output.
 
-    Holds `weight` [O, I/t] and `bias` [O], the latter whole and alike on every rank: it is added once, after the sum.
-    The operator g is part of the layer.
+    Holds `weight` [O, I/t] and `bias` [O]. The bias is whole and alike on every rank, and is added once, after the sum.
+    g is inside.
 
-    Args:
-        name: name in the whole model; parameters are `<name>.weight` and `<name>.bias`.
-        input_size: I; must be a multiple of t.
-        output_size: O.
-        group: tensor-parallel group.
-        bias: whether there is one (it starts at 0).
+    Args: those of `ColumnParallelLinear`, except
+        input_size: I; must be a multiple of t. The output size may be any.
         input_is_parallel: x is already this rank's part, [S, B, I/t]; if False it is cut here.
-        skip_bias_add: return the bias instead of adding it.
-        sequence_parallel: return this rank's part of the sequence, [S/t, B, O] (reduce-scatter in place of g).
-        gradient_accumulation_fusion: add the weight gradient to `weight.main_grad` where it exists.
-        precision: gives the products; by default they are in the type of the tensors.
-        seed, std: of the initial weight, N(0, std) by (seed, name).
+        sequence_parallel: return this rank's part of the sequence, [S/t, B, O]; g is then a reduce-scatter.
 
     Raises:
         ValueError: t does not divide the input size, or sequence_parallel without input_is_parallel.
@@ -155,9 +411,9 @@ class RowParallelLinear(nn.Module):
         self.name, self.group = name, group
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         sequence_parallel = sequence_parallel and group.size > 1
-        cut: dict[str, Any] = {"group": group, "partition_dim": 1}
         made: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.weight = make_parameter(f"{name}.weight", (output_size, input_size), seed=seed, std=std, **cut, **made)
+        cut: dict[str, Any] = {"group": group, "partition_dim": 1, **made}
+        self.weight = make_parameter(f"{name}.weight", (output_size, input_size), seed=seed, std=std, **cut)
         self.bias = make_parameter(f"{name}.bias", (output_size,), fill=0.0, **made) if bias else None
         if self.bias is not None:
             record_of(self.bias).sequence_parallel = sequence_parallel

@@ -64,13 +64,15 @@ class comm_scope:
         _current.scope = self._old
 
 
+def remember_scope(ctx: Any, group: Group) -> None:
+    """Keep group and layer in the context of an autograd function, for its `backward_scope`."""
+    ctx.group, ctx.layer = group, _current.scope.layer
+
+
 def forward_scope(ctx: Any, group: Group) -> comm_scope:
-    """For an autograd function: remember group and layer for backward, and book what follows as forward (or as the
-    phase already set)."""
-    ctx.group = group
-    scope = _current.scope
-    ctx.layer = scope.layer
-    return comm_scope(phase=scope.phase or "forward")
+    """`remember_scope`, and book the block as forward, or as the phase already set."""
+    remember_scope(ctx, group)
+    return comm_scope(phase=_current.scope.phase or "forward")
 
 
 def backward_scope(ctx: Any) -> comm_scope:

@@ -14,8 +14,7 @@ An operator and its conjugate are each other's transpose: what one does forward 
 | all_to_all                                   | all-to-all           | all-to-all, splits swapped |
 
 The sequence-parallel ones are those of arXiv 2205.05198 (there gather is g and reduce-scatter g-bar); their parts may
-differ in size. An all- to-all in two halves, with other work in between, is in `communication/in_flight.py`. A group of
-size 1 bypasses them all.
+differ in size. `communication/in_flight.py` has an all-to-all in two halves. A group of size 1 bypasses them all.
 
 Shapes: S sequence, B batch, H hidden; t = size of the group; x_r is rank r's tensor; L the loss.
 """
@@ -31,7 +30,7 @@ from torch.autograd import Function
 from labkit.parallel import collectives
 from labkit.parallel.communication.unequal import GatherUnequal, ReduceScatterUnequal
 from labkit.parallel.groups import Group
-from labkit.parallel.ledger import backward_scope, forward_scope
+from labkit.parallel.ledger import backward_scope, forward_scope, remember_scope
 
 
 def _split(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -55,7 +54,7 @@ class _CopyTo(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        forward_scope(ctx, group)
+        remember_scope(ctx, group)
         return x.view_as(x)  # a tensor of its own, without a copy
 
     @staticmethod
@@ -103,7 +102,7 @@ class _Scatter(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        forward_scope(ctx, group)
+        remember_scope(ctx, group)
         ctx.dim = dim
         return _split(x, group, dim)
 
@@ -131,18 +130,12 @@ class _Gather(Function):
         return _split(grads[0], ctx.group, ctx.dim), None, None
 
 
-class _GatherForPartial(Function):
+class _GatherForPartial(_Gather):
     """Joins the ranks' parts for a layer of which each rank computes a part, so the gradients are partial sums.
 
     forward   y = all-gather of x_r along dim            [.., n/t, ..] -> [.., n, ..]
     backward  dL/dx_r = part r of sum_q dL/dy_q          [.., n, ..] -> [.., n/t, ..]
     """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.dim = dim
-        with forward_scope(ctx, group):
-            return collectives.all_gather(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

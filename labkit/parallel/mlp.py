@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit.parallel.groups import Group
-from labkit.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from labkit.parallel.layers import NATIVE, ColumnParallelLinear, Precision, RowParallelLinear
 from labkit.parallel.parameters.weights import Seed
-from labkit.parallel.precision import NATIVE, Precision
 
 
 def swiglu(x: Tensor) -> Tensor:

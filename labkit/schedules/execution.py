@@ -18,8 +18,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.events import active_recorder
-from labkit.parallel.communication.stream_clock import span_on, stream_clock
+from labkit.events import active_recorder, span
+from labkit.parallel.communication.stream_clock import StreamClock
 from labkit.parallel.p2p import MessageSpec, P2PCommunicator, P2POp, P2PWork, Payload, start
 from labkit.parallel.pipeline.deallocation import custom_backward, deallocate_output_tensor
 from labkit.parallel.pipeline.weight_grad_store import WeightGradStore
@@ -58,9 +58,10 @@ class Execution:
         self.under_way: dict[Transfer, P2PWork] = {}
         self.saved: dict[tuple[int, int], tuple[Payload | None, Payload]] = {}
         """(stage, microbatch) -> inputs and outputs of its forward, kept for the backward."""
-        self.weight_gradients = WeightGradStore()
-        self.clock = stream_clock(setup.p2p.groups.device)
-        self.graphed = [[m for m in chunk.modules() if hasattr(m, "current_microbatch")] for chunk in setup.chunks]
+        device = setup.p2p.groups.device
+        self.span = StreamClock(device).span if device.type == "cuda" and active_recorder() is not None else span
+        """Makes an Event: by the host's clock, or on a GPU of when the work ran there."""
+        self.graphed = [[m for m in chunk.modules() if "current_microbatch" in vars(m)] for chunk in setup.chunks]
         """By chunk, the modules that have one CUDA graph for each microbatch, and so must know the next microbatch."""
 
     def loop(self, iterator: Any, count: int) -> None:
@@ -77,6 +78,7 @@ class Execution:
 
     def walk(self, program: Program, iterators: list[Any]) -> None:
         """Run the program."""
+        self.weight_gradients = WeightGradStore()
         self.readers = [reader(iterator, program.forwards(chunk)) for chunk, iterator in enumerate(iterators)]
         with self.sync:
             for instruction in program.instructions:
@@ -129,13 +131,11 @@ class Execution:
             self.sync.after_last_backward(step.chunk)
 
     def _event(self, step: Step) -> AbstractContextManager[None]:
-        """An Event for the step; on a GPU of when it ran there, which is known at the end of the run."""
+        """An Event for the step, if somebody records."""
         if active_recorder() is None:
             return nullcontext()
         action = step.action
-        return span_on(
-            self.clock, str(action), EVENT_KINDS[action.kind], microbatch=action.microbatch, chunk=step.chunk
-        )
+        return self.span(str(action), EVENT_KINDS[action.kind], microbatch=action.microbatch, chunk=step.chunk)
 
     def _keep(self, message: StageMessage, made: Payload) -> None:
         """Keep what an action made until it is sent, or until the next stage reads it here."""

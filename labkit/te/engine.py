@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from labkit.fp8.recipe import Float8Recipe
 from labkit.launch.machine import why_no_transformer_engine
 from labkit.parallel.groups import ParallelGroups
-from labkit.parallel.precision import Precision
+from labkit.parallel.layers import Precision
 from labkit.parallel.random import RngTracker
 
 

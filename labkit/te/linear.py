@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from labkit.config import ModelConfig
 from labkit.moe.grouped_gemm import Segments
 from labkit.parallel.groups import Group
+from labkit.parallel.layers import NATIVE, Precision
 from labkit.parallel.parameters.parameter_record import Replicated, record_of
 from labkit.parallel.parameters.weights import Seed, make_expert_parameter, make_parameter
-from labkit.parallel.precision import NATIVE, Precision
 from labkit.te.engine import EngineFloat8, engine
 
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}

@@ -13,7 +13,7 @@ from labkit.config import ModelConfig
 from labkit.fp8.recipe import Float8Recipe
 from labkit.models.layer_spec import LayerSpec
 from labkit.parallel.groups import Group, ParallelGroups
-from labkit.parallel.precision import NATIVE, Precision
+from labkit.parallel.layers import NATIVE, Precision
 from labkit.parallel.random import RngTracker
 from labkit.parallel.recompute import checkpoint as plain_checkpoint
 from labkit.te.dot_product import CoreAttention

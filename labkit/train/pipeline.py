@@ -15,7 +15,7 @@ from labkit.parallel.data_parallel.distributed_data_parallel import DataParallel
 from labkit.parallel.data_parallel.gradients import finalize_model_grads
 from labkit.parallel.data_parallel.parameter_groups import named_parameters
 from labkit.parallel.groups import ParallelGroups
-from labkit.parallel.precision import Precision
+from labkit.parallel.layers import Precision
 from labkit.schedules.ir import Schedule
 from labkit.schedules.runtime import PipelineRuntime
 from labkit.train.forward_step import Batch, ForwardStep, checked_forward_step

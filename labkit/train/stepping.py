@@ -8,7 +8,7 @@ global batch, and every rank has the same bits of it.
 One exchange carries the gradient norm and a flag that some loss or gradient on some rank, replicas included, is not
 finite. So all ranks update, or none. A loss that is not finite ends the run, a gradient skips the step: with fp16 that
 is how the loss scale finds its size, and otherwise one bad batch may be left behind, but not ten in a row. On a GPU the
-same exchange tells of token ids outside the vocabulary, for which the host has not waited before.
+same exchange tells of bad token ids.
 
 Shapes: B micro batch, S sequence.
 """
@@ -93,7 +93,7 @@ def train_step(
     step: the number of steps before this one. Errors name the step as people count it, from 1.
     Raises FloatingPointError on every rank, before any weight changes, if a loss is not finite on any rank, or for the
     `GIVE_UP_AFTER`th gradient in a row that is not; TokenIdError, before any weight changes too, for an id outside the
-    vocabulary: on a GPU at the end of the step on every rank, else at once on the ranks that look it up.
+    vocabulary: on a GPU on every rank as the step ends, else at once on the ranks that look it up.
     """
     chunks, scaler = pipeline.chunks, pipeline.loss_scaler
     for chunk in chunks:
@@ -131,8 +131,7 @@ def train_step(
 def _norm_and_finite(
     optimizer: MegatronOptimizer, reports: Sequence[dict[str, Any]], ids: TokenIdChecks, device: torch.device
 ) -> GradientStatistics:
-    """The norm of the finalised gradients; the losses of this rank's microbatches are looked at as gradients are, and
-    so is the alarm of its token ids."""
+    """The norm of the finalised gradients; losses and the alarm of token ids must be finite as well."""
     losses = [torch.as_tensor(report["loss_sum"]).detach().to(device, torch.float64) for report in reports]
     others = [*optimizer.uncounted_pieces(), *losses, *ids.alarm()]
     return gradient_statistics(optimizer.gradient_pieces(), others, optimizer.norm_groups, device)

@@ -24,13 +24,13 @@ def test_a_plain_process_needs_no_launcher():
 
 def test_recording_is_off_by_default(monkeypatch):
     """No step opens an event before somebody records, nor after."""
-    opened, really = [], execution.span_on
+    opened, really = [], execution.span
 
-    def span_on(clock, name, *args, **kwargs):
+    def span(name, *args, **kwargs):
         opened.append(name)
-        return really(clock, name, *args, **kwargs)
+        return really(name, *args, **kwargs)
 
-    monkeypatch.setattr(execution, "span_on", span_on)
+    monkeypatch.setattr(execution, "span", span)
     _alone()
     assert opened == [] and active_recorder() is None
     with recording(0) as recorder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from labkit.events import recording
 from labkit.launch import RankError
 from labkit.models import GPTModel, build_model_chunks
 from labkit.models.build import Build
+from labkit.models.embedding import PositionEmbedding
 from labkit.parallel import (
     ColumnParallelLinear,
     CommLedger,
@@ -302,13 +304,16 @@ def test_chunks_of_the_loss_take_every_token_once_and_the_same_tokens_of_every_p
     assert torch.equal(torch.cat(picked, dim=1).flatten(), tokens), "joined along a part's tokens they are all of it"
 
 
+position_table = partial(PositionEmbedding, "position")
+
+
 @given(tp=st.integers(1, 16), each=st.integers(1, 64))
 def test_own_positions_tile_the_sequence(tp: int, each: int) -> None:
     ranks = [Group("tp", tuple(range(tp)), rank) for rank in range(tp)]
-    builds = [Build(config=GPT2, group=group, seed=0, sequence_parallel=True) for group in ranks]
+    tables = [position_table(Build(config=GPT2, group=group, seed=0, sequence_parallel=True)) for group in ranks]
     positions = list(range(tp * each))
-    assert [p for build in builds for p in positions[build.own_positions(tp * each)]] == positions
-    whole = Build(config=GPT2, group=ranks[-1], seed=0)
+    assert [p for table in tables for p in positions[table.own_positions(tp * each)]] == positions
+    whole = position_table(Build(config=GPT2, group=ranks[-1], seed=0))
     assert positions[whole.own_positions(tp * each)] == positions
 
 

@@ -57,7 +57,8 @@ def measured(config: ModelConfig, dtype: torch.dtype, layers: int = 1) -> SavedT
     """What `layers` layers keep, and their output, which keeps it alive."""
     model, x_SBH = built(config, dtype, layers), hidden(config, dtype)
     with SavedTensors(model) as saved:
-        saved.output = model.recompute.through(model.layers.values(), x_SBH, model.rotary and model.rotary(x_SBH, None))  # type: ignore
+        rotary: Any = model.rotary and model.rotary(x_SBH, None)
+        saved.output = model.recompute.run_layers(model.layers.values(), x_SBH, rotary)  # type: ignore
     return saved
 
 
@@ -128,7 +129,7 @@ def test_what_stands_beside_it_in_backward(count: int) -> None:
     model, x_SBH = built(config, layers=4), hidden(config, torch.float32)
     peaks: list[int] = []
     with SavedTensors(model) as saved:
-        y = model.recompute.through(model.layers.values(), x_SBH)
+        y = model.recompute.run_layers(model.layers.values(), x_SBH)
         for layer in model.layers.values():
             layer.register_full_backward_pre_hook(lambda *_: peaks.append(saved.bytes))
         y.sum().backward()

@@ -64,7 +64,7 @@ def measured(config: ModelConfig, moe: MoEConfig, dtype: torch.dtype, layers: in
     model = GPTModel(config, GROUPS, layers=range(layers), moe=moe, seed=1, dtype=dtype, **ends)
     x_SBH = torch.randn(config.seq_length, BATCH, config.hidden, dtype=dtype, requires_grad=True) * 1
     with SavedTensors(model) as saved:
-        saved.output = model.recompute.through(model.layers.values(), x_SBH, None)  # type: ignore[attr-defined]
+        saved.output = model.recompute.run_layers(model.layers.values(), x_SBH, None)  # type: ignore[attr-defined]
     return saved
 
 
@@ -128,7 +128,7 @@ def test_the_largest_piece_stands_beside_it_in_backward(first: int) -> None:
     x_SBH = torch.randn(config.seq_length, BATCH, config.hidden, requires_grad=True) * 1
     peaks: list[int] = []
     with SavedTensors(model) as saved:
-        y = model.recompute.through(model.layers.values(), x_SBH)
+        y = model.recompute.run_layers(model.layers.values(), x_SBH)
         for layer in model.layers.values():
             layer.register_full_backward_pre_hook(lambda *_: peaks.append(saved.bytes))
         y.sum().backward()

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from labkit.events import recording, span
-from labkit.parallel.communication import stream_clock
-from labkit.parallel.communication.stream_clock import StreamClock, span_on
+from labkit.parallel.communication.stream_clock import StreamClock
 
 LAUNCH = 1e-5
 DEVICE = torch.device("cuda", 0)
@@ -88,9 +87,9 @@ def test_events_of_the_host_keep_their_places_between_those_of_the_stream(machin
     with recording(0) as recorder:
         clock = StreamClock(DEVICE)
         for number in range(2):
-            with span_on(None, f"data {number}", "data"):
+            with span(f"data {number}", "data"):
                 pass
-            with span_on(clock, f"0F{number}", "forward"), span("kernel launch", "timer"):
+            with clock.span(f"0F{number}", "forward"), span("kernel launch", "timer"):
                 machine.launch(0.010)
         with span("optimizer", "optimizer"):
             pass
@@ -100,11 +99,8 @@ def test_events_of_the_host_keep_their_places_between_those_of_the_stream(machin
     assert [event.name for event in recorder.events] == names, "settling twice adds nothing"
 
 
-def test_nothing_is_marked_where_nobody_records_and_there_is_no_clock_on_a_cpu(machine: Machine) -> None:
-    with recording(0):
-        clock = stream_clock.stream_clock(DEVICE)
-        assert stream_clock.stream_clock(torch.device("cpu")) is None
-    assert clock is not None and stream_clock.stream_clock(DEVICE) is None
+def test_nothing_is_marked_where_nobody_records(machine: Machine) -> None:
+    clock = StreamClock(DEVICE)
     machine.launch(1.0)
     waits = machine.waits
     with clock.span("0F0", "forward"):

@@ -1,4 +1,4 @@
-"""When work on a CUDA stream ran, on the clock of every other Event, without waiting for it as it is launched.
+"""Times of work on a CUDA stream, on the clock of every other Event, without a wait at the launch.
 
 A kernel launch returns before the kernel runs, so the host's clock around an action would time its launch, and waiting
 for the device after each action would remove the overlap that is to be seen. Here a `torch.cuda.Event` is put on the
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 
-from labkit.events import active_recorder, span
+from labkit.events import active_recorder
 
 
 class StreamClock:
@@ -34,7 +34,7 @@ class StreamClock:
         return event
 
     def seconds(self, event: torch.cuda.Event) -> float:
-        """When `event` happened; waits for it. A float32 of milliseconds: to 1 us within 16 s of the clock's making."""
+        """The time at which `event` happened; waits for it. Exact to 1 us for 16 s, as a float32 of milliseconds."""
         event.synchronize()
         return self._seconds + 1e-3 * self._origin.elapsed_time(event)
 
@@ -50,15 +50,3 @@ class StreamClock:
         end = self.mark()
         times = lambda: (self.seconds(start), self.seconds(end))  # noqa: E731
         recorder.add_later(name, kind, times, microbatch=microbatch, chunk=chunk)
-
-
-def stream_clock(device: torch.device) -> StreamClock | None:
-    """A clock for what follows, where events are recorded and the device is a GPU; else None."""
-    return StreamClock(device) if device.type == "cuda" and active_recorder() is not None else None
-
-
-def span_on(
-    clock: StreamClock | None, name: str, kind: str, *, microbatch: int | None = None, chunk: int | None = None
-) -> AbstractContextManager[None]:
-    """A span on the clock's stream, or one of the host where there is no clock."""
-    return (span if clock is None else clock.span)(name, kind, microbatch=microbatch, chunk=chunk)

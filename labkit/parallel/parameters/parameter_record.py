@@ -142,6 +142,22 @@ def put_gradient(gradient: Tensor, main_grad: Tensor, *, replace: bool) -> None:
         main_grad.add_(gradient)
 
 
+def weight_gradient(
+    grad_NO: Tensor, x_NI: Tensor, main_grad: Tensor | None = None, *, replace: bool = False
+) -> Tensor | None:
+    """dL/dW = grad^T x, [O, I]. With `main_grad` the product is added there, or with `replace` put there, and None is
+    returned: no gradient tensor is made."""
+    if main_grad is None:
+        return grad_NO.t() @ x_NI
+    if main_grad.dtype != x_NI.dtype:
+        return put_gradient(grad_NO.t() @ x_NI, main_grad, replace=replace)
+    if replace:
+        torch.mm(grad_NO.t(), x_NI, out=main_grad)
+    else:
+        main_grad.addmm_(grad_NO.t(), x_NI)
+    return None
+
+
 def call_on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
     """Have `hook` called for every gradient; an earlier wrapper of the same parameter is forgotten."""
     record = record_of(parameter)

@@ -10,6 +10,7 @@ Shapes: S sequence, B batch, N tokens (S x B), H hidden, V the vocabulary's colu
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +23,10 @@ from labkit.events import span
 from labkit.parallel import collectives
 from labkit.parallel.collectives import Pending
 from labkit.parallel.groups import Group
-from labkit.parallel.ledger import backward_scope, comm_scope, forward_scope
-from labkit.parallel.linear_functions import LinearPlan
-from labkit.parallel.parameters.parameter_record import record_of
+from labkit.parallel.layers import LinearPlan
+from labkit.parallel.ledger import forward_scope
+from labkit.parallel.parameters.parameter_record import record_of, weight_gradient
 from labkit.parallel.pipeline.weight_grad_store import deferred
-from labkit.parallel.precision import weight_gradient
 from labkit.parallel.vocab.token_ids import check_token_ids
 
 
@@ -124,10 +124,12 @@ def _local_statistics(logits_NV: Tensor, shard: _Shard, rows: slice, into: Tenso
 def _combine(statistics_4N: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
     """Loss per token, and the factor that turns exp(logit - local max) into the softmax over the whole vocabulary."""
     local_max, sums = statistics_4N[0], statistics_4N[1:]
-    maximum = collectives.all_reduce(local_max, shard.group, "max", in_place=False)
-    rescale = (local_max - maximum).exp()
-    sums[0] *= rescale
-    sums = collectives.all_reduce(sums if shard.smoothing else sums[:2], shard.group)
+    maximum, rescale = local_max, 1.0
+    if shard.group.size > 1:
+        maximum = collectives.all_reduce(local_max, shard.group, "max", in_place=False)
+        rescale = (local_max - maximum).exp()
+        sums[0] *= rescale
+        sums = collectives.all_reduce(sums if shard.smoothing else sums[:2], shard.group)
     log_sum = sums[0].log() + maximum
     loss = log_sum - sums[1]
     if shard.smoothing:
@@ -241,8 +243,7 @@ class _LinearCrossEntropy(Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, shard: _Shard, plan: LinearPlan) -> Tensor:
-        with forward_scope(ctx, shard.group):
-            whole_NH = collectives.all_gather(hidden_NH, shard.group) if plan.sequence_parallel else hidden_NH
+        whole_NH = collectives.all_gather(hidden_NH, shard.group) if plan.sequence_parallel else hidden_NH
         tokens, dtype = whole_NH.shape[0], _working_dtype(hidden_NH.dtype)
         real_VH = weight_VH[: shard.columns]
         keeps = any(ctx.needs_input_grad[:2])
@@ -257,8 +258,7 @@ class _LinearCrossEntropy(Function):
                 logits = (whole_NH[rows] @ real_VH.t()).to(dtype)
             _local_statistics(logits, shard, rows, statistics[:, rows])
             del logits  # before the next chunk takes its memory
-        with forward_scope(ctx, shard.group):
-            loss_N, scale_N = _combine(statistics, shard)
+        loss_N, scale_N = _combine(statistics, shard)
         ctx.save_for_backward(hidden_NH, weight_VH, exp_NV, scale_N)
         ctx.shard, ctx.plan, ctx.weight_parameter = shard, plan, weight_VH
         return loss_N
@@ -291,7 +291,7 @@ class _LinearCrossEntropy(Function):
                 wgrad(rows, dlogits(rows), hidden_NH if regathering is None else regathering.wait(), target)
             return (returned,)
 
-        with backward_scope(ctx):
+        with plan.booked("backward"):
             now = wants_weight and not deferred((parameter,), all_wgrad)
             regathering = gathering() if now else None
             target, returned = _accumulator(parameter, plan) if now else (None, None)
@@ -374,6 +374,6 @@ def linear_cross_entropy(
     """
     shard = _shard(weight_VH.shape[0], labels_SB, group, vocab_size, padded_vocab_size, label_smoothing, check_ids)
     plan = LinearPlan(name, group, sequence_parallel and group.size > 1, gradient_accumulation_fusion)
-    with comm_scope(layer=name):
+    with plan.booked() if group.size > 1 else nullcontext():
         loss_N: Tensor = _LinearCrossEntropy.apply(hidden_SBH.flatten(0, -2), weight_VH, shard, plan)  # type: ignore
     return loss_N.view(labels_SB.shape)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from labkit.events import start_observers
 from labkit.parallel.collectives import gather_objects
 from labkit.parallel.communication.capturing import is_graph_capturing
 from labkit.parallel.groups import Group
@@ -158,7 +159,7 @@ def check_token_ids(ids: Tensor, vocab_size: int, what: str = "token") -> Tensor
     """
     if ids.numel() == 0:
         return ids
-    capturing, checks = is_graph_capturing(), _Active.checks
+    capturing, checks = bool(start_observers) and is_graph_capturing(), _Active.checks  # a capture is an observer
     if checks is not None and checks.captured == capturing:
         return checks.note(ids, vocab_size, what)
     if not capturing:

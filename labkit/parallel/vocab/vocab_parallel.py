@@ -17,8 +17,8 @@ from torch.autograd import Function
 
 from labkit.events import span
 from labkit.parallel.groups import Group
+from labkit.parallel.layers import LinearPlan, column_parallel_linear
 from labkit.parallel.ledger import comm_scope
-from labkit.parallel.linear_functions import LinearPlan, column_parallel_linear
 from labkit.parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
