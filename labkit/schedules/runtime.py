@@ -1,4 +1,4 @@
-"""Run a schedule for real: one rank's part of a training step, whatever the rows say.
+"""Run a schedule for real: one rank's part of a training step, as the rows say.
 
 `PipelineRuntime` checks that the schedule can run and fits this rank, and turns the row of the rank into a program
 (`lowering.py`), which `execution.py` runs. A single stage takes a plain loop over its microbatches instead.
@@ -27,7 +27,7 @@ from labkit.schedules.ir import Action, Schedule
 from labkit.schedules.lowering import Program, Transport, check_transport, lower
 from labkit.schedules.microbatches import AttachedLosses, MicrobatchLosses, TensorShape, shapes_of_messages
 from labkit.schedules.simulator import kept_whole
-from labkit.schedules.verifier import check_fit, verify
+from labkit.schedules.verifier import verify
 
 ForwardStep = Callable[[Any, nn.Module], tuple[Any, Callable[..., Any] | None]]
 """(data iterator, model chunk) -> (output, loss function). The output is a tensor, or a tuple of tensors where the next
@@ -74,7 +74,7 @@ class PipelineRuntime:
         num_microbatches_with_partial_activation_checkpoints: int | None = None,
         tokens_per_microbatch: int | None = None,
     ) -> None:
-        """Check that the schedule can run and fits this rank. The first of a layout makes its second communicator.
+        """Check that the schedule can run and fits this rank. The first runtime of a layout makes a communicator.
 
         tensor_shape: of what stages send on: one shape (S, B, H), a list of shapes where they send several tensors, or
             a function from the sending stage to its list. None is one tensor whose sizes vary.
@@ -95,6 +95,7 @@ class PipelineRuntime:
 
         Raises ScheduleError for a schedule that cannot run, ValueError where it does not fit the groups or the chunks.
         """
+        check_transport(transport)
         self.schedule, self.groups = schedule, groups
         self.transport: Transport = transport
         self.calculate_per_token_loss = calculate_per_token_loss
@@ -102,13 +103,7 @@ class PipelineRuntime:
         """Tokens of the last run on the last stage, summed over microbatches; 0 where the loss gives two items."""
         chunks, rank = chunks_of(model_chunks), groups.pp.rank
         count = num_microbatches_with_partial_activation_checkpoints
-        check_transport(transport)
-        check_fit(schedule, rank, groups.pp.size, chunks, recomputes=count is not None)
-        if groups.config.split_rank is not None and schedule.num_stages != groups.pp.size:
-            raise ValueError(
-                f"split_rank puts encoder and decoder on different ranks, and {schedule.name} has several stages on a "
-                "rank: run an encoder-decoder with one stage per rank"
-            )
+        _check_fit(schedule, groups, chunks, recomputes=count is not None)
         self.sync_functions: dict[str, Any] = {
             "no_sync_func": no_sync_func,
             "grad_sync_func": grad_sync_func,
@@ -220,6 +215,29 @@ class PipelineRuntime:
             recorder.settle()
         self.num_tokens = losses.num_tokens
         return [losses.reports[microbatch] for microbatch in sorted(losses.reports)]
+
+
+def _check_fit(schedule: Schedule, groups: ParallelGroups, chunks: Sequence[Any], *, recomputes: bool) -> None:
+    """Raise ValueError if `schedule` does not fit the pipeline of `groups`, or the model chunks of this rank.
+
+    recomputes: chunks must be able to leave out recomputation.
+    """
+    rank = groups.pp.rank
+    if schedule.pp != groups.pp.size:
+        raise ValueError(f"{schedule.name} is for {schedule.pp} ranks, the pipeline has {groups.pp.size}")
+    if groups.config.split_rank is not None and schedule.num_stages != schedule.pp:
+        raise ValueError(
+            f"split_rank puts encoder and decoder on different ranks, and {schedule.name} has several stages on a "
+            "rank: run an encoder-decoder with one stage per rank"
+        )
+    stages = schedule.stages_of(rank)
+    if len(stages) != len(chunks):
+        raise ValueError(f"{schedule.name} has {len(stages)} stages on rank {rank}: {len(chunks)} chunks given")
+    for stage, chunk in zip(stages, chunks, strict=True):
+        if stage > 0 and not hasattr(chunk, "set_input_tensor"):
+            raise ValueError(f"stage {stage} needs set_input_tensor(x) to be given the previous stage's output")
+        if recomputes and not hasattr(chunk, "set_activation_checkpointing"):
+            raise ValueError(f"stage {stage} needs set_activation_checkpointing(on) to keep microbatches whole")
 
 
 def _is_plain(schedule: Schedule) -> bool:

@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -175,23 +175,6 @@ def _require_memory(schedule: Schedule, limits: Sequence[int]) -> None:
             marks[rank, int(over[0])] = f"{action} puts {limit + 1} activations in flight, the limit is {limit}"
     if marks:
         _refuse(schedule, "needs more memory than it may:", marks)
-
-
-def check_fit(schedule: Schedule, rank: int, size: int, chunks: Sequence[Any], *, recomputes: bool) -> None:
-    """Raise ValueError where `schedule` does not fit a pipeline of `size` ranks, or the model chunks of `rank`.
-
-    recomputes: chunks must be able to leave out recomputation.
-    """
-    if schedule.pp != size:
-        raise ValueError(f"{schedule.name} is for {schedule.pp} ranks, the pipeline has {size}")
-    stages = schedule.stages_of(rank)
-    if len(stages) != len(chunks):
-        raise ValueError(f"{schedule.name} has {len(stages)} stages on rank {rank}: {len(chunks)} chunks given")
-    for stage, chunk in zip(stages, chunks, strict=True):
-        if stage > 0 and not hasattr(chunk, "set_input_tensor"):
-            raise ValueError(f"stage {stage} needs set_input_tensor(x) to be given the previous stage's output")
-        if recomputes and not hasattr(chunk, "set_activation_checkpointing"):
-            raise ValueError(f"stage {stage} needs set_activation_checkpointing(on) to keep microbatches whole")
 
 
 # ---- transports ----
