@@ -1,8 +1,8 @@
 """The one record of when something happened, predicted or measured.
 
-A simulator and a training run write the same `Event`, so both can be drawn on one axis and exported to one trace.
-Times are seconds. Measured ones are `time.perf_counter()`, which on one Linux machine is the same clock in every
-process, so the events of several ranks can be compared without correction.
+A simulator and a training run write the same `Event`, so both can be drawn on one axis and exported to one trace. Times
+are seconds. Measured ones are `time.perf_counter()`. On one Linux machine that is the same clock in every process, so
+events of several ranks compare without correction.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Event:
     rank: int
     """Global rank."""
     name: str
-    """What a person reads: `2F0`, `all_reduce tp`, `forward-backward`."""
+    """For people: `2F0`, `all_reduce tp`, `forward-backward`."""
     kind: str
     """One of KINDS."""
     start: float
@@ -116,8 +116,7 @@ class EventRecorder:
 
 observers: list[object] = []
 """Whoever sees what this process does while a block runs: recorders of Events, ledgers, hooks, graph captures. The list
-is nearly always empty, and then nothing is made for them: code between two actions of a pipeline looks here, once,
-instead of asking each."""
+is nearly always empty. Code between two actions of a pipeline looks here once, and then makes nothing for them."""
 start_observers: list[object] = []
 """Those of them that must see a transfer start: all but recorders, which are told when it has ended."""
 

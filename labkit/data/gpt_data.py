@@ -1,16 +1,16 @@
 """Samples of a token stream for GPT, and the rule that gives every layout the same global batch.
 
 A sample is `seq_length + 1` tokens: inputs are its first `s`, labels its last `s`. Samples of a dataset overlap by that
-one token, so that every token but the first is a label once an epoch (Megatron-LM's GPTDataset with one document).
+one token: every token but the first is a label once an epoch. Megatron-LM's GPTDataset does the same with one document.
 
 The rule, with `m` = micro_batch_size, `g` = global_batch_size, `M` = g / (m dp) microbatches on a rank:
 
     step k consumes samples k g ... (k + 1) g - 1 of the dataset's order;
     sample k g + (j dp + d) m + b is row b of microbatch j on data-parallel rank d.
 
-So the i-th run of m samples of a global batch is always one microbatch, whatever dp is: on one process it is microbatch
-i, on dp ranks it is microbatch i // dp of rank i % dp. Ranks that differ in tp, cp or pp read the same microbatches;
-of them a rank of cp keeps the positions that are its own.
+So the i-th run of m samples of a global batch is always one microbatch. On one process it is microbatch i, on dp ranks
+microbatch i // dp of rank i % dp. Ranks that differ in tp, cp or pp read the same microbatches; of them a rank of cp
+keeps the positions that are its own.
 
 Shapes: B micro batch, S sequence (this rank's part of it under context parallelism).
 """
@@ -46,9 +46,9 @@ class GPTDataset:
     seed: int = 0
     """Of the shuffle."""
     shuffle: bool = False
-    """Whether each epoch visits the samples in an order of its own."""
+    """True: each epoch visits the samples in an order of its own."""
     name: str = "train"
-    """Which split this is, for messages."""
+    """Name of this split, for messages."""
     _order: tuple[int, np.ndarray] | None = field(default=None, init=False, repr=False)
     """The epoch asked for last and its order."""
 

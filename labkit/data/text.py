@@ -2,8 +2,8 @@
 
 `bundled/PROVENANCE.md` says where the text comes from; `scripts/make_bundled_data.py` makes the files, byte for byte.
 The token ids are bundled too, because tokenising 1.4 MB takes half a second, and every rank of every launch would spend
-it. The bundled tokenizer is a byte-level BPE of 1,024 tokens, as a JSON file of the `tokenizers` library. 1,024 is a
-multiple of 128 x 8, so the embedding table needs no padding at tp 1, 2, 4 or 8.
+it. The bundled tokenizer is a byte-level BPE of 1,024 tokens, as a JSON file of the `tokenizers` library. The number is
+a multiple of 128 x 8, so the embedding table needs no padding at tp 1, 2, 4 or 8.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`Build`: the arguments that every part of one model chunk is built with.
 
-Under sequence parallelism what lies outside the tensor-parallel regions sees a part of the sequence: S is then
-S/t, each rank drops its own positions, and the gradients of such parameters are parts of a sum (`sequence_parallel`).
+Under sequence parallelism the parts outside the tensor-parallel regions see S/t positions. Each rank drops its own, and
+its gradients of such parameters are parts of a sum (`sequence_parallel`).
 
 Shapes: S sequence, B batch, H hidden; t = tensor-parallel size.
 """
@@ -30,7 +30,7 @@ from labkit.parallel.random import RngTracker
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """What every part of one model is built with."""
+    """The arguments that every part of one model is built with."""
 
     config: ModelConfig
     """Shape of the model."""
@@ -41,7 +41,7 @@ class Build:
     groups: ParallelGroups | None = None
     """All groups of this rank; only layers with experts need them."""
     moe: MoEConfig = field(default_factory=MoEConfig)
-    """Which layers have experts, and how."""
+    """The layers that have experts, and their settings."""
     aux_loss_scale: AuxLossScale | None = None
     """Scale of what routers add to the gradient, one for all of the chunk."""
     rng: RngTracker | None = None
@@ -49,7 +49,7 @@ class Build:
     dtype: torch.dtype = torch.float32
     """Of parameters and activations."""
     device: torch.device | str | None = None
-    """Where parameters live; None is the host."""
+    """Device of the parameters; None is the host."""
     gradient_accumulation_fusion: bool = False
     """Weight gradients go straight into `main_grad`."""
     sequence_parallel: bool = False
@@ -57,7 +57,7 @@ class Build:
     cp: Group | None = None
     """Context-parallel group, over which attention communicates; None is this rank alone."""
     cp_comm_type: str = "p2p"
-    """How it does: `p2p` or `all_gather`."""
+    """Its means: `p2p` or `all_gather`."""
     spec: LayerSpec = LOCAL
     """Parts that the layers are made of."""
     precision: Precision = NATIVE
@@ -65,7 +65,7 @@ class Build:
     factory_kwargs: dict[str, Any] = field(init=False)
     """dtype and device, as every constructor takes them."""
     recompute: Recomputation = field(init=False)
-    """What backward computes again."""
+    """The parts that backward computes again."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "factory_kwargs", {"dtype": self.dtype, "device": self.device})

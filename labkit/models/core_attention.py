@@ -4,7 +4,7 @@ The kernel keeps q, k, v, its output and one number per row for backward. Operat
 kept as well, S x S for every head: the term 5 a s / h of arXiv 2205.05198.
 
 Under context parallelism a rank holds S / cp positions, and keys and values come from all ranks of `cp`
-(labkit/parallel/context/ring_attention.py); there no form keeps probabilities.
+(`parallel/context/ring_attention.py`). No form keeps probabilities there.
 
 Shapes: n = batch x query heads on this rank, m = batch x key/value heads, S queries, T keys, D head dimension.
 """

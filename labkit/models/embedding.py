@@ -1,5 +1,6 @@
-"""The embeddings before the first layer, the output layer behind the last, which may share their table, and rotary
-positions (RoPE, arXiv 2104.09864), which turn pairs of features by an angle that grows with the position.
+"""The embeddings before the first layer, the output layer behind the last, and rotary positions (RoPE, arXiv
+2104.09864). Embedding and output layer may share a table. RoPE turns pairs of features by an angle that grows with the
+position.
 
 Shapes: S sequence, B batch, H hidden, D head dimension.
 """
@@ -20,7 +21,7 @@ class PositionEmbedding(nn.Module):
     """A learned vector per position (`position = learned`), whole on every rank of the first stage.
 
     Under sequence parallelism a rank adds the vectors of its own positions to its part of the words, whose sum is
-    reduce-scattered and never whole; so its gradient lacks the other ranks' rows until `finalize_model_grads`.
+    reduce-scattered and never whole. Its gradient lacks the other ranks' rows until `finalize_model_grads`.
     """
 
     def __init__(self, name: str, build: Build) -> None:
@@ -142,7 +143,7 @@ class RotaryTable(nn.Module):
         self.heads = max(1, (config.kv_heads or config.heads) // build.group.size)
 
     def forward(self, x_SBH: Tensor, position_ids_BS: Tensor | None) -> Rotary:
-        """cos and sin of this microbatch: [S, 1, 1, D/2], or for positions of one's own [S, B x key/value heads of this
+        """cos and sin of this microbatch, [S, 1, 1, D/2]. With given positions they are [S, B x key/value heads of this
         rank, 1, D/2]."""
         if position_ids_BS is None:
             length = x_SBH.shape[0] * self.sequence_parts

@@ -2,7 +2,7 @@
 
 "Column" and "row" speak of the paper's A in Y = XA. Weights are stored as torch stores them, [output, input], which is
 A's transpose. A column-parallel layer followed by a row-parallel one needs one all-reduce forward (g, after the second)
-and one backward (f, before the first): the dimension that is cut never has to be whole in between.
+and one backward (f, before the first). The dimension that is cut never has to be whole in between.
 
 f and g could stand around a plain linear function (`mappings.py`). Here they are inside: f's all-reduce then hides
 behind the product that makes the weight gradient. The file goes from the inside out: the three products (`Gemms`), the
@@ -168,8 +168,8 @@ class _ColumnLinear(Function):
     dgrad     dx = sum_r dy_r W_r            [S, B, O/t] x [O/t, I] -> [S, B, I], all-reduce started, not awaited
     wgrad     dW_r = dy_r^T x, db_r = sum dy [O/t, N] x [N, I] -> [O/t, I], while the all-reduce runs
 
-    Under sequence parallelism x is gathered from [S/t, B, I] in forward, not kept but gathered again in backward, and
-    dx is reduce-scattered instead of all-reduced.
+    Under sequence parallelism forward gathers x from [S/t, B, I] and backward gathers it again. dx is reduce-scattered
+    instead of all-reduced.
 
     While a `WeightGradStore` collects, wgrad waits for its W, with the second gather of x, which only wgrad needs.
     """
@@ -301,7 +301,7 @@ def _check_divides(name: str, what: str, size: int, group: Group, stride: int = 
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x A + b with A cut by columns: every rank sees all of x and makes its part of the output. f is inside.
+    """y = x A + b with A cut by columns, f inside: every rank sees all of x and makes its part of y.
 
     Holds `weight` [O/t, I] and `bias` [O/t].
 
@@ -372,10 +372,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x A + b with A cut by rows: every rank has its part of x and makes a partial sum of the whole output.
+    """y = x A + b with A cut by rows, g inside: every rank has its part of x and makes a partial sum of y.
 
     Holds `weight` [O, I/t] and `bias` [O]. The bias is whole and alike on every rank, and is added once, after the sum.
-    g is inside.
 
     Args: those of `ColumnParallelLinear`, except
         input_size: I; must be a multiple of t. The output size may be any.

@@ -1,11 +1,11 @@
-"""Who talked, how much, and on whose behalf: the record of every collective, and the hooks that alter them in tests.
+"""The record of every collective, with its bytes and its layer, and the hooks that alter collectives in tests.
 
-A `CommLedger` counts what a piece of code communicates, so that "two all-reduces forward and two backward per layer"
+A `CommLedger` counts the communication of a piece of code. So "two all-reduces forward and two backward per layer"
 (arXiv 1909.08053, section 3) is something to assert. A `comm_scope` says for which layer and in which phase the calls
 are made; names nest by dots, and a query for `layers.3` covers `layers.3.mlp.fc2`.
 
-The scope belongs to a thread, because autograd runs backward passes on threads of its own (functions store the scope
-in forward and enter it again in backward). Ledgers and hooks belong to the process: they must see those threads too.
+The scope belongs to a thread, because autograd runs backward passes on threads of its own. Functions store the scope in
+forward and enter it again in backward. Ledgers and hooks belong to the process: they must see those threads too.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def current_scope() -> Scope:
 class comm_scope:
     """`with comm_scope(layer="layers.3.mlp", phase="forward")`: book the block's communication there.
 
-    What is left None keeps the value of the enclosing scope. A class rather than a generator, because layers enter
-    it on every call.
+    An argument that is None keeps the value of the enclosing scope. A class rather than a generator, because layers
+    enter it on every call.
     """
 
     __slots__ = ("_new", "_old")
@@ -81,7 +81,7 @@ def backward_scope(ctx: Any) -> comm_scope:
 
 
 def _covers(wanted: str | None, layer: str | None) -> bool:
-    """Whether a query for `wanted` includes `layer`: the same name, or a part of it after a dot."""
+    """True if a query for `wanted` includes `layer`: the same name, or a part of it after a dot."""
     return wanted is None or (layer is not None and (layer == wanted or layer.startswith(wanted + ".")))
 
 
@@ -110,7 +110,7 @@ class CommRecord:
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Which calls are meant; a field that is None means any. `layer` includes the layers named below it."""
+    """A choice of calls; a field that is None means any. `layer` includes the layers named below it."""
 
     operation: str | None = None
     group: str | None = None
@@ -118,7 +118,7 @@ class Selector:
     layer: str | None = None
 
     def matches(self, operation: str, group: str, scope: Scope) -> bool:
-        """Whether a call of `operation` on `group` under `scope` is meant."""
+        """True if a call of `operation` on `group` under `scope` is meant."""
         return (
             (self.operation is None or self.operation == operation)
             and (self.group is None or self.group == group)
@@ -163,7 +163,7 @@ class CommLedger:
         return [r for r in self.records if wanted.matches(r.operation, r.group, Scope(r.layer, r.phase))]
 
     def count(self, **wanted: str | None) -> int:
-        """How many calls agree with the fields given (see `select`)."""
+        """Number of calls that agree with the fields given (see `select`)."""
         return len(self.select(**wanted))
 
     def bytes(self, **wanted: str | None) -> int:
@@ -187,7 +187,7 @@ class CommLedger:
 
 
 def is_watched() -> bool:
-    """Whether a ledger or a hook asks which scope a call is made in."""
+    """True if a ledger or a hook asks for the scope of calls."""
     return bool(_ledgers or _hooks)
 
 
@@ -204,20 +204,20 @@ def book(operation: str, group: str, group_size: int, size: int, dtype: str, kep
 
 @dataclass(eq=False, slots=True)
 class Hook:
-    """What `dropped` and `delayed` give to their block."""
+    """The object that `dropped` and `delayed` give to their block."""
 
     selector: Selector
     delay: float | None
     """Seconds that the call takes at least; None drops the call."""
     calls: int = 0
-    """How many calls it has dropped so far."""
+    """Calls that it has dropped so far."""
     bandwidth: float | None = None
     """Payload bytes a second of a link that calls use one after another; None is no link."""
     free_at: float = 0.0
     """When the link is done with what it was given, on the clock of `time.perf_counter`."""
 
     def seconds(self, size: int) -> float:
-        """How long a call of `size` bytes takes from now, what the link has still to do included."""
+        """Seconds that a call of `size` bytes takes from now, after the calls that the link has still to carry."""
         assert self.delay is not None
         if self.bandwidth is None:
             return self.delay
@@ -261,8 +261,8 @@ def delayed(
 ) -> AbstractContextManager[Hook]:
     """Matching calls finish no earlier than `seconds` after they were issued, as on a slow network.
 
-    With a `bandwidth` (payload bytes a second) they share one link and use it one after another: a call begins when
-    those before it are done, and takes `seconds` and its bytes over the bandwidth.
+    With a `bandwidth` (payload bytes a second) they share one link, one after another. A call begins when those before
+    it are done, and takes `seconds` plus its bytes over the bandwidth.
 
     The delay sleeps, so it can be hidden behind computation exactly as a real transfer can, on any number of cores.
 
@@ -274,7 +274,7 @@ def delayed(
 
 
 def is_dropped(operation: str, group: str) -> bool:
-    """Whether a call in the current scope is to be left out."""
+    """True if a call in the current scope is to be left out."""
     if not _hooks:
         return False
     found = [h for h in _hooks if h.delay is None and h.selector.matches(operation, group, _current.scope)]

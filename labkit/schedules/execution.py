@@ -1,8 +1,8 @@
 """One step of a rank: a plain loop over its microbatches, or its program, instruction by instruction.
 
 F is a forward, B a whole backward, I the gradient of the input, W that of the weights. Other instructions move messages
-between ranks (`parallel/p2p.py`): `post` starts receives and `recv` waits for one, `send` starts a send and `sent`
-waits for sends, `exchange` starts its transfers and waits for all. `gather` and `synchronise` start the communication
+between ranks (`parallel/p2p.py`). `post` starts receives and `recv` waits for one, `send` starts a send and `sent`
+waits for sends. `exchange` starts its transfers and waits for all. `gather` and `synchronise` start the communication
 of data parallelism (`gradient_sync.py`).
 
 Gradients add up over microbatches. A split backward is two actions: I computes the gradient of the stage's input and

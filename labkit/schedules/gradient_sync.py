@@ -2,8 +2,8 @@
 
 Backwards only accumulate inside a `no_sync` context. It is left for the backward that completes a chunk's gradients,
 where the hooks of the data-parallel wrapper may then communicate. A `grad_sync_func` replaces these hooks: it is
-launched at points that all ranks of the pipeline reach at about the same time (see below), because communication
-slows down the computation beside it, and one slow rank would hold up all others.
+launched at points that all ranks of the pipeline reach at about the same time (see below). Communication slows down the
+computation beside it, and one slow rank would hold up all others.
 
 Without interleaving Megatron's first rank leaves it to the hooks of its last backward even so, since it ends last.
 """
@@ -126,11 +126,12 @@ def places_of_synchronisation(
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """For each action, the chunks whose gradient synchronisation follows it and whose parameter gathering precedes it.
 
-    Collectives slow computation down, so Megatron starts them at the same time on all ranks: the gradients of a chunk
-    after the backward number k + pp_rank of the rank, where k is the chunk's last, since backward reaches rank 0 last;
-    the parameters of the chunk that follows chunk c before the forward number k - pp_rank, where k is the first of c.
+    Collectives slow computation down, so Megatron starts them at the same time on all ranks. The gradients of a chunk
+    start after the backward number k + pp_rank of the rank, with k the chunk's last, since backward reaches rank 0
+    last. The parameters of the chunk behind chunk c start before the forward number k - pp_rank, with k the first of c.
     In general a stage is as far behind as its chunk's lowest stage is below it, which is pp_rank where placement is
-    looped. What is not reached goes after the last action; chunks 0 and 1 are gathered before the first.
+    looped. Gradients whose place is not reached start after the last action; chunks 0 and 1 are gathered before the
+    first.
     """
     after: list[list[int]] = [[] for _ in actions]
     before: list[list[int]] = [[] for _ in actions]

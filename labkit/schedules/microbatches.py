@@ -41,8 +41,8 @@ class Reader:
 class ReorderingReader(Reader):
     """Gives a forward step that calls `next` once its own microbatch, and keeps what it skips for later.
 
-    The schedules of the sources run the microbatches of a chunk in order; a reader's own schedule may not, and then the
-    stages of one microbatch must still see one microbatch.
+    The schedules of the sources run the microbatches of a chunk in order. A user's own schedule may not, and still all
+    stages of a microbatch must see the same data.
     """
 
     def __init__(self, source: Iterator[Any], microbatches: int) -> None:
@@ -117,8 +117,8 @@ class MicrobatchLosses:
 
     def loss(self, microbatch: int, output: Any, loss_func: Callable[..., Any] | None) -> Any:
         """The loss of a last stage's output. Its weight is left to the backward: with it the gradients of all
-        microbatches add up to those of their mean. (Multiplied into the loss, it would be one more operation each way
-        where all ranks wait.)"""
+        microbatches add up to those of their mean. Multiplied into the loss, it would be one more operation each way,
+        while all ranks wait."""
         if loss_func is None:
             if self._backward and getattr(output, "numel", lambda: 0)() != 1:
                 raise ValueError(
@@ -151,8 +151,8 @@ class MicrobatchLosses:
     def _mean(self, loss_sum: Any, tokens: Any) -> Any:
         """This rank's part of the microbatch's mean loss, times cp because gradients are averaged over cp as well.
 
-        Its positions and those of the other ranks of cp are parts of the same samples, which may count unequal numbers
-        of tokens: the sum is divided by the number in the samples.
+        Its positions and those of the other ranks of cp are parts of the same samples, and may count unequal numbers of
+        tokens. The sum is divided by the number in the samples.
         """
         with comm_scope(layer="loss", phase="forward"):
             tokens = all_reduce(tokens, self._cp, in_place=False)
@@ -163,9 +163,9 @@ class AttachedLosses:
     """The modules of a rank's chunks that attach losses: those with a method `set_aux_loss_scale`.
 
     Mixture of experts has such losses (`labkit.moe.balance`). Their gradient enters the backward of the layer itself,
-    on whatever stage and in whichever action that runs, so it misses what the runtime does to the model's loss: loss
-    scale, mean over microbatches, and the factor that undoes the average over cp. All three are the same for every
-    microbatch of a step, so each layer is told once, before the first; no schedule can make that wrong.
+    on any stage and in any action. So it misses the runtime's factors of the model's loss: loss scale, mean over
+    microbatches, and the factor that undoes the average over cp. All three are the same for every microbatch of a step,
+    so each layer is told once, before the first. No schedule can make that wrong.
     """
 
     def __init__(

@@ -32,10 +32,10 @@ from labkit.schedules.verifier import verify
 ForwardStep = Callable[[Any, nn.Module], tuple[Any, Callable[..., Any] | None]]
 """(data iterator, model chunk) -> (output, loss function). The output is a tensor, or a tuple of tensors where the next
 stage needs several. The loss function is called on the last stage alone and returns `(loss, metrics)` or `(sum of
-losses, number of tokens, metrics)`. Under context parallelism sum and number are of this rank's positions, and a `loss`
-is, as Megatron has it, this rank's part of the sample's mean: the parts add up to the mean over cp. A mean over the
-rank's own positions gives gradients cp times too large, and nothing here can tell; `pretrain` therefore takes three
-items under context parallelism. Without a loss function the output is the loss, and what is reported."""
+losses, number of tokens, metrics)`. Under context parallelism sum and number are of this rank's positions. A `loss` is,
+as in Megatron, this rank's part of the sample's mean: the parts add up to the mean over cp. A mean over the rank's own
+positions gives gradients cp times too large, and nothing here can tell. `pretrain` therefore takes three items under
+context parallelism. Without a loss function the output is the loss, and what is reported."""
 RECEIVES_AHEAD = {"gloo": 4, "nccl": 1}
 """Receives of one sender that are open beyond the next. A channel is in order of sending, so a message that is needed
 soon may wait behind one that is read late. On a GPU every open receive is a kernel, and a second one would wait behind

@@ -19,11 +19,10 @@ Batch = dict[str, Tensor]
 ForwardStep = Callable[[Iterator[Batch], nn.Module], tuple[Tensor, Any]]
 """(data iterator, model chunk) -> (output tensor, loss function).
 
-The loss function is called with the output, on the last stage alone, and returns `(sum of losses, number of tokens,
-metrics)` of this rank's positions, or `(mean loss, metrics)`. With parallel.cp > 1 only the first form is taken: there
-the runtime, as Megatron's, reads `loss` as this rank's part of the sample's mean, and a mean over the rank's own
-positions would train with gradients cp times too large. `metrics` holds `loss_sum` and `tokens`, both of this rank's
-positions."""
+The last stage alone calls the loss function with the output. It returns `(sum of losses, number of tokens, metrics)` of
+this rank's positions, or `(mean loss, metrics)`. With parallel.cp > 1 only the first form is taken. There the runtime,
+as Megatron's, reads `loss` as this rank's part of the sample's mean, and a mean over the rank's own positions would
+give gradients cp times too large. `metrics` holds `loss_sum` and `tokens`, both of this rank's positions."""
 
 
 def gpt_forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -46,7 +45,7 @@ def masked_loss(loss_mask_BS: Tensor, loss_BS: Tensor, non_loss_data: bool = Fal
     """(sum of the loss over counted tokens, number of them, what to report), the three-item form of a loss.
 
     Under context parallelism both are of this rank's positions. Ranks may count different numbers of tokens: the
-    runtime divides by the sum over `cp`, and the report is added up over `cp` as over data-parallel ranks.
+    runtime divides by the sum over `cp`. The report is added up over `cp` as over data-parallel ranks.
 
     non_loss_data: give `loss_BS` and `loss_mask_BS` themselves, by name: the loss of every token of the microbatch.
     """

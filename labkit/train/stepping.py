@@ -1,14 +1,14 @@
 """One optimizer step, over any schedule.
 
-A step is: reset the gradient buffers, run the schedule over all microbatches, finalise gradients (data-parallel
-average, sums over tensor-parallel and tied copies), agree whether everything is finite, move the biases of routers
-against their load, clip by the global norm, update. The loss that is reported is the token-weighted mean over the
-global batch, and every rank has the same bits of it.
+A step resets the gradient buffers, runs the schedule over all microbatches and finalises gradients: data-parallel
+average, sums over tensor-parallel and tied copies. Then all ranks agree whether everything is finite, move the biases
+of routers against their load, clip by the global norm and update. The loss that is reported is the token-weighted mean
+over the global batch, and every rank has the same bits of it.
 
 One exchange carries the gradient norm and a flag that some loss or gradient on some rank, replicas included, is not
-finite. So all ranks update, or none. A loss that is not finite ends the run, a gradient skips the step: with fp16 that
-is how the loss scale finds its size, and otherwise one bad batch may be left behind, but not ten in a row. On a GPU the
-same exchange tells of bad token ids.
+finite. So all ranks update, or none. A loss that is not finite ends the run, a gradient skips the step. With fp16 the
+loss scale finds its size so; otherwise one bad batch may be left behind, but not ten in a row. On a GPU the same
+exchange tells of bad token ids.
 
 Shapes: B micro batch, S sequence.
 """
@@ -91,9 +91,9 @@ def train_step(
     """One optimizer step; `clip_grad` 0 does not clip.
 
     step: the number of steps before this one. Errors name the step as people count it, from 1.
-    Raises FloatingPointError on every rank, before any weight changes, if a loss is not finite on any rank, or for the
-    `GIVE_UP_AFTER`th gradient in a row that is not; TokenIdError, before any weight changes too, for an id outside the
-    vocabulary: on a GPU on every rank as the step ends, else at once on the ranks that look it up.
+    Raises before any weight changes. FloatingPointError on every rank, if a loss is not finite on any rank, or for the
+    `GIVE_UP_AFTER`th gradient in a row that is not. TokenIdError for an id outside the vocabulary: on a GPU on every
+    rank as the step ends, else at once on the ranks that look it up.
     """
     chunks, scaler = pipeline.chunks, pipeline.loss_scaler
     for chunk in chunks:

@@ -1,7 +1,7 @@
 """The state of recording: somebody records the device's work, to replay it later (a CUDA graph, or an emulated one).
 
 A recording holds the device's work. Python runs while it is made, and at no replay. Most code need not care. Two kinds
-must: code that makes the host wait for the device cannot be recorded and is refused here, with the user's line; code
+must. Code that makes the host wait for the device cannot be recorded: it is refused here, with the user's line. Code
 whose effect on the host belongs to the device's work, as switching random states, is recorded and called again.
 
 This module lies below everything that asks. The state belongs to the process, not to a thread: on CUDA autograd runs
@@ -46,7 +46,7 @@ __all__ = [
 
 
 class GraphCaptureError(RuntimeError):
-    """What a CUDA graph cannot hold was done during capture, or a replay would not be what was captured."""
+    """Code did something during capture that a CUDA graph cannot hold, or a replay would differ from the capture."""
 
 
 class BrokenProcessError(GraphCaptureError):
@@ -54,7 +54,7 @@ class BrokenProcessError(GraphCaptureError):
 
 
 class Recorder(Protocol):
-    """What an emulated capture offers to code that dispatch does not see (`labkit.graphs.emulated.recording`)."""
+    """The service of an emulated capture to code that dispatch does not see (`labkit.graphs.emulated.recording`)."""
 
     def call(self, function: Callable[[], T]) -> T:
         """Run `function` now, unrecorded, and again at each replay."""
@@ -80,14 +80,14 @@ _state = _State()
 
 
 def is_graph_capturing() -> bool:
-    """Whether a graph is being captured: by one of our backends, or by anybody on the current CUDA stream."""
+    """True while a graph is being captured: by one of our backends, or by anybody on the current CUDA stream."""
     if _state.capturing:
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def is_graph_warmup() -> bool:
-    """Whether a callable runs before its capture, so that what is made lazily is made outside the graph."""
+    """True while a callable runs before its capture, so that lazy things are made outside the graph."""
     return _state.warmup > 0
 
 
@@ -153,7 +153,7 @@ def recorded_call(function: Callable[[], T]) -> T:
 
 
 def host_would_wait(x: Tensor) -> bool:
-    """Whether the host has to wait for the values of `x`; while work is recorded there is nothing to wait for yet."""
+    """True if the host has to wait for the values of `x`; while work is recorded there is nothing to wait for yet."""
     return x.is_cuda or is_graph_capturing()
 
 
@@ -194,8 +194,9 @@ class RefusesDraws(TorchDispatchMode):
     """Inside `with RefusesDraws():` an operation that draws raises GraphCaptureError with the line that called it.
 
     For a recorded part that backward computes again. The second run must draw what the first drew, so the generators
-    are set back in between. While a GPU captures, their states can be neither read nor set, and the second run would
-    draw other numbers: gradients of a forward that never was. It is the same in an emulated capture, which could do it.
+    are set back in between. While a GPU captures, their states can be neither read nor set. The second run would draw
+    other numbers, and give gradients of a forward that never was. It is the same in an emulated capture, which could do
+    it.
 
     Seen are the operations that torch itself marks as random, not what a library draws by kernels of its own.
     """

@@ -1,7 +1,7 @@
 """Times of work on a CUDA stream, on the clock of every other Event, without a wait at the launch.
 
-A kernel launch returns before the kernel runs, so the host's clock around an action would time its launch, and waiting
-for the device after each action would remove the overlap that is to be seen. Here a `torch.cuda.Event` is put on the
+A kernel launch returns before the kernel runs. The host's clock around an action would time the launch, and a wait
+after each action would remove the overlap that is to be seen. Here a `torch.cuda.Event` is put on the
 stream before and after the action, and their times are read once, at the end. CUDA events know differences only: one
 more event, at a moment when host and device meet, ties them to `time.perf_counter()`.
 """

@@ -59,7 +59,7 @@ def handshake(groups: ParallelGroups, given: Mapping[str, str], peers: set[int])
 def check_message(way: str, x: Tensor, process_group: Any, peer: int) -> None:
     """Announce a `send` to or `recv` from global rank `peer`; RuntimeError if the other side announced otherwise.
 
-    torch compares collectives between ranks (`TORCH_DISTRIBUTED_DEBUG=DETAIL`), but not messages: on gloo a message
+    torch compares collectives between ranks (`TORCH_DISTRIBUTED_DEBUG=DETAIL`), but not messages. On gloo a message
     that is too long aborts the receiver, and one that is too short or of another type is taken as it is. The side that
     comes second to a message compares and raises before anything is transferred: gloo waits for both sides.
     """

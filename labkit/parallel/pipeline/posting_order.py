@@ -41,7 +41,7 @@ def in_posting_order(ways: Iterable[Way], rank: int, *, batched: bool) -> list[W
 def channel(source: int, target: int) -> Literal[0, 1]:
     """The communicator, first or second, of a message where each direction between two ranks has one of its own.
 
-    NCCL runs what one communicator carries between two ranks in order of issue, so that a send and a receive posted in
-    different orders on both sides would block each other (pytorch issue 127332). One direction has only one order.
+    NCCL runs the messages of one communicator between two ranks in order of issue. A send and a receive that both sides
+    post in different orders would block each other (pytorch issue 127332). One direction has only one order.
     """
     return 1 if source > target else 0

@@ -1,13 +1,13 @@
 """Weight gradients put off: the half of a backward for which no other stage waits.
 
-The backward of a linear layer y = x W^T is two GEMMs of the same size: dx = dy W, which the stage before is waiting
-for, and dW = dy^T x, which only the optimizer needs. Zero-bubble schedules (arXiv 2401.10241) run the first as action I
-and fill their idle time with the second, action W.
+The backward of a linear layer y = x W^T is two GEMMs of the same size. The stage before waits for dx = dy W; only the
+optimizer needs dW = dy^T x. Zero-bubble schedules (arXiv 2401.10241) run the first as action I and fill their idle time
+with the second, action W.
 
-While a store is collecting, a layer's backward hands its weight gradient over as a closure (`deferred`) instead of
-computing it, and autograd sees no gradient for that parameter. W runs the closures. Put off are the weights and
-biases of the linear layers, the output layer inside the fused loss, and the embedding table. Everything else (norms,
-position embeddings, a reader's own nn.Linear) gets its gradient in I, as autograd gives it.
+While a store is collecting, a layer's backward hands its weight gradient over as a closure (`deferred`). Autograd sees
+no gradient for that parameter. W runs the closures. Put off are the weights and biases of the linear layers, the output
+layer inside the fused loss, and the embedding table. Everything else (norms, position embeddings, a reader's own
+nn.Linear) gets its gradient in I, as autograd gives it.
 
 A closure keeps x and dy alive, so activations die with W. Communication that only dW needs (the sequence-parallel
 gather of x) moves into W with it; none is added. The all-reduce of dx has nothing left in I to hide behind.
@@ -44,7 +44,7 @@ _collecting: list[_Deferred] | None = None
 
 
 def is_collecting() -> bool:
-    """Whether a store may take weight gradients now."""
+    """True while a store may take weight gradients."""
     return _collecting is not None
 
 

@@ -1,7 +1,7 @@
 """Cross-entropy of logits that lie cut along the vocabulary, alone or fused with the output layer.
 
-Fusing the output layer with the loss communicates a few numbers per token instead of V' logits per token
-(arXiv 1909.08053, section 3): MAX of the logits, then SUMs of exp(logit - max) and of the label's logit, which travel
+Fused with the output layer, the loss communicates a few numbers per token instead of V' logits (arXiv 1909.08053,
+section 3). They are the MAX of the logits, then the SUMs of exp(logit - max) and of the label's logit, which travel
 together.
 
 Shapes: S sequence, B batch, N tokens (S x B), H hidden, V the vocabulary's columns on this rank; t = size of the group.
@@ -32,12 +32,12 @@ from labkit.parallel.vocab.token_ids import check_token_ids
 
 @dataclass(frozen=True)
 class ChunkSizes:
-    """How many logits one chunk of tokens has. Sums are of chunks: another size is another order of rounding."""
+    """Logits of one chunk of tokens. Sums are of chunks: another size is another order of rounding."""
 
     given: int
-    """Where the logits are given, and only read."""
+    """For given logits, which are only read."""
     forward: int
-    """Where a GEMM makes them. It reads the weight again for each chunk."""
+    """For logits that a GEMM makes. It reads the weight again for each chunk."""
     gradient: int
     """Of their gradients in backward, which adds to the whole weight gradient for each chunk."""
 
@@ -64,7 +64,7 @@ class _Shard:
     labels_N: Tensor
     """Label as a local column, 0 where it is another rank's."""
     own_N: Tensor
-    """Whether the label is one of this rank's columns."""
+    """True for a label that is one of this rank's columns."""
     smoothing: float
     """s of the loss (1-s) nll - s mean(log p): alpha K/(K-1), with K the whole vocabulary."""
 
@@ -237,8 +237,8 @@ class _LinearCrossEntropy(Function):
     dgrad     dl = dL (softmax - onehot), dh = sum_r dl W_r  [N, V] x [V, H] -> [N, H], all-reduce started (f)
     wgrad     dW_r = dl^T h                                  [V, N] x [N, H] -> [V, H], while it runs
 
-    Under sequence parallelism h is gathered from [N/t, H] in forward, not kept but gathered again for wgrad, and dh is
-    reduce-scattered: a chunk then takes the same tokens of every rank's part, so that each of its sums is a chunk too.
+    Under sequence parallelism h is gathered from [N/t, H] in forward and again for wgrad, and dh is reduce-scattered. A
+    chunk then takes the same tokens of every rank's part, so that each of its sums is a chunk too.
     """
 
     @staticmethod
@@ -336,7 +336,7 @@ class _InputGradient:
 
 
 def _accumulator(parameter: Tensor, plan: LinearPlan) -> tuple[Tensor, Tensor | None]:
-    """Where a weight gradient is added up, and what autograd is given of it: nothing where that is `main_grad`."""
+    """The tensor that adds up a weight gradient, and the gradient for autograd: None if the first is `main_grad`."""
     main_grad: Tensor | None = getattr(parameter, "main_grad", None) if plan.accumulate else None
     if main_grad is not None:
         record = record_of(parameter)

@@ -4,8 +4,8 @@ An embedding cut over ranks looks up zeros for an id that nobody has, and traini
 model compares its ids with the vocabulary. On the host that takes one pass and is done at once. On a GPU the host would
 wait for the device, twice a microbatch, and the device would idle meanwhile. Inside a CUDA graph nobody can look.
 
-There the device looks: it notes the first bad id and its position, and goes on with ids that are clamped to the
-vocabulary, so that no lookup leaves its table. The host reads the notes where it waits anyway:
+There the device looks: it notes the first bad id and its position. It goes on with ids clamped to the vocabulary, so
+that no lookup leaves its table. The host reads the notes where it waits anyway:
 
     with token_ids_checked_late(device) as ids:
         ...                    # forward and backward of all microbatches: no wait for ids
@@ -42,7 +42,7 @@ class _Note:
     """Ids that were used. The numbers lie on their device; a replay of the graph that made them writes them anew."""
 
     numbers: tuple[Tensor, Tensor, Tensor]
-    """Whether an id is bad, the position of the first bad one in the flattened ids, and the id that is there."""
+    """A flag that an id is bad, the position of the first bad one in the flattened ids, and the id that is there."""
     shape: tuple[int, ...]
     vocab_size: int
     what: str
@@ -74,8 +74,8 @@ class TokenIdChecks:
         return safe
 
     def alarm(self) -> list[Tensor]:
-        """For an exchange of numbers that must be finite: one float64 number on the device, NaN where an id is bad and
-        else 0; [] where nothing was noted."""
+        """For an exchange of numbers that must be finite: one float64 number on the device, NaN if an id is bad and
+        else 0. [] if nothing was noted."""
         if not self._notes:
             return []
         bad = torch.stack([note.numbers[0] for note in self._notes]).any()

@@ -1,7 +1,7 @@
 """Tables cut along the vocabulary: the embedding, and the weight of the output layer.
 
 Rank r of t owns rows [r V'/t, (r+1) V'/t) of the padded vocabulary V'. Padding rows exist so that t and the GEMM's tile
-divide V'; they are zero, take no part in the loss and get no gradient, so the layout never changes a result.
+divide V'. They are zero, take no part in the loss and get no gradient, so the layout never changes a result.
 
 Shapes: S sequence, B batch, H hidden, V the vocabulary's columns on this rank; t = size of the group.
 """
