@@ -30,7 +30,7 @@ BUNDLED_SHA256 = {
     TOKENIZER_NAME: "2aaa4cc46e4b29aa5c5381a42737cc3e2f05e8832865469f6475185c2078ea53",
     TOKENS_NAME: "c7d49c79d21353b49796caac57f5d3f30bb85b2cd41f2e86b39eaf8ee084bfa4",
 }
-"""What the files are on every machine; a test holds them against it."""
+"""The files' checksums on every machine; a test holds the files to them."""
 
 
 def bundled_text() -> str:

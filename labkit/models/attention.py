@@ -1,10 +1,10 @@
 """Self-attention with its norm and projections.
 
-The sequence stays first. The fused projection has Megatron's order: for each key/value head a group of its query heads,
-its key and its value, [q ... q k v] [q ... q k v] ... A tensor-parallel slice of the columns has whole groups. With
-fewer key/value heads than ranks, neighbouring ranks share a group. Each has its own query heads and a copy of the key
-and value (`Replicated`); Megatron gathers the heads in every forward instead. The attention kernel takes the heads of
-all samples as one row of B x heads heads, without a transpose in memory.
+The sequence stays first. The fused projection has Megatron's order, [q ... q k v] [q ... q k v] ...: one group for each
+key/value head. A tensor-parallel slice of the columns has whole groups. With fewer key/value heads than ranks,
+neighbouring ranks share a group. Each has its own query heads and a copy of the key and value (`Replicated`); Megatron
+gathers the heads in every forward instead. The attention kernel takes the heads of all samples as one row of B x heads
+heads, without a transpose in memory.
 
 Shapes: S sequence, B batch, H hidden, D head dimension; t = tensor-parallel size.
 """

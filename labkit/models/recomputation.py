@@ -1,8 +1,8 @@
 """Computing parts of a model chunk again in backward, as `model.recompute_granularity` and its companions say.
 
 `full` keeps a layer's input and nothing else. `selective` recomputes parts that keep much and cost little (arXiv
-2205.05198, section 5). These are core attention, whose S x S probabilities two small products make; the output of a
-norm, which is as large as its input; or the whole MLP.
+2205.05198, section 5). One is core attention, whose S x S probabilities two small products make. Another is the output
+of a norm, which is as large as its input. The third is the whole MLP.
 
 Shapes: S sequence, B batch, H hidden.
 """

@@ -372,7 +372,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x A + b with A cut by rows, g inside: every rank has its part of x and makes a partial sum of y.
+    """y = x A + b with A cut by rows, g inside: every rank has its part of x and makes a partial sum.
 
     Holds `weight` [O, I/t] and `bias` [O]. The bias is whole and alike on every rank, and is added once, after the sum.
 

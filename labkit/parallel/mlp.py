@@ -1,9 +1,9 @@
 """The feed-forward block of a transformer layer: column-parallel, activation, row-parallel.
 
-Cutting the first matrix by rows would force a synchronisation before the activation, since
-GeLU(X1 A1 + X2 A2) is not GeLU(X1 A1) + GeLU(X2 A2). Cut by columns, each rank applies the activation to its own
-columns, and the second matrix, cut by rows, takes them as they are: one all-reduce forward, one backward
-(arXiv 1909.08053, section 3).
+A cut of the first matrix by rows would force a synchronisation before the activation: GeLU(X1 A1 + X2 A2) is not
+GeLU(X1 A1) + GeLU(X2 A2). After a cut by columns each rank applies the activation to its own columns, and the second
+matrix, cut by rows, takes them as they are. That needs one all-reduce forward and one backward (arXiv 1909.08053,
+section 3).
 
 Shapes: S sequence, B batch, H hidden, F ffn_hidden; t = size of the tensor-parallel group.
 """

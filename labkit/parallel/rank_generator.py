@@ -1,4 +1,4 @@
-"""Which ranks form a group: sizes and an order string in, lists of ranks out.
+"""The ranks that form each group: sizes and an order string in, lists of ranks out.
 
 Write a rank in mixed radix. The order string names the digits from the fastest to the slowest varying one, the sizes
 are their bases, and the stride of an axis is the product of the sizes to its left (`prefix_product`):
@@ -9,7 +9,7 @@ A token such as `dp-cp` marks the digits that vary inside a group (the mask). Ev
 one group. Groups and members are both counted with their fastest digit first, so `dp-cp` and `cp-dp` are the same
 token.
 
-Dense layers and experts see the same ranks through two generators (`rank_generators`): attention has tp, cp, dp, pp and
+Dense layers and experts see the same ranks through two generators (`rank_generators`). Attention has tp, cp, dp, pp and
 no ep; experts have etp, ep, edp, pp and no cp. That is MoE parallel folding (arXiv 2504.14960). This module needs numpy
 and no torch. The names are those of Megatron-LM's `megatron/core/parallel_state.py`.
 """
@@ -32,8 +32,8 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 def masked_orthogonal_array(parallel_size: Sequence[int], mask: Sequence[bool]) -> np.ndarray:
     """Groups as an int64 array (num_groups, group_size); sizes and mask are in order, fastest axis first.
 
-    The ranks are counted into a box with one dimension per axis; moving the masked dimensions behind the others and
-    flattening both halves is the whole algorithm.
+    The ranks are counted into a box with one dimension per axis. The algorithm moves the masked dimensions behind the
+    others and flattens both halves.
     """
     check_listable(prod(parallel_size), f"the sizes {list(parallel_size)}")
     slowest_first = range(len(parallel_size) - 1, -1, -1)
@@ -82,8 +82,9 @@ class RankGenerator:
     """Groups of ranks for any token.
 
     `order` lists the axes from fastest to slowest varying; axes left out must have size 1. `rank_offset` is the number
-    of the first rank. Raises ValueError for sizes below 1 or not whole, for an order that misses an axis larger than 1,
-    repeats one or names an unknown one, and for cp and ep both larger than 1 (they belong to two generators).
+    of the first rank. Raises ValueError for sizes below 1 or not whole, and for an order that misses an axis larger
+    than 1, repeats one or names an unknown one. cp and ep larger than 1 in one generator are refused as well: they
+    belong to two.
     """
 
     def __init__(self, tp: int = 1, ep: int = 1, dp: int = 1, pp: int = 1, cp: int = 1,
@@ -164,8 +165,8 @@ def rank_generators(
 ) -> tuple[RankGenerator, RankGenerator]:
     """The dense and the expert generator of one world; dp and edp are what the other axes leave.
 
-    `etp` None means tp. Raises ValueError where the world does not factor, and where the two generators would put a
-    rank into different pipelines (an order that ends in `pp` never does).
+    `etp` None means tp. Raises ValueError if the world does not factor, or if the two generators put a rank into
+    different pipelines. An order that ends in `pp` never does.
     """
     world_size = as_size("world_size", world_size)
     sizes = {name: as_size(name, size) for name, size in (("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep))}
@@ -193,9 +194,9 @@ def _what_is_left(world_size: int, sizes: dict[str, int]) -> int:
 def _check_same_pipelines(decoder: RankGenerator, expert: RankGenerator) -> None:
     """Both lists of PP groups must be equal.
 
-    They are exactly when pp is 1 or the pp axis has the same stride s in both: group g is then
-    `g % s + (g // s) * s * pp + range(pp) * s` in either, and otherwise the first groups, `range(pp) * s`, differ
-    already. So no list is compared, and a world of any size is checked at once.
+    They are exactly when pp is 1 or the pp axis has the same stride s in both. Group g is then `g % s + (g // s) * s *
+    pp + range(pp) * s` in either; otherwise the first groups, `range(pp) * s`, differ already. So a world of any size
+    is checked at once.
     """
     pp, mine, theirs = decoder.sizes["pp"], decoder.strides["pp"], expert.strides["pp"]
     if pp > 1 and mine != theirs:

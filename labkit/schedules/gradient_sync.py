@@ -127,9 +127,9 @@ def places_of_synchronisation(
     """For each action, the chunks whose gradient synchronisation follows it and whose parameter gathering precedes it.
 
     Collectives slow computation down, so Megatron starts them at the same time on all ranks. The gradients of a chunk
-    start after the backward number k + pp_rank of the rank, with k the chunk's last, since backward reaches rank 0
-    last. The parameters of the chunk behind chunk c start before the forward number k - pp_rank, with k the first of c.
-    In general a stage is as far behind as its chunk's lowest stage is below it, which is pp_rank where placement is
+    start after the rank's backward number k + pp_rank, with k the chunk's last: backward reaches rank 0 last. The
+    parameters of the chunk behind chunk c start before the forward number k - pp_rank, with k the first of c. In
+    general a stage is as far behind as its chunk's lowest stage is below it, which is pp_rank where placement is
     looped. Gradients whose place is not reached start after the last action; chunks 0 and 1 are gathered before the
     first.
     """

@@ -21,8 +21,8 @@ ForwardStep = Callable[[Iterator[Batch], nn.Module], tuple[Tensor, Any]]
 
 The last stage alone calls the loss function with the output. It returns `(sum of losses, number of tokens, metrics)` of
 this rank's positions, or `(mean loss, metrics)`. With parallel.cp > 1 only the first form is taken. There the runtime,
-as Megatron's, reads `loss` as this rank's part of the sample's mean, and a mean over the rank's own positions would
-give gradients cp times too large. `metrics` holds `loss_sum` and `tokens`, both of this rank's positions."""
+as Megatron's, reads `loss` as this rank's part of the sample's mean. A mean over the rank's own positions would give
+gradients cp times too large. `metrics` holds `loss_sum` and `tokens`, both of this rank's positions."""
 
 
 def gpt_forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:

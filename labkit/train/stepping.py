@@ -92,8 +92,8 @@ def train_step(
 
     step: the number of steps before this one. Errors name the step as people count it, from 1.
     Raises before any weight changes. FloatingPointError on every rank, if a loss is not finite on any rank, or for the
-    `GIVE_UP_AFTER`th gradient in a row that is not. TokenIdError for an id outside the vocabulary: on a GPU on every
-    rank as the step ends, else at once on the ranks that look it up.
+    `GIVE_UP_AFTER`th gradient in a row that is not. TokenIdError for an id outside the vocabulary: on a GPU on all
+    ranks as the step ends, else at once on the ranks that read it.
     """
     chunks, scaler = pipeline.chunks, pipeline.loss_scaler
     for chunk in chunks:

@@ -60,7 +60,7 @@ def check_message(way: str, x: Tensor, process_group: Any, peer: int) -> None:
     """Announce a `send` to or `recv` from global rank `peer`; RuntimeError if the other side announced otherwise.
 
     torch compares collectives between ranks (`TORCH_DISTRIBUTED_DEBUG=DETAIL`), but not messages. On gloo a message
-    that is too long aborts the receiver, and one that is too short or of another type is taken as it is. The side that
+    that is too long aborts the receiver. One that is too short or of another type is taken as it is. The side that
     comes second to a message compares and raises before anything is transferred: gloo waits for both sides.
     """
     here = dist.get_rank()
