@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from labkit.config.errors import shown
-from labkit.config.fields import BadValueError, FieldSpec, convert
+from labkit.config.field_spec import BadValueError, FieldSpec
 
 SIMPLE = ("int", "float", "bool", "str")
 """Types that the command line reads from a plain word; other types are JSON."""
@@ -79,7 +79,7 @@ def broken_rules(parameters: Iterable[Parameter], values: Mapping[str, Any]) -> 
     for name, kind, _, rule in parameters:
         try:
             if kind in SIMPLE:
-                convert(FieldSpec("", name, kind, False, None), values[name])
+                FieldSpec(name, kind).convert(values[name])
         except BadValueError as problem:
             found[name] = str(problem)
             continue

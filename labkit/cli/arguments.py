@@ -9,23 +9,19 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from labkit.config import ConfigError, RunConfig, fields
 from labkit.config.errors import nearest, shown
-from labkit.config.fields import KNOWN_NAMES, SPECS, BadValueError, Entry, FieldSpec, Given, convert, resolve
+from labkit.config.field_spec import BadValueError, FieldSpec
+from labkit.config.fields import KNOWN_NAMES, SPECS, Entry, Given, resolve
 from labkit.config.sections import SECTIONS
 
 
-class Option(NamedTuple):
+@dataclass(frozen=True)
+class Option(FieldSpec):
     """One option of a command. Names have dashes, aliases underscores; either is accepted for both."""
 
-    name: str
-    kind: str
-    """`int`, `float`, `bool`, `str` or `tuple[str, ...]`."""
-    help: str
-    default: Any = None
-    aliases: tuple[str, ...] = ()
     pairs: bool = False
     """Takes two words, a name and a value, and may be repeated."""
 
@@ -108,8 +104,8 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
             if not equals and rest and not rest[0].startswith("-"):
                 rest.pop(0)  # the value of the unknown option
             continue
-        pairs, kind = option is not None and option.pairs, option.kind if option else SPECS[str(dotted)].kind
-        value = text if equals else _value(rest, kind, pairs=pairs, words=bool(command.words))
+        pairs, spec = option is not None and option.pairs, option or SPECS[str(dotted)]
+        value = text if equals else _value(rest, spec.kind, pairs=pairs, words=bool(command.words))
         if value is None:
             problems.append(f"--{written}: needs {'a name and a value' if pairs else 'a value'} after it")
         elif option is None:
@@ -147,7 +143,7 @@ def _set(values: dict[str, Any], option: Option, written: str, text: str, given:
         values[option.key].append((name, value))
         return given.add(f"-{option.name[0]} {name}", value, shown(value))
     try:
-        values[option.key] = convert(FieldSpec("", option.key, option.kind), text, text=True)
+        values[option.key] = option.convert(text, text=True)
     except BadValueError as rule:
         return [f"--{written} {shown(text)}: {rule}"]
     return given.add(f"--{option.name}", values[option.key], f"--{written} {shown(text)}")
@@ -195,21 +191,18 @@ def help_text(command: Command) -> str:
     words = f" {command.words}" if command.words else ""
     lines = [f"usage: labkit {command.name}{words} [options]", "", *textwrap.wrap(command.summary, 118), "", "options:"]
     for option in command.all_options:
-        word = f"-p, --{option.name} NAME VALUE" if option.pairs else f"--{option.name}{_placeholder(option.kind)}"
-        lines += _row(word, option.help)
+        lines += _row(option, "-p, " if option.pairs else "")
     for section, cls in SECTIONS.items() if command.configurable else ():
         lines += ["", *textwrap.wrap(f"{section}: {cls.__doc__}", 118)]
         for spec in (spec for spec in SPECS.values() if spec.section == section):
-            lines += _row(f"--{spec.dotted}{_placeholder(spec.kind)}", spec.help)
+            lines += _row(spec)
     return "\n".join([*lines, "", f"example: {command.example}"])
 
 
-def _placeholder(kind: str) -> str:
-    """` INT`, ` A,B`: the value of an option, in its help; none for a flag."""
-    return {"bool": "", "tuple[str, ...]": " A,B", "tuple[int, ...]": " 1,0"}.get(kind, f" {kind.upper()}")
-
-
-def _row(word: str, text: str) -> list[str]:
+def _row(spec: FieldSpec, short: str = "") -> list[str]:
     """`  --option INT   its text`, the text on lines of its own behind a long option."""
-    lines = textwrap.wrap(text, 118, initial_indent=" " * 26, subsequent_indent=" " * 26, break_on_hyphens=False)
+    values = {"bool": "", "tuple[str, ...]": " A,B", "tuple[int, ...]": " 1,0"}
+    value = " NAME VALUE" if short else values.get(spec.kind, f" {spec.kind.upper()}")
+    word = f"{short}--{spec.dotted}{value}"
+    lines = textwrap.wrap(spec.help, 118, initial_indent=" " * 26, subsequent_indent=" " * 26, break_on_hyphens=False)
     return [f"  {word:<23} {lines[0].strip()}", *lines[1:]] if len(word) < 24 else [f"  {word}", *lines]

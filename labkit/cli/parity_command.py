@@ -8,8 +8,8 @@ from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.train_command import TIMEOUT_HELP, data_problem, device_problems, refusing_arguments, timeout_problems
 from labkit.config import RunConfig
 from labkit.config.errors import shown
-from labkit.config.fields import SPECS, BadValueError, Given, convert, resolve
-from labkit.config.rules import world_size_problem
+from labkit.config.field_spec import SIZE, BadValueError
+from labkit.config.fields import SPECS, Given, resolve
 
 STANDARD_LAYOUTS = "tp=2;pp=2;dp=2;tp=2,pp=2"
 """Compared where neither --layouts nor the configuration names a layout."""
@@ -32,7 +32,9 @@ def execute(arguments: Arguments) -> int:
     problems += timeout_problems(options["timeout"])
     if options["dtype"] not in ("float64", "float32"):
         problems.append(f"--dtype {shown(options['dtype'])}: must be float64 or float32")
-    problems += device_problems(options["device"]) + world_size_problems(options["world_size"])
+    problems += device_problems(options["device"])
+    if options["world_size"] is not None and (rule := SIZE.broken(options["world_size"])):
+        problems.append(f"--world-size {options['world_size']}: {rule}")
     text = options["layouts"]
     if text is None:
         named = config.parallel.smallest_world_size > 1 or options["world_size"] is not None
@@ -56,12 +58,6 @@ def execute(arguments: Arguments) -> int:
         )
     print(report)
     return 0 if report.ok else 1
-
-
-def world_size_problems(world_size: int | None) -> list[str]:
-    """Problems of --world-size by itself."""
-    problem = world_size_problem(world_size)
-    return [f"--world-size {world_size}: {problem}"] if problem else []
 
 
 def _input_problems(layouts: list[dict[str, Any]], config: RunConfig, device: str) -> list[str]:
@@ -99,6 +95,8 @@ def read_layouts(
 
 
 def _read_layout(text: str, config: RunConfig, default_world_size: int | None) -> tuple[dict[str, Any], list[str]]:
+    from labkit.train.preflight import not_yet_trainable
+
     layout, problems = _read_items(text)
     if problems:
         return layout, problems
@@ -111,7 +109,7 @@ def _read_layout(text: str, config: RunConfig, default_world_size: int | None) -
     if made and world_size not in (None, made):
         return layout, [f"world_size = {world_size}: dp and the other sizes make {made}; keep one of them"]
     layout["world_size"] = world_size or made or default_world_size or parallel.smallest_world_size
-    return layout, [*changed.problems(layout["world_size"]), *changed.not_yet_trainable()]
+    return layout, [*changed.problems(layout["world_size"]), *not_yet_trainable(changed)]
 
 
 def _read_items(text: str) -> tuple[dict[str, Any], list[str]]:
@@ -136,7 +134,7 @@ def _read_items(text: str) -> tuple[dict[str, Any], list[str]]:
                 problems.append(why)
                 continue
             try:
-                problems += given.add(dotted, convert(SPECS[dotted], value, text=True), item)
+                problems += given.add(dotted, SPECS[dotted].convert(value, text=True), item)
             except BadValueError as rule:
                 problems.append(f"{dotted} = {shown(value)}: {rule}")
     return given.values, problems
@@ -171,8 +169,7 @@ COMMAND = Command(
             "world-size",
             "int",
             "ranks of each layout that names no dp; as few as it allows where not given",
-            None,
-            ("nproc",),
+            aliases=("nproc",),
         ),
         Option("device", "str", "where tensors live: auto, cpu or cuda", "auto"),
         Option("drop", "str", "leave this communication out, to see it found: operation=all_reduce,group=tp,..."),

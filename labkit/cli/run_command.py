@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from labkit.check.parameters import SIMPLE, Parameter, broken_rules, can_be_written, declared
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.config.errors import nearest, shown
-from labkit.config.fields import BadValueError, FieldSpec, convert
+from labkit.config.field_spec import BadValueError, FieldSpec
 
 OUTPUT_PARAMETER = "output_dir"
 """A chapter with this parameter writes its files there; it is set to --out unless -p names it."""
@@ -127,7 +127,7 @@ def parameter_cell(notebook: Path) -> str:
 def _typed(parameter: Parameter, text: str) -> Any:
     """`text` as the type that the notebook declares; JSON where that is none of the simple ones."""
     if parameter.kind in SIMPLE:
-        return convert(FieldSpec("", parameter.name, parameter.kind, False, None), text, text=True)
+        return FieldSpec(parameter.name, parameter.kind).convert(text, text=True)
     try:
         return json.loads(text)
     except ValueError:

@@ -48,7 +48,7 @@ def execute(arguments: Arguments) -> int:
     arguments.problems += device_problems(device)
     arguments.problems += timeout_problems(timeout)
     arguments.problems += trace_problems(arguments.options["trace"])
-    arguments.refuse([*config.problems(world_size), *config.not_yet_trainable()])
+    arguments.refuse(config.problems(world_size))
     assert world_size is not None, "a sound layout has a smallest world"
     from labkit.cli.progress_bar import ProgressBar
     from labkit.train import preflight
@@ -273,7 +273,7 @@ COMMAND = Command(
     "--nproc-per-node 4 -m labkit.cli train --config f.yaml",
     options=(
         Option(
-            "nproc", "int", "ranks to start here; as few as the layout allows where not given", None, ("world_size",)
+            "nproc", "int", "ranks to start here; as few as the layout allows where not given", aliases=("world_size",)
         ),
         Option("device", "str", "where tensors live: auto, cpu or cuda", "auto"),
         Option("timeout", "float", TIMEOUT_HELP),

@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from labkit.config.errors import ConfigError
-from labkit.config.run_config import ResolvedConfig, RunConfig
+from labkit.config.run_config import RunConfig
 from labkit.config.sections import DataConfig, GraphConfig, ModelConfig, MoEConfig, OptimConfig, ParallelConfig
 
 from labkit.config.sections import ScheduleConfig, TrainConfig  # isort: skip
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from labkit.config import presets
 
 __all__ = ["ConfigError", "DataConfig", "GraphConfig", "MoEConfig", "ModelConfig", "OptimConfig", "ParallelConfig"]
-__all__ += ["ResolvedConfig", "RunConfig", "ScheduleConfig", "TrainConfig", "presets"]
+__all__ += ["RunConfig", "ScheduleConfig", "TrainConfig", "presets"]
 
 
 def __getattr__(name: str) -> Any:

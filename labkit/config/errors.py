@@ -39,6 +39,12 @@ def shown(value: object, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+def kind_of(value: object) -> str:
+    """The type of `value` in words, for a message."""
+    words = {bool: "true/false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a mapping"}
+    return "nothing (null)" if value is None else words.get(type(value), type(value).__name__)
+
+
 def nearest(name: object, names: Iterable[str]) -> str:
     """`; did you mean "x"?` for the known name most like `name`, or an empty string where none is."""
     known, text = {n.lower(): n for n in names}, str(name)[:80].lower()

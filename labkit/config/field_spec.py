@@ -1,20 +1,42 @@
-"""One field of the configuration: default, help, bounds, words, aliases and readers, all declared in one place.
+"""One field of the configuration: default, help, type, bounds, words, aliases and readers, all declared in one place.
 
-`sections` declares each field by `field(default, doc, ...)`. `fields` turns each declaration into a `FieldSpec`.
+`sections` declares each field by `field(default, doc, ...)`, and `fields` turns each declaration into a `FieldSpec`.
 The checks, the command line's help, the comments of a printed configuration and docs/config.md are made from these.
+
+In YAML and Python a value has the field's own type: a quoted `"8"` is text, not a number. On the command line
+everything is text, and labkit reads it as the field's type: `8`, `1e-4`, `true`, `null` for none, `a,b` for a list.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
+import os
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.config.errors import nearest
+from labkit.config.errors import kind_of, nearest
 
 LARGEST = 2**31 - 1
 """Largest size and count, and largest world size: ranks are 32-bit integers in every transport."""
+_INTEGER = re.compile(r"[+-]?[0-9]{1,40}", re.ASCII)
+_NUMBER = re.compile(r"[+-]?([0-9]{1,400}(\.[0-9]{0,400})?|\.[0-9]{1,400})([eE][+-]?[0-9]{1,5})?", re.ASCII)
+_KIND_WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "tuple[str, ...]": "a list of words",
+    "tuple[int, ...]": "a list of integers",
+}
+
+
+class BadValueError(ValueError):
+    """A value that is not of its field's type; the message is the rule."""
 
 
 def field(default: Any, doc: str, **rules: Any) -> Any:
@@ -28,16 +50,16 @@ def field(default: Any, doc: str, **rules: Any) -> Any:
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """The place of a field and the values that it may hold."""
+    """The place of a field and the values that it may hold. An option of a command is one without a section."""
 
-    section: str
     name: str
     kind: str
     """`int`, `float`, `bool`, `str`, `tuple[str, ...]` or `tuple[int, ...]`."""
+    doc: str = ""
+    default: Any = None
+    section: str = ""
     optional: bool = False
     """None is a value."""
-    default: Any = None
-    doc: str = ""
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
@@ -59,18 +81,27 @@ class FieldSpec:
 
     @property
     def dotted(self) -> str:
-        """`section.field`."""
-        return f"{self.section}.{self.name}"
+        """`section.field`, or the name of an option."""
+        return f"{self.section}.{self.name}" if self.section else self.name
 
     def broken(self, value: Any) -> str:
-        """The rule that a value of the right type breaks by itself, or an empty string. NaN breaks every bound."""
+        """The rule that a value breaks by itself, of type, words, bounds or file, or an empty string."""
+        try:
+            self.convert(value)
+        except BadValueError as rule:
+            return str(rule)
+        if value is None:
+            return ""
+        if self.file and not os.path.isfile(value):
+            is_folder = os.path.isdir(value)
+            return "is a directory; give a file" if is_folder else "no such file; give an existing file or leave it out"
         if self.choices and value not in self.choices:
             return f"must be one of {', '.join(self.choices)}{nearest(value, self.choices)}"
-        if self.ge is not None and not value >= self.ge:
+        if self.ge is not None and value < self.ge:
             return f"must be at least {self.ge:g}"
-        if self.gt is not None and not value > self.gt:
+        if self.gt is not None and value <= self.gt:
             return f"must be greater than {self.gt:g}"
-        if self.lt is not None and not value < self.lt:
+        if self.lt is not None and value >= self.lt:
             return f"must be below {self.lt:g}"
         high = self.le or {"int": LARGEST, "float": 1e30}.get(self.kind)
         if high is None or value <= high:
@@ -89,6 +120,68 @@ class FieldSpec:
         """The text with the limits behind it."""
         return self.doc + (f" [{self.limits}]" if self.limits else "")
 
+    def convert(self, value: object, *, text: bool = False) -> Any:
+        """`value` as the field's type; BadValueError says why it is none. `text`: it comes from the command line."""
+        if value is None or (text and self.optional and str(value).lower() in ("null", "none", "~", "")):
+            if self.optional:
+                return None
+            raise BadValueError(f"must be {self._kind_words}, not nothing (null)")
+        converted = self._from_text(str(value)) if text else self._typed(value)
+        return self.synonyms.get(converted, converted) if isinstance(converted, str) else converted
 
-SIZE = FieldSpec("", "size", "int", ge=1)
+    @property
+    def _kind_words(self) -> str:
+        return "true, false or null" if self.kind == "bool" and self.optional else _KIND_WORDS[self.kind]
+
+    def _typed(self, value: object) -> Any:
+        kind, is_bool = self.kind, isinstance(value, bool)
+        if (kind == "bool" and is_bool) or (kind == "str" and isinstance(value, str)):
+            return value
+        if kind == "int" and isinstance(value, numbers.Integral) and not is_bool:
+            return int(value)
+        if kind == "float" and isinstance(value, numbers.Real) and not is_bool:
+            return _finite(value)
+        if kind.startswith("tuple") and isinstance(value, list | tuple):
+            item = str if kind == "tuple[str, ...]" else int
+            if all(isinstance(v, item) and not isinstance(v, bool) for v in value):
+                return tuple(value)
+        hint = self.hint
+        quoted = isinstance(value, str) and (_NUMBER.fullmatch(value) or value.lower() in ("true", "false"))
+        if quoted and kind in ("int", "float", "bool"):
+            hint = "; write it without quotes"
+        elif kind == "int" and isinstance(value, float) and value.is_integer():
+            hint = "; write it without a decimal point or exponent"
+        elif kind == "str" and isinstance(value, int | float):
+            hint = "; put it in quotes"
+        raise BadValueError(f"must be {self._kind_words}, not {kind_of(value)}{hint}")
+
+    def _from_text(self, value: str) -> Any:
+        word, kind = value.strip(), self.kind
+        if kind == "str":
+            return value
+        if kind.startswith("tuple"):
+            inside = word[1:-1] if word.startswith("[") and word.endswith("]") else word
+            parts = tuple(part.strip() for part in inside.split(",") if part.strip())
+            if kind == "tuple[str, ...]":
+                return parts
+            if all(_INTEGER.fullmatch(part) for part in parts):
+                return tuple(int(part) for part in parts)
+            raise BadValueError(f"must be {self._kind_words}, as in 1,0{self.hint}")
+        if kind == "int" and _INTEGER.fullmatch(word):
+            return int(word)
+        if kind == "float" and (_NUMBER.fullmatch(word) or word.lower().lstrip("+-") in ("nan", "inf", "infinity")):
+            return _finite(word)
+        if kind == "bool" and word.lower() in ("true", "false"):
+            return word.lower() == "true"
+        raise BadValueError(f"must be {self._kind_words}")
+
+
+def _finite(value: Any) -> float:
+    with suppress(OverflowError):
+        if math.isfinite(number := float(value)):
+            return number
+    raise BadValueError("must be a finite number")
+
+
+SIZE = FieldSpec("size", "int", ge=1)
 """Any size or count by itself, such as a world size."""

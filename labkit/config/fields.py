@@ -1,23 +1,17 @@
-"""Names and types of the fields: aliases, conversion, and laying new values over a configuration.
+"""Names of the fields, their aliases, and the values that a text gives them.
 
 A field may be written `section.field`, or by its last part where only one section has it (`lr`), or under its name in
-Megatron-LM (`tensor_model_parallel_size`). `-` and `_` are the same. In YAML and Python a value has the
-field's own type: a quoted `"8"` is text, not a number. On the command line everything is text, and labkit
-reads it as the field's type: `8`, `1e-4`, `true` or `false`, `null` for none, `a,b` for a list.
+Megatron-LM (`tensor_model_parallel_size`). `-` and `_` are the same.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
-import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple
 
-from labkit.config.errors import nearest, shown
-from labkit.config.field_spec import FieldSpec
+from labkit.config.errors import kind_of, nearest, shown
+from labkit.config.field_spec import BadValueError, FieldSpec
 from labkit.config.sections import SECTIONS
 
 
@@ -29,7 +23,8 @@ def _specs() -> dict[str, FieldSpec]:
             plain, rules = kind.removesuffix(" | None"), dict(f.metadata)
             if section == "moe" and f.name != "num_experts":
                 rules["needs"] = ("moe.num_experts", *rules["needs"])  # of a dense model nothing reads the section
-            found[f"{section}.{f.name}"] = FieldSpec(section, f.name, plain, plain != kind, f.default, **rules)
+            place = {"section": section, "optional": plain != kind}
+            found[f"{section}.{f.name}"] = FieldSpec(f.name, plain, default=f.default, **place, **rules)
     return found
 
 
@@ -63,7 +58,7 @@ _ANY_NAME = (*KNOWN_NAMES, *SECTIONS)
 def resolve(key: object, section: str | None = None) -> tuple[str | None, str]:
     """Dotted name of the field called `key` (inside `section`, if given) and, where there is none, a sentence why."""
     if not isinstance(key, str):
-        return None, f"{shown(key)}: a key must be a name, not {_kind_of(key)}"
+        return None, f"{shown(key)}: a key must be a name, not {kind_of(key)}"
     name = key.replace("-", "_")
     first, _, last = name.rpartition(".")
     if last in NOT_FIELDS:
@@ -82,95 +77,6 @@ def resolve(key: object, section: str | None = None) -> tuple[str | None, str]:
     elsewhere = resolve(key)[0]
     hint = f'; it belongs to another section: "{elsewhere}"' if elsewhere else nearest(name, inside)
     return None, f"{shown(f'{section}.{key}')}: unknown field{hint}"
-
-
-class BadValueError(ValueError):
-    """A value that is not of its field's type; the message is the rule."""
-
-
-_INTEGER = re.compile(r"[+-]?[0-9]{1,40}", re.ASCII)
-_NUMBER = re.compile(r"[+-]?([0-9]{1,400}(\.[0-9]{0,400})?|\.[0-9]{1,400})([eE][+-]?[0-9]{1,5})?", re.ASCII)
-_KIND_WORDS = {
-    "int": "an integer",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-    "tuple[str, ...]": "a list of words",
-    "tuple[int, ...]": "a list of integers",
-}
-
-
-def _kind_words(spec: FieldSpec) -> str:
-    return "true, false or null" if spec.kind == "bool" and spec.optional else _KIND_WORDS[spec.kind]
-
-
-def _kind_of(value: object) -> str:
-    words = {bool: "true/false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a mapping"}
-    return "nothing (null)" if value is None else words.get(type(value), type(value).__name__)
-
-
-def convert(spec: FieldSpec, value: object, *, text: bool = False) -> Any:
-    """`value` as `spec`'s type.
-
-    `text`: the value comes from the command line, where everything is text. Raises BadValueError with the rule.
-    """
-    if value is None or (text and spec.optional and str(value).lower() in ("null", "none", "~", "")):
-        if spec.optional:
-            return None
-        raise BadValueError(f"must be {_kind_words(spec)}, not nothing (null)")
-    converted = _from_text(spec, str(value)) if text else _typed(spec, value)
-    return spec.synonyms.get(converted, converted) if isinstance(converted, str) else converted
-
-
-def _typed(spec: FieldSpec, value: object) -> Any:
-    kind, is_bool = spec.kind, isinstance(value, bool)
-    if (kind == "bool" and is_bool) or (kind == "str" and isinstance(value, str)):
-        return value
-    if kind == "int" and isinstance(value, numbers.Integral) and not is_bool:
-        return int(value)
-    if kind == "float" and isinstance(value, numbers.Real) and not is_bool:
-        return _finite(value)
-    if kind.startswith("tuple") and isinstance(value, list | tuple):
-        item = str if kind == "tuple[str, ...]" else int
-        if all(isinstance(v, item) and not isinstance(v, bool) for v in value):
-            return tuple(value)
-    hint = spec.hint
-    quoted = isinstance(value, str) and (_NUMBER.fullmatch(value) or value.lower() in ("true", "false"))
-    if quoted and kind in ("int", "float", "bool"):
-        hint = "; write it without quotes"
-    elif kind == "int" and isinstance(value, float) and value.is_integer():
-        hint = "; write it without a decimal point or exponent"
-    elif kind == "str" and isinstance(value, int | float):
-        hint = "; put it in quotes"
-    raise BadValueError(f"must be {_kind_words(spec)}, not {_kind_of(value)}{hint}")
-
-
-def _finite(value: Any) -> float:
-    with suppress(OverflowError):
-        if math.isfinite(number := float(value)):
-            return number
-    raise BadValueError("must be a finite number")
-
-
-def _from_text(spec: FieldSpec, value: str) -> Any:
-    word, kind = value.strip(), spec.kind
-    if kind == "str":
-        return value
-    if kind.startswith("tuple"):
-        inside = word[1:-1] if word.startswith("[") and word.endswith("]") else word
-        parts = tuple(part.strip() for part in inside.split(",") if part.strip())
-        if kind == "tuple[str, ...]":
-            return parts
-        if all(_INTEGER.fullmatch(part) for part in parts):
-            return tuple(int(part) for part in parts)
-        raise BadValueError(f"must be {_kind_words(spec)}, as in 1,0{spec.hint}")
-    if kind == "int" and _INTEGER.fullmatch(word):
-        return int(word)
-    if kind == "float" and (_NUMBER.fullmatch(word) or word.lower().lstrip("+-") in ("nan", "inf", "infinity")):
-        return _finite(word)
-    if kind == "bool" and word.lower() in ("true", "false"):
-        return word.lower() == "true"
-    raise BadValueError(f"must be {_kind_words(spec)}")
 
 
 def as_yaml(value: object) -> str:
@@ -247,7 +153,7 @@ def convert_entries(entries: Iterable[Entry], *, text: bool = False) -> tuple[di
             continue
         written[dotted] = key
         try:
-            problems += given.add(dotted, convert(SPECS[dotted], value, text=text), f"{key} {shown(value)}")
+            problems += given.add(dotted, SPECS[dotted].convert(value, text=text), f"{key} {shown(value)}")
         except BadValueError as rule:
             alias = f" (written {shown(key)})" if key != dotted else ""
             problems.append(f"{where}{dotted} = {shown(value)}{alias}: {rule}")

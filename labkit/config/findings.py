@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from labkit.config.errors import shown
-from labkit.config.fields import SPECS, BadValueError, as_yaml, convert
-from labkit.config.sections import Sections
+from labkit.config.fields import SPECS, as_yaml
+from labkit.config.sections import REASONS, Sections
 
 
 class Findings:
@@ -19,10 +18,12 @@ class Findings:
     def __init__(self, config: Sections) -> None:
         self.config = config
         self.values = {name: getattr(getattr(config, spec.section), spec.name) for name, spec in SPECS.items()}
+        self.microbatches: int | None = None
+        """Microbatches of one step on one data-parallel rank; None where no world size is given or it is not sound."""
         self.problems: list[str] = []
         self._bad: set[str] = set()
-        for name in SPECS:
-            if rule := _broken(name, self.values[name]):
+        for name, spec in SPECS.items():
+            if rule := spec.broken(self.values[name]):
                 self.add(name, rule)
         for name in SPECS:
             if self.changed(name) and (why := self._unread(name)):
@@ -45,13 +46,13 @@ class Findings:
         """Refuse a size that is given, sound and no multiple of `of`; `{up}` in the advice is the next one."""
         size = self.values[name]
         if self.sound(name) and size is not None and size % of:
-            self.add(name, f"must be a multiple of {words} = {of}{why}; {advice.format(up=-(-size // of) * of)}")
+            self.add(name, f"must be a multiple of {words} = {of}{why}; {advice.format(up=up(size, of))}")
 
-    def divisor(self, name: str, of: int, words: str, *, why: str = "", advice: str = "") -> None:
+    def divisor(self, name: str, of: int, words: str, *, why: str = "") -> None:
         """Refuse a size that is given, sound and does not divide `of`."""
         size = self.values[name]
         if self.sound(name) and size is not None and of % size:
-            self.add(name, f"must divide {words} = {of}{why}; {advice or f'choose {divisors(of)}'}")
+            self.add(name, f"must divide {words} = {of}{why}; choose {divisors(of)}")
 
     def at_most(self, name: str, other: str, advice: str = "") -> None:
         """Refuse a number above that of another field."""
@@ -70,29 +71,14 @@ class Findings:
         for need in SPECS[name].needs:
             other, _, words = need.partition("=")
             value, wanted = as_yaml(self.values[other]), words.replace("|", " or ")
+            reason = f", {REASONS[need]}" if need in REASONS else ""
             if not self.sound(other):
                 return ""
             if value not in words.split("|") and (words or value in ("null", "0")):
                 if value == "null" and not words:
-                    return f"without {other}; set that"
-                return f"with {other} = {value}; set that {f'to {wanted}' if words else 'above 0'}"
+                    return f"without {other}{reason}; set that"
+                return f"with {other} = {value}{reason}; set that {f'to {wanted}' if words else 'above 0'}"
         return ""
-
-
-def _broken(name: str, value: Any) -> str:
-    """The rule that one field breaks by itself: its type, bounds, words, file."""
-    spec = SPECS[name]
-    try:
-        convert(spec, value)
-    except BadValueError as rule:
-        return str(rule)
-    if value is None:
-        return ""
-    if spec.file and os.path.isdir(value):
-        return "is a directory; give a file"
-    if spec.file and not os.path.isfile(value):
-        return "no such file; give an existing file or leave it out"
-    return spec.broken(value)
 
 
 def divisors(number: int) -> str:

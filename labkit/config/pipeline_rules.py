@@ -27,9 +27,11 @@ def pipeline_rules(found: Findings) -> None:
         elif chunks is not None and found.sound("parallel.pipeline_layout"):
             _equal_shares(found, p.pp * chunks, chunks)
     _transfers(found)
+    if found.microbatches is not None:
+        _microbatches(found, found.microbatches)
 
 
-def interleaves(found: Findings) -> bool:
+def _interleaves(found: Findings) -> bool:
     """True where the interleaved schedule runs: several chunks a rank, by its name or by `auto`."""
     s = found.config.schedule
     sound = found.sound("schedule.name", "schedule.path", "parallel.vpp")
@@ -106,12 +108,12 @@ def _transfers(found: Findings) -> None:
     if s.overlap_p2p_comm is True and found.sound(batch) and s.batch_p2p_comm:
         rule = "a batch is waited for as a whole, so it cannot overlap; set this or schedule.batch_p2p_comm to false"
         found.add(overlap, rule)
-    elif s.overlap_p2p_comm is True and found.sound(batch) and readable and not interleaves(found):
+    elif s.overlap_p2p_comm is True and found.sound(batch) and readable and not _interleaves(found):
         rule = "only the interleaved schedule takes it; set parallel.vpp above 1, or this to false"
         found.add(overlap, f"{rule} (batch_p2p_comm = null overlaps in every schedule)")
     only = {"microbatch_group_size": "runs microbatches in groups", "all_warmup": "has this rule"}
     for name, reader in only.items():
-        if found.changed(f"schedule.{name}") and readable and not interleaves(found):
+        if found.changed(f"schedule.{name}") and readable and not _interleaves(found):
             rule = f"has no effect: only the interleaved schedule, with parallel.vpp above 1, {reader}"
             found.add(f"schedule.{name}", f"{rule}; leave it out")
     if s.use_ring_exchange_p2p is True:
@@ -119,11 +121,9 @@ def _transfers(found: Findings) -> None:
         found.add("schedule.use_ring_exchange_p2p", rule)
 
 
-def split_rules(found: Findings, pp: int) -> None:
+def split_rules(found: Findings) -> None:
     """An encoder-decoder pipeline has stages in both halves and one chunk a rank."""
-    name, split = "parallel.split_rank", found.config.parallel.split_rank
-    if split is None or not found.sound(name):
-        return
+    name, split, pp = "parallel.split_rank", found.values["parallel.split_rank"], found.config.parallel.pp
     if split >= pp:
         advice = f"choose 1 to {pp - 1}" if pp > 1 else "leave it out, or set parallel.pp"
         found.add(name, f"must be below parallel.pp = {pp}, so that both halves have stages; {advice}")
@@ -132,10 +132,10 @@ def split_rules(found: Findings, pp: int) -> None:
         found.add(name, f"{rule} output would have to visit every chunk; set parallel.vpp = 1")
 
 
-def microbatch_rules(found: Findings, microbatches: int) -> None:
+def _microbatches(found: Findings, microbatches: int) -> None:
     """Rules of schedules on the number of microbatches of a step."""
     s, pp, group = found.config.schedule, found.config.parallel.pp, "schedule.microbatch_group_size"
-    if interleaves(found):
+    if _interleaves(found):
         if found.sound(group) and (rule := _group_rule(s.microbatch_group_size or pp, pp, microbatches)):
             found.add(group, f"{rule} (None means pp = {pp})")
         if found.sound("schedule.all_warmup") and s.all_warmup and microbatches != pp:

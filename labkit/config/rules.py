@@ -1,26 +1,42 @@
 """Rules of a sound configuration; each broken one becomes a sentence of field, value, rule and way out.
 
-`Findings` looks at single fields first. Here and in the modules of rules follow those between fields, concern by
-concern: the model, the layout, the pipeline, experts, graphs, training.
+`Findings` looks at single fields first. Here follow the rules between fields that every run has: model, layout, batch.
+The rules of a topic have a module of their own. `problems` asks them where the configuration uses the topic.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from labkit.config.errors import nearest, shown
 from labkit.config.field_spec import SIZE
 from labkit.config.findings import Findings, divisors, up
 from labkit.config.graph_rules import graph_rules
 from labkit.config.moe_rules import moe_rules
-from labkit.config.pipeline_rules import microbatch_rules, pipeline_rules, split_rules
-from labkit.config.sections import ParallelConfig, Sections
-from labkit.config.training_rules import batch_rule, data_rules, optimizer_rules, training_rules
+from labkit.config.pipeline_rules import pipeline_rules, split_rules
+from labkit.config.sections import ParallelConfig, ScheduleConfig, Sections
+from labkit.config.training_rules import data_rules, optimizer_rules, training_rules
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 """Axes that an order string may name."""
+TOPICS: dict[Callable[[Findings], None], tuple[str, ...]] = {
+    pipeline_rules: (
+        "parallel.pp", "parallel.vpp", "parallel.pipeline_layout", "parallel.standalone_embedding_stage",
+        *(f"schedule.{name}" for name in vars(ScheduleConfig())),
+    ),
+    moe_rules: ("moe.num_experts", "parallel.ep", "parallel.etp", "model.recompute_modules"),
+    graph_rules: ("graph.cuda_graph_impl", "graph.cuda_graph_scope"),
+    optimizer_rules: (
+        "optim.min_lr", "optim.min_loss_scale", "optim.initial_loss_scale", "optim.warmup_steps", "optim.lr_schedule",
+    ),
+    training_rules: (
+        "model.recompute_granularity", "model.transformer_impl", "model.attention_dropout", "optim.fp8",
+        "optim.average_in_collective",
+    ),
+    data_rules: ("data.split", "train.output_dir"),
+}  # fmt: skip
+"""Rules of a topic -> the fields that use it. Where all of them hold their defaults, none of these rules is broken."""
 
 
 def problems(config: Sections, world_size: int | None = None) -> list[str]:
@@ -28,14 +44,10 @@ def problems(config: Sections, world_size: int | None = None) -> list[str]:
     found = Findings(config)
     _model(found)
     _layout(found, world_size)
-    pipeline_rules(found)
-    moe_rules(found)
-    graph_rules(found)
-    optimizer_rules(found)
-    training_rules(found)
-    if batch_rule(found) and world_size is not None and found.sound("world_size", *_DENSE):
-        _microbatches(found, world_size)
-    data_rules(found)
+    _batch(found, world_size)
+    for rules, fields in TOPICS.items():
+        if any(map(found.changed, fields)):
+            rules(found)
     return found.problems
 
 
@@ -101,7 +113,7 @@ def order_problem(order: str, sizes: Mapping[str, int]) -> str:
 def _layout(found: Findings, world_size: int | None) -> None:
     """The world factors into both generators' sizes, and the order string names every axis in use."""
     p = found.config.parallel
-    if problem := world_size_problem(world_size):
+    if world_size is not None and (problem := SIZE.broken(world_size)):
         found.add("world_size", problem, value=world_size)
     if not found.sound(*_DENSE, "parallel.ep", "parallel.etp"):
         return
@@ -127,7 +139,8 @@ def _layout(found: Findings, world_size: int | None) -> None:
         elif world_size is not None and found.sound("world_size") and p.pp > 1:
             sizes = {"tp": p.tp, "cp": p.cp, "dp": dp}, {"tp": etp, "ep": p.ep, "dp": edp}
             _same_pipelines(found, p.order.lower(), *sizes)
-    split_rules(found, p.pp)
+    if found.changed("parallel.split_rank"):
+        split_rules(found)
 
 
 def _instances(found: Findings, dp_cp: int, edp: int) -> None:
@@ -149,40 +162,15 @@ def _same_pipelines(found: Findings, order: str, dense: dict[str, int], expert: 
         found.add("parallel.order", f"{rule} {stride} ranks apart in one and {expert_stride} in the other; {advice}")
 
 
-def world_size_problem(world_size: object) -> str:
-    """The rule that a world size breaks by itself, or an empty string; None is no world size at all."""
-    if world_size is None:
-        return ""
-    if not isinstance(world_size, int) or isinstance(world_size, bool):
-        return f"must be an integer, not {type(world_size).__name__}"
-    return SIZE.broken(world_size)
-
-
-def _microbatches(found: Findings, world_size: int) -> None:
-    """The global batch is cut evenly over data-parallel ranks and their microbatches."""
-    p, t = found.config.parallel, found.config.train
-    dp = world_size // (p.tp * p.cp * p.pp)
-    if dp == 0:
-        return  # another field of the layout is bad, so the world size has not been checked
-    step = t.micro_batch_size * dp
-    found.multiple("train.global_batch_size", step, f"micro_batch_size x dp = {t.micro_batch_size} x {dp}")
-    if found.sound("train.global_batch_size"):
-        microbatch_rules(found, t.global_batch_size // step)
-
-
-_LATER: dict[str, tuple[Any, str]] = {
-    "parallel.rank_offset": (0, "has no layout that does not start at rank 0"),
-    "parallel.split_rank": (None, "has no encoder to split off from a GPT"),
-    "model.family": ("gpt", "does not run this model family"),
-}
-"""Sound fields -> the only value that the training loop carries out yet, and what is missing."""
-
-
-def not_yet_trainable(config: Sections) -> list[str]:
-    """One sentence for each sound option that the training loop does not carry out yet."""
-    values = Findings(config).values
-    return [
-        f"{name} = {shown(values[name])}: the training loop {missing} yet; leave it at {shown(usual)}"
-        for name, (usual, missing) in _LATER.items()
-        if values[name] != usual
-    ]
+def _batch(found: Findings, world_size: int | None) -> None:
+    """The global batch is cut evenly into micro batches, and these over data-parallel ranks."""
+    p, t, batch = found.config.parallel, found.config.train, "train.global_batch_size"
+    if not found.sound("train.micro_batch_size"):
+        return
+    found.multiple(batch, t.micro_batch_size, "train.micro_batch_size")
+    if world_size is not None and found.sound("world_size", *_DENSE, batch):
+        if (dp := world_size // (p.tp * p.cp * p.pp)) == 0:
+            return  # another field of the layout is bad, so the world size has not been checked
+        step = t.micro_batch_size * dp
+        found.multiple(batch, step, f"micro_batch_size x dp = {t.micro_batch_size} x {dp}")
+        found.microbatches = t.global_batch_size // step if found.sound(batch) else None

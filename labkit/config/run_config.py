@@ -91,10 +91,6 @@ class RunConfig(Sections):
             raise ConfigError(found)
         return self
 
-    def not_yet_trainable(self) -> list[str]:
-        """One sentence for each sound option that the training loop does not carry out yet."""
-        return rules.not_yet_trainable(self)
-
     def data_parallel_size(self, world_size: int) -> int:
         """dp = world size / (tp cp pp), for a world size that `validate` accepts."""
         return world_size // (self.parallel.tp * self.parallel.cp * self.parallel.pp)
@@ -102,26 +98,3 @@ class RunConfig(Sections):
     def num_microbatches(self, world_size: int) -> int:
         """Microbatches of one step on one data-parallel rank: global batch / (micro batch x dp)."""
         return self.train.global_batch_size // (self.train.micro_batch_size * self.data_parallel_size(world_size))
-
-    def resolve(self, world_size: int) -> ResolvedConfig:
-        """This configuration on `world_size` ranks, checked once; ConfigError lists every problem."""
-        self.validate(world_size)
-        p = self.parallel
-        dp, edp = self.data_parallel_size(world_size), world_size // (p.expert_tp * p.ep * p.pp)
-        return ResolvedConfig(self, world_size, dp, p.expert_tp, edp, self.num_microbatches(world_size))
-
-
-@dataclass(frozen=True)
-class ResolvedConfig:
-    """A sound configuration on a number of ranks, with the sizes that follow. Code that is given one checks nothing."""
-
-    config: RunConfig
-    world_size: int
-    dp: int
-    """Data-parallel ranks of the dense layers."""
-    etp: int
-    """Tensor-parallel ranks inside experts."""
-    edp: int
-    """Data-parallel ranks of the experts."""
-    microbatches: int
-    """Microbatches of one step on one data-parallel rank."""

@@ -16,6 +16,16 @@ from labkit.config.field_spec import field
 
 _ADAPTIVE = "optim.precision=fp16 optim.loss_scale=null"
 _DELAYED = "optim.fp8=e4m3|hybrid optim.fp8_recipe=delayed"
+REASONS = {
+    "model.recompute_granularity=selective|full": "which recomputes nothing",
+    "moe.dispatcher=alltoall": "which has no all-to-all to hide",
+    "optim.precision=fp16": "which scales no loss",
+    "optim.loss_scale=null": "a constant that never moves",
+    "optim.data_parallel=bucketed": "which has no gradient buckets",
+    "optim.overlap_grad_reduce=true": "which leaves one bucket",
+    "optim.distributed_optimizer=true": "which leaves parameters and their states whole on every rank",
+}
+"""A need of fields -> the reason that the refusal gives where the need does not hold."""
 # A table: the declaration of a field, and its text on the lines below where one line is too short.
 # fmt: off
 

@@ -1,4 +1,4 @@
-"""Rules between the fields of recomputation, the optimizer, precision, batches and data."""
+"""Rules between the fields of recomputation, the optimizer, precision and data."""
 
 from __future__ import annotations
 
@@ -72,13 +72,6 @@ def optimizer_rules(found: Findings) -> None:
             usual = f" (None means a tenth of the decay, {length} steps)" if o.wsd_decay_steps is None else ""
             rule = f"must be at most {left}: {words} = {end} less {o.warmup_steps} steps of warm-up{usual}"
             found.add("optim.wsd_decay_steps", f"{rule}; shorten the tail")
-
-
-def batch_rule(found: Findings) -> bool:
-    """The global batch is sound and a multiple of the micro batch."""
-    if found.sound("train.micro_batch_size"):
-        found.multiple("train.global_batch_size", found.config.train.micro_batch_size, "train.micro_batch_size")
-    return found.sound("train.global_batch_size", "train.micro_batch_size")
 
 
 def data_rules(found: Findings) -> None:

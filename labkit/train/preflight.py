@@ -14,9 +14,11 @@ import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from labkit.config import ConfigError, RunConfig
+from labkit.config.errors import shown
 from labkit.graphs.order_table import capture_order
 from labkit.graphs.scope import captures_layers
 from labkit.launch import info, machine, torchrun
@@ -35,6 +37,26 @@ if TYPE_CHECKING:
     import torch
 
     from labkit.parallel.groups import ParallelGroups
+
+# ---- can the loop carry it out? ----
+
+_LATER: dict[str, tuple[Any, str]] = {
+    "parallel.rank_offset": (0, "has no layout that does not start at rank 0"),
+    "parallel.split_rank": (None, "has no encoder to split off from a GPT"),
+    "model.family": ("gpt", "does not run this model family"),
+}
+"""Sound fields -> the only value that the training loop carries out yet, and what is missing."""
+
+
+def not_yet_trainable(config: RunConfig) -> list[str]:
+    """One sentence for each sound option that the training loop does not carry out yet."""
+    values = {name: attrgetter(name)(config) for name in _LATER}
+    return [
+        f"{name} = {shown(values[name])}: the training loop {missing} yet; leave it at {shown(usual)}"
+        for name, (usual, missing) in _LATER.items()
+        if values[name] != usual
+    ]
+
 
 # ---- does the schedule fit the run? ----
 
@@ -220,7 +242,7 @@ def problems(
     schedule: takes the place of the configured one.
     own_model: the model is not labkit's, so that nobody knows what it needs.
     """
-    if broken := [*config.problems(world_size), *config.not_yet_trainable()]:
+    if broken := [*config.problems(world_size), *not_yet_trainable(config)]:
         return broken  # the rest goes by sizes that are sound
     found = machine_problems(config, world_size, device, schedule=schedule)
     if torchrun.started_us():  # its ranks may be on several machines: each looks at its own, the first at the folder

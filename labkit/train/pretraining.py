@@ -36,7 +36,7 @@ from labkit.train.layer_specs import layer_spec
 from labkit.train.lr_schedule import LearningRate, build_lr_schedule
 from labkit.train.optimizer import Condition, MegatronOptimizer, build_optimizer
 from labkit.train.pipeline import Pipeline
-from labkit.train.preflight import check_schedule, look, problems, refuse, run_folder, schedule_of
+from labkit.train.preflight import check_schedule, look, not_yet_trainable, problems, refuse, run_folder, schedule_of
 from labkit.train.reporting.metrics import Timers
 from labkit.train.reporting.report import Report
 from labkit.train.stepping import Observer, train_step
@@ -146,7 +146,7 @@ def pretrain(
 def initialize(config: RunConfig, *, schedule: Schedule | None = None, own_model: bool = False) -> Run:
     """Step 1: check configuration and schedule against the world, create groups that fit both, and look whether the
     machine can do it. own_model: the model is not labkit's, so that nobody knows what memory it needs."""
-    unready = config.not_yet_trainable()
+    unready = not_yet_trainable(config)
     if unready:
         raise ValueError("this configuration cannot be trained: " + "; ".join(unready))
     world_size = _world_size(config)

@@ -6,15 +6,18 @@ import dataclasses
 import pickle
 import subprocess
 import sys
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labkit.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, presets
+from labkit.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, presets, rules
 from labkit.config.fields import ALIASES, SPECS, resolve
-from labkit.config.sections import SECTIONS
+from labkit.config.findings import Findings
+from labkit.config.sections import REASONS, SECTIONS
 from labkit.parallel.rank_generator import rank_generators
+from labkit.train.preflight import not_yet_trainable
 
 
 def test_every_field_has_its_string_and_every_section_a_docstring() -> None:
@@ -54,13 +57,34 @@ def test_a_field_is_read_once_all_its_needs_hold() -> None:
     assert config.problems() == []
 
 
-def test_a_resolved_configuration_has_the_sizes_that_follow() -> None:
-    config = presets.tiny_moe().override({"tp": 2, "sequence_parallel": True, "ep": 4, "etp": 1, "pp": 2})
-    resolved = config.resolve(16)
-    assert (resolved.dp, resolved.etp, resolved.edp, resolved.microbatches) == (4, 1, 2, 4)
-    assert resolved.config is config and resolved.world_size == 16
-    with pytest.raises(ConfigError, match="world_size = 6"):
-        config.resolve(6)
+def test_a_refusal_gives_the_reason_of_the_need() -> None:
+    assert set(REASONS) <= {need for spec in SPECS.values() for need in spec.needs}
+    (problem,) = presets.tiny().override({"data_parallel": "naive", "distributed_optimizer": True}).problems()
+    assert "no effect with optim.data_parallel = naive, which has no gradient buckets; set that to buck" in problem
+
+
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=500, deadline=None)
+def test_rules_of_a_topic_that_is_not_asked_are_not_broken(random: Random) -> None:
+    """`TOPICS` names every field that can break a rule of its topic."""
+    changed = Findings.changed
+    words = {
+        "bool": (True, False),
+        "int": (0, 1, 2, 3, 4, 8),
+        "float": (0.0, 0.01, 0.5, 2.0),
+        "str": ("tp-pp", "1,0,0"),
+    }
+    changes = {}
+    for name in random.sample(list(SPECS), 8):
+        spec = SPECS[name]
+        lists = {"tuple[int, ...]": ((1,), (0, 1), (0,)), "tuple[str, ...]": ((), ("mlp",), ("moe",), ("attn",))}
+        changes[name] = random.choice(spec.choices or lists.get(spec.kind) or words[spec.kind])
+    config, world_size = presets.tiny().replaced(changes), random.choice((None, 1, 2, 4, 8))
+    found = set(config.problems(world_size))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rules, "TOPICS", dict.fromkeys(rules.TOPICS, ("asked",)))
+        patch.setattr(Findings, "changed", lambda self, name: name == "asked" or changed(self, name))
+        assert set(config.problems(world_size)) <= found
 
 
 def test_defaults_and_presets_are_sound() -> None:
@@ -76,7 +100,7 @@ def test_tiny_presets_fit_every_layout(name: str) -> None:
     assert config.model.seq_length % 16 == 0 and config.model.vocab_size % (128 * 8) == 0
     assert config.num_microbatches(1) >= 16
     assert config.optim.eps == 1e-5 and config.optim.lr <= 1e-3
-    assert config.not_yet_trainable() == []
+    assert not_yet_trainable(config) == []
     for tp in (1, 2, 4):
         for pp in (1, 2, 4):
             for dp in (1, 2):
@@ -361,7 +385,7 @@ def test_not_yet_trainable_options_are_sound_but_named() -> None:
         {"cp": 2, "sequence_parallel": True, "split_rank": 1, "pp": 2, "distributed_optimizer": True}
     )
     assert config.problems(4) == []
-    sentences = config.not_yet_trainable()
+    sentences = not_yet_trainable(config)
     assert "has no encoder to split off from a GPT" in sentences[0]
     assert [s.split(" = ")[0] for s in sentences] == [
         "parallel.split_rank",
