@@ -38,10 +38,10 @@ from labkit.models.memory.activation_bytes import Share, layers_activation_bytes
 from labkit.models.memory.saved_tensors import SavedTensors
 from labkit.models.synthetic_load import SleepingLayer
 from labkit.parallel import DistributedDataParallel, ParallelGroups, initialize_model_parallel
+from labkit.parallel.data_parallel.bucket_layout import bytes_per_parameter, formula
 from labkit.parallel.data_parallel.distributed_data_parallel import wrap_model_chunks
-from labkit.parallel.data_parallel.zero_memory import bytes_per_parameter, formula
 from labkit.parallel.groups import single_process_groups
-from labkit.train.optimizer import build_optimizer
+from labkit.train.pretraining import build_optimizer
 
 MODEL = ModelConfig(layers=8, hidden=256, heads=8, vocab_size=1024, seq_length=64)
 """6.6 million parameters: 27 MB of gradients."""

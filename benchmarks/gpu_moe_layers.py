@@ -31,7 +31,7 @@ from labkit.moe.experts import GroupedExperts
 from labkit.moe.grouped_gemm import Segments
 from labkit.moe.layer import MoELayer
 from labkit.parallel import single_process_groups
-from labkit.train.layer_specs import layer_spec_with
+from labkit.train.pretraining import layer_spec_with
 
 SWIGLU: dict[str, Any] = {"layers": 1, "activation": "swiglu", "bias": False, "use_cpu_initialization": False}
 LAYERS = {

@@ -22,9 +22,8 @@ from labkit.models.build import Build
 from labkit.parallel import single_process_groups
 from labkit.schedules import one_f_one_b
 from labkit.train.forward_step import gpt_forward_step
-from labkit.train.layer_specs import layer_spec_with
 from labkit.train.pipeline import Pipeline
-from labkit.train.pretraining import Run, setup_model_and_optimizer
+from labkit.train.pretraining import Run, layer_spec_with, setup_model_and_optimizer
 from labkit.train.reporting.metrics import Timers
 from labkit.train.stepping import train_step
 

@@ -28,9 +28,9 @@ from labkit.config import RunConfig
 from labkit.models import GPTModel
 from labkit.parallel import Group, ParallelGroups
 from labkit.parallel.data_parallel.gradients import clip_grad_norm
+from labkit.parallel.data_parallel.optimizer import Optimizer, parameter_groups
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.parameters.weights import gather_parameter
-from labkit.train.optimizer import Optimizer, parameter_groups
 
 Batch = dict[str, Tensor]
 

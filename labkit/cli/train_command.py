@@ -251,9 +251,9 @@ def never_captured(config: RunConfig) -> list[str]:
 
 def started_by_torchrun() -> bool:
     """True where this process is one of the ranks that torchrun started."""
-    from labkit.launch.torchrun import started_us
+    from labkit.launch.info import under_torchrun
 
-    return started_us()
+    return under_torchrun()
 
 
 def first_rank() -> bool:

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from labkit.launch.forkserver import preload as preload
     from labkit.launch.info import RankInfo as RankInfo
     from labkit.launch.info import rank_info as rank_info
+    from labkit.launch.info import report_progress as report_progress
     from labkit.launch.launcher import Ranks as Ranks
     from labkit.launch.launcher import before_launch as before_launch
     from labkit.launch.launcher import run as run
-    from labkit.launch.status import report_progress as report_progress
     from labkit.launch.status import waiting as waiting
     from labkit.launch.torchrun import join as join
 
@@ -35,7 +35,7 @@ _MODULE_OF = {
     "join": "torchrun",
     "preload": "forkserver",
     "rank_info": "info",
-    "report_progress": "status",
+    "report_progress": "info",
     "run": "launcher",
     "waiting": "status",
 }

@@ -1,15 +1,15 @@
-"""Rank, device and backend of this process, and the choice of device and backend."""
+"""Rank, device, backend and launcher of this process, and the choice of device and backend."""
 
 from __future__ import annotations
 
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from labkit.launch import guard
 
@@ -66,6 +66,29 @@ def set_rank_info(info: RankInfo) -> None:
 def inside_rank() -> bool:
     """True where this process is a rank that labkit started or took over."""
     return _current is not None
+
+
+def under_torchrun() -> bool:
+    """True where this process is a rank of torchrun or of a launcher that speaks the same environment."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
+
+
+_receiver: Callable[[dict[str, Any]], None] | None = None
+
+
+def report_progress(values: Mapping[str, Any]) -> None:
+    """Hand `values` (small and picklable, as {"step": 3, "loss": 2.1}) to the `progress` callback of the launch.
+
+    Only rank 0's reports are delivered; elsewhere, and where nobody listens, it does nothing.
+    """
+    if _receiver is not None:
+        _receiver(dict(values))
+
+
+def send_progress_to(receiver: Callable[[dict[str, Any]], None] | None) -> None:
+    """Make `receiver` get the reports of this process (the launcher calls this)."""
+    global _receiver
+    _receiver = receiver
 
 
 def device_kind(device: str) -> DeviceKind:

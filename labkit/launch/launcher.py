@@ -90,7 +90,7 @@ def look_before_launch(fn: Callable[..., Any], world_size: int, device: str, arg
     while isinstance(fn, partial):
         fn, args, keywords = fn.func, (*fn.args, *args), {**fn.keywords, **keywords}
     look: Look | None = getattr(fn, "before_launch", None)
-    if look is not None and not torchrun.started_us():
+    if look is not None and not info.under_torchrun():
         look(world_size, device, *args, **keywords)
 
 
@@ -139,7 +139,7 @@ class Ranks:
         """Call `fn(*args)` on every rank; as `labkit.launch.run`. `timeout` replaces that of the constructor."""
         limit = self.timeout if timeout is None else _checked_timeout(timeout)
         look_before_launch(fn, self.world_size, self._settings["device"], args)
-        if torchrun.started_us():
+        if info.under_torchrun():
             return torchrun.run_here(
                 fn, self.world_size, args, group_timeout=self._group_timeout, progress=progress, **self._settings
             )
@@ -233,7 +233,7 @@ def _check(
     problems = []
     if not isinstance(world_size, int) or isinstance(world_size, bool):
         problems.append(f"world_size must be a whole number of ranks, got {world_size!r}")
-    elif not 1 <= world_size <= MOST_RANKS and not torchrun.started_us():
+    elif not 1 <= world_size <= MOST_RANKS and not info.under_torchrun():
         problems.append(
             f"world_size must be between 1 and {MOST_RANKS} processes on one machine, got {world_size}; "
             "plans for more ranks need no processes (labkit.parallel.RankGenerator)"
@@ -254,7 +254,7 @@ def _check(
         problems.append(
             f"distributed_timeout_minutes must be None or above 0 and at most {_LONGEST / 60:g}, got {minutes!r}"
         )
-    if info.inside_rank() and not torchrun.started_us():
+    if info.inside_rank() and not info.under_torchrun():
         problems.append("this process is a rank itself; a rank cannot launch ranks")
     if problems:
         raise ValueError("; ".join(problems))
@@ -288,4 +288,4 @@ def _group_timeout(limit: float, distributed_timeout_minutes: float | None) -> f
     """Seconds after which torch itself gives up a collective; `info.torch_timeout` puts them behind the launcher's."""
     if distributed_timeout_minutes is not None:
         return 60.0 * distributed_timeout_minutes
-    return min(_LONGEST, limit if torchrun.started_us() else max(SCRIPT_LIMIT, limit))
+    return min(_LONGEST, limit if info.under_torchrun() else max(SCRIPT_LIMIT, limit))

@@ -10,10 +10,8 @@ from __future__ import annotations
 import mmap
 import struct
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 RECORD_BYTES = 256
 _RECORD = struct.Struct("<Bd247p")  # inside (1) or left (0), time.monotonic() of the entry, the text cut to 246 bytes
@@ -68,7 +66,6 @@ class StatusSlot:
 
 current: StatusSlot | None = None
 """This process's record; None outside a rank."""
-_progress: Callable[[dict[str, Any]], None] | None = None
 
 
 class waiting:
@@ -91,19 +88,10 @@ class waiting:
             current.leave(self._outer)
 
 
-def report_progress(values: Mapping[str, Any]) -> None:
-    """Hand `values` (small and picklable, as {"step": 3, "loss": 2.1}) to the `progress` callback of the launch.
-
-    Only rank 0's reports are delivered; elsewhere, and where nobody listens, it does nothing.
-    """
-    if _progress is not None:
-        _progress(dict(values))
-
-
-def attach(slot: StatusSlot | None, progress: Callable[[dict[str, Any]], None] | None) -> None:
-    """Make `slot` this process's record and `progress` the receiver of its reports (the launcher calls this)."""
-    global current, _progress
-    current, _progress = slot, progress
+def attach(slot: StatusSlot | None) -> None:
+    """Make `slot` this process's record (the launcher calls this)."""
+    global current
+    current = slot
 
 
 def create_slots(path: Path, world_size: int) -> None:

@@ -13,14 +13,7 @@ from typing import Any
 
 import cloudpickle
 
-from labkit.launch import info, machine, status
-
-_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-def started_us() -> bool:
-    """True where this process is a rank of torchrun or of a launcher that speaks the same environment."""
-    return all(name in os.environ for name in _NEEDED)
+from labkit.launch import info, machine
 
 
 def run_here(
@@ -36,11 +29,11 @@ def run_here(
         )
     _join(backend, device, debug, group_timeout)
     rank = info.rank_info().rank
-    status.attach(None, progress if rank == 0 else None)
+    info.send_progress_to(progress if rank == 0 else None)
     try:
         result = fn(*args)
     finally:
-        status.attach(None, None)
+        info.send_progress_to(None)
     return _gather(result, world_size)
 
 
@@ -57,7 +50,7 @@ def join(
     """
     import torch.distributed as dist
 
-    if not dist.is_initialized() and not started_us():
+    if not dist.is_initialized() and not info.under_torchrun():
         raise ValueError(
             "join() is for the ranks of torchrun (python -m torch.distributed.run --nproc-per-node N script.py); "
             "anywhere else call labkit.launch.run(fn, N)"

@@ -82,7 +82,8 @@ def rank_main(spec: LaunchSpec, rank: int, connection: Connection) -> None:
 
     send("here")
     slot = status.StatusSlot(spec.slots, rank)
-    status.attach(slot, (lambda values: send("progress", values)) if rank == 0 else None)
+    status.attach(slot)
+    info.send_progress_to((lambda values: send("progress", values)) if rank == 0 else None)
     try:
         _join(spec, rank)
     except BaseException as error:

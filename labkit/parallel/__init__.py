@@ -93,6 +93,8 @@ _EXPORTS = {
     "data_parallel.bucket_layout": (
         "Bucket",
         "BucketLayout",
+        "bytes_per_parameter",
+        "BytesPerParameter",
         "default_bucket_size",
         "owned_bytes",
         "ParameterSpec",
@@ -110,7 +112,6 @@ _EXPORTS = {
     ),
     "data_parallel.naive": ("NaiveDataParallel",),
     "data_parallel.distributed_optimizer": ("DistributedOptimizer",),
-    "data_parallel.zero_memory": ("bytes_per_parameter", "BytesPerParameter"),
     "data_parallel.distributed_data_parallel": ("DistributedDataParallel", "wrap_model_chunks"),
     "data_parallel.grad_buffers": ("GradBucket", "GradBuffer", "own_part", "Reduction"),
     "pipeline.weight_grad_store": ("WeightGradStore",),
@@ -156,8 +157,10 @@ if TYPE_CHECKING:
     from labkit.parallel.context.zigzag import zigzag_split as zigzag_split
     from labkit.parallel.data_parallel.bucket_layout import Bucket as Bucket
     from labkit.parallel.data_parallel.bucket_layout import BucketLayout as BucketLayout
+    from labkit.parallel.data_parallel.bucket_layout import BytesPerParameter as BytesPerParameter
     from labkit.parallel.data_parallel.bucket_layout import ParameterSpec as ParameterSpec
     from labkit.parallel.data_parallel.bucket_layout import Piece as Piece
+    from labkit.parallel.data_parallel.bucket_layout import bytes_per_parameter as bytes_per_parameter
     from labkit.parallel.data_parallel.bucket_layout import default_bucket_size as default_bucket_size
     from labkit.parallel.data_parallel.bucket_layout import owned_bytes as owned_bytes
     from labkit.parallel.data_parallel.bucket_layout import pieces_of_rank as pieces_of_rank
@@ -181,8 +184,6 @@ if TYPE_CHECKING:
     from labkit.parallel.data_parallel.overlap_prediction import exposed_seconds as exposed_seconds
     from labkit.parallel.data_parallel.overlap_prediction import predict_step as predict_step
     from labkit.parallel.data_parallel.overlap_prediction import sweep_bucket_sizes as sweep_bucket_sizes
-    from labkit.parallel.data_parallel.zero_memory import BytesPerParameter as BytesPerParameter
-    from labkit.parallel.data_parallel.zero_memory import bytes_per_parameter as bytes_per_parameter
     from labkit.parallel.group_plan import GROUP_KINDS as GROUP_KINDS
     from labkit.parallel.group_plan import GROUP_TOKENS as GROUP_TOKENS
     from labkit.parallel.group_plan import all_groups as all_groups

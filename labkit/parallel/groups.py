@@ -225,7 +225,8 @@ def single_process_groups(
     """
     sizes = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": None, "rank_offset": 0, "split_rank": None}
     alone = replace(config or ParallelConfig(), **sizes, distributed_backend="auto")  # pyright: ignore[reportArgumentType]
-    return replace(initialize_model_parallel(alone, rank=0, world_size=1, device=device), backend="none")
+    groups: dict[str, Any] = {kind: Group(kind, (0,), 0) for kind in ("world", *GROUP_KINDS)}
+    return ParallelGroups(0, 1, alone, **groups, device=torch.device(device))
 
 
 def further_communicator(groups: ParallelGroups, group: Group, name: str) -> Group:

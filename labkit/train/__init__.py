@@ -6,63 +6,42 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from labkit.train.layer_specs import layer_spec
-    from labkit.train.lr_schedule import LearningRate, build_lr_schedule
-    from labkit.train.optimizer import MegatronOptimizer, Optimizer, build_optimizer, parameter_groups
-    from labkit.train.parity.comparison import ParityReport, ParityRow, compare
-    from labkit.train.pretraining import TrainResult, pretrain
-    from labkit.train.reporting.measured import follows, judge_prediction, pipeline_events, stage_costs
-    from labkit.train.reporting.metrics import JsonLines, Timers, min_max_over_ranks
+    from labkit.parallel.data_parallel.optimizer import MegatronOptimizer as MegatronOptimizer
+    from labkit.parallel.data_parallel.optimizer import Optimizer as Optimizer
+    from labkit.parallel.data_parallel.optimizer import parameter_groups as parameter_groups
+    from labkit.train.lr_schedule import LearningRate as LearningRate
+    from labkit.train.lr_schedule import build_lr_schedule as build_lr_schedule
+    from labkit.train.parity.comparison import ParityReport as ParityReport
+    from labkit.train.parity.comparison import ParityRow as ParityRow
+    from labkit.train.parity.comparison import compare as compare
+    from labkit.train.pretraining import TrainResult as TrainResult
+    from labkit.train.pretraining import build_optimizer as build_optimizer
+    from labkit.train.pretraining import layer_spec as layer_spec
+    from labkit.train.pretraining import pretrain as pretrain
+    from labkit.train.reporting.measured import follows as follows
+    from labkit.train.reporting.measured import judge_prediction as judge_prediction
+    from labkit.train.reporting.measured import pipeline_events as pipeline_events
+    from labkit.train.reporting.measured import stage_costs as stage_costs
+    from labkit.train.reporting.metrics import JsonLines as JsonLines
+    from labkit.train.reporting.metrics import Timers as Timers
+    from labkit.train.reporting.metrics import min_max_over_ranks as min_max_over_ranks
 
 _MODULES = {
-    "layer_spec": "layer_specs",
-    "LearningRate": "lr_schedule",
-    "build_lr_schedule": "lr_schedule",
-    "follows": "reporting.measured",
-    "judge_prediction": "reporting.measured",
-    "pipeline_events": "reporting.measured",
-    "stage_costs": "reporting.measured",
-    "JsonLines": "reporting.metrics",
-    "Timers": "reporting.metrics",
-    "min_max_over_ranks": "reporting.metrics",
-    "MegatronOptimizer": "optimizer",
-    "Optimizer": "optimizer",
-    "build_optimizer": "optimizer",
-    "parameter_groups": "optimizer",
-    "ParityReport": "parity.comparison",
-    "ParityRow": "parity.comparison",
-    "compare": "parity.comparison",
-    "TrainResult": "pretraining",
-    "pretrain": "pretraining",
+    "train.lr_schedule": ("LearningRate", "build_lr_schedule"),
+    "train.reporting.measured": ("follows", "judge_prediction", "pipeline_events", "stage_costs"),
+    "train.reporting.metrics": ("JsonLines", "Timers", "min_max_over_ranks"),
+    "parallel.data_parallel.optimizer": ("MegatronOptimizer", "Optimizer", "parameter_groups"),
+    "train.parity.comparison": ("ParityReport", "ParityRow", "compare"),
+    "train.pretraining": ("TrainResult", "build_optimizer", "layer_spec", "pretrain"),
 }
-
-__all__ = [
-    "JsonLines",
-    "LearningRate",
-    "MegatronOptimizer",
-    "Optimizer",
-    "ParityReport",
-    "ParityRow",
-    "Timers",
-    "TrainResult",
-    "build_lr_schedule",
-    "build_optimizer",
-    "compare",
-    "follows",
-    "judge_prediction",
-    "layer_spec",
-    "min_max_over_ranks",
-    "parameter_groups",
-    "pipeline_events",
-    "pretrain",
-    "stage_costs",
-]
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(f"labkit.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from labkit.config import RunConfig
+from labkit.config import TrainConfig
 from labkit.parallel.vocab.token_ids import token_ids_checked_late
 from labkit.train.forward_step import Batch
 from labkit.train.pipeline import Pipeline
@@ -22,11 +22,9 @@ from labkit.train.stepping import global_loss
 ProcessNonLossData = Callable[[list[Any], int], None]
 
 
-def validates_after(config: RunConfig, step: int) -> bool:
-    """A validation follows `step`, counted from 1: every `eval_interval` steps and after the last."""
-    train = config.train
-    due = train.eval_interval > 0 and step % train.eval_interval == 0
-    return train.eval_steps > 0 and (due or step == train.steps)
+def validates_after(train: TrainConfig, step: int) -> bool:
+    """A run with validations has one after `step`, counted from 1: every `eval_interval` steps and after the last."""
+    return step == train.steps or (train.eval_interval > 0 and step % train.eval_interval == 0)
 
 
 def validate(

@@ -13,7 +13,7 @@ from labkit.models.chunks import DTYPES
 from labkit.moe.router import TopKRouter
 from labkit.parallel.data_parallel.distributed_data_parallel import DataParallel
 from labkit.parallel.data_parallel.gradients import finalize_model_grads
-from labkit.parallel.data_parallel.parameter_groups import named_parameters
+from labkit.parallel.data_parallel.optimizer import named_parameters
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.layers import Precision
 from labkit.schedules.ir import Schedule

@@ -21,7 +21,7 @@ from labkit.config import ConfigError, RunConfig
 from labkit.config.errors import shown
 from labkit.graphs.order_table import capture_order
 from labkit.graphs.scope import captures_layers
-from labkit.launch import info, machine, torchrun
+from labkit.launch import info, machine
 from labkit.launch.launcher import MOST_RANKS
 from labkit.launch.machine import GIB, why_no_transformer_engine
 from labkit.models.memory.memory_bytes import RankMemory, rank_memory
@@ -179,7 +179,7 @@ def memory_problem(
 ) -> str:
     """Why `world_size` ranks do not fit this machine, or an empty string. Under torchrun, whose ranks may be on several
     machines, the ranks say it themselves; more ranks than one machine starts are the launcher's to refuse."""
-    if config.train.allow_oversubscription or torchrun.started_us() or world_size > MOST_RANKS:
+    if config.train.allow_oversubscription or info.under_torchrun() or world_size > MOST_RANKS:
         return ""
     schedule, kind = schedule or schedule_of(config, world_size), info.device_kind(device)
     ranks, host = rank_memories(config, world_size, schedule, kind), machine.host_memory()
@@ -245,7 +245,7 @@ def problems(
     if broken := [*config.problems(world_size), *not_yet_trainable(config)]:
         return broken  # the rest goes by sizes that are sound
     found = machine_problems(config, world_size, device, schedule=schedule)
-    if torchrun.started_us():  # its ranks may be on several machines: each looks at its own, the first at the folder
+    if info.under_torchrun():  # its ranks may be on several machines: each looks at its own, the first at the folder
         return found
     found.append(folder_problem(config.train))
     if not own_model and not _schedule_problem(config, world_size, schedule):
@@ -279,7 +279,7 @@ def device_problem(device: str, backend: str, world_size: int) -> str:
 
     Ranks of torchrun exist already, and those of one machine are not all: each of them says it for itself.
     """
-    if (device != "cuda" and backend != "nccl") or torchrun.started_us():
+    if (device != "cuda" and backend != "nccl") or info.under_torchrun():
         return ""
     try:
         info.choose_backend(backend, info.choose_device(device, 0, 0), world_size)

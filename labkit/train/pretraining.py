@@ -20,21 +20,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from labkit.config import RunConfig
+from labkit.config import ModelConfig, OptimConfig, RunConfig
 from labkit.data.gpt_data import GPTDataset, build_gpt_datasets, data_iterator, parse_split
 from labkit.events import Event, recording
-from labkit.launch import before_launch, rank_info, torchrun
+from labkit.fp8.recipe import Float8Recipe, float8_recipe
+from labkit.fp8.scaling import Float8Spec
+from labkit.launch import before_launch, info, torchrun
 from labkit.models.chunks import build_model_chunks
+from labkit.models.layer_spec import LOCAL, LayerSpec
 from labkit.parallel.data_parallel.distributed_data_parallel import DataParallel, wrap_model_chunks
+from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptimizer
+from labkit.parallel.data_parallel.optimizer import (
+    Condition,
+    MegatronOptimizer,
+    Optimizer,
+    named_parameters,
+    parameter_groups,
+)
 from labkit.parallel.data_parallel.param_gather import finish_param_sync
-from labkit.parallel.groups import ParallelGroups, initialize_model_parallel
+from labkit.parallel.groups import ParallelGroups, initialize_model_parallel, single_process_groups
 from labkit.schedules.ir import Schedule
 from labkit.schedules.runtime import chunks_of
+from labkit.te.spec import EngineSpec
 from labkit.train.evaluation import ProcessNonLossData, evaluate, validate, validates_after
 from labkit.train.forward_step import Batch, ForwardStep, gpt_forward_step
-from labkit.train.layer_specs import layer_spec
 from labkit.train.lr_schedule import LearningRate, build_lr_schedule
-from labkit.train.optimizer import Condition, MegatronOptimizer, build_optimizer
 from labkit.train.pipeline import Pipeline
 from labkit.train.preflight import check_schedule, look, not_yet_trainable, problems, refuse, run_folder, schedule_of
 from labkit.train.reporting.metrics import Timers
@@ -115,7 +125,7 @@ def pretrain(
         (the default one: `loss_BS` and `loss_mask_BS`), and the number of finished steps, as Megatron's iteration.
         `process_non_loss_data_func`, Megatron's name, is the same.
     schedule: a pipeline schedule of one's own; `schedule.path` in the config names a CSV file instead.
-    no_wd_decay_cond, scale_lr_cond, lr_mult: see `labkit.train.optimizer.parameter_groups`.
+    no_wd_decay_cond, scale_lr_cond, lr_mult: see `labkit.parallel.data_parallel.optimizer.parameter_groups`.
     observer: sees model, gradients and parameters; the parity microscope is one.
 
     Writes metrics.jsonl, scalars.jsonl and, with `train.write_events`, events.jsonl into `train.output_dir`, if one is
@@ -155,8 +165,11 @@ def initialize(config: RunConfig, *, schedule: Schedule | None = None, own_model
         schedule = schedule_of(config, world_size)
     check_schedule(schedule, config, world_size)
     ends = schedule.placement(0), schedule.placement(schedule.num_stages - 1)
-    device = rank_info().device  # on its own: a GPU if there is one
-    groups = initialize_model_parallel(config.parallel, device=device, ends=ends)
+    device = info.rank_info().device  # on its own: a GPU if there is one
+    if world_size == 1 and not torch.distributed.is_initialized():
+        groups = single_process_groups(config.parallel, device=device)
+    else:
+        groups = initialize_model_parallel(config.parallel, device=device, ends=ends)
     try:
         look(config, groups, schedule, own_model=own_model)
     except BaseException:
@@ -167,7 +180,7 @@ def initialize(config: RunConfig, *, schedule: Schedule | None = None, own_model
 
 def _world_size(config: RunConfig) -> int:
     """Ranks of this world. A rank of torchrun joins the others first."""
-    if torchrun.started_us():
+    if info.under_torchrun():
         backend, minutes = config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes
         return torchrun.join(backend=backend, distributed_timeout_minutes=minutes).world_size
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
@@ -202,6 +215,40 @@ def setup_model_and_optimizer(
         lr_mult=lr_mult,
     )
     return chunks, optimizer, build_lr_schedule(optim, run.config.train.steps)
+
+
+def layer_spec(model: ModelConfig, optim: OptimConfig) -> LayerSpec:
+    """The parts and the precision of a model's layers, by `model.transformer_impl` and `optim.fp8`."""
+    return layer_spec_with(model, float8_recipe(optim) if optim.fp8 != "none" else None)
+
+
+def layer_spec_with(model: ModelConfig, recipe: Float8Recipe | None) -> LayerSpec:
+    """The same by a recipe; None computes without fp8."""
+    if model.transformer_impl == "transformer_engine":
+        return EngineSpec(recipe)
+    return LOCAL if recipe is None else Float8Spec(recipe)
+
+
+def build_optimizer(
+    chunks: Sequence[nn.Module],
+    optim: OptimConfig,
+    *,
+    layout: ParallelGroups | None = None,
+    no_wd_decay_cond: Condition | None = None,
+    scale_lr_cond: Condition | None = None,
+    lr_mult: float = 1.0,
+) -> MegatronOptimizer:
+    """AdamW for all model chunks of this rank, sharded if `optim.distributed_optimizer`.
+
+    `layout` is as for `Optimizer`, the rest as for `parameter_groups`. Raises ValueError where no parameter needs a
+    gradient, unless this rank has no parameters at all and the pipeline has other ranks: its stages are empty.
+    """
+    groups = parameter_groups(chunks, no_wd_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult)
+    if not groups and (layout is None or layout.pp.size == 1 or named_parameters(chunks)):
+        raise ValueError("the optimizer got no parameter: the model chunks of this rank have none that need a gradient")
+    if not optim.distributed_optimizer:
+        return Optimizer(groups, optim, layout=layout)
+    return DistributedOptimizer(groups, chunks, layout or single_process_groups(), optim)
 
 
 @dataclass(frozen=True)
@@ -267,7 +314,7 @@ def train(
             if pipeline.graphs is not None:
                 report.graphs(step, pipeline.graphs)
             report.step(step, result, lr)
-            if validates_after(config, step):
+            if config.train.eval_steps > 0 and validates_after(config.train, step):
                 with report.naming_what_is_kept():
                     validate(pipeline, data.validation(), report, step, process_non_loss_data)
                 if pipeline.graphs is not None:

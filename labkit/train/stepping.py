@@ -31,12 +31,12 @@ from labkit.parallel.data_parallel.gradients import (
     gradient_statistics,
     scale_gradients,
 )
+from labkit.parallel.data_parallel.optimizer import MegatronOptimizer
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.vocab.token_ids import TokenIdChecks, token_ids_checked_late
 from labkit.schedules.ir import Schedule
 from labkit.train.forward_step import Batch
 from labkit.train.not_finite import find, sentence
-from labkit.train.optimizer import MegatronOptimizer
 from labkit.train.pipeline import Pipeline
 from labkit.train.reporting.metrics import Timers
 

@@ -55,7 +55,7 @@ def bytes_held(zero: bool) -> int:
     """Bytes of the allocator that live on from building and stepping an optimizer over 64 MB of weights."""
     from labkit.config import OptimConfig, ParallelConfig
     from labkit.parallel import DistributedDataParallel, initialize_model_parallel
-    from labkit.train.optimizer import build_optimizer
+    from labkit.train.pretraining import build_optimizer
 
     groups = initialize_model_parallel(ParallelConfig())
     optim = OptimConfig(precision="bf16", distributed_optimizer=zero)

@@ -18,7 +18,7 @@ from labkit.launch import run
 from labkit.launch.machine import why_no_transformer_engine
 from labkit.models import GPTModel
 from labkit.parallel import single_process_groups
-from labkit.train.layer_specs import layer_spec_with
+from labkit.train.pretraining import layer_spec_with
 
 pytestmark = pytest.mark.gpu
 

@@ -20,7 +20,7 @@ from labkit.parallel import (
     plan_buckets,
 )
 from labkit.parallel.data_parallel.gradients import clip_factor, gradient_statistics, scale_gradients
-from labkit.parallel.data_parallel.parameter_groups import parameter_groups
+from labkit.parallel.data_parallel.optimizer import parameter_groups
 
 pytestmark = pytest.mark.oracle
 

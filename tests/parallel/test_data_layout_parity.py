@@ -14,9 +14,9 @@ import pytest
 
 from labkit.config import RunConfig
 from labkit.parallel.collectives import gather_objects
+from labkit.parallel.data_parallel.optimizer import named_parameters
 from labkit.train import TrainResult, compare
 from labkit.train.forward_step import gpt_forward_step
-from labkit.train.optimizer import named_parameters
 from labkit.train.pretraining import build_data_iterators, initialize, setup_model_and_optimizer, train
 
 MATRIX = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "parity_matrix.py"))

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from labkit.config import OptimConfig, ParallelConfig, presets
 from labkit.models.gpt import GPTModel
 from labkit.parallel import CommLedger, initialize_model_parallel
+from labkit.parallel.data_parallel.bucket_layout import bytes_per_parameter
 from labkit.parallel.data_parallel.distributed_data_parallel import DistributedDataParallel
 from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from labkit.parallel.data_parallel.gradients import gradient_statistics
-from labkit.parallel.data_parallel.parameter_groups import parameter_groups
-from labkit.parallel.data_parallel.zero_memory import bytes_per_parameter
+from labkit.parallel.data_parallel.optimizer import Optimizer, parameter_groups
 from labkit.parallel.groups import ParallelGroups, single_process_groups
 from labkit.train import pretrain
-from labkit.train.optimizer import Optimizer
 
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, eps=1e-5)
 LR_MULT = 0.25

@@ -24,9 +24,9 @@ from labkit.parallel.data_parallel.gradients import (
     global_grad_norm,
     gradient_statistics,
 )
+from labkit.parallel.data_parallel.optimizer import Optimizer, parameter_groups
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.parallel.parameters.weights import make_parameter, tensor_part
-from labkit.train.optimizer import Optimizer, parameter_groups
 
 
 def random(*shape: int, seed: int) -> Tensor:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from labkit.config import RunConfig, presets
 from labkit.launch import rank_info
+from labkit.parallel.data_parallel.optimizer import named_parameters
 from labkit.train import pretrain
 from labkit.train.forward_step import gpt_forward_step
-from labkit.train.optimizer import named_parameters
 
 STEPS = 3
 BAD = 1

@@ -19,7 +19,7 @@ from labkit.models import GPTModel
 from labkit.parallel import initialize_model_parallel
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.te import EngineSpec
-from labkit.train.layer_specs import layer_spec_with
+from labkit.train.pretraining import layer_spec_with
 
 CONFIG = ModelConfig(
     layers=2, hidden=32, heads=4, kv_heads=2, vocab_size=64, make_vocab_size_divisible_by=16, seq_length=16

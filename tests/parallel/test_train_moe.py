@@ -23,9 +23,9 @@ from labkit.moe.router import routers_of
 from labkit.parallel import initialize_model_parallel
 from labkit.parallel.data_parallel.distributed_data_parallel import wrap_model_chunks
 from labkit.parallel.data_parallel.gradients import global_grad_norm
+from labkit.parallel.data_parallel.optimizer import named_parameters
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.train import pretrain
-from labkit.train.optimizer import named_parameters
 
 SHAPE = {"layers": 4, "hidden": 32, "heads": 4, "seq_length": 16, "global_batch_size": 8, "moe.ffn_hidden": 32,
          "steps": 2, "precision": "fp64", "record_events": False, "aux_loss_coeff": 1.0, "clip_grad": 0.5}  # fmt: skip

@@ -266,7 +266,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"data_parallel": "naive", "distributed_optimizer": True}, None, "optim.distributed_optimizer", "to bucketed"),
     ({"data_parallel": "naive", "average_in_collective": True}, None, "optim.average_in_collective", "to bucketed"),
     ({"data_parallel": "naive", "bucket_size": 100}, None, "optim.bucket_size", "with optim.data_parallel = naive"),
-    ({"overlap_grad_reduce": False, "bucket_size": 100}, None, "optim.bucket_size", "which leaves one bucket; set that"),
+    ({"overlap_grad_reduce": False, "bucket_size": 100}, None, "optim.bucket_size", "which leaves one bucket; set"),
     ({"bucket_size": 0}, None, "optim.bucket_size", "must be at least 1"),
     ({"overlap_param_gather": True}, None, "optim.overlap_param_gather", "= false, which leaves parameters"),
     ({"num_distributed_optimizer_instances": 2}, None, "optim.num_distributed_optimizer_instances",

@@ -16,7 +16,7 @@ from labkit.models.blocks import LayerParts
 from labkit.models.chunks import build_model_chunks
 from labkit.parallel.groups import Group, initialize_model_parallel
 from labkit.schedules import build_schedule
-from labkit.train.layer_specs import layer_spec
+from labkit.train.pretraining import layer_spec
 from labkit.train.step_graphs import build_step_graphs
 
 GPU = torch.device("cuda")

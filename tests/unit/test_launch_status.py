@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.launch import report_progress, status, waiting
+from labkit.launch import info, report_progress, status, waiting
 
 
 @pytest.fixture
 def slots(tmp_path):
     path = tmp_path / "status"
     status.create_slots(path, 4)
-    status.attach(status.StatusSlot(path, 2), None)
+    status.attach(status.StatusSlot(path, 2))
     yield path
-    status.attach(None, None)
+    status.attach(None)
 
 
 def test_a_wait_is_seen_from_outside_and_remembered_afterwards(slots):
@@ -89,9 +89,9 @@ def test_it_costs_few_calls(slots):
 
 def test_progress_reaches_its_receiver_as_a_copy():
     received = []
-    status.attach(None, received.append)
+    info.send_progress_to(received.append)
     values = {"step": 1}
     report_progress(values)
     values["step"] = 2
-    status.attach(None, None)
+    info.send_progress_to(None)
     assert received == [{"step": 1}]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from labkit.launch import Ranks, join, run, torchrun
+from labkit.launch import Ranks, info, join, run, torchrun
 
 VARIABLES = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -17,11 +17,11 @@ def under_torchrun(monkeypatch):
 def test_the_environment_decides(monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert not torchrun.started_us()
+    assert not info.under_torchrun()
     for name, value in VARIABLES.items():
-        assert not torchrun.started_us()
+        assert not info.under_torchrun()
         monkeypatch.setenv(name, value)
-    assert torchrun.started_us()
+    assert info.under_torchrun()
 
 
 def test_another_world_size_is_refused_by_run_and_ranks(under_torchrun):

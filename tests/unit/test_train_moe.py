@@ -25,7 +25,7 @@ from labkit.schedules import PipelineRuntime, forward_backward_no_pipelining, on
 from labkit.train import pretrain
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.not_finite import find, sentence
-from labkit.train.optimizer import build_optimizer
+from labkit.train.pretraining import build_optimizer
 from labkit.train.reporting.metrics import scalars
 from labkit.train.reporting.router_metrics import router_line
 

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from labkit.config import OptimConfig
+from labkit.parallel.data_parallel.optimizer import named_parameters, parameter_groups
 from labkit.parallel.parameters.parameter_record import record_of
-from labkit.train.optimizer import build_optimizer, named_parameters, parameter_groups
+from labkit.train.pretraining import build_optimizer
 
 OPTIM = OptimConfig(lr=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
 

@@ -1,6 +1,6 @@
 """Bytes that a rank needs to train, in closed form: weights, gradients, optimizer state and activations in flight.
 
-The sum of `counts.py` (parameters), `labkit.parallel.data_parallel.zero_memory` (bytes of each parameter) and
+The sum of `counts.py` (parameters), `labkit.parallel.data_parallel.bucket_layout` (bytes of each parameter) and
 `activation_bytes.py` (activations that a forward keeps), with the most microbatches that the schedule has in flight.
 Numbers only, no torch. The sum is of a rank's peak in a training step, without the memory of the process itself.
 """
@@ -22,8 +22,7 @@ from labkit.models.memory.activation_bytes import (
     recomputed_at_once_bytes,
 )
 from labkit.models.placement import StageContents, stage_contents
-from labkit.parallel.data_parallel.bucket_layout import default_bucket_size
-from labkit.parallel.data_parallel.zero_memory import bytes_per_parameter
+from labkit.parallel.data_parallel.bucket_layout import bytes_per_parameter, default_bucket_size
 from labkit.schedules import Schedule
 from labkit.schedules.simulator import kept_whole
 

@@ -33,8 +33,8 @@ from labkit.parallel.data_parallel.bucket_layout import Piece, pieces_of_rank
 from labkit.parallel.data_parallel.distributed_data_parallel import DistributedDataParallel
 from labkit.parallel.data_parallel.grad_buffers import GradBuffer, own_part
 from labkit.parallel.data_parallel.gradients import counted_elements, split_gradient
+from labkit.parallel.data_parallel.optimizer import ParameterGroup, adamw
 from labkit.parallel.data_parallel.param_gather import finish_param_sync, param_gathers
-from labkit.parallel.data_parallel.parameter_groups import ParameterGroup, adamw
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.parameters.parameter_record import main_grad_of
 
@@ -73,7 +73,7 @@ class _Shard:
 
 
 class DistributedOptimizer:
-    """AdamW over this rank's parts of the buffers; a `labkit.train.optimizer.MegatronOptimizer`."""
+    """AdamW over this rank's parts of the buffers; a `labkit.parallel.data_parallel.optimizer.MegatronOptimizer`."""
 
     def __init__(
         self,

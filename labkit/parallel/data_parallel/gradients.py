@@ -184,7 +184,7 @@ def gradient_statistics(
     """Norm of the gradient and whether it is finite, over all ranks: one small collective per group.
 
     Squares are added in float64, over each group of `norm_groups` in the order of its ranks. `uncounted` gradients are
-    looked at, not added (see `labkit.train.optimizer.MegatronOptimizer`). One synchronisation with the host.
+    looked at, not added (see `MegatronOptimizer` in `optimizer.py`). One synchronisation with the host.
     """
     total = torch.stack([_sum_of_squares(counted, device), _sum_of_squares(uncounted, device)])
     with comm_scope(layer="norm", phase="gradients"):

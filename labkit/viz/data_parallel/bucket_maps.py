@@ -16,13 +16,16 @@ from matplotlib.patches import Patch, Rectangle
 
 from labkit.parallel.data_parallel.bucket_layout import (
     PARAMETER_ALIGNMENT,
+    STAGES,
     Bucket,
     BucketLayout,
+    BytesPerParameter,
     Piece,
+    bytes_per_parameter,
+    formula,
     shard_map,
     shard_range,
 )
-from labkit.parallel.data_parallel.zero_memory import STAGES, BytesPerParameter, bytes_per_parameter, formula
 from labkit.viz.figure import Figure
 from labkit.viz.style import SEQUENCE, new_figure, styled, text_color
 

@@ -1,7 +1,6 @@
-"""Optimizers as the training step sees them, and AdamW fed by `main_grad`.
+"""AdamW fed by `main_grad`: which parameter gets which decay and learning rate, and in which precision it is kept.
 
-The update itself is torch's fused AdamW (decoupled weight decay, arXiv 1711.05101); what is labkit's is which
-parameter gets which decay and learning rate, and in which precision it is kept:
+The update itself is torch's fused AdamW (decoupled weight decay, arXiv 1711.05101). labkit decides the rest:
 
     weights   gradient (main_grad)   updated copy
     fp64      fp64                   the parameter itself
@@ -10,30 +9,88 @@ parameter gets which decay and learning rate, and in which precision it is kept:
     fp16      fp32                   the same; the loss, and so the gradient, is scaled (`loss_scaler.py`)
 
 `Optimizer` keeps all of this on every data-parallel rank; `DistributedOptimizer` keeps a share of it
-(`labkit.parallel.data_parallel.distributed_optimizer`). Both are `MegatronOptimizer`s.
+(`distributed_optimizer.py`). Both are `MegatronOptimizer`s and are built from the same `ParameterGroup`s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from labkit.config import OptimConfig
-from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from labkit.parallel.data_parallel.gradients import counted_elements, is_first_replica, split_gradient
-from labkit.parallel.data_parallel.parameter_groups import Condition as Condition
-from labkit.parallel.data_parallel.parameter_groups import ParameterGroup as ParameterGroup
-from labkit.parallel.data_parallel.parameter_groups import adamw
-from labkit.parallel.data_parallel.parameter_groups import is_bias_or_norm as is_bias_or_norm
-from labkit.parallel.data_parallel.parameter_groups import named_parameters as named_parameters
-from labkit.parallel.data_parallel.parameter_groups import parameter_groups as parameter_groups
 from labkit.parallel.groups import Group, ParallelGroups, single_process_groups
-from labkit.parallel.parameters.parameter_record import main_grad_of
+from labkit.parallel.parameters.parameter_record import main_grad_of, name_of
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+Condition = Callable[[str, nn.Parameter], bool]
+"""A predicate over a parameter's full name and the parameter."""
+
+
+def is_bias_or_norm(name: str, param: nn.Parameter) -> bool:
+    """The default `no_wd_decay_cond`: biases and norm weights, which are the one-dimensional parameters."""
+    return param.ndim == 1 or name.endswith(".bias")
+
+
+@dataclass
+class ParameterGroup:
+    """Parameters that share their weight decay and learning rate."""
+
+    weight_decay_factor: float
+    """Multiplies `optim.weight_decay`: 0 or 1."""
+    lr_factor: float
+    """Multiplies the learning rate of the step: 1 or `lr_mult`."""
+    names: list[str] = field(default_factory=list)
+    """Full names, the same in every layout."""
+    params: list[nn.Parameter] = field(default_factory=list)
+    """The parameters, in the order of `names`."""
+
+
+def named_parameters(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """Every parameter of a rank once, by the name it has in every layout (`full_name`, else its module path)."""
+    found: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    for chunk in chunks:
+        for path, param in chunk.named_parameters():
+            name = name_of(param, path)
+            if id(param) in seen:
+                continue
+            if name in found:
+                name = f"{name} ({path})"
+            seen.add(id(param))
+            found[name] = param
+    return found
+
+
+def parameter_groups(
+    chunks: Sequence[nn.Module],
+    *,
+    no_wd_decay_cond: Condition | None = None,
+    scale_lr_cond: Condition | None = None,
+    lr_mult: float = 1.0,
+) -> list[ParameterGroup]:
+    """Sort parameters by two yes/no questions into at most four groups, empty ones left out.
+
+    `no_wd_decay_cond` says which parameters have no weight decay (default: biases and norms), `scale_lr_cond` which
+    have their learning rate multiplied by `lr_mult` (default: none). As in Megatron's `get_param_groups`.
+    """
+    no_decay = no_wd_decay_cond or is_bias_or_norm
+    groups = {
+        (decays, scaled): ParameterGroup(float(decays), lr_mult if scaled else 1.0)
+        for decays in (True, False)
+        for scaled in (False, True)
+    }
+    for name, param in named_parameters(chunks).items():
+        if not param.requires_grad:
+            continue
+        key = (not no_decay(name, param), scale_lr_cond is not None and scale_lr_cond(name, param))
+        groups[key].names.append(name)
+        groups[key].params.append(param)
+    return [group for group in groups.values() if group.params]
 
 
 class MegatronOptimizer(Protocol):
@@ -127,23 +184,18 @@ def _master(param: nn.Parameter) -> torch.Tensor:
     return param.detach().float() if param.dtype in LOW_PRECISION else param
 
 
-def build_optimizer(
-    chunks: Sequence[nn.Module],
-    optim: OptimConfig,
-    *,
-    layout: ParallelGroups | None = None,
-    no_wd_decay_cond: Condition | None = None,
-    scale_lr_cond: Condition | None = None,
-    lr_mult: float = 1.0,
-) -> MegatronOptimizer:
-    """AdamW for all model chunks of this rank, sharded if `optim.distributed_optimizer`.
-
-    `layout` is as for `Optimizer`, the rest as for `parameter_groups`. Raises ValueError where no parameter needs a
-    gradient, unless this rank has no parameters at all and the pipeline has other ranks: its stages are empty.
-    """
-    groups = parameter_groups(chunks, no_wd_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult)
-    if not groups and (layout is None or layout.pp.size == 1 or named_parameters(chunks)):
-        raise ValueError("the optimizer got no parameter: the model chunks of this rank have none that need a gradient")
-    if not optim.distributed_optimizer:
-        return Optimizer(groups, optim, layout=layout)
-    return DistributedOptimizer(groups, chunks, layout or single_process_groups(), optim)
+def adamw(
+    groups: Sequence[ParameterGroup], masters: Sequence[Sequence[Tensor]], optim: OptimConfig
+) -> torch.optim.AdamW:
+    """Torch's fused AdamW over `masters`, the tensors that are updated for each of `groups`. All may be empty."""
+    return torch.optim.AdamW(
+        [
+            {"params": list(own), "weight_decay": optim.weight_decay * group.weight_decay_factor}
+            for group, own in zip(groups, masters, strict=True)
+        ]
+        or [{"params": []}],  # torch refuses a list without groups
+        lr=optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        fused=True,
+    )
