@@ -12,6 +12,7 @@ from harness import Comparison
 
 from labkit.config import ModelConfig, presets
 from labkit.models import counts
+from labkit.parallel.data_parallel.bucket_layout import bytes_per_parameter
 
 STACK = replace(presets.table1("1.2B").model, **PLAIN)
 
@@ -27,7 +28,8 @@ def stack(model: ModelConfig = STACK, micro_batch: int = 8, *, device: torch.dev
     case = f"G2: 1.2B ({model.layers} layers, h{model.hidden}), s{model.seq_length} b{micro_batch}, whole step"
     found = timed(case, {"labkit": our_step(model, micro_batch, device)}, device=device)
     parameters = counts.stage_parameters(model, layers=model.layers)
-    facts = {"parameters": parameters, "state_gib": round(counts.state_bytes(parameters, "bf16").total / 2**30, 2)}
+    state = parameters * float(bytes_per_parameter(param_dtype="bf16", stage=0).total)
+    facts = {"parameters": parameters, "state_gib": round(state / 2**30, 2)}
     found = replace(found, facts=facts | {"peak_gib": peak_memory_gib(device)})
     flops = counts.step_flops(model, samples=micro_batch, causal=True).total
     yield rates(found, flops, gpu_steps.gemm_rate(device), gpu_steps.peak_rate(device))

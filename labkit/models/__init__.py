@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
+    "counts": ("stage_contents", "stage_layers"),
     "memory.activation_bytes": ("Share", "layer_activation_bytes", "layer_parts", "paper_layer_bytes"),
     "convert": (
         "gather_full_state",
@@ -17,7 +18,6 @@ _EXPORTS = {
     ),
     "chunks": ("build_model_chunks",),
     "gpt": ("GPTModel",),
-    "placement": ("stage_contents", "stage_layers"),
     "memory.saved_tensors": ("SavedTensors",),
     "synthetic_load": ("SleepingStage", "sleep_through"),
 }
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from labkit.models.convert import load_full_state as load_full_state
     from labkit.models.convert import model_config_from_hugging_face as model_config_from_hugging_face
     from labkit.models.convert import moe_config_from_hugging_face as moe_config_from_hugging_face
+    from labkit.models.counts import stage_contents as stage_contents
+    from labkit.models.counts import stage_layers as stage_layers
     from labkit.models.gpt import GPTModel as GPTModel
     from labkit.models.memory.activation_bytes import Share as Share
     from labkit.models.memory.activation_bytes import layer_activation_bytes as layer_activation_bytes
     from labkit.models.memory.activation_bytes import layer_parts as layer_parts
     from labkit.models.memory.activation_bytes import paper_layer_bytes as paper_layer_bytes
     from labkit.models.memory.saved_tensors import SavedTensors as SavedTensors
-    from labkit.models.placement import stage_contents as stage_contents
-    from labkit.models.placement import stage_layers as stage_layers
     from labkit.models.synthetic_load import SleepingStage as SleepingStage
     from labkit.models.synthetic_load import sleep_through as sleep_through
 

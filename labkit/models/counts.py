@@ -1,10 +1,13 @@
-"""What a GPT costs, in closed form: parameters, floating-point operations and bytes. Numbers only, no torch.
+"""The layers of each stage, and the cost of a GPT in closed form: parameters, operations, bytes. No torch.
 
-Everything here is equal to what is measured, and tested to be: parameters exactly, in every layout; operations exactly
-against torch's counter; messages exactly against the ledger. Saved activations: `activation_bytes.py`.
+The schedule places a stage on a rank (`Schedule.placement`). The number of a stage alone decides its layers, so any
+placement trains the same model.
 
-Of a layer with experts, routing decides which of them work for a token, not how many: k. So its operations and what
-it sends in all are known beforehand, as long as no capacity drops or pads; only who gets how much is not.
+The costs are equal to measured ones, and tests hold them to that: parameters exactly, in every layout; operations
+exactly against torch's counter; messages exactly against the ledger. Saved activations: `activation_bytes.py`.
+
+In a layer with experts, routing decides which experts work for a token, not how many: k. So its operations and the
+sum of its messages are known beforehand, as long as no capacity drops or pads.
 
 Notation: S sequence, B samples, H hidden, F ffn_hidden, V vocabulary, L layers, D = H / heads; t tensor-parallel size;
 E experts, k of them for a token; G width of an expert.
@@ -16,11 +19,102 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from labkit.config import ModelConfig, MoEConfig, RunConfig
-from labkit.models.placement import stage_contents
+from labkit.config.pipeline_layout import parse_layout
 from labkit.schedules import Schedule, build_schedule
 
 DENSE = MoEConfig()
 """No layer has experts."""
+
+
+# ---- stages ----
+
+
+@dataclass(frozen=True, slots=True)
+class StageContents:
+    """What one stage holds."""
+
+    layers: range
+    """Global indices of its transformer layers; none in a standalone embedding or loss stage or an empty one."""
+    embedding: bool
+    """Whether it embeds tokens (the first stage)."""
+    loss: bool
+    """Whether it holds the final norm, the output layer and the loss (the last stage)."""
+
+
+def stage_contents(config: RunConfig, num_stages: int) -> list[StageContents]:
+    """Every stage of `config.model` over `num_stages` stages: as `parallel.pipeline_layout` says, else equal shares.
+
+    Raises:
+        ValueError: layers that the stages do not divide, or a text for other numbers of stages or layers.
+    """
+    layers, parallel = config.model.layers, config.parallel
+    if parallel.pipeline_layout is not None:
+        return _from_text(parallel.pipeline_layout, layers, num_stages)
+    standalone = parallel.standalone_embedding_stage
+    return [
+        StageContents(_equal_share(layers, stage, num_stages, standalone), stage == 0, stage == num_stages - 1)
+        for stage in range(num_stages)
+    ]
+
+
+def _from_text(text: str, num_layers: int, num_stages: int) -> list[StageContents]:
+    stages = parse_layout(text)
+    held = sum(stage.count("t") for stage in stages)
+    if len(stages) != num_stages or held != num_layers:
+        raise ValueError(
+            f"parallel.pipeline_layout {text!r} has {len(stages)} stages and {held} layers; "
+            f"the schedule has {num_stages} stages and the model {num_layers} layers"
+        )
+    contents, first = [], 0
+    for stage in stages:
+        size = stage.count("t")
+        contents.append(StageContents(range(first, first + size), "E" in stage, "L" in stage))
+        first += size
+    return contents
+
+
+def _equal_share(num_layers: int, stage: int, num_stages: int, standalone_embedding_stage: bool) -> range:
+    """Layers of `stage`: s L / S .. (s + 1) L / S; without the first stage where it holds the embedding alone."""
+    if standalone_embedding_stage:
+        if num_stages == 1:
+            raise ValueError("standalone_embedding_stage needs a second stage; with one no rank is left for layers")
+        if stage == 0:
+            return range(0)
+        stage, num_stages = stage - 1, num_stages - 1
+    if num_layers % num_stages:
+        raise ValueError(
+            f"{num_layers} layers cannot be shared evenly by {num_stages} stages; take a multiple of {num_stages} "
+            "layers, or set parallel.pipeline_layout, which gives the layers of every stage"
+        )
+    size = num_layers // num_stages
+    return range(stage * size, (stage + 1) * size)
+
+
+def stage_layers(
+    num_layers: int,
+    *,
+    pp: int,
+    pp_rank: int,
+    vpp: int = 1,
+    chunk: int = 0,
+    standalone_embedding_stage: bool = False,
+) -> range:
+    """Global indices of the layers of chunk `chunk` on pipeline rank `pp_rank` under looped placement.
+
+    Chunk v of rank r is stage v P + r, whose equal share starts at layer v (L / V) + r L / (P V): a microbatch meets
+    the layers in order when it visits all ranks once for chunk 0, then once for chunk 1, and so on.
+
+    Raises:
+        ValueError: layers that do not divide evenly, or a rank or chunk that does not exist.
+    """
+    if not 0 <= pp_rank < pp or not 0 <= chunk < vpp:
+        raise ValueError(
+            f"pipeline rank {pp_rank} of {pp} and chunk {chunk} of {vpp} do not exist; ranks and chunks count from 0"
+        )
+    return _equal_share(num_layers, chunk * pp + pp_rank, pp * vpp, standalone_embedding_stage)
+
+
+# ---- widths and parameters ----
 
 
 def kv_width(model: ModelConfig, tp: int = 1) -> int:
@@ -275,41 +369,6 @@ def paper_step_flops(model: ModelConfig, *, samples: int = 1, recompute: bool = 
 
 
 # ---- bytes ----
-
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
-"""`optim.precision` -> bytes of a weight and of an activation."""
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """What a rank keeps for its parameters between steps."""
-
-    weights: int
-    """In the model's precision."""
-    gradients: int
-    """`main_grad`: float32 for 16-bit weights."""
-    optimizer: int
-    """Adam's two moments, and for 16-bit weights their float32 masters."""
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.weights + self.gradients + self.optimizer
-
-
-def state_bytes(parameters: int, precision: str = "fp32") -> StateBytes:
-    """Of `parameters` parameters: 16 bytes each in fp32 (4 + 4 + 8), 18 in bf16 and fp16 (2 + 4 + 12), 32 in fp64
-    (8 + 8 + 16).
-
-    Raises:
-        ValueError: unknown precision.
-    """
-    if precision not in ELEMENT_BYTES:
-        raise ValueError(f"precision is {precision!r}; choose one of {', '.join(ELEMENT_BYTES)}")
-    weight = ELEMENT_BYTES[precision]
-    full = max(weight, 4)
-    master = full if weight < full else 0
-    return StateBytes(parameters * weight, parameters * full, parameters * (2 * full + master))
 
 
 def layer_communication_bytes(model: ModelConfig, *, samples: int = 1, tp: int = 2, element_bytes: int = 4) -> int:

@@ -24,8 +24,8 @@ from labkit.graphs.scope import captures_layers
 from labkit.launch import info, machine
 from labkit.launch.launcher import MOST_RANKS
 from labkit.launch.machine import GIB, why_no_transformer_engine
+from labkit.models.counts import stage_contents
 from labkit.models.memory.memory_bytes import RankMemory, rank_memory
-from labkit.models.placement import stage_contents
 from labkit.parallel.rank_generator import rank_generators
 from labkit.schedules.builders import build_schedule, without_backward
 from labkit.schedules.ir import KINDS, Schedule
@@ -112,22 +112,30 @@ def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> No
 
 
 def schedule_problem(config: RunConfig, world_size: int) -> str:
-    """Why the schedule of the configuration cannot drive it on `world_size` ranks, or an empty string.
+    """Why the schedule of the configuration cannot drive it on `world_size` ranks, or an empty string."""
+    return _checked_schedule(config, world_size)[1]
 
-    A file is verified over the transport of the run, and so is a named schedule where a transport could hang it.
+
+def _checked_schedule(
+    config: RunConfig, world_size: int, schedule: Schedule | None = None
+) -> tuple[Schedule | None, str]:
+    """The schedule of the run, a given one or the configured one, and why it cannot drive the run, or an empty string.
+
+    A file is verified over the transport of the run, and so is a named schedule where a transport could hang it. The
+    runtime verifies a schedule that the caller gives.
     """
-    own = config.schedule
-    named = f"schedule.name = {own.name!r}" if own.path is None else f"schedule.path = {own.path!r}"
+    own, given = config.schedule, schedule is not None
+    named = f"schedule.name = {own.name!r}: " if own.path is None else f"schedule.path = {own.path!r}: "
     try:
-        schedule = schedule_of(config, world_size)
+        schedule = schedule or schedule_of(config, world_size)
         check_schedule(schedule, config, world_size)
         transport = transport_of(config)
-        if own.path is not None or transport == "even_odd":
+        if not given and (own.path is not None or transport == "even_odd"):
             verify(schedule, transport)
             verify(without_backward(schedule), transport)  # what a validation runs
     except (ValueError, OSError) as error:
-        return f"{named}: {error}"
-    return ""
+        return None, f"{'' if given else named}{error}"
+    return schedule, ""
 
 
 # ---- does the run fit the memory? ----
@@ -244,34 +252,26 @@ def problems(
     """
     if broken := [*config.problems(world_size), *not_yet_trainable(config)]:
         return broken  # the rest goes by sizes that are sound
-    found = machine_problems(config, world_size, device, schedule=schedule)
-    if info.under_torchrun():  # its ranks may be on several machines: each looks at its own, the first at the folder
-        return found
-    found.append(folder_problem(config.train))
-    if not own_model and not _schedule_problem(config, world_size, schedule):
-        found.append(memory_problem(config, world_size, device, schedule=schedule))
+    schedule, problem = _checked_schedule(config, world_size, schedule)
+    found = [problem, *_layer_and_device_problems(config, world_size, device)]
+    if (
+        not info.under_torchrun()
+    ):  # there each rank looks at its own machine, and the first at the folder
+        found.append(folder_problem(config.train))
+        if not own_model and schedule is not None:
+            found.append(memory_problem(config, world_size, device, schedule=schedule))
     return [problem for problem in found if problem]
 
 
-def machine_problems(config: RunConfig, world_size: int, device: str, *, schedule: Schedule | None = None) -> list[str]:
+def machine_problems(config: RunConfig, world_size: int, device: str) -> list[str]:
     """Problems of schedule, layers, graphs or device in a configuration whose rules all hold."""
-    found = (
-        device_problem(device, config.parallel.distributed_backend, world_size),
-        _schedule_problem(config, world_size, schedule),
-        layer_problem(config),
-        graph_problem(config, device),
-    )
+    found = [schedule_problem(config, world_size), *_layer_and_device_problems(config, world_size, device)]
     return [problem for problem in found if problem]
 
 
-def _schedule_problem(config: RunConfig, world_size: int, schedule: Schedule | None) -> str:
-    if schedule is None:
-        return schedule_problem(config, world_size)
-    try:
-        check_schedule(schedule, config, world_size)
-    except ValueError as error:
-        return str(error)
-    return ""
+def _layer_and_device_problems(config: RunConfig, world_size: int, device: str) -> tuple[str, ...]:
+    asked_for = device_problem(device, config.parallel.distributed_backend, world_size)
+    return asked_for, layer_problem(config), graph_problem(config, device)
 
 
 def device_problem(device: str, backend: str, world_size: int) -> str:

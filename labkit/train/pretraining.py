@@ -75,7 +75,7 @@ class TrainResult:
 
 @dataclass
 class Run:
-    """A rank's place in a run, made by `initialize`."""
+    """A rank's place in a run, made by `initialize`: all of it is checked, so inner code asserts."""
 
     config: RunConfig
     """The whole configuration."""

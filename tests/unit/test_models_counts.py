@@ -152,16 +152,6 @@ def test_causal_pairs_by_counting_them() -> None:
 # ---- bytes ----
 
 
-@pytest.mark.parametrize(("precision", "each"), [("fp32", 16), ("bf16", 18), ("fp16", 18), ("fp64", 32)])
-def test_state_bytes_by_precision(precision: str, each: int) -> None:
-    assert counts.state_bytes(1000, precision).total == 1000 * each
-
-
-def test_unknown_precision_is_refused() -> None:
-    with pytest.raises(ValueError, match="precision is 'fp8'; choose one of fp32, bf16, fp16, fp64"):
-        counts.state_bytes(1, "fp8")
-
-
 def test_counting_needs_no_torch() -> None:
     code = "import sys, labkit.models.counts; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -9,9 +9,8 @@ import pytest
 from labkit.config import presets
 from labkit.config.pipeline_layout import MOST_SIGNS, LayoutError, parse_layout
 from labkit.models import stage_contents
-from labkit.models.counts import rank_parameters
+from labkit.models.counts import StageContents, rank_parameters
 from labkit.models.memory.activation_bytes import Share, layers_activation_bytes, recomputed_at_once_bytes
-from labkit.models.placement import StageContents
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from labkit.config import MoEConfig, RunConfig
-from labkit.models.counts import ELEMENT_BYTES, expert_parameters, moe_layers, rank_parameters
+from labkit.models.counts import StageContents, expert_parameters, moe_layers, rank_parameters, stage_contents
 from labkit.models.memory.activation_bytes import (
     Share,
     end_activation_bytes,
@@ -21,8 +21,7 @@ from labkit.models.memory.activation_bytes import (
     layers_activation_bytes,
     recomputed_at_once_bytes,
 )
-from labkit.models.placement import StageContents, stage_contents
-from labkit.parallel.data_parallel.bucket_layout import bytes_per_parameter, default_bucket_size
+from labkit.parallel.data_parallel.bucket_layout import ELEMENT_BYTES, bytes_per_parameter, default_bucket_size
 from labkit.schedules import Schedule
 from labkit.schedules.simulator import kept_whole
 

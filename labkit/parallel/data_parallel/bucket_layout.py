@@ -52,7 +52,7 @@ PARAMETER_ALIGNMENT = 64
 """Elements: 128 bytes, where a parameter has two bytes an element."""
 BUCKET_ALIGNMENT = 128
 """Elements: 256 bytes, with which cuBLAS and NCCL are at ease."""
-BANDWIDTH_ALIGNMENT = 1 << 16
+BANDELEMENT_BYTES_ALIGNMENT = 1 << 16
 """`pad` of large data-parallel groups: NCCL's rings reach full bandwidth where messages are divided by a high power of
 two (Megatron's `pad_buckets_for_high_nccl_busbw`)."""
 
@@ -128,7 +128,7 @@ def plan_buckets(
         dp: ranks over which each bucket is reduced, and cut by the distributed optimizer.
         bucket_size: elements from which on a bucket is closed; None makes one bucket of all.
         distributed_optimizer: align parameters, pad buckets, give shared embeddings a bucket of their own.
-        pad: with the distributed optimizer, bucket lengths are multiples of this too (`BANDWIDTH_ALIGNMENT`).
+        pad: with the distributed optimizer, bucket lengths are multiples of this too (`BANDELEMENT_BYTES_ALIGNMENT`).
 
     Raises:
         ValueError: sizes that are not positive, or two parameters of one name.
@@ -265,8 +265,8 @@ def owned_bytes(plan: BucketLayout, dp: int, rank: int, bytes_per_element: int) 
 
 # ---- without padding: closed forms of what a parameter costs ----
 
-WIDTH = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of one element."""
+ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+"""`optim.precision` -> bytes of one element."""
 STAGES = (0, 1, 2, 3)
 """ZeRO stages; 0 replicates everything."""
 
@@ -305,13 +305,13 @@ def bytes_per_parameter(
     Raises ValueError for an unknown type or stage, or dp below 1.
     """
     for name, given in (("param_dtype", param_dtype), ("grad_dtype", grad_dtype)):
-        if given not in WIDTH:
-            raise ValueError(f"{name} is {given!r}; choose one of {', '.join(WIDTH)}")
+        if given not in ELEMENT_BYTES:
+            raise ValueError(f"{name} is {given!r}; choose one of {', '.join(ELEMENT_BYTES)}")
     if stage not in STAGES:
         raise ValueError(f"stage is {stage!r}; ZeRO has stages {', '.join(map(str, STAGES))}")
     if dp < 1:
         raise ValueError(f"dp is {dp}: at least one rank holds the parameters")
-    weight, gradient = WIDTH[param_dtype], WIDTH[grad_dtype]
+    weight, gradient = ELEMENT_BYTES[param_dtype], ELEMENT_BYTES[grad_dtype]
     updated = max(weight, 4)  # AdamW runs in fp32 at least
     shared = Fraction(1, dp)
     return BytesPerParameter(
