@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from labkit.graphs.order_table import Pass, layers_of_chunks, order_sizes, read_order
+from labkit.graphs.order_table import Pass, layers_of_chunks, order_sizes, read_order, sample_places
 
 
 class PlanError(ValueError):
@@ -208,12 +208,7 @@ def _refuse_two_lives(
 def _signatures_of_uses(
     signatures: Sequence[Hashable] | None, layers: tuple[int, ...], microbatches: int
 ) -> Mapping[Use, Hashable]:
-    uses = [
-        Use(chunk, layer, microbatch)
-        for chunk, count in enumerate(layers)
-        for microbatch in range(microbatches)
-        for layer in range(count)
-    ]
+    uses = [Use(*place) for place in sample_places(layers, microbatches)]
     if signatures is None:
         return dict.fromkeys(uses, None)
     if len(signatures) == len(uses):  # one per sample argument, which is how `uses` is laid out

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path
 
 from labkit.graphs.checks.replay_guards import HOOKS, global_hooks
-from labkit.graphs.order_table import layers_of_chunks, order_sizes, read_order, sample_index
+from labkit.graphs.order_table import layers_of_chunks, order_sizes, read_order, sample_index, sample_places
 from labkit.parallel.communication.capturing import GraphCaptureError
 
 
@@ -79,10 +79,9 @@ def places_and_work(
             f"give {len(callables) * microbatches}, laid out as prefix_layers[chunk] * {microbatches} + "
             "microbatch * layers[chunk] + layer"
         )
-    uses = [(c, layer, m) for c, count in enumerate(layers) for m in range(microbatches) for layer in range(count)]
     places = [
         Place(callables[sum(layers[:c]) + layer], f"chunk {c} layer {layer} microbatch {m}", c, layer, m)
-        for c, layer, m in uses
+        for c, layer, m in sample_places(layers, microbatches)
     ]
     work: list[Work] = []
     for one in passes:
@@ -233,3 +232,27 @@ def parameters_of(functions: Sequence[Callable[..., Any]]) -> Iterator[nn.Parame
             if parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield parameter
+
+
+class CaptureRequest(NamedTuple):
+    """The checked arguments of `make_graphed_callables`: our backends and Transformer Engine take the same."""
+
+    functions: Sequence[Callable[..., Any]]
+    """The callables; under an order the layers of all chunks, chunk by chunk."""
+    places: Sequence[Place]
+    """One for each pair of arguments, in the layout of the sample arguments."""
+    work: Sequence[Work]
+    """All graphs, in the order of their captures."""
+    arguments: Sequence[Arguments]
+    """The sample of each place."""
+    owner: Sequence[int]
+    """For each place, the index of the place into whose sample its calls are copied."""
+    order: Sequence[float] | None
+    """Signed chunk numbers; None where each callable has one graph."""
+    layers: Sequence[int]
+    """Layers of each chunk."""
+    num_warmup: int
+    pool: Any
+    reuse_buffers: bool
+    allow_unused_input: bool
+    clone_param_grads: bool

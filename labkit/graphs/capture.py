@@ -31,7 +31,7 @@ from labkit.graphs.backend import GraphBackend, Pool, choose_impl, get_backend, 
 from labkit.graphs.buffers import BufferPlan, plan_buffers
 from labkit.graphs.call_arguments import (
     Arguments,
-    Place,
+    CaptureRequest,
     Work,
     check_callables,
     parameters_of,
@@ -119,54 +119,51 @@ def make_graphed_callables(
     require_whole_process()
     if is_graph_capturing():
         raise GraphCaptureError(f"{call_site()}: graphs cannot be captured while another graph is being captured")
-    single = not isinstance(callables, tuple | list) and order is None
-    functions = [callables] if not isinstance(callables, tuple | list) else list(callables)
-    all_args = [sample_args] if single else list(sample_args)
-    all_kwargs = _all_kwargs(sample_kwargs, len(all_args), single)
     if impl == "transformer_engine" and plan is not None:
         raise ValueError("a plan is given, and Transformer Engine makes its own: use impl local or emulated")
-    check_callables(functions)
-    for function in functions:
-        if isinstance(function, nn.Module) and not hasattr(function, "cuda_graph_manual_hooks"):
-            refuse_records(function)  # of a wrapped layer the routers may lie outside of the graph
+    if num_warmup < 0:
+        raise ValueError(f"num_warmup={num_warmup}: give 0 or more")
+    several = isinstance(callables, tuple | list)
+    single = not several and order is None
+    functions = list(callables) if several else [callables]
+    _check_functions(functions)
+    all_args = [sample_args] if single else list(sample_args)
+    all_kwargs = _all_kwargs(sample_kwargs, len(all_args), single)
     places, work, layers = places_and_work(functions, len(all_args), order, num_layers_per_chunk)
     arguments = [Arguments(p.name, args, kw) for p, args, kw in zip(places, all_args, all_kwargs, strict=True)]
     check_samples(arguments)
-    if num_warmup < 0:
-        raise ValueError(f"num_warmup={num_warmup}: give 0 or more")
     if reuse_buffers:
-        _check_reuse(functions, order)
-        assert order is not None
-        signatures = [one.signature for one in arguments]
-        # Weight gradients that run later read the input again; the engine frees it before.
-        keep = impl != "transformer_engine"
-        plan = plan or plan_buffers(order, layers, signatures, keep_for_weight_gradients=keep)
+        order = _order_for_reuse(functions, order)
+        plan = plan or _planned(order, layers, arguments, impl)
+    request = CaptureRequest(
+        functions, places, work, arguments, owners(places, plan), order, layers,
+        num_warmup, pool, reuse_buffers, allow_unused_input, clone_param_grads,
+    )  # fmt: skip
     if torch.is_grad_enabled():
-        check_samples_apart(work, arguments, owners(places, plan))
+        check_samples_apart(work, arguments, request.owner)
     if backend is None:
         impl = choose_impl(impl, _device(arguments, functions))
-    if impl == "transformer_engine" and backend is None:
+    if backend is None and impl == "transformer_engine":
         from labkit.graphs.cuda.te_adaptor import make_with_transformer_engine
 
-        made = make_with_transformer_engine(
-            functions, arguments, places, order=order, num_layers_per_chunk=layers, num_warmup=num_warmup, pool=pool,
-            reuse_buffers=reuse_buffers, allow_unused_input=allow_unused_input, clone_param_grads=clone_param_grads,
-            engine_options=engine_options, owner=owners(places, plan),
-        )  # fmt: skip
-        return made[0] if single else made
-    trackers = rng_trackers_of(functions) if rng_trackers is None else list(rng_trackers)
-    backend = backend or get_backend(impl, trackers)
-    capture = _Capture(
-        backend, backend.new_pool() if pool is None else pool, places, work, arguments, plan,
-        reuse=reuse_buffers, allow_unused_input=allow_unused_input, clone_param_grads=clone_param_grads,
-        watch=watch_replays,
-    )  # fmt: skip
-    with random_states_kept(backend.device_type, trackers):
-        capture.run(num_warmup)
-    made = capture.graphed()
-    for one in arguments:
-        one.forget_samples()
+        made = make_with_transformer_engine(request, engine_options)
+    else:
+        trackers = rng_trackers_of(functions) if rng_trackers is None else list(rng_trackers)
+        made = _made_on(backend or get_backend(impl, trackers), request, trackers, watch=watch_replays)
     return made[0] if single else made
+
+
+def _made_on(
+    backend: GraphBackend, request: CaptureRequest, trackers: list[RngTracker], *, watch: bool
+) -> tuple[GraphedCallable, ...]:
+    """Warm up, capture, and put random states back; then let go of the samples that no call is copied into."""
+    capture = _Capture(backend, request, watch=watch)
+    with random_states_kept(backend.device_type, trackers):
+        capture.run(request.num_warmup)
+    made = capture.graphed()
+    for one in request.arguments:
+        one.forget_samples()
+    return made
 
 
 def _all_kwargs(sample_kwargs: Any, count: int, single: bool) -> list[Mapping[str, Any]]:
@@ -178,7 +175,21 @@ def _all_kwargs(sample_kwargs: Any, count: int, single: bool) -> list[Mapping[st
     return given
 
 
-def _check_reuse(functions: Sequence[Callable[..., Any]], order: Sequence[float] | None) -> None:
+def _check_functions(functions: Sequence[Callable[..., Any]]) -> None:
+    """Refuse callables that a replay could not follow, and routers that record or repeat their choices."""
+    check_callables(functions)
+    for function in functions:
+        if isinstance(function, nn.Module) and not hasattr(function, "cuda_graph_manual_hooks"):
+            refuse_records(function)  # a wrapped layer checks itself: its router may lie outside of the graph
+
+
+def _order_for_reuse(functions: Sequence[Callable[..., Any]], order: Sequence[float] | None) -> Sequence[float]:
+    """The order, which tells when each buffer is free.
+
+    Raises:
+        ValueError: there is no order.
+        GraphCaptureError: a callable has no backward here, so nothing tells when its buffer is free.
+    """
     if order is None:
         raise ValueError("reuse_buffers needs an order: it tells when a backward has run and its buffer is free")
     if not torch.is_grad_enabled() or not all(getattr(f, "training", True) for f in functions):
@@ -186,13 +197,21 @@ def _check_reuse(functions: Sequence[Callable[..., Any]], order: Sequence[float]
             "reuse_buffers is for training: without backwards nothing says when a buffer is free; "
             "call .train(), or capture without reuse_buffers"
         )
+    return order
+
+
+def _planned(order: Sequence[float], layers: Sequence[int], arguments: Sequence[Arguments], impl: str) -> BufferPlan:
+    """Weight gradients that run later read the input again, so our graphs keep the input until then; the engine's
+    modules do not read it."""
+    signatures = [one.signature for one in arguments]
+    return plan_buffers(order, layers, signatures, keep_for_weight_gradients=impl != "transformer_engine")
 
 
 def _device(arguments: Sequence[Arguments], functions: Sequence[Callable[..., Any]]) -> torch.device:
-    """Where the samples lie.
+    """The device of the samples, else of the parameters, else the host.
 
     Raises:
-        ValueError: on several devices.
+        ValueError: they lie on several devices.
     """
     devices = {tensor.device for one in arguments for tensor in one.tensors}
     if not devices:
@@ -206,31 +225,20 @@ def _device(arguments: Sequence[Arguments], functions: Sequence[Callable[..., An
 class _Capture:
     """One call of `make_graphed_callables` on one backend."""
 
-    def __init__(
-        self,
-        backend: GraphBackend,
-        pool: Pool,
-        places: Sequence[Place],
-        work: Sequence[Work],
-        arguments: Sequence[Arguments],
-        plan: BufferPlan | None,
-        *,
-        reuse: bool,
-        allow_unused_input: bool,
-        clone_param_grads: bool,
-        watch: bool,
-    ) -> None:
-        self.backend, self.pool = backend, pool
-        self.places, self.work, self.reuse = places, work, reuse
-        self.allow_unused_input, self.clone_param_grads = allow_unused_input, clone_param_grads
-        self.parameters = list(parameters_of([place.function for place in places]))
+    def __init__(self, backend: GraphBackend, request: CaptureRequest, *, watch: bool) -> None:
+        """watch: note the times of captures, so that a replay can be refused (`checks/in_flight_forwards.py`)."""
+        self.backend = backend
+        self.pool: Pool = backend.new_pool() if request.pool is None else request.pool
+        self.places, self.work, self.reuse = request.places, request.work, request.reuse_buffers
+        self.allow_unused_input, self.clone_param_grads = request.allow_unused_input, request.clone_param_grads
+        self.parameters = list(parameters_of(request.functions))
         self.arrivals = Arrivals()
         self.store = WeightGradStore()
-        self.put_off = {one.place for one in work if one.kind == "W"}
-        self.watch, self.in_flight = watch, in_flight_of(pool)
-        inputs = static_inputs(arguments, owners(places, plan))
-        self.captured = [Captured(*of_place) for of_place in zip(arguments, inputs, strict=True)]
-        for place, captured in zip(places, self.captured, strict=True):
+        self.put_off = {one.place for one in self.work if one.kind == "W"}
+        self.watch, self.in_flight = watch, in_flight_of(self.pool)
+        inputs = static_inputs(request.arguments, request.owner)
+        self.captured = [Captured(*of_place) for of_place in zip(request.arguments, inputs, strict=True)]
+        for place, captured in zip(self.places, self.captured, strict=True):
             captured.place, captured.in_grad_mode = place, torch.is_grad_enabled()
             captured.in_inference_mode = torch.is_inference_mode_enabled()
         self._seen: set[Hashable] = set()

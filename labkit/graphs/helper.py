@@ -169,7 +169,8 @@ class CudaGraphHelper:
         for layer in self.layers:
             for linear in _float8_linears(layer):
                 linear.plan.gemms.keep_weight(linear.weight)
-        self._marked = [p for p in self._parameters() if not record_of(p).added_elsewhere]
+        parameters = [p for layer in self.layers for p in layer.layer.parameters()]
+        self._marked = [p for p in parameters if not record_of(p).added_elsewhere]
         device = next(self.layers[0].layer.parameters()).device
         with (
             span("capture of layers", "timer"),
@@ -210,10 +211,6 @@ class CudaGraphHelper:
             plan=None if self.config.cuda_graph_impl == "transformer_engine" else plan,
             engine_options=self._engine_options,
         )
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        for layer in self.layers:
-            yield from layer.layer.parameters()
 
     def _with_chunk(self) -> Iterator[tuple[int, GraphableMegatronModule]]:
         for chunk, layers in enumerate(self.callables_per_chunk):

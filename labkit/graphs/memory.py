@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from labkit.graphs.buffers import plan_buffers
-from labkit.graphs.order_table import layers_of_chunks, order_sizes, read_order, sample_index
+from labkit.graphs.order_table import layers_of_chunks, order_sizes, read_order, sample_index, sample_places
 from labkit.graphs.pool import LayerMemory, predict_pool
 
 if TYPE_CHECKING:
@@ -236,13 +236,7 @@ def _of_each_layer(name: str, given: int | Sequence[int], layers: Sequence[int])
 
 def _of_each_sample(of_layer: Sequence[int], layers: Sequence[int], microbatches: int) -> list[int]:
     """Numbers of layers, laid out as `sample_index` says."""
-    before = [sum(layers[:chunk]) for chunk in range(len(layers))]
-    return [
-        of_layer[first + layer]
-        for first, count in zip(before, layers, strict=True)
-        for _ in range(microbatches)
-        for layer in range(count)
-    ]
+    return [of_layer[sum(layers[:chunk]) + layer] for chunk, layer, _ in sample_places(layers, microbatches)]
 
 
 def _held_at_most(order: Sequence[float], layers: Sequence[int], of_sample: Sequence[int]) -> int:

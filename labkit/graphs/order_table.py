@@ -70,6 +70,16 @@ def sample_index(layers_per_chunk: Sequence[int], microbatches: int, chunk: int,
     return sum(layers_per_chunk[:chunk]) * microbatches + microbatch * layers_per_chunk[chunk] + layer
 
 
+def sample_places(layers_per_chunk: Sequence[int], microbatches: int) -> list[tuple[int, int, int]]:
+    """(chunk, layer, microbatch) of every sample argument, in the layout of `sample_index`."""
+    return [
+        (chunk, layer, microbatch)
+        for chunk, layers in enumerate(layers_per_chunk)
+        for microbatch in range(microbatches)
+        for layer in range(layers)
+    ]
+
+
 def layers_of_chunks(layers_per_chunk: int | Sequence[int], chunks: int) -> tuple[int, ...]:
     """Layers of each chunk; a single number holds for all.
 

@@ -34,9 +34,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor, nn
 
 from labkit.graphs.scope import LayerScope
-from labkit.moe.dispatch.dispatcher import MoETokenDispatcher
 from labkit.moe.layer import MoELayer
-from labkit.moe.shared_experts import SharedExpertMLP
 from labkit.parallel.communication.capturing import is_graph_capturing, is_graph_warmup
 
 Step = Literal["shared_experts_compute", "route", "preprocess"]
@@ -123,18 +121,13 @@ class MoECudaGraphPartialCaptureSignal(Exception):
         Raises:
             AssertionError: attributes hold tensors in other places than at the first capture.
         """
-        cut, dispatcher = self.cut, self.cut.moe_layer.token_dispatcher
+        cut, overlapped = self.cut, self.cut.moe_layer.token_dispatcher.shared_experts
         outputs = [self.tensors["hidden_states"], self.tensors["probs"]]
         outputs += [self.tensors["routing_map"]] if self.return_step == "route" else _take_attributes(cut)
-        if (overlapped := _overlapped(dispatcher)) is not None:
+        if overlapped is not None:
             overlapped.join_stream()  # the first of their stages ends with the graph
         shared, cut.captured_shared_output = cut.captured_shared_output, None
         return outputs if shared is None else [*outputs, shared]
-
-
-def _overlapped(dispatcher: MoETokenDispatcher) -> SharedExpertMLP | None:
-    """The shared experts whose stages the dispatcher computes."""
-    return dispatcher.shared_experts
 
 
 def _take_attributes(cut: CutMoELayer) -> list[Tensor]:
@@ -228,8 +221,8 @@ def fill_store(cut: CutMoELayer, outputs: Sequence[Tensor]) -> Tensor:
         for path, value in zip(names, others, strict=True):
             _write(dispatcher, path, value)
         dispatcher.hidden_shape = residual.shape  # the rest of what a skipped `dispatch_preprocess` would have left
-        if (overlapped := _overlapped(dispatcher)) is not None:
-            overlapped.follow_stream()
+        if dispatcher.shared_experts is not None:
+            dispatcher.shared_experts.follow_stream()
     else:
         (routing_map,) = others
     store = cut.cudagraph_tensor_store

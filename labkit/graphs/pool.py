@@ -110,10 +110,6 @@ class Playback:
         """End of the highest block: what the pool must be able to hold, gaps included."""
         return max((life.end for life in self.lives), default=0)
 
-    def live_at(self, row: int) -> list[Life]:
-        """Blocks that are held after a row of the history, by offset."""
-        return sorted((life for life in self.lives if life.alive(row)), key=lambda life: life.offset)
-
     @cached_property
     def frames(self) -> tuple[Frame, ...]:
         """The pool at the end of each capture."""

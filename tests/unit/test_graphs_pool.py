@@ -67,7 +67,7 @@ def test_live_bytes_are_the_blocks_that_are_held(wishes):
             rows.append(("alloc", offset, nbytes))
     playback = play_back((time, *row, "g") for time, row in enumerate(rows))
     for row in range(len(rows)):
-        assert sum(life.nbytes for life in playback.live_at(row)) == playback.live_bytes[row]
+        assert sum(life.nbytes for life in playback.lives if life.alive(row)) == playback.live_bytes[row]
 
 
 def test_histories_that_no_pool_writes_are_refused():

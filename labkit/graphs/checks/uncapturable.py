@@ -7,6 +7,7 @@ anything either. Emulated graphs on the host hold gloo's messages as operations.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from labkit.moe.router import routers_of
 from labkit.parallel.communication.capturing import GraphCaptureError
 from labkit.parallel.groups import Group
 
-_NOT_THE_USER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+_NOT_THE_USER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__, "<")
 
 
 def called(
@@ -42,8 +43,8 @@ def called(
         if "leaf Variable that requires grad" not in str(error):
             raise
         raise GraphCaptureError(
-            f"{_raised_at(error)}: {place.name} changes an input or a parameter in place that requires grad; the "
-            "static inputs of a graph are leaves. Work on a copy (x = x.clone()), or out of place"
+            f"{raised_at(error) or 'the callable'}: {place.name} changes an input or a parameter in place that "
+            "requires grad; the static inputs of a graph are leaves. Work on a copy (x = x.clone()), or out of place"
         ) from error
     for output in outputs:
         if output is not None and not isinstance(output, Tensor):
@@ -112,9 +113,9 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
     return [0 if x.is_inference() else x._version for x in tensors]
 
 
-def _raised_at(error: BaseException) -> str:
-    """`file:line (in code)` of the innermost line that is neither torch's nor of the graphs."""
-    found, trace = "the callable", error.__traceback__
+def raised_at(error: BaseException) -> str:
+    """`file:line (in code)` of the innermost line that is neither torch's nor of labkit.graphs; empty without one."""
+    found, trace = "", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         if not code.co_filename.startswith(_NOT_THE_USER):

@@ -24,16 +24,15 @@ Written from the documentation and tested by tests/gpu only where there is a GPU
 from __future__ import annotations
 
 import gc
-import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from labkit.graphs.checks.uncapturable import raised_at
 from labkit.graphs.cuda.capture_streams import pool_mates
 from labkit.graphs.cuda.failed_capture import is_spent, repair_process
 from labkit.graphs.pool import PoolStep
@@ -48,12 +47,16 @@ from labkit.parallel.random import RngTracker
 
 __all__ = ["LocalBackend", "LocalGraph", "LocalPool"]
 
+_alive: weakref.WeakSet[Any] = weakref.WeakSet()
 
-_alive: weakref.WeakSet[LocalGraph] = weakref.WeakSet()
+
+def reset_before_leaving(graph: Any) -> None:
+    """Have `graph.reset()` called before this process leaves its process group, if the graph lives until then."""
+    _alive.add(graph)
+    before_leaving(_reset_all)
 
 
-def reset_all() -> None:
-    """Reset every graph of this process that is still there."""
+def _reset_all() -> None:
     for graph in list(_alive):
         graph.reset()
 
@@ -116,8 +119,7 @@ class LocalGraph:
         for generator in generators:
             self._graph.register_generator_state(generator)
         self._leave: weakref.finalize | None = None
-        _alive.add(self)
-        before_leaving(reset_all)
+        reset_before_leaving(self)
 
     @property
     def num_operations(self) -> int | None:
@@ -321,10 +323,7 @@ def explained(error: RuntimeError, name: str) -> RuntimeError:
     """CUDA's refusal with the user's line; other errors (out of memory, ours) as they are."""
     if isinstance(error, GraphCaptureError | torch.OutOfMemoryError) or "captur" not in str(error).lower():
         return error
-    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
-    frames = [f for f in frames if Path(f.filename).name != "contextlib.py"]
-    where = f"{frames[-1].filename}:{frames[-1].lineno} (in {frames[-1].name}): " if frames else ""
+    where = f"{line}: " if (line := raised_at(error)) else ""
     first = str(error).strip().splitlines()[0].rstrip(".")
     kept = "results of an earlier run that still hang on the same parameters (a loss that was kept): del them"
     if any(word in str(error) for word in ("stale", "legacy stream", "CaptureIsolation", "dependency created")):

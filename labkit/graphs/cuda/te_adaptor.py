@@ -20,7 +20,6 @@ import gc
 import importlib
 import inspect
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,11 +29,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._pytree import tree_leaves
 
-from labkit.graphs.call_arguments import Arguments, Place, parameters_of
+from labkit.graphs.call_arguments import Arguments, CaptureRequest, Place, parameters_of
 from labkit.graphs.checks.capture_isolation import Arrivals, parameters_put_aside, random_states_kept, rng_trackers_of
-from labkit.graphs.cuda.local_backend import explained, stale_streams_followed
+from labkit.graphs.cuda.local_backend import explained, reset_before_leaving, stale_streams_followed
 from labkit.graphs.graphed import Captured, GraphedCallable, Graphs
-from labkit.launch.info import before_leaving
 from labkit.launch.machine import why_no_transformer_engine
 from labkit.parallel.communication.capturing import GraphCaptureError, graph_warmup
 from labkit.parallel.random import RngTracker
@@ -89,29 +87,41 @@ def engine_arguments(function: Callable[..., Any], wanted: Mapping[str, Any]) ->
 
 
 def make_with_transformer_engine(
-    functions: Sequence[Callable[..., Any]],
-    arguments: Sequence[Arguments],
-    places: Sequence[Place],
-    *,
-    order: Sequence[float] | None,
-    num_layers_per_chunk: Sequence[int],
-    num_warmup: int,
-    pool: Any,
-    reuse_buffers: bool,
-    allow_unused_input: bool,
-    clone_param_grads: bool,
-    owner: Sequence[int],
-    engine_options: Mapping[str, Any] | None = None,
+    request: CaptureRequest, engine_options: Mapping[str, Any] | None = None
 ) -> tuple[GraphedCallable, ...]:
-    """As `make_graphed_callables`, by the engine. Called by it, after its checks.
-
-    owner: for each place, whose sample serves it.
+    """Have the engine capture. `make_graphed_callables` calls this after its own checks.
 
     Raises:
-        ValueError: no engine here, or too old for what is asked.
-        GraphCaptureError: what it cannot capture: functions that are no modules, training without gradients.
+        ValueError: there is no engine here, or it is too old for what is asked.
+        GraphCaptureError: the engine captures neither functions that are no modules nor training without gradients.
     """
-    modules = _modules(functions)
+    modules = _modules(request.functions)
+    training = _is_training(modules, request.order)
+    make, options = engine_function(), dict(engine_options or {})
+    given = engine_arguments(make, _wanted(request, training=training) | options)
+    arrivals = Arrivals()
+    made = _made_by(make, modules, request.arguments, given, arrivals)
+    if not training:
+        made = [_taken_off(module) for module in modules]
+    if request.clone_param_grads and "clone_param_grads_on_return" not in given:
+        for parameter in parameters_of(modules):
+            parameter.register_post_accumulate_grad_hook(_own_gradient)
+    caches = bool(options.get("cache_quantized_params"))
+    inputs = [request.arguments[index].tensors for index in request.owner]
+    found = []
+    for place, arguments, static, one in zip(request.places, request.arguments, inputs, made, strict=True):
+        captured = _captured(place, arguments, static, arrivals)
+        arguments.forget_samples()
+        found.append(EngineCallable(place, captured, one, pool=request.pool, has_backward=training, caches=caches))
+    return tuple(found)
+
+
+def _is_training(modules: Sequence[nn.Module], order: Sequence[float] | None) -> bool:
+    """Whether backwards are captured too.
+
+    Raises:
+        GraphCaptureError: training without gradients, or an order without training.
+    """
     training = all(module.training for module in modules)
     if training and not torch.is_grad_enabled():
         raise GraphCaptureError(
@@ -119,53 +129,51 @@ def make_with_transformer_engine(
         )
     if not training and order is not None:
         raise GraphCaptureError("the engine captures an order in training alone: leave it out, or call .train()")
-    own_order, own_layers = _order_of(order, num_layers_per_chunk, len(functions)) if training else (None, None)
-    make, options = engine_function(), dict(engine_options or {})
-    given = engine_arguments(
-        make,
-        {
-            "num_warmup_iters": num_warmup,
-            "allow_unused_input": allow_unused_input,
-            "sample_kwargs": _sample_kwargs(arguments),
-            "_order": own_order,
-            "_num_layers_per_chunk": own_layers,
-            "pool": getattr(pool, "handle", pool),
-            "_reuse_graph_input_output_buffers": reuse_buffers,
-            "clone_param_grads_on_return": clone_param_grads,
-            **options,
-        },
-    )
-    arrivals, trackers = Arrivals(), rng_trackers_of(modules)
-    parameters = list(parameters_of(modules))
+    return training
+
+
+def _wanted(request: CaptureRequest, *, training: bool) -> dict[str, Any]:
+    """The arguments of the call, by the names of the newest engine."""
+    order, layers = _order_of(request) if training else (None, None)
+    return {
+        "num_warmup_iters": request.num_warmup,
+        "allow_unused_input": request.allow_unused_input,
+        "sample_kwargs": _sample_kwargs(request.arguments),
+        "_order": order,
+        "_num_layers_per_chunk": layers,
+        "pool": getattr(request.pool, "handle", request.pool),
+        "_reuse_graph_input_output_buffers": request.reuse_buffers,
+        "clone_param_grads_on_return": request.clone_param_grads,
+    }
+
+
+def _made_by(
+    make: Callable[..., Any],
+    modules: Sequence[nn.Module],
+    arguments: Sequence[Arguments],
+    given: Mapping[str, Any],
+    arrivals: Arrivals,
+) -> Sequence[Any]:
+    """Call the engine's function; gradients, hooks and random states are afterwards as they were before."""
+    trackers = rng_trackers_of(modules)
     device = arguments[0].tensors[0].device.type if arguments[0].tensors else "cuda"
     samples = tuple(one.rebuilt(one.tensors)[0] for one in arguments)
     with (
         random_states_kept(device, trackers),
-        parameters_put_aside(parameters, arrivals),
+        parameters_put_aside(list(parameters_of(modules)), arrivals),
         _generators_known(make, trackers),
         _set_back(make, modules),
         stale_streams_followed(),
-        graph_warmup(),  # for the whole of it: the engine keeps its own flag of what it is at
+        graph_warmup(),  # for the whole call: only the engine knows whether it warms up or captures
     ):
-        made = make(tuple(modules), samples, **given)
-        made = made if training else [_taken_off(module) for module in modules]
-    if clone_param_grads and "clone_param_grads_on_return" not in given:
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(_own_gradient)
-    caches = bool(options.get("cache_quantized_params"))
-    inputs = [arguments[index].tensors for index in owner]
-    found = []
-    for place, of_place, static, one in zip(places, arguments, inputs, made, strict=True):
-        captured = _captured(place, of_place, static, arrivals)
-        of_place.forget_samples()
-        found.append(EngineCallable(place, captured, one, pool=pool, has_backward=training, caches=caches))
-    return tuple(found)
+        return make(tuple(modules), samples, **given)
 
 
-def _order_of(order: Sequence[float] | None, layers: Sequence[int], count: int) -> tuple[list[float], list[int]]:
-    """The order and the layers of its chunks; without one each callable is a chunk with one microbatch."""
-    if order is not None:
-        return list(order), list(layers)
+def _order_of(request: CaptureRequest) -> tuple[list[float], list[int]]:
+    """The order and the layers of its chunks; without an order each callable is a chunk with one microbatch."""
+    if request.order is not None:
+        return list(request.order), list(request.layers)
+    count = len(request.functions)
     return [*range(1, count + 1), *range(-count, 0)], [1] * count
 
 
@@ -307,8 +315,7 @@ class EngineCallable(GraphedCallable):
         self.has_backward = has_backward
         self._place, self._caches = place, caches
         self._engine_callable: Callable[..., Any] | None = engine_callable
-        _alive.add(self)
-        before_leaving(_reset_all)
+        reset_before_leaving(self)
 
     @property
     def graphs(self) -> Graphs:
@@ -353,12 +360,3 @@ class EngineCallable(GraphedCallable):
             run()
         self._engine_callable = None
         super().reset()
-
-
-_alive: weakref.WeakSet[EngineCallable] = weakref.WeakSet()
-
-
-def _reset_all() -> None:
-    """Before communicators end, which the engine's graphs hold (`local_backend.py`)."""
-    for one in list(_alive):
-        one.reset()
