@@ -1,7 +1,7 @@
 """labkit: a workbench for the Megatron-style parallel training stack.
 
-`import labkit` loads nothing but this file. Python imports `labkit.schedules`, `labkit.launch` and the other packages
-at the first look at them (PEP 562), and only the packages that compute import torch.
+`import labkit` loads this file alone. Python imports `labkit.schedules`, `labkit.launch` and the other packages on their
+first use (PEP 562). Only the packages that compute import torch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from labkit import config as config
     from labkit import data as data
     from labkit import events as events
+    from labkit import fp8 as fp8
     from labkit import graphs as graphs
     from labkit import launch as launch
     from labkit import models as models
     from labkit import moe as moe
     from labkit import parallel as parallel
     from labkit import schedules as schedules
+    from labkit import te as te
     from labkit import train as train
     from labkit import viz as viz
 

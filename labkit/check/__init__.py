@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_EXPORTS = {
-    "parameters": ("check_parameters",),
-    "scoring": ("Exercise", "Outcome", "Score", "check", "compare", "exercise", "exercises", "holds"),
-}
-"""Module -> the names that this package offers from it."""
-_HOME = {name: module for module, names in _EXPORTS.items() for name in names}
-__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+from labkit.lazy import public_names
 
 if TYPE_CHECKING:
     from labkit.check.parameters import check_parameters as check_parameters
@@ -24,14 +17,4 @@ if TYPE_CHECKING:
     from labkit.check.scoring import exercises as exercises
     from labkit.check.scoring import holds as holds
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__, __getattr__, __dir__ = public_names(__name__, __file__)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from labkit.lazy import public_names
 
 if TYPE_CHECKING:
-    from labkit.cli.command_line import main
+    from labkit.cli.command_line import main as main
 
-__all__ = ["main"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "main":
-        return importlib.import_module("labkit.cli.command_line").main
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__, __getattr__, __dir__ = public_names(__name__, __file__)

@@ -8,23 +8,21 @@ config.validate(world_size=4)
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from labkit.config.errors import ConfigError
-from labkit.config.run_config import RunConfig
-from labkit.config.sections import DataConfig, GraphConfig, ModelConfig, MoEConfig, OptimConfig, ParallelConfig
-
-from labkit.config.sections import ScheduleConfig, TrainConfig  # isort: skip
+from labkit.lazy import public_names
 
 if TYPE_CHECKING:
-    from labkit.config import presets
+    from labkit.config import presets as presets
+    from labkit.config.errors import ConfigError as ConfigError
+    from labkit.config.run_config import RunConfig as RunConfig
+    from labkit.config.sections import DataConfig as DataConfig
+    from labkit.config.sections import GraphConfig as GraphConfig
+    from labkit.config.sections import ModelConfig as ModelConfig
+    from labkit.config.sections import MoEConfig as MoEConfig
+    from labkit.config.sections import OptimConfig as OptimConfig
+    from labkit.config.sections import ParallelConfig as ParallelConfig
+    from labkit.config.sections import ScheduleConfig as ScheduleConfig
+    from labkit.config.sections import TrainConfig as TrainConfig
 
-__all__ = ["ConfigError", "DataConfig", "GraphConfig", "MoEConfig", "ModelConfig", "OptimConfig", "ParallelConfig"]
-__all__ += ["RunConfig", "ScheduleConfig", "TrainConfig", "presets"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "presets":
-        return importlib.import_module("labkit.config.presets")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__, __getattr__, __dir__ = public_names(__name__, __file__)

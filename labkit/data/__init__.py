@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from labkit.lazy import public_names
 
 if TYPE_CHECKING:
     from labkit.data.gpt_data import GPTDataset as GPTDataset
@@ -13,21 +14,4 @@ if TYPE_CHECKING:
     from labkit.data.text import bundled_text as bundled_text
     from labkit.data.text import load_tokenizer as load_tokenizer
 
-_MODULES = {
-    "bundled_text": "text",
-    "load_tokenizer": "text",
-    "GPTDataset": "gpt_data",
-    "build_gpt_datasets": "gpt_data",
-    "data_iterator": "gpt_data",
-    "unigram_entropy": "gpt_data",
-}
-
-__all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__all__, __getattr__, __dir__ = public_names(__name__, __file__)

@@ -5,16 +5,9 @@ Names are loaded on first use (PEP 562).
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_EXPORTS = {
-    "recipe": ("Float8Recipe", "float8_recipe"),
-    "scaling": ("Float8Scaling", "Float8Spec"),
-}
-"""Module -> the names that this package offers from it."""
-_HOME = {name: module for module, names in _EXPORTS.items() for name in names}
-__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+from labkit.lazy import public_names
 
 if TYPE_CHECKING:
     from labkit.fp8.recipe import Float8Recipe as Float8Recipe
@@ -22,14 +15,4 @@ if TYPE_CHECKING:
     from labkit.fp8.scaling import Float8Scaling as Float8Scaling
     from labkit.fp8.scaling import Float8Spec as Float8Spec
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__, __getattr__, __dir__ = public_names(__name__, __file__)

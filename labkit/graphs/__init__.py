@@ -5,56 +5,9 @@ Names are loaded on first use (PEP 562), so that plans can be made without torch
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_EXPORTS = {
-    "backend": ("make_weak_ref",),
-    "buffers": ("BufferPlan", "PlanError", "check_plan", "plan_buffers"),
-    "capture": ("make_graphed_callables",),
-    "full_iteration": ("FullIterationGraph",),
-    "graphable": ("GraphableMegatronModule", "graphable_modules", "unwrap_layers", "wrap_layers"),
-    "helper": ("CudaGraphHelper", "TECudaGraphHelper"),
-    "memory": (
-        "GraphMemoryReport",
-        "graph_counts",
-        "graph_objects_made",
-        "measure_graphs",
-        "predict_graph_memory",
-        "predict_workspaces",
-    ),
-    "order_table": ("capture_order", "read_order", "sample_index"),
-    "partial": (
-        "MoECudaGraphPartialCaptureSignal",
-        "MoECudaGraphTensorStore",
-        "fill_store",
-        "maybe_skip_or_early_return_by_cudagraph",
-        "names_of_outputs",
-    ),
-    "pool": ("LAYER_ORDER", "LayerMemory", "layer_memory", "play_back", "predict_pool"),
-    "study.call_trace": ("calls_between",),
-    "labkit.parallel.communication.capturing": ("BrokenProcessError", "GraphCaptureError", "is_graph_capturing"),
-}
-"""Module -> what it holds for users."""
-_MODULE_OF = {
-    name: module if module.startswith("labkit.") else f"{__name__}.{module}"
-    for module, names in _EXPORTS.items()
-    for name in names
-}
-__all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
+from labkit.lazy import public_names
 
 if TYPE_CHECKING:
     from labkit.graphs.backend import make_weak_ref as make_weak_ref
@@ -93,3 +46,5 @@ if TYPE_CHECKING:
     from labkit.parallel.communication.capturing import BrokenProcessError as BrokenProcessError
     from labkit.parallel.communication.capturing import GraphCaptureError as GraphCaptureError
     from labkit.parallel.communication.capturing import is_graph_capturing as is_graph_capturing
+
+__all__, __getattr__, __dir__ = public_names(__name__, __file__)

@@ -12,8 +12,9 @@ Nothing here imports torch in the process that calls `run`.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from labkit.lazy import public_names
 
 if TYPE_CHECKING:
     from labkit.launch.failure_report import RankError as RankError
@@ -27,28 +28,4 @@ if TYPE_CHECKING:
     from labkit.launch.status import waiting as waiting
     from labkit.launch.torchrun import join as join
 
-_MODULE_OF = {
-    "RankError": "failure_report",
-    "RankInfo": "info",
-    "Ranks": "launcher",
-    "before_launch": "launcher",
-    "join": "torchrun",
-    "preload": "forkserver",
-    "rank_info": "info",
-    "report_progress": "info",
-    "run": "launcher",
-    "waiting": "status",
-}
-__all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF})
+__all__, __getattr__, __dir__ = public_names(__name__, __file__)

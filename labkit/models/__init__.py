@@ -2,28 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_EXPORTS = {
-    "counts": ("stage_contents", "stage_layers"),
-    "memory.activation_bytes": ("Share", "layer_activation_bytes", "layer_parts", "paper_layer_bytes"),
-    "convert": (
-        "gather_full_state",
-        "load_full_state",
-        "full_state_from_hugging_face",
-        "full_state_to_hugging_face",
-        "model_config_from_hugging_face",
-        "moe_config_from_hugging_face",
-    ),
-    "chunks": ("build_model_chunks",),
-    "gpt": ("GPTModel",),
-    "memory.saved_tensors": ("SavedTensors",),
-    "synthetic_load": ("SleepingStage", "sleep_through"),
-}
-"""Module -> the names that this package offers from it."""
-_HOME = {name: module for module, names in _EXPORTS.items() for name in names}
-__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+from labkit.lazy import public_names
 
 if TYPE_CHECKING:
     from labkit.models.chunks import build_model_chunks as build_model_chunks
@@ -44,14 +25,4 @@ if TYPE_CHECKING:
     from labkit.models.synthetic_load import SleepingStage as SleepingStage
     from labkit.models.synthetic_load import sleep_through as sleep_through
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__, __getattr__, __dir__ = public_names(__name__, __file__)

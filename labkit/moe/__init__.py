@@ -2,38 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_EXPORTS: dict[str, tuple[str, ...]] = {
-    "balance": ("aux_loss_scale", "AuxLossAutoScaler", "AuxLossScale", "updated_expert_bias"),
-    "router": ("finish_router_step", "routers_of", "TopKRouter"),
-    "routing": ("apply_capacity", "get_capacity", "topk_routing"),
-    "replay": ("RoutingReplay",),
-    "logit_record": ("LogitRecord",),
-    "statistics": ("RouterStatistics", "RouterSummary", "summarize"),
-    "dispatch.allgather": ("MoEAllGatherTokenDispatcher",),
-    "dispatch.alltoall": ("MoEAlltoAllTokenDispatcher",),
-    "dispatch.dispatcher": ("MoETokenDispatcher",),
-    "layer": ("build_dispatcher", "MoELayer"),
-    "dispatch.one_rank": ("MoELocalTokenDispatcher",),
-    "dispatch.permutation": ("permute", "sort_chunks_by_idxs", "unpermute"),
-    "experts": ("Experts", "GroupedExperts", "SequentialExperts"),
-    "shared_experts": ("SharedExpertMLP",),
-    "dispatch.traffic": (
-        "all_to_all_bytes",
-        "AllToAllBytes",
-        "dedup_factor",
-        "expected_destinations",
-        "extra_bytes",
-        "send_matrix",
-        "send_matrix_without_copies",
-    ),
-}
-"""Module -> public names in it."""
-_HOME = {name: module for module, names in _EXPORTS.items() for name in names}
-
-__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+from labkit.lazy import public_names
 
 if TYPE_CHECKING:
     from labkit.moe.balance import AuxLossAutoScaler as AuxLossAutoScaler
@@ -72,14 +43,4 @@ if TYPE_CHECKING:
     from labkit.moe.statistics import RouterSummary as RouterSummary
     from labkit.moe.statistics import summarize as summarize
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__, __getattr__, __dir__ = public_names(__name__, __file__)

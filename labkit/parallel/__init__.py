@@ -2,123 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_EXPORTS = {
-    "mixed_radix": ("decompose", "MAX_LISTED_RANKS", "prefix_product"),
-    "rank_generator": (
-        "DEFAULT_ORDER",
-        "generate_masked_orthogonal_groups",
-        "generate_masked_orthogonal_rank_groups",
-        "rank_generators",
-        "RankGenerator",
-    ),
-    "group_plan": (
-        "all_groups",
-        "embedding_columns",
-        "GROUP_KINDS",
-        "GROUP_TOKENS",
-        "groups_of_rank",
-        "members_of_rank",
-    ),
-    "groups": ("Group", "initialize_model_parallel", "ParallelGroups", "single_process_groups"),
-    "parameters.parameter_record": ("ParameterRecord", "record_of"),
-    "ledger": ("comm_scope", "CommLedger", "CommRecord", "delayed", "dropped"),
-    "communication.capturing": ("GraphCaptureError", "is_graph_capturing", "is_graph_warmup"),
-    "collectives": (
-        "all_gather",
-        "all_gather_async",
-        "all_reduce",
-        "all_reduce_async",
-        "all_to_all",
-        "all_to_all_async",
-        "barrier",
-        "batch",
-        "broadcast",
-        "broadcast_async",
-        "gather_objects",
-        "irecv",
-        "isend",
-        "Message",
-        "Pending",
-        "reduce_scatter",
-        "reduce_scatter_async",
-    ),
-    "mappings": (
-        "copy_to_tensor_model_parallel_region",
-        "gather_from_sequence_parallel_region",
-        "gather_from_tensor_model_parallel_region",
-        "reduce_from_tensor_model_parallel_region",
-        "reduce_scatter_to_sequence_parallel_region",
-        "scatter_to_sequence_parallel_region",
-        "scatter_to_tensor_model_parallel_region",
-    ),
-    "communication.in_flight": ("all_to_all_start", "AllToAllInFlight"),
-    "communication.unequal": ("all_gather_unequal", "reduce_scatter_unequal"),
-    "recompute": ("checkpoint", "CheckpointWithoutOutput", "once", "will_run_again"),
-    "layers": ("ColumnParallelLinear", "RowParallelLinear"),
-    "mlp": ("ParallelMLP",),
-    "parameters.weights": ("gather_expert_parameter", "gather_parameter", "make_expert_parameter", "make_parameter"),
-    "vocab.token_ids": ("check_token_ids", "TokenIdError", "token_ids_checked_late"),
-    "vocab.vocab_parallel": ("padded_vocab_size", "parallel_lm_logits", "VocabParallelEmbedding"),
-    "vocab.cross_entropy": ("linear_cross_entropy", "vocab_parallel_cross_entropy"),
-    "context.zigzag": (
-        "contiguous_positions",
-        "contiguous_split",
-        "get_batch_on_this_cp_rank",
-        "zigzag_join",
-        "zigzag_positions",
-        "zigzag_split",
-    ),
-    "context.plan": ("gathered_plan", "ring_load", "ring_plan", "ring_time"),
-    "random": ("model_parallel_seed", "RngTracker"),
-    "data_parallel.gradients": ("clip_grad_norm", "finalize_model_grads", "global_grad_norm"),
-    "p2p": (
-        "exchange",
-        "p2p_communicator",
-        "P2PCommunicator",
-        "recv_backward",
-        "recv_forward",
-        "second_communicator",
-        "send_backward",
-        "send_backward_recv_backward",
-        "send_backward_recv_forward",
-        "send_forward",
-        "send_forward_backward_recv_forward_backward",
-        "send_forward_recv_backward",
-        "send_forward_recv_forward",
-    ),
-    "pipeline.deallocation": ("custom_backward", "deallocate_output_tensor"),
-    "data_parallel.bucket_layout": (
-        "Bucket",
-        "BucketLayout",
-        "bytes_per_parameter",
-        "BytesPerParameter",
-        "default_bucket_size",
-        "owned_bytes",
-        "ParameterSpec",
-        "Piece",
-        "pieces_of_rank",
-        "plan_buckets",
-        "shard_range",
-    ),
-    "data_parallel.overlap_prediction": (
-        "BackwardPiece",
-        "exposed_seconds",
-        "Link",
-        "predict_step",
-        "sweep_bucket_sizes",
-    ),
-    "data_parallel.naive": ("NaiveDataParallel",),
-    "data_parallel.distributed_optimizer": ("DistributedOptimizer",),
-    "data_parallel.distributed_data_parallel": ("DistributedDataParallel", "wrap_model_chunks"),
-    "data_parallel.grad_buffers": ("GradBucket", "GradBuffer", "own_part", "Reduction"),
-    "pipeline.weight_grad_store": ("WeightGradStore",),
-}
-"""Module -> the names that this package offers from it."""
-_HOME = {name: module for module, names in _EXPORTS.items() for name in names}
-__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+from labkit.lazy import public_names
 
 if TYPE_CHECKING:
     from labkit.parallel.collectives import Message as Message
@@ -266,14 +152,4 @@ if TYPE_CHECKING:
     from labkit.parallel.vocab.vocab_parallel import padded_vocab_size as padded_vocab_size
     from labkit.parallel.vocab.vocab_parallel import parallel_lm_logits as parallel_lm_logits
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__, __getattr__, __dir__ = public_names(__name__, __file__)

@@ -2,131 +2,59 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from labkit.lazy import public_names
 
 if TYPE_CHECKING:
-    from labkit.schedules.bubble import BubbleSplit, Gap, bubble_split, explain_gap, split_timeline
-    from labkit.schedules.builders import build_schedule, gpipe, interleaved, one_f_one_b, without_backward
+    from labkit.schedules.bubble import BubbleSplit as BubbleSplit
+    from labkit.schedules.bubble import Gap as Gap
+    from labkit.schedules.bubble import bubble_split as bubble_split
+    from labkit.schedules.bubble import explain_gap as explain_gap
+    from labkit.schedules.bubble import split_timeline as split_timeline
+    from labkit.schedules.builders import build_schedule as build_schedule
+    from labkit.schedules.builders import gpipe as gpipe
+    from labkit.schedules.builders import interleaved as interleaved
+    from labkit.schedules.builders import one_f_one_b as one_f_one_b
+    from labkit.schedules.builders import without_backward as without_backward
+    from labkit.schedules.entry_points import forward_backward_no_pipelining as forward_backward_no_pipelining
     from labkit.schedules.entry_points import (
-        forward_backward_no_pipelining,
-        forward_backward_pipelining_with_interleaving,
-        forward_backward_pipelining_without_interleaving,
-        get_forward_backward_func,
+        forward_backward_pipelining_with_interleaving as forward_backward_pipelining_with_interleaving,
     )
-    from labkit.schedules.ir import Action, Schedule, ScheduleError
-    from labkit.schedules.lowering import Program, StageMessage, Step, Transfer, Transport, lower
-    from labkit.schedules.runtime import PipelineRuntime
-    from labkit.schedules.simulator import Costs, Timeline, simulate
+    from labkit.schedules.entry_points import (
+        forward_backward_pipelining_without_interleaving as forward_backward_pipelining_without_interleaving,
+    )
+    from labkit.schedules.entry_points import get_forward_backward_func as get_forward_backward_func
+    from labkit.schedules.ir import Action as Action
+    from labkit.schedules.ir import Schedule as Schedule
+    from labkit.schedules.ir import ScheduleError as ScheduleError
+    from labkit.schedules.lowering import Program as Program
+    from labkit.schedules.lowering import StageMessage as StageMessage
+    from labkit.schedules.lowering import Step as Step
+    from labkit.schedules.lowering import Transfer as Transfer
+    from labkit.schedules.lowering import Transport as Transport
+    from labkit.schedules.lowering import lower as lower
+    from labkit.schedules.runtime import PipelineRuntime as PipelineRuntime
+    from labkit.schedules.simulator import Costs as Costs
+    from labkit.schedules.simulator import Timeline as Timeline
+    from labkit.schedules.simulator import simulate as simulate
+    from labkit.schedules.tables import convert_schedule_table_to_order as convert_schedule_table_to_order
+    from labkit.schedules.tables import get_model_chunk_id as get_model_chunk_id
     from labkit.schedules.tables import (
-        convert_schedule_table_to_order,
-        get_model_chunk_id,
-        get_overlap_moe_expert_parallel_comm_order,
-        get_pp_rank_microbatches,
-        get_schedule_table,
-        is_first_microbatch_for_model_chunk,
-        is_last_microbatch_for_model_chunk,
+        get_overlap_moe_expert_parallel_comm_order as get_overlap_moe_expert_parallel_comm_order,
     )
-    from labkit.schedules.verifier import Op, communication, interpret, verify
-    from labkit.schedules.zero_bubble import dualpipe_v, merge_backward, split_backward, zbv, zero_bubble_h1
+    from labkit.schedules.tables import get_pp_rank_microbatches as get_pp_rank_microbatches
+    from labkit.schedules.tables import get_schedule_table as get_schedule_table
+    from labkit.schedules.tables import is_first_microbatch_for_model_chunk as is_first_microbatch_for_model_chunk
+    from labkit.schedules.tables import is_last_microbatch_for_model_chunk as is_last_microbatch_for_model_chunk
+    from labkit.schedules.verifier import Op as Op
+    from labkit.schedules.verifier import communication as communication
+    from labkit.schedules.verifier import interpret as interpret
+    from labkit.schedules.verifier import verify as verify
+    from labkit.schedules.zero_bubble import dualpipe_v as dualpipe_v
+    from labkit.schedules.zero_bubble import merge_backward as merge_backward
+    from labkit.schedules.zero_bubble import split_backward as split_backward
+    from labkit.schedules.zero_bubble import zbv as zbv
+    from labkit.schedules.zero_bubble import zero_bubble_h1 as zero_bubble_h1
 
-_WHERE = {
-    "BubbleSplit": "bubble",
-    "Gap": "bubble",
-    "bubble_split": "bubble",
-    "explain_gap": "bubble",
-    "split_timeline": "bubble",
-    "build_schedule": "builders",
-    "gpipe": "builders",
-    "interleaved": "builders",
-    "one_f_one_b": "builders",
-    "without_backward": "builders",
-    "forward_backward_no_pipelining": "entry_points",
-    "forward_backward_pipelining_with_interleaving": "entry_points",
-    "forward_backward_pipelining_without_interleaving": "entry_points",
-    "get_forward_backward_func": "entry_points",
-    "Action": "ir",
-    "Schedule": "ir",
-    "ScheduleError": "ir",
-    "Program": "lowering",
-    "StageMessage": "lowering",
-    "Step": "lowering",
-    "Transfer": "lowering",
-    "Transport": "lowering",
-    "lower": "lowering",
-    "merge_backward": "zero_bubble",
-    "split_backward": "zero_bubble",
-    "Op": "verifier",
-    "communication": "verifier",
-    "interpret": "verifier",
-    "PipelineRuntime": "runtime",
-    "Costs": "simulator",
-    "Timeline": "simulator",
-    "simulate": "simulator",
-    "verify": "verifier",
-    "convert_schedule_table_to_order": "tables",
-    "get_model_chunk_id": "tables",
-    "get_overlap_moe_expert_parallel_comm_order": "tables",
-    "get_pp_rank_microbatches": "tables",
-    "get_schedule_table": "tables",
-    "is_first_microbatch_for_model_chunk": "tables",
-    "is_last_microbatch_for_model_chunk": "tables",
-    "dualpipe_v": "zero_bubble",
-    "zbv": "zero_bubble",
-    "zero_bubble_h1": "zero_bubble",
-}
-__all__ = [
-    "Action",
-    "BubbleSplit",
-    "Costs",
-    "Gap",
-    "Op",
-    "PipelineRuntime",
-    "Program",
-    "Schedule",
-    "ScheduleError",
-    "StageMessage",
-    "Step",
-    "Timeline",
-    "Transfer",
-    "Transport",
-    "bubble_split",
-    "build_schedule",
-    "communication",
-    "convert_schedule_table_to_order",
-    "dualpipe_v",
-    "explain_gap",
-    "forward_backward_no_pipelining",
-    "forward_backward_pipelining_with_interleaving",
-    "forward_backward_pipelining_without_interleaving",
-    "get_forward_backward_func",
-    "get_model_chunk_id",
-    "get_overlap_moe_expert_parallel_comm_order",
-    "get_pp_rank_microbatches",
-    "get_schedule_table",
-    "gpipe",
-    "interleaved",
-    "interpret",
-    "is_first_microbatch_for_model_chunk",
-    "is_last_microbatch_for_model_chunk",
-    "lower",
-    "merge_backward",
-    "one_f_one_b",
-    "simulate",
-    "split_backward",
-    "split_timeline",
-    "verify",
-    "without_backward",
-    "zbv",
-    "zero_bubble_h1",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__all__, __getattr__, __dir__ = public_names(__name__, __file__)

@@ -5,29 +5,12 @@ Names are loaded on first use (PEP 562).
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_EXPORTS = {
-    "engine": ("EngineFloat8",),
-    "spec": ("EngineSpec",),
-}
-"""Module -> the names that this package offers from it."""
-_HOME = {name: module for module, names in _EXPORTS.items() for name in names}
-__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+from labkit.lazy import public_names
 
 if TYPE_CHECKING:
     from labkit.te.engine import EngineFloat8 as EngineFloat8
     from labkit.te.spec import EngineSpec as EngineSpec
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__, __getattr__, __dir__ = public_names(__name__, __file__)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from labkit.lazy import public_names
 
 if TYPE_CHECKING:
-    from labkit.parallel.data_parallel.optimizer import MegatronOptimizer as MegatronOptimizer
-    from labkit.parallel.data_parallel.optimizer import Optimizer as Optimizer
-    from labkit.parallel.data_parallel.optimizer import parameter_groups as parameter_groups
+    from labkit.train.layer_specs import layer_spec as layer_spec
     from labkit.train.lr_schedule import LearningRate as LearningRate
     from labkit.train.lr_schedule import build_lr_schedule as build_lr_schedule
+    from labkit.train.optimizer import MegatronOptimizer as MegatronOptimizer
+    from labkit.train.optimizer import Optimizer as Optimizer
+    from labkit.train.optimizer import build_optimizer as build_optimizer
+    from labkit.train.optimizer import parameter_groups as parameter_groups
     from labkit.train.parity.comparison import ParityReport as ParityReport
     from labkit.train.parity.comparison import ParityRow as ParityRow
     from labkit.train.parity.comparison import compare as compare
     from labkit.train.pretraining import TrainResult as TrainResult
-    from labkit.train.pretraining import build_optimizer as build_optimizer
-    from labkit.train.pretraining import layer_spec as layer_spec
     from labkit.train.pretraining import pretrain as pretrain
     from labkit.train.reporting.measured import follows as follows
     from labkit.train.reporting.measured import judge_prediction as judge_prediction
@@ -26,23 +27,4 @@ if TYPE_CHECKING:
     from labkit.train.reporting.metrics import Timers as Timers
     from labkit.train.reporting.metrics import min_max_over_ranks as min_max_over_ranks
 
-_MODULES = {
-    "train.lr_schedule": ("LearningRate", "build_lr_schedule"),
-    "train.reporting.measured": ("follows", "judge_prediction", "pipeline_events", "stage_costs"),
-    "train.reporting.metrics": ("JsonLines", "Timers", "min_max_over_ranks"),
-    "parallel.data_parallel.optimizer": ("MegatronOptimizer", "Optimizer", "parameter_groups"),
-    "train.parity.comparison": ("ParityReport", "ParityRow", "compare"),
-    "train.pretraining": ("TrainResult", "build_optimizer", "layer_spec", "pretrain"),
-}
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"labkit.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__all__, __getattr__, __dir__ = public_names(__name__, __file__)

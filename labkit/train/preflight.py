@@ -254,9 +254,7 @@ def problems(
         return broken  # the rest goes by sizes that are sound
     schedule, problem = _checked_schedule(config, world_size, schedule)
     found = [problem, *_layer_and_device_problems(config, world_size, device)]
-    if (
-        not info.under_torchrun()
-    ):  # there each rank looks at its own machine, and the first at the folder
+    if not info.under_torchrun():  # there each rank looks at its own machine, and the first at the folder
         found.append(folder_problem(config.train))
         if not own_model and schedule is not None:
             found.append(memory_problem(config, world_size, device, schedule=schedule))

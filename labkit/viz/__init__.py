@@ -2,36 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_EXPORTS = {
-    "figure": ("Figure",),
-    "tp_layer": ("dropout_masks", "tensor_parallel_block"),
-    "data_parallel.bucket_maps": ("bucket_map", "zero_stages"),
-    "pipeline.stage_layers": ("layer_placement",),
-    "experts.policy_bars": ("compare_policies", "explore_policies", "policy_loads"),
-    "layout.rank_grids": ("explore_layout", "rank_grid", "rank_neighbours"),
-    "experts.router_lab": ("replay", "replay_policies", "skewed_logits", "standard_policies"),
-    "layout.node_traffic": ("TransformerTraffic", "bytes_between_nodes", "compare_orders", "order_traffic"),
-    "live": ("is_live",),
-    "pipeline.schedule_explorer": ("explore_schedule",),
-    "pipeline.timeline": ("compare_timelines", "gantt", "gantt_overlay"),
-    "data_parallel.bucket_overlap": ("bucket_size_curve", "explore_buckets", "overlap_gantt"),
-    "layout.folding": ("explore_folding", "fold_grid", "folded_digits", "readings"),
-    "pipeline.trace": ("write_trace",),
-    "attention_ring": ("context_mask", "measured_ring", "ring_timeline"),
-    "curves": ("loss_curves",),
-    "graphs.graph_pool": ("buffer_lives", "explore_pool", "pool_blocks", "pool_frame", "pool_frames"),
-    "graphs.partial_graphs": ("padding_costs", "PaddingCost", "sequence_diagram"),
-    "experts.token_routes": ("dispatch_steps", "send_matrix_figure"),
-    "experts.expert_load": ("capacity_curve", "explore_skew", "load_over_training", "skew_curve"),
-    "graphs.launch_costs": ("by_call", "cost_by_size", "graph_memory", "launch_timeline"),
-    "activations": ("Kept", "live_bytes", "saved_waterfall"),
-}
-"""Module -> the names that this package offers from it."""
-_HOME = {name: module for module, names in _EXPORTS.items() for name in names}
-__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+from labkit.lazy import public_names
 
 if TYPE_CHECKING:
     from labkit.viz.activations import Kept as Kept
@@ -93,14 +66,4 @@ if TYPE_CHECKING:
     from labkit.viz.tp_layer import dropout_masks as dropout_masks
     from labkit.viz.tp_layer import tensor_parallel_block as tensor_parallel_block
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__, __getattr__, __dir__ = public_names(__name__, __file__)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from labkit.lazy import public_names
 
 if TYPE_CHECKING:
-    from labkit.train.parity.comparison import ParityReport, ParityRow, compare, differences, tensor_difference
+    from labkit.train.parity.comparison import ParityReport as ParityReport
+    from labkit.train.parity.comparison import ParityRow as ParityRow
+    from labkit.train.parity.comparison import compare as compare
+    from labkit.train.parity.comparison import differences as differences
+    from labkit.train.parity.comparison import tensor_difference as tensor_difference
 
-__all__ = ["ParityReport", "ParityRow", "compare", "differences", "tensor_difference"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.comparison"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__all__, __getattr__, __dir__ = public_names(__name__, __file__)

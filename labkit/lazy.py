@@ -1,0 +1,32 @@
+"""Public names of a package, each imported on its first use (PEP 562), so that `labkit groups` answers without torch.
+
+A package's `__init__.py` writes its public names once, as imports under `if TYPE_CHECKING:`. A type checker follows
+these imports. Python skips the block, and `public_names` reads the block from the source.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def public_names(package: str, file: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__all__`, `__getattr__` and `__dir__` for the package whose `__init__.py` is `file`."""
+    blocks = [node for node in ast.parse(Path(file).read_text(encoding="utf-8")).body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    module_of = {alias.name: str(node.module) for node in imports for alias in node.names}
+    namespace = vars(sys.modules[package])
+
+    def load(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if module_of[name] == package:  # `from labkit.config import presets` names a module
+            return importlib.import_module(f"{package}.{name}")
+        namespace[name] = value = getattr(importlib.import_module(module_of[name]), name)
+        return value
+
+    return sorted(module_of), load, lambda: sorted({*namespace, *module_of})
