@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 from labkit.lazy import public_names
 
 if TYPE_CHECKING:
-    from labkit.train.layer_specs import layer_spec as layer_spec
+    from labkit.parallel.data_parallel.optimizer import MegatronOptimizer as MegatronOptimizer
+    from labkit.parallel.data_parallel.optimizer import Optimizer as Optimizer
+    from labkit.parallel.data_parallel.optimizer import parameter_groups as parameter_groups
     from labkit.train.lr_schedule import LearningRate as LearningRate
     from labkit.train.lr_schedule import build_lr_schedule as build_lr_schedule
-    from labkit.train.optimizer import MegatronOptimizer as MegatronOptimizer
-    from labkit.train.optimizer import Optimizer as Optimizer
-    from labkit.train.optimizer import build_optimizer as build_optimizer
-    from labkit.train.optimizer import parameter_groups as parameter_groups
     from labkit.train.parity.comparison import ParityReport as ParityReport
     from labkit.train.parity.comparison import ParityRow as ParityRow
     from labkit.train.parity.comparison import compare as compare
     from labkit.train.pretraining import TrainResult as TrainResult
+    from labkit.train.pretraining import build_optimizer as build_optimizer
+    from labkit.train.pretraining import layer_spec as layer_spec
     from labkit.train.pretraining import pretrain as pretrain
     from labkit.train.reporting.measured import follows as follows
     from labkit.train.reporting.measured import judge_prediction as judge_prediction
