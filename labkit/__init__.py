@@ -1,7 +1,7 @@
 """labkit: a workbench for the Megatron-style parallel training stack.
 
-`import labkit` loads this file alone. Python imports `labkit.schedules`, `labkit.launch` and the other packages on their
-first use (PEP 562). Only the packages that compute import torch.
+`import labkit` loads this file alone. Python imports `labkit.schedules`, `labkit.launch` and the other packages on
+their first use (PEP 562). Only the packages that compute import torch.
 """
 
 from __future__ import annotations

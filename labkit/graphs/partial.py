@@ -37,8 +37,8 @@ from labkit.graphs.scope import LayerScope
 from labkit.moe.layer import MoELayer
 from labkit.parallel.communication.capturing import is_graph_capturing, is_graph_warmup
 
-Step = Literal["shared_experts_compute", "route", "preprocess"]
-STEPS: tuple[Step, ...] = ("shared_experts_compute", "route", "preprocess")
+MoEStep = Literal["shared_experts_compute", "route", "preprocess"]
+STEPS: tuple[MoEStep, ...] = ("shared_experts_compute", "route", "preprocess")
 """The methods of a layer of experts that a graph may hold, in their order."""
 
 
@@ -245,7 +245,7 @@ def names_of_outputs(cut: CutMoELayer) -> list[str]:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def maybe_skip_or_early_return_by_cudagraph(cut: CutMoELayer, step: Step) -> Callable[[F], F]:
+def maybe_skip_or_early_return_by_cudagraph(cut: CutMoELayer, step: MoEStep) -> Callable[[F], F]:
     """Decorates a step of a layer of experts: skipped where the store has its result, and the last one where a graph
     ends behind it.
 
@@ -292,9 +292,9 @@ def _stored_preprocess(store: MoECudaGraphTensorStore) -> tuple[Tensor, Tensor] 
     return store.hidden_states, store.probs
 
 
-_SKIP: dict[Step, Callable[[MoECudaGraphTensorStore], Any]] = {
+_SKIP: dict[MoEStep, Callable[[MoECudaGraphTensorStore], Any]] = {
     "shared_experts_compute": lambda store: store.shared_expert_output,
     "route": _stored_route,
     "preprocess": _stored_preprocess,
 }
-"""Step -> its result from the store; None where it must be computed."""
+"""MoEStep -> its result from the store; None where it must be computed."""

@@ -125,7 +125,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", *, in_place: bool = Tru
     With `in_place=False` x is left alone and a new tensor returned, which costs no extra copy (for a group of size 1
     it is x itself).
     """
-    return _all_reduce(x, group, op, in_place)._complete(waits=False)
+    return _all_reduce(x, group, op, in_place)._complete(wait_event=False)
 
 
 def all_reduce_async(x: Tensor, group: Group, op: str = "sum", *, in_place: bool = True) -> Pending:
@@ -164,7 +164,7 @@ def _join_rows(rows: Tensor, dim: int) -> Tensor:
 
 def all_gather(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     """Concatenate the ranks' tensors, all of x's shape, along `dim` in the order of ranks; a new tensor."""
-    return all_gather_async(x, group, dim)._complete(waits=False)
+    return all_gather_async(x, group, dim)._complete(wait_event=False)
 
 
 # ---- reduce-scatter ----
@@ -199,7 +199,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum") -> Te
     Raises:
         ValueError: `dim` is not a multiple of the group's size.
     """
-    return reduce_scatter_async(x, group, dim, op)._complete(waits=False)
+    return reduce_scatter_async(x, group, dim, op)._complete(wait_event=False)
 
 
 # ---- all-to-all, broadcast ----
@@ -244,7 +244,7 @@ def all_to_all(
     Raises:
         ValueError: splits that do not fit the group or x.
     """
-    return all_to_all_async(x, group, output_splits, input_splits)._complete(waits=False)
+    return all_to_all_async(x, group, output_splits, input_splits)._complete(wait_event=False)
 
 
 @recordable
@@ -259,7 +259,7 @@ def broadcast_async(x: Tensor, group: Group, src: int = 0) -> Pending:
 
 def broadcast(x: Tensor, group: Group, src: int = 0) -> Tensor:
     """Overwrite x with the tensor of the rank at position `src` of the group; returns x."""
-    return broadcast_async(x, group, src)._complete(waits=False)
+    return broadcast_async(x, group, src)._complete(wait_event=False)
 
 
 # ---- without tensors ----

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from labkit.schedules.ir import Action as Action
     from labkit.schedules.ir import Schedule as Schedule
     from labkit.schedules.ir import ScheduleError as ScheduleError
+    from labkit.schedules.lowering import Compute as Compute
     from labkit.schedules.lowering import Program as Program
     from labkit.schedules.lowering import StageMessage as StageMessage
-    from labkit.schedules.lowering import Step as Step
     from labkit.schedules.lowering import Transfer as Transfer
     from labkit.schedules.lowering import Transport as Transport
     from labkit.schedules.lowering import lower as lower

@@ -25,7 +25,7 @@ from labkit.parallel.pipeline.deallocation import custom_backward, deallocate_ou
 from labkit.parallel.pipeline.weight_grad_store import WeightGradStore
 from labkit.schedules.gradient_sync import GradientSync
 from labkit.schedules.ir import EVENT_KINDS, Action
-from labkit.schedules.lowering import Communication, Program, StageMessage, Step, Sync, Transfer
+from labkit.schedules.lowering import Communication, Compute, Program, StageMessage, Sync, Transfer
 from labkit.schedules.microbatches import MicrobatchLosses, reader
 
 
@@ -71,10 +71,10 @@ class Execution:
             if not self.forward_only:
                 self.sync.gather(0)
             for microbatch in range(count):
-                self._compute(Step(Action(0, "F", microbatch), chunk=0, needs=None, gives=None, ends_chunk=False))
+                self._compute(Compute(Action(0, "F", microbatch), chunk=0, needs=None, gives=None, ends_chunk=False))
                 if not self.forward_only:
                     last = microbatch == count - 1
-                    self._compute(Step(Action(0, "B", microbatch), chunk=0, needs=None, gives=None, ends_chunk=last))
+                    self._compute(Compute(Action(0, "B", microbatch), chunk=0, needs=None, gives=None, ends_chunk=last))
 
     def walk(self, program: Program, iterators: list[Any]) -> None:
         """Run the program."""
@@ -116,7 +116,7 @@ class Execution:
 
     # ---- computation ----
 
-    def _compute(self, step: Step) -> None:
+    def _compute(self, step: Compute) -> None:
         """Run an action, with an Event and the caller's timer around it."""
         timer = "forward-compute" if step.action.kind == "F" else "backward-compute"
         compute = {"F": self._forward, "W": self._weight}.get(step.action.kind, self._backward)
@@ -130,7 +130,7 @@ class Execution:
         if step.ends_chunk:
             self.sync.after_last_backward(step.chunk)
 
-    def _event(self, step: Step) -> AbstractContextManager[None]:
+    def _event(self, step: Compute) -> AbstractContextManager[None]:
         """An Event for the step, if somebody records."""
         if active_recorder() is None:
             return nullcontext()
@@ -147,7 +147,7 @@ class Execution:
                 deallocate_output_tensor(output, self.setup.deallocate)
         self.messages[message] = kept
 
-    def _forward(self, step: Step, received: Payload | None) -> Payload:
+    def _forward(self, step: Compute, received: Payload | None) -> Payload:
         action, setup = step.action, self.setup
         chunk = setup.chunks[step.chunk]
         if received is not None:
@@ -160,7 +160,7 @@ class Execution:
             self.saved[action.stage, action.microbatch] = (received, made)
         return made
 
-    def _forward_step(self, step: Step, chunk: Any) -> tuple[Any, Callable[..., Any] | None]:
+    def _forward_step(self, step: Compute, chunk: Any) -> tuple[Any, Callable[..., Any] | None]:
         source, action, setup = self.readers[step.chunk], step.action, self.setup
         source.wanted = action.microbatch
         for module in self.graphed[step.chunk]:
@@ -176,7 +176,7 @@ class Execution:
             if setup.kept_whole is not None:
                 chunk.set_activation_checkpointing(True)
 
-    def _backward(self, step: Step, received: Payload | None) -> Payload:
+    def _backward(self, step: Compute, received: Payload | None) -> Payload:
         """B or I: the gradients of the stage's inputs, none on the first stage."""
         key = (step.action.stage, step.action.microbatch)
         inputs, outputs = self.saved.pop(key)
@@ -191,7 +191,7 @@ class Execution:
         # an input that the stage does not use still owes its neighbour a gradient
         return tuple([x.new_zeros(x.shape) if x.grad is None else x.grad for x in inputs or ()])
 
-    def _weight(self, step: Step, received: Payload | None) -> Payload:
+    def _weight(self, step: Compute, received: Payload | None) -> Payload:
         """W: the weight gradients that I put off; the activations they were kept for go with them."""
         self.weight_gradients.run((step.action.stage, step.action.microbatch))
         return ()

@@ -98,7 +98,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Compute:
     """An action of the row, with what it reads and makes; prints as the action."""
 
     action: Action
@@ -159,7 +159,7 @@ class Sync:
         return f"    {self.verb} {what} of chunk {self.chunk}"
 
 
-Instruction = Step | Communication | Sync
+Instruction = Compute | Communication | Sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +171,16 @@ class Program:
     """By sending rank, the messages that come from it, in the order it sends them."""
 
     @property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[Compute]:
         """The row: the instructions that compute."""
-        return [instruction for instruction in self.instructions if isinstance(instruction, Step)]
+        return [instruction for instruction in self.instructions if isinstance(instruction, Compute)]
 
     @property
     def slots(self) -> list[tuple[Transfer, ...]]:
         """Transfers that are exchanged before each action, and after the last; all empty under `posted`."""
         slots: list[tuple[Transfer, ...]] = [()]
         for instruction in self.instructions:
-            if isinstance(instruction, Step):
+            if isinstance(instruction, Compute):
                 slots.append(())
             elif isinstance(instruction, Communication) and instruction.verb == "exchange":
                 slots[-1] += instruction.transfers
@@ -215,7 +215,7 @@ def lower(schedule: Schedule, rank: int, transport: Transport = "posted", *, rec
     ends = {chunk: i for i, (action, chunk) in enumerate(zip(actions, chunks)) if action.kind in "BW"}
     needs, gives = _messages(schedule, rank)
     steps = [
-        Step(action, chunk, needs[i], gives[i], ends.get(chunk) == i)
+        Compute(action, chunk, needs[i], gives[i], ends.get(chunk) == i)
         for i, (action, chunk) in enumerate(zip(actions, chunks))
     ]
     incoming: dict[int, list[StageMessage]] = {}
@@ -269,7 +269,7 @@ def _between(schedule: Schedule, produced: np.ndarray, consumed: np.ndarray) -> 
 
 # ---- posted ----
 def _posted(
-    steps: Sequence[Step], incoming: Mapping[int, Sequence[StageMessage]], ahead: int
+    steps: Sequence[Compute], incoming: Mapping[int, Sequence[StageMessage]], ahead: int
 ) -> tuple[list[list[Instruction]], list[list[Instruction]]]:
     """The communication before each action (and after the last), and that right after each action."""
     receives = [*_posted_receives(steps, incoming, ahead), []]
@@ -283,7 +283,7 @@ def _send(message: StageMessage) -> Transfer:
 
 
 def _posted_receives(
-    steps: Sequence[Step], incoming: Mapping[int, Sequence[StageMessage]], ahead: int
+    steps: Sequence[Compute], incoming: Mapping[int, Sequence[StageMessage]], ahead: int
 ) -> list[list[Instruction]]:
     """The receives of each action's message, and of those that follow it. A sender's receives are posted in its order.
 
@@ -311,7 +311,7 @@ def _posted_receives(
     return [receive(step.receives) if step.receives else [] for step in steps]
 
 
-def _ended_sends(steps: Sequence[Step]) -> list[list[Instruction]]:
+def _ended_sends(steps: Sequence[Compute]) -> list[list[Instruction]]:
     """Before each action, and after the last, the sends that end there.
 
     The source of a message has made it after reading all that it consumed up to there, so sends of these are complete.
@@ -344,7 +344,7 @@ def _exchanges(slots: Iterable[Sequence[Transfer]], transport: Transport) -> lis
 
 
 def _slots(
-    schedule: Schedule, rank: int, transport: Transport, steps: Sequence[Step], varies: bool
+    schedule: Schedule, rank: int, transport: Transport, steps: Sequence[Compute], varies: bool
 ) -> list[list[Transfer]]:
     """Transfers of each slot of the rank in the order of posting; one slot more than actions.
 

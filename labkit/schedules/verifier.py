@@ -40,8 +40,8 @@ from labkit.parallel.pipeline.posting_order import Operation
 from labkit.schedules.dependencies import producers, require_complete
 from labkit.schedules.ir import KINDS, Schedule, ScheduleError, grid
 from labkit.schedules.lowering import (
+    Compute,
     Program,
-    Step,
     Transfer,
     Transport,
     check_transport,
@@ -363,7 +363,7 @@ def _posted(program: Program) -> list[tuple[int, list[Op]]]:
     steps: list[tuple[int, list[Op]]] = []
     position = 0
     for instruction in program.instructions:
-        if isinstance(instruction, Step):
+        if isinstance(instruction, Compute):
             position += 1
         elif instruction.verb == "post":
             for transfer in instruction.transfers:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.parallel.data_parallel.grad_buffers import scale_and_look
+from labkit.parallel.data_parallel.grad_buffers import scale_and_check_finite
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
@@ -20,7 +20,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 def test_finite_values_are_scaled_as_mul_does(values: list[float], factor: float, dtype: torch.dtype):
     x = torch.tensor(values, dtype=dtype)
     expected = x.clone().mul_(factor)
-    assert scale_and_look(x, factor).tolist() == [0.0]
+    assert scale_and_check_finite(x, factor).tolist() == [0.0]
     assert torch.equal(x, expected)
 
 
@@ -30,5 +30,5 @@ def test_finite_values_are_scaled_as_mul_does(values: list[float], factor: float
 def test_one_bad_value_is_noted_and_the_others_are_scaled_all_the_same(bad, factor, dtype):
     x = torch.ones(100, dtype=dtype)
     x[37] = bad
-    assert scale_and_look(x, factor).item() > 0
+    assert scale_and_check_finite(x, factor).item() > 0
     assert (x[:37] == factor).all() and (x[38:] == factor).all() and not x[37].isfinite()

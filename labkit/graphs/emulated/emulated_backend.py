@@ -21,7 +21,7 @@ from torch import Tensor
 
 from labkit.graphs.emulated.arena import Arena, unmanaged
 from labkit.graphs.emulated.host_syncs import watched_methods
-from labkit.graphs.emulated.recording import AddressRecorder, Step
+from labkit.graphs.emulated.recording import AddressRecorder, RecordedCall
 from labkit.parallel.communication.capturing import (
     GraphCaptureError,
     active_capture,
@@ -41,7 +41,7 @@ class EmulatedGraph:
     def __init__(self, name: str, arena: Arena) -> None:
         self.name = name
         self._arena: Arena | None = arena
-        self._steps: list[Step] = []
+        self._steps: list[RecordedCall] = []
         self._parameters: list = []
 
     @property

@@ -36,9 +36,9 @@ from labkit.parallel.communication.capturing import GraphCaptureError, call_site
 from labkit.parallel.ledger import Scope, comm_scope, current_scope
 
 T = TypeVar("T")
-Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+RecordedCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
-__all__ = ["AddressRecorder", "Step"]
+__all__ = ["AddressRecorder", "RecordedCall"]
 
 _STRUCTURED = frozenset(
     name
@@ -101,7 +101,7 @@ class AddressRecorder(TorchDispatchMode):
 
     def __init__(self, arena: Arena) -> None:
         super().__init__()
-        self.steps: list[Step] = []
+        self.steps: list[RecordedCall] = []
         self.parameters: list[tuple[weakref.ref[Tensor], int]] = []
         """Parameters that were read, and where they lay."""
         self._arena = arena
@@ -224,10 +224,10 @@ class AddressRecorder(TorchDispatchMode):
         self._under_way[transfer] = call_site(start.__code__.co_filename)
         return _RecordedPending(self, transfer, [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)])
 
-    def completed(self, transfer: _Transfer, given: list[Tensor], waits: bool, announced: bool) -> Tensor:
+    def completed(self, transfer: _Transfer, given: list[Tensor], wait_event: bool) -> Tensor:
         """Wait for a transfer, now and at each replay; returns its result, in the arena unless it was given."""
         with self._off():
-            result = transfer.complete(waits, announced)
+            result = transfer.complete(wait_event)
             owned = [x for x in given if x.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()]
             if owned:
                 placed = _same(owned[0], result)
@@ -235,7 +235,7 @@ class AddressRecorder(TorchDispatchMode):
             else:
                 placed = self._place(result)
                 place = self._address(placed)
-        self.steps.append((transfer.complete_into, (waits, announced, place), {}))
+        self.steps.append((transfer.complete_into, (wait_event, place), {}))
         del self._under_way[transfer]
         return placed
 
@@ -296,13 +296,13 @@ class _Transfer:
         with comm_scope(*self._scope):
             self._pending = self._start(*self._args, **self._kwargs)
 
-    def complete(self, waits: bool, announced: bool) -> Tensor:
+    def complete(self, wait_event: bool) -> Tensor:
         pending, self._pending = self._pending, None
         assert pending is not None, "a transfer is started before it is waited for"
-        return pending._complete(waits, announced)  # pyright: ignore[reportPrivateUsage]
+        return pending._complete(wait_event)  # pyright: ignore[reportPrivateUsage]
 
-    def complete_into(self, waits: bool, announced: bool, place: Tensor | None) -> None:
-        result = self.complete(waits, announced)
+    def complete_into(self, wait_event: bool, place: Tensor | None) -> None:
+        result = self.complete(wait_event)
         if place is not None:
             place.copy_(result)
 
@@ -317,8 +317,8 @@ class _RecordedPending(Pending):
         self._result = None
         self._finish = None
 
-    def _complete(self, waits: bool, announced: bool = True) -> Tensor:
+    def _complete(self, wait_event: bool) -> Tensor:
         if self._result is None:
-            self._result = self._recorder.completed(self._transfer, self._given, waits, announced)
+            self._result = self._recorder.completed(self._transfer, self._given, wait_event)
             self._given = []
         return self._result

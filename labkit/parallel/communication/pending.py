@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import lru_cache
 from itertools import count
 
@@ -71,16 +70,17 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Block until the transfer is complete and return its result."""
-        return self._complete(waits=True)
+        return self._complete(wait_event=True)
 
-    def _complete(self, waits: bool, announced: bool = True) -> Tensor:
+    def _complete(self, wait_event: bool) -> Tensor:
+        """Wait and return the result. With `wait_event=False` record no `wait` Event: the caller blocks anyway."""
         finish = self._finish
         if finish is None:
             assert self._result is not None
             return self._result
         if observers:
-            result = self._observed(finish, waits, announced)
-        elif announced and (slot := status.current) is not None:
+            result = self._observed(finish, wait_event)
+        elif (slot := status.current) is not None:
             outer = slot.enter(self._label)
             try:
                 result = self._in_due_time(finish) if self._not_before else finish()
@@ -91,7 +91,7 @@ class Pending:
         self._finish, self._result, self._x = None, result, result  # its input may be freed from here on
         return result
 
-    def _observed(self, finish: Finish, waits: bool, announced: bool) -> Tensor:
+    def _observed(self, finish: Finish, wait_event: bool) -> Tensor:
         """The same where somebody may want an Event of it, or a graph is being captured."""
         if active_capture() is not None:
             raise GraphCaptureError(
@@ -99,12 +99,12 @@ class Pending:
                 "only what begins and ends in it. Wait for it before the captured part"
             )
         blocked = time.perf_counter()
-        with waiting(self._label) if announced else nullcontext():
+        with waiting(self._label):
             result = self._in_due_time(finish)
         recorder = active_recorder()
         if recorder is not None:
             end = time.perf_counter()
-            if waits:
+            if wait_event:
                 recorder.add(f"wait {self._name}", "wait", blocked, end)
             if 0.0 < self._not_before < blocked:
                 end = self._not_before  # nobody saw it end; when it did, the delay knows

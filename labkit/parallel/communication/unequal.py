@@ -43,7 +43,7 @@ def all_gather_unequal(x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
         raise ValueError(f"sizes gives this rank {sizes[group.rank]} rows; x has {len(x)}")
     if is_dropped("all_gather", group.name):
         raise ValueError("an all_gather of unequal parts cannot be dropped: there is nothing of that shape here")
-    return _gathering(x, group, list(sizes))._complete(waits=False)
+    return _gathering(x, group, list(sizes))._complete(wait_event=False)
 
 
 @recordable
@@ -75,7 +75,7 @@ def reduce_scatter_unequal(x: Tensor, group: Group, sizes: Sequence[int]) -> Ten
         raise ValueError(f"sizes add up to {sum(sizes)}; x has {len(x)} rows")
     if is_dropped("reduce_scatter", group.name):
         return x.split(list(sizes))[group.rank].clone()
-    return _scattering(x, group, list(sizes))._complete(waits=False)
+    return _scattering(x, group, list(sizes))._complete(wait_event=False)
 
 
 @recordable

@@ -85,7 +85,7 @@ class DistributedDataParallel(ChunkWrapper):
         buffers = build_buffers(
             module, groups, grad_dtype=grad_dtype, bucket_size=size, average_in_collective=average_in_collective,
             per_token=calculate_per_token_loss, scatter=distributed_optimizer,
-            instances=num_distributed_optimizer_instances, look=check_for_nan_in_grad, held_elsewhere=held,
+            instances=num_distributed_optimizer_instances, check_finite=check_for_nan_in_grad, held_elsewhere=held,
         )  # fmt: skip
         self.buffers: list[GradBuffer] = buffers  # pyright: ignore[reportIncompatibleMethodOverride]
         """Megatron's name; nn.Module's `buffers()` is that of `.module`."""

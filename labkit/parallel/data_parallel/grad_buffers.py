@@ -45,7 +45,7 @@ class Reduction:
     """`sum` or `avg`."""
     scatter: bool
     """Each rank keeps its part of every bucket (distributed optimizer)."""
-    look: bool = False
+    check_finite: bool = False
     """Note before the reduction whether this rank's own gradients are finite."""
 
     @property
@@ -54,9 +54,9 @@ class Reduction:
         return self.within.size * self.across.size
 
     def prepare(self, data: Tensor) -> Tensor | None:
-        """Scale for the mean; with `look` return the answer of `scale_and_look`, unless nothing is reduced."""
-        if self.look and self.size > 1:
-            return scale_and_look(data, self.factor)
+        """Scale for the mean. With `check_finite` and several replicas, also check that the values are finite."""
+        if self.check_finite and self.size > 1:
+            return scale_and_check_finite(data, self.factor)
         if self.factor != 1.0:
             data.mul_(self.factor)
         return None
@@ -250,7 +250,7 @@ def build_buffers(
     per_token: bool,
     scatter: bool,
     instances: int,
-    look: bool,
+    check_finite: bool,
     held_elsewhere: set[int],
 ) -> list[GradBuffer]:
     """The buffers of a module, dense ones first; the options are those of `DistributedDataParallel`.
@@ -261,7 +261,7 @@ def build_buffers(
     for (_, main_dtype, is_expert), named in _by_kind(module, grad_dtype, held_elsewhere).items():
         factor, op = _averaging(groups, is_expert, average_in_collective, per_token)
         within, across = cut_group(groups, groups.edp if is_expert else groups.dp_cp, instances)
-        reduction = Reduction(within, across, factor, op, scatter, look)
+        reduction = Reduction(within, across, factor, op, scatter, check_finite)
         buffers.append(GradBuffer(named, main_dtype, reduction, bucket_size=bucket_size, is_expert=is_expert))
     return buffers
 
@@ -312,7 +312,7 @@ def in_backward_order(module: nn.Module, buffers: Sequence[GradBuffer]) -> list[
     return sorted(buckets, key=lambda bucket: -min(place[id(p)] for p in bucket.parameters))
 
 
-def scale_and_look(x: Tensor, factor: float) -> Tensor:
+def scale_and_check_finite(x: Tensor, factor: float) -> Tensor:
     """Multiply x by `factor` in place; returns [1] on x's device, above 0 where some value of x was not finite.
 
     A reduction makes one rank's NaN everybody's, and nobody who looks afterwards can say where the NaN came from. So

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from labkit.parallel.collectives import all_reduce, comm_scope
-from labkit.parallel.data_parallel.grad_buffers import scale_and_look
+from labkit.parallel.data_parallel.grad_buffers import scale_and_check_finite
 from labkit.parallel.data_parallel.wrapper import ChunkWrapper
 from labkit.parallel.groups import Group
 from labkit.parallel.parameters.parameter_record import add_gradient, adopt_marks, record_of
@@ -87,7 +87,7 @@ class NaiveDataParallel(ChunkWrapper):
         self._not_finite = [None] * len(self._reduced)
         for kind, (buffer, group) in enumerate(self._reduced):
             if buffer.numel() and (factor, group.size) != (1.0, 1):
-                self._not_finite[kind] = scale_and_look(buffer, factor)
+                self._not_finite[kind] = scale_and_check_finite(buffer, factor)
                 with comm_scope(phase="gradients"):
                     all_reduce(buffer, group)
 
