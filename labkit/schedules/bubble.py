@@ -1,22 +1,27 @@
 """The idle time of a pipeline, predicted or measured, split by its cause.
 
-A rank idles from 0 to the end of the step whenever it does not compute. Its idle time is the sum of four parts:
+A rank idles whenever it does not compute, from 0 to the end of the step. Its idle time is the sum of four parts:
 
-    communication   what would vanish were messages free: the makespan less that of the same rows with the same
-                    durations, in which every action starts as soon as its rank is free and what it needs is computed.
-                    Measured, it holds all else that keeps such an action from starting, as the launch of kernels does.
-                    It is the same on every rank, since all wait for the end of the step.
-    warm_up         of what is left, the idle time before the rank's first backward
-    cool_down       the idle time after its last forward (and its first backward), up to the end of the step
-    steady          the idle time between, from the first backward to the last forward: imbalance of stages, or of the
-                    durations of single actions, but also waits that the order itself has
+    communication   time that free messages would save: the makespan, less the makespan of the same rows and durations
+                    if every action started as soon as its rank is free and its inputs are computed. In a measured step
+                    this part also holds everything else that delays an action, such as the launch of kernels. It is
+                    the same on every rank, since all ranks wait for the end of the step.
+    warm_up         of the remaining idle time, the part before the rank's first backward
+    cool_down       the part after its last forward (and its first backward), up to the end of the step
+    steady          the part in between. Its causes are unequal stages, unequal durations of single actions, and waits
+                    that belong to the order itself.
 
-1F1B with equal stages: warm_up is r F + (p - r - 1) B on rank r, cool_down (p - r - 1) F + r B, steady 0. Interleaved
-1F1B with equal stages idles (p - 1)(F + B) on every rank, too, but its first ranks may do part of it in the steady
-phase: with p = 4, v = 2, m = 8 and B = 2 F, rank 0 waits F before 4F4, since 3F4 ends that late on the last rank.
+Under 1F1B with equal stages, rank r has these parts:
 
-Every rank's time is computation plus these parts, so two makespans differ by the sum of the differences of one rank's
-parts. `explain_gap` names the largest.
+    warm_up     r F + (p - r - 1) B
+    cool_down   (p - r - 1) F + r B
+    steady      0
+
+Interleaved 1F1B with equal stages also idles (p - 1)(F + B) on every rank. Its first ranks may do part of this in the
+steady phase. For example (p 4, v 2, m 8, B = 2F), rank 0 waits F before 4F4, because rank 3 ends 3F4 late.
+
+Every rank's time is its computation plus these parts. So two makespans differ by the sum of the differences of one
+rank's parts, and `explain_gap` names the largest difference.
 
 Legend: A = actions of the schedule, P = ranks.
 """
@@ -39,12 +44,12 @@ PARTS = {
     "communication": "communication wait",
     "cool_down": "cool-down",
 }
-"""Part of the idle time -> what sentences call it."""
+"""Part of the idle time -> its name in sentences."""
 
 
 @dataclass(frozen=True, eq=False)
 class BubbleSplit:
-    """Idle time of each rank (P,) by where it comes from, in the unit of the timeline (measured: seconds)."""
+    """Idle time of each rank (P,) by cause, in the unit of the timeline (measured: seconds)."""
 
     warm_up: np.ndarray
     steady: np.ndarray
@@ -74,8 +79,8 @@ def split_timeline(timeline: Timeline) -> BubbleSplit:
 def bubble_split(events: Iterable[Event], schedule: Schedule) -> BubbleSplit:
     """The split of a measured step, in seconds; time 0 is the start of the first action.
 
-    events: every action of `schedule` once, by its name, as `labkit.train.pipeline_events` gives them; others are
-        passed over. Raises ValueError where one is missing or doubled, or where a rank ran another order.
+    events: every action of `schedule` once, by its name, as `labkit.train.pipeline_events` gives them. Other events
+        are ignored. Raises ValueError if one is missing or doubled, or if a rank ran another order.
     """
     return _split(schedule, *measured_columns(events, schedule))
 
@@ -128,8 +133,9 @@ def _split(schedule: Schedule, start: np.ndarray, end: np.ndarray) -> BubbleSpli
 
 
 def _phases(kinds: np.ndarray) -> tuple[int, int]:
-    """A row has a gap before each action and one after the last: how many belong to the warm-up, and where the
-    cool-down begins."""
+    """Return the number of gaps in the warm-up, and the first gap of the cool-down.
+
+    A row has a gap before each action and one after the last."""
     forward = kinds == KINDS.index("F")
     first_backward = 0 if forward.all() else int(np.argmin(forward))
     last_forward = int(np.flatnonzero(forward)[-1])
@@ -150,22 +156,22 @@ class Gap:
     part: str
     """`computation`, or one of PARTS."""
     rank: int
-    """Pipeline rank. For the communication wait, which all share: where most of what was added stands."""
+    """Pipeline rank. All ranks share the communication wait; there it is the rank with most of the difference."""
     difference: float
-    """Seconds that the part takes more than predicted; negative for less."""
+    """Measured less predicted seconds of the part."""
     stage: int | None = None
     """For computation, the stage that differs most."""
     kind: str | None = None
     """For computation, the kind of action that differs most on that stage."""
     detail: float = 0.0
-    """Seconds that this kind takes more on this stage."""
+    """Measured less predicted seconds of this kind on this stage."""
 
     def __str__(self) -> str:
         ratio = f"{self.measured / self.predicted:.2f} of the predicted time"
         return f"the step took {ratio} ({_ms(self.measured)} for {_ms(self.predicted)}); {self.where()}"
 
     def where(self, row: str = "rank") -> str:
-        """The half of the sentence that names the place; `row` is what a pipeline rank is called."""
+        """The half of the sentence that names the place; `row` is the word for a pipeline rank."""
         place = f"on {row} {self.rank}: {_ms(self.difference, '+')}"
         if self.part != "computation":
             return f"what differs most is the {PARTS[self.part]} {place}"
@@ -179,15 +185,15 @@ def _ms(seconds: float, sign: str = "") -> str:
 
 
 _CONSEQUENCE = 0.1
-"""A slower rank makes others idle just as long, and measurements scatter; where idle time and a cause differ by less
-than this share, the cause is named."""
+"""A slower rank makes others idle just as long, and measurements scatter. If the differences of idle time and of its
+cause are within this share, `explain_gap` names the cause."""
 
 
 def explain_gap(predicted: Timeline, measured: Iterable[Event]) -> Gap:
     """Find the largest difference between prediction (costs in seconds) and measurement.
 
-    Each rank's makespan is its computation plus the four parts of its idle time. Of all ranks and parts the one that
-    differs most is named; computation, and then messages, before the idle time that they cause elsewhere. Errors as in
+    Each rank's makespan is its computation plus the four parts of its idle time. The function names the rank and part
+    that differ most. Computation, and then messages, come before the idle time that they cause elsewhere. Errors as in
     `bubble_split`.
     """
     schedule = predicted.schedule
@@ -212,8 +218,9 @@ def explain_gap(predicted: Timeline, measured: Iterable[Event]) -> Gap:
 
 
 def _message_waits(schedule: Schedule, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Per rank (P,), idle time in which all that the next action needs was already computed: its message was under way,
-    or nothing but the rank itself held it up."""
+    """By rank (P,), idle time in which the inputs of the next action were already computed.
+
+    Its message was then under way, or nothing but the rank itself delayed the action."""
     needed = awaited(schedule)
     computed = np.where(needed >= 0, end[needed], 0.0)
     before = np.concatenate([[0.0], end[:-1]])

@@ -1,10 +1,9 @@
 """Pure functions that build the known schedules, beside those of `zero_bubble.py`.
 
-Each docstring gives the schedule as a program per rank (DualPipe's way of writing: `3F` runs three forwards), the share
-of time its ranks idle, and the activations alive at once. Formulas hold for equal stages and free messages, and tests
-hold the simulator to them. p = pp, v = vpp, m = microbatches, r = rank; F, B, I and W are the times of one forward, one
-full backward, one input gradient and one weight gradient of a stage. The bubble is the makespan less what every rank
-computes.
+Each docstring gives the program of a rank in DualPipe's notation: `3F` runs three forwards. It also gives the idle time
+and the activations alive at once. The formulas hold for equal stages and free messages; tests compare them with the
+simulator. p = pp, v = vpp, m = microbatches, r = rank. F, B, I and W are the times that a stage takes for a forward, a
+full backward, an input gradient and a weight gradient. The bubble is the makespan less the computation of a rank.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def one_f_one_b(pp: int, microbatches: int) -> Schedule:
 
     Program of rank r, with warm-up w = min(p - r - 1, m): `wF (m-w)(FB) wB`.
     Bubble: the same as GPipe's, (p - 1)/(m + p - 1) of the makespan, (p - 1)/m of the ideal time.
-    Peak in flight: min(p - r, m) on rank r, whatever the batch. This is what 1F1B buys.
+    Peak in flight: min(p - r, m) on rank r, whatever the batch. GPipe keeps m.
     """
     require_positive(pp=pp, microbatches=microbatches)
     programs = []
@@ -59,14 +58,14 @@ def interleaved(
 ) -> Schedule:
     """Interleaved 1F1B: v stages a rank, stage c p + r is chunk c of rank r (Megatron, arXiv 2104.04473 section 2.2).
 
-    The schedule table (`tables.py`) says which microbatch and chunk the k-th forward and backward run, in groups of N
-    microbatches; `group_size` None means N = p. With vpp 1 this is `one_f_one_b`.
+    The schedule table (`tables.py`) gives the microbatch and the chunk of the k-th forward and backward, in groups of N
+    microbatches. `group_size` None means N = p. With vpp 1 this is `one_f_one_b`.
 
     Program of rank r, with warm-up w = min(2(p - r - 1) + (v - 1)N, m v): `wF (mv-w)(FB) wB`.
-    Bubble: (p - 1)(F + B), and a stage is one v-th of 1F1B's. Makespan (m v + p - 1)(F + B), fraction
-    (p - 1)/(m v + p - 1), ratio (p - 1)/(m v), whatever the group size.
-    Peak in flight: min(2(p - r - 1) + (v - 1)N + 1, m v) of these smaller stages on rank r: more than 1F1B's, and more
-    still with larger groups.
+    Bubble: (p - 1)(F + B) of stages that are one v-th of 1F1B's, whatever the group size.
+    Makespan: (m v + p - 1)(F + B). Fraction: (p - 1)/(m v + p - 1). Ratio: (p - 1)/(m v).
+    Peak in flight on rank r: min(2(p - r - 1) + (v - 1)N + 1, m v) of these smaller stages.
+    This peak is higher than 1F1B's, and grows with the group size.
 
     all_warmup: Megatron's rule of 2023 for m = p: every rank runs all forwards before its first backward.
         Program of every rank: `mvF mvB`. The bubble is the same, and m v stages are in flight on every rank.
@@ -121,9 +120,10 @@ def without_backward(schedule: Schedule) -> Schedule:
     """The forwards of `schedule` alone, in their order, for evaluation.
 
     Program of every rank, with v stages on it: `(m v)F`, which is `mF` for GPipe, 1F1B and ZB-H1.
-    Bubble: fraction (p - 1)/(m + p - 1) with one stage a rank, (p - 1)/(m v + p - 1) interleaved, where the makespan is
-    (m v + p - 1) F. A V turns round at the last rank, and its first has to wait for the way back: 2(m + p - 1) F, so
-    (p - 1)/(m + p - 1) although v is 2.
+    Bubble, one stage a rank: fraction (p - 1)/(m + p - 1).
+    Bubble, interleaved: fraction (p - 1)/(m v + p - 1), of a makespan of (m v + p - 1) F.
+    Bubble on a V (v = 2): fraction (p - 1)/(m + p - 1), of a makespan of 2(m + p - 1) F. The V turns round at the last
+    rank, and rank 0 waits for the way back.
     Peak in flight: 0, nothing is kept for a backward.
     """
     keep = schedule.kinds == _F
@@ -140,14 +140,14 @@ def without_backward(schedule: Schedule) -> Schedule:
 
 
 def build_schedule(config: ScheduleConfig, *, pp: int, vpp: int = 1, microbatches: int) -> Schedule:
-    """The schedule that a config names, or the one in the file at `config.path`.
+    """The schedule that a config names, or the schedule in the file at `config.path`.
 
-    `auto` is 1f1b for one model chunk a rank and interleaved for more. zbv, dualpipe_v and a file say themselves how
-    many stages a rank has, for them `vpp` may stay at 1.
+    `auto` is 1f1b for one model chunk a rank and interleaved for more. zbv, dualpipe_v and a file fix the number of
+    stages of a rank, so `vpp` may stay at 1.
 
     Raises:
         ValueError: an unknown name, a vpp that the named schedule does not have, sizes that its builder refuses, a
-            file that cannot be read, and one for another number of ranks or microbatches.
+            file that cannot be read, and a file for another number of ranks or microbatches.
     """
     if config.path is not None:
         return _from_file(Path(config.path), pp, microbatches)

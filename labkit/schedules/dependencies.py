@@ -1,10 +1,10 @@
-"""Dependencies of a schedule's actions: what each needs, whether all is there, and who waits for whom in a circle.
+"""Dependencies of a schedule's actions, the check that no action is missing, and the picture of a deadlock.
 
     F(s, m)          needs F(s-1, m)
     B(s, m), I(s, m) need F(s, m), and B or I(s+1, m)
     W(s, m)          needs I(s, m)
 
-Columns are filled rank by rank, so that beside the result only one row's worth of scratch exists at a time.
+Functions fill columns rank by rank: beside the result they hold scratch memory for one row at a time.
 
 Legend: A = actions of the schedule, P = ranks, S = stages, M = microbatches.
 """
@@ -19,14 +19,14 @@ from labkit.schedules.ir import KINDS, Action, Schedule, ScheduleError, grid
 
 _F, _B, _I, _W = range(4)
 _MOST_NAMED = 10
-"""Cells that a refusal names; the rest is more of the same."""
+"""Cells that a refusal names; it counts the others."""
 _MOST_CELLS = 1000
-"""Cells per action beyond which no table of them is made: sizes were mistyped, and memory would be gone."""
+"""Most cells per action of a table. More cells mean mistyped sizes, and a table that exhausts memory."""
 
 
 def positions(schedule: Schedule) -> np.ndarray:
-    """Index of each action in the schedule's columns, by kind, stage and microbatch (4, S, M); -1 where it is missing,
-    the last one where it is doubled."""
+    """Index of each action in the schedule's columns, by kind, stage and microbatch (4, S, M). A missing action has -1;
+    a doubled action has its last index."""
     at = np.full((4, schedule.num_stages, schedule.num_microbatches), -1, dtype=np.int32)
     flat = at.reshape(-1)
     for row in _rows(schedule):
@@ -36,8 +36,9 @@ def positions(schedule: Schedule) -> np.ndarray:
 
 
 def dependencies(schedule: Schedule, at: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Two columns (A,) of indices into the schedule, -1 for none: what an action needs from the neighbouring stage, and
-    what it needs from its own stage. The schedule must be complete; `at` are its `positions`, if already known."""
+    """Two columns (A,): index of the action that each action needs from the neighbouring stage, and from its own stage.
+
+    -1 means none. The schedule must be complete; `at` is its `positions`, if already known."""
     at = positions(schedule) if at is None else at
     gradient = np.where(at[_B] >= 0, at[_B], at[_I])
     edge = np.full((1, schedule.num_microbatches), -1, dtype=np.int32)
@@ -57,13 +58,13 @@ def dependencies(schedule: Schedule, at: np.ndarray | None = None) -> tuple[np.n
 
 
 def producers(schedule: Schedule) -> np.ndarray:
-    """Index of the action whose result each action reads from a neighbouring stage (A,); -1 for none."""
+    """Index (A,) of the action on a neighbouring stage whose result each action reads; -1 for none."""
     copied = lambda rows: dependencies(rows)[0].copy()  # noqa: E731  # not a view, which would keep the other column
     return schedule.derived("action whose result each reads", copied)
 
 
 def consumers(schedule: Schedule) -> np.ndarray:
-    """The inverse of `producers`."""
+    """Index (A,) of the action on a neighbouring stage that reads each action's result; -1 for none."""
     return schedule.derived("action that reads each one's result", _inverse_of_producers)
 
 
@@ -76,8 +77,10 @@ def _inverse_of_producers(schedule: Schedule) -> np.ndarray:
 
 
 def awaited(schedule: Schedule, at: np.ndarray | None = None) -> np.ndarray:
-    """The one action (A,) that each has to wait for, -1 for none: what it needs from another rank. What it needs from
-    its own rank is done when its turn comes, unless the row has it later; then that one, for which it waits forever."""
+    """Index (A,) of the action on another rank that each action waits for; -1 for none.
+
+    An action of the same rank is normally done in time. If the row has it later, the column names it instead: the rank
+    then waits forever."""
     from_neighbour, own = dependencies(schedule, at)
     crosses = (from_neighbour >= 0) & (schedule.ranks[from_neighbour] != schedule.ranks)
     waits = np.where(crosses, from_neighbour, -1)
@@ -91,8 +94,10 @@ def _rows(schedule: Schedule) -> list[slice]:
 
 
 def require_complete(schedule: Schedule) -> np.ndarray:
-    """Every stage runs every microbatch once forward and, unless all is forward, once backward (B, or I and W), on one
-    rank. Returns `positions`; raises ScheduleError with the first ten cells that break this."""
+    """Check that each stage runs each microbatch once forward and once backward (B, or I and W), on one rank.
+
+    A forward-only schedule needs no backward. Returns `positions`. Raises ScheduleError with the first ten cells that
+    break the rule."""
     if schedule.num_stages * schedule.num_microbatches > _MOST_CELLS * len(schedule):
         raise _incomplete(schedule, _first_missing(schedule), {})
     at = positions(schedule)
@@ -118,7 +123,7 @@ def _incomplete(schedule: Schedule, missing: list[str], marks: dict[tuple[int, i
 
 
 def _missing(lacking: list[tuple[str, np.ndarray]]) -> list[str]:
-    """A sentence for each of the first cells (S, M) that are true, by kind, and one that counts the others."""
+    """A sentence for each of the first true cells (S, M), by kind, and a last sentence that counts the others."""
     named = [
         f"{Action(s, kind, m)} is missing"
         for kind, cells in lacking
@@ -129,7 +134,7 @@ def _missing(lacking: list[tuple[str, np.ndarray]]) -> list[str]:
 
 
 def _first_missing(schedule: Schedule) -> list[str]:
-    """The first forwards that are missing, found without a table of all cells."""
+    """The first missing forwards, found without a table of all cells."""
     forward = schedule.kinds == _F
     there = set(zip(schedule.stages[forward].tolist(), schedule.microbatches[forward].tolist(), strict=True))
     sizes = (schedule.num_stages, schedule.num_microbatches)
@@ -139,7 +144,7 @@ def _first_missing(schedule: Schedule) -> list[str]:
 
 
 def _misplaced(schedule: Schedule) -> dict[tuple[int, int], str]:
-    """Marks for actions that are doubled, both whole and split, or on another rank than their stage (at most ten)."""
+    """Marks for at most ten actions that are doubled, both whole and split, or on another rank than their stage."""
     counts = np.zeros((4, schedule.num_stages, schedule.num_microbatches), dtype=np.int64)
     cell = (schedule.kinds, schedule.stages, schedule.microbatches)
     np.add.at(counts, cell, 1)
@@ -158,8 +163,10 @@ def _misplaced(schedule: Schedule) -> dict[tuple[int, int], str]:
 
 
 def explain_deadlock(schedule: Schedule, heads: np.ndarray, done: np.ndarray) -> str:
-    """The grid with the circle of who waits for whom marked, found by following from the first stuck rank until a rank
-    repeats. heads: index of each rank's next action (P,); done: whether an action has run (A,)."""
+    """Draw the grid and mark a circle of ranks that wait for each other.
+
+    From the first stuck rank the function follows the waits until a rank repeats. heads: index of each rank's next
+    action (P,); done: true for actions that have run (A,)."""
     needs = dependencies(schedule)
     wanted = {}
     for rank, index in enumerate(heads.tolist()):

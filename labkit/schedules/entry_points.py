@@ -1,7 +1,7 @@
-"""The sources' entry points: choose a schedule, make a runtime, run one step.
+"""Megatron's entry points: choose a schedule, make a runtime, run one step.
 
-They take Megatron's argument names plus `groups`, which Megatron keeps in globals. What has no meaning here is refused
-in a sentence, never ignored. Code that trains for many steps makes one `PipelineRuntime` and keeps it.
+They take Megatron's argument names plus `groups`, which Megatron keeps in globals. They refuse an argument that has no
+meaning here; they never ignore it. Code that trains for many steps makes one `PipelineRuntime` and keeps it.
 """
 
 from __future__ import annotations
@@ -30,43 +30,45 @@ _REFUSED = {
 
 
 class StepArguments(TypedDict, total=False):
-    """Arguments of the three entry points besides model, data and groups, each by its name in the sources."""
+    """Arguments of the three entry points besides model, data and groups, by Megatron's names."""
 
     grad_scaler: Callable[..., Any] | None
     """Applied to the loss before its backward."""
     timers: Any
     """`timers(name, log_level=n)` gives an object with `start` and `stop`."""
     collect_non_loss_data: bool
-    """Call the loss function with `non_loss_data=True` and return what it gives; needs forward_only."""
+    """Call the loss function with `non_loss_data=True` and return its results; needs forward_only."""
     forward_only: bool
     """Losses without gradients."""
     enable_autocast: bool
     """Run forwards, but not the loss function, under torch.autocast with `dtype`."""
     dtype: Any
-    """Type of the tensors between stages; None is that of the first floating-point parameter."""
+    """Type of the tensors between stages; None means the type of the first floating-point parameter."""
     calculate_per_token_loss: bool
-    """Leave a loss of three items unscaled: gradients are divided by the number of tokens at the end of the step. A
-    model with experts then needs seq_length and micro_batch_size."""
+    """Leave a loss of three items unscaled; the end of the step divides gradients by the number of tokens. A model with
+    experts then needs seq_length and micro_batch_size."""
     no_sync_func: Any
     """A context in which backwards only accumulate, or a list with one per chunk; None takes the chunks' `no_sync`."""
     grad_sync_func: Any
-    """Called with a chunk's parameters when they are to be synchronised, or a list with one per chunk. Never
-    called at pp 1, nor on the first rank without interleaving: as in Megatron that is left to the hooks of the last
-    backward, which runs outside of `no_sync_func`'s context."""
+    """Called with a chunk's parameters to synchronise their gradients, or a list with one per chunk.
+
+    As in Megatron, nobody calls it at pp 1, nor on the first rank without interleaving. There the last backward runs
+    outside `no_sync_func`'s context, and its hooks synchronise."""
     param_sync_func: Any
     """Called with a chunk's parameters ahead of its first forward, or a list with one per chunk; interleaving only."""
     deallocate_pipeline_outputs: bool
     """Free an output's values once it is sent; False unless given, as in Megatron."""
     tensor_shape: TensorShape
-    """(S, B, H) of what a rank sends, or what else `PipelineRuntime` takes; or the next three."""
+    """(S, B, H) of the tensor that a rank sends, or another form that `PipelineRuntime` takes. Instead of it: the next
+    three."""
     seq_length: int | None
-    """Length of a whole sample: divided by the context-parallel size here."""
+    """Length of a whole sample; this function divides it by the context-parallel size."""
     micro_batch_size: int | None
     """Samples in a microbatch."""
     hidden_size: int | None
     """H."""
     decoder_seq_length: int | None
-    """Length of the decoder's sequence, where `groups.config.split_rank` is set."""
+    """Length of the decoder's sequence, for a `groups.config.split_rank`."""
     sequence_parallel: bool
     """Divide S by the tensor-parallel size."""
     variable_seq_lengths: bool
@@ -75,13 +77,13 @@ class StepArguments(TypedDict, total=False):
     """True batches the transfers between two actions, False orders them even/odd, None posts receives ahead and lets
     sends run behind the computation."""
     overlap_p2p_comm: bool
-    """The latter, too; interleaving only, and not together with batch_p2p_comm=True."""
+    """As batch_p2p_comm None; interleaving only, and not together with batch_p2p_comm=True."""
     use_ring_exchange_p2p: bool
     """Refused."""
     num_microbatches_with_partial_activation_checkpoints: int | None
     """Number of microbatches in flight that recompute nothing; None leaves it to the model."""
     microbatch_group_size_per_vp_stage: int | None
-    """Microbatches that a chunk runs before the next one's turn; None is pp. Interleaving only."""
+    """Microbatches that a chunk runs before the next chunk's turn; None is pp. Interleaving only."""
 
 
 def get_forward_backward_func(
@@ -89,7 +91,7 @@ def get_forward_backward_func(
 ) -> Callable[..., list[Any]]:
     """The entry point for a layout: no pipelining at pp 1, 1F1B with one model chunk a rank, else interleaving.
 
-    Sizes not given come from `groups`. Raises ValueError where neither is given.
+    Sizes not given come from `groups`. Raises ValueError if the call gives neither.
     """
     if groups is not None:
         pp_size = groups.pp.size if pp_size is None else pp_size
@@ -112,7 +114,7 @@ def forward_backward_no_pipelining(
     groups: ParallelGroups,
     **arguments: Unpack[StepArguments],
 ) -> list[Any]:
-    """Forward and backward of each microbatch in turn, gradients synchronised with the last.
+    """Run forward and backward of each microbatch in turn; the last backward synchronises gradients.
 
     Arguments and errors as in `forward_backward_pipelining_without_interleaving`; `groups` must have one stage.
     """
@@ -143,10 +145,10 @@ def forward_backward_pipelining_without_interleaving(
 
     forward_step_func: (data iterator, chunk) -> (output, loss function).
     model, data_iterator: one chunk and its iterator, or lists of one (of chunks also an `nn.ModuleList`).
-    arguments: those of `StepArguments`. With `groups.config.split_rank` the first ranks are the encoder, which send its
-        hidden states; the others send the decoder's and the encoder's output.
+    arguments: those of `StepArguments`. With `groups.config.split_rank` the first ranks are the encoder and send its
+        hidden states. The other ranks send the decoder's and the encoder's output.
 
-    Raises ValueError for what the sources offer and labkit does not.
+    Raises ValueError for options of Megatron that labkit does not offer.
     """
     chunks = chunks_of(model)
     if len(chunks) != 1:
@@ -176,7 +178,7 @@ def forward_backward_pipelining_with_interleaving(
         lists or tuples (chunks also in an `nn.ModuleList`).
     arguments: those of `StepArguments`.
 
-    Raises ValueError for what the sources offer and labkit does not, for an encoder-decoder, and for numbers of
+    Raises ValueError for options of Megatron that labkit does not offer, for an encoder-decoder, and for numbers of
     microbatches that interleaving cannot run.
     """
     if groups.config.split_rank is not None or arguments.get("decoder_seq_length") is not None:
@@ -196,7 +198,7 @@ def forward_backward_pipelining_with_interleaving(
 
 @lru_cache(maxsize=16)
 def _plain(pp: int, microbatches: int) -> Schedule:
-    """Kept, with all that was derived from it, because every step makes a runtime of its own."""
+    """Cached with its `derived` values, because every step makes a runtime of its own."""
     return one_f_one_b(pp, microbatches)
 
 
@@ -254,7 +256,7 @@ def _run(
 
 
 def _refuse(others: dict[str, Any]) -> None:
-    """Take out of `others` what is refused and off; raise for what is on, and for unknown names."""
+    """Remove refused arguments from `others` if they are off. Raise for those that are on, and for unknown names."""
     taken = {"grad_scaler", "timers", "calculate_per_token_loss", "no_sync_func", "grad_sync_func", "param_sync_func"}
     taken |= {"num_microbatches_with_partial_activation_checkpoints"}
     for name in sorted(others.keys() - taken):
@@ -321,11 +323,11 @@ def _sequence_shapes(
     decoder_seq_length: int | None,
     sequence_parallel: bool,
 ) -> TensorShape:
-    """(S, B, H) of what stages send, from the sizes of a whole sample, as Megatron computes it.
+    """(S, B, H) of the tensors that stages send, from the sizes of a whole sample, as Megatron computes it.
 
-    S is divided by the context-parallel size, and by the tensor-parallel size under sequence parallelism. With a
-    `split_rank` the stages from it on send two tensors: the decoder's hidden states, `decoder_seq_length` long, and the
-    encoder's output. Raises ValueError for a length that cannot be divided.
+    S is divided by the context-parallel size, and by the tensor-parallel size under sequence parallelism. Stages from
+    `split_rank` on send two tensors: the decoder's hidden states (`decoder_seq_length`) and the encoder's output.
+    Raises ValueError for a length that cannot be divided.
     """
 
     def shape(length: int) -> Shape:
@@ -340,7 +342,7 @@ def _sequence_shapes(
 
 
 def _split_over_tensor_parallel(groups: ParallelGroups, shape: TensorShape) -> Shape:
-    """One shape with its S divided by the tensor-parallel size. Raises ValueError where that cannot be."""
+    """One shape with its S divided by the tensor-parallel size. Raises ValueError if that is impossible."""
     if callable(shape) or not shape or not all(isinstance(size, int) for size in shape):
         raise ValueError("sequence_parallel divides one tensor_shape: give several shapes as they are when divided")
     length, *rest = (int(size) for size in shape)  # pyright: ignore[reportArgumentType]

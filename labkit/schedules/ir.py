@@ -1,12 +1,12 @@
-"""A pipeline schedule as data: which rank runs what, in which order.
+"""A pipeline schedule as data: the actions of each rank, in order.
 
 Notable:
-- An `Action` is one piece of work and prints as `2F0`: stage 2, forward, microbatch 0. It parses back.
-- A `Schedule` holds one row of actions per rank as three numpy columns over all ranks, so that millions of actions cost
-  megabytes; `Action` objects appear only on access. It says nothing about communication: that follows from the rows
-  (`lowering.py`) and is never written by hand.
-- Any number of stages per rank. Looped placement puts stage s on rank s mod pp; a V goes down the ranks and up again.
-- A schedule may be wrong (a reader's own often is). It can still be built, printed and drawn; `simulate` refuses it.
+- An `Action` is one piece of work and prints as `2F0`: stage 2, forward, microbatch 0. The text parses back.
+- A `Schedule` holds one row of actions for each rank, as three numpy columns over all ranks. Millions of actions cost
+  megabytes; `Action` objects appear only on access. A schedule lists no messages: they follow from the rows
+  (`lowering.py`).
+- A rank has any number of stages. Looped placement puts stage s on rank s mod pp. A V goes down the ranks and up again.
+- A schedule may be wrong, and still be built, printed and drawn. `simulate` refuses it.
 
 Legend: A = actions of the whole schedule, P = ranks, S = stages, M = microbatches.
 """
@@ -76,8 +76,8 @@ class Schedule:
     """One row of actions per rank.
 
     `rows` holds, for each rank, Actions or their text; `from_columns` takes numpy columns instead. `num_stages` and
-    `num_microbatches` are what the schedule is meant to cover. Raises ScheduleError for a rank without actions
-    and for a stage or microbatch outside these numbers, naming rank and position.
+    `num_microbatches` are the stages and microbatches that the schedule should cover. Raises ScheduleError for a rank
+    without actions, and for a stage or microbatch outside these numbers, with its rank and position.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Schedule:
         microbatches: np.ndarray,
         offsets: np.ndarray,
     ) -> Schedule:
-        """From columns of length A, rank after rank; rank r owns `offsets[r]:offsets[r + 1]`. `kinds` indexes KINDS."""
+        """Make a schedule of columns of length A. Rank r owns `offsets[r]:offsets[r + 1]`; `kinds` indexes KINDS."""
         schedule = cls.__new__(cls)
         schedule._set(
             name,
@@ -202,7 +202,7 @@ class Schedule:
         return (Action(stage, KINDS[kind], microbatch) for stage, kind, microbatch in zip(*columns, strict=True))
 
     def derived(self, what: str, compute: Callable[[Schedule], T]) -> T:
-        """`compute(self)`, kept under the name `what` for as long as the schedule lives: its columns never change."""
+        """`compute(self)`, kept under the name `what`. The columns never change, so the value stays true."""
         if what not in self._derived:
             self._derived[what] = compute(self)
         return self._derived[what]
@@ -216,7 +216,7 @@ class Schedule:
         return rank, index - int(self.offsets[rank])
 
     def placement(self, stage: int) -> int:
-        """The rank that runs `stage` (where a broken schedule has it on several, the one with most of its actions)."""
+        """The rank that runs `stage`. If a broken schedule has it on several, the rank with most of its actions."""
         return int(self.placement_of_stages[stage])
 
     def stages_of(self, rank: int) -> list[int]:
@@ -240,7 +240,7 @@ class Schedule:
 
     @property
     def checksum(self) -> int:
-        """A number that differs where rows do."""
+        """CRC of the rows, to compare the schedules of two ranks."""
         columns = (self.stages, self.kinds, self.microbatches, self.offsets)
         return zlib.crc32(b"".join(column.tobytes() for column in columns))
 
@@ -257,8 +257,8 @@ class Schedule:
     def from_text(cls, text: str) -> Schedule:
         """Read `to_text`'s form; the line with the name may be left out, ranks may be aligned with blanks.
 
-        Stages and microbatches are counted from the cells. Raises ScheduleError naming the rank, the position and the
-        text of the first cell that is no action, and a line that is no rank's or not in its place.
+        The cells give the numbers of stages and microbatches. Raises ScheduleError for a cell that is no action, with
+        rank, position and text, and for a line that is not the next rank's.
         """
         lines = [line.strip() for line in text.strip().splitlines()]
         name = "text" if not lines or RANK_LINE.match(lines[0]) else lines.pop(0)
@@ -279,9 +279,9 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, text: str, name: str = "csv") -> Schedule:
-        """Read `to_csv`'s form. Stages and microbatches are counted from the cells.
+        """Read `to_csv`'s form. The cells give the numbers of stages and microbatches.
 
-        Raises ScheduleError naming row, column and text of the first cell that is no action.
+        Raises ScheduleError with row, column and text of the first cell that is no action.
         """
         lines = text.strip("\r\n").splitlines()
         if not any(line.strip() for line in lines):
@@ -298,11 +298,11 @@ class Schedule:
 def read_schedule(path: str | Path) -> Schedule:
     """The schedule in the UTF-8 file at `path`, with or without a byte order mark and with any line ends.
 
-    Where no line begins with `rank R:` it is CSV, and the schedule bears the name of the file without its suffix.
+    A file in which no line begins with `rank R:` is CSV. Its schedule has the name of the file, without the suffix.
 
     Raises:
         ValueError: a file that cannot be read, in one sentence without its name.
-        ScheduleError: what is in the file is no schedule (`Schedule.from_csv`, `Schedule.from_text`).
+        ScheduleError: the file holds no schedule (`Schedule.from_csv`, `Schedule.from_text`).
     """
     path = Path(path)
     try:
@@ -329,7 +329,7 @@ def _signed_chunks(schedule: Schedule) -> np.ndarray:
 
 
 def _parse_cell(cell: str, where: str, separators: str = "") -> Action:
-    """The action in `cell`. One that holds one of `separators` is told what separates actions instead."""
+    """The action in `cell`. The error for a cell that holds one of `separators` says that commas separate actions."""
     if not cell.strip():
         raise ScheduleError(f"{where} is blank: remove the cell, idle time is not written down")
     try:
@@ -340,7 +340,7 @@ def _parse_cell(cell: str, where: str, separators: str = "") -> Action:
 
 
 def _counted(rows: Sequence[Sequence[Action]]) -> tuple[int, int]:
-    """Numbers of stages and microbatches, from the highest of each. Refuses a number that cannot be meant."""
+    """Numbers of stages and microbatches, from the highest of each. Refuses a number that must be a typing mistake."""
     flat = [action for row in rows for action in row]
     stages, microbatches = (1 + max((getattr(a, of) for a in flat), default=-1) for of in ("stage", "microbatch"))
     if stages * microbatches > 1000 * len(flat):
@@ -352,8 +352,11 @@ def _counted(rows: Sequence[Sequence[Action]]) -> tuple[int, int]:
 
 
 def _majority_rank(stages: np.ndarray, offsets: np.ndarray, num_stages: int) -> np.ndarray:
-    """Rank of each stage (S,): the one with most of its actions, of several the last; a stage that nobody runs falls to
-    stage mod pp. Counted rank by rank, so that no table of stages and ranks exists."""
+    """Rank of each stage (S,): the rank with most of its actions, and of several such ranks the last.
+
+    A stage that no rank runs goes to rank stage mod pp. The function counts rank by rank and needs no table of stages
+    and ranks.
+    """
     most = np.ones(num_stages, dtype=np.int64)
     rank_of = np.arange(num_stages, dtype=np.int32) % np.int32(len(offsets) - 1)
     for rank, (start, stop) in enumerate(pairwise(offsets.tolist())):
@@ -367,7 +370,7 @@ def _majority_rank(stages: np.ndarray, offsets: np.ndarray, num_stages: int) -> 
 
 
 def _read_only(column: np.ndarray) -> np.ndarray:
-    """The same memory; what has been derived from a schedule's columns must stay true."""
+    """A read-only view of the same memory, so that `derived` values stay true."""
     column = column.view()
     column.flags.writeable = False
     return column
@@ -376,8 +379,8 @@ def _read_only(column: np.ndarray) -> np.ndarray:
 def grid(schedule: Schedule, marks: dict[tuple[int, int], str] | None = None, *, limit: int = 24) -> str:
     """The rows as text, one line per rank.
 
-    `marks` puts brackets round the cell at (rank, position) and its sentence under the grid. Rows are cut to `limit`
-    cells round the first marked one, with `..` where something is left out.
+    `marks` puts brackets round the cell at (rank, position) and its sentence under the grid. Each row shows `limit`
+    cells round the first marked cell, and `..` in the place of the others.
     """
     marks = marks or {}
     first = min((position for _, position in marks), default=0)

@@ -1,20 +1,20 @@
 """From rows of actions to programs: what each rank sends, receives and synchronises between its actions.
 
-Communication is never written down in a schedule, because it follows from it: F of stage s needs the message that F of
-stage s - 1 sends, B (or I) of stage s the one of stage s + 1. Lowering decides when each message travels.
+A schedule does not list its messages, because they follow from the rows. F of stage s needs the message that F of
+stage s - 1 sends. B (or I) of stage s needs the message of stage s + 1. Lowering decides when each message travels.
 
-**Slots.** Before each action of a rank, and after its last, lies a slot. A send is in the slot right after the action
-that makes the message. With one exchange per slot (`batched`, `even_odd`) the receive cannot simply stand before the
-action that reads it: two ranks could then wait for each other's next slot. So every rank predicts all starts and ends
-at unit costs (`simulate`). A message's *moment* is the end of the action that makes it, and slot j of a rank covers
-the time from after the start of action j - 1 to the start of action j. Both ends of a message are put in the slot that
-its moment falls into; for the sender that is the slot right after the action.
+**Slots.** A slot lies before each action of a rank, and another after the last action. The sender puts a message in the
+slot right after the action that makes the message. Under `batched` and `even_odd` each slot is one exchange, and the
+receive cannot simply stand before the action that reads it. Two ranks could then wait for each other's next slot.
+So every rank predicts all starts and ends at unit costs (`simulate`). The *moment* of a message is the end of the
+action that makes it. Slot j of a rank covers the time after the start of action j - 1, up to the start of action j.
+Both ranks put a message in the slot that contains its moment. On the sender this is the slot right after the action.
 
-**Why that cannot deadlock**, for any rows whose data dependencies have no circle, with any placement. Suppose ranks are
-stuck, each in a slot, waiting for a message whose other end its peer has not posted yet. The peer is stuck, too, in a
-slot that ends before that moment, so the message it waits for has an earlier moment. Following who waits for whom,
-moments fall for ever, which finitely many messages cannot do. Nor can messages cross: all that one rank sends another
-has different moments, and both sides post in their order.
+**Proof that slots cannot deadlock**, for any placement and any rows whose data dependencies have no circle. Suppose
+that several ranks are stuck, each in a slot. Each waits for a message whose other end the peer has not posted. The peer
+is stuck too, in a slot that ends before the moment of this message. So the peer waits for a message with an earlier
+moment. From rank to rank the moments get earlier without end, but the number of messages is finite. Messages cannot
+cross either: all messages from one rank to another have different moments, and both ranks post them in this order.
 
 | transport  | receives | sends | waits |
 |------------|----------|-------|-------|
@@ -23,12 +23,12 @@ has different moments, and both sides post in their order.
 | `even_odd` | in their slot, one by one in Megatron's order (below) | the same | for the whole slot |
 | `blocking` | right before their action | right after theirs | for each on its own |
 
-Megatron's even/odd order (`parallel/pipeline/posting_order.py`) settles which neighbour is served first. Between two
-ranks NCCL wants more: on one communicator the k-th operation of one side must be the counterpart of the k-th of the
-other. Megatron's order gives that where both sides exchange the same messages in the same slot, as in 1F1B; a V with a
-single microbatch would already hang. So the messages of a slot to and from one peer go by moment (of the same moment:
-activations before gradients, then the lower rank's first), and the two sequences mirror each other however the slots of
-both sides lie. With two ranks the odd one sends over a second communicator (channel 1), so both directions can overlap.
+Megatron's even/odd order (`parallel/pipeline/posting_order.py`) says which neighbour a rank serves first. NCCL asks for
+more between two ranks: on one communicator, the k-th operations of the two ranks must belong together. Megatron's order
+gives this if both ranks exchange the same messages in the same slot, as in 1F1B. A V with one microbatch would hang.
+So a rank orders the messages of a slot to and from one peer by their moment. At equal moments activations come before
+gradients, then messages of the lower rank first. The sequences of the two ranks then mirror each other, wherever their
+slots lie. With two ranks the odd rank sends over a second communicator (channel 1), so both directions can overlap.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Transport = Literal["posted", "batched", "even_odd", "blocking"]
 
 
 class StageMessage(NamedTuple):
-    """An activation (F) or a gradient (B) on its way from one stage to a neighbouring one; prints as `1F0>2`."""
+    """An activation (F) or a gradient (B) from one stage to a neighbouring stage; prints as `1F0>2`."""
 
     kind: str
     """`F` to the next stage, `B` to the previous one."""
@@ -64,11 +64,11 @@ class StageMessage(NamedTuple):
     target: int
     """Rank that receives."""
     produced: int
-    """Position of the action that makes it, in the row of `source`."""
+    """Position of the action that makes the message, in the row of `source`."""
     consumed: int
-    """Position of the action that needs it, in the row of `target`."""
+    """Position of the action that reads the message, in the row of `target`."""
     is_local: bool
-    """True where `source` is `target`: the rank holds both stages, and nothing is transferred."""
+    """True if `source` is `target`: this rank holds both stages and transfers nothing."""
 
     def __str__(self) -> str:
         return f"{self.from_stage}{self.kind}{self.microbatch}>{self.to_stage}"
@@ -99,17 +99,17 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """An action of the row, with what it reads and makes; prints as the action."""
+    """An action of the row, with the message it reads and the message it makes; prints as the action."""
 
     action: Action
     chunk: int
     """Model chunk of the action's stage on this rank."""
     needs: StageMessage | None
-    """Message that the action reads, from another rank or its own; None at the ends of the model and for W."""
+    """Message that the action reads, from another rank or its own. None for W and at the ends of the model."""
     gives: StageMessage | None
-    """Message that it makes for another stage."""
+    """Message that the action makes for another stage."""
     ends_chunk: bool
-    """True for the last backward of its chunk: gradients are complete after it."""
+    """True for the last backward of its chunk, which completes the gradients."""
 
     @property
     def verb(self) -> str:
@@ -118,12 +118,12 @@ class Compute:
 
     @property
     def receives(self) -> StageMessage | None:
-        """`needs`, where it comes from another rank."""
+        """`needs`, if another rank sends it."""
         return None if self.needs is None or self.needs.is_local else self.needs
 
     @property
     def sends(self) -> StageMessage | None:
-        """`gives`, where it goes to another rank."""
+        """`gives`, if it goes to another rank."""
         return None if self.gives is None or self.gives.is_local else self.gives
 
     def __str__(self) -> str:
@@ -132,11 +132,11 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """Transfers that start, end, or do both."""
+    """Start transfers, end them, or both."""
 
     verb: Literal["post", "recv", "send", "sent", "exchange"]
-    """`post` starts receives whose messages are read later, `recv` waits for one. `send` starts a send, `sent` waits
-    for sends that must have been read by now. `exchange` starts all its transfers in their order and waits for all."""
+    """`post` starts receives whose messages are read later; `recv` waits for one receive. `send` starts a send; `sent`
+    waits for sends that the peer has read by now. `exchange` starts all its transfers in order and waits for them."""
     transfers: tuple[Transfer, ...]
 
     def __str__(self) -> str:
@@ -168,16 +168,16 @@ class Program:
 
     instructions: list[Instruction]
     incoming: dict[int, list[StageMessage]]
-    """By sending rank, the messages that come from it, in the order it sends them."""
+    """Sending rank -> the messages that come from this rank, in the order in which it sends them."""
 
     @property
     def steps(self) -> list[Compute]:
-        """The row: the instructions that compute."""
+        """The instructions that compute: the row."""
         return [instruction for instruction in self.instructions if isinstance(instruction, Compute)]
 
     @property
     def slots(self) -> list[tuple[Transfer, ...]]:
-        """Transfers that are exchanged before each action, and after the last; all empty under `posted`."""
+        """The transfers of each slot: before each action, and after the last. All empty under `posted`."""
         slots: list[tuple[Transfer, ...]] = [()]
         for instruction in self.instructions:
             if isinstance(instruction, Compute):
@@ -188,12 +188,12 @@ class Program:
 
     @property
     def peers(self) -> set[int]:
-        """The ranks that this one exchanges messages with."""
+        """The ranks that this rank exchanges messages with."""
         transfers = [i.transfers for i in self.instructions if isinstance(i, Communication)]
         return {transfer.peer for each in transfers for transfer in each}
 
     def forwards(self, chunk: int) -> list[int]:
-        """The microbatches of a chunk's forwards in their order."""
+        """The microbatches of a chunk's forwards, in their order."""
         return [step.action.microbatch for step in self.steps if step.chunk == chunk and step.action.kind == "F"]
 
     def __str__(self) -> str:
@@ -201,13 +201,14 @@ class Program:
 
 
 def lower(schedule: Schedule, rank: int, transport: Transport = "posted", *, receives_ahead: int = 4) -> Program:
-    """The program of `rank`.
+    """Return the program of `rank`. The schedule must be complete, as `verify` checks.
 
-    receives_ahead: under `posted`, how many receives of one sender are open beyond the message that is read next. With
-        0 none is, and each direction has a channel of its own under every transport: what varying lengths need.
+    receives_ahead: number of receives from one sender that `posted` opens beyond the message that is read next. Varying
+        lengths need 0: then no receive is open early, and each direction has its own channel under every transport.
 
-    The schedule must be complete (`verify` says so); under `batched` and `even_odd` it is simulated, which raises
-    ScheduleError where that is impossible. Raises ValueError for an unknown transport.
+    Raises:
+        ValueError: an unknown transport.
+        ScheduleError: `batched` or `even_odd`, and a schedule that `simulate` refuses.
     """
     check_transport(transport)
     actions, stages = schedule.actions(rank), schedule.stages_of(rank)
@@ -236,20 +237,20 @@ def lower(schedule: Schedule, rank: int, transport: Transport = "posted", *, rec
 
 
 def check_transport(transport: str) -> None:
-    """Raises ValueError for an unknown transport."""
+    """Raise ValueError for an unknown transport."""
     if transport not in get_args(Transport):
         raise ValueError(f"transport is {transport!r}; choose one of {', '.join(get_args(Transport))}")
 
 
 def _messages(schedule: Schedule, rank: int) -> tuple[list[StageMessage | None], list[StageMessage | None]]:
-    """For each action of the row the message that it needs, and the one that it gives."""
+    """Return two lists: the message that each action of the row needs, and the message that it gives."""
     producer, consumer = producers(schedule), consumers(schedule)
     row = np.arange(schedule.offsets[rank], schedule.offsets[rank + 1])
     return _between(schedule, producer[row], row), _between(schedule, row, consumer[row])
 
 
 def _between(schedule: Schedule, produced: np.ndarray, consumed: np.ndarray) -> list[StageMessage | None]:
-    """The messages from actions to actions, given by their indices; None where one of the two is -1."""
+    """The messages from the actions `produced` to the actions `consumed`; None if either index is -1."""
     source, target = schedule.ranks[produced], schedule.ranks[consumed]
     columns = (
         schedule.kinds[produced],
@@ -271,7 +272,7 @@ def _between(schedule: Schedule, produced: np.ndarray, consumed: np.ndarray) -> 
 def _posted(
     steps: Sequence[Compute], incoming: Mapping[int, Sequence[StageMessage]], ahead: int
 ) -> tuple[list[list[Instruction]], list[list[Instruction]]]:
-    """The communication before each action (and after the last), and that right after each action."""
+    """Return the communication before each action (and after the last), and the communication after each action."""
     receives = [*_posted_receives(steps, incoming, ahead), []]
     before = [ended + here for ended, here in zip(_ended_sends(steps), receives, strict=True)]
     sends = [_send(step.sends) if step.sends else None for step in steps]
@@ -285,17 +286,17 @@ def _send(message: StageMessage) -> Transfer:
 def _posted_receives(
     steps: Sequence[Compute], incoming: Mapping[int, Sequence[StageMessage]], ahead: int
 ) -> list[list[Instruction]]:
-    """The receives of each action's message, and of those that follow it. A sender's receives are posted in its order.
+    """The receive of each action's message, and posts of later receives. A rank posts receives in the sender's order.
 
-    Of each sender the first is not posted before it is needed: NCCL connects two ranks with their first message, and
-    posting would block until the other rank sends. Later ones are posted where this rank is about to wait anyway.
+    The first receive from a sender is posted only when its message is needed. NCCL connects two ranks at their first
+    message, so an earlier post would block until the sender sends. A rank posts later ones when it must wait anyway.
     """
     place = {message: k for messages in incoming.values() for k, message in enumerate(messages, start=1)}
     posted: Counter[int] = Counter()
     needed: Counter[int] = Counter()
 
     def post(source: int, count: int) -> list[Instruction]:
-        """Open receives until `count` have been."""
+        """Post receives until `count` are posted."""
         messages = incoming[source][posted[source] : count]
         posted[source] += len(messages)
         transfers = tuple(Transfer("recv", m, channel(m.source, m.target)) for m in messages)
@@ -312,11 +313,11 @@ def _posted_receives(
 
 
 def _ended_sends(steps: Sequence[Compute]) -> list[list[Instruction]]:
-    """Before each action, and after the last, the sends that end there.
+    """The sends that end before each action, and after the last action.
 
-    The source of a message has made it after reading all that it consumed up to there, so sends of these are complete.
-    They end before this rank waits the next time, or before a forward or a W; not between a message and the backward
-    for which other ranks wait.
+    A message from a peer proves that the peer has read everything that its earlier actions consumed. So the sends of
+    those messages are complete. They end before this rank waits the next time, or before its next forward or W. They do
+    not end between a receive and the backward that reads it, because other ranks wait for that backward.
     """
     unread: defaultdict[int, deque[StageMessage]] = defaultdict(deque)
     read: list[StageMessage] = []
@@ -337,7 +338,7 @@ def _ended_sends(steps: Sequence[Compute]) -> list[list[Instruction]]:
 
 # ---- slots ----
 def _exchanges(slots: Iterable[Sequence[Transfer]], transport: Transport) -> list[list[Instruction]]:
-    """Each slot as one exchange, or as one for each transfer where these are `blocking`."""
+    """Each slot as one exchange; under `blocking` each transfer as one exchange."""
     if transport == "blocking":
         return [[Communication("exchange", (transfer,)) for transfer in slot] for slot in slots]
     return [[Communication("exchange", tuple(slot))] if slot else [] for slot in slots]
@@ -346,10 +347,10 @@ def _exchanges(slots: Iterable[Sequence[Transfer]], transport: Transport) -> lis
 def _slots(
     schedule: Schedule, rank: int, transport: Transport, steps: Sequence[Compute], varies: bool
 ) -> list[list[Transfer]]:
-    """Transfers of each slot of the rank in the order of posting; one slot more than actions.
+    """Transfers of each slot of the rank in the order of posting; there is one slot more than actions.
 
-    varies: lengths vary, so a receive waits for its sizes while it is posted. Only the order by moment never waits in a
-    circle then, with each direction on a channel of its own.
+    varies: lengths vary, so posting a receive waits for the sizes of its message. Then only the order by moment, with
+        a channel for each direction, never waits in a circle.
     """
     one_way = varies or (transport == "even_odd" and schedule.pp == 2)
     slots: list[list[Transfer]] = [[] for _ in range(len(steps) + 1)]
@@ -383,9 +384,9 @@ def _slots(
 def receive_slots(
     schedule: Schedule, timeline: Timeline, producer: np.ndarray, rank: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For every message that `rank` receives, the position of the action that reads it, its slot and its moment.
+    """Return three columns for the messages that `rank` receives: position of the reading action, slot, and moment.
 
-    The slot is the one before the first action that starts at or after the moment. producer: as from `producers`.
+    The slot lies before the first action that starts at or after the moment. producer: as from `producers`.
     """
     row = slice(schedule.offsets[rank], schedule.offsets[rank + 1])
     made = producer[row]
@@ -395,7 +396,7 @@ def receive_slots(
 
 
 def _even_odd(by_moment: Iterable[Transfer], rank: int) -> list[Transfer]:
-    """Megatron's order says which peer comes when; among the transfers with one peer the moment decides."""
+    """Order a slot: Megatron's order picks the peer, and the moment orders the transfers with this peer."""
     by_moment = list(by_moment)
     queues: dict[tuple[int, int], list[Transfer]] = {}
     for transfer in by_moment:

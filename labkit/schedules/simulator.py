@@ -1,11 +1,12 @@
 """Predict when each action of a schedule runs: a `Timeline` of Events.
 
-A rank runs its row in order. An action starts when its rank is free and all that it needs (`dependencies.py`) has
-arrived. A result that crosses ranks arrives alpha + beta x bytes after it was ready; messages overlap with computation.
+A rank runs its row in order. An action starts when its rank is free and everything that the action needs
+(`dependencies.py`) has arrived. A result that crosses ranks arrives alpha + beta x bytes after the end of its action.
+Messages overlap with computation.
 
-All ranks advance together, at most one action each per wave, in numpy. A wave costs nine array operations on P numbers,
-whatever waits in it, and there are about as many waves as actions in a row: 4 million actions on 64 ranks take half a
-second.
+All ranks advance together in waves of numpy operations; in a wave each rank runs at most one action. A wave costs nine
+array operations on P numbers. There are about as many waves as actions in a row. 4 million actions on 64 ranks take
+half a second.
 
 Legend: A = actions of the schedule, P = ranks, S = stages, M = microbatches.
 """
@@ -26,15 +27,15 @@ _F, _B, _I, _W = range(4)
 PerStage = float | Sequence[float]
 PerLink = float | Sequence[Sequence[float]]
 _WAVES = 32
-"""Waves between two looks at whether any rank still moves."""
+"""Waves between two checks that a rank still moves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds (or any unit) of each kind of action, one number or one per stage, of each message, and what is kept.
+    """Seconds (or any unit) of each kind of action and of each message, and the memory that activations take.
 
-    The defaults are units: a full backward computes two gradients and takes twice a forward; messages are free; a
-    microbatch leaves one activation on each stage.
+    Times of actions are one number, or one for each stage. The defaults are units. A full backward computes two
+    gradients and takes twice as long as a forward. Messages are free. A microbatch leaves one activation on each stage.
     """
 
     forward: PerStage = 1.0
@@ -46,17 +47,17 @@ class Costs:
     backward: PerStage | None = None
     """B; None means I + W."""
     latency: PerLink = 0.0
-    """alpha: what every message between two ranks costs; one number, or a row of P numbers for each sending rank."""
+    """alpha: time of an empty message between two ranks; one number, or a row of P numbers for each sending rank."""
     seconds_per_byte: PerLink = 0.0
     """beta: the reciprocal of the bandwidth; one number, or P x P as `latency`."""
     message_bytes: float = 0
     """Size of one activation on its way to the next stage."""
     gradient_bytes: float | None = None
-    """Size of its gradient on the way back; None means that of the activation."""
+    """Size of its gradient on the way back; None means the size of the activation."""
     activation: PerStage = 1.0
     """Activations of one microbatch on a stage from forward to backward, in units of the reader's choice."""
     freed_by_input_grad: PerStage = 0.0
-    """Share of it (0 to 1) that a split backward frees with I; W frees the rest."""
+    """Share of `activation` (0 to 1) that I of a split backward frees; W frees the rest."""
 
     def table(self, num_stages: int) -> np.ndarray:
         """Durations by kind and stage (4, S). Raises ValueError for a wrong number of stages or a negative cost."""
@@ -67,8 +68,8 @@ class Costs:
         return np.stack([rows["forward"], backward, rows["input_grad"], rows["weight_grad"]])
 
     def messages(self, pp: int) -> np.ndarray:
-        """alpha + beta x bytes of an activation and of a gradient, by sending and receiving rank (2, P, P); nothing
-        within a rank. Raises ValueError for a wrong number of ranks or a negative cost."""
+        """alpha + beta x bytes of an activation and of a gradient, by sending and receiving rank (2, P, P); 0 within a
+        rank. Raises ValueError for a wrong number of ranks or a negative cost."""
         latency, beta = _per_link("latency", self.latency, pp), _per_link("seconds_per_byte", self.seconds_per_byte, pp)
         back = self.message_bytes if self.gradient_bytes is None else self.gradient_bytes
         for name, size in (("message_bytes", self.message_bytes), ("gradient_bytes", back)):
@@ -79,7 +80,7 @@ class Costs:
         return np.stack([latency + beta * self.message_bytes, latency + beta * back]) * (1 - np.eye(pp))
 
     def kept(self, num_stages: int) -> np.ndarray:
-        """Change of what a rank keeps, by kind of action and stage (4, S); F's counts from its start, the others from
+        """Change of a rank's memory by kind of action and stage (4, S). F's counts from its start, the others from
         their end. Raises ValueError for a wrong number of stages and a share outside 0 to 1."""
         whole = _per_stage("activation", self.activation, num_stages)
         early = _per_stage("freed_by_input_grad", self.freed_by_input_grad, num_stages)
@@ -111,9 +112,9 @@ def _require_cost(name: str, value: object, array: np.ndarray) -> np.ndarray:
 
 
 class Timeline:
-    """A schedule with the start and end of every action, as columns in the schedule's order; starts at 0.
+    """A schedule with the start and end of every action, as columns in the schedule's order. Time starts at 0.
 
-    `costs` are what it was simulated with; they say what an activation weighs.
+    `costs`: the costs of the simulation. They also give the memory of an activation.
     """
 
     def __init__(self, schedule: Schedule, start: np.ndarray, end: np.ndarray, costs: Costs | None = None) -> None:
@@ -160,30 +161,30 @@ class Timeline:
 
     @cached_property
     def peak_in_flight(self) -> list[int]:
-        """Per rank, the most microbatches (of any of its stages) whose activations are alive at once."""
+        """By rank, the most microbatches (of any of its stages) whose activations are alive at once."""
         return [max(0, int(self.in_flight(rank)[1].max())) for rank in range(self.schedule.pp)]
 
     def in_flight(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """(times, counts): from each time on, so many activations are alive on `rank`.
+        """(times, counts): number of activations that are alive on `rank` from each time on.
 
-        One is born when its forward starts and dies when its backward, or its weight gradient where split, ends.
+        An activation lives from the start of its forward to the end of its backward, or of W if the backward is split.
         """
         return self._curve(rank, np.repeat([[1], [-1], [0], [-1]], self.schedule.num_stages, axis=1))
 
     @cached_property
     def peak_memory(self) -> list[float]:
-        """Per rank, the most that `memory` reaches, in the units of `Costs.activation`."""
+        """By rank, the maximum of `memory`, in the units of `Costs.activation`."""
         return [float(self.memory(rank)[1].max()) for rank in range(self.schedule.pp)]
 
     def memory(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """(times, amounts): what the activations alive on `rank` weigh from each time on (`Costs.activation`).
+        """(times, amounts): memory of the activations on `rank` from each time on, in units of `Costs.activation`.
 
-        Unlike `in_flight`, a split backward may free a share with its input gradient.
+        Unlike `in_flight`, I of a split backward may free a share.
         """
         return self._curve(rank, self.costs.kept(self.schedule.num_stages))
 
     def _curve(self, rank: int, changes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Running sum over the row of `rank` of what each action changes, by kind and stage."""
+        """Running sum of `changes`, by kind and stage, over the row of `rank`."""
         row = slice(self.schedule.offsets[rank], self.schedule.offsets[rank + 1])
         kinds = self.schedule.kinds[row]
         times = np.where(kinds == _F, self.start[row], self.end[row])
@@ -194,10 +195,10 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Predict when each action runs, with `costs` (default: units) per action and message.
+    """Predict when each action runs, with `costs` (default: units) for actions and messages.
 
-    Raises ScheduleError, with the grid drawn and the cells marked, where an action is missing, doubled or on a rank
-    that does not hold its stage, and where the rows wait for each other in a circle.
+    Raises ScheduleError, with the grid drawn and the cells marked, for an action that is missing, doubled or not on the
+    rank of its stage. Rows that wait for each other in a circle raise it too.
     """
     costs = costs or Costs()
     durations = costs.table(schedule.num_stages)[schedule.kinds, schedule.stages]
@@ -210,12 +211,12 @@ def earliest(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Earliest start and end of every action (A,), given the duration of each (A,).
 
-    messages: what an activation and a gradient take by sending and receiving rank (2, P, P); None: no time.
-    Raises ScheduleError as `simulate`.
+    messages: time of an activation and of a gradient by sending and receiving rank (2, P, P); None means no time.
+    Raises ScheduleError as `simulate` does.
     """
     waits = awaited(schedule, require_complete(schedule))
     delays = _delays(schedule, waits, messages) if messages is not None and messages.any() else None
-    # Every row gets a place after its end where its rank stops; one more place at the very end is "nothing needed".
+    # Each row gets a place after its end, where its rank stops. One more place at the very end means "nothing needed".
     stops = schedule.offsets[1:] + np.arange(schedule.pp)
     places = [*schedule.offsets[1:].tolist(), len(schedule)]
     nothing = len(schedule) + schedule.pp
@@ -235,7 +236,7 @@ def earliest(
 
 
 def _delays(schedule: Schedule, waits: np.ndarray, messages: np.ndarray) -> np.ndarray:
-    """Time that the message of each action is under way (A,)."""
+    """Time for which the message that each action reads is under way (A,)."""
     delays = np.zeros(len(schedule))
     received = np.flatnonzero(waits >= 0)
     backwards = (schedule.kinds[received] != _F).astype(np.int8)
@@ -246,9 +247,9 @@ def _delays(schedule: Schedule, waits: np.ndarray, messages: np.ndarray) -> np.n
 def _advance(
     waits: np.ndarray, durations: np.ndarray, delays: np.ndarray | None, heads: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Run all ranks from their `heads` until none moves; returns the end of every place and where each rank stands.
+    """Run all ranks from their `heads` until none moves. Return the end of every place and the head of each rank.
 
-    An action that cannot run yet gets the end inf, which nobody can start after, and its rank stays where it is; so a
+    An action that cannot run yet gets the end inf, and its rank stays at this action. Nothing can start after inf, so a
     wave needs no case distinction.
     """
     end = np.full(len(waits), np.inf)
@@ -256,7 +257,7 @@ def _advance(
     clock, ended, spent = np.zeros((3, len(heads)))
     need, ready = np.empty(len(heads), waits.dtype), np.ones(len(heads), bool)
     while ready.any():
-        for _ in range(_WAVES):  # names of arrays are filled in place: allocating would cost more than computing
+        for _ in range(_WAVES):  # operations fill arrays in place: allocating would cost more than computing
             waits.take(heads, None, need, "clip")  # "clip", because "raise" copies
             end.take(need, None, ended, "clip")
             if delays is not None:
@@ -273,16 +274,16 @@ def _advance(
 
 
 def kept_whole(schedule: Schedule, rank: int, count: int) -> frozenset[tuple[int, int]]:
-    """(stage, microbatch) whose activations `rank` keeps whole: at any time at most `count`, and as many as can be.
+    """(stage, microbatch) of the activations that `rank` keeps whole: as many as possible, at any time at most `count`.
 
-    Under full recomputation a stage keeps little of each microbatch in flight. Where memory is left, some of them may
-    keep everything, and their backward costs no second forward (arXiv 2205.05198, appendix C: microbatch-level
-    recomputation; Megatron's option `num_microbatches_with_partial_activation_checkpoints`). Late stages have fewer in
-    flight, so there the same number covers a larger share, up to all.
+    Under full recomputation a stage keeps little of each microbatch in flight. If memory is left, some microbatches can
+    keep everything, and their backward needs no second forward. This is microbatch-level recomputation (arXiv
+    2205.05198, appendix C; Megatron's option `num_microbatches_with_partial_activation_checkpoints`). Late stages have
+    fewer microbatches in flight, so there `count` covers a larger share, up to all.
 
-    A forward takes a place where one is free; B gives it back, or W where the backward is split. Under 1F1B with w
-    warm-up forwards that is Megatron's rule, the first `count` of every w + 1 microbatches. Its rule for interleaving
-    counts the same way, though there backwards do not follow the order of the forwards; this one goes by the row.
+    A forward takes a place if one is free. B gives the place back, or W if the backward is split. Under 1F1B with w
+    warm-up forwards this is Megatron's rule: the first `count` of every w + 1 microbatches. Megatron counts the same
+    way for interleaving, although backwards then do not follow the order of the forwards. This one follows the row.
 
     Raises ValueError for a negative count.
     """

@@ -3,22 +3,22 @@
 Tables and orders have the names that Megatron-LM gives them.
 
 A rank with V model chunks runs M x V virtual microbatches: virtual microbatch k is one microbatch through one chunk.
-The schedule table says which; it is the same on every rank. PP2, M 5, V 2, group size N 3:
+The schedule table lists both, and is the same on every rank. PP2, M 5, V 2, group size N 3:
 
     virtual microbatch   0 1 2 3 4 5 6 7 8 9
     microbatch           0 1 2 0 1 2 3 4 3 4
     model chunk          0 0 0 1 1 1 0 0 1 1
 
-The backward of virtual microbatch k reads the same column with the chunks counted from the end, V - 1 - c. What differs
-between ranks is only how many forwards come before the first backward: the warm-up.
+The backward of virtual microbatch k reads the same column with the chunks counted from the end, V - 1 - c. Ranks differ
+only in the warm-up, the number of forwards before the first backward.
 
-An order is the row of one rank as signed chunk numbers, the form Transformer Engine takes as `_order`: c + 1 is a
-forward of chunk c, -(c + 1) its backward. The microbatch is not written, every chunk runs them in ascending order.
+An order is the row of one rank as signed chunk numbers; Transformer Engine takes it as `_order`. c + 1 is a forward of
+chunk c, and -(c + 1) its backward. An order needs no microbatches: every chunk runs them in ascending order.
 
-A program is a list of phases `(times, "F0 I1 W1")`: the words of the second, repeated as often as the first says. A
-word is a kind and a model chunk of the rank; `F` alone means chunk 0. Every kind runs the microbatches of a chunk in
-ascending order, so numbers need not be written. `W` alone is the oldest weight gradient that is still open, of whatever
-chunk; a program has either such W or numbered ones.
+A program is a list of phases `(times, "F0 I1 W1")`: the rank repeats the words `times` times. A word is a kind and a
+model chunk of the rank; `F` alone means chunk 0. Every kind runs the microbatches of a chunk in ascending order, so a
+program needs no microbatches. `W` alone is the oldest open weight gradient of any chunk. A program has either such W or
+numbered ones.
 
 Sources: arXiv 2104.04473 section 2.2; megatron-core 0.16.1, which tests hold these functions to.
 """
@@ -53,11 +53,12 @@ def get_pp_rank_microbatches(
 ) -> tuple[int, bool, int, int]:
     """Count the virtual microbatches of a rank, and the forwards that come before its first backward.
 
-    Warm-up: p - r - 1 for one model chunk (1F1B), 2 (p - r - 1) + (V - 1) N for more, with one more where the
-    communication of experts overlaps with the other direction's computation; never more than M V. One pipeline rank has
-    none. Forward-only, everything is warm-up. The group size N is read only where V > 1; None means pp_size.
+    With one model chunk (1F1B) the warm-up is p - r - 1. With more chunks it is 2 (p - r - 1) + (V - 1) N.
+    `overlap_moe_expert_parallel_comm` adds 1: communication of experts overlaps the other direction's computation.
+    The warm-up is never more than M V. One pipeline rank has no warm-up; forward-only, everything is warm-up. The group
+    size N matters only for V > 1; None means pp_size.
 
-    Returns (total, whether all is warm-up, warm-up, remaining).
+    Returns (total, all is warm-up, warm-up, remaining).
 
     Raises:
         ValueError: sizes below 1, a rank outside pp_size, and the group sizes that `legal_group_size` refuses.
@@ -80,10 +81,10 @@ def get_pp_rank_microbatches(
 
 
 def legal_group_size(group_size: int | None, pp: int, microbatches: int) -> int:
-    """The group size of an interleaved schedule, pp where none is given.
+    """The group size of an interleaved schedule; pp if `group_size` is None.
 
-    A rank runs N microbatches on one chunk before the next. With N < p the first of them is not back from the last rank
-    when the second chunk needs it, and a short last group has the same trouble.
+    A rank runs N microbatches on one chunk before the next chunk. With N < p, the second chunk needs the first
+    microbatch before it is back from the last rank. A short last group has the same trouble.
 
     Raises:
         ValueError: unless p <= N <= M and the last group, of M mod N microbatches, is full or at least p long.
@@ -112,7 +113,7 @@ def get_schedule_table(
 ) -> list[tuple[int, int]]:
     """(microbatch, model chunk) of every virtual microbatch, M V of them.
 
-    Microbatches go in groups of N, the last may be short; a group passes all chunks before the next one starts.
+    Microbatches go in groups of N; the last group may be short. A group passes all chunks before the next group starts.
     """
     columns = table_columns(num_microbatches, num_model_chunks, microbatch_group_size_per_vp_stage)
     return list(zip(*(column.tolist() for column in columns), strict=True))
@@ -133,7 +134,7 @@ def table_columns(num_microbatches: int, num_model_chunks: int, group_size: int)
 
 
 def get_model_chunk_id(virtual_microbatch_id: int, forward: bool, schedule_table: ScheduleTable) -> int:
-    """Model chunk that the virtual microbatch passes, forward or backward; numbers from M V on start again."""
+    """Model chunk that the virtual microbatch passes, forward or backward. Numbers from M V on start again at 0."""
     chunk = schedule_table[virtual_microbatch_id % len(schedule_table)][1]
     last_chunk = schedule_table[-1][1]
     return chunk if forward else last_chunk - chunk
@@ -155,7 +156,9 @@ def convert_schedule_table_to_order(
 ) -> list[int]:
     """The order of one rank: warm-up forwards, then a forward and a backward by turns, then the last backwards.
 
-    The table of the module's docstring with a warm-up of 5: `1 1 1 2 2 2 -2 1 -2 1 -2 2 -1 2 -1 -1 -2 -2 -1 -1`.
+    The table of the module's docstring gives, with a warm-up of 5:
+
+        1 1 1 2 2 2 -2 1 -2 1 -2 2 -1 2 -1 -1 -2 -2 -1 -1
 
     Raises:
         ValueError: a warm-up that the table does not have, or a table with another number of chunks.
@@ -184,12 +187,12 @@ def get_overlap_moe_expert_parallel_comm_order(
 ) -> list[float]:
     """The order with every layer as a chunk of its own, so that the layers of two chunks can overlap.
 
-    Warm-up and cool-down are spelt out layer by layer. In between, a backward and the forward after it run together,
-    the forward from its first layer, the backward from its last; in each step forward comes before backward.
+    Warm-up and cool-down go layer by layer. In between, a backward and the forward after it run together: the forward
+    from its first layer, the backward from its last. In each step the forward comes before the backward.
 
-    With `capture_wgrad_graph` the weight gradient of a layer is the number of its backward minus one half and follows
-    it; the last one of a pair waits for the end of the pair. `1 2 -2 1 -1 -1` with layers [1, 2] becomes
-    `1 2 3 1 -3 -3.5 -2 -2.5 -1 -1.5 -1 -1.5`.
+    With `capture_wgrad_graph` each backward of a layer is followed by its weight gradient, whose number is smaller by
+    one half. The last weight gradient of a pair waits for the end of the pair. With layers [1, 2], `1 2 -2 1 -1 -1`
+    becomes `1 2 3 1 -3 -3.5 -2 -2.5 -1 -1.5 -1 -1.5`.
 
     Raises:
         ValueError: a chunk without its number of layers, and an order whose steady part does not alternate.
@@ -248,10 +251,10 @@ def _side_by_side(backward: int, forward: int, num_layers_per_chunk: Sequence[in
 def from_programs(
     name: str, microbatches: int, programs: Sequence[Sequence[Phase]], stage_of: Callable[[int, int], int]
 ) -> Schedule:
-    """The schedule of these programs, one per rank; `stage_of(rank, chunk)` is the stage of a rank's model chunk.
+    """The schedule of these programs, one for each rank; `stage_of(rank, chunk)` is the stage of a rank's model chunk.
 
-    Phases that repeat no time are left out. Actions of microbatches from `microbatches` on are dropped, so that a
-    program for more of them serves.
+    Phases with 0 times are left out. The function drops actions of microbatches from `microbatches` on, so a program
+    for more microbatches serves too.
     """
     rows = []
     for rank, program in enumerate(programs):
@@ -294,7 +297,7 @@ def _chunk(word: str) -> int:
 
 
 def require_positive(**sizes: int) -> None:
-    """ValueError unless every size is a whole number of at least 1; the message uses the keyword."""
+    """Raise ValueError unless every size is a whole number of at least 1. The message names the keyword."""
     for name, size in sizes.items():
         if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{name} is {size!r}: give a whole number of at least 1")

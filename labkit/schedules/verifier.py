@@ -1,28 +1,28 @@
-"""Can this schedule run? A proof before any process is started, or a refusal that draws the place.
+"""Prove that a schedule can run before any process starts, or refuse it and draw the place of the mistake.
 
-`verify` asks in this order, and stops at the first no:
+`verify` checks in this order and stops at the first failure:
 
 1. **Complete**: each stage runs each microbatch once forward and once backward (B, or I and W), on one rank.
 2. **Order**: no stage has run more backwards than forwards at any point of its row. With (1) these are the invariants
    of Transformer Engine's `_order` (signed chunk numbers, no split backward): length 2MV, sum 0, each chunk M times
    each way, count(-c) <= count(c) in every prefix.
-3. **Dependencies**: the rows do not wait for each other in a circle. The answer is a time line at unit costs.
-4. **Memory**, where a limit is given: activations in flight, counted along the row.
-5. **Transport**: the sends and receives that follow from the rows (`lowering.py`) come to an end, and no message meets
-   the receive of another. NCCL matches in posting order, and that is what is asked for, even where gloo would forgive.
-   `posted` follows from (3); `batched` has a certificate, checked for every message in array operations: its moment
-   falls into the slot of either end. Programs of `even_odd` and `blocking` are interpreted.
+3. **Dependencies**: the rows do not wait for each other in a circle. The proof is a time line at unit costs.
+4. **Memory**, if a limit is given: activations in flight, counted along the row.
+5. **Transport**: the sends and receives that follow from the rows (`lowering.py`) all complete, and no message meets
+   the receive of another message. NCCL matches in posting order, so `verify` asks for this order on gloo too.
+   `posted` follows from (3). `batched` has a certificate, which array operations check for every message: its moment
+   falls into the slot of either end. `verify` interprets the programs of `even_odd` and `blocking`.
 
-`interpret` decides whether a set of sends and receives comes to an end, so that deadlocks can be looked at without
-hanging. Each rank runs its list of steps. A step is a batch: all its operations are posted together, and the rank goes
-on when all of them are complete. Messages carry no name, so order alone decides which send meets which receive:
+`interpret` decides if a set of sends and receives completes, so a reader can study a deadlock without a hang. Each rank
+runs its list of steps. A step is a batch: the rank posts all operations of the step together, and goes on when all are
+complete. Messages carry no name, so order alone pairs sends with receives:
 
 - By direction (MPI, gloo, one NCCL group call): the k-th send from a to b meets the k-th receive of b from a.
 - `mirrored` (NCCL, operations one by one on the communicator of a pair): the k-th operation of a on it meets the k-th
   of b, whatever they are. Two sends, or two receives, that meet never complete, nor does anything posted after them.
 
-A send is complete when the other side has posted its receive (rendezvous, as NCCL and large MPI messages do), or at
-once where sends are buffered.
+A send with rendezvous, as NCCL and large MPI messages have, is complete when the peer has posted the receive. A
+buffered send is complete at once.
 
 Legend: A = actions of the schedule, P = ranks, S = stages, M = microbatches, V = model chunks of a rank.
 """
@@ -61,14 +61,15 @@ def verify(
     memory_limit: int | Sequence[int] | None = None,
     megatron_rules: bool = False,
 ) -> Timeline:
-    """Prove that `schedule` can run over `transport`; returns its time line at unit costs (F, I and W take 1, B 2).
+    """Prove that `schedule` can run over `transport`, and return its time line at unit costs (F, I and W take 1, B 2).
 
-    memory_limit: the most microbatches in flight on a rank (over all its stages), one number or one per rank.
-    megatron_rules: also hold an interleaved order table to what Megatron asks of M, N and PP (`interleaving_rules`);
-        labkit's runtime can do without.
+    memory_limit: most microbatches in flight on a rank (over all its stages), one number or one for each rank.
+    megatron_rules: also check an interleaved schedule against Megatron's rules for M, N and PP (`interleaving_rules`).
+        labkit's runtime does not need them.
 
-    Raises ScheduleError with the grid, the bad cells marked; for a deadlock with the circle of who waits for whom.
-    RuntimeError where labkit itself has lowered batches that its certificate does not cover.
+    Raises:
+        ScheduleError: the grid with the bad cells marked; for a deadlock also the circle of waiting ranks.
+        RuntimeError: labkit itself lowered batches that the certificate does not cover.
     """
     check_transport(transport)
     limits = None if memory_limit is None else _limits(schedule, memory_limit)
@@ -91,7 +92,7 @@ def verify(
 
 
 def _require_order(schedule: Schedule) -> None:
-    """No prefix of a row has more backwards than forwards of a stage."""
+    """Check that no prefix of a row has more backwards than forwards of a stage."""
     if schedule.forward_only:
         return
     for rank in range(schedule.pp):
@@ -114,8 +115,8 @@ def _require_order(schedule: Schedule) -> None:
 def interleaving_rules(schedule: Schedule) -> None:
     """Megatron's rules for M microbatches, groups of N, PP ranks: PP <= N <= M, and M mod N is 0 or at least PP.
 
-    They are asked of a schedule with several chunks a rank, looped placement and the forwards of every rank in the
-    order of one table (`get_schedule_table`): runs of N microbatches, in each all chunks one after the other.
+    The rules concern schedules with several chunks a rank and looped placement. Every rank must run its forwards in the
+    order of one table (`get_schedule_table`): runs of N microbatches, and in each run all chunks in turn.
     """
     pp, m = schedule.pp, schedule.num_microbatches
     chunks = schedule.num_stages // pp
@@ -123,7 +124,7 @@ def interleaving_rules(schedule: Schedule) -> None:
     if pp == 1 or chunks < 2 or not np.array_equal(schedule.placement_of_stages, looped):
         return
     first = schedule.stages[: schedule.offsets[1]][schedule.kinds[: schedule.offsets[1]] == KINDS.index("F")]
-    n = int(np.argmax(first != 0))  # the first rank runs N microbatches of chunk 0 before it goes on
+    n = int(np.argmax(first != 0))  # the rank 0 runs N microbatches of chunk 0, then chunk 1
     if n == 0 or not _follows_table(schedule, n, chunks):
         return
     rest, names = m % n, f"with M = {m} microbatches in groups of N = {n} on PP = {pp} ranks"
@@ -179,10 +180,10 @@ def _require_memory(schedule: Schedule, limits: Sequence[int]) -> None:
 
 # ---- transports ----
 def certificate(schedule: Schedule, timeline: Timeline) -> bool:
-    """True where each message's moment lies in the slot that either end is lowered to.
+    """True if each message's moment lies in the slot of its sender and in the slot of its receiver.
 
-    That is: after the start of the action before the slot, and not after the start of the one that follows it; and the
-    receiver's slot comes no later than the action that reads. `lowering.py` says why batches then come to an end.
+    A slot covers the time after the start of the action before it, up to the start of the action after it. The slot of
+    the receiver must come no later than the action that reads. `lowering.py` proves that batches then complete.
     """
     producer = producers(schedule)
     for rank in range(schedule.pp):
@@ -190,7 +191,7 @@ def certificate(schedule: Schedule, timeline: Timeline) -> bool:
         starts = np.concatenate([[-np.inf], timeline.start[row], [np.inf]])  # slot j lies between j and j + 1 of these
         positions, slots, moments = receive_slots(schedule, timeline, producer, rank)
         received = (starts[slots] < moments) & (moments <= starts[slots + 1]) & (slots <= positions)
-        made = timeline.end[row]  # a send is in the slot after its action, so all actions may be asked
+        made = timeline.end[row]  # a send is in the slot after its action, so this line checks every action
         sent = (starts[1:-1] < made) & (made <= starts[2:])
         if not (received.all() and sent.all()):
             return False
@@ -243,11 +244,11 @@ class Outcome:
     finished: bool
     """True where every rank reached its end."""
     circle: list[str]
-    """For ranks that wait for each other: who waits for what, in the order of the circle. Empty where finished."""
+    """A line for each rank of the circle: the operation that the rank waits for. Empty if finished."""
     crossed: list[str]
-    """Messages that met the receive of another."""
+    """Messages that met the receive of another message."""
     stuck: dict[int, int]
-    """By rank of the circle, the number of the step that it cannot leave."""
+    """Rank of the circle -> number of the step that this rank cannot leave."""
 
     def __str__(self) -> str:
         if self.finished:
@@ -257,7 +258,7 @@ class Outcome:
 
 @dataclass
 class _Channel:
-    """Operations that the two sides have posted, and how many of them have met, in order."""
+    """Operations that the two sides have posted, and the number that have met, in order."""
 
     sides: tuple[list[Op], list[Op]] = field(default_factory=lambda: ([], []))
     met: int = 0
@@ -272,7 +273,7 @@ class _Channel:
 
 
 def interpret(programs: Sequence[Sequence[Sequence[Op]]], *, buffered: bool = False, mirrored: bool = False) -> Outcome:
-    """Run the ranks' programs until all are done or none can go on."""
+    """Run the programs of all ranks until each has finished or none can go on."""
     heads = [-1] * len(programs)
     channels: dict[tuple[int, int, int, str], _Channel] = {}
     waiting: list[list[tuple[Op, _Channel, int]]] = [[] for _ in programs]
@@ -290,7 +291,7 @@ def interpret(programs: Sequence[Sequence[Sequence[Op]]], *, buffered: bool = Fa
             awake.append(op.peer)
 
     def open_op(rank: int) -> Op | None:
-        """The first operation of the rank's step that is not complete."""
+        """The first operation of the rank's step that is not complete; None if all are."""
         done = (channel.met > number or (buffered and op.operation == "send") for op, channel, number in waiting[rank])
         return next((op for (op, _, _), complete in zip(waiting[rank], done) if not complete), None)
 
@@ -310,7 +311,7 @@ def interpret(programs: Sequence[Sequence[Sequence[Op]]], *, buffered: bool = Fa
 
 
 def _circle(open_ops: dict[int, Op]) -> list[int]:
-    """Follow who waits for whom until a rank repeats, or until one that has ended and will never answer."""
+    """Follow the waiting ranks until a rank repeats, or until a rank that has ended and will never answer."""
     if not open_ops:
         return []
     path = [min(open_ops)]
@@ -341,7 +342,7 @@ def communication(schedule: Schedule, transport: Transport) -> list[list[list[Op
 
 
 def placed_communication(schedule: Schedule, transport: Transport) -> list[list[tuple[int, list[Op]]]]:
-    """As `communication`, with the slot of each step in front: the position of the action that follows it."""
+    """As `communication`, with the slot before each step: the position of the action that follows it."""
     programs = []
     for rank in range(schedule.pp):
         program = lower(schedule, rank, transport)
@@ -358,7 +359,7 @@ def _in_slots(program: Program, transport: Transport) -> list[tuple[int, list[Op
 
 
 def _posted(program: Program) -> list[tuple[int, list[Op]]]:
-    """To read a message a rank receives what was posted before it, too; what it sends runs behind."""
+    """Steps of a `posted` program. To read a message, a rank first completes the receives that it posted before."""
     posted: defaultdict[int, deque[Transfer]] = defaultdict(deque)
     steps: list[tuple[int, list[Op]]] = []
     position = 0

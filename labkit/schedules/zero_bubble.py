@@ -4,13 +4,12 @@
     split_backward(s, weight="end")     0F0 0B0 0F1 0B1  ->  0F0 0I0 0F1 0I1 0W0 0W1
     merge_backward(either)                               ->  0F0 0B0 0F1 0B1
 
-Only I is on the way of a gradient to the previous stage. A W right after its I therefore changes nothing but the moment
-at which the gradient leaves; a W put off fills time in which the rank would wait, and keeps its activations alive.
-Splitting or merging cannot make a legal schedule illegal: an action that waits for a gradient waits for I, which stands
-where B was.
+The previous stage waits for I alone. A W right after its I only lets the gradient leave earlier. A later W fills time
+in which the rank would wait, and keeps its activations alive longer. Splitting or merging keeps a legal schedule legal:
+an action that waits for a gradient waits for I, and I stands where B was.
 
-`zero_bubble_h1` has one stage a rank. `zbv` and `dualpipe_v` run over a V: 2 p stages, of which rank r holds r on the
-way down and 2 p - 1 - r on the way up.
+`zero_bubble_h1` has one stage a rank. `zbv` and `dualpipe_v` run over a V of 2 p stages. Rank r holds stage r on the
+way down and stage 2 p - 1 - r on the way up.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ _B, _I, _W = (KINDS.index(kind) for kind in "BIW")
 
 
 def split_backward(schedule: Schedule, *, weight: Literal["after", "end"]) -> Schedule:
-    """Each B as I, with its W right after it or, in the same order, at the end of the row.
+    """Replace each B by I, and put its W right after it or, in the same order, at the end of the row.
 
-    What is split already stays as it is. Raises ValueError for another `weight`.
+    Backwards that are split already stay. Raises ValueError for another `weight`.
     """
     if weight not in ("after", "end"):
         raise ValueError(f"weight is {weight!r}: put weight gradients 'after' their input gradient or at the 'end'")
@@ -44,7 +43,7 @@ def split_backward(schedule: Schedule, *, weight: Literal["after", "end"]) -> Sc
 
 
 def merge_backward(schedule: Schedule) -> Schedule:
-    """Each I with its W as a B in the place of I, where the W follows on the same rank; the rest stays as it is."""
+    """Replace each I by B and drop its W, if this W follows on the same rank. Everything else stays."""
     at = positions(schedule)
     inputs, weights = at[_I], at[_W]
     pairs = (inputs >= 0) & (inputs < weights) & (schedule.ranks[inputs] == schedule.ranks[weights])
@@ -77,12 +76,13 @@ def zero_bubble_h1(pp: int, microbatches: int) -> Schedule:
     """1F1B with split backwards, whose weight gradients run late on late ranks (ZB-H1, arXiv 2401.10241 section 2.1).
 
     A gradient leaves for the previous stage after I, without waiting for W. Rank r starts its weight gradients r input
-    gradients late; in the flush, where 1F1B waits for gradients from below, it then has W to do.
+    gradients late. In the flush 1F1B waits for gradients of later stages; here the rank computes W meanwhile.
 
     Program of rank r, with w = p - r - 1 and m >= p: `wF r(FI) (m-p+1)(FIW) w(IW) rW`.
-    Bubble: (p - 1)(F + I - W) where W <= F and W <= I, against (p - 1)(F + I + W) of 1F1B; without these conditions
-    (p - 1) max(F + I - W, F, I). Put right after its I, a W would leave (p - 1)(F + I).
-    Peak in flight: min(p, m) on every rank, what rank 0 of 1F1B has.
+    Bubble: (p - 1) max(F + I - W, F, I).
+    If W <= F and W <= I, the bubble is (p - 1)(F + I - W). 1F1B has (p - 1)(F + I + W).
+    With each W right after its I, the bubble would be (p - 1)(F + I).
+    Peak in flight: min(p, m) on every rank, as on rank 0 of 1F1B.
     """
     require_positive(pp=pp, microbatches=microbatches)
     programs = [_zero_bubble_h1(pp, microbatches, rank) for rank in range(pp)]
@@ -106,8 +106,8 @@ def _zero_bubble_h1(pp: int, microbatches: int, rank: int) -> list[Phase]:
 def zbv(pp: int, microbatches: int) -> Schedule:
     """Split backwards on a V, with the memory of 1F1B and next to no idle time (ZB-V, arXiv 2401.10241 section 6).
 
-    Both ends of the model are on rank 0, so a microbatch that reaches the end turns round where it started, and its
-    backward can begin at once. Chunk 0 is the way down, chunk 1 the way up.
+    Both ends of the model are on rank 0, so a microbatch ends where it started, and its backward can begin at once.
+    Chunk 0 is the way down, chunk 1 the way up.
 
     Program of rank r, with l = p - r and m >= 2p - 1:
         1. (2l-1) F0
@@ -118,12 +118,13 @@ def zbv(pp: int, microbatches: int) -> Schedule:
         6. r (I0 I1)
         7. l (I0 W0)
         8. r W1, r W0
-    With fewer microbatches this is the program for 2p - 1 of them without those that are not there.
+    With fewer microbatches this is the program for 2p - 1 of them, less the actions of the missing ones.
 
-    Bubble: (p - 1) t for F = I = W = t: nothing but the p - 1 forwards until the last rank has work; makespan
-    (6m + p - 1) t, fraction (p - 1)/(6m + p - 1), ratio (p - 1)/(6m). With other times (p - 1) I where F <= I and
-    W <= I <= 2W. All that for m >= 2p - 1; with fewer microbatches and equal times max(p - 1, 2(2p - 1 - m)) t.
-    Peak in flight: min(2p, m + r + 1, 2m) stages, each half as large as 1F1B's: what rank 0 of 1F1B has.
+    Bubble for F = I = W = t: (p - 1) t, the p - 1 forwards before the last rank has work.
+    Then the makespan is (6m + p - 1) t, the fraction (p - 1)/(6m + p - 1), the ratio (p - 1)/(6m).
+    Bubble for F <= I and W <= I <= 2W: (p - 1) I.
+    These hold for m >= 2p - 1. With fewer microbatches and equal times: max(p - 1, 2(2p - 1 - m)) t.
+    Peak in flight: min(2p, m + r + 1, 2m) stages, each half as large as 1F1B's. Rank 0 of 1F1B has the same memory.
     """
     require_positive(pp=pp, microbatches=microbatches)
     planned = max(microbatches, 2 * pp - 1)
@@ -148,10 +149,10 @@ def _zbv(pp: int, microbatches: int, rank: int) -> list[Phase]:
 def dualpipe_v(pp: int, microbatches: int) -> Schedule:
     """DualPipe cut in half and laid on a V (DualPipeV; deepseek-ai/DualPipe, arXiv 2412.19437 section 3.2.1).
 
-    In its main phase a rank always has a forward of one chunk beside a backward of the other, whose communication and
-    computation can overlap. A Schedule runs one action at a time: the pair is written one after the other, and every
-    backward as I and W. A bare W below is the oldest weight gradient that is open; it follows its I at once wherever
-    the original has a full backward.
+    In its main phase a rank always has a forward of one chunk beside a backward of the other. The communication of one
+    can overlap the computation of the other. A Schedule runs one action at a time, so the two stand one after the other
+    here, and every backward is I and W. A bare W below is the oldest open weight gradient. It follows its I at once
+    wherever the original has a full backward.
 
     Program of rank r, with l = p - r - 1:
         1. 2l F0
@@ -159,12 +160,13 @@ def dualpipe_v(pp: int, microbatches: int) -> Schedule:
         3. l (I1 W F1)
         4. (m-2p+r+1) (F0 I1 W F1 I0 W)
         5. l (I1 W F1 I0 W)
-        6. (r+1) backwards (I W), chunks 1 and 0 by turns, then (r+1) more, of which only I
+        6. (r+1) backwards (I W), chunks 1 and 0 by turns, then I of (r+1) more
         7. l (W I0)
         8. (r+1) W
 
-    Bubble: (p - 1)(F + I - W) where W <= I <= F <= I + W. With F = I = W = t that is (p - 1) t, the makespan
-    (6m + p - 1) t, fraction (p - 1)/(6m + p - 1), ratio (p - 1)/(6m).
+    Bubble for W <= I <= F <= I + W: (p - 1)(F + I - W).
+    With F = I = W = t, the bubble is (p - 1) t and the makespan (6m + p - 1) t.
+    Then the fraction is (p - 1)/(6m + p - 1) and the ratio (p - 1)/(6m).
     Peak in flight: 2p + 1 stages on every rank, each half as large as 1F1B's.
 
     Raises:
