@@ -11,8 +11,8 @@ Each call
 - is recorded by an emulated graph capture as a start and a wait, and made again at each replay
   (`communication/capturing.py`).
 
-A transfer under way is in `communication/pending.py`. How the bytes move is in `communication/collective_backends.py`:
-what gloo does slowly is done otherwise there, and CUDA tensors on gloo pass through the host.
+`communication/pending.py` holds a transfer under way. `communication/collective_backends.py` moves the bytes: it
+replaces slow algorithms of gloo, and passes CUDA tensors on gloo through the host.
 
 Sums over ranks are bit-identical on every rank of the group, and repeat bit-equally for the same shapes.
 """
@@ -81,9 +81,9 @@ P = ParamSpec("P")
 def recordable(
     function: Callable[Concatenate[Tensor, Group, P], Pending],
 ) -> Callable[Concatenate[Tensor, Group, P], Pending]:
-    """A call that an emulated capture records: started again, and waited for, at each replay.
+    """Decorator for a call that an emulated capture records. Each replay starts the call again and waits for it.
 
-    In a group of size 1 nothing travels, and a copy that is made there is an operation like any other.
+    In a group of size 1 nothing travels, and a copy that the call makes is an operation like any other.
     """
 
     @wraps(function)
@@ -97,7 +97,7 @@ def recordable(
 
 
 def _kept(x: Tensor, out: Tensor | None) -> Tensor:
-    """What a call without communication returns: x, put where it was asked for."""
+    """The result of a call without communication: x, copied into `out` if `out` is given."""
     return x if out is None else out if out.data_ptr() == x.data_ptr() else out.copy_(x)
 
 
@@ -122,8 +122,8 @@ def _all_reduce(x: Tensor, group: Group, op: str, in_place: bool) -> Pending:
 def all_reduce(x: Tensor, group: Group, op: str = "sum", *, in_place: bool = True) -> Tensor:
     """Reduce x over the group (`sum`, `avg` or `max`), in place; returns x.
 
-    With `in_place=False` x is left alone and a new tensor returned, which costs no extra copy (for a group of size 1
-    it is x itself).
+    With `in_place=False` x does not change, and a new tensor is returned without an extra copy. A group of size 1
+    returns x itself.
     """
     return _all_reduce(x, group, op, in_place)._complete(wait_event=False)
 
@@ -140,7 +140,7 @@ def all_reduce_async(x: Tensor, group: Group, op: str = "sum", *, in_place: bool
 def all_gather_async(x: Tensor, group: Group, dim: int = 0, *, out: Tensor | None = None) -> Pending:
     """Start `all_gather`; `.wait()` returns its result.
 
-    out: contiguous; takes the result, along dimension 0. x may be this rank's part of it, and then nothing is copied.
+    out: contiguous; takes the result, along dimension 0. x may be this rank's part of `out`; then nothing is copied.
     """
     if group.size == 1:
         return Done(_kept(x, out))
@@ -176,7 +176,7 @@ def reduce_scatter_async(
 ) -> Pending:
     """Start `reduce_scatter`; `.wait()` returns its result.
 
-    out: contiguous; takes the result. It may be this rank's part of x itself, and then nothing is copied.
+    out: contiguous; takes the result. It may be this rank's part of x itself; then nothing is copied.
     """
     if op not in OPERATIONS:
         raise _unknown(op)
@@ -216,7 +216,7 @@ def all_to_all_async(
     if is_dropped("all_to_all", group.name):
         rows = x.shape[0] if output_splits is None else sum(output_splits)
         left = x.new_zeros(max(0, rows - x.shape[0]), *x.shape[1:])
-        return Done(torch.cat([x[:rows], left]))  # this rank's own rows, as many as were to come; zeros for the rest
+        return Done(torch.cat([x[:rows], left]))  # as many rows as expected: this rank's own, then zeros
     splits = [None if s is None else list(s) for s in (output_splits, input_splits)]
     own = x.shape[0] // group.size if input_splits is None else input_splits[group.rank]
     return start("all_to_all", x, group, lambda: transport.all_to_all(x, group, *splits), kept=x[:own].nbytes)
@@ -237,7 +237,7 @@ def _check_splits(
 def all_to_all(
     x: Tensor, group: Group, output_splits: Sequence[int] | None = None, input_splits: Sequence[int] | None = None
 ) -> Tensor:
-    """Send rows of x to every rank and return what they sent, in the order of ranks.
+    """Send rows of x to every rank, and return the rows of all ranks in the order of ranks.
 
     `input_splits[i]` rows go to rank i, `output_splits[i]` rows come from it; None cuts into equal parts.
 
@@ -275,7 +275,7 @@ def barrier(group: Group) -> None:
 
 
 def gather_objects(obj: Any, group: Group) -> list[Any]:
-    """The picklable objects of all ranks, in the order of ranks, on every rank. For small things: results, names."""
+    """The picklable objects of all ranks, in the order of ranks, on every rank. For small objects: results, names."""
     if group.size == 1:
         return [obj]
     refuse_host_sync("gather_objects")
@@ -296,7 +296,7 @@ class Message:
     operation: str
     """`send` or `recv`."""
     tensor: Tensor
-    """What is sent, or what is overwritten."""
+    """The tensor to send, or the tensor to overwrite."""
     group: Group
     """Both ranks are members."""
     peer: int
@@ -327,8 +327,8 @@ def irecv(x: Tensor, group: Group, src: int) -> Pending:
 def batch(messages: Sequence[Message]) -> list[Pending]:
     """Start several sends and receives at once; one Pending for each, in order.
 
-    On NCCL they form one group call, which cannot deadlock on their order. On gloo each is started by itself, which
-    cannot either: nothing there blocks before `wait()`.
+    On NCCL they form one group call, which cannot deadlock on their order. On gloo each starts by itself. gloo cannot
+    deadlock either, since nothing blocks before `wait()`.
     """
     ops = list(messages)
     if not ops or transport.on_gloo(ops[0].tensor, ops[0].group):

@@ -1,6 +1,6 @@
 """The conjugate operators through which activations enter and leave a parallel region (arXiv 1909.08053, section 3).
 
-An operator and its conjugate are each other's transpose: what one does forward the other does backward.
+An operator and its conjugate are each other's transpose: the forward of one is the backward of the other.
 
 | function                                     | forward              | backward             |
 |----------------------------------------------|----------------------|----------------------|
@@ -13,8 +13,9 @@ An operator and its conjugate are each other's transpose: what one does forward 
 | reduce_scatter_to_sequence_parallel_region   | reduce-scatter first | all-gather first dim |
 | all_to_all                                   | all-to-all           | all-to-all, splits swapped |
 
-The sequence-parallel ones are those of arXiv 2205.05198 (there gather is g and reduce-scatter g-bar); their parts may
-differ in size. `communication/in_flight.py` has an all-to-all in two halves. A group of size 1 bypasses them all.
+The sequence-parallel operators are those of arXiv 2205.05198, where gather is g and reduce-scatter g-bar. Their parts
+may differ in size. `communication/in_flight.py` has an all-to-all in two halves, with other work in between. A group of
+size 1 bypasses all operators.
 
 Shapes: S sequence, B batch, H hidden; t = size of the group; x_r is rank r's tensor; L the loss.
 """
@@ -46,7 +47,7 @@ def _split(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 class _CopyTo(Function):
-    """f: hands the same x to every rank's part of a layer, so its gradient is the sum of theirs.
+    """f: hands the same x to every rank's part of a layer, so the gradient of x is the sum of all ranks' gradients.
 
     forward   y_r = x               [any] -> [any]
     backward  dL/dx = sum_r dL/dy_r [any] -> [any]
@@ -55,7 +56,7 @@ class _CopyTo(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         remember_scope(ctx, group)
-        return x.view_as(x)  # a tensor of its own, without a copy
+        return x.view_as(x)  # a new tensor over the same memory
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -64,7 +65,7 @@ class _CopyTo(Function):
 
 
 class _ReduceFrom(Function):
-    """g: adds the partial results of all ranks; each part receives the gradient of the sum as it is.
+    """g: adds the partial results of all ranks, so each part receives the gradient of the sum unchanged.
 
     forward   y = sum_r x_r         [any] -> [any]
     backward  dL/dx_r = dL/dy       [any] -> [any]
@@ -113,7 +114,7 @@ class _Scatter(Function):
 
 
 class _Gather(Function):
-    """Joins the ranks' parts. What follows is computed alike on every rank, so each gradient is already complete.
+    """Joins the ranks' parts for layers that every rank computes alike, so each gradient is already complete.
 
     forward   y = all-gather of x_r along dim   [.., n/t, ..] -> [.., n, ..]
     backward  dL/dx_r = part r of dL/dy         [.., n, ..] -> [.., n/t, ..]
@@ -189,10 +190,10 @@ def gather_from_sequence_parallel_region(
     Args:
         x: this rank's part of the sequence.
         group: the tensor-parallel group.
-        tensor_parallel_output_grad: True if what follows is a tensor-parallel layer, whose gradients are partial sums
-            and must be reduce-scattered; False if every rank computes the same, so that a split suffices. A wrong
-            True multiplies the gradient by t, a wrong False loses the other ranks' share.
-        output_split_sizes: rows of each rank's part, where they differ (tokens of tensor-parallel experts).
+        tensor_parallel_output_grad: True if a tensor-parallel layer follows: its gradients are partial sums, so
+            backward reduce-scatters them. False if every rank computes the same, so that backward splits. A wrong
+            True multiplies the gradient by t; a wrong False loses the other ranks' share.
+        output_split_sizes: rows of each rank's part, if they differ (tokens of tensor-parallel experts).
     """
     if group.size == 1:
         return x
@@ -208,7 +209,7 @@ def reduce_scatter_to_sequence_parallel_region(
 ) -> Tensor:
     """Sum partial results and split the first dimension, [S, B, H] -> [S/t, B, H]; backward gathers.
 
-    `input_split_sizes` are the rows of each rank's part, where they differ.
+    `input_split_sizes` are the rows of each rank's part, if they differ.
     """
     if group.size == 1:
         return x
@@ -221,7 +222,7 @@ def reduce_scatter_to_sequence_parallel_region(
 
 
 class _AllToAll(Function):
-    """Sends rows to where they are worked on; gradients travel the same way back.
+    """Sends rows to the ranks that work on them; gradients travel the same way back.
 
     forward   y_r = rows that the ranks sent to r    [sum in, ..] -> [sum out, ..]
     backward  the same with in and out exchanged     [sum out, ..] -> [sum in, ..]

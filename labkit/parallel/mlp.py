@@ -1,9 +1,9 @@
 """The feed-forward block of a transformer layer: column-parallel, activation, row-parallel.
 
-A cut of the first matrix by rows would force a synchronisation before the activation: GeLU(X1 A1 + X2 A2) is not
-GeLU(X1 A1) + GeLU(X2 A2). After a cut by columns each rank applies the activation to its own columns, and the second
-matrix, cut by rows, takes them as they are. That needs one all-reduce forward and one backward (arXiv 1909.08053,
-section 3).
+A first matrix cut by rows would need a synchronisation before the activation, because the activation is not linear.
+GeLU(X1 A1 + X2 A2) is not GeLU(X1 A1) + GeLU(X2 A2). With a cut by columns, each rank applies the activation to its own
+columns. The second matrix, cut by rows, takes these columns directly. The block needs one all-reduce forward and one
+backward (arXiv 1909.08053, section 3).
 
 Shapes: S sequence, B batch, H hidden, F ffn_hidden; t = size of the tensor-parallel group.
 """
@@ -42,10 +42,10 @@ class ParallelMLP(nn.Module):
     Args:
         name: name in the whole model; the layers are `<name>.fc1` and `<name>.fc2`.
         hidden: H.
-        ffn_hidden: F; for `swiglu`, fc1 makes 2F columns, gate and up, each cut by itself.
+        ffn_hidden: F; for `swiglu`, fc1 makes 2F columns, gate and up, and cuts each of them over the group.
         group: tensor-parallel group.
         activation: `gelu` (erf), `gelu_tanh` or `swiglu`.
-        output_std: of fc2's initial weight (residual projections are scaled down); None means std.
+        output_std: standard deviation of fc2's initial weight (residual projections start smaller); None means std.
         column, row: constructors of the two layers.
         The rest as in `ColumnParallelLinear`.
 

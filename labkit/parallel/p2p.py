@@ -1,7 +1,7 @@
 """Send and receive between pipeline stages: Megatron's nine functions, and the core that the runtime uses too.
 
-The core is `start`: it starts a list of `P2POp`s and returns one `P2PWork` for each. The nine functions make up to four
-of them: an activation (`F`) and a gradient (`B`), each way.
+The core is `start`: it starts a list of `P2POp`s and returns one `P2PWork` for each. Each of the nine functions makes
+up to four ops: an activation (`F`) and a gradient (`B`), to send and to receive.
 
     function                        to next  to previous  from previous  from next
     recv_forward                                               x
@@ -17,9 +17,9 @@ of them: an activation (`F`) and a gradient (`B`), each way.
 Notable:
 - **Batched** starts the messages as one batch, **even/odd** one by one: see `pipeline/posting_order.py`.
 - **Variable lengths**: three integers (the shape) go ahead of every tensor. Then all sends start before any receive,
-  and nothing is one batch: a receive needs its sizes to make a buffer, and the rank that sends them may itself wait for
+  and nothing is one batch. A receive needs its sizes to make a buffer, and the rank that sends them may itself wait for
   a tensor that this rank has not sent yet (Megatron-LM issue 5100).
-- **Two communicators.** Where messages start one by one, each direction between two ranks needs one (`channel`).
+- **Two communicators.** If messages start one by one, each direction between two ranks needs its own (`channel`).
 - The transfers themselves are `collectives.isend/irecv/batch`: ledger, Events and status slot see each.
 
 Legend: S = sequence, B = microbatch, H = hidden; tensors between stages are (S, B, H).
@@ -43,8 +43,8 @@ from labkit.parallel.pipeline.posting_order import Operation, channel, in_postin
 
 Shape = Sequence[int]
 Payload = tuple[Tensor, ...]
-"""Tensors of one message, nearly always one. An encoder-decoder's decoder stages send two: the decoder's hidden states
-and the encoder's output, to which every later stage attends."""
+"""Tensors of one message, nearly always one. Decoder stages of an encoder-decoder send two: the decoder's hidden states
+and the encoder's output, which every later stage attends to."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class P2PCommunicator:
     groups: ParallelGroups
     """Place of this rank."""
     second: Group
-    """A second communicator over the ranks of `groups.pp`; `groups.pp` itself where there is one stage."""
+    """A second communicator over the ranks of `groups.pp`; with one stage `groups.pp` itself."""
     batch_p2p_comm: bool = True
     """One batch per exchange (True), or one by one in even/odd order."""
     variable_seq_lengths: bool = False
@@ -62,12 +62,12 @@ class P2PCommunicator:
 
     @property
     def is_first(self) -> bool:
-        """True where this rank holds the first stage of an uninterleaved pipeline."""
+        """True if this rank holds the first stage of an uninterleaved pipeline."""
         return self.groups.pp.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """True where this rank holds the last stage of an uninterleaved pipeline."""
+        """True if this rank holds the last stage of an uninterleaved pipeline."""
         return self.groups.pp.rank == self.groups.pp.size - 1
 
 
@@ -78,7 +78,7 @@ def p2p_communicator(
     variable_seq_lengths: bool = False,
     use_ring_exchange_p2p: bool = False,
 ) -> P2PCommunicator:
-    """The communicator of this rank; every rank of the layout calls this, the first time, at the same point.
+    """The communicator of this rank. All ranks of the layout make the first call at the same point of their code.
 
     Raises ValueError for `use_ring_exchange_p2p`.
     """
@@ -107,15 +107,15 @@ def second_communicator(groups: ParallelGroups) -> Group:
 
 @dataclass(frozen=True)
 class MessageSpec:
-    """Shapes and type of the tensors of one message; sender and receiver must mean the same."""
+    """Shapes and type of the tensors of one message, the same on sender and receiver."""
 
     shapes: tuple[tuple[int, ...], ...]
-    """By tensor. With variable lengths only their number counts."""
+    """Shape of each tensor. With variable lengths only their number counts."""
     dtype: torch.dtype
     """Type of every tensor."""
 
     def check(self, payload: Payload, name: object, source: int, target: int, *, variable: bool) -> None:
-        """Raise ValueError, naming both ranks and both shapes, if `payload` is not what `target` will expect."""
+        """Raise ValueError, naming both ranks and both shapes, if `target` will expect other tensors."""
         given = tuple(tuple(tensor.shape) for tensor in payload)
         if len(given) != len(self.shapes):
             raise ValueError(
@@ -147,9 +147,9 @@ class P2POp:
     channel: int
     """0 for the first communicator, 1 for the second."""
     tensors: Payload = ()
-    """Tensors to send. Their storages must stay as they are until the end; the tensors themselves may be shrunk."""
+    """Tensors to send. Their storages must not change until the end; the tensors themselves may be shrunk."""
     spec: MessageSpec | None = None
-    """Specification of what is received; of what is sent, if it is to be checked."""
+    """Specification of the tensors. A receive needs it; for a send it asks for a check."""
     name: object = ""
     """Prints as the name of the message in the ledger, such as `0F1>1`."""
     phase: str = ""
@@ -163,18 +163,18 @@ class P2PWork:
         self._is_received, self._pending = op.operation == "recv", pending
 
     def wait(self) -> Payload:
-        """Block until it is through. Returns received tensors as leaves that collect a gradient; () for a send."""
+        """Block until the end. Returns received tensors as leaves that collect a gradient; () for a send."""
         tensors = tuple([transfer.wait() for transfer in self._pending])
         return tuple([x.requires_grad_(x.is_floating_point()) for x in tensors]) if self._is_received else ()
 
 
 def start(p2p: P2PCommunicator, ops: Sequence[P2POp]) -> list[P2PWork]:
-    """Start `ops`, as one batch or one by one in this order; one P2PWork for each.
+    """Start `ops`, as one batch or one by one in this order, and return one P2PWork for each.
 
-    With variable lengths sends start first, and a receive waits here for its sizes. The ranks at the other ends must
-    start the counterparts in an order that fits: nothing is matched by name.
+    With variable lengths sends start first, and a receive waits here for its sizes. The peers must start the
+    counterparts in a matching order, because messages have no names on the wire.
 
-    Raises ValueError for tensors that are not what the receiver expects.
+    Raises ValueError for tensors that do not fit the receiver's specification.
     """
     for op in ops:
         if op.operation == "send":
@@ -184,7 +184,7 @@ def start(p2p: P2PCommunicator, ops: Sequence[P2POp]) -> list[P2PWork]:
         return [works[op] for op in ops]
     if not p2p.batch_p2p_comm:
         return [_start_one(p2p, op) for op in ops]
-    # one message too: NCCL carries batches by another communicator than single messages
+    # even for one message: NCCL carries batches on another communicator than single messages
     transfers = [(op, _tensors_of(p2p, op)) for op in ops]
     messages = [
         Message(op.operation, x, p2p.groups.pp, p2p.groups.pp.ranks[op.peer])
@@ -235,7 +235,7 @@ def _buffers(p2p: P2PCommunicator, spec: MessageSpec, shapes: Sequence[Shape]) -
 
 
 def _scope(name: object, phase: str) -> AbstractContextManager[Any]:
-    """Tell a ledger or a hook whose message starts; does nothing where there is none."""
+    """Tell an open ledger or hook the name of the message that starts."""
     return comm_scope(layer=str(name), phase=phase) if name and start_observers else nullcontext()
 
 
@@ -264,9 +264,9 @@ def exchange(
     recv_next: Shape | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Exchange:
-    """Start up to four transfers; a receive is asked for by its shape (with variable lengths () will do).
+    """Start up to four transfers. The shape asks for a receive; with variable lengths () is enough.
 
-    The neighbour must ask for the counterparts in the same call: nothing is matched by name.
+    The neighbour must ask for the counterparts in the same call, because messages have no names on the wire.
     """
     pp = p2p.groups.pp
     before, after = (pp.rank - 1) % pp.size, (pp.rank + 1) % pp.size
@@ -284,15 +284,15 @@ def exchange(
 
 
 # ---- the nine ----
-# `tensor_shape` and `dtype` describe what is received. At the ends of the pipeline, where there is no neighbour, a
-# receive returns None and a send does nothing, as in Megatron; with model chunks the ring has no ends, and the flags
-# say whether this chunk is the first or last stage.
+# `tensor_shape` and `dtype` describe the received tensor. At the ends of the pipeline, where there is no neighbour, a
+# receive returns None and a send does nothing, as in Megatron. With several model chunks the ranks form a ring without
+# ends, and the flags say that this chunk is the first or last stage.
 
 
 def recv_forward(
     p2p: P2PCommunicator, tensor_shape: Shape, dtype: torch.dtype, *, is_first_stage: bool | None = None
 ) -> Tensor | None:
-    """The activation of the previous stage; None on the first."""
+    """Receive the activation of the previous stage; None on the first stage."""
     if _flag(is_first_stage, p2p.is_first):
         return None
     return exchange(p2p, recv_prev=tensor_shape, dtype=dtype).wait()[0]
@@ -301,7 +301,7 @@ def recv_forward(
 def recv_backward(
     p2p: P2PCommunicator, tensor_shape: Shape, dtype: torch.dtype, *, is_last_stage: bool | None = None
 ) -> Tensor | None:
-    """The gradient of what was sent to the next stage; None on the last."""
+    """Receive the gradient of the activation that the next stage got; None on the last stage."""
     if _flag(is_last_stage, p2p.is_last):
         return None
     return exchange(p2p, recv_next=tensor_shape, dtype=dtype).wait()[1]
@@ -316,7 +316,7 @@ def send_forward(p2p: P2PCommunicator, output_tensor: Tensor, *, is_last_stage: 
 def send_backward(
     p2p: P2PCommunicator, input_tensor_grad: Tensor | None, *, is_first_stage: bool | None = None
 ) -> None:
-    """Send the gradient of what came from the previous stage (None on the first, which has none) back to it."""
+    """Send the gradient of the received activation back to the previous stage. The first stage gives None."""
     if not _flag(is_first_stage, p2p.is_first):
         exchange(p2p, send_prev=_required(input_tensor_grad)).wait()
 
@@ -329,7 +329,7 @@ def send_forward_recv_backward(
     *,
     is_last_stage: bool | None = None,
 ) -> Tensor | None:
-    """Send an activation on, receive the gradient of an earlier one."""
+    """Send an activation on, and receive the gradient of an earlier activation."""
     if _flag(is_last_stage, p2p.is_last):
         return None
     return exchange(p2p, send_next=output_tensor, recv_next=tensor_shape, dtype=dtype).wait()[1]
@@ -343,7 +343,7 @@ def send_backward_recv_forward(
     *,
     is_first_stage: bool | None = None,
 ) -> Tensor | None:
-    """Send a gradient back, receive the next activation."""
+    """Send a gradient back, and receive the next activation."""
     if _flag(is_first_stage, p2p.is_first):
         return None
     return exchange(p2p, send_prev=_required(input_tensor_grad), recv_prev=tensor_shape, dtype=dtype).wait()[0]
@@ -389,7 +389,7 @@ def send_forward_backward_recv_forward_backward(
     tensor_shape: Shape,
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """All four at once; returns (activation from the previous stage, gradient from the next)."""
+    """Make all four transfers at once; returns (activation of the previous stage, gradient of the next)."""
     return exchange(
         p2p,
         send_next=output_tensor,

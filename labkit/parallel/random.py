@@ -1,19 +1,19 @@
-"""Random states with names: which ranks draw the same numbers, and which must not.
+"""Random states with names: some ranks must draw the same numbers, others must not.
 
-Outside a tensor-parallel region activations are alike on every rank of the group, so dropout there must draw the same
-mask on all of them. Inside, each rank holds its own part and must draw its own mask; under sequence parallelism it does
-so outside as well. Megatron keeps one generator state per kind and swaps it in for the region.
+Outside a tensor-parallel region activations are alike on every rank of the group, so dropout must draw the same mask on
+all of them. Inside, each rank holds its own part and must draw its own mask. Under sequence parallelism each rank draws
+its own mask outside as well. Megatron keeps one generator state for each kind and swaps it in for the region.
 
-| state                 | seed, with s = seed + 100 pp_rank | what draws from it                                    |
+| state                 | seed, with s = seed + 100 pp_rank | draws                                                 |
 |-----------------------|-----------------------------------|-------------------------------------------------------|
 | torch's default state | s                                 | dropout after embeddings and before residuals         |
 | `model-parallel-rng`  | s + 2718 + tp_rank                | dropout in attention and of sequence parts, jitter    |
 | `data-parallel-rng`   | s                                 | nothing of labkit's                                   |
 | `expert-parallel-rng` | s + 1024 + 100 ep_rank + etp_rank | nothing of labkit's: experts have no dropout          |
 
-Sequence parallelism cuts what dropout after embeddings and before residuals acts on into parts, one for each rank.
-Without tensor parallelism the jitter of a router comes from the default state. The last two states are for modules
-written for Megatron, which makes them as well. Initial weights come from no state: each is drawn by its own name
+"Sequence parts" are the activations outside a region, which sequence parallelism cuts over the ranks. Without tensor
+parallelism the jitter of a router comes from the default state. The last two states serve modules written for Megatron,
+which has them as well. Initial weights come from no state: each weight is drawn by its own name
 (`parameters/weights.py`).
 """
 
@@ -37,8 +37,8 @@ _listeners: list[Callable[[RngTracker], None]] = []
 
 @contextmanager
 def forks_noted(note: Callable[[RngTracker], None]) -> Iterator[None]:
-    """Inside the block `note(tracker)` is called ahead of every `fork`, whoever holds the tracker. For captures, which
-    must know all random states that captured code draws from."""
+    """Inside the block every `fork` of any tracker first calls `note(tracker)`. A capture thus learns all random states
+    that captured code draws from."""
     _listeners.append(note)
     try:
         yield
@@ -49,11 +49,12 @@ def forks_noted(note: Callable[[RngTracker], None]) -> Iterator[None]:
 class RngTracker:
     """Named states of this device's default generator.
 
-    On the host a state is a tensor of bytes, swapped in and saved again. On a GPU it is a generator whose state the
-    default one is pointed at ("graph-safe" in torch), since bytes cannot be read or written while a graph is captured.
+    On the host a state is a tensor of bytes, swapped in and saved again. On a GPU a state is a generator, and the
+    default generator is pointed at its state ("graph-safe" in torch). During a capture bytes can be neither read nor
+    written.
 
     Args:
-        device: whose generator is switched; None is the host's.
+        device: device of the generator; None is the host.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
@@ -82,15 +83,15 @@ class RngTracker:
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """Those of a GPU, which a `torch.cuda.CUDAGraph` must be told of (`register_generator_state`) before it
-        captures code that draws from them; none on the host."""
+        """The generators on a GPU; none on the host. A `torch.cuda.CUDAGraph` must register them
+        (`register_generator_state`) before it captures code that draws from them."""
         return [state for state in self._states.values() if isinstance(state, torch.Generator)]
 
     def add(self, name: str, seed: int) -> None:
-        """Make a state that starts from `seed`; the generator itself is left as it is.
+        """Make a state that starts from `seed`; the default generator does not change.
 
         Raises:
-            ValueError: the name or the seed is taken (equal seeds would give two regions the same masks).
+            ValueError: the name or the seed is in use. Equal seeds would give two regions the same masks.
         """
         if name in self._states:
             raise ValueError(f"random state {name!r} exists already; known are {', '.join(self._states)}")
@@ -109,7 +110,7 @@ class RngTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from the named state inside the block; it advances, and the outer state resumes where it was.
+        """Draw from the named state inside the block; the named state advances, and the outer state resumes after it.
 
         Raises:
             ValueError: no state has that name.
@@ -142,7 +143,7 @@ class RngTracker:
         return {name: s.get_state() if isinstance(s, torch.Generator) else s.clone() for name, s in states}
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
-        """Take over what `get_states` returned."""
+        """Set the states that `get_states` returned."""
         gpu = self._on_gpu()
         if gpu is None:
             self._states = {name: state.clone() for name, state in states.items()}
@@ -156,9 +157,9 @@ def model_parallel_seed(seed: int, groups: ParallelGroups, *, device: torch.devi
     """Seed torch's default generator and make the three named states for this rank, by the table of this module.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
         groups: give pp_rank, tp_rank, ep_rank and etp_rank.
-        device: whose generator is switched in `fork`; None is `groups.device` where it has one, else the host.
+        device: device of the generator that `fork` switches; None is `groups.device` if it has one, else the host.
     """
     own = seed + 100 * groups.pp.rank
     torch.manual_seed(own)  # every device

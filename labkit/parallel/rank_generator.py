@@ -1,17 +1,17 @@
-"""The ranks that form each group: sizes and an order string in, lists of ranks out.
+"""Ranks that form a group: sizes and an order string in, lists of ranks out.
 
-Write a rank in mixed radix. The order string names the digits from the fastest to the slowest varying one, the sizes
-are their bases, and the stride of an axis is the product of the sizes to its left (`prefix_product`):
+Write a rank in mixed radix. The order string names the digits, the fastest first; the sizes are their bases. The stride
+of an axis is the product of the sizes to its left (`prefix_product`):
 
     rank = rank_offset + sum over axes of coordinate[axis] * stride[axis]
 
 A token such as `dp-cp` marks the digits that vary inside a group (the mask). Every combination of the other digits is
-one group. Groups and members are both counted with their fastest digit first, so `dp-cp` and `cp-dp` are the same
+one group. Both groups and members are counted with their fastest digit first, so `dp-cp` and `cp-dp` are the same
 token.
 
 Dense layers and experts see the same ranks through two generators (`rank_generators`). Attention has tp, cp, dp, pp and
-no ep; experts have etp, ep, edp, pp and no cp. That is MoE parallel folding (arXiv 2504.14960). This module needs numpy
-and no torch. The names are those of Megatron-LM's `megatron/core/parallel_state.py`.
+no ep; experts have etp, ep, edp, pp and no cp. This is MoE parallel folding (arXiv 2504.14960). The module needs numpy
+and no torch. Its names are those of Megatron-LM's `megatron/core/parallel_state.py`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from labkit.parallel.mixed_radix import Members, as_size, check_listable, decomp
 AXES = ("tp", "cp", "ep", "dp", "pp")
 """Every axis an order string may name."""
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
-"""The axis that talks most varies fastest, so that its groups stay inside a node."""
+"""The axis that communicates most varies fastest, so that its groups stay inside a node."""
 
 
 def masked_orthogonal_array(parallel_size: Sequence[int], mask: Sequence[bool]) -> np.ndarray:
     """Groups as an int64 array (num_groups, group_size); sizes and mask are in order, fastest axis first.
 
-    The ranks are counted into a box with one dimension per axis. The algorithm moves the masked dimensions behind the
-    others and flattens both halves.
+    The function counts the ranks into a box with one dimension for each axis. It moves the masked dimensions behind the
+    others, and flattens both halves.
     """
     check_listable(prod(parallel_size), f"the sizes {list(parallel_size)}")
     slowest_first = range(len(parallel_size) - 1, -1, -1)
@@ -50,8 +50,8 @@ def generate_masked_orthogonal_rank_groups(
     """Groups of a world with axes of the sizes `parallel_size`, fastest first; `mask` marks the axes inside a group.
 
     Arguments and result are those of Megatron-LM's function of this name. `(8, [2, 2, 2], [False, False, True])` gives
-    `[[0, 4], [1, 5], [2, 6], [3, 7]]`. Raises ValueError where mask and sizes differ in length or do not make up the
-    world.
+    `[[0, 4], [1, 5], [2, 6], [3, 7]]`. Raises ValueError if mask and sizes differ in length, or if the product of the
+    sizes is not the world size.
     """
     world_size = as_size("world_size", world_size)
     sizes = [as_size(f"parallel_size[{i}]", size) for i, size in enumerate(parallel_size)]
@@ -66,7 +66,7 @@ generate_masked_orthogonal_groups = generate_masked_orthogonal_rank_groups
 
 
 def parse_order(order: str) -> list[str]:
-    """Axes of an order string; ValueError where it is no string or names an axis twice or one that does not exist."""
+    """Axes of an order string. Raises ValueError for another type, an unknown axis, and an axis named twice."""
     if not isinstance(order, str):
         raise ValueError(f"order is {order!r}; give a string such as {DEFAULT_ORDER!r}")
     axes = order.lower().split("-")
@@ -82,9 +82,10 @@ class RankGenerator:
     """Groups of ranks for any token.
 
     `order` lists the axes from fastest to slowest varying; axes left out must have size 1. `rank_offset` is the number
-    of the first rank. Raises ValueError for sizes below 1 or not whole, and for an order that misses an axis larger
-    than 1, repeats one or names an unknown one. cp and ep larger than 1 in one generator are refused as well: they
-    belong to two.
+    of the first rank.
+
+    Raises ValueError for sizes below 1 or not whole. It also refuses an order that repeats an axis, names an unknown
+    axis or misses an axis larger than 1. cp and ep above 1 belong to two generators, so it refuses both together.
     """
 
     def __init__(self, tp: int = 1, ep: int = 1, dp: int = 1, pp: int = 1, cp: int = 1,
@@ -115,7 +116,7 @@ class RankGenerator:
         return f"RankGenerator({sizes}{', ' if sizes else ''}order={self.order!r}, rank_offset={self.rank_offset})"
 
     def get_mask(self, token: str) -> list[bool]:
-        """One flag per axis in order: whether `token` (`tp`, `dp-cp`, `dp_cp`) names it."""
+        """A flag for each axis in order, true for the axes that `token` (`tp`, `dp-cp`, `dp_cp`) names."""
         wanted = str(token).lower().replace("_", "-").split("-")
         for axis in wanted:
             if axis not in AXES:
@@ -133,7 +134,7 @@ class RankGenerator:
         return self.rank_array(token).tolist()
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The digits of `rank` (its position along each axis), fastest first; ValueError where it is no such rank."""
+        """The digits of `rank` (its position along each axis), fastest first; ValueError for a rank outside."""
         rank = as_size("rank", rank, least=0)
         first, last = self.rank_offset, self.rank_offset + self.world_size - 1
         if not first <= rank <= last:
@@ -141,7 +142,7 @@ class RankGenerator:
         return dict(zip(self.axes, decompose(rank - first, self.ordered_size)))
 
     def members_of(self, token: str, rank: int) -> Members:
-        """The one group of `token` that holds `rank`, by formula: costs the same for a group of any size."""
+        """The group of `token` that holds `rank`, by formula: the cost does not depend on the group's size."""
         mask, here = self.get_mask(token), self.coordinates(rank)
         inside = [axis for axis, masked in zip(self.axes, mask) if masked]
         first = rank - sum(here[axis] * self.strides[axis] for axis in inside)
@@ -163,10 +164,10 @@ def rank_generators(
     order: str = DEFAULT_ORDER,
     rank_offset: int = 0,
 ) -> tuple[RankGenerator, RankGenerator]:
-    """The dense and the expert generator of one world; dp and edp are what the other axes leave.
+    """The dense and the expert generator of one world; dp and edp follow from the world size and the other axes.
 
-    `etp` None means tp. Raises ValueError if the world does not factor, or if the two generators put a rank into
-    different pipelines. An order that ends in `pp` never does.
+    `etp` None means tp. Raises ValueError if the sizes do not divide the world, or if the two generators would put a
+    rank into different pipelines. With an order that ends in `pp` they never do.
     """
     world_size = as_size("world_size", world_size)
     sizes = {name: as_size(name, size) for name, size in (("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep))}
@@ -192,11 +193,11 @@ def _what_is_left(world_size: int, sizes: dict[str, int]) -> int:
 
 
 def _check_same_pipelines(decoder: RankGenerator, expert: RankGenerator) -> None:
-    """Both lists of PP groups must be equal.
+    """Check that both generators have the same PP groups.
 
-    They are exactly when pp is 1 or the pp axis has the same stride s in both. Group g is then `g % s + (g // s) * s *
-    pp + range(pp) * s` in either; otherwise the first groups, `range(pp) * s`, differ already. So a world of any size
-    is checked at once.
+    They have if pp is 1, or if the pp axis has the same stride s in both. Then group g is
+    `g % s + (g // s) * s * pp + range(pp) * s` in either. With different strides the first groups, `range(pp) * s`,
+    differ. So the check compares strides, not lists, in a world of any size.
     """
     pp, mine, theirs = decoder.sizes["pp"], decoder.strides["pp"], expert.strides["pp"]
     if pp > 1 and mine != theirs:

@@ -1,21 +1,22 @@
-"""Recomputation of activations: keep a function's inputs, throw away what it makes, and make it again in backward.
+"""Recomputation of activations: keep a function's inputs, drop its activations, and compute them again in backward.
 
-A backward needs what its forward made. Kept, that is the memory of training; computed again, it is one more forward of
-the part in question (arXiv 1604.06174; for transformers arXiv 2205.05198). The second forward must be the first one,
-bit for bit: the same inputs, the same random numbers (torch's generators and every named state of an `RngTracker`),
-the same autocast. What it communicates is booked under the phase `recompute`. In a CUDA graph no state of a generator
-can be set back, so there a recomputed part that draws is refused (`RefusesDraws`).
+A backward needs the activations of its forward. Activations that are kept take most of the memory of training. Computed
+again, they cost one more forward of the recomputed part (arXiv 1604.06174; for transformers arXiv 2205.05198). The
+second forward must repeat the first bit for bit: the same inputs, the same random numbers, the same autocast. Random
+numbers come from torch's generators and from every named state of an `RngTracker`. A ledger books the communication
+of the second forward under the phase `recompute`. In a CUDA graph no state of a generator can be set back, so
+`RefusesDraws` refuses a recomputed part that draws.
 
 | form                      | keeps               | makes again          | right before                  |
 |---------------------------|---------------------|----------------------|-------------------------------|
 | `checkpoint`              | the inputs          | everything           | the function's own backward   |
 | `CheckpointWithoutOutput` | all but the output  | the output           | the backward of its consumer  |
 
-The first is for layers, core attention and MLPs, the second for norms, whose output is as large as their input.
-Under a split backward the recomputation belongs to I, as the input gradient needs it; W then finds what it needs.
+The first form is for layers, core attention and MLPs. The second form is for norms, whose output is as large as their
+input. Under a split backward I recomputes, because the input gradient needs the activations; W finds them ready.
 
-A part that counts, or takes the next of something, must do so once a microbatch, and in the order of the forwards:
-that of the second forwards is the schedule's, and a microbatch that is kept whole has none. See `once`.
+Code that counts microbatches must count once for each microbatch, in the order of the forwards. Second forwards run in
+the order of the backwards, and a microbatch that is kept whole has none. `once` serves such code.
 """
 
 from __future__ import annotations
@@ -39,23 +40,23 @@ from labkit.parallel.random import RngTracker
 
 @dataclass(frozen=True)
 class RandomStates:
-    """Where every generator that a layer may draw from stands: about 5 kB each on the host, 16 bytes on a GPU."""
+    """States of all generators that a layer may draw from: about 5 kB each on the host, 16 bytes on a GPU."""
 
     host: Tensor
     device: Tensor | None
-    """Of the current GPU, where one is in use."""
+    """State of the current GPU, if one is in use."""
     named: Mapping[str, Tensor] | None
-    """Those of the tracker."""
+    """States of the tracker."""
 
     @classmethod
     def now(cls, rng: RngTracker | None) -> RandomStates:
-        """Copies of the current states. GraphCaptureError while a graph is captured: a GPU's cannot be read then."""
+        """Copies of the current states. Raises GraphCaptureError during a capture, when a GPU's cannot be read."""
         refuse_host_sync("reading random states")
         device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         return cls(torch.get_rng_state(), device, {} if rng is None else rng.get_states())
 
     def restore(self, rng: RngTracker | None) -> None:
-        """Set all of them back."""
+        """Set all generators back to these states."""
         torch.set_rng_state(self.host)
         if self.device is not None:
             torch.cuda.set_rng_state(self.device)
@@ -64,7 +65,7 @@ class RandomStates:
 
 
 def _autocast_now() -> list[dict[str, Any]]:
-    """Arguments of `torch.autocast` that make the current state again, for each device that has one."""
+    """Arguments of `torch.autocast` that restore the current state, for each device that has one."""
     kinds = ("cuda", "cpu") if torch.cuda.is_initialized() else ("cpu",)
     cached = torch.is_autocast_cache_enabled()
     return [
@@ -82,10 +83,10 @@ T = TypeVar("T")
 
 
 class _Run:
-    """One run of a recomputed part, the first or the second, inside a run of another part or of none."""
+    """One run of a recomputed part, the first or the second. Runs of parts inside parts are nested."""
 
     def __init__(self, notes: list[Any], *, second: bool) -> None:
-        """notes: what `once` made in the first run."""
+        """notes: results of `once` in the first run."""
         self.notes, self.second, self.read = notes, second, 0
         self.outer: _Run | None = None
 
@@ -105,7 +106,7 @@ class _Run:
         _current.run = self.outer
 
 
-class _Current(threading.local):  # of a thread, as autograd makes second runs on threads of its own
+class _Current(threading.local):  # one for each thread: autograd makes second runs on threads of its own
     run: _Run | None = None
 
 
@@ -113,21 +114,21 @@ _current = _Current()
 
 
 def once(make: Callable[[], T]) -> T:
-    """`make()`; in the second run of a recomputed part instead what the same call made in the first.
+    """`make()`. In the second run of a recomputed part, the result of the same call in the first run.
 
-    For what must happen once for each forward of a microbatch. Both runs call it equally often, in the same order.
-    Outside recomputed parts, and so in evaluation, it is a plain call.
+    Use it for work that must happen once for each forward of a microbatch. Both runs must call it equally often, in the
+    same order. Outside recomputed parts, as in evaluation, it is a plain call.
     """
     return make() if _current.run is None else _current.run.once(make)
 
 
 def will_run_again() -> bool:
-    """Whether the code at hand is in the first run of a recomputed part: backward will run it again."""
+    """True in the first run of a recomputed part: backward will run this code again."""
     return _current.run is not None and not _current.run.second
 
 
 class _Again:
-    """A function with all that its second run needs besides its inputs."""
+    """A function with everything that its second run needs besides its inputs."""
 
     def __init__(self, function: Callable[..., Any], rng: RngTracker | None) -> None:
         self.function, self.rng = function, rng
@@ -144,8 +145,8 @@ class _Again:
 
     @contextmanager
     def _same_numbers(self) -> Iterator[None]:
-        """Draw the first run's numbers inside the block; after it, go on where the generators stood before."""
-        if self.states is None:  # in a graph, where the first run drew nothing
+        """Draw the first run's numbers inside the block; after it, restore the generators."""
+        if self.states is None:  # in a graph the first run drew nothing
             yield
             return
         before = RandomStates.now(self.rng)
@@ -172,7 +173,7 @@ class _Again:
 
 
 class _Checkpoint(Function):
-    """Runs `function` without a graph; backward runs it again with one, and goes back through that.
+    """Runs `function` without autograd's graph. Backward runs it again with the graph, then goes backward through it.
 
     forward   y = function(x, ..), no graph           saves x (or 1/t of it)
     backward  y = function(x, ..), with a graph, then dx = dL/dx through it; parameters inside get their gradients
@@ -224,7 +225,7 @@ class _Checkpoint(Function):
 
 
 def _own_part(x: Tensor, group: Group) -> Tensor:
-    """This rank's 1/t of the elements of x, in memory of its own."""
+    """A copy of this rank's 1/t of the elements of x."""
     if x.numel() % group.size:
         raise ValueError(
             f"an input of shape {tuple(x.shape)} has {x.numel()} elements, which the {group.size} ranks of "
@@ -239,27 +240,27 @@ def checkpoint(
     rng: RngTracker | None = None,
     distribute_saved_activations: Group | None = None,
 ) -> Any:
-    """`function(*args)`, of which only the tensors in `args` are kept for backward; the rest is computed again.
+    """`function(*args)`. Only the tensors in `args` are kept for backward, which computes everything else again.
 
-    Outside grad mode it is a plain call. Gradients, of parameters used inside as well, are bit-equal to those without
-    recomputation, also under `WeightGradStore` and with dropout.
+    Outside grad mode it is a plain call. Gradients, also of parameters inside, are bit-equal to those without
+    recomputation. This also holds under `WeightGradStore` and with dropout.
 
     Args:
-        function: returns a tensor or a tuple of tensors. It is called twice, so it must have no other effect, except
-            by `once`.
-        args: what a gradient is wanted of must be given here as a tensor; all else may also come with the function.
+        function: returns a tensor or a tuple of tensors. It runs twice, so it must have no other effect, except by
+            `once`.
+        args: arguments. Only a tensor given here gets a gradient; other values may also come with the function.
         rng: named random states that `function` draws from; torch's own generators are always replayed.
-        distribute_saved_activations: a group whose ranks all hold the same first tensor: each keeps 1/t of it, and
-            backward gathers it (Megatron's option of that name). For tensor parallelism without sequence parallelism,
-            where layer inputs are whole on every rank.
+        distribute_saved_activations: a group whose ranks all hold the same first tensor. Each keeps 1/t of it, and
+            backward gathers it (Megatron's option of that name). It serves tensor parallelism without sequence
+            parallelism, when layer inputs are whole on every rank.
 
     Raises:
-        ValueError: the ranks of that group cannot share the first tensor equally.
+        ValueError: the ranks of the group cannot share the first tensor equally.
         RuntimeError: in backward, under `torch.autograd.grad`.
     """
     if not torch.is_grad_enabled():
         return function(*args)
-    # Without an input that wants a gradient, autograd would not come back for the parameters inside.
+    # Without an input that wants a gradient, autograd would not call backward for the parameters inside.
     wants = any(isinstance(x, Tensor) and x.requires_grad for x in args)
     anchor = None if wants else torch.empty(0, requires_grad=True)
     return _Checkpoint.apply(_Again(function, rng), distribute_saved_activations, anchor, *args)
@@ -268,10 +269,10 @@ def checkpoint(
 class CheckpointWithoutOutput:
     """Drop a function's output once its consumer has used it, and make it again for the consumer's backward.
 
-    `checkpoint` would not help for a norm: its consumer, a linear layer, keeps the norm's output as its input, and that
-    is as large as what the norm was given. Here the output's memory is freed and filled again. Megatron's class of this
-    name also drops what the function keeps for its own backward; a norm keeps its input and two numbers per token, and
-    the input would be needed anyway, so here that stays.
+    `checkpoint` would save nothing for a norm. Its consumer, a linear layer, keeps the norm's output as its own input,
+    and this output is as large as the norm's input. This class frees the memory of the output and fills it again.
+    Megatron's class of this name also drops the tensors that the function saves for its own backward. They stay here: a
+    norm saves two numbers per token, and its input, which is needed anyway.
 
         y = dropped.checkpoint(norm, x)
         z = linear(y)
@@ -286,7 +287,7 @@ class CheckpointWithoutOutput:
         self._output: Tensor | None = None
 
     def checkpoint(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        """`function(*args)`, remembered. It must return a tensor of its own, not a view of an argument."""
+        """Call `function(*args)` and remember the call. The result must be a new tensor, not a view of an argument."""
         self._again = _Again(function, self._rng)
         self._args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
         self._output = output = self._again.first(*args)
@@ -299,7 +300,7 @@ class CheckpointWithoutOutput:
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
         """Free the output. It is filled again when the gradient of `hook_tensor`, made from it, arrives.
 
-        Nobody may use the output's values between this call and then. Outside grad mode nothing is done.
+        Nobody may use the output's values in between. Outside grad mode this does nothing.
         """
         assert self._output is not None, "call checkpoint first"
         if not torch.is_grad_enabled() or not hook_tensor.requires_grad or active_capture() is not None:
@@ -313,7 +314,7 @@ class CheckpointWithoutOutput:
             return
         with torch.no_grad():
             made = self._again(*self._args).untyped_storage()
-        # Below autograd's sight: the tensor is the same one, with the same values, at the same version.
+        # Autograd does not see this: the tensor keeps its identity, its values and its version.
         memory = self._output.untyped_storage()
         memory.resize_(made.nbytes())
         memory.copy_(made)

@@ -1,1 +1,1 @@
-"""Below the collectives: who shares which communicator, how gloo and NCCL carry each exchange, what is under way."""
+"""Below the collectives: communicators that layouts share, algorithms on gloo and NCCL, transfers under way."""

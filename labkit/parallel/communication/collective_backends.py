@@ -1,21 +1,21 @@
-"""How bytes move for each collective, on gloo and on NCCL. Called by `collectives.py` and what is beside it.
+"""The algorithm of each collective on gloo and on NCCL; `collectives.py` and its neighbours call them.
 
-Every function starts the transfer and returns a function that finishes it: waits, reduces what has to be reduced here,
+Every function starts the transfer and returns a function that finishes it: this one waits, reduces locally if it must,
 and returns the result. In between, gloo's own threads (or NCCL's stream) move the data.
 
-Where gloo's own algorithm is slow, another one takes its place (measured on two cores, torch 2.13):
+Another algorithm replaces gloo's own if gloo's is slow (measured on two cores, torch 2.13):
 
 - All-reduce of two ranks up to 1 MiB: exchange and add, up to 2 times faster on an idle machine. Beyond, gloo's own is
   equal or faster. Both ranks get the same bits, because IEEE addition commutes.
 - Reduce-scatter: gloo emulates it by an all-reduce of everything. Two ranks exchange halves; more ranks do an
-  all-to-all. Either way the parts are added locally, in the order of ranks, so the result does not depend on timing.
+  all-to-all. Each rank then adds the parts in the order of ranks, so the result does not depend on timing.
 - All-gather of two ranks: exchange.
 
-Sums of bfloat16 and float16 are taken in float32 and rounded once, whatever the number of ranks; gloo by itself would
-round after every addition. (NCCL does as it does.) CUDA tensors on gloo pass through pinned host memory.
+Sums of bfloat16 and float16 are taken in float32 and rounded once, for any number of ranks. gloo by itself would round
+after every addition. NCCL rounds as NCCL does. CUDA tensors on gloo pass through pinned host memory.
 
-Under `TORCH_DISTRIBUTED_DEBUG=DETAIL` the plain torch collectives are used, since torch checks those, and only those,
-for calls that do not fit each other; messages are checked by `pipeline/handshake.py`.
+Under `TORCH_DISTRIBUTED_DEBUG=DETAIL` the plain torch collectives run instead. torch checks these, and only these, for
+calls that do not fit each other. `pipeline/handshake.py` checks messages.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ EXCHANGE_TAG = 7391
 """Keeps the messages of exchanges apart from point-to-point messages (tag 0) of the same two ranks."""
 
 EXCHANGE_LIMIT = 1 << 20
-"""Two ranks exchange up to this many bytes by a message each way, which is the quickest start. Beyond, gloo's own
-collectives use less of the processor: the calling thread does not copy, which it would do against the other rank's."""
+"""Two ranks exchange up to this many bytes by a message each way, which starts fastest. Beyond, gloo's own collectives
+use less of the processor: the calling thread does not copy, so it does not compete with the other rank's copy."""
 
 _NCCL_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 _HALF = (torch.bfloat16, torch.float16)
 
-# torch 2.13 gave both a new name, and warns in every rank where the old one is called
+# torch 2.13 gave both a new name, and every rank that calls the old name prints a warning
 _gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def on_gloo(x: Tensor, group: Group) -> bool:
-    """Whether this tensor travels by gloo: host tensors always, CUDA tensors where the group has nothing else."""
+    """True if this tensor travels by gloo: host tensors always, CUDA tensors if the group has nothing else."""
     return not x.is_cuda or dist.get_backend(group.process_group) == "gloo"
 
 
 def to_host(x: Tensor) -> Tensor:
-    """The tensor itself if it lies in host memory, else a copy in pinned host memory (returns when it is there)."""
+    """The tensor itself if it lies in host memory, else a copy in pinned host memory. Waits for the copy."""
     if not x.is_cuda:
         return x
     refuse_host_sync("a collective of CUDA tensors over gloo")
@@ -75,19 +75,22 @@ _LAZY = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0")
 
 
 def start_may_block(x: Tensor) -> bool:
-    """Whether starting a transfer of x can take as long as another rank likes: staging waits for a GPU, NCCL connects
-    lazily, torch's debug mode compares calls first. All else begins in the background."""
+    """True if the start of a transfer of x can wait for another rank.
+
+    Staging waits for a GPU, NCCL connects lazily, and torch's debug mode first compares calls. Every other start
+    returns at once.
+    """
     return x.is_cuda or host_start_may_block()
 
 
 def host_start_may_block() -> bool:
-    """The same of any tensor in host memory; it does not change."""
+    """`start_may_block` for every tensor in host memory; a constant of the process."""
     return _LAZY or _checked_by_torch()
 
 
 @cache
 def _checked_by_torch() -> bool:
-    """Of the process: torch decides it where a group is made. Asked at every transfer, where torch takes its time."""
+    """True in torch's debug mode, which is fixed when a group is made. Cached, because torch's answer is slow."""
     return get_debug_level() == DebugLevel.DETAIL
 
 
@@ -96,7 +99,7 @@ def _reduce_into(total: Tensor, part: Tensor, op: str) -> Tensor:
 
 
 def _start_exchange(send: Tensor, received: Tensor, group: Group) -> list[Any]:
-    """Send a flat tensor to the other rank of two and receive its counterpart; the works to wait for."""
+    """Send a flat tensor to the other rank of two, and receive its counterpart. Returns the works to wait for."""
     peer, handle = 1 - group.rank, process_group_of(group)
     if send.nbytes > EXCHANGE_LIMIT:
         splits = [0, 0]
@@ -106,7 +109,7 @@ def _start_exchange(send: Tensor, received: Tensor, group: Group) -> list[Any]:
 
 
 def _exchange_and_reduce(send: Tensor, mine: Tensor, out: Tensor | None, group: Group, op: str) -> Finish:
-    """Reduce `mine` with what the other rank sends, both flat; the result goes to `out` (may be `mine`) or is new."""
+    """Reduce `mine` with the flat tensor of the other rank, into `out` (may be `mine`) or into a new tensor."""
     received = torch.empty_like(mine)
     works = _start_exchange(send, received, group)
     target = received if out is None else out
@@ -174,7 +177,7 @@ def _gloo_all_reduce(host: Tensor, group: Group, op: str, in_place: bool) -> Fin
 def all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Finish:
     """Start gathering equal tensors; the result is (size, *x.shape), ordered by rank.
 
-    It is written into `out` where given: contiguous, of that many elements; x may be its own part of it.
+    `out`, if given, takes the result: contiguous, with as many elements. x may be this rank's part of `out`.
     """
     shape = (group.size, *x.shape)
     handle = group.process_group
@@ -205,7 +208,7 @@ def all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Finish:
 def reduce_scatter(x: Tensor, group: Group, op: str, out: Tensor | None = None) -> Finish:
     """Start reducing x, whose first dimension is the group's size, so that rank r keeps row r.
 
-    The row is written into `out` where given (contiguous), which may be row r of x itself.
+    `out`, if given, takes the row: contiguous, maybe row r of x itself.
     """
     handle = group.process_group
     if not on_gloo(x, group):
@@ -274,7 +277,7 @@ def all_to_all(x: Tensor, group: Group, output_splits: list[int] | None, input_s
 
 
 def broadcast(x: Tensor, group: Group, src: int) -> Finish:
-    """Start overwriting x with that of the rank at position `src` of the group."""
+    """Start overwriting x with the tensor of the rank at position `src` of the group."""
     staged = x.is_cuda and on_gloo(x, group)
     direct = not staged and x.is_contiguous()
     buffer = x if direct else (to_host(x) if staged else x).contiguous()
@@ -288,7 +291,7 @@ def broadcast(x: Tensor, group: Group, src: int) -> Finish:
 
 
 def process_group_of(group: Group) -> dist.ProcessGroup:
-    """Sending through it spares what `dist.isend` checks around the same call, 40 us where a rank has just slept."""
+    """The group's process group. A send through it skips the checks of `dist.isend`, 40 us after a rank has slept."""
     assert group.process_group is not None, f"{group.name} has no process group"
     return group.process_group
 
@@ -299,7 +302,7 @@ def send(x: Tensor, group: Group, dst: int) -> Finish:
     if _checked_by_torch():
         check_message("send", source, group.process_group, dst)
     work = process_group_of(group).send([source], group.ranks.index(dst), 0)
-    return lambda: (work.wait(), x, source)[1]  # the closure keeps the staged copy alive until it is sent
+    return lambda: (work.wait(), x, source)[1]  # the closure keeps the staged copy alive until the send ends
 
 
 def recv(x: Tensor, group: Group, src: int) -> Finish:

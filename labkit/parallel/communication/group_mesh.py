@@ -20,7 +20,7 @@ def mesh_dims(order: str) -> tuple[str, ...]:
 
 
 def check_mesh_dims(names: Sequence[str]) -> None:
-    """Raise ValueError for names that share an axis, mix dense with expert groups or are no product of axes."""
+    """Raise ValueError for names that share an axis, mix dense with expert groups, or are no product of axes."""
     for name in names:
         if name not in GROUP_TOKENS:
             raise ValueError(f"{name!r} is no dim of a mesh; choose among {', '.join(GROUP_TOKENS)}")
@@ -36,7 +36,7 @@ def mesh_of(
 ) -> DeviceMesh:
     """The mesh of `rank`, which keeps `leases` alive.
 
-    dims: of each dim its name, this rank's group as global ranks, and its process group.
+    dims: for each dim its name, this rank's group as global ranks, and the process group.
     """
     names, handles = tuple(name for name, _, _ in dims), [handle for _, _, handle in dims]
     if len(dims) == 1:

@@ -1,26 +1,26 @@
-"""The process groups of this process: layouts share them, and the last layout that lets go of one frees it.
+"""The process groups of this process. Layouts share them; the last layout that lets go of a process group frees it.
 
 A `Communicator` is one torch process group. A `Lease` is the use of a communicator by one layout. A new layout reuses
 the communicator that an earlier layout holds over the same ranks for the same purpose. Its lease ends when the layout
 is closed or collected.
 
-Ranks let go of layouts at different moments: one rank closes early, another keeps a layout in a variable, a third waits
-for its garbage collector. Reusing and freeing must not hang for that reason. Five rules see to it:
+Ranks let go of layouts at different moments. One rank closes early, another keeps a layout in a variable, a third waits
+for its garbage collector. Five rules keep reuse and freeing from hanging for this reason:
 
 1. *Own names.* torch names a local group after the number of groups that the process holds, so uneven ranks would wait
    for each other under different names. `Communicator.name` counts the requests for these ranks and this purpose; all
    members make the same requests, in the same order.
 2. *The first decides.* After each request the store has one cell that is written once. A member that asks for the
-   communicator again writes `shared`, a member that lets go of it writes `left`, and the first word stands. All
-   members follow it: they share the old communicator, or make a new one.
+   communicator again writes `shared`; a member that lets go of it writes `left`. The first word stands, and all members
+   follow it: they share the old communicator, or make a new one.
 3. *The last frees.* gloo fails in a rank whose neighbour closes its sockets too early. So every member counts itself
    out in the store, and frees its side when all members have done so.
-4. *No rank waits.* A member looks at the store only at the start of a layout, after `close`, and before and after each
-   call of the launcher (`sweep`). The garbage collector only notes which communicators it has let go of.
+4. *No rank waits.* A member reads the store only at the start of a layout, after `close`, and before and after each
+   call of the launcher (`sweep`). The garbage collector only notes the communicators that it has let go of.
 5. *A failed call ends all sharing.* After an exception ranks may have made different numbers of requests. The launcher
    counts the failed calls, the names hold that count, and later layouts share nothing with earlier ones.
 
-NCCL ends a communicator only when all its ranks ask together, which rule 4 forbids. There a communicator without a
+NCCL ends a communicator only when all its ranks ask together, which rule 4 forbids. So an NCCL communicator without a
 lease waits for the next layout over its ranks, and ends with the process.
 """
 
@@ -42,9 +42,9 @@ from torch.distributed import distributed_c10d
 from labkit.launch import info
 
 Key = tuple[str, tuple[int, ...], timedelta]
-"""Purpose, global ranks and time limit: layouts share a communicator where all three are equal."""
+"""Purpose, global ranks and time limit. Layouts share a communicator if all three are equal."""
 _PATIENCE = 1.0
-"""Seconds that a rank waits for a process group to end; one with a stuck operation ends later, in its own thread."""
+"""Seconds that a rank waits for a process group to end. With a stuck operation it ends later, in its own thread."""
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class Communicator:
     """The same on all members, and on no other communicator of the launch."""
     process_group: Any
     cell: str
-    """Key of the store where its members agree whether the next request shares this communicator."""
+    """Key in the store under which the members agree to share this communicator next, or to leave it."""
     leases: int = 0
 
 
@@ -135,7 +135,7 @@ class _Registry:
         info.between_calls(sweep)
 
     def lease(self, key: Key) -> Lease:
-        """A lease of the communicator for `key`: of the one held, if all members still hold it, or of a new one."""
+        """A lease for `key`: of the held communicator if all members still hold it, else of a new communicator."""
         self._requests[key] += 1
         name = self._name(key)
         held = self._shared.get(key)
@@ -177,7 +177,7 @@ class _Registry:
             self._leave(communicator)
 
     def _claims(self, held: Communicator, word: str) -> bool:
-        """Whether the members agree on `word` (`shared` or `left`) after the last request for `held`."""
+        """True if the members agree on `word` (`shared` or `left`) after the last request for `held`."""
         if not self._frees:
             return word == "shared"
         return self._store.compare_set(held.cell, "", word).decode() == word
@@ -202,7 +202,7 @@ def _registry() -> _Registry:
 def sweep() -> None:
     """Free the communicators that no rank uses any more. The call never waits for another rank.
 
-    Where the process that holds the store has gone, nobody is left to agree with, and the groups end with this process.
+    If the process that holds the store has gone, ranks cannot agree any more, and the groups end with this process.
     """
     if _current is not None and dist.is_initialized() and _current.world is dist.group.WORLD:
         with suppress(dist.DistError):
@@ -224,7 +224,7 @@ def _free(communicators: list[Communicator]) -> None:
 
 
 def _new_process_group(key: Key, name: str) -> Any:
-    """A process group that only its members create."""
+    """Make a process group; only its members call this."""
     purpose, ranks, timeout = key
     with _local(dist.group.WORLD, name):
         return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=purpose)
@@ -232,10 +232,10 @@ def _new_process_group(key: Key, name: str) -> Any:
 
 @contextmanager
 def _local(world: Any, name: str) -> Iterator[None]:
-    """Let torch make a group that needs its members only.
+    """Let torch make a group with the given name, for which only its members call.
 
-    torch calls it `name`. The default group loses its GPU for that moment: torch would split the NCCL communicator of a
-    group that is bound to a GPU, for which every rank of the world must call. Unbound, members connect on first use.
+    The default group is unbound from its GPU inside the block. torch would split the NCCL communicator of a bound
+    group, and every rank of the world would have to call. Members of an unbound group connect on first use.
     """
     bound, naming = world.bound_device_id, distributed_c10d._process_group_name
     if bound is not None:

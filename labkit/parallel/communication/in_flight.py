@@ -1,10 +1,10 @@
-"""An all-to-all in two halves, so that what is computed in between hides it, forward and backward.
+"""An all-to-all in two halves. Work between the halves hides it, forward and backward.
 
     forward    start: rows leave     |  other work            |  wait: what came
     backward   wait: gradients came  |  the work's backward   |  start: gradients leave
 
-Backward, autograd runs nodes from the last made to the first. Gradients leave where the second half stood, the nodes of
-the work in between follow, and the first half waits.
+Autograd runs nodes backward from the last made to the first. Gradients leave in the backward of the second half. Then
+the backward of the work runs, and the backward of the first half waits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["AllToAllInFlight", "all_to_all_start"]
 
 
 class _Transit:
-    """What the two halves of an all-to-all share: its splits, and the transfer under way in either direction."""
+    """State that the two halves of an all-to-all share: splits, and the transfer under way in either direction."""
 
     __slots__ = ("forward", "gradient", "group", "input_splits", "output_splits")
 
@@ -81,7 +81,7 @@ class _Arrive(Function):
 
 
 class AllToAllInFlight:
-    """An all-to-all under way; `wait()` returns what came, once."""
+    """An all-to-all under way; `wait()` returns the received rows, and may be called once."""
 
     __slots__ = ("_ticket", "_transit")
 
@@ -101,7 +101,7 @@ def all_to_all_start(
     output_splits: Sequence[int] | None = None,
     input_splits: Sequence[int] | None = None,
 ) -> AllToAllInFlight:
-    """Start `mappings.all_to_all`; what is computed before `.wait()` hides it, and its backward the way back.
+    """Start `mappings.all_to_all`. Work before `.wait()` hides the transfer, and its backward hides the way back.
 
     Raises ValueError for splits that do not fit the group or x.
     """

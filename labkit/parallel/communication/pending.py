@@ -1,7 +1,7 @@
 """A transfer between its start and its end.
 
-`start` begins a transfer and returns a `Pending`. It counts the call, books the call where a ledger or a hook asks, and
-names the call in the launcher's status slot while the start blocks.
+`start` begins a transfer and returns a `Pending`. `start` also counts the call, and books the call for an open ledger
+or hook. While it blocks, the launcher's status slot names the call.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Pending:
 
     @property
     def _label(self) -> str:
-        """What a hang is reported with; made where something may block, which most starts do not."""
+        """Name of this call in the report of a hang."""
         return f"{self._operation} {self._group.name} #{self._number} {described(self._x.shape, self._x.dtype)}"
 
     def begin(self, finish_of: Callable[[], Finish]) -> Pending:
@@ -88,11 +88,11 @@ class Pending:
                 slot.leave(outer)
         else:
             result = self._in_due_time(finish) if self._not_before else finish()
-        self._finish, self._result, self._x = None, result, result  # its input may be freed from here on
+        self._finish, self._result, self._x = None, result, result  # the input may be freed now
         return result
 
     def _observed(self, finish: Finish, wait_event: bool) -> Tensor:
-        """The same where somebody may want an Event of it, or a graph is being captured."""
+        """`_complete` while Events are recorded or a graph is captured."""
         if active_capture() is not None:
             raise GraphCaptureError(
                 f"{call_site(__file__)}: {self._name} was started before the capture of this graph; a CUDA graph holds "
@@ -107,7 +107,7 @@ class Pending:
             if wait_event:
                 recorder.add(f"wait {self._name}", "wait", blocked, end)
             if 0.0 < self._not_before < blocked:
-                end = self._not_before  # nobody saw it end; when it did, the delay knows
+                end = self._not_before  # it ended before the wait, at the time that the delay gave it
             recorder.add(self._name, self._kind, self._started, end, bytes=_bytes(self._x))
         return result
 
@@ -120,7 +120,7 @@ class Pending:
 
 
 class Done(Pending):
-    """What a group of size 1, or a dropped call, returns: complete from the start, and silent."""
+    """Result of a call on a group of size 1, or of a dropped call: complete from the start, without a record."""
 
     __slots__ = ()
 
@@ -137,7 +137,7 @@ def start(
     kind: str = "collective",
     kept: int = 0,
 ) -> Pending:
-    """Book the call, start it and wrap what finishes it; `kept` bytes of x stay on this rank."""
+    """Book the call, start it, and return its `Pending`. `kept` bytes of x stay on this rank."""
     delay = 0.0
     if start_observers and is_watched():
         size = _bytes(x)
@@ -152,7 +152,7 @@ def _bytes(x: Tensor) -> int:
 
 @lru_cache(1024)
 def described(shape: torch.Size, dtype: torch.dtype) -> str:
-    """`(4, 8) float32`, as a hang is reported with; the same few shapes come again and again."""
+    """`(4, 8) float32`, for the report of a hang. Cached: a run uses few shapes."""
     return f"{tuple(shape)} {_word(dtype)}"
 
 

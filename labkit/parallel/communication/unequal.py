@@ -1,9 +1,9 @@
 """All-gather and reduce-scatter of parts whose numbers of rows differ between ranks.
 
-Tensor-parallel experts need them: the ranks that share an expert have received different numbers of tokens. Every rank
-knows all the sizes. gloo has no such all-gather, so there both are an all-to-all (the gather sends the same rows to
-everyone, which costs no more bytes than any other gather); NCCL takes lists of unequal tensors. Booked as `all_gather`
-and `reduce_scatter`.
+Tensor-parallel experts need them: the ranks that share an expert receive different numbers of tokens. Every rank knows
+all the sizes. gloo has no such all-gather, so on gloo both are an all-to-all. The gather then sends the same rows to
+everyone, as many bytes as any other gather. NCCL takes lists of unequal tensors. A ledger books the calls as
+`all_gather` and `reduce_scatter`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _check(group: Group, sizes: Sequence[int]) -> None:
 
 
 def all_gather_unequal(x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
-    """Concatenate the ranks' rows in the order of ranks; rank r has sizes[r] of them, [n_r, ..] -> [sum n, ..].
+    """Concatenate the rows of all ranks in the order of ranks; rank r has sizes[r] rows, [n_r, ..] -> [sum n, ..].
 
     Raises:
         ValueError: sizes that do not fit the group or x.
@@ -61,9 +61,9 @@ def _gather(x: Tensor, group: Group, sizes: list[int]) -> Callable[[], Tensor]:
 
 
 def reduce_scatter_unequal(x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
-    """Sum x over the ranks and return this rank's rows of it, sizes[r] on rank r: [sum n, ..] -> [n_r, ..].
+    """Sum x over the ranks and return this rank's rows, sizes[r] on rank r: [sum n, ..] -> [n_r, ..].
 
-    On gloo parts are added in the order of ranks, half precision in float32, rounded once.
+    On gloo each rank adds the parts in the order of ranks. Half precision is added in float32 and rounded once.
 
     Raises:
         ValueError: sizes that do not fit the group or x.
@@ -107,7 +107,7 @@ def _sum_in_order(parts: Tensor) -> Tensor:
 
 
 class GatherUnequal(Function):
-    """Joins parts of unequal size for a layer of which each rank computes a part (gradients are partial sums).
+    """Joins parts of unequal size for a tensor-parallel layer, whose gradients are partial sums.
 
     forward   y = all-gather of x_r                      [n_r, ..] -> [sum n, ..]
     backward  dL/dx_r = part r of sum_q dL/dy_q          [sum n, ..] -> [n_r, ..]
@@ -126,7 +126,7 @@ class GatherUnequal(Function):
 
 
 class ReduceScatterUnequal(Function):
-    """Adds partial results and keeps this rank's part, of a size of its own.
+    """Adds partial results and keeps this rank's part; parts differ in size.
 
     forward   y_r = part r of sum_q x_q                  [sum n, ..] -> [n_r, ..]
     backward  dL/dx_q = all-gather of dL/dy_r            [n_r, ..] -> [sum n, ..]

@@ -1,1 +1,1 @@
-"""Context parallelism: how a sequence is cut over ranks, and attention over its parts."""
+"""Context parallelism: the cut of a sequence over ranks, and attention over its parts."""

@@ -1,19 +1,19 @@
-"""softmax(q k^T / sqrt(D)) v of one block of keys, with what it takes to join blocks: the log-sum-exp of each row.
+"""softmax(q k^T / sqrt(D)) v of one block of keys, and the log-sum-exp of each row, which joins blocks.
 
-With lse_b = log sum_j exp(s_ij) over the keys j of block b and o_b the block's own softmax average, blocks a and b of
-the same row are together (the online softmax of arXiv 1805.02867, as used by 2205.14135)
+For block b, let lse_b = log sum_j exp(s_ij) over its keys j, and o_b its own softmax average. Blocks a and b of the
+same row join as follows (the online softmax of arXiv 1805.02867, as used by 2205.14135):
 
     lse = log(exp(lse_a) + exp(lse_b))          o = exp(lse_a - lse) o_a + exp(lse_b - lse) o_b
 
-Backward needs no joining: with the row's whole `lse` and `out`, every block gives its own share of the gradients,
+Backward joins nothing. With the whole row's `lse` and `out`, every block gives its own share of the gradients:
 
     p  = exp(s - lse)                [n, S, T]        dv = p^T do                          [n, T, D]
     ds = p (do v^T - sum(do out))    [n, S, T]        dq = ds k / sqrt(D)                  [n, S, D]
                                                       dk = ds^T q / sqrt(D)                [n, T, D]
 
-`fused` runs the kernels behind torch's scaled_dot_product_attention, which alone hand out `lse`: on the host for every
-type, on a GPU for half precision. Otherwise, and with `fused=False`, it is one operation after the other; no form keeps
-the probabilities.
+`fused` runs the kernels behind torch's scaled_dot_product_attention, because only these kernels return `lse`: on the
+host for every type, on a GPU for half precision. Other cases, and `fused=False`, run one operation after the other. No
+form keeps the probabilities.
 
 Shapes: n query heads, m key/value heads (n a multiple of m), S queries, T keys, D head dimension.
 """
@@ -31,18 +31,18 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over blocks are held in: float32 for half precision, else the type itself."""
+    """Type of sums over blocks: float32 for half precision, else the type itself."""
     return torch.float32 if dtype in _HALF else dtype
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, fused: bool = True) -> tuple[Tensor, Tensor]:
-    """Forward of one block: q [1, n, S, D], k and v [1, m, T, D] -> out [1, n, S, D], lse [1, n, S]."""
+    """Forward of one block: q [1, n, S, D], kv [1, m, T, D] -> out [1, n, S, D], lse [1, n, S]."""
     kernel = _kernel(q, fused)
     if kernel == "host":
         return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     if kernel == "gpu":
         return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    with torch.autocast(q.device.type, enabled=False):  # which would round scores to half precision
+    with torch.autocast(q.device.type, enabled=False):  # autocast would round scores to half precision
         scores, _, v_n = _scores(q, k, v, causal)
         lse = scores.logsumexp(dim=-1)
         return ((scores - lse[..., None]).exp() @ v_n).to(q.dtype), lse
@@ -51,7 +51,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, fused: bool = True)
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, fused: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of one block, where `out` and `lse` are those of the whole row; shapes of q, k, v."""
+    """dq, dk, dv of one block, in the shapes of q, k, v. `out` and `lse` belong to the whole row."""
     kernel = _kernel(q, fused)
     if kernel == "host":
         backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -80,7 +80,7 @@ def _kernel(q: Tensor, fused: bool) -> str:
 
 
 def _per_query_head(x: Tensor, heads: int) -> Tensor:
-    """Keys or values [1, m, T, D] once for each of their query heads, [1, n, T, D]."""
+    """Keys or values [1, m, T, D], repeated for each of their query heads: [1, n, T, D]."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 

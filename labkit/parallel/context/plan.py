@@ -1,12 +1,12 @@
-"""Who attends to what under context parallelism, and when: rank by rank, step by step, as data.
+"""Plans of context parallelism as data: the block of attention that each rank computes at each step.
 
 A sequence of S positions is cut into 2 cp chunks of c = S / (2 cp). Every rank holds two of them, and so L = 2 c rows:
 
     zigzag       rank r holds chunks r and 2 cp - 1 - r    (Megatron's; every rank meets the same load)
     contiguous   rank r holds chunks 2 r and 2 r + 1       (the plain cut; under a causal mask the last rank has most)
 
-Keys and values go round a ring of ranks: at step i rank r holds those of rank r - i. What it has to compute of its
-queries against them is one rectangle at most:
+Keys and values go round a ring of ranks: at step i rank r holds the keys and values of rank r - i. Rank r then computes
+at most one rectangle of its queries against these keys:
 
     causal, zigzag      i = 0: its own, causal | source below r: all queries, first half of the keys
                                                | source above r: second half of the queries, all keys
@@ -30,14 +30,14 @@ class Block:
     """A rectangle of scores: rows of this rank's queries against rows of keys. Bounds count chunks of c rows."""
 
     queries: tuple[int, int]
-    """First chunk, and the one after the last, of this rank's two."""
+    """First chunk, and the chunk after the last, of this rank's two."""
     keys: tuple[int, int]
-    """The same for the keys: of the two held in a ring step, or of all 2 cp in the order of the sequence."""
+    """The same for the keys, of the two chunks of a ring step or of all 2 cp chunks of the sequence."""
     causal: bool = False
-    """Whether row i sees rows 0 .. i only; such a block is square."""
+    """Row i sees rows 0 .. i only; such a block is square."""
 
     def rows(self, chunk: int) -> slice:
-        """The queries' rows, for chunks of so many positions."""
+        """The queries' rows, for chunks of `chunk` positions."""
         return slice(self.queries[0] * chunk, self.queries[1] * chunk)
 
     def columns(self, chunk: int) -> slice:
@@ -45,7 +45,7 @@ class Block:
         return slice(self.keys[0] * chunk, self.keys[1] * chunk)
 
     def pairs(self, chunk: int) -> int:
-        """(query, key) pairs that are computed: the work of the block, times 4 D multiply-adds forward."""
+        """Number of (query, key) pairs that the block computes, each 4 D multiply-adds forward."""
         height, width = ((end - start) * chunk for start, end in (self.queries, self.keys))
         return height * (height + 1) // 2 if self.causal else height * width
 
@@ -67,7 +67,7 @@ def chunks_of_rank(cp: int, rank: int, layout: Layout = "zigzag") -> tuple[int, 
 
 
 def ring_block(cp: int, rank: int, source: int, *, causal: bool = True, layout: Layout = "zigzag") -> Block | None:
-    """What `rank` computes against the keys of `source`; None where every pair is masked."""
+    """The block that `rank` computes against the keys of `source`; None if every pair is masked."""
     if not causal:
         return Block(BOTH, BOTH)
     if source == rank:
@@ -78,16 +78,16 @@ def ring_block(cp: int, rank: int, source: int, *, causal: bool = True, layout: 
 
 
 def ring_plan(cp: int, rank: int, *, causal: bool = True, layout: Layout = "zigzag") -> list[Block | None]:
-    """What `rank` computes at each of the cp steps; at step i it holds the keys of rank (rank - i) mod cp."""
+    """The blocks that `rank` computes at the cp steps; at step i it holds the keys of rank (rank - i) mod cp."""
     chunks_of_rank(cp, rank, layout)
     return [ring_block(cp, rank, (rank - step) % cp, causal=causal, layout=layout) for step in range(cp)]
 
 
 def gathered_plan(cp: int, rank: int, *, causal: bool = True, layout: Layout = "zigzag") -> list[Block]:
-    """What `rank` computes against keys that lie in the order of the sequence, beyond its own causal block.
+    """The blocks that `rank` computes against keys in the order of the sequence, beyond its own causal block.
 
-    The rectangles of the ring join: what all lower ranks give is one run of chunks, and so is what all higher ones do.
-    Without a causal mask one block is everything, the rank's own keys included.
+    The rectangles of the ring join: the keys of all lower ranks are one run of chunks, and so are those of all higher
+    ranks. Without a causal mask one block covers everything, including the rank's own keys.
     """
     first, second = chunks_of_rank(cp, rank, layout)
     if not causal:
@@ -101,8 +101,8 @@ def gathered_plan(cp: int, rank: int, *, causal: bool = True, layout: Layout = "
 def ring_load(seq_length: int, cp: int, *, causal: bool = True, layout: Layout = "zigzag") -> list[list[int]]:
     """(query, key) pairs of every rank at every step, [rank][step].
 
-    Zigzag and causal, every rank has L(L + 1)/2 at step 0 and L^2/2 at the others, L = S / cp. Contiguous and causal,
-    rank r has L^2 up to step r and nothing after it.
+    Zigzag and causal, every rank has L(L + 1)/2 at step 0 and L^2/2 at the other steps, L = S / cp. Contiguous and
+    causal, rank r has L(L + 1)/2 at step 0, L^2 up to step r and 0 after it.
 
     Raises:
         ValueError: a length that 2 cp does not divide.
@@ -113,8 +113,7 @@ def ring_load(seq_length: int, cp: int, *, causal: bool = True, layout: Layout =
 
 
 def ring_time(load: list[list[int]]) -> int:
-    """Pairs that the ring's clock ticks through: the ranks wait for each other at every hand-over, so a step lasts as
-    long as its slowest rank's block."""
+    """Duration of the ring in pairs. Ranks wait for each other at every step, so the largest block sets its length."""
     return sum(max(step) for step in zip(*load, strict=True))
 
 

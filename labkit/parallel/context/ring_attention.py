@@ -8,19 +8,19 @@
 |   (arXiv 2407.21783)     |                  | reduce-scatter of dK and dV             |               |
 
 Both compute the rectangles of `plan.py` and join them by their log-sum-exps (`attention_block.py`). Both hide
-transfers: step i of the ring computes while the keys of step i + 1 arrive; the all-gather runs behind the rank's own
-block. Nothing is left to hide two of them: the ring's last hop, which brings the sums of dK and dV home, and the other
-form's reduce-scatter.
+transfers. Step i of the ring computes while the keys of step i + 1 arrive. The all-gather runs behind the rank's own
+block. Two transfers have no work to hide behind. One is the ring's last hop, which brings the sums of dK and dV home.
+The other is the reduce-scatter of the all-gather form.
 
-Saved for backward are this rank's q, k, v, output and one number per row; KV of other ranks are fetched again. So with
-its two buffers the ring has 3/cp of all keys and values in memory, forward and backward: the rank's own, which must
-outlive it, those at work, and those that arrive. Backward holds up to four sums of dK and dV besides, in the type of
-sums: two that travel, the rank's next share, and what its own keys get from it.
+Each rank saves its q, k, v, output and one number per row for backward, and fetches the KV of other ranks again. So the
+ring has 3/cp of all keys and values in memory, forward and backward. These are the rank's own keys and values, the ones
+that it works on, and the ones that arrive. Backward also holds up to four sums of dK and dV, in the
+type of sums. Two of them travel; the others are the rank's next share, and the share of its own keys.
 
-A KV that is underway is one tensor [2, 1, m, L, D], so that a step is one message each way.
+KV travel as one tensor [2, 1, m, L, D], so a step is one message each way.
 
-Shapes: n query heads, m key/value heads (times the batch, see models/attention.py), S whole sequence, L = S / cp rows
-of this rank, D head dimension.
+Shapes: n query heads and m key/value heads, both times the batch (models/attention.py). S whole sequence, L = S / cp
+rows of this rank, D head dimension.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def ring_attention(
         k: its keys, [1, m, L, D], n a multiple of m.
         v: its values, shaped like k.
         group: context-parallel ranks; every one of them calls this.
-        causal: whether a position sees no later one.
-        layout: which positions the rows are (`plan.py`).
-        fused: torch's kernels, or one operation after the other.
+        causal: hide later positions from each position.
+        layout: positions of the rows (`plan.py`).
+        fused: run torch's kernels, else one operation after the other.
 
     Returns:
         This rank's rows of the output, [1, n, L, D].
@@ -96,17 +96,17 @@ def _attention(form: Any, q: Tensor, k: Tensor, v: Tensor, group: Group, *how: A
 
 
 class _Rows:
-    """The output of this rank's queries as blocks come in, in the type of sums."""
+    """The output of this rank's queries, block by block, in the type of sums."""
 
     def __init__(self, q: Tensor, fused: bool) -> None:
         wide = accumulator_dtype(q.dtype)
         self.q, self.fused, self.chunk = q, fused, q.shape[2] // 2
-        # The sequence first in memory, as the projection behind it reads the output: so both keep the same tensor.
+        # The sequence comes first in memory. The next projection reads the output so, and both keep the same tensor.
         self.out = torch.zeros(q.transpose(1, 2).shape, dtype=wide, device=q.device).transpose(1, 2)
         self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
 
     def add(self, block: Block | None, k: Tensor, v: Tensor) -> None:
-        """Attend to a block of the keys at hand; None is no work."""
+        """Attend to a block of the keys k; None is no work."""
         if block is None:
             return
         rows, columns = block.rows(self.chunk), block.columns(self.chunk)
@@ -115,7 +115,7 @@ class _Rows:
 
 
 class _Gradients:
-    """dq of this rank as blocks come in, and what each block gives to its keys and values."""
+    """dq of this rank, block by block, and the shares of dk and dv of each block."""
 
     def __init__(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, fused: bool) -> None:
         self.grad, self.q, self.out, self.lse, self.fused = grad, q, out, lse, fused
@@ -136,7 +136,7 @@ class _Gradients:
 
 
 class _Ring:
-    """Hands a tensor on to the next rank while the caller works on what it holds; two buffers in all."""
+    """Sends a tensor to the next rank while the caller works on it; two buffers in all."""
 
     def __init__(self, own: Tensor, group: Group) -> None:
         self.held, self._spare, self._group = own, torch.empty_like(own), group
@@ -144,7 +144,7 @@ class _Ring:
         self._underway: list[Pending] = []
 
     def start(self) -> None:
-        """Start sending what is held, and receiving what comes next."""
+        """Start sending the held tensor, and receiving the next one."""
         self._underway = collectives.batch(
             [
                 Message("send", self.held, self._group, self._next),
@@ -153,7 +153,7 @@ class _Ring:
         )
 
     def finish(self) -> None:
-        """What came in is held now; its predecessor has been sent, and takes the next one. Without a start, nothing."""
+        """Wait, and hold the received tensor. The sent tensor's buffer is free for the next."""
         for pending in self._underway:
             pending.wait()
         if self._underway:
@@ -162,10 +162,10 @@ class _Ring:
 
 
 def ring_steps(own: Tensor, group: Group) -> Iterator[Tensor]:
-    """`own` of every rank, one after the other: at step i that of rank (r - i) mod cp.
+    """Yield `own` of every rank in turn: at step i the tensor of rank (r - i) mod cp.
 
-    While the caller works on one, the next is on its way; asking for it waits for it, and gives the buffer of the one
-    before away. So look at each only until the next is asked for.
+    While the caller works on a tensor, the next is on its way. The next step waits for it and reuses the buffer of the
+    tensor before. So a tensor is valid only until the next step.
     """
     ring = _Ring(own, group)
     for step in range(group.size):
@@ -184,11 +184,11 @@ class _RingAttention(Function):
     backward  dq_r, dk_r, dv_r as in attention_block.py, summed   [1, n, L, D], [1, m, L, D] twice
               over all ranks' queries
 
-    At step i rank r works on the KV of rank s = r - i. Forward, KV moves on cp - 1 times. Backward it does so again,
-    and behind it come the sums of s's gradients: started by rank s + 1 at step 1, each rank adds its share and passes
-    them on, and after the last step they arrive at s, which keeps the share of step 0 itself. That last hop is waited
-    for with no block left to compute; every other message travels behind one. Sums of half precision travel in float32
-    (twice the bytes): what they are rounded by does not grow with cp.
+    At step i rank r works on the KV of rank s = r - i. In forward, KV moves on cp - 1 times. In backward, KV moves
+    again, and the sums of s's gradients follow. Rank s + 1 starts these sums at step 1. Each rank adds its share and
+    passes them on. After the last step they arrive at s, which adds the share of step 0. No block is left to hide this
+    last hop; every other message travels behind a block. Sums of half precision travel in float32 (twice the bytes), so
+    the rounding error does not grow with cp.
     """
 
     @staticmethod
@@ -225,10 +225,10 @@ class _RingAttention(Function):
 
 
 def _add_and_pass_on(gradients: _Gradients, block: Block | None, kv: Tensor, sums: _Ring, *, first: bool) -> None:
-    """Add this rank's share for the keys at hand to what the ranks before it have summed, and send it on.
+    """Add this rank's share of dK and dV to the sums of the ranks before it, and send the sums on.
 
-    The share is computed before the sums are waited for, so that they travel behind the computation; what the last
-    step sends on has none to travel behind.
+    The rank computes its share before it waits for the sums, so the sums travel behind the computation. The sums of the
+    last step have no computation to travel behind.
     """
     share = sums.held if first else torch.zeros_like(sums.held)
     gradients.add(block, kv, share)
@@ -239,10 +239,10 @@ def _add_and_pass_on(gradients: _Gradients, block: Block | None, kv: Tensor, sum
 
 
 class _AllGatherAttention(Function):
-    """The same with the keys and values of all ranks gathered first; dK and dV are summed by a reduce-scatter.
+    """Attention after an all-gather of keys and values; a reduce-scatter sums dK and dV.
 
     forward   KV = all-gather of kv_r; out_r = softmax(q_r K^T / sqrt(D)) V     [2, 1, m, S, D]; [1, n, L, D]
-    backward  KV = all-gather of kv_r; dKV_r = what q_r gives to all keys;      [2, 1, m, S, D] twice
+    backward  KV = all-gather of kv_r; dKV_r = share of q_r in all dKV;         [2, 1, m, S, D] twice
               dkv_r = part r of sum_q dKV_q (reduce-scatter)                    [2, 1, m, L, D]
     """
 

@@ -1,7 +1,7 @@
 """Context parallelism: every rank of `cp` holds two chunks of each sequence, through all layers (arXiv 2310.01889).
 
-Only attention mixes positions, so only attention communicates (ring_attention.py). Everything else needs to know one
-thing: which positions these are. `zigzag_positions` says it, to learned and to rotary embeddings alike.
+Only attention mixes positions, so only attention communicates (ring_attention.py). Position embeddings, learned and
+rotary, need the positions of the rank's rows: `zigzag_positions`.
 
 Shapes: B batch, S whole sequence, L = S / cp positions of this rank.
 """
@@ -19,10 +19,10 @@ from labkit.parallel.groups import Group
 
 
 def split_sequence(x: Tensor, cp: int, rank: int, dim: int, layout: Layout) -> Tensor:
-    """This rank's two chunks of `dim`, one behind the other; x itself where cp is 1.
+    """This rank's two chunks of `dim`, one after the other; with cp 1 x itself.
 
     Raises:
-        ValueError: a length that 2 cp does not divide, no such rank, no such layout.
+        ValueError: a length that 2 cp does not divide, an unknown rank or layout.
     """
     first, second = chunks_of_rank(cp, rank, layout)
     if cp == 1:
@@ -52,7 +52,7 @@ def zigzag_split(x: Tensor, cp: int, rank: int, dim: int) -> Tensor:
 
 
 def zigzag_join(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The whole from the parts of all ranks, in the order of ranks."""
+    """The whole tensor from the parts of all ranks, in the order of ranks."""
     return join_sequence(parts, dim, "zigzag")
 
 
@@ -62,7 +62,7 @@ def zigzag_positions(seq_length: int, cp: int, rank: int, *, device: torch.devic
 
 
 def contiguous_split(x: Tensor, cp: int, rank: int, dim: int) -> Tensor:
-    """The `rank`-th of cp equal parts: the plain cut, kept to be compared with."""
+    """The `rank`-th of cp equal parts: the plain cut, for comparison."""
     return split_sequence(x, cp, rank, dim, "contiguous")
 
 
@@ -74,8 +74,8 @@ def contiguous_positions(seq_length: int, cp: int, rank: int, *, device: torch.d
 def get_batch_on_this_cp_rank(batch: Mapping[str, Tensor | None], group: Group) -> dict[str, Any]:
     """This rank's part of a batch whose tensors are [B, S, ...] (an `attention_mask` [B, 1, S, S] is cut by queries).
 
-    Position ids in the batch are cut like everything else. Where there are none, the model takes `zigzag_positions`.
-    What is None stays None; with a group of size 1 the tensors are the given ones.
+    Position ids in the batch are cut like everything else. Without them the model takes `zigzag_positions`. None stays
+    None. With a group of size 1 the tensors are the given tensors.
 
     Raises:
         ValueError: a length that 2 cp does not divide.

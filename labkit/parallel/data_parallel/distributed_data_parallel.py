@@ -1,18 +1,21 @@
-"""Data parallelism with gradient buckets: a bucket is reduced as soon as the backward has filled it, behind the rest of
-the backward (Megatron's `DistributedDataParallel`; arXiv 2006.15704 for the idea).
+"""Data parallelism with gradient buckets: a full bucket is reduced behind the rest of the backward.
 
-*When is a gradient complete?* A hook on every parameter reports arrivals outside `no_sync`. The number of arrivals that
-make a gradient complete is learned in the first step, which reduces everything at its end: one for most parameters,
-several where recomputed segments share a parameter, none where a split backward brought the last gradient earlier. A
-fused layer adds its gradient to `main_grad` itself. Autograd calls the hook all the same; in W, where no engine runs,
-`weight_grad_store` calls the hook. A gradient that comes after its bucket was sent is an error, never a wrong number.
+This is Megatron's `DistributedDataParallel`; the idea is in arXiv 2006.15704.
 
-*In which order do ranks reduce?* Always in the order of the buckets, whatever arrived first, because collectives of one
-communicator pair up by order. A complete bucket waits for those before it. Where a rank has several chunks, hooks start
-nothing: the pipeline calls `start_grad_sync` at fixed places of the schedule.
+*When is a gradient complete?* A hook on every parameter reports arrivals outside `no_sync`. The first step reduces
+everything at its end, and learns the number of arrivals that complete each gradient. Most parameters have one arrival.
+Parameters that recomputed segments share have several. A parameter has none if a split backward brings its last
+gradient earlier. A fused layer adds its gradient to `main_grad` itself, and autograd still calls the hook. No autograd
+engine runs in W, so `weight_grad_store` calls the hook there. A gradient that comes after its bucket was sent raises an
+error.
 
-*Who owns a shared parameter?* The first wrapper of the rank that holds it. A tied weight whose two stages are on one
-rank (a V placement) is complete only after the backwards of both, so its bucket waits for `finish_grad_sync`.
+*In which order do ranks reduce?* Always in the order of the buckets, because collectives of one communicator pair up by
+order. A complete bucket waits for the buckets before it. If a rank has several chunks, hooks start nothing: the
+pipeline calls `start_grad_sync` at fixed places of the schedule.
+
+*Who owns a shared parameter?* The first wrapper of the rank that holds it. On a V placement one rank can hold both
+stages of a tied weight. Its gradient is complete only after the backwards of both, so its bucket waits for
+`finish_grad_sync`.
 """
 
 from __future__ import annotations
@@ -36,8 +39,8 @@ from labkit.parallel.parameters.parameter_record import add_gradient, call_on_gr
 class DistributedDataParallel(ChunkWrapper):
     """Gives each parameter of `module` a `main_grad` in a buffer, and reduces the buffers bucket by bucket.
 
-    A step is: `zero_grad_buffer`, backwards (all but the last inside `no_sync`), `finish_grad_sync`. Hooks start the
-    reductions in between; `start_grad_sync` starts those that are left.
+    A step is: `zero_grad_buffer`, backwards (all but the last inside `no_sync`), `finish_grad_sync`. Hooks start
+    reductions in between; `start_grad_sync` starts the rest.
     """
 
     def __init__(
@@ -58,17 +61,17 @@ class DistributedDataParallel(ChunkWrapper):
     ) -> None:
         """Wrap `module`; every rank of dp x cp does the same.
 
-        grad_dtype: of the buffers; None is fp32 for 16-bit parameters, else the parameters' own.
-        bucket_size: elements from which on a bucket is closed; None is `default_bucket_size`. There is one bucket
-            without overlap, on later pipeline ranks and in later chunks: earlier backwards hide their reduction.
+        grad_dtype: type of the buffers; None is fp32 for 16-bit parameters, else the parameters' own type.
+        bucket_size: a bucket closes at this number of elements; None is `default_bucket_size`. There is one bucket
+            without overlap, on later pipeline ranks and in later chunks: earlier backwards hide its reduction.
         overlap_grad_reduce: start a bucket's reduction when its last gradient arrives; else in `finish_grad_sync`.
         average_in_collective: let the collective average, instead of scaling first and summing.
-        calculate_per_token_loss: neither; the loss is a sum over tokens, and `finalize_model_grads` divides.
+        calculate_per_token_loss: do not average. The loss is a sum over tokens, and `finalize_model_grads` divides.
         distributed_optimizer: reduce-scatter; each rank keeps its part of every bucket.
         overlap_param_gather: gather parameters behind the next forward (distributed optimizer).
         num_distributed_optimizer_instances: parts into which the replicas are cut; see `grad_buffers`.
-        check_for_nan_in_grad: note before each reduction whether this rank's own gradients are finite.
-        earlier_chunks: the wrappers of this rank's chunks so far; their parameters stay with them.
+        check_for_nan_in_grad: before each reduction, note if this rank's own gradients are finite.
+        earlier_chunks: the wrappers of this rank's earlier chunks, which keep their parameters.
 
         Raises ValueError for options that exclude each other, and instances that do not divide a group.
         """
@@ -88,9 +91,9 @@ class DistributedDataParallel(ChunkWrapper):
             instances=num_distributed_optimizer_instances, check_finite=check_for_nan_in_grad, held_elsewhere=held,
         )  # fmt: skip
         self.buffers: list[GradBuffer] = buffers  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Megatron's name; nn.Module's `buffers()` is that of `.module`."""
+        """The gradient buffers, under Megatron's name. `.module.buffers()` gives torch's buffers."""
         self.buckets = in_backward_order(module, buffers)
-        """The buckets of all buffers, in the order in which they are reduced."""
+        """The buckets of all buffers, in the order of their reductions."""
         if distributed_optimizer:
             self.param_gather = ParamGather(module, self.buckets, overlap=overlap_param_gather)
         self._hooks_start = overlap_grad_reduce and not earlier_chunks
@@ -108,30 +111,36 @@ class DistributedDataParallel(ChunkWrapper):
             bucket.reset()
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply every gradient by `factor`; with the distributed optimizer those that this rank has the sum of."""
+        """Multiply every gradient by `factor`. With the distributed optimizer, only this rank's reduced parts."""
         for bucket in self.buckets:
             bucket.reduced.mul_(factor)
 
     def spoiled_before_reduction(self) -> list[nn.Parameter] | None:
-        """Parameters of the buckets in which a gradient of this rank may have been bad before the last reduction: that
-        was seen, or nothing is reduced (experts without replicas). None if nobody looked. Waits for the device."""
+        """Parameters that may have had a bad gradient on this rank before the last reduction; waits for the device.
+
+        They are those of buckets with a bad gradient, and of buckets that nobody reduces (experts without replicas).
+        None if `check_for_nan_in_grad` is off.
+        """
         if all(bucket.not_finite is None for bucket in self.buckets):
             return None
         spoiled = [b for b in self.buckets if b.not_finite is None or b.not_finite.item()]
         return [parameter for bucket in spoiled for parameter in bucket.parameters]
 
     def start_grad_sync(self, *parameters: nn.Parameter) -> None:
-        """The gradients are complete: reduce every bucket that has not been started. `finish_grad_sync` reduces buckets
-        that share a parameter with another chunk. `parameters` are ignored; the runtime passes those of the chunk."""
+        """Start the reduction of every bucket that has not started; all gradients are complete.
+
+        `finish_grad_sync` reduces buckets that share a parameter with another chunk. `parameters` are ignored; the
+        runtime passes the chunk's parameters.
+        """
         self._check_may_sync("start_grad_sync")
         for bucket in self.buckets:
             if not bucket.started and not bucket.waits_for_other_chunk:
                 bucket.start()
 
     def finish_grad_sync(self) -> None:
-        """Start what has not been started and wait for everything; then `main_grad` is that of all replicas.
+        """Start the remaining reductions and wait for all. `main_grad` then belongs to all replicas.
 
-        With the distributed optimizer that holds for this rank's part of each bucket; the rest is undefined.
+        With the distributed optimizer only this rank's part of each bucket is defined.
         """
         self._check_may_sync("finish_grad_sync")
         under_way = self.buckets
@@ -143,7 +152,7 @@ class DistributedDataParallel(ChunkWrapper):
             under_way = [bucket for bucket in under_way if bucket.proceed()]
 
     def _arrived(self, bucket: GradBucket, parameter: Tensor) -> None:
-        """Hook: add `.grad` to `main_grad` and drop it, then start what has become complete."""
+        """Hook: add `.grad` to `main_grad` and drop `.grad`, then start the buckets that are complete now."""
         if bucket.started:
             raise RuntimeError(
                 f"a gradient of {name_of(parameter)} arrived after bucket {bucket.index} "
@@ -157,7 +166,7 @@ class DistributedDataParallel(ChunkWrapper):
             self._start_complete()
 
     def _start_complete(self) -> None:
-        """Start the buckets whose turn has come: complete ones, up to the first that is not."""
+        """Start the complete buckets, up to the first incomplete one."""
         for bucket in self.buckets:
             if not bucket.is_complete:
                 return
@@ -165,7 +174,7 @@ class DistributedDataParallel(ChunkWrapper):
                 bucket.start()
 
     def _share(self, later: nn.Module) -> None:
-        """Another chunk of this rank, wrapped later: it may hold parameters of this one."""
+        """Note another chunk of this rank, wrapped later, which may share parameters of this chunk."""
         self._hooks_start = False
         theirs = {id(p) for p in later.parameters()}
         for bucket in self.buckets:
@@ -180,13 +189,13 @@ OPTIONS = (
     *("bucket_size", "overlap_grad_reduce", "average_in_collective", "calculate_per_token_loss"),
     *("distributed_optimizer", "overlap_param_gather", "num_distributed_optimizer_instances", "check_for_nan_in_grad"),
 )
-"""Arguments of `DistributedDataParallel` that `optim` has under the same names."""
+"""Arguments of `DistributedDataParallel` that `OptimConfig` has under the same names."""
 
 
 def wrap_model_chunks(
     chunks: Sequence[nn.Module], groups: ParallelGroups, optim: OptimConfig
 ) -> list[NaiveDataParallel] | list[DistributedDataParallel]:
-    """The model chunks of this rank, in the order of its schedule, wrapped as `optim` says."""
+    """Wrap the model chunks of this rank, in the order of its schedule, as `optim` says."""
     grad_dtype = torch.float64 if optim.precision == "fp64" else torch.float32
     if optim.data_parallel == "naive":
         average = not optim.calculate_per_token_loss

@@ -1,13 +1,13 @@
 """The distributed optimizer (ZeRO stage 1, arXiv 1910.02054; Megatron's `DistributedOptimizer`).
 
-Data-parallel replicas that all keep the whole optimizer state keep it d times. Here rank r keeps and updates the r-th
-part of every gradient bucket, a d-th of everything:
+Without it, d data-parallel replicas keep the whole optimizer state d times. Here rank r keeps and updates the r-th part
+of every gradient bucket, a d-th of everything:
 
     reduce-scatter   each rank has the summed gradient of its own parts                  (d-1)/d bytes of the gradients
     AdamW            on its parts: fp32 master and both moments exist for them alone
-    all-gather       everybody has all updated parameters                                (d-1)/d bytes of the parameters
+    all-gather       every rank has all updated parameters                               (d-1)/d bytes of the parameters
 
-With gradients and parameters of one width that moves as much as the all-reduce it replaces.
+With gradients and parameters of one width, this moves as many bytes as the all-reduce that it replaces.
 
     weights   gradient   master of the own parts   bytes per parameter
     fp64      fp64       the weight itself         16 + 16/d
@@ -15,9 +15,9 @@ With gradients and parameters of one width that moves as much as the all-reduce 
     bf16      fp32       fp32                       6 + 12/d
     bf16      bf16       fp32                       4 + 16/d   (the last 4/d, the gradient in fp32, during the update)
 
-AdamW acts on each element by itself, so cutting through parameters changes nothing: parameters after the update are
-those of the optimizer that is whole on every rank. With several instances each keeps the whole state once; the parts
-are reduced over the instances as well, and gathered inside one.
+AdamW acts on each element by itself, so a cut through a parameter changes nothing. The updated parameters equal those
+of an optimizer that is whole on every rank. With several instances, each instance keeps the whole state once. Parts are
+then also reduced over the instances, and gathered inside each instance.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class OwnedPiece:
     """A run of elements that this rank updates. Tensors are flat views."""
 
     piece: Piece
-    """Where it lies."""
+    """Place in the buffer."""
     parameter: nn.Parameter
-    """Of which it is a part."""
+    """Parameter that the run belongs to."""
     gradient: Tensor
-    """In the gradient buffer."""
+    """View of the gradient buffer."""
     master: Tensor
-    """What AdamW updates: in the parameter buffer, or in the fp32 copy of this rank's parts."""
+    """Tensor that AdamW updates: in the parameter buffer, or in the fp32 copy of this rank's parts."""
     counted: int
-    """Elements, from the first one on, that add to the global norm here."""
+    """Number of elements, from the first on, that this rank counts in the global norm."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class _Shard:
 
     buffer: GradBuffer
     weights: list[Tensor]
-    """By bucket, the own part of the parameters."""
+    """This rank's part of the parameters of each bucket."""
     masters: list[Tensor]
-    """By bucket, what is updated: `weights` itself, or fp32."""
+    """Tensors that AdamW updates: `weights` itself, or fp32 copies."""
 
     def write_back(self) -> None:
-        """Round masters into the parameters; where the weights are their own masters there is nothing to do."""
+        """Round fp32 masters into the parameters. Weights that are their own masters need no copy."""
         for weight, master in zip(self.weights, self.masters):
             if master is not weight:
                 weight.copy_(master)
@@ -82,12 +82,12 @@ class DistributedOptimizer:
         layout: ParallelGroups,
         optim: OptimConfig,
     ) -> None:
-        """Take this rank's parts and copy 16-bit ones to fp32 masters; nothing is communicated.
+        """Take this rank's parts and copy 16-bit parts to fp32 masters, without communication.
 
-        groups: which parameter has which weight decay and learning rate.
+        groups: weight decay and learning rate of each parameter.
         chunks: all model chunks of the rank, wrapped with `distributed_optimizer=True`.
 
-        Raises ValueError for chunks wrapped otherwise, and for parameters that none of them holds.
+        Raises ValueError for chunks wrapped otherwise, and for parameters that no chunk holds.
         """
         self.groups, self._chunks = list(groups), _checked(chunks)
         self.norm_groups: tuple[Group, ...] = (layout.world,)
@@ -95,7 +95,7 @@ class DistributedOptimizer:
         _check_held(self.groups, self._chunks)
         self._shards = [_shard(buffer) for chunk in self._chunks for buffer in chunk.buffers]
         self.pieces: list[list[OwnedPiece]] = [[] for _ in self.groups]
-        """By parameter group, what this rank updates; a rank may own nothing of a group."""
+        """For each parameter group, the pieces that this rank updates; maybe none."""
         for shard in self._shards:
             for owned in _pieces(shard, layout):
                 if id(owned.parameter) in group_of:
@@ -106,17 +106,19 @@ class DistributedOptimizer:
         return [owned for pieces in self.pieces for owned in pieces]
 
     def gradient_pieces(self) -> list[Tensor]:
-        """Of what this rank owns, what counts once: no copy of a tied weight, no replica over tp, one instance."""
+        """Gradients of this rank that count in the norm: no copy of a tied weight, no replica over tp, one instance."""
         return [grad for owned in self._all_pieces() for grad in split_gradient(owned.gradient, owned.counted)[0]]
 
     def uncounted_pieces(self) -> list[Tensor]:
-        """The rest of what this rank owns."""
+        """The other gradients of this rank."""
         return [grad for owned in self._all_pieces() for grad in split_gradient(owned.gradient, owned.counted)[1]]
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update the own parts, at learning rate `lr` times each group's factor, and gather all parameters: at once,
-        or behind the next forward where the chunks were wrapped with `overlap_param_gather`."""
+        """Update this rank's parts, at learning rate `lr` times each group's factor, and gather all parameters.
+
+        Chunks wrapped with `overlap_param_gather` gather behind the next forward, others at once.
+        """
         finish_param_sync(self._chunks)  # of modules that no forward has called since the last update
         for group, pieces, state in zip(self.groups, self.pieces, self.adamw.param_groups):
             state["lr"] = lr * group.lr_factor
@@ -137,8 +139,8 @@ class DistributedOptimizer:
             gather.finish()
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes by what they hold, as `Optimizer.state_bytes`: parameters and gradients whole, the rest of the own
-        parts. `padding` is what the alignment of buffers costs all of them together."""
+        """Bytes by content, as `Optimizer.state_bytes`: whole parameters and gradients, and the state of this rank's
+        parts. `padding` is the cost of the alignment of all buffers together."""
         parameters = [p for shard in self._shards for p in shard.buffer.parameters]
         pieces = self._all_pieces()
         masters = sum(owned.master.nbytes for owned in pieces if owned.master.dtype != owned.parameter.dtype)
@@ -190,7 +192,7 @@ def _shard(buffer: GradBuffer) -> _Shard:
 
 
 def _pieces(shard: _Shard, layout: ParallelGroups) -> list[OwnedPiece]:
-    """What this rank owns of a buffer, in the order of the buffer."""
+    """The pieces of a buffer that this rank owns, in the order of the buffer."""
     buffer = shard.buffer
     group, first_instance = buffer.group, buffer.reduction.across.rank == 0
     parameters = dict(zip(buffer.names, buffer.parameters))

@@ -1,20 +1,20 @@
-"""Contiguous gradient buffers, the buckets they are cut into, and the collectives that reduce a bucket.
+"""Contiguous gradient buffers, their buckets, and the collectives that reduce a bucket.
 
-A `GradBuffer` holds the gradients of parameters that share their type, their gradient's type and the ranks they are
-reduced over; each parameter's `main_grad` is a view of it. What a bucket goes through, for d ranks and P bytes:
+A `GradBuffer` holds the gradients of parameters with one type, one type of gradients and one set of ranks that reduce
+them. Each parameter's `main_grad` is a view of the buffer. Collectives of a bucket, for d ranks and P bytes:
 
     one group                     all-reduce                                                 2 (d-1)/d P
     distributed optimizer         reduce-scatter; rank r keeps the r-th part of the bucket     (d-1)/d P
     i instances of w = d/i ranks  reduce-scatter within, all-reduce of the part across       (w-1)/w P + 2 (i-1)/i P/w
                                   and, without the distributed optimizer, all-gather within    + (w-1)/w P
 
-The hierarchical form sends 1/w of the gradients between instances, which is where the slow links are when an instance
-is a node (arXiv 1807.11205). Megatron has it for the distributed optimizer, as its optimizer instances.
+The last form sends 1/w of the gradients between instances. If an instance is a node, these links are the slow ones
+(arXiv 1807.11205). Megatron has this form for the distributed optimizer, as its optimizer instances.
 
-The mean over replicas is taken in one of two ways: scale by 1/(dp x cp) first and sum, which cannot overflow, or let
-the collective average. An expert is held by fewer ranks (edp), but its tokens came from all replicas, so its gradients
-are divided by the same number: pre-scaled by 1/(dp x cp), or by edp/(dp x cp) ahead of an average over edp. A loss
-summed over tokens is not scaled here at all.
+There are two ways to take the mean over replicas: scale by 1/(dp x cp) and sum, which cannot overflow, or let the
+collective average. Fewer ranks (edp) hold an expert, but its tokens come from all replicas, so its gradients are
+divided by the same number. They are scaled by 1/(dp x cp), or by edp/(dp x cp) before an average over edp. Nothing
+scales the gradients of a loss that is summed over tokens.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from labkit.parallel.parameters.parameter_record import adopt_marks, main_grad_o
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the gradients of a buffer become those of all replicas."""
+    """The way to reduce the gradients of a buffer over all replicas."""
 
     within: Group
-    """The ranks of this instance: all replicas, or one of the parts they are cut into."""
+    """The ranks of this instance: all replicas, or one part of them."""
     across: Group
-    """The ranks that have the same place in the other instances; of size 1 where there is one instance."""
+    """The ranks with the same place in the other instances; of size 1 with one instance."""
     factor: float
-    """Multiplies the gradients first."""
+    """Factor of the gradients before the reduction."""
     op: str
     """`sum` or `avg`."""
     scatter: bool
     """Each rank keeps its part of every bucket (distributed optimizer)."""
     check_finite: bool = False
-    """Note before the reduction whether this rank's own gradients are finite."""
+    """Before the reduction, note if this rank's own gradients are finite."""
 
     @property
     def size(self) -> int:
-        """Replicas."""
+        """Number of replicas."""
         return self.within.size * self.across.size
 
     def prepare(self, data: Tensor) -> Tensor | None:
@@ -62,9 +62,10 @@ class Reduction:
         return None
 
     def run(self, data: Tensor) -> Generator[Pending, Tensor, None]:
-        """The collectives of a prepared bucket, each yielded under way; what it brought is sent in, the next starts.
+        """Yield the collectives of a prepared bucket one after another, each under way.
 
-        The result is in `data`: all of it, or with `scatter` this rank's part alone.
+        The caller sends in the result of a collective, and the next one starts. The result is in `data`; with `scatter`
+        only this rank's part of `data` is valid.
         """
         if not self.scatter and self.across.size == 1:
             yield all_reduce_async(data, self.within, self.op)
@@ -77,12 +78,12 @@ class Reduction:
 
 
 def own_part(data: Tensor, group: Group) -> Tensor:
-    """This rank's part of a flat tensor that the group cuts into equal parts: a view."""
+    """This rank's part of a flat tensor, which the group cuts into equal parts: a view."""
     return data.view(group.size, -1)[group.rank]
 
 
 class GradBucket:
-    """A stretch of a buffer: which of its gradients are in, and its reduction."""
+    """A range of a buffer: the arrivals of its gradients, and its reduction."""
 
     def __init__(self, buffer: GradBuffer, index: int) -> None:
         """Bucket `index` of the plan of `buffer`."""
@@ -91,17 +92,17 @@ class GradBucket:
         self.grad_data = buffer.grad_data[self.plan.start : self.plan.end]
         """View of the buffer's gradients, padding included."""
         self.param_data = None if buffer.param_data is None else buffer.param_data[self.plan.start : self.plan.end]
-        """View of the buffer's parameters, padding included; None where parameters keep their own memory."""
+        """View of the buffer's parameters, padding included; None if parameters keep their own memory."""
         own = set(self.plan.names)
         self.parameters = tuple(p for name, p in zip(buffer.names, buffer.parameters) if name in own)
         """Its parameters, in the order of registration."""
         self._recorded = tuple((p, record_of(p)) for p in self.parameters)
         self.waits_for_other_chunk = False
-        """Whether a parameter also takes gradients from another chunk of this rank."""
+        """A parameter also takes gradients from another chunk of this rank."""
         self.started = False
-        """Whether its reduction was started in this step."""
+        """The reduction was started in this step."""
         self.not_finite: Tensor | None = None
-        """[1], above 0 where a gradient of this rank was not finite before the last reduction; None if not looked."""
+        """[1], above 0 if a gradient of this rank was not finite before the last reduction; None without a check."""
         self._collectives: Generator[Pending, Tensor, None] | None = None
         self._pending: Pending | None = None
         self._seen: dict[int, int] = {}
@@ -110,11 +111,11 @@ class GradBucket:
 
     @property
     def reduced(self) -> Tensor:
-        """Where the reduction leaves its result: the whole bucket, or with the distributed optimizer the own part."""
+        """Result of the reduction: the whole bucket, or this rank's part with the distributed optimizer."""
         return own_part(self.grad_data, self.reduction.within) if self.reduction.scatter else self.grad_data
 
     def note(self, parameter: Tensor) -> bool:
-        """Count the arrival of a gradient; whether it made the bucket complete."""
+        """Count the arrival of a gradient; True if it made the bucket complete."""
         key = id(parameter)
         count = self._seen[key] = self._seen.get(key, 0) + 1
         if self._expected is None or count != self._expected.get(key):
@@ -124,17 +125,17 @@ class GradBucket:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every gradient is in that was learned to arrive; False until something was learned."""
+        """All gradients that `learn` saw have arrived; False before the first `learn`."""
         return self._expected is not None and self._complete == len(self._expected)
 
     def learn(self) -> None:
-        """At the end of a step: what arrived in it is what will arrive. Later calls change nothing."""
+        """At the end of the first step: expect the same arrivals in later steps. Later calls change nothing."""
         if self._expected is None:
             self._expected = dict(self._seen)
 
     def reset(self) -> None:
-        """At the start of a step: what the gradients are is forgotten, and the first to come replaces it."""
-        while self.proceed():  # left over from a step that was broken off
+        """Start a step: the first gradient of each parameter will overwrite its old `main_grad`."""
+        while self.proceed():  # a reduction is left over if a step was broken off
             pass
         for parameter, record in self._recorded:
             record.has_gradient = record.added_elsewhere
@@ -158,7 +159,7 @@ class GradBucket:
             self._pending = next(self._collectives)
 
     def proceed(self) -> bool:
-        """Wait for the collective under way and start the next; False where none is left."""
+        """Wait for the collective under way and start the next; False if none is left."""
         if self._collectives is None or self._pending is None:
             return False
         with self._scope():
@@ -175,8 +176,8 @@ class GradBucket:
 class GradBuffer:
     """The gradients of some parameters in one piece of memory.
 
-    With `reduction.scatter` the parameters themselves move into one piece too, laid out alike, so that what the ranks
-    have updated can be gathered bucket by bucket.
+    With `reduction.scatter` the parameters also move into one piece of memory with the same layout, so that ranks can
+    gather their updates bucket by bucket.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class GradBuffer:
         is_expert: bool = False,
         pad: int = 1,
     ) -> None:
-        """Lay the parameters out and give each its `main_grad`, zero.
+        """Lay out the parameters and give each a `main_grad` of zeros.
 
         named: parameters of one type, in the order of registration. bucket_size, pad: see `plan_buckets`.
         """
@@ -216,7 +217,7 @@ class GradBuffer:
         for name, parameter in named:
             parameter.main_grad = self.view(self.grad_data, name)  # pyright: ignore[reportAttributeAccessIssue]
         self.buckets = [GradBucket(self, index) for index in range(len(self.plan.buckets))]
-        """In the order in which a backward fills them."""
+        """The buckets, in the order in which a backward fills them."""
         for bucket in self.buckets if reduction.scatter else ():
             if any(record_of(parameter).shared_embedding for parameter in bucket.parameters):
                 (tied,) = bucket.parameters  # alone in its bucket
@@ -224,11 +225,11 @@ class GradBuffer:
 
     @property
     def group(self) -> Group:
-        """The ranks over which buckets are reduced, and cut by the distributed optimizer (of one instance)."""
+        """The ranks of one instance, which reduce the buckets; the distributed optimizer cuts buckets over them."""
         return self.reduction.within
 
     def view(self, data: Tensor, name: str) -> Tensor:
-        """The stretch of parameter `name` in a tensor laid out like the buffer, in the parameter's shape."""
+        """The range of parameter `name` in a tensor with the buffer's layout, in the parameter's shape."""
         start, end = self.plan.ranges[name]
         return data[start:end].view(self._by_name[name].shape)
 
@@ -267,7 +268,7 @@ def build_buffers(
 
 
 def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Trainable parameters in the order of registration, by the name they have in every layout, else their path."""
+    """Trainable parameters in the order of registration, by their name in every layout, else by their path."""
     taken: set[str] = set()
     for path, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -278,7 +279,7 @@ def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 Kind = tuple[torch.dtype, torch.dtype, bool]
-"""Type of the parameters, type of their gradients, whether they are experts'."""
+"""(type of the parameters, type of their gradients, they belong to experts)."""
 
 
 def _by_kind(
@@ -296,7 +297,7 @@ def _by_kind(
 
 
 def _averaging(groups: ParallelGroups, is_expert: bool, in_collective: bool, per_token: bool) -> tuple[float, str]:
-    """(factor ahead of the collective, its operation): the table of facts in `grad_buffers`."""
+    """(factor before the collective, operation of the collective), as the module's docstring says."""
     replicas = groups.dp_cp.size
     if per_token:
         return 1.0, "sum"
@@ -306,18 +307,18 @@ def _averaging(groups: ParallelGroups, is_expert: bool, in_collective: bool, per
 
 
 def in_backward_order(module: nn.Module, buffers: Sequence[GradBuffer]) -> list[GradBucket]:
-    """The buckets of all buffers, those first whose parameters were registered last."""
+    """The buckets of all buffers; buckets of the parameters registered last come first."""
     place = {id(p): i for i, p in enumerate(module.parameters())}
     buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
     return sorted(buckets, key=lambda bucket: -min(place[id(p)] for p in bucket.parameters))
 
 
 def scale_and_check_finite(x: Tensor, factor: float) -> Tensor:
-    """Multiply x by `factor` in place; returns [1] on x's device, above 0 where some value of x was not finite.
+    """Multiply x by `factor` in place. Returns [1] on x's device, above 0 if some value of x was not finite.
 
-    A reduction makes one rank's NaN everybody's, and nobody who looks afterwards can say where the NaN came from. So
-    the wrappers look before, in the pass over memory that scales a buffer for its mean. The answer stays on the device,
-    and nobody reads the answer in a good step (`labkit.train.not_finite`). With a factor of 1, x is only read.
+    A reduction spreads one rank's NaN to all ranks, and hides the rank that it came from. So the wrappers check before
+    the reduction, in the pass that scales a buffer for its mean. The answer stays on the device, and nobody reads it in
+    a good step (`labkit.train.not_finite`). With a factor of 1 the function only reads x.
     """
     if factor == 1.0:
         return (~torch.linalg.vector_norm(x).isfinite()).float().view(1)

@@ -1,9 +1,9 @@
 """Data parallelism in its naive form: one flat gradient buffer, one all-reduce after the last backward.
 
 Every replica holds all parameters of its stage and sees its own microbatches (arXiv 1909.08053, section 3). After the
-last backward of a step, the gradients of all replicas are averaged. Experts (`record_of(parameter).allreduce` is False)
-have a second buffer, reduced over the ranks that hold the same ones. Nothing overlaps here; that is the point of
-keeping it: it is the twin that the bucketed, overlapping form is held against.
+last backward of a step, an all-reduce averages the gradients of all replicas. Experts (`record_of(parameter).allreduce`
+is False) have a second buffer, reduced over the ranks that hold the same experts. Nothing overlaps here. Tests compare
+the bucketed, overlapping form with this one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from labkit.parallel.parameters.parameter_record import add_gradient, adopt_mark
 
 
 class NaiveDataParallel(ChunkWrapper):
-    """Gives each parameter of `module` a `main_grad` and averages them over `group` when asked.
+    """Gives each parameter of `module` a `main_grad`, and averages these over `group` in `finish_grad_sync`.
 
-    Gradients arrive in `main_grad` in one of two ways: a hook adds `.grad` to it and drops `.grad`, or a linear layer
-    with `gradient_accumulation_fusion` adds its weight gradient itself and returns none. Either way they add up over
-    the microbatches of a step until `zero_grad_buffer`.
+    Gradients reach `main_grad` in one of two ways. A hook adds `.grad` to it and drops `.grad`. Or a linear layer with
+    `gradient_accumulation_fusion` adds its weight gradient itself and returns none. Gradients add up over the
+    microbatches of a step until `zero_grad_buffer`.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class NaiveDataParallel(ChunkWrapper):
     ) -> None:
         """Wrap `module`.
 
-        group: the data-parallel (times context-parallel) ranks, whose gradients belong together.
-        expert_group: the ranks with the same experts (`edp`); may be left out where there are none. It has other ranks
-            than `group`, but an expert's tokens came from all replicas: its gradients are divided by `group`'s size.
-        grad_dtype: of the buffers; None is fp32 for 16-bit parameters, else the parameters' own.
-        average: divide by that size; False leaves the sum, for a loss normalised by a global token count.
+        group: the data-parallel (times context-parallel) ranks, which reduce their gradients.
+        expert_group: the ranks with the same experts (`edp`); None without experts. Tokens of an expert come from all
+            replicas, so its gradients are divided by the size of `group` too.
+        grad_dtype: type of the buffers; None is fp32 for 16-bit parameters, else the parameters' own type.
+        average: divide by the size of `group`; False leaves the sum, for a loss normalised by a global token count.
 
         Raises ValueError for experts without their group.
         """
@@ -77,11 +77,11 @@ class NaiveDataParallel(ChunkWrapper):
             buffer.mul_(factor)
 
     def start_grad_sync(self, *parameters: nn.Parameter) -> None:
-        """Where an overlapping form would issue its all-reduce; the naive one does all in `finish_grad_sync`."""
+        """Does nothing but check: `finish_grad_sync` reduces everything."""
         self._check_may_sync("start_grad_sync")
 
     def finish_grad_sync(self) -> None:
-        """All-reduce each whole buffer over its group: scaled first, so that the sum cannot overflow."""
+        """All-reduce each whole buffer over its group. Scaling comes first, so that the sum cannot overflow."""
         self._check_may_sync("finish_grad_sync")
         factor = 1.0 / self.group.size if self.average else 1.0
         self._not_finite = [None] * len(self._reduced)
@@ -92,8 +92,10 @@ class NaiveDataParallel(ChunkWrapper):
                     all_reduce(buffer, group)
 
     def spoiled_before_reduction(self) -> list[nn.Parameter] | None:
-        """All dense parameters, if one of their gradients was not finite on this rank before the last reduction, and
-        all of experts likewise, or because nothing is reduced; None where there was no reduction. Waits for the device.
+        """Parameters that may have had a bad gradient on this rank before the last reduction; waits for the device.
+
+        They are all dense parameters or none, and all experts' parameters or none. Parameters that nobody reduces
+        count as bad. None if there was no reduction.
         """
         if all(found is None for found in self._not_finite):
             return None
@@ -111,7 +113,7 @@ def _grad_dtype(params: list[nn.Parameter]) -> torch.dtype:
 
 
 def _attach_main_grads(params: list[nn.Parameter], dtype: torch.dtype) -> torch.Tensor:
-    """One zeroed buffer with a view per parameter, set as its `main_grad`; returns the buffer."""
+    """Return one zeroed buffer, with a view for each parameter as its `main_grad`."""
     device = params[0].device if params else torch.device("cpu")
     buffer = torch.zeros(sum(p.numel() for p in params), dtype=dtype, device=device)
     offset = 0
@@ -122,9 +124,9 @@ def _attach_main_grads(params: list[nn.Parameter], dtype: torch.dtype) -> torch.
 
 
 def _move_to_main_grad(param: torch.Tensor) -> None:
-    """Post-accumulate hook: add `.grad` to `main_grad` and drop it.
+    """Post-accumulate hook: add `.grad` to `main_grad` and drop `.grad`.
 
-    The engine also calls it where a fused layer has added its gradient itself and returned none.
+    Autograd also calls it if a fused layer has added its gradient itself and returned none.
     """
     if param.grad is not None:
         add_gradient(param, param.grad)

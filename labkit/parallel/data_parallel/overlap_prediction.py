@@ -1,14 +1,14 @@
-"""A step of data parallelism, predicted: when each bucket can leave, how long the link takes, what the backward hides.
+"""Predict a step of data parallelism: departure of each bucket, time on the link, time that the backward hides.
 
-Pure arithmetic, no torch. The rules are those of `distributed_data_parallel.py`: a bucket is started when its last
-gradient is there and all buckets before it have been started; the link carries one bucket after another. What runs on
-beyond the backward is *exposed*: nobody computes meanwhile.
+Pure arithmetic, no torch. The rules are those of `distributed_data_parallel.py`. A bucket starts when its last gradient
+is there and all buckets before it have started. The link carries one bucket after another. Communication after the end
+of the backward is *exposed*: nobody computes meanwhile.
 
     bucket i leaves at      l_i = max(its last gradient, l_{i-1})
     and has arrived at      a_i = max(l_i, a_{i-1}) + latency + bytes / bandwidth
     exposed                 max(0, a_last - end of the backward)
 
-Small buckets leave early and pay the latency often; large ones leave late. Whatever the size, the bucket with the last
+Small buckets leave early and pay the latency often; large buckets leave late. With any size, the bucket with the last
 gradient of the backward is exposed whole.
 """
 
@@ -26,12 +26,12 @@ COMPUTES = ("forward", "backward", "input_grad", "weight_grad")
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a collective costs, as a benchmark of it measures: time = latency + payload / bandwidth."""
+    """Cost of a collective, as a benchmark measures it: time = latency + payload / bandwidth."""
 
     latency: float
-    """Seconds of an empty one."""
+    """Seconds of an empty collective."""
     bandwidth: float
-    """Payload bytes a second, the ranks' own traffic being counted in ("algorithm bandwidth")."""
+    """Payload bytes a second, of the whole collective ("algorithm bandwidth")."""
 
     def __post_init__(self) -> None:
         if not self.latency >= 0 or not self.bandwidth > 0:
@@ -41,7 +41,7 @@ class Link:
             )
 
     def seconds(self, size: int) -> float:
-        """Of a collective of `size` bytes."""
+        """Time of a collective of `size` bytes."""
         return self.latency + size / self.bandwidth
 
 
@@ -50,9 +50,9 @@ class BackwardPiece:
     """A piece of the backward, such as that of a layer."""
 
     seconds: float
-    """How long it takes."""
+    """Its duration."""
     completes: tuple[str, ...]
-    """Parameters whose gradients are complete when it ends."""
+    """Parameters whose gradients are complete at its end."""
 
 
 def predict_step(
@@ -67,10 +67,10 @@ def predict_step(
 ) -> list[Event]:
     """Events of one rank: a forward, the pieces of the backward, a collective per bucket, a wait for the exposed part.
 
-    plan: of the gradient buffer. backward: in its order. forward: seconds before it. element_bytes: of a gradient.
-    overlap: start buckets during the backward; else all of them after it.
+    plan: layout of the gradient buffer. backward: its pieces in order. forward: seconds of the forward before it.
+    element_bytes: bytes of an element of a gradient. overlap: start buckets during the backward, else after it.
 
-    Raises ValueError where a parameter of the plan is completed by no piece, or by several.
+    Raises ValueError for a parameter of the plan that no piece completes, or that several pieces complete.
     """
     events = [Event(rank, "forward", "forward", 0.0, forward)] if forward else []
     ready: dict[str, float] = {}
@@ -98,7 +98,8 @@ def predict_step(
 
 
 def exposed_seconds(events: Iterable[Event]) -> float:
-    """Of one rank's Events, predicted or measured: how long the last collective runs on after the last computation."""
+    """Time between the last computation and the end of the last collective, of one rank's predicted or measured
+    Events."""
     events = list(events)
     computed = max((event.end for event in events if event.kind in COMPUTES), default=0.0)
     return max(0.0, max((event.end for event in events if event.kind == "collective"), default=computed) - computed)
@@ -106,14 +107,14 @@ def exposed_seconds(events: Iterable[Event]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BucketSize:
-    """What one bucket size costs."""
+    """Cost of one bucket size."""
 
     size: int
-    """Elements from which on a bucket is closed."""
+    """A bucket closes at this number of elements."""
     buckets: int
-    """How many there are."""
+    """Number of buckets."""
     exposed: float
-    """Seconds."""
+    """Exposed seconds."""
 
 
 def sweep_bucket_sizes(
@@ -126,7 +127,7 @@ def sweep_bucket_sizes(
     element_bytes: int = 4,
     distributed_optimizer: bool = False,
 ) -> list[BucketSize]:
-    """`predict_step` for each of `sizes`; parameters in the order of registration."""
+    """Call `predict_step` for each of `sizes`; parameters in the order of registration."""
 
     def tried() -> Iterator[BucketSize]:
         for size in sizes:

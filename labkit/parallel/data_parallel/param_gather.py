@@ -1,17 +1,17 @@
-"""Parameters come home: after each rank has updated its part of a bucket, an all-gather makes the bucket whole again.
+"""All-gather of parameters: each rank has updated its part of a bucket, and the gather makes the bucket whole again.
 
-At once, or behind the next forward: a hook ahead of each module's forward waits for the buckets that hold the module's
-own parameters, and starts the bucket that comes next (Megatron's `overlap_param_gather`). Buckets are gathered in the
-order in which a forward needs them, the reverse of that in which a backward fills them:
+The gather runs at once, or behind the next forward (Megatron's `overlap_param_gather`). Then a hook before each
+module's forward waits for the buckets of the module's own parameters, and starts the next bucket. Buckets are gathered
+in the order in which a forward needs them, the reverse of the order in which a backward fills them:
 
     optimizer step   update own parts, start bucket 2
     forward          wait 2, start 1 | first layers | wait 1, start 0 | middle layers | wait 0 | last layers
 
-A bucket is `stale` from the update to the start of its gather, then `under way`, and `ready` once somebody has waited
-for it. Every rank of a data-parallel group runs the same modules in the same order, and so starts the same gathers in
-the same order. Everyone else who reads parameters calls `finish` first.
+A bucket is `stale` from the update to the start of its gather, then `under way`, and `ready` after a wait. Every rank
+of a data-parallel group runs the same modules in the same order, and so starts the same gathers in the same order. All
+other code that reads parameters calls `finish` first.
 
-The gather is in place: the own part lies in the buffer where the others' arrive.
+The gather is in place: the buffer that receives the other ranks' parts holds this rank's part.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class ParamGather:
     """The gathers of one wrapped model chunk."""
 
     def __init__(self, module: nn.Module, buckets: Sequence[GradBucket], *, overlap: bool) -> None:
-        """buckets: of the chunk, in the order of their reduction; each has its `param_data`.
+        """buckets: buckets of the chunk, in the order of their reduction; each has its `param_data`.
 
-        overlap: hook the modules. A module whose parameters another one reads without calling it leaves its waiting to
-        the module around it: one without a `forward`, one marked `computed_in_stages`, with all inside it, and all
-        inside one marked `reads_children`.
+        overlap: hook the modules. Another module may read a module's parameters without calling the module; then the
+        module around it waits. This concerns modules without a `forward`, modules marked `computed_in_stages` with all
+        modules inside, and all modules inside a module marked `reads_children`.
         """
         self.overlap = overlap
         self._buckets = list(reversed(buckets))
@@ -53,7 +53,7 @@ class ParamGather:
     # ---- what the optimizer and the pipeline call ----
 
     def updated(self) -> None:
-        """The own parts are new: nothing may be read before it is gathered. With overlap the first gather starts."""
+        """Note that this rank's parts are new: every bucket needs its gather. With overlap the first gather starts."""
         assert not self._under_way, "parameters were updated while an earlier update was still being gathered"
         self._stale = set(range(len(self._buckets)))
         if self.overlap:
@@ -65,14 +65,14 @@ class ParamGather:
             self._start_next()
 
     def finish(self) -> None:
-        """Start what has not been started and wait for all: every parameter is what its owner made it."""
+        """Start the remaining gathers and wait for all. Every parameter then has the value that its owner computed."""
         self.start()
         for place in list(self._under_way):
             self._under_way.pop(place).wait()
 
     @property
     def is_ready(self) -> bool:
-        """Whether all parameters may be read."""
+        """True if all parameters may be read."""
         return not self._stale and not self._under_way
 
     # ---- buckets ----
@@ -91,7 +91,7 @@ class ParamGather:
             self._start(min(self._stale))
 
     def _need(self, place: int) -> None:
-        """Wait for a bucket and start the next, so that it travels behind what is computed now."""
+        """Wait for a bucket and start the next, which travels behind the following computation."""
         if place in self._stale:
             self._start(place)
         if (pending := self._under_way.pop(place, None)) is not None:
@@ -101,20 +101,20 @@ class ParamGather:
     # ---- hooks ----
 
     def enable_hooks(self) -> None:
-        """Have modules wait for their parameters ahead of their forwards; does nothing where they do, or need not."""
+        """Make modules wait for their parameters before their forwards. Without overlap nothing changes."""
         if self.overlap and not self._handles:
             for reader, places in self._readers(self._module).items():
                 self._handles.append(reader.register_forward_pre_hook(self._hook(sorted(places))))
 
     def disable_hooks(self) -> None:
-        """Wait for all parameters, and take the hooks off the modules: a CUDA graph captures modules without hooks."""
+        """Wait for all parameters, and remove the hooks: a CUDA graph captures modules without hooks."""
         self.finish()
         while self._handles:
             self._handles.pop().remove()
 
     def make_hook(self) -> Callable[[nn.Module], None]:
-        """A function that waits for a module's own parameters, for whoever computes with them without calling it, such
-        as the replay of a graph."""
+        """Return a function that waits for a module's own parameters. The replay of a graph, for example, computes with
+        them without calling the module."""
 
         def wait(module: nn.Module) -> None:
             if not self.is_ready:
@@ -125,7 +125,7 @@ class ParamGather:
         return wait
 
     def _readers(self, module: nn.Module) -> dict[nn.Module, set[int]]:
-        """By module whose forward is hooked, the buckets that it waits for."""
+        """Module with a hook -> buckets that it waits for."""
         readers: dict[nn.Module, set[int]] = {}
 
         def visit(inner: nn.Module, around: nn.Module, staged: bool) -> None:
@@ -149,7 +149,7 @@ class ParamGather:
         return wait
 
     def _check_was_ready(self, parameter: torch.Tensor) -> None:
-        """A gradient of a parameter that was never waited for: somebody computed with its old value."""
+        """Raise for a gradient of a parameter that is not ready: a forward has computed with its old value."""
         place = self._place[id(parameter)]
         if place in self._stale or place in self._under_way:
             raise RuntimeError(
@@ -160,12 +160,12 @@ class ParamGather:
 
 
 def _has_no_forward(module: nn.Module) -> bool:
-    """Whether calling it is an error: a container, or a module that only holds parameters."""
+    """True for a container, or a module that only holds parameters: calling it is an error."""
     return type(module).forward is nn.Module.forward
 
 
 def param_gathers(chunks: Sequence[Any]) -> Iterator[ParamGather]:
-    """Those of the chunks that gather parameters."""
+    """The `ParamGather` of each chunk that has one."""
     for chunk in chunks:
         gather = getattr(chunk, "param_gather", None)
         if gather is not None:
@@ -173,6 +173,6 @@ def param_gathers(chunks: Sequence[Any]) -> Iterator[ParamGather]:
 
 
 def finish_param_sync(chunks: Sequence[Any]) -> None:
-    """Every parameter of the rank's chunks may be read: for whoever looks at a model between two steps."""
+    """Wait until every parameter of the rank's chunks may be read, as between two steps."""
     for gather in param_gathers(chunks):
         gather.finish()

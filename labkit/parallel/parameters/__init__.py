@@ -1,1 +1,1 @@
-"""Parameters: values that no layout changes, and one record for each parameter."""
+"""Parameters: initial values that do not depend on the layout, and one record for each parameter."""

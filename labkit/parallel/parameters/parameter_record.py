@@ -1,11 +1,11 @@
 """One record per parameter: its part of the whole model, and how its gradients arrive.
 
-`record_of(parameter)` returns the record; the first question makes it. Two attributes stay on the parameter itself,
-because people outside labkit read them there: `full_name`, the name that the parameter has in every layout, and
-`main_grad`, the tensor where backwards add up (Transformer Engine and Megatron's optimizers read `weight.main_grad`).
+`record_of(parameter)` returns the record; its first call makes the record. Two attributes stay on the parameter itself,
+because code outside labkit reads them there. `full_name` is the name of the parameter in every layout. `main_grad` is
+the tensor where backwards add up; Transformer Engine and Megatron's optimizers read `weight.main_grad`.
 
-`DistributedDataParallel` does not zero its buffers at the start of a step: the first gradient of a step overwrites the
-old contents, and later gradients are added. `add_gradient` does both. `NaiveDataParallel` zeroes its buffer.
+`DistributedDataParallel` does not zero its buffers at the start of a step. The first gradient of a step overwrites the
+old contents, and later gradients are added; `add_gradient` does both. `NaiveDataParallel` zeroes its buffer.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from torch.utils.hooks import RemovableHandle
 
 @dataclass(frozen=True)
 class Replicated:
-    """Rows along dimension 0 that neighbouring ranks of a tensor-parallel group hold alike: key/value heads that are
-    fewer than the ranks.
+    """Rows along dimension 0 that neighbouring ranks of a tensor-parallel group hold alike: there are fewer key/value
+    heads than ranks.
 
-    The full tensor is one block after the other, and `ranks` neighbours share a block. The last `rows` of the block are
-    at the end of each neighbour's part; the others are cut. With two query heads and one key/value head over two ranks:
+    The full tensor is a row of blocks, and `ranks` neighbours share a block. Each neighbour has the last `rows` of the
+    block at the end of its part; the other rows are cut. With two query heads and one key/value head over two ranks:
 
         full   q0 q1 k v        rank 0   q0 k v        rank 1   q1 k v
 
-    A rank's gradient of the replicated rows comes from its own query heads alone: `finalize_model_grads` adds them up.
+    A rank's gradient of the replicated rows comes from its own query heads alone. `finalize_model_grads` adds these
+    gradients up.
     """
 
     ranks: int
-    """Neighbours that share a block; 2 or more, a divisor of the group's size."""
+    """Neighbours that share a block: 2 or more, a divisor of the group's size."""
     rows: int
-    """At the end of each neighbour's part."""
+    """Replicated rows at the end of each neighbour's part."""
 
 
 @dataclass(slots=True)
@@ -47,43 +48,43 @@ class ParameterRecord:
     full_shape: tuple[int, ...] = ()
     """Shape in one process, without padding."""
     tensor_model_parallel: bool = False
-    """The ranks of a tensor-parallel group hold different parts (Megatron's name, as the next two)."""
+    """The ranks of a tensor-parallel group hold different parts. This name and the next two are Megatron's."""
     partition_dim: int = -1
-    """The dimension that is cut; -1 where nothing is."""
+    """The dimension that is cut; -1 for none."""
     partition_stride: int = 1
-    """How many stacked blocks are cut each by itself (2 for SwiGLU's [gate; up])."""
+    """Number of stacked blocks, each cut by itself (2 for SwiGLU's [gate; up])."""
     replicated: Replicated | None = None
     """The rows of the part that neighbouring ranks hold alike."""
     expert_parallel: bool = False
-    """Dimension 0 counts experts, and the ranks of `ep` hold different ones; `partition_dim` and `partition_stride`
-    then say how `etp` cuts each expert, counted in the stacked tensor."""
+    """Dimension 0 counts experts, and the ranks of `ep` hold different experts. `partition_dim` and `partition_stride`
+    then describe the cut of each expert over `etp`, counted in the stacked tensor."""
 
     # ---- which ranks' gradients belong together: written by the module that holds it, read by `gradients` ----
     allreduce: bool = True
     """False for experts (Megatron's name): their gradients are reduced over `edp` instead of `dp_cp`."""
     sequence_parallel: bool = False
-    """Its gradient is a partial sum over the tensor-parallel group: norms and biases see a part of the sequence."""
+    """The gradient is a partial sum over the tensor-parallel group: norms and biases see a part of the sequence."""
     shared: bool = False
-    """A second copy of a tied weight; norms and checkpoints leave the copy out."""
+    """A second copy of a tied weight; gradient norms and checkpoints leave it out."""
     shared_embedding: bool = False
     """Either copy of a word embedding that first and last stage both hold; their gradients are added."""
 
     # ---- how a gradient reaches `main_grad`: written by the data-parallel wrapper, during a capture by graphs ----
     has_gradient: bool = True
-    """`main_grad` holds gradients of this step. The wrapper sets False at the start of a step; whoever writes the first
-    gradient sets True (`add_gradient`, or a layer that multiplies straight into `main_grad`)."""
+    """`main_grad` holds gradients of this step. The wrapper sets False at the start of a step. `add_gradient`, or a
+    layer that multiplies straight into `main_grad`, sets True with the first gradient."""
     added_elsewhere: bool = False
-    """Somebody always adds to `main_grad` and never asks `has_gradient`: an engine's layer, a captured graph. The
-    wrapper then zeroes `main_grad` at the start of a step."""
+    """An engine's layer or a captured graph always adds to `main_grad` and never reads `has_gradient`. The wrapper then
+    zeroes `main_grad` at the start of a step."""
     on_gradient: Callable[[Tensor], None] | None = None
-    """The wrapper's hook. Whoever adds to `main_grad` where autograd runs no hook calls it with the parameter."""
+    """The wrapper's hook. Code that adds to `main_grad` outside autograd calls the hook with the parameter."""
     hook_handle: RemovableHandle | None = None
-    """Takes the wrapper's hook off the parameter."""
+    """Handle that removes the wrapper's hook from the parameter."""
     main_grad_shard: Tensor | None = None
-    """Of a tied embedding under the distributed optimizer: this rank's part of the reduced gradient."""
+    """This rank's part of the reduced gradient, for a tied embedding under the distributed optimizer."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What stands in a file that holds the parameter: its part of the model, without the wrapper's hooks."""
+        """Pickle the fields of the model without the wrapper's fields, such as hooks."""
         kept = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OF_THE_WRAPPER}
         return ParameterRecord, tuple(kept.values())
 
@@ -119,8 +120,8 @@ MEGATRON_MARKS = (
 
 
 def adopt_marks(parameter: nn.Parameter) -> None:
-    """Take over marks that a user's own module set as attributes of the parameter, as modules for Megatron do:
-    those of `MEGATRON_MARKS`. The data-parallel wrappers call this."""
+    """Copy `MEGATRON_MARKS` that a user's module set as attributes of the parameter. Data-parallel wrappers call
+    this."""
     set_there: dict[str, Any] = vars(parameter)
     for mark in MEGATRON_MARKS:
         if mark in set_there:
@@ -128,14 +129,14 @@ def adopt_marks(parameter: nn.Parameter) -> None:
 
 
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Bring a gradient into `parameter.main_grad`: written for the first of a step, added for the later ones."""
+    """Put a gradient into `parameter.main_grad`: the first of a step overwrites, later gradients are added."""
     record = record_of(parameter)
     put_gradient(gradient, main_grad_of(parameter), replace=not record.has_gradient)
     record.has_gradient = True
 
 
 def put_gradient(gradient: Tensor, main_grad: Tensor, *, replace: bool) -> None:
-    """Add a gradient to `main_grad`, or with `replace` write the gradient over the old contents."""
+    """Add a gradient to `main_grad`, or with `replace` overwrite `main_grad`."""
     if replace:
         main_grad.copy_(gradient)
     else:
@@ -159,7 +160,7 @@ def weight_gradient(
 
 
 def call_on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
-    """Have `hook` called for every gradient; an earlier wrapper of the same parameter is forgotten."""
+    """Register `hook` for every gradient of the parameter, in the place of an earlier wrapper's hook."""
     record = record_of(parameter)
     if record.hook_handle is not None:
         record.hook_handle.remove()
@@ -167,7 +168,7 @@ def call_on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) ->
 
 
 def main_grad_of(parameter: Tensor) -> Tensor:
-    """The gradient that the optimizer uses, made by the data-parallel wrapper."""
+    """The gradient for the optimizer, made by the data-parallel wrapper."""
     grad: Tensor | None = getattr(parameter, "main_grad", None)
     assert grad is not None, f"{name_of(parameter)} has no main_grad: wrap the model first"
     return grad

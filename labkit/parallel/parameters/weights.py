@@ -1,9 +1,9 @@
-"""Parameters whose values do not depend on the layout, and the way back from a rank's part to the whole.
+"""Parameters whose initial values do not depend on the layout, and the way from a rank's part back to the whole.
 
 Every weight is a function of (seed, name, full shape): each rank draws the same full tensor and keeps its slice. So a
-model starts from the same numbers on one process and on any tp x pp x dp, and differences between layouts are faults.
-That costs a host thread some nanoseconds a number, a minute and more for ten billion. Where no layout is held against
-another, a `DeviceSeed` draws a rank's slice alone, on its device.
+model starts from the same numbers on one process and on any tp x pp x dp. A difference between layouts is a fault.
+The draw costs a host thread some nanoseconds a number, a minute and more for ten billion. A run that compares no
+layouts can use a `DeviceSeed`, which draws only a rank's slice, on its device.
 
 `tag_parameter` writes a parameter's part of the model into its record (`parameter_record.py`).
 """
@@ -31,10 +31,10 @@ def parameter_seed(seed: int, name: str) -> int:
 
 @dataclass(frozen=True)
 class DeviceSeed:
-    """A seed of weights of which a rank draws only what it holds, on the device where it lies.
+    """A seed with which a rank draws only its own part of a weight, on its device.
 
-    The numbers go by (seed, name, part) and by the model of the device: they are the same in every run of a layout, and
-    others in another layout. What several ranks hold alike is drawn alike: parameters that nobody cuts, replicated
+    The numbers depend on (seed, name, part) and on the model of the device. They are the same in every run of a layout,
+    and differ in another layout. Ranks that hold the same part draw the same numbers: uncut parameters, replicated
     rows, the copy of a tied weight, the parts of data-parallel replicas.
     """
 
@@ -42,7 +42,7 @@ class DeviceSeed:
 
 
 Seed = int | DeviceSeed
-"""Of weights: a number is for the same values in every layout."""
+"""Seed of weights. A number gives the same values in every layout."""
 
 
 def draw(
@@ -54,8 +54,10 @@ def draw(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """N(0, std) by (seed, name), on `device` (None is the host), whose kind of generator decides the numbers; float64
-    for float64, else float32 (to be rounded by the caller)."""
+    """Draw N(0, std) by (seed, name) on `device` (None is the host), with the numbers of its kind of generator.
+
+    The result is float64 for float64, else float32, which the caller rounds.
+    """
     where = torch.device("cpu" if device is None else device)
     generator = torch.Generator(where).manual_seed(parameter_seed(seed, name))
     drawn = torch.float64 if dtype == torch.float64 else torch.float32
@@ -65,8 +67,10 @@ def draw(
 def tensor_part(
     full: Tensor, rank: int, size: int, dim: int, stride: int = 1, replicated: Replicated | None = None
 ) -> Tensor:
-    """Rank `rank`'s part of a full tensor: from each of `stride` equal blocks along `dim` its 1/size; or what
-    `replicated` says."""
+    """Rank `rank`'s part of a full tensor: its 1/size of each of `stride` equal blocks along `dim`.
+
+    `replicated` describes another cut, in which neighbours hold rows alike.
+    """
     if size == 1:
         return full
     if replicated is not None:
@@ -84,7 +88,7 @@ def tensor_part(
 
 @dataclass(frozen=True)
 class _Cut:
-    """Which part of a tensor a rank holds: arguments of `tensor_part`."""
+    """The part of a tensor that a rank holds: arguments of `tensor_part`."""
 
     rank: int = 0
     size: int = 1
@@ -107,7 +111,7 @@ def _drawn_part(
     dtype: torch.dtype,
     device: torch.device | str | None,
 ) -> Tensor:
-    """A rank's part of a normal draw: of one for all layouts, or with a `DeviceSeed` of its own."""
+    """A rank's part of a normal draw, the same for all layouts; with a `DeviceSeed` a draw of its own."""
     if isinstance(seed, DeviceSeed):
         part = _drawn_here(name, full_shape, cut, padded_rows, seed=seed.value, std=std, dtype=dtype, device=device)
     else:
@@ -116,7 +120,7 @@ def _drawn_part(
 
 
 def _drawn_here(name: str, full_shape: Sequence[int], cut: _Cut, padded_rows: int | None, **drawn: Any) -> Tensor:
-    """The part on its device. The name of what is drawn says which part it is, so that equal parts have equal names."""
+    """Draw the part on its device. The seed's name contains the part, so equal parts get equal numbers."""
     shape = cut.part(_padded(torch.empty(tuple(full_shape), device="meta"), padded_rows)).shape
     own = name if cut.size == 1 else f"{name}, part {cut.rank} of {cut.size} along {cut.dim}"
     if cut.size > 1 and cut.replicated is not None:
@@ -157,17 +161,17 @@ def make_parameter(
     Args:
         name: name in the whole model.
         full_shape: shape in one process, without padding.
-        seed: of the run; a `DeviceSeed` draws this part alone, on `device`.
-        std: standard deviation of a normal draw; exactly one of `std` and `fill` is given.
+        seed: seed of the run; a `DeviceSeed` draws only this part, on `device`.
+        std: standard deviation of a normal draw; give exactly one of `std` and `fill`.
         fill: constant value.
-        group: the tensor-parallel group that cuts it; None for a parameter that every rank has in full.
+        group: the tensor-parallel group that cuts the parameter; None if every rank has it in full.
         partition_dim: dimension that is cut; given together with `group`.
-        partition_stride: blocks along that dimension that are cut each by itself.
-        replicated: rows that neighbours hold alike; then dimension 0 is cut, and in one block.
-        padded_rows: grow dimension 0 to this size with zeros after drawing (vocabulary tables), so that padding,
-            which depends on the layout, changes no real weight.
-        dtype: of the parameter. Half precision is drawn in float32 and rounded.
-        device: where it lives; None is the host.
+        partition_stride: number of blocks along that dimension, each cut by itself.
+        replicated: rows that neighbours hold alike; then dimension 0 is cut, in one block.
+        padded_rows: after the draw, grow dimension 0 to this size with zeros (vocabulary tables). Padding depends on
+            the layout, so it must not change a real weight.
+        dtype: type of the parameter. Half precision is drawn in float32 and rounded.
+        device: device of the parameter; None is the host.
 
     Raises:
         ValueError: neither or both of std and fill, or a size that the group does not divide.
@@ -208,24 +212,24 @@ def make_expert_parameter(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> nn.Parameter:
-    """This rank's experts' weights, stacked along dimension 0: experts cut over `ep`, each of them over `etp`.
+    """The weights of this rank's experts, stacked along dimension 0. `ep` cuts the stack, `etp` cuts each expert.
 
-    Expert e is drawn as `<name>.<e>.<part>`, so its values depend neither on ep nor on how many there are, and with a
-    number as seed not on the layout at all.
+    Expert e is drawn as `<name>.<e>.<part>`, so its values depend neither on ep nor on the number of experts. With a
+    number as seed they do not depend on the layout at all.
 
     Args:
-        name: of the experts in the whole model, `layers.3.mlp.experts`.
+        name: name of the experts in the whole model, `layers.3.mlp.experts`.
         part: `fc1.weight`; the parameter's `full_name` is `<name>.<part>`.
-        full_shape: of the stack in one process, (E, ..).
-        ep: expert-parallel group, rank r of which holds the r-th 1/ep of the experts.
+        full_shape: shape of the stack in one process, (E, ..).
+        ep: expert-parallel group; its rank r holds the r-th 1/ep of the experts.
         etp: expert-tensor-parallel group.
         partition_dim: dimension of the stack that etp cuts; 1 or more.
-        partition_stride: blocks along it that are cut each by itself.
-        seed, std: of the normal draw.
+        partition_stride: number of blocks along that dimension, each cut by itself.
+        seed, std: seed and standard deviation of the normal draw.
         dtype, device: as in `make_parameter`.
 
     Raises:
-        ValueError: experts that ep does not divide, or a dimension that etp does not.
+        ValueError: ep does not divide the number of experts, or etp does not divide the dimension.
     """
     experts = full_shape[0]
     if experts % ep.size:
@@ -265,7 +269,7 @@ def tag_parameter(
     partition_stride: int = 1,
     replicated: Replicated | None = None,
 ) -> nn.Parameter:
-    """Name the parameter and write into its record which part of the model it is; returns the parameter."""
+    """Name the parameter, and write its part of the model into its record; returns the parameter."""
     parameter.full_name = full_name  # pyright: ignore[reportAttributeAccessIssue]
     record = record_of(parameter)
     record.full_shape, record.tensor_model_parallel = tuple(full_shape), tensor_model_parallel
@@ -275,9 +279,10 @@ def tag_parameter(
 
 
 def gather_parameter(tensor: Tensor, like: nn.Parameter, group: Group) -> Tensor:
-    """The full, unpadded tensor of which `tensor` is this rank's part; the inverse of the slice that made `like`.
+    """Gather the full, unpadded tensor from the ranks' parts; the inverse of the slice that made `like`.
 
-    `tensor` may be the parameter, its gradient or an optimizer state of the same shape. Called by all ranks of `group`.
+    `tensor` is this rank's part: the parameter, its gradient or an optimizer state of the same shape. All ranks of
+    `group` call this.
     """
     full, record = tensor.detach(), record_of(like)
     if record.tensor_model_parallel:
@@ -287,9 +292,9 @@ def gather_parameter(tensor: Tensor, like: nn.Parameter, group: Group) -> Tensor
 
 
 def gather_expert_parameter(tensor: Tensor, like: nn.Parameter, *, etp: Group, ep: Group) -> Tensor:
-    """The full stack [E, ..] of which `tensor` is this rank's part; the inverse of the cut of `make_expert_parameter`.
+    """Gather the full stack [E, ..] from the ranks' parts; the inverse of the cut of `make_expert_parameter`.
 
-    `tensor` as in `gather_parameter`. Called by all ranks of etp x ep.
+    `tensor` as in `gather_parameter`. All ranks of etp x ep call this.
     """
     experts, record = tensor.detach().contiguous(), record_of(like)
     if record.tensor_model_parallel:
@@ -299,7 +304,7 @@ def gather_expert_parameter(tensor: Tensor, like: nn.Parameter, *, etp: Group, e
 
 
 def _joined(parts: Sequence[Tensor], dim: int, stride: int, replicated: Replicated | None = None) -> Tensor:
-    """The tensor of which `tensor_part` made the ranks' parts; of replicated rows the first neighbour's."""
+    """Join the parts that `tensor_part` made. Replicated rows come from the first neighbour."""
     if replicated is not None:
         ranks, rows = replicated.ranks, replicated.rows
         neighbours = [parts[first : first + ranks] for first in range(0, len(parts), ranks)]
