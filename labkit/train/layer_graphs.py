@@ -1,15 +1,15 @@
-"""Graphs of layers in a training run: captured after the warm-up, and again where microbatches come in other shapes.
+"""Graphs of layers in a training run: captured after the warm-up, and again if microbatches keep another shape.
 
-A graph has fixed shapes, and data may not: the last batch of an epoch is short, a run goes on with longer sequences. So
-a microbatch of other shapes runs without graphs, layer by layer, while the others of its step replay; the numbers are
-the same. Where all microbatches of `cuda_graph_warmup_steps` steps in a row (1 at least) had one other shape, the next
-step captures that shape. Lengths that change all the time therefore cost no captures, and an odd batch no graphs.
+A graph has fixed shapes, but data may not: the last batch of an epoch is short, or a run goes on with longer sequences.
+A microbatch of another shape runs without graphs, layer by layer, while the other microbatches of its step replay. The
+numbers are the same. The next step captures another shape once all microbatches of `cuda_graph_warmup_steps` steps in a
+row (at least 1) had it. So lengths that change all the time cost no captures, and one odd batch costs no graphs.
 
     shape of a step   16  16  16  8   16  8   8   8   8       8 and 16 in one step   8
                       eager   replay  replay  eager   replay  both                   replay
                           capture eager   eager   capture                                        warm-up of 2 steps
 
-Another number of microbatches is another `Pipeline`. It takes the layers over: the graphs of the old one are dropped.
+Another number of microbatches is another `Pipeline`. It takes over the layers and drops the graphs of the old pipeline.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ Run = Callable[..., list[Any]]
 
 
 class LayerGraphs:
-    """Captures ahead of a training run, where that is due; a `StepGraphs`."""
+    """A `StepGraphs` that captures layers before a training step, when a capture is due."""
 
     finalizes = False
 
     def __init__(
         self, run: Run, helper: CudaGraphHelper, warmup_steps: int, *, groups: ParallelGroups, captures_anew: bool
     ) -> None:
-        """captures_anew: whether other shapes are captured if they stay. All ranks capture at once, since graphs hold
-        collectives; with several ranks that takes a small all-reduce ahead of each step."""
+        """captures_anew: capture other shapes if they stay. All ranks capture at once, since graphs hold collectives.
+        With several ranks this takes a small all-reduce before each step."""
         self.helper: CudaGraphHelper | None = helper
         self._run, self._helper, self._eager_steps_left = run, helper, warmup_steps
         self._groups, self._captures_anew, self._patience = groups, captures_anew, max(1, warmup_steps)
         self.num_captures = 0
         self._misfits: Counter[Shapes] = Counter()
-        """Calls of layers in this step that the graphs did not take, by what they were called with."""
+        """Shapes -> number of layer calls in this step that did not fit the graphs."""
         self._wanted: tuple[int, int] | None = None
         """The other (seq_length, micro_batch_size) that all microbatches of the last step had."""
         self._wanted_for = 0
-        """For how many steps in a row."""
+        """Number of steps in a row with these sizes."""
         self._is_mixed = False
-        """Whether the last step had microbatches for which there are no graphs and others."""
+        """The last step had microbatches with graphs and microbatches without."""
         self._told: set[Shapes] = set()
 
     def memory(self) -> list[GraphMemory]:
@@ -64,7 +64,7 @@ class LayerGraphs:
         return [] if found is None else [found]
 
     def run(self, batches: Batches, *, forward_only: bool) -> list[Any]:
-        """Eager in evaluation, by the rules of `GraphableMegatronModule`."""
+        """Run one global batch. Evaluation is eager, by the rules of `GraphableMegatronModule`."""
         if forward_only:
             return self._run(batches, forward_only=True)
         self._capture_if_due()
@@ -75,7 +75,7 @@ class LayerGraphs:
         return reports
 
     def close(self) -> None:
-        """The layers are eager again, unless another pipeline has taken them over."""
+        """Make the layers eager again, unless another pipeline has taken them over."""
         if self._helper.graphs_created():
             self._helper.reset()
 
@@ -94,7 +94,7 @@ class LayerGraphs:
             if self._eager_steps_left > 0:
                 self._eager_steps_left -= 1
                 return
-            release_cudagraphs(self._helper.chunks)  # of a pipeline that ran on these layers since
+            release_cudagraphs(self._helper.chunks)  # graphs of a pipeline that ran on these layers since
             self._helper.create_cudagraphs()
             self._helper.cuda_graph_set_manual_hooks()
         elif self._captures_anew and self._all_want_others():
@@ -106,7 +106,7 @@ class LayerGraphs:
         self._wanted, self._wanted_for = None, 0
 
     def _all_want_others(self) -> bool:
-        """Whether some rank needs other graphs and no rank has to wait for its shapes to settle; the same on all."""
+        """True if some rank needs other graphs and the shapes of every rank have settled; the same on all ranks."""
         wants = self._wanted is not None and self._wanted_for >= self._patience
         settled = wants or (self._wanted is None and not self._is_mixed)
         votes = torch.tensor([wants, not settled], dtype=torch.int32, device=self._groups.device)
@@ -118,7 +118,7 @@ class LayerGraphs:
         self._misfits[shapes] += 1
 
     def _count(self) -> None:
-        """After a step: was it of one other shape from end to end?"""
+        """After a step, note the other shape if all its microbatches had the same one."""
         calls = len(self._helper.layers) * self._helper.schedule_microbatches
         alike = [shapes for shapes, number in self._misfits.items() if number == calls]
         wanted = self._helper.sizes_of(alike[0]) if alike else None
@@ -128,7 +128,7 @@ class LayerGraphs:
         self._tell()
 
     def _tell(self) -> None:
-        """On standard error, once for each shape, from one rank of a replica."""
+        """Print a line for each new shape to standard error, from one rank of a replica."""
         new = [shapes for shapes in self._misfits if shapes not in self._told]
         self._told.update(new)
         groups = self._groups
@@ -146,5 +146,5 @@ class LayerGraphs:
 
 
 def _words(shapes: Shapes) -> str:
-    """`[16, 1, 64]`, and the shapes of what else layers are given."""
+    """`[16, 1, 64]`, and the shapes of a layer's other arguments."""
     return ", ".join(str(list(shape)) for shape, _ in shapes)

@@ -1,4 +1,4 @@
-"""The CUDA graphs of a training run that has any: one for each layer and microbatch, or one for the whole iteration.
+"""The CUDA graphs of a training run: one for each layer and microbatch, or one for the whole iteration.
 
 | `graph.cuda_graph_impl`, scope | training                                     | validation                    |
 |--------------------------------|----------------------------------------------|-------------------------------|
@@ -7,8 +7,8 @@
 
 (1) `labkit.train.layer_graphs`: microbatches of other shapes are eager, and captured anew if they stay.
 
-The graph of an iteration ends where `finalize_model_grads` ends. What follows reads numbers on the host (norm, clipping
-by it, whether all is finite), and the optimizer.
+The graph of an iteration ends with `finalize_model_grads`. The code after it reads numbers on the host: the norm, which
+clips, and the check that all gradients are finite. The optimizer follows.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ Run = Callable[..., list[Any]]
 
 
 class StepGraphs(Protocol):
-    """Runs all microbatches of a step, by whatever graphs there are."""
+    """Runs all microbatches of a step with its graphs."""
 
     finalizes: bool
-    """Whether `run` leaves final gradients."""
+    """`run` leaves final gradients."""
     helper: CudaGraphHelper | None
-    """Of graphs of layers; None where there are none."""
+    """Helper of the layers' graphs; None for a graph of the iteration."""
 
     @property
     def num_captures(self) -> int:
-        """How many times this run captured something so far; the same on all ranks."""
+        """Number of captures of this run so far; the same on all ranks."""
         ...
 
     def memory(self) -> list[GraphMemory]:
-        """What the graphs of this rank hold, one for each pool; [] where nobody can tell."""
+        """Memory of this rank's graphs, one entry for each pool; [] if the backend does not know."""
         ...
 
     def run(self, batches: Batches, *, forward_only: bool) -> list[Any]:
-        """One global batch; what the loss function reported."""
+        """Run one global batch; returns the reports of the loss function."""
         ...
 
     def close(self) -> None:
-        """The end of the run, be it an exception: let all graphs go, since a communicator that they hold would not end
-        before them."""
+        """Let all graphs go at the end of the run, also after an exception. A communicator inside a graph would
+        otherwise not end."""
         ...
 
 
@@ -74,19 +74,19 @@ class IterationGraphs:
 
     @property
     def num_captures(self) -> int:
-        """Of training and of validation."""
+        """Captures of training and of validation."""
         return self.training.num_captures + self.validation.num_captures
 
     def memory(self) -> list[GraphMemory]:
-        """Each has a pool of its own."""
+        """Training and validation each have their own pool."""
         return [found for one in (self.training, self.validation) if (found := one.memory()) is not None]
 
     def run(self, batches: Batches, *, forward_only: bool) -> list[Any]:
-        """Eager for the first steps of either kind."""
+        """Run one global batch; the first steps of either kind are eager."""
         return (self.validation if forward_only else self.training)(batches)
 
     def close(self) -> None:
-        """Both."""
+        """Let both graphs go."""
         self.training.reset()
         self.validation.reset()
 
@@ -99,9 +99,9 @@ def build_step_graphs(
     run: Run,
     run_and_finalize: Callable[[Batches], list[Any]],
 ) -> StepGraphs:
-    """The graphs that `config.graph` asks for, whose `cuda_graph_impl` is not `none`.
+    """The graphs that `config.graph` asks for; its `cuda_graph_impl` is not `none`.
 
-    run: takes batches and `forward_only`. run_and_finalize: a training run with all that makes its gradients final.
+    run: takes batches and `forward_only`. run_and_finalize: a training run that also finalises its gradients.
     """
     graph, train = config.graph, config.train
     if captures_layers(graph):
@@ -128,7 +128,7 @@ def build_step_graphs(
 
 
 def _settle(chunks: Sequence[Any]) -> None:
-    """Ahead of a graph that reads all parameters: they are gathered, and fp8 casts them inside."""
+    """Gather all parameters before a graph reads them. fp8 forgets its casts, so that the graph casts them again."""
     finish_param_sync(chunks)
     for chunk in chunks:
         if isinstance(scaling := getattr(chunk, "precision", None), Float8Scaling):

@@ -1,4 +1,4 @@
-"""The parity microscope: any layout against one process. Names are loaded on first use (PEP 562)."""
+"""The parity microscope: compare any layout with one process."""
 
 from __future__ import annotations
 

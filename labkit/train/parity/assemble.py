@@ -1,7 +1,7 @@
-"""From what the ranks of a run kept (`labkit.train.parity.snapshots`) back to the tensors of one process.
+"""From the snapshots of a run's ranks (`labkit.train.parity.snapshots`) back to the tensors of one process.
 
-The pieces are put together by the process that compares, not by collectives, and by arithmetic of its own, so that a
-fault in the communication or in a split cannot hide itself. Each axis is undone in turn:
+The comparing process joins the pieces with code of its own, and without collectives. So a fault in the communication or
+in a split cannot hide itself. The module undoes one axis after another:
 
 | axis | outputs of blocks, (S, B, H)                      | parameters and gradients                          |
 |------|---------------------------------------------------|---------------------------------------------------|
@@ -11,7 +11,7 @@ fault in the communication or in a split cannot hide itself. Each axis is undone
 | dp   | other samples: the first replica's are kept       | alike, or shards (distributed optimizer)          |
 | pp   | other layers                                      | other layers; tied copies alike                   |
 
-The same ranks share out experts along axes of their own, of which outputs know nothing:
+The same ranks share out experts along other axes, which do not concern outputs:
 
 | axis | parameters and gradients of experts                                                  |
 |------|--------------------------------------------------------------------------------------|
@@ -19,7 +19,7 @@ The same ranks share out experts along axes of their own, of which outputs know 
 | etp  | parts of each expert along `partition_dim`, counted in the stacked tensor, or alike  |
 | edp  | alike, or shards (distributed optimizer)                                             |
 
-What should be alike has to be so bit for bit, otherwise the run disagrees with itself and that is said.
+Copies of a tensor must be equal bit for bit. If they are not, the run disagrees with itself, and the report says so.
 
 Shapes: S sequence, B micro batch, H hidden (of a router's output: experts).
 """
@@ -41,28 +41,29 @@ class FullRun:
     """A run with all ranks' pieces put together."""
 
     losses: list[float]
-    """By step."""
+    """Loss of each step."""
     activations: dict[str, Tensor]
-    """By block, in order of execution, shape (S, B, H)."""
+    """Block -> output (S, B, H), in order of execution."""
     gradients: dict[int, dict[str, Tensor]]
-    """By step, then by parameter in order of first use."""
+    """Step -> parameter -> gradient, in order of first use."""
     parameters: dict[int, dict[str, Tensor]]
-    """By step, then by parameter in order of first use."""
+    """Step -> parameter -> values, in order of first use."""
     disagreements: list[str]
     """Tensors that should be the same on several ranks, bit for bit, and are not."""
     routings: dict[str, list[Tensor]] = field(default_factory=dict)
-    """What a run in one process wrote down of its routers (`labkit.train.parity.routing_trace`)."""
+    """Choices of experts of a run in one process (`labkit.train.parity.routing_trace`)."""
 
 
 def join_shards(shards: Sequence[Tensor], dim: int, stride: int = 1) -> Tensor:
-    """The full tensor from the parts of all tensor-parallel ranks, the inverse of slicing each of `stride` blocks."""
+    """The full tensor from the parts of all tensor-parallel ranks; the inverse of slicing each of `stride` blocks."""
     blocks = [shard.chunk(stride, dim) for shard in shards]
     return torch.cat([part[block] for block in range(stride) for part in blocks], dim)
 
 
 def join_replicated(shards: Sequence[Tensor], ranks: int, rows: int) -> tuple[Tensor, bool]:
-    """The full tensor where each `ranks` neighbours have the same last `rows` rows, and whether they really have; if
-    not, it takes the first neighbour's."""
+    """The full tensor if each `ranks` neighbours have the same last `rows` rows, and True if these rows are equal.
+
+    If they differ, the function takes the first neighbour's."""
     pieces: list[Tensor] = []
     agree = True
     for first in range(0, len(shards), ranks):
@@ -73,15 +74,15 @@ def join_replicated(shards: Sequence[Tensor], ranks: int, rows: int) -> tuple[Te
 
 
 def join_zigzag(parts: Sequence[Tensor]) -> Tensor:
-    """The sequence, dim 0, from all context-parallel ranks: of 2 cp chunks, rank r has chunks r and 2 cp - 1 - r."""
+    """The sequence, dim 0, from all context-parallel ranks. Of 2 cp chunks, rank r has chunks r and 2 cp - 1 - r."""
     halves = [part.chunk(2) for part in parts]
     return torch.cat([front for front, _ in halves] + [back for _, back in reversed(halves)])
 
 
 def join_replicas(replicas: Sequence[Shard]) -> tuple[Tensor, bool]:
-    """The tensor that data-parallel ranks hold, and whether all agree on each element that several of them own.
+    """The tensor that data-parallel ranks hold, and True if owners of the same element agree.
 
-    An element that nobody owns becomes NaN, which differs from everything.
+    An element without an owner becomes NaN, which differs from everything.
     """
     first = replicas[0].tensor
     if all(replica.owned is None for replica in replicas):
@@ -99,7 +100,7 @@ def join_replicas(replicas: Sequence[Shard]) -> tuple[Tensor, bool]:
 
 
 def assemble(snapshots: Sequence[Snapshot], *, sequence_parallel: bool = False) -> FullRun:
-    """Put the snapshots of all ranks of one run together; stages are joined by name."""
+    """Join the snapshots of all ranks of one run; names join the stages."""
     ranks = sorted(snapshots, key=lambda s: (s.pp, s.dp, s.cp, s.tp))
     disagreements: list[str] = []
     activations: dict[str, Tensor] = {}
@@ -137,7 +138,7 @@ def _join_activations(stage: list[Snapshot], split: bool, disagreements: list[st
 
 
 def _join_parameters(ranks: list[Snapshot], what: str, step: int, disagreements: list[str]) -> dict[str, Tensor]:
-    """Full tensors of one step; the last stage's tied copy must equal the first stage's and is then dropped."""
+    """Full tensors of one step. The last stage's tied copy must equal the first stage's, and is dropped."""
     label = {"gradients": "gradient", "parameters": "parameter"}[what]
     whole: dict[str, Tensor] = {}
     tied: dict[str, Tensor] = {}
@@ -155,12 +156,12 @@ def _join_parameters(ranks: list[Snapshot], what: str, step: int, disagreements:
 
 
 def join_dense(held: Sequence[tuple[Snapshot, Shard]]) -> tuple[Tensor, list[str]]:
-    """One parameter of one stage from all its ranks, and the axes along which ranks that should agree do not."""
+    """One parameter of one stage from all its ranks, and the axes along which copies differ."""
     return _join_axis(held, "tp", "dp")
 
 
 def join_expert(held: Sequence[tuple[Snapshot, Shard]]) -> tuple[Tensor, list[str]]:
-    """The same for experts: replicas over edp, parts over etp, other experts over ep (dim 0 of the whole)."""
+    """`join_dense` for experts: replicas over edp, parts over etp, other experts over ep (dim 0 of the whole)."""
     by_ep = [[pair for pair in held if pair[0].ep == ep] for ep in sorted({s.ep for s, _ in held})]
     joined = [_join_axis(pairs, "etp", "edp") for pairs in by_ep]
     parts = [part for part, _ in joined]
@@ -172,7 +173,7 @@ def join_expert(held: Sequence[tuple[Snapshot, Shard]]) -> tuple[Tensor, list[st
 
 
 def _join_axis(held: Sequence[tuple[Snapshot, Shard]], split: str, replicated: str) -> tuple[Tensor, list[str]]:
-    """Shards over the axis `split`, each of whose ranks has replicas over `replicated`."""
+    """Join shards over the axis `split`, each with replicas over the axis `replicated`."""
     first = held[0][1]
     by_rank = [
         [shard for snapshot, shard in held if getattr(snapshot, split) == rank]

@@ -1,16 +1,16 @@
 """The parity microscope: a layout against one process, on loss, gradients and parameters.
 
-A tensor's difference is ||a - b|| / max(||b||, floor) on the whole tensor, 0 if both are exactly 0. The floor is 1e-6
-of the global norm for gradients (a key bias has a gradient of pure rounding noise) and lr sqrt(n) for parameters (what
-Adam moves in one step). `compare` launches every layout with real processes and says which tensor differs first, in
-the order in which a training step makes them: block outputs of the first microbatch, the loss, gradients from the
-output back to the input, updated parameters, then the later steps.
+A tensor's difference is ||a - b|| / max(||b||, floor) on the whole tensor, 0 if both are exactly 0. For gradients the
+floor is 1e-6 of the global norm, because the gradient of a key bias is pure rounding noise. For parameters the floor is
+lr sqrt(n), the size of one step of Adam. `compare` launches every layout with real processes and names the first tensor
+that differs, in the order of a training step. This order is: block outputs of the first microbatch, the loss, gradients
+from the output back to the input, updated parameters, then the later steps.
 
-In float32 rounding can exceed the tolerance; `labkit.train.parity.rounding` tells rounding from a fault. Where a layout
-exceeds the tolerance, and only there, the reference runs four more times with its sums in other orders.
+In float32 rounding can exceed the tolerance; `labkit.train.parity.rounding` tells rounding from a fault. If a layout
+exceeds the tolerance, the reference runs four more times with its sums in other orders.
 
-A mixture of experts is compared in float64 as it is. In float32 the layouts route as the reference did
-(`labkit.train.parity.routing_trace`): one choice of experts that rounding turns over would change everything after it.
+In float64 layouts with experts choose experts themselves. In float32 they repeat the choices of the reference
+(`labkit.train.parity.routing_trace`), because rounding that changes one choice would change everything after it.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from labkit.train.pretraining import TrainResult
 
 _Judge = Callable[[list[tuple[str, str, float]]], tuple[Verdict, str | None]]
-"""From the differences of a layout to the verdict and the tensor to look at."""
+"""Function from the differences of a layout to the verdict and the tensor that it is about."""
 
 
 def tensor_difference(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
-    """||a - b||_2 / max(||b||_2, floor), in float64; 0 if both are exactly 0, infinite if that has no value."""
+    """||a - b||_2 / max(||b||_2, floor), in float64; 0 if both are exactly 0, infinite if it is undefined."""
     if a.shape != b.shape:
         return math.inf
     distance = (a.double() - b.double()).norm().item()
@@ -61,7 +61,7 @@ def tensor_difference(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
 
 
 def _relative(a: float, b: float) -> float:
-    """The same for a single number."""
+    """`tensor_difference` of two numbers."""
     return tensor_difference(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64))
 
 
@@ -74,7 +74,7 @@ class ParityRow:
     world_size: int
     """Ranks."""
     name: str
-    """`tp2 pp2 dp1 sp`: what is not as usual, see `labkit.train.parity.layout_words`."""
+    """`tp2 pp2 dp1 sp`: everything that is not at its default, see `labkit.train.parity.layout_words`."""
     loss_diff: float
     """Largest relative difference of the loss over steps."""
     grad_diff: float
@@ -82,8 +82,8 @@ class ParityRow:
     param_diff: float
     """Largest difference of an updated parameter, over tensors and recorded steps."""
     first_difference: str | None
-    """The first tensor beyond the tolerance, such as `layers.1.mlp output`; of a fault, the first that rounding does
-    not explain. None if no tensor is beyond the tolerance."""
+    """The first tensor beyond the tolerance, such as `layers.1.mlp output`. With the verdict `fault`, the first tensor
+    that rounding does not explain. None if no tensor is beyond the tolerance."""
     verdict: Verdict
     """`equal` (within the tolerance), `rounding` (beyond it, within the spread of the reference) or `fault`."""
     disagreements: tuple[str, ...] = ()
@@ -110,25 +110,25 @@ class ParityReport:
     tolerance: float
     """Largest difference that is `equal`."""
     reference_losses: list[float]
-    """Of the one process, by step."""
+    """Losses of the reference, by step."""
     fault: dict[str, str] | None = None
     """The communication that the layouts left out on purpose."""
     reference: str = "one process"
-    """The run that the layouts are held against."""
+    """The run that the layouts are compared with."""
 
     @property
     def fault_missed(self) -> bool:
-        """A fault was asked for and matched no call in any layout, so that nothing was tested."""
+        """The planted fault matched no call in any layout, so the comparison tested nothing."""
         return self.fault is not None and not any(row.dropped_calls for row in self.rows)
 
     @property
     def ok(self) -> bool:
-        """No layout has the verdict `fault`, and a fault that was asked for was really planted."""
+        """No layout has the verdict `fault`, and a planted fault matched a call."""
         return not self.fault_missed and all(row.verdict != "fault" for row in self.rows)
 
     @property
     def sentence(self) -> str:
-        """The result, in one sentence per differing layout or one for all."""
+        """The result: one sentence for each layout that differs, or one sentence for all."""
         if self.fault is not None and self.fault_missed:
             return (
                 f"The fault {fault_words(self.fault)} matched no call in any layout, so nothing was left out: name a "
@@ -144,7 +144,7 @@ class ParityReport:
         ).rstrip()
 
     def _about(self, row: ParityRow) -> str:
-        """One layout that is not equal."""
+        """A sentence on a layout that is not equal."""
         if row.verdict == "fault":
             return f"{row.name} differs from {self.reference}, first in {row.first_difference}."
         return (
@@ -189,23 +189,25 @@ def compare(
 
     layouts: overrides such as `{"tp": 2, "pp": 2}` or `{"parallel.tp": 2, "world_size": 4}`; world_size defaults to the
         least common multiple of tp cp pp and etp ep pp.
-    dtype: `float64` (agreement to 1e-10) or `float32` (to 1e-5, beyond it within ten times the spread of one process
-        whose sums are taken in other orders; layouts choose experts as the one process did).
-    reference: a layout that the others are held against instead of one process. Where experts have a capacity, what
-        they drop goes by the tokens that a rank holds, so only layouts that share these are comparable.
-    fault: arguments of `labkit.parallel.collectives.dropped`; the matching communication is left out in the layouts.
-        The report is not `ok` where it matches none.
-    pretrain: what the ranks of a layout run, called as `pretrain(config, observer=...)`: a training of one's own (with
-        another schedule, forward step or model provider), held against labkit's in one process. Default: labkit's.
+    dtype: `float64` (agreement to 1e-10) or `float32` (to 1e-5). Beyond 1e-5 a float32 layout may differ by ten times
+        the spread of one process with its sums in other orders. Its routers repeat the choices of the one process.
+    reference: a layout that the others are compared with, instead of one process. Experts with a capacity drop tokens
+        by the number of tokens on a rank, so compare layouts in which ranks hold equal numbers.
+    fault: arguments of `labkit.parallel.collectives.dropped`; the layouts leave out the matching communication. The
+        report is not `ok` if no call matches.
+    pretrain: function that the ranks of a layout run, as `pretrain(config, observer=...)`: your own training, with
+        another schedule, forward step or model provider. The reference runs labkit's. Default: labkit's.
     timeout: seconds that a rank may wait in one collective; default: `parallel.distributed_timeout_minutes`.
-    device: where tensors live, as in `labkit.launch.run`; the backend is the config's.
+    device: device of the tensors, as in `labkit.launch.run`; the config names the backend.
     on_row: called with each row as soon as it is known.
 
-    AdamW runs with an eps of at least 1e-5 and a learning rate of at most 1e-3, so that its division by the root of
-    the second moment does not blow rounding up. CUDA graphs are captured after the first step or later, but before the
-    last. Learning rates are those of the whole run, however few steps are
-    compared. Raises ConfigError for dropout, an unknown dtype, a layout or a schedule that cannot be, one that does not
-    fit the memory of this machine, or a fault that means nothing.
+    AdamW runs with an eps of at least 1e-5 and a learning rate of at most 1e-3. Otherwise its division by the root of
+    the second moment would amplify rounding. CUDA graphs are captured after the first step or later, but before the
+    last. Learning rates are those of the whole run, even if the comparison has fewer steps.
+
+    Raises:
+        ConfigError: dropout, an unknown dtype, an impossible layout or schedule, a layout that does not fit the memory
+            of this machine, or a fault that names nothing.
     """
     problems = fault_problems(fault) if fault is not None else []
     if problems:
@@ -252,17 +254,17 @@ class _Observation:
     fault: dict[str, str] | None = None
     """Communication to leave out."""
     pretrain: Callable[..., TrainResult] | None = None
-    """What they run; None is labkit's."""
+    """Function that they run; None is labkit's."""
     replay: Routings | None = None
     """Choices of experts to follow."""
     records_routing: bool = False
     """Keep the choices of experts."""
     parts: int = 0
-    """Order of summation, see `labkit.train.parity.rounding.reordered_sums`; 0 is the usual one."""
+    """Order of summation, see `labkit.train.parity.rounding.reordered_sums`; 0 is the usual order."""
 
 
 def _observe(config: RunConfig, world_size: int, watched: _Observation, device: str) -> tuple[FullRun, int]:
-    """Train in fresh processes and put what the ranks saw together; also how many calls the fault left out."""
+    """Train in fresh processes. Return the assembled run, and the number of calls that the fault left out."""
     from labkit.launch import run
 
     seen = run(
@@ -275,7 +277,7 @@ def _observe(config: RunConfig, world_size: int, watched: _Observation, device: 
 
 
 def _snapshot(config: RunConfig, watched: _Observation) -> tuple[Snapshot, int]:
-    """What one rank sees, and how many of its calls the fault left out; runs inside it."""
+    """Train on one rank. Return its snapshot, and the number of calls that the fault left out."""
     from labkit.parallel.collectives import dropped
     from labkit.train.pretraining import pretrain
 
@@ -291,7 +293,7 @@ def _snapshot(config: RunConfig, watched: _Observation) -> tuple[Snapshot, int]:
 def _row(
     layout: dict[str, Any], config: RunConfig, world_size: int, run: FullRun, reference: FullRun, judged: _Judge
 ) -> ParityRow:
-    """Every tensor against its reference; the largest differences and the verdict on them."""
+    """Compare every tensor with its reference: the largest differences, and the verdict."""
     found = list(differences(run, reference, lr=config.optim.lr))
     verdict, first = judged(found)
     if verdict != "fault" and run.disagreements:
@@ -312,7 +314,7 @@ def differences(run: FullRun, reference: FullRun, *, lr: float) -> Iterator[tupl
         yield f"{block} output", "output", _of(run.activations, block, output, 0.0)
     recorded = reference.gradients
     for step, (loss, expected) in enumerate(zip(run.losses, reference.losses)):
-        later = f" of step {step + 1}" if step else ""  # of the first step nothing is said
+        later = f" of step {step + 1}" if step else ""  # names of the first step have no number
         yield f"loss{later}", "loss", _relative(loss, expected)
         if step not in recorded:
             continue
@@ -325,5 +327,5 @@ def differences(run: FullRun, reference: FullRun, *, lr: float) -> Iterator[tupl
 
 
 def _of(tensors: Mapping[str, Tensor], name: str, expected: Tensor, floor: float) -> float:
-    """The difference, infinite where the layout has no such tensor."""
+    """The difference, infinite if the layout has no such tensor."""
     return tensor_difference(tensors[name], expected, floor) if name in tensors else math.inf

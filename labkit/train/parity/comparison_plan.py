@@ -1,6 +1,6 @@
 """Plan of a comparison of layouts: the configuration that its runs share, the one process, each layout, a fault.
 
-Nothing is launched here: a comparison without meaning is refused before anything runs. Imports no torch.
+This module refuses a comparison without meaning before anything runs. It imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from labkit.parallel.group_plan import GROUP_KINDS
 from labkit.train.preflight import not_yet_trainable, schedule_problem
 
 PRECISIONS = {"float64": ("fp64", 1e-10), "float32": ("fp32", 1e-5)}
-"""dtype -> (optim.precision, largest difference that is equal, whatever rounding does)."""
+"""dtype -> (optim.precision, largest difference that is equal)."""
 
 
 def shared_config(config: RunConfig, steps: int, dtype: str) -> RunConfig:
@@ -32,7 +32,7 @@ def shared_config(config: RunConfig, steps: int, dtype: str) -> RunConfig:
 
 
 def _common(config: RunConfig, steps: int, dtype: str) -> dict[str, Any]:
-    """What the comparison decides, whatever configuration and layouts say; with what then has no effect left out."""
+    """Fields that the comparison sets, over configuration and layouts. Fields without effect get their defaults."""
     optim = config.optim
     scales = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     reports = (
@@ -63,7 +63,7 @@ def _usual(*names: str) -> dict[str, Any]:
 
 
 def _incomparable(config: RunConfig, dtype: str) -> str:
-    """Why nothing can be said about `config` in `dtype`, or an empty string."""
+    """The reason why `config` cannot be compared in `dtype`, or an empty string."""
     model = config.model
     for name in ("embedding_dropout", "attention_dropout", "hidden_dropout"):
         if getattr(model, name) > 0:
@@ -92,18 +92,18 @@ class Placement:
     parts: int
     """Ranks that share the tokens of one micro batch: cp, times tp under sequence parallelism."""
     replicas: int
-    """Micro batches that are computed at once: dp."""
+    """Micro batches that run at once: dp."""
 
 
 def placement(config: RunConfig, world_size: int) -> Placement:
-    """The places of the tokens in a layout."""
+    """The placement of tokens in a layout."""
     parallel = config.parallel
     parts = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
     return Placement(parts, config.data_parallel_size(world_size))
 
 
 def _depends_on_placement(config: RunConfig, world_size: int, held_against: Placement) -> str:
-    """Why routing differs between two runs that place tokens on ranks differently, or an empty string."""
+    """The reason why two runs route differently, because they place tokens differently, or an empty string."""
     moe, here = config.moe, placement(config, world_size)
     if moe.num_experts == 0:
         return ""
@@ -129,8 +129,10 @@ def _refusal(problem: str) -> ConfigError:
 
 
 def alone(base: RunConfig) -> RunConfig:
-    """The reference: one process, one stage, no CUDA graphs, every activation kept, gradients in the one buffer of
-    the naive twin, experts computed one after the other from tokens that are never sent."""
+    """The reference: one process, one stage, no CUDA graphs, and every activation kept.
+
+    Gradients lie in the one buffer of `NaiveDataParallel`. Experts run one after the other, and no tokens travel.
+    """
     sections = ("parallel", "schedule", "graph")
     kept = ("graph.cuda_graph_warmup_steps", "parallel.distributed_backend", "parallel.distributed_timeout_minutes")
     layout = [n for n, spec in SPECS.items() if spec.section in sections and n not in kept]
@@ -161,9 +163,9 @@ _PLAIN = (
 def plan_layout(
     base: RunConfig, layout: Mapping[str, Any], dtype: str, held_against: Placement | None
 ) -> tuple[RunConfig, int]:
-    """A layout's configuration and number of ranks, checked before anything is launched.
+    """A layout's configuration and number of ranks, checked before any launch.
 
-    held_against: where the run that it is compared with has its tokens; None for that run itself.
+    held_against: placement of the tokens in the reference; None for the reference itself.
     """
     changed = base.override({key: value for key, value in layout.items() if key != "world_size"})
     world_size = int(layout.get("world_size", changed.parallel.smallest_world_size))
@@ -181,7 +183,7 @@ def plan_layout(
 
 
 def _graphs(config: RunConfig, dtype: str) -> str:
-    """Why what is looked at cannot be seen with these CUDA graphs, or an empty string."""
+    """The reason why these CUDA graphs hide compared tensors, or an empty string."""
     graph = config.graph
     if graph.cuda_graph_impl == "none":
         return ""
@@ -201,7 +203,7 @@ def _graphs(config: RunConfig, dtype: str) -> str:
 
 
 def _decided_by_the_comparison(base: RunConfig, changed: RunConfig, dtype: str) -> list[str]:
-    """A sentence for each field that a layout changes and must not, because all runs share it."""
+    """A sentence for each shared field that a layout changes."""
     before, after = base.to_dict(), changed.to_dict()
     problems = []
     for name in _common(base, 1, dtype):
@@ -223,11 +225,11 @@ KNOWN: dict[str, tuple[str, ...] | None] = {
     ),
     "layer": None,
 }
-"""Kinds of names in a fault, and the words for each; None where any name may be one."""
+"""Kinds of names in a fault -> the allowed words; None allows any."""
 
 
 def fault_problems(fault: Mapping[str, str]) -> list[str]:
-    """One sentence for each name in `fault` (arguments of `labkit.parallel.collectives.dropped`) that means nothing."""
+    """A sentence for each unknown name in `fault` (arguments of `labkit.parallel.collectives.dropped`)."""
     if not fault:
         return ["a fault must name an operation, group, phase or layer"]
     problems = []

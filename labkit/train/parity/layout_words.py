@@ -1,6 +1,6 @@
 """A layout in words, for the rows of a comparison: `tp2 cp2 pp1 dp2 sp recompute full zero`.
 
-Only what is not as usual is said, so that a row is as short as its layout is plain.
+The name leaves out everything that is at its default, so a plain layout has a short name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from labkit.config import GraphConfig, ModelConfig, OptimConfig, RunConfig
 
 
 def layout_name(config: RunConfig, world_size: int) -> str:
-    """Sizes, experts, stages and schedule, layers and fp8, what is recomputed, how gradients are kept, graphs."""
+    """Sizes, experts, stages and schedule, layers and fp8, recomputation, gradient buffers, graphs."""
     parallel = config.parallel
     sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp}
     sizes["dp"] = world_size // (parallel.tp * parallel.cp * parallel.pp)

@@ -1,10 +1,10 @@
 """Rounding or a fault: the verdict on a layout's differences from its reference.
 
 In float64 a difference beyond the tolerance, 1e-10, is a fault. In float32 rounding alone can exceed the tolerance of
-1e-5: Adam divides a gradient by the root of its square, so an element of 1e-5 that rounding moves by 1e-9 moves its
-parameter by 1e-4 of a step. How far rounding moves a tensor depends on seed, model and steps, so it is measured. The
-reference runs again with its sums in other orders (`reordered_sums`), and the largest difference of a tensor from its
-own value in the first run is the *spread* of this tensor at this step.
+1e-5, because Adam divides a gradient by the root of its square. If rounding moves an element of 1e-5 by 1e-9, its
+parameter moves by 1e-4 of a step. The effect of rounding depends on seed, model and steps, so `compare` measures it.
+The reference runs again with its sums in other orders (`reordered_sums`). The *spread* of a tensor at a step is its
+largest difference from the first run.
 
 | difference of a tensor                       | verdict  |
 |----------------------------------------------|----------|
@@ -12,12 +12,12 @@ own value in the first run is the *spread* of this tensor at this step.
 | beyond it, up to `MULTIPLE` times its spread | rounding |
 | beyond that, or beyond its kind's `WIDEST`   | fault    |
 
-Each tensor is held against its own spread at its own step, and no spread excuses more than `WIDEST`. So a bias that
-rounding moves far hides nothing in its weight or gradient, and a chaotic run hides nothing at all. A fault smaller than
-that, in a tensor that rounding moves, is seen in float64 alone.
+Each tensor is compared with its own spread at its own step, and no spread excuses more than `WIDEST`. So a bias that
+rounding moves far hides no fault in its weight or gradient, and a chaotic run hides no large fault. Only float64 shows
+a smaller fault in a tensor that rounding moves.
 
-`reordered_sums` works below autograd, in forward and in backward. Operations without a sum stay as they are, so the
-mathematics is that of the run without it.
+`reordered_sums` works below autograd, in forward and in backward. It leaves operations without a sum alone, so the
+mathematics of the run does not change.
 
 | sum                     | in another order                                                                     |
 |-------------------------|--------------------------------------------------------------------------------------|
@@ -25,7 +25,7 @@ mathematics is that of the run without it.
 |                         | one: the partial sums of tensor parallelism, and for a weight gradient split batches |
 | `sum` and `mean`        | one of the dimensions is permuted: gradients of biases and of RMSNorm, losses        |
 
-Kernels that sum inside, such as LayerNorm's, attention's and Transformer Engine's, are left alone.
+It also leaves kernels alone that sum inside, such as LayerNorm's, attention's and Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -41,25 +41,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Verdict = Literal["equal", "rounding", "fault"]
 Spread = Mapping[str, float]
-"""By name of a compared tensor, which has the step in it: the largest difference between orders of summation."""
+"""Name of a compared tensor, with its step -> largest difference between orders of summation."""
 MULTIPLE = 10.0
-"""So many times its spread may a tensor of a layout differ. The spread is the largest of few samples."""
+"""A tensor of a layout may differ by this multiple of its spread, which is the largest of few samples."""
 WIDEST = {"output": 1e-4, "loss": 1e-4, "gradient": 1e-3, "parameter": 1e-2}
-"""By kind of tensor: no difference beyond this is rounding, however wide the spread. Parameters have the largest,
-since Adam's division acts on them alone; a gradient feels it only through the parameters, from the second step on."""
+"""Kind of tensor -> largest difference that is rounding, however wide the spread. Parameters have the largest, since
+Adam's division acts on them alone. A gradient feels it only through the parameters, from the second step on."""
 ORDERS = (1, 2, 3, 4)
-"""Orders of summation that the spread is taken over: parts into which `reordered_sums` cuts products."""
+"""Orders of summation for the spread: numbers of parts into which `reordered_sums` cuts products."""
 
 
 def judge(
     found: Iterable[tuple[str, str, float]], tolerance: float, spread: Callable[[], Spread] | None
 ) -> tuple[Verdict, str | None]:
-    """The verdict on a layout, and the tensor to look at: the first that rounding does not explain, else the first
-    beyond the tolerance, else None.
+    """The verdict on a layout, and the first tensor that rounding does not explain.
+
+    If rounding explains every difference, the tensor is the first beyond the tolerance, or None.
 
     found: name, kind and difference of every compared tensor, in the order of training.
-    tolerance: largest difference that is equal whatever the spread.
-    spread: called where the verdict depends on it; None where every difference beyond the tolerance is a fault.
+    tolerance: largest difference that is equal.
+    spread: called if the verdict depends on it; None means that every difference beyond the tolerance is a fault.
     """
     first = None
     for name, kind, difference in found:
@@ -72,7 +73,7 @@ def judge(
 
 
 def widest(runs: Iterable[Iterable[tuple[str, str, float]]]) -> Spread:
-    """The spread over runs of the reference, each given by its differences from the first one."""
+    """The spread over runs of the reference, each given by its differences from the first run."""
     spread: dict[str, float] = {}
     for found in runs:
         for name, _, difference in found:
@@ -96,7 +97,8 @@ _SUMS = (_aten.sum.default, _aten.sum.dim_IntList, _aten.sum.IntList_out, _aten.
 
 @contextmanager
 def reordered_sums(parts: int) -> Iterator[None]:
-    """Inside the block sums are taken in an order of their own for each number of `parts` that products are cut in."""
+    """Inside the block sums run in another order. `parts` is the number of parts of a product, and selects the
+    order."""
     with _Reordered(parts):
         yield
 
@@ -120,7 +122,7 @@ class _Reordered(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _product(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Tensor:
-        """The product of the first part, to which those of the others are added."""
+        """The product of the first parts, plus the products of the other parts in turn."""
         place, add = _PRODUCTS[func]
         left = self._reordered(args[place], -1).chunk(self.parts, -1)
         right = self._reordered(args[place + 1], -2).chunk(self.parts, -2)

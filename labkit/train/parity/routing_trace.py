@@ -1,15 +1,15 @@
 """The reference's choice of experts for every token of a run, repeated for the tokens of a layout's ranks.
 
-A record of `labkit.moe.replay` is laid out as the tokens of a microbatch are. The reference, one process, writes one
-for each microbatch of the global batch, step after step; a rank reads those of its own microbatches and keeps its own
+A record of `labkit.moe.replay` has the layout of a microbatch's tokens. The reference, one process, writes a record for
+each microbatch of the global batch, step after step. A rank reads the records of its own microbatches and keeps its own
 positions, along the axes that place tokens:
 
-| axis           | what a rank has of the records                                                 |
+| axis           | part of the records on a rank                                                  |
 |----------------|--------------------------------------------------------------------------------|
 | dp             | microbatches dp_rank, dp_rank + dp, .. of each step (`labkit.data.gpt_data`)   |
 | cp             | chunks cp_rank and 2 cp - 1 - cp_rank of S                                     |
-| tp             | of these the tp_rank-th part (sequence parallel), else all                     |
-| pp, ep, etp    | its own layers; where experts are does not matter to a choice                  |
+| tp             | the tp_rank-th part of these chunks (sequence parallel), else all              |
+| pp, ep, etp    | its own layers; the place of experts does not change a choice                  |
 
 Shapes: S sequence, B micro batch, E experts.
 """
@@ -26,11 +26,11 @@ from labkit.parallel.groups import ParallelGroups
 from labkit.schedules.ir import Schedule
 
 Routings = dict[str, list[Tensor]]
-"""By router, `layers.3.mlp.router`: [S, B, E] of every microbatch of the global batch, step after step."""
+"""Router (`layers.3.mlp.router`) -> [S, B, E] of every microbatch of the global batch, step after step."""
 
 
 def record_routings(chunks: Sequence[nn.Module]) -> Routings:
-    """Lists that all routers of one process will fill as they run, once for each microbatch."""
+    """Return lists that the routers of one process fill as they run, once for each microbatch."""
     from labkit.moe.router import routers_of
 
     routings: Routings = {}

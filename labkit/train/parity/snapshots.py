@@ -1,10 +1,10 @@
 """Snapshots that the parity microscope takes on each rank.
 
 A rank keeps the outputs of its blocks for the first microbatch, and its gradients and parameters after chosen steps.
-It keeps what it holds, and communicates nothing; `labkit.train.parity.assemble` makes whole tensors of it.
+It keeps its own parts and does not communicate; `labkit.train.parity.assemble` makes whole tensors of the parts.
 
-Of a mixture of experts it also keeps the weights that each router gives out, so that a wrong routing is named before
-the block whose output it spoils, and, as parameters, the biases that move the choice of experts (they are buffers).
+With experts a rank also keeps the output of each router, so that a wrong routing is named before the block that it
+spoils. The biases that move the choice of experts are buffers; the snapshot keeps them among the parameters.
 
 Shapes: S sequence, B micro batch, T tokens (S x B), E experts.
 """
@@ -45,18 +45,17 @@ class Shard:
     tensor: Tensor
     """The local values."""
     partition_dim: int | None
-    """Dim along which the ranks of tp (of etp, for an expert) hold different parts; None where all hold the same."""
+    """Dim along which the ranks of tp (of etp, for an expert) hold different parts; None if all hold the same."""
     partition_stride: int
-    """Stacked blocks that are each split (2 for SwiGLU's [gate; up])."""
+    """Number of stacked blocks, each split by itself (2 for SwiGLU's [gate; up])."""
     full_rows: int
     """Rows of the whole tensor without vocabulary padding."""
     shared: bool
-    """It is the last stage's copy of the tied word embedding (a V has none)."""
+    """The last stage's copy of the tied word embedding (a V has none)."""
     owned: Ranges | None = None
-    """What is this rank's to say: after a reduce-scatter it has the gradient of its own shard, and leftovers beside
-    it. None means all."""
+    """Elements that are valid on this rank: after a reduce-scatter only those of its own shard. None means all."""
     expert: bool = False
-    """It belongs to an expert: cut over etp, with replicas on the ranks of edp, not over tp and dp x cp."""
+    """Belongs to an expert: cut over etp, with replicas on the ranks of edp, not over tp and dp x cp."""
     expert_parallel: bool = False
     """Dim 0 counts experts, and the ranks of ep hold different ones."""
     replicated: Replicated | None = None
@@ -76,17 +75,17 @@ class Snapshot:
     pp: int = 0
     """Pipeline rank."""
     losses: list[float] = field(default_factory=list)
-    """By step."""
+    """Loss of each step."""
     activations: dict[str, Tensor] = field(default_factory=dict)
     """Block outputs of the first microbatch of the first step, in order of execution."""
     gradients: dict[int, dict[str, Shard]] = field(default_factory=dict)
-    """By step, then by parameter: after finalisation, before clipping."""
+    """Step -> parameter -> gradient after finalisation, before clipping."""
     parameters: dict[int, dict[str, Shard]] = field(default_factory=dict)
-    """By step, then by parameter: after the update."""
+    """Step -> parameter -> values after the update."""
     order: list[str] = field(default_factory=list)
     """Parameters in the order in which the first forward pass uses them."""
     routings: dict[str, list[Tensor]] = field(default_factory=dict)
-    """Every choice of experts, where it is asked for."""
+    """Every choice of experts, if the recorder keeps them."""
     ep: int = 0
     """Expert-parallel rank."""
     etp: int = 0
@@ -101,10 +100,10 @@ class Recorder:
     def __init__(
         self, steps: Sequence[int], config: RunConfig, *, replay: Routings | None = None, records_routing: bool = False
     ) -> None:
-        """steps: those after which gradients and parameters are kept.
-        config: of the run.
+        """steps: steps after which the recorder keeps gradients and parameters.
+        config: config of the run.
         replay: choices of experts that the routers follow instead of making their own.
-        records_routing: keep all choices of experts (of a run in one process).
+        records_routing: keep all choices of experts (in one process).
         """
         self.snapshot = Snapshot()
         self._handles: list[RemovableHandle] = []
@@ -133,7 +132,7 @@ class Recorder:
                 self._note_use([names[param] for param in module.parameters()], module, before=False)
 
     def on_gradients(self, step: int, chunks: Sequence[nn.Module]) -> None:
-        """Keep a copy of every `main_grad`, and note which part of it is this rank's to say."""
+        """Keep a copy of every `main_grad`, with the elements that are valid on this rank."""
         self._take_hooks_off()
         if step in self._steps:
             own = _own_ranges(chunks)
@@ -141,14 +140,14 @@ class Recorder:
             self.snapshot.gradients[step] = kept
 
     def on_update(self, step: int, chunks: Sequence[nn.Module]) -> None:
-        """Keep a copy of every parameter. Those that the next forward gathers are still old where others own them."""
+        """Keep a copy of every parameter. Before an overlapped gather, only this rank's own elements are valid."""
         if step in self._steps:
             own = _own_ranges([chunk for chunk in chunks if not _is_ready(chunk)])
             kept = {name: _shard(p, p, own) for name, p in named_parameters(chunks).items()}
             self.snapshot.parameters[step] = kept | _expert_biases(chunks)
 
     def _keep_output(self, name: str, module: nn.Module, is_due: Callable[[], bool]) -> None:
-        """Keep what the module returns when it is due for the first time."""
+        """Keep the module's output of the first call for which `is_due` is true."""
 
         def keep(_: nn.Module, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
             if not is_due():
@@ -163,8 +162,10 @@ class Recorder:
         self._handles.append(handle)
 
     def _note_use(self, names: list[str], module: nn.Module, *, before: bool) -> None:
-        """Put parameters in order when the module is first called; or, those that are in no order yet, when it is done:
-        a child whose weights are used without calling it has been used by then."""
+        """Append parameters to the order at the first call of the module: before its forward, or after it.
+
+        Another module may use a child's weights without calling the child. Such parameters get their place after the
+        forward of the module around the child."""
 
         def note(*_: object) -> None:
             known = set(self.snapshot.order)
@@ -176,14 +177,15 @@ class Recorder:
             self._handles.append(handle)
 
     def _take_hooks_off(self) -> None:
-        """After the first step, those that waited in vain: no CUDA graph is made of modules with hooks."""
+        """Remove hooks that never ran, after the first step: modules with hooks cannot become CUDA graphs."""
         while self._handles:
             self._handles.pop().remove()
 
 
 def _count_forwards(model: nn.Module) -> Callable[[], int]:
-    """A function that gives the number of the model's forward pass, from 0. A block computed again in a backward
-    belongs to none: the model itself does not run then."""
+    """Return a function that gives the number of the model's forward pass, from 0.
+
+    Recomputation runs blocks, not the model, so it does not count."""
     numbers = count()
     now = -1
 
@@ -196,7 +198,7 @@ def _count_forwards(model: nn.Module) -> Callable[[], int]:
 
 
 def _own_ranges(chunks: Sequence[nn.Module]) -> dict[int, Ranges]:
-    """By id of each parameter that the distributed optimizer cuts: what this rank owns of it, perhaps nothing."""
+    """Id of a parameter that the distributed optimizer cuts -> ranges that this rank owns, maybe none."""
     owned: dict[int, Ranges] = {}
     for chunk in chunks:
         if getattr(chunk, "param_gather", None) is None:
@@ -215,7 +217,7 @@ def _is_ready(chunk: nn.Module) -> bool:
 
 
 def _expert_biases(chunks: Sequence[nn.Module]) -> dict[str, Shard]:
-    """The routers' biases, alike on all ranks that hold the layer; named as in the whole model."""
+    """The routers' biases, equal on all ranks that hold the layer, by their names in the whole model."""
     buffers = (item for chunk in chunks for item in getattr(chunk, "module", chunk).named_buffers())
     return {
         name: Shard(bias.detach().cpu().clone(), None, 1, len(bias), False)
