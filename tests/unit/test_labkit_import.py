@@ -28,15 +28,12 @@ def test_torch_is_not_imported(statement):
     assert "torch" not in fresh(f"{statement}; {LIST}")
 
 
-def test_import_labkit_loads_no_other_package():
-    new = set(fresh(f"import labkit; {LIST}")) - set(fresh(LIST))
-    assert "labkit" in new
-    assert new - {"labkit"} <= sys.stdlib_module_names
-
-
-def test_import_labkit_loads_few_modules():
-    """It takes about a millisecond."""
-    assert len(set(fresh(f"import labkit; {LIST}")) - set(fresh(LIST))) <= 10
+def test_import_labkit_loads_nothing_but_its_own_file():
+    """Beside what `typing` loads, which differs from one environment to another. It takes about a millisecond."""
+    new = set(fresh("import labkit, sys; print(*sys.modules)")) - set(
+        fresh("import __future__, typing, sys; print(*sys.modules)")
+    )
+    assert new == {"labkit"}
 
 
 def test_names_are_listed_and_wrong_ones_refused():
