@@ -73,10 +73,11 @@ class Progress:
         config.hook.pytest_deselected(items=before)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test that passed or was skipped need not run again."""
+        """A test that passed or was skipped need not run again; one that failed is shown at once, and again last."""
         self.skipped += report.skipped
         if report.failed:
             self.failed.add(report.nodeid)
+            print(f"\nFAILED {report.nodeid} ({report.when})\n{report.longreprtext}", flush=True)
         elif report.when == "teardown" and report.nodeid not in self.failed:
             self.write(report.nodeid)
 

@@ -50,13 +50,13 @@ def wide(preset: str, **changes: Any) -> RunConfig:
 
 @pytest.mark.parametrize("preset", ["tiny", "llama_tiny"])
 def test_parts_of_the_sequence_and_recomputation(preset):
-    report = compare(wide(preset), SEQUENCES[preset], steps=5)
+    report = compare(wide(preset), SEQUENCES[preset], steps=2)
     assert report.ok, f"\n{report}"
     assert max(row.largest for row in report.rows) <= 1e-10
 
 
 def test_gradients_in_buckets():
-    report = compare(wide("tiny"), REPLICAS, steps=5)
+    report = compare(wide("tiny"), REPLICAS, steps=2)
     assert report.ok, f"\n{report}"
 
 
@@ -86,14 +86,14 @@ def weighing(config: RunConfig, observer: Any) -> TrainResult:
 def test_the_distributed_optimizer_and_its_bytes():
     """Weights of 64 features, so that the alignment of buffers does not outweigh so small a model."""
     layouts = [{**layout, "bucket_size": WIDE_BUCKET} for layout in SHARDS]
-    report = compare(wide("tiny", hidden=64), layouts, steps=5, pretrain=weighing)
+    report = compare(wide("tiny", hidden=64), layouts, steps=2, pretrain=weighing)
     assert report.ok, f"\n{report}"
     assert max(row.largest for row in report.rows) <= 1e-10
 
 
 def test_float32():
     layout = {"tp": 2, "world_size": 4, **MEGATRON, **SP, **FULL}
-    report = compare(wide("llama_tiny"), [layout], steps=5, dtype="float32")
+    report = compare(wide("llama_tiny"), [layout], steps=2, dtype="float32")
     assert report.ok, f"\n{report}"
 
 

@@ -12,7 +12,13 @@ from labkit.parallel.parameters.parameter_record import record_of
 from labkit.train import pretrain
 from labkit.train.pretraining import initialize, setup_model_and_optimizer
 
-SMALL = {"model.use_cpu_initialization": False, "model.kv_heads": 2, "train.steps": 3, "train.global_batch_size": 4}
+SMALL = {
+    "model.use_cpu_initialization": False,
+    "model.kv_heads": 2,
+    "model.layers": 2,
+    "train.steps": 3,
+    "train.global_batch_size": 4,
+}
 LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "tp2 pp2, tied": ({"tp": 2, "pp": 2}, "tiny"),
     "tp4, copies of heads, sequence parallel": ({"tp": 4, "sequence_parallel": True}, "tiny"),

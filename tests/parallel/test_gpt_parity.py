@@ -1,8 +1,8 @@
-"""The whole GPT under every layout against one process: loss, gradients, parameters over ten optimizer steps.
+"""The whole GPT under every layout against one process: loss, gradients, parameters over optimizer steps.
 
-The full matrix {tp1, tp2, tp4} x {pp1, pp2, pp4} x {dp1, dp2} up to 8 ranks, both presets, both dtypes, is a sweep
-(`make sweep`; its table is docs/parity.md, written by scripts/parity_matrix.py). The subset here has every size of
-every axis, and every pair of axes.
+The full matrix {tp1, tp2, tp4} x {pp1, pp2, pp4} x {dp1, dp2} up to 8 ranks, both presets, both dtypes, over ten
+steps, is a sweep (`make sweep`; its table is docs/parity.md, written by scripts/parity_matrix.py). The subset here has
+every size of every axis, and every pair of axes, over two or three steps: a gradient, an update, and what follows.
 """
 
 import random
@@ -63,7 +63,7 @@ def explain(report: ParityReport) -> str:
 
 @pytest.mark.parametrize("preset", ["tiny", "llama_tiny"])
 def test_float64(preset):
-    report = compare(small(preset), SUBSET[preset], steps=10, dtype="float64")
+    report = compare(small(preset), SUBSET[preset], steps=3, dtype="float64")
     assert report.ok, explain(report)
     assert max(row.largest for row in report.rows) <= 1e-10
     assert report.reference_losses[-1] < report.reference_losses[0]
@@ -73,14 +73,14 @@ def test_float64(preset):
 def test_ranks_whose_part_of_the_vocabulary_is_all_padding(preset):
     config = small(preset)
     config = config.override({"make_vocab_size_divisible_by": config.model.vocab_size, "label_smoothing": 0.1})
-    report = compare(config, PADDING_ALONE[preset], steps=3, dtype="float64")
+    report = compare(config, PADDING_ALONE[preset], steps=2, dtype="float64")
     assert report.ok, explain(report)
     assert max(row.largest for row in report.rows) <= 1e-10
 
 
 def few_kv_heads(preset, kv_heads, layouts):
     config = MATRIX["sparse" if presets.get(preset).moe.num_experts else "small"](preset)
-    report = compare(config.override({"kv_heads": kv_heads}), layouts, steps=3, dtype="float64")
+    report = compare(config.override({"kv_heads": kv_heads}), layouts, steps=2, dtype="float64")
     assert report.ok, explain(report)
     assert max(row.largest for row in report.rows) <= 1e-10
 
@@ -98,7 +98,7 @@ def test_fewer_key_value_heads_than_ranks_under_more_layouts(preset, kv_heads):
 
 
 def test_float32():
-    report = compare(small("tiny"), [{"tp": 2, "pp": 2}], steps=10, dtype="float32")
+    report = compare(small("tiny"), [{"tp": 2, "pp": 2}], steps=5, dtype="float32")
     assert report.ok, explain(report)
 
 
@@ -112,8 +112,12 @@ def rounds(seed: int) -> tuple[RunConfig, dict[str, Any], int]:
     return small("tiny").override(shape | batch | rounding), layout, draw.choice([3, 10, 20])
 
 
+EVERYDAY_SEEDS = (8, 30)
+"""Sequence parallelism, and tp 2 with cp 2; three steps each."""
+
+
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed < 2 else pytest.mark.sweep) for seed in range(40)]
+    "seed", [pytest.param(seed, marks=() if seed in EVERYDAY_SEEDS else pytest.mark.sweep) for seed in range(40)]
 )
 def test_float32_is_equal_or_rounding_over_seeds(seed):
     config, layout, steps = rounds(seed)

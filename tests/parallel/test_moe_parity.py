@@ -1,4 +1,4 @@
-"""A GPT with experts under every fold against one process: loss, gradients, parameters over three optimizer steps.
+"""A GPT with experts under every fold against one process: loss, gradients, parameters over two optimizer steps.
 
 All of docs/parity.md's tables of experts are a sweep (`make sweep`): {ep1, 2, 4, 8} x {etp1, 2} x {tp1, 2} x {cp1, 2} x
 {pp1, 2} x {data parallel, distributed optimizer} up to 8 ranks, in rows that have every four values that can occur
@@ -80,12 +80,12 @@ def test_every_way_to_send_tokens():
         {**FOLDED, "shared_expert_overlap": True, "recompute_granularity": "full"},
         {"ep": 2, "pp": 2, "grouped_gemm": False, "world_size": 4, "schedule.name": "zero_bubble_h1"},
     ]
-    agrees(compare(sparse("deepseek_tiny"), layouts, steps=3))
+    agrees(compare(sparse("deepseek_tiny"), layouts, steps=2))
 
 
 def test_float32_along_the_routing_of_one_process():
     layouts = [{**FOLDED, "cp": 2, "world_size": 8}, {"pp": 2, "ep": 2}]
-    agrees(compare(sparse("mixtral_tiny"), layouts, steps=3, dtype="float32"))
+    agrees(compare(sparse("mixtral_tiny"), layouts, steps=2, dtype="float32"))
 
 
 PARTIAL = {"recompute_granularity": "full", "num_microbatches_with_partial_activation_checkpoints": 1}
@@ -110,7 +110,7 @@ def test_gradients_of_experts_over_their_own_replicas():
         {**FOLDED, "ep": 2, "world_size": 4, **MATRIX["MEGATRON"], "bucket_size": 4000},
         {**FOLDED, "ep": 1, "world_size": 4, "optim.data_parallel": "naive"},
     ]
-    agrees(compare(sparse("tiny_moe"), layouts, steps=3))
+    agrees(compare(sparse("tiny_moe"), layouts, steps=2))
 
 
 LAST_EXPERTS = "layers.1.mlp.experts.fc2.weight gradient"
@@ -141,7 +141,7 @@ DROPS = {"capacity_factor": 0.75, "moe.aux_loss_coeff": 0.01}
 @pytest.mark.parametrize("policy", ["probs", pytest.param("position", marks=pytest.mark.sweep)])
 def test_dropped_tokens_where_a_rank_holds_whole_micro_batches(policy):
     layouts = [{"ep": 4, "pad_to_capacity": padded, "distributed_optimizer": padded} for padded in (False, True)]
-    agrees(compare(sparse("tiny_moe", **DROPS, drop_policy=policy), layouts, steps=3))
+    agrees(compare(sparse("tiny_moe", **DROPS, drop_policy=policy), layouts, steps=2))
 
 
 def test_dropped_tokens_do_not_depend_on_how_the_others_are_sent():
@@ -152,7 +152,7 @@ def test_dropped_tokens_do_not_depend_on_how_the_others_are_sent():
         {**tokens, "etp": 1, "ep": 4, "pad_to_capacity": True},
     ]
     agrees(
-        compare(sparse("tiny_moe", **DROPS), layouts, steps=3, reference={**tokens, "dispatcher": "local", "etp": 1})
+        compare(sparse("tiny_moe", **DROPS), layouts, steps=2, reference={**tokens, "dispatcher": "local", "etp": 1})
     )
 
 

@@ -43,7 +43,7 @@ def deep(preset: str, dp: int = 1, **changes: Any) -> RunConfig:
 
 
 def test_every_schedule_gives_the_losses_gradients_and_parameters_of_one_process():
-    report = compare(deep("tiny"), SUBSET, steps=3)
+    report = compare(deep("tiny"), SUBSET, steps=2)
     assert report.ok, f"\n{report}"
     assert max(row.largest for row in report.rows) <= 1e-10
 
@@ -85,7 +85,7 @@ def test_a_rank_of_empty_stages_takes_the_type_of_the_others_and_joins_fp8_and_g
 def test_float32():
     """A V whose one tied weight gets its gradients from autograd, not from the layers."""
     layout = {"pp": 2, **DUALPIPE_V, "gradient_accumulation_fusion": False}
-    report = compare(deep("tiny"), [layout], steps=3, dtype="float32")
+    report = compare(deep("tiny"), [layout], steps=2, dtype="float32")
     assert report.ok, f"\n{report}"
 
 
