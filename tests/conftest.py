@@ -1,5 +1,6 @@
 """What holds for every test: skips with their reason, no windows, the same random examples in CI every time."""
 
+import gc
 import importlib.util
 import os
 import sys
@@ -52,6 +53,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in marked:
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what every test has imported out of garbage collections: a test that asks for one would wait a second."""
+    gc.freeze()
 
 
 @pytest.fixture

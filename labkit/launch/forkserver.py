@@ -21,6 +21,7 @@ from typing import Any
 
 _server = ForkServer()
 _modules = ["labkit.launch.preloaded"]
+"""Imported in this order; `preloaded` stays the last, since it freezes what has been imported before it."""
 _server.set_forkserver_preload(_modules)
 
 
@@ -31,7 +32,7 @@ def preload(*modules: str) -> None:
     """
     if _server._forkserver_pid is not None:  # pyright: ignore[reportAttributeAccessIssue]
         raise RuntimeError("the fork server already runs: call preload() before the first run() or Ranks()")
-    _modules.extend(module for module in modules if module not in _modules)
+    _modules[-1:-1] = [module for module in modules if module not in _modules]
 
 
 def ensure_running() -> None:
