@@ -49,8 +49,7 @@ class GPTModel(nn.Module):
         gradient_accumulation_fusion: linear layers add weight gradients to `main_grad` where it exists.
         label_smoothing: of the loss.
         rng: random states for dropout and jitter, shared by the chunks of a rank; None makes them if they are needed.
-        spec: parts of the layers and precision of their products (`labkit.train.layer_spec`); embedding and output
-            layer keep `dtype`.
+        spec: parts of the layers, and the precision of their products (`labkit.train.layer_spec`).
         tied_weight_VH: the word embedding, if another chunk of this rank has it and the output layer uses it too; this
             chunk then has no output weight to count, update or save.
 

@@ -168,8 +168,7 @@ class _ColumnLinear(Function):
     dgrad     dx = sum_r dy_r W_r            [S, B, O/t] x [O/t, I] -> [S, B, I], all-reduce started, not awaited
     wgrad     dW_r = dy_r^T x, db_r = sum dy [O/t, N] x [N, I] -> [O/t, I], while the all-reduce runs
 
-    Under sequence parallelism forward gathers x from [S/t, B, I] and backward gathers it again. dx is reduce-scattered
-    instead of all-reduced.
+    Under sequence parallelism forward gathers x from [S/t, B, I] and backward gathers it again. dx is reduce-scattered.
 
     While a `WeightGradStore` collects, wgrad waits for its W, with the second gather of x, which only wgrad needs.
     """

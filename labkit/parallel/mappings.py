@@ -14,8 +14,8 @@ An operator and its conjugate are each other's transpose: the forward of one is 
 | all_to_all                                   | all-to-all           | all-to-all, splits swapped |
 
 The sequence-parallel operators are those of arXiv 2205.05198, where gather is g and reduce-scatter g-bar. Their parts
-may differ in size. `communication/in_flight.py` has an all-to-all in two halves, with other work in between. A group of
-size 1 bypasses all operators.
+may differ in size. `communication/in_flight.py` has an all-to-all in two halves. A group of size 1 bypasses all
+operators.
 
 Shapes: S sequence, B batch, H hidden; t = size of the group; x_r is rank r's tensor; L the loss.
 """

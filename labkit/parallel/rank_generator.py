@@ -6,8 +6,7 @@ of an axis is the product of the sizes to its left (`prefix_product`):
     rank = rank_offset + sum over axes of coordinate[axis] * stride[axis]
 
 A token such as `dp-cp` marks the digits that vary inside a group (the mask). Every combination of the other digits is
-one group. Both groups and members are counted with their fastest digit first, so `dp-cp` and `cp-dp` are the same
-token.
+one group. Groups and members are counted with the fastest digit first, so `dp-cp` and `cp-dp` are one token.
 
 Dense layers and experts see the same ranks through two generators (`rank_generators`). Attention has tp, cp, dp, pp and
 no ep; experts have etp, ep, edp, pp and no cp. This is MoE parallel folding (arXiv 2504.14960). The module needs numpy
@@ -81,8 +80,8 @@ def parse_order(order: str) -> list[str]:
 class RankGenerator:
     """Groups of ranks for any token.
 
-    `order` lists the axes from fastest to slowest varying; axes left out must have size 1. `rank_offset` is the number
-    of the first rank.
+    `order` lists the axes from fastest to slowest varying; axes left out must have size 1. `rank_offset` is the first
+    rank.
 
     Raises ValueError for sizes below 1 or not whole. It also refuses an order that repeats an axis, names an unknown
     axis or misses an axis larger than 1. cp and ep above 1 belong to two generators, so it refuses both together.

@@ -7,8 +7,7 @@ of data parallelism (`gradient_sync.py`).
 
 Gradients add up over microbatches. A split backward is two actions: I computes the gradient of the stage's input and
 leaves weight gradients to the `WeightGradStore`, W computes those. B frees the activations; in a split backward W does.
-An output that goes to another rank is shrunk at once. Every action leaves an Event of its name, such as `2F0`, while
-recording.
+An output that goes to another rank is shrunk at once. While recording, every action leaves an Event of its name, `2F0`.
 """
 
 from __future__ import annotations
