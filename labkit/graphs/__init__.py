@@ -1,4 +1,4 @@
-"""CUDA graphs: capture and replay on CUDA and, with the same semantics, on CPU; plans of their buffers as data.
+"""CUDA graphs: capture and replay on CUDA, and with the same semantics on a CPU; plans of their buffers as data.
 
 Names are loaded on first use (PEP 562), so that plans can be made without torch.
 """

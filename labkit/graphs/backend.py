@@ -1,7 +1,7 @@
-"""The protocol behind `impl`: functions that a machine must offer for graphs to be captured on it and replayed.
+"""The protocol behind `impl`: the functions that a machine offers so that graphs can be captured and replayed on it.
 
-`graphs/capture.py` knows the rules of capturing (order, buffers, weak references, autograd) and nothing of the machine;
-a backend knows how operations are recorded and nothing of those rules.
+`graphs/capture.py` knows the rules of a capture: order, buffers, weak references, autograd. A backend knows how its
+machine records operations. Neither knows the other's part.
 
 | impl                 | backend             | a graph is                          | a pool is                     |
 |----------------------|---------------------|-------------------------------------|-------------------------------|
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from labkit.parallel.random import RngTracker
 
 IMPLS = ("auto", "transformer_engine", "local", "emulated")
-"""What `make_graphed_callables(impl=)` takes. `auto` is `local` for tensors on CUDA and `emulated` for those on the
-host."""
+"""Values of `make_graphed_callables(impl=)`. `auto` is `local` for tensors on CUDA and `emulated` for the host's."""
 
 
 class Graph(Protocol):
@@ -36,7 +35,7 @@ class Graph(Protocol):
     name: str
 
     def replay(self) -> None:
-        """Run the operations again on whatever their addresses hold now."""
+        """Run the operations again on the values that lie at their addresses now."""
         ...
 
     @property
@@ -45,36 +44,36 @@ class Graph(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget the operations and let their memory go; a later `replay` is an error."""
+        """Forget the operations and free their memory; a later `replay` is an error."""
         ...
 
 
 class Pool(Protocol):
-    """Memory in which graphs find what they make. Graphs of one pool take over each other's dead blocks."""
+    """Memory for the tensors that graphs make. A graph may take over the dead blocks of another graph of its pool."""
 
     @property
     def history(self) -> Sequence[PoolStep]:
-        """Everything that was taken and given back; empty where the machine does not say."""
+        """All blocks taken and given back, in order; empty where the machine does not say."""
         ...
 
     @property
     def peak_bytes(self) -> int:
-        """Most that was alive at once."""
+        """Most bytes that were alive at once."""
         ...
 
     @property
     def reserved_bytes(self) -> int:
-        """What the pool holds of the machine's memory, alive or not."""
+        """Bytes of the machine's memory that the pool holds, alive or not."""
         ...
 
     @property
     def live_bytes(self) -> int:
-        """What is alive now."""
+        """Bytes that are alive now."""
         ...
 
     @property
     def workspace_bytes(self) -> int | None:
-        """What cuBLAS keeps for the stream of the captures, outside the pool; None where nobody knows."""
+        """Bytes that cuBLAS keeps for the stream of the captures, outside the pool; None where unknown."""
         ...
 
 
@@ -84,46 +83,45 @@ class GraphBackend(Protocol):
     name: str
     """`emulated` or `local`."""
     device_type: str
-    """Of the tensors it takes: `cpu` or `cuda`."""
+    """Device type of the tensors that it takes: `cpu` or `cuda`."""
 
     def new_pool(self) -> Pool:
         """An empty pool."""
         ...
 
     def capturing(self, pool: Any, name: str) -> AbstractContextManager[Graph]:
-        """Record what runs inside the block into the Graph that it yields, with garbage collection off.
+        """Record the operations inside the block into the Graph that it yields, with garbage collection off.
 
-        Tensors made inside lie in `pool`; a block there is free again once its last tensor is dropped. Replays draw
-        random numbers as the recorded operations would if they ran anew, from torch's default generator and from the
-        named states of `RngTracker`s.
+        Tensors made inside lie in `pool`; memory there is free again once its last tensor is dropped. A replay draws
+        new random numbers, from torch's default generator and from the named states of `RngTracker`s.
 
         Raises:
-            GraphCaptureError: something inside the block cannot be captured; names the caller's line.
+            GraphCaptureError: an operation cannot be captured; the message names the caller's line.
         """
         ...
 
     def warming_up(self, pool: Any) -> AbstractContextManager[None]:
-        """Where the runs before captures into `pool` take place: on a GPU, on the stream of those captures."""
+        """Run the block as a warm-up for captures into `pool`: on a GPU, on the stream of those captures."""
         ...
 
     def before_captures(self, pool: Any) -> None:
-        """To be called once ahead of a set of captures into `pool`: frees the memory that nobody uses."""
+        """Free unused memory. Call this once ahead of a set of captures into `pool`."""
         ...
 
     def static_like(self, tensor: Tensor, pool: Any) -> Tensor:
-        """An uninitialised tensor like `tensor` whose address is its own for as long as it lives; requires no grad."""
+        """An uninitialised tensor like `tensor`, which keeps its address to itself while it lives; requires no grad."""
         ...
 
     def weak_ref(self, tensor: Tensor) -> Tensor:
-        """A tensor at the same address that does not keep the memory: its pool may give it to somebody else."""
+        """A tensor at the same address that does not keep the memory: the pool may give it to another tensor."""
         ...
 
 
 def make_weak_ref(tree: Any, backend: GraphBackend) -> Any:
     """`tree` (tensors in tuples, lists, dicts; anything else stays) with every tensor replaced by a weak reference.
 
-    What the tree held can then be taken by the next capture of the pool, and what is read through the new tensors is
-    whatever lies at those addresses by then.
+    Once the caller drops `tree`, the next capture of the pool can take its memory. A weak reference reads the values
+    that lie at its address at the time.
     """
     return tree_map_only(Tensor, backend.weak_ref, tree)
 
@@ -132,7 +130,7 @@ def choose_impl(impl: str, device: torch.device) -> str:
     """`impl` with `auto` resolved for tensors on `device`.
 
     Raises:
-        ValueError: no such implementation, or not for tensors of this device, or a GPU that is not the current one.
+        ValueError: an unknown name, an implementation for another device, or a GPU that is not the current one.
     """
     if impl not in IMPLS:
         raise ValueError(f"impl={impl!r} is unknown; it may be {', '.join(IMPLS)}")
@@ -159,8 +157,8 @@ def choose_impl(impl: str, device: torch.device) -> str:
 def get_backend(impl: str, rng_trackers: Sequence[RngTracker] = ()) -> GraphBackend:
     """The backend of `emulated` or `local`.
 
-    rng_trackers: whose states captured code may draw from; graphs on a GPU must be told. It may be a list to which a
-    warm-up adds.
+    rng_trackers: the trackers whose states captured code may draw from. Graphs on a GPU must know these trackers. A
+    list may grow during a warm-up.
 
     Raises:
         ValueError: another name.

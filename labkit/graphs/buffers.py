@@ -1,19 +1,19 @@
 """The plan of static input buffers, one for each layer and microbatch, made from the order table before any capture.
 
-A graph reads its input at a fixed address, so every (layer, microbatch) needs a buffer that nobody writes between its
-forward and its backward, which reads the input again. Two microbatches that are never under way together can share one.
-Walking along the order decides it: a forward takes, for each of its layers, the buffer that has been free longest
-among those of the same signature (shape, type, layout), or a new one; a backward gives its layers' buffers back.
+A graph reads its input at a fixed address, and the backward reads that input again. So every (layer, microbatch) needs
+a buffer that nobody writes between its forward and its backward. Two microbatches that are never in flight together can
+share a buffer. The plan walks along the order. A forward takes a buffer for each of its layers: the longest free
+buffer of the same signature (shape, type, layout), else a new one. A backward gives its layers' buffers back.
 
     order            1   1  -1   1  -1  -1      one layer, warm-up 1
     microbatch       0   1   0   2   1   2
     buffer           0   1  (0)  0  (1) (0)     in brackets: given back
 
-With L equal layers a chunk, V chunks, M microbatches and w forwards in warm-up that makes L min(w + 1, M V) buffers:
-with M they grow no further, where a buffer per (layer, microbatch) would be L V M.
+L equal layers a chunk, V chunks, M microbatches and w forwards in warm-up need L min(w + 1, M V) buffers. The example
+needs 2. Their number stops growing with M; a buffer for each (layer, microbatch) would make L V M.
 
-Sources: Transformer Engine 2.20, `make_graphed_callables` with `_reuse_graph_input_output_buffers`, which gives inputs
-back at the backward even where weight gradients (c - 0.5) come later; megatron-core 0.16.1 does so to its samples.
+Sources: Transformer Engine 2.20, `make_graphed_callables` with `_reuse_graph_input_output_buffers`. The engine gives an
+input back at the backward even where weight gradients (c - 0.5) come later. So does megatron-core 0.16.1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from labkit.graphs.order_table import Pass, layers_of_chunks, order_sizes, read_
 
 
 class PlanError(ValueError):
-    """A plan under which somebody reads a buffer that was given to somebody else. The message draws the lives."""
+    """A plan in which one use reads a buffer that another use has overwritten. The message draws both uses."""
 
 
 class Use(NamedTuple):
@@ -63,7 +63,7 @@ class BufferPlan:
     acquired_at: Mapping[Use, int]
     """(chunk, layer, microbatch) -> step of the order that takes the buffer: its forward."""
     freed_at: Mapping[Use, int]
-    """(chunk, layer, microbatch) -> step of the order that gives it back: its backward. From then on others take it."""
+    """(chunk, layer, microbatch) -> step of the order that gives the buffer back for other uses: its backward."""
     signature: tuple[Hashable, ...]
     """Signature of each buffer; None where none were given."""
 
@@ -74,16 +74,16 @@ class BufferPlan:
 
     @property
     def buffers_by_signature(self) -> dict[Hashable, int]:
-        """How many buffers there are of each signature."""
+        """Signature -> number of buffers."""
         return dict(Counter(self.signature))
 
     def lives(self, buffer: int) -> list[Use]:
-        """Who uses a buffer, in the order they take it."""
+        """The uses of a buffer, in the order in which they take it."""
         users = [use for use, assigned in self.assignment.items() if assigned == buffer]
         return sorted(users, key=self.acquired_at.__getitem__)
 
     def held_at(self, step: int) -> int:
-        """How many buffers are held after a step of the order."""
+        """Number of buffers in use after a step of the order."""
         return sum(self.acquired_at[use] <= step < self.freed_at[use] for use in self.assignment)
 
 
@@ -100,12 +100,12 @@ def plan_buffers(
     Args:
         order: Signed chunk numbers, as `Schedule.order` and `convert_schedule_table_to_order` give them.
         layers_per_chunk: Layers of each chunk, or one number for all.
-        signatures: What must agree for two inputs to share a buffer: one entry per layer of the rank (chunk by chunk),
-            or one per sample argument, laid out as in `passes.sample_index`. None: all agree.
-        early_release: Give every buffer back this many steps before its backward. Wrong on purpose: it shows what a
-            plan that is one step early does to a loss, and `check_plan` refuses it.
+        signatures: Inputs share a buffer only if their signatures are equal. One entry per layer of the rank (chunk by
+            chunk), or one per sample argument in the layout of `sample_index`. None: all are equal.
+        early_release: Give every buffer back this many steps before its backward. This is wrong on purpose, to show
+            what such a plan does to a loss; `check_plan` refuses the plan.
         keep_for_weight_gradients: Hold a buffer until the weight gradients (c - 0.5) have run. Transformer Engine
-            does not, which is right for layers whose weight gradients read no static input.
+            does not, since the weight gradients of its layers read no static input.
 
     Raises:
         ValueError: an order that `read_order` refuses, layers that do not fit it, a wrong number of signatures,
@@ -129,12 +129,12 @@ def plan_buffers(
 def _first_in_first_out(
     passes: Sequence[Pass], layers: tuple[int, ...], wanted: Mapping[Use, Hashable], freed_at: Mapping[Use, int]
 ) -> tuple[dict[Use, int], list[Hashable]]:
-    """Walk along the order: the buffer of every use, the signature of every buffer."""
+    """Walk along the order; return the buffer of every use and the signature of every buffer."""
     assignment: dict[Use, int] = {}
     buffers: list[Hashable] = []
     free: dict[Hashable, deque[int]] = {}
     leaving: dict[int, list[Use]] = {}
-    for use, step in freed_at.items():  # laid out by chunk, microbatch, layer: the order in which a chunk gives back
+    for use, step in freed_at.items():  # by chunk, microbatch, layer: the order in which a chunk gives buffers back
         leaving.setdefault(step, []).append(use)
     for one in passes:
         for use in leaving.get(one.step, ()):
@@ -154,12 +154,12 @@ def _first_in_first_out(
 def check_plan(plan: BufferPlan, order: Sequence[float], *, keep_for_weight_gradients: bool = False) -> None:
     """Refuse a plan under which an input could be overwritten before its backward has read it.
 
-    It reads the forwards and backwards from the order and looks at each buffer's users one after the other; how the
-    plan was made does not matter.
+    The check reads forwards and backwards from the order, and then compares the uses of each buffer. It does not depend
+    on `plan_buffers`.
 
     Raises:
-        PlanError: two users of a buffer whose lives overlap (both are drawn), a buffer given back before its backward,
-            a layer and microbatch without a buffer.
+        PlanError: two uses of a buffer overlap (the message draws both), a buffer is given back before its backward, or
+            a layer and microbatch has no buffer.
         ValueError: an order that `read_order` refuses.
     """
     passes = read_order(order)
@@ -175,8 +175,8 @@ def check_plan(plan: BufferPlan, order: Sequence[float], *, keep_for_weight_grad
         begin, end = first[use.virtual_microbatch], last[use.virtual_microbatch]
         if plan.freed_at[use] < end or plan.acquired_at[use] != begin:
             raise PlanError(
-                f"buffer {plan.assignment[use]} is held by {use} from step {plan.acquired_at[use]} and given back at "
-                f"step {plan.freed_at[use]}: its forward runs at step {begin}, its backward reads the buffer at step "
+                f"{use} holds buffer {plan.assignment[use]} from step {plan.acquired_at[use]} and gives it back at "
+                f"step {plan.freed_at[use]}. Its forward runs at step {begin}, its backward reads the buffer at step "
                 f"{end}\n{_picture(order, [(use, begin, end)])}"
             )
 
@@ -211,7 +211,7 @@ def _signatures_of_uses(
     uses = [Use(*place) for place in sample_places(layers, microbatches)]
     if signatures is None:
         return dict.fromkeys(uses, None)
-    if len(signatures) == len(uses):  # one per sample argument, which is how `uses` is laid out
+    if len(signatures) == len(uses):  # one per sample argument, in the layout of `uses`
         return dict(zip(uses, signatures, strict=True))
     if len(signatures) != sum(layers):
         raise ValueError(
@@ -237,11 +237,11 @@ def _first_and_last_steps(
 
 
 _WINDOW = 24
-"""Steps of an order that a picture shows at most."""
+"""Largest number of steps that a picture shows."""
 
 
 def _picture(order: Sequence[float], lives: Sequence[tuple[Use, int, int]]) -> str:
-    """Lives (user, forward, backward) of a buffer under the order: F forward, = held, B backward, ! held twice."""
+    """Draw uses (use, forward, backward) of a buffer under the order: F forward, = held, B backward, ! held twice."""
     start = max(0, max(begin for _, begin, _ in lives) - _WINDOW // 2)
     steps = range(start, min(len(order), start + _WINDOW))
     rows = [("step", [str(step) for step in steps]), ("order", [f"{order[step]:g}" for step in steps])]

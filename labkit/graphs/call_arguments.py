@@ -1,4 +1,4 @@
-"""Checks of callables and of the arguments of a captured call, the same for every `impl`."""
+"""The callables of a capture, the arguments of their calls, and checks of both; the same for every `impl`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from labkit.parallel.communication.capturing import GraphCaptureError
 
 
 class Place(NamedTuple):
-    """A callable at one microbatch: it gets its own graphs."""
+    """A callable at one microbatch, which gets graphs of its own."""
 
     function: Callable[..., Any]
-    """What is captured."""
+    """The callable to capture."""
     name: str
-    """For messages, and of its graphs: `chunk 0 layer 1 microbatch 2`, or `callable 3`."""
+    """Name in messages and of the graphs: `chunk 0 layer 1 microbatch 2`, or `callable 3`."""
     chunk: int
     """Model chunk of the rank, 0 first; 0 without an order."""
     layer: int
@@ -37,7 +37,7 @@ class Work(NamedTuple):
     place: int
     """Index of the `Place`."""
     ends_chunk: bool
-    """Whether it is the last of its entry in the order."""
+    """True for the last graph of an entry in the order."""
 
 
 def places_and_work(
@@ -46,7 +46,7 @@ def places_and_work(
     order: Sequence[float] | None,
     num_layers_per_chunk: int | Sequence[int] | None,
 ) -> tuple[list[Place], list[Work], tuple[int, ...]]:
-    """(places, in the layout of the sample arguments; what is captured, in order; layers of each chunk).
+    """(places in the layout of the sample arguments, graphs in the order of capture, layers of each chunk).
 
     Raises:
         ValueError: an order that `read_order` refuses, or numbers of callables and sample arguments that do not fit.
@@ -75,8 +75,8 @@ def places_and_work(
         )
     if samples != len(callables) * microbatches:
         raise ValueError(
-            f"{samples} sample_args for {len(callables)} callables and the {microbatches} microbatches of the order: "
-            f"give {len(callables) * microbatches}, laid out as prefix_layers[chunk] * {microbatches} + "
+            f"{samples} sample_args for {len(callables)} callables and {microbatches} microbatches of the order: "
+            f"give {len(callables) * microbatches}, each at index prefix_layers[chunk] * {microbatches} + "
             "microbatch * layers[chunk] + layer"
         )
     places = [
@@ -93,11 +93,12 @@ def places_and_work(
 
 
 def check_callables(callables: Sequence[Callable[..., Any]]) -> None:
-    """Refuse what a replay could not follow.
+    """Refuse callables that a replay could not follow.
 
     Raises:
-        TypeError: something that cannot be called.
-        GraphCaptureError: modules in training and in evaluation, hooks, buffers that want gradients, autocast's cache.
+        TypeError: an object that cannot be called.
+        GraphCaptureError: modules in training beside modules in evaluation, hooks, buffers that require grad,
+            autocast's cache.
     """
     for function in callables:
         if not callable(function):
@@ -106,17 +107,17 @@ def check_callables(callables: Sequence[Callable[..., Any]]) -> None:
     if len({module.training for module in modules}) > 1:
         raise GraphCaptureError(
             "some modules are in training and some in evaluation mode: graphs that share a pool are captured in one "
-            "mode; call .train() or .eval() on all of them"
+            "mode. Call .train() or .eval() on all of them"
         )
     casts = any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
     if casts and torch.is_autocast_cache_enabled():
         raise GraphCaptureError(
-            "autocast keeps cast weights from one forward to the next, and a replay would read the old ones: "
+            "autocast keeps cast weights from one forward to the next, and a replay would read the old weights: "
             "capture inside torch.autocast(.., cache_enabled=False)"
         )
     if modules and any(global_hooks()):
         raise GraphCaptureError(
-            "a hook is registered for all modules (register_module_forward_hook and the like), which would run at "
+            "a hook is registered for all modules (register_module_forward_hook and the like); it would run at "
             "capture and at no replay: remove it before the capture"
         )
     for module in modules:
@@ -128,8 +129,8 @@ def _check_module(name: str, module: nn.Module) -> None:
     for attribute, what in HOOKS.items():
         if getattr(module, attribute):
             raise GraphCaptureError(
-                f"{name} has {what}, which would run at capture and at no replay: remove it before the capture, and "
-                "call what it does ahead of each replay (cuda_graph_manual_hooks)"
+                f"{name} has {what}, which would run at capture and at no replay: remove it before the capture. To "
+                "keep its effect, call it ahead of each replay (cuda_graph_manual_hooks)"
             )
     for buffer, tensor in module.named_buffers(recurse=False):
         if tensor.requires_grad:
@@ -143,10 +144,10 @@ class Arguments:
     """The tensors of a call, in a fixed order, with fixed shapes and types: positional ones, then keywords by name."""
 
     def __init__(self, place: str, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Learn them from a sample call.
+        """Learn order, shapes and types from a sample call.
 
         Raises:
-            TypeError: an argument that is no tensor, or `args` that is no tuple.
+            TypeError: an argument is no tensor, or `args` is no tuple.
         """
         if not isinstance(args, tuple | list):
             raise TypeError(
@@ -161,20 +162,20 @@ class Arguments:
         self.names = tuple(self._name(path) for path, _ in paths)
         for name, tensor in zip(self.names, self.tensors, strict=True):
             if tensor is None:
-                raise TypeError(f"{place}: {name} is None; a graph takes tensors alone: leave it out of the sample")
+                raise TypeError(f"{place}: {name} is None; a graph takes only tensors: leave it out of the sample")
             if not isinstance(tensor, Tensor):
                 raise TypeError(
-                    f"{place}: {name} is a {type(tensor).__name__}; a graph takes tensors alone. What is constant "
-                    "belongs into the callable (functools.partial), what changes into a tensor"
+                    f"{place}: {name} is a {type(tensor).__name__}; a graph takes only tensors. Put a constant into "
+                    "the callable (functools.partial), and a value that changes into a tensor"
                 )
         self._known = [(x.shape, x.dtype, x.device) for x in self.tensors]
         self._flat = all(isinstance(x, Tensor) for x in (*args, *kwargs.values()))
         shapes = tuple((tuple(x.shape), x.dtype, x.layout, x.requires_grad) for x in self.tensors)
         self.signature: Hashable = (shapes, self.keywords)
-        """What must agree for two calls to share static inputs."""
+        """Two calls can share static inputs only if their signatures are equal."""
 
     def forget_samples(self) -> None:
-        """Keep shapes and structure alone; where static inputs are shared most samples serve nobody."""
+        """Keep only shapes and structure: where calls share static inputs, most samples are not needed any more."""
         self.tensors = []
 
     def _name(self, path: Any) -> str:
@@ -191,8 +192,8 @@ class Arguments:
         """The tensors of a later call, checked against the sample.
 
         Raises:
-            TypeError: other arguments than the sample had.
-            GraphCaptureError: a shape, type or device that is not that of the capture.
+            TypeError: the sample had other arguments.
+            GraphCaptureError: a shape, type or device differs from the sample's.
         """
         if len(args) != self._positional or kwargs.keys() != set(self.keywords):
             raise TypeError(
@@ -219,13 +220,13 @@ class Arguments:
         return tensors
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) of the sample call with other tensors."""
+        """(args, kwargs) of the sample call with `tensors` in the place of its own."""
         args, values = self.spec.unflatten(tensors)
         return tuple(args), dict(zip(self.keywords, values, strict=True))
 
 
 def parameters_of(functions: Sequence[Callable[..., Any]]) -> Iterator[nn.Parameter]:
-    """Parameters that want gradients, each once."""
+    """The parameters of these modules that require grad, each once."""
     seen: set[int] = set()
     for function in functions:
         for parameter in function.parameters() if isinstance(function, nn.Module) else ():

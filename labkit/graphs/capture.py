@@ -1,21 +1,28 @@
-"""`make_graphed_callables`: capture callables in the order in which they will run, and hand out what replays them.
+"""`make_graphed_callables`: capture callables in the order in which they will run; return callables that replay.
 
-The rules, which hold for every implementation:
+These rules hold for every implementation.
 
-- *One pool.* All graphs share it. A block is free again as soon as its last tensor is gone, and the next capture takes
-  it; so replays must come in the order of the captures, and the captures follow `order`.
-- *Fixed addresses.* A graph reads its static inputs and leaves its static outputs; calls copy in and get aliases back.
-- *Reuse of static inputs* (`reuse_buffers`) follows `plan_buffers`: one buffer serves the microbatches whose lives,
-  from forward to backward, do not touch.
-- *Weak references* (`reuse_buffers`). Once the backward of a callable is captured nobody needs its static outputs, nor
-  its parameters' gradients, which leave as copies; the gradients of its inputs live until the backward below them is
-  captured, those of a chunk's first layer until the next chunk's backward is, because they are sent to another rank.
-- *A backward finds what its forward left*, or is refused: another replay of that graph, or one out of order, wrote over
-  it (`checks/in_flight_forwards.py`).
-- *Python runs at capture and not at replay*: side effects happen once, branches are frozen.
+One pool: all graphs share it. Memory is free again as soon as its last tensor is gone, and the next capture takes it.
+So replays must come in the order of the captures, and the captures follow `order`.
 
-Sources: Transformer Engine 2.20, `make_graphed_callables`, whose arguments and layouts these are; PyTorch's function of
-the same name.
+Fixed addresses: a graph reads its static inputs and writes its static outputs. A call copies its tensors into the
+inputs and returns aliases of the outputs.
+
+Shared static inputs (`reuse_buffers`): one buffer serves all microbatches whose spans, from forward to backward, do not
+overlap (`plan_buffers`).
+
+Weak references (`reuse_buffers`): the capture drops a tensor as soon as no later graph reads it, so that the pool can
+use the memory again. Static outputs go once the callable's backward is captured. So do gradients of parameters, which
+replays hand out as copies. Gradients of inputs stay until the backward of the layer below is captured. Those of a
+chunk's first layer travel to another rank, so they stay until the next chunk's backward is captured.
+
+A backward reads the tensors that its forward left. If another replay has overwritten them, the backward is refused
+(`checks/in_flight_forwards.py`).
+
+Python runs at capture and not at replay: side effects happen once, and branches are frozen.
+
+Sources: Transformer Engine 2.20, `make_graphed_callables`, for arguments and layouts; PyTorch's function of the same
+name.
 """
 
 from __future__ import annotations
@@ -79,42 +86,42 @@ def make_graphed_callables(
     engine_options: Mapping[str, Any] | None = None,
     backend: GraphBackend | None = None,
 ) -> Any:
-    """Graphs of callables, as callables that work under autograd.
+    """Capture callables; return callables that replay the graphs and work under autograd.
 
     Args:
         callables: a module or function, or a tuple of them. Under `order` the layers of all chunks, chunk by chunk.
-        sample_args: a tuple of tensors, or a tuple of such tuples. They become the static inputs, so they live on as
-            long as the graphs. Under `order` there is one for every layer and microbatch, at prefix_layers[chunk] M +
-            microbatch L_chunk + layer. Shapes, types, devices and `requires_grad` of later calls are theirs.
+        sample_args: a tuple of tensors, or a tuple of such tuples. The samples become the static inputs, so they live
+            as long as the graphs. Later calls have the same shapes, types, devices and `requires_grad`. Under `order`
+            there is one for every layer and microbatch, at prefix_layers[chunk] M + microbatch L_chunk + layer.
         sample_kwargs: keyword arguments in the same layout: a dict, or a tuple of dicts.
         order: signed chunk numbers, 1 first, as `Schedule.order` gives them; -c - 0.5 is a separate graph of the weight
             gradients. None: each callable has one graph, all forwards run before all backwards.
-        num_layers_per_chunk: layers of each chunk; None shares callables out equally.
-        num_warmup: runs of each callable ahead of its capture, so that what is made lazily is not captured.
-        pool: memory to share with earlier captures (`.pool` of what they returned); None starts a new one.
+        num_layers_per_chunk: layers of each chunk; None gives each chunk the same number.
+        num_warmup: runs of each callable ahead of its capture, so that lazy initialisation is not captured.
+        pool: `.pool` of earlier graphed callables, to share their memory; None starts a new pool.
         reuse_buffers: share static inputs between microbatches and give static outputs back to the pool.
         impl: `transformer_engine`, `local` (CUDA), `emulated` (host), or `auto` by the device of the samples.
-        allow_unused_input: an input that requires grad may get none.
-        clone_param_grads: gradients of parameters leave as copies. Without, they alias memory of the graph, which its
-            next replay overwrites.
-        plan: which static input serves whom, in the place of `plan_buffers`. It is not checked (`check_plan` does).
-        watch_replays: refuse a backward whose forward's activations another replay has overwritten. Without, its
+        allow_unused_input: allow an input that requires grad and gets none.
+        clone_param_grads: return gradients of parameters as copies. False returns aliases of the graph's memory, which
+            its next replay overwrites.
+        plan: the static input of each layer and microbatch, in the place of `plan_buffers`. It is not checked here;
+            `check_plan` does that.
+        watch_replays: refuse a backward whose forward's activations another replay has overwritten. With False the
             gradients are silently wrong, as on a bare CUDA graph.
-        rng_trackers: named random states that the callables draw from; None finds those that modules hold.
+        rng_trackers: the trackers whose states the callables draw from; None takes those that modules hold.
         engine_options: for Transformer Engine alone: `enabled`, `recipe`, `amax_reduction_group` and
             `cache_quantized_params` of its quantisation.
-        backend: captures instead of the backend of `impl`.
+        backend: a backend in the place of that of `impl`.
 
     Returns:
         One `GraphedCallable` for a single callable, else a tuple in the layout of `sample_args`.
 
     Raises:
-        ValueError: numbers of arguments that do not fit, an order that cannot run, an implementation that is not for
-            these tensors.
+        ValueError: numbers of arguments that do not fit, an order that cannot run, an implementation for another
+            device.
         TypeError: arguments that are no tensors.
-        GraphCaptureError: what no graph can hold: hooks, buffers that want gradients, mixed modes, and whatever the
-            backend refuses while the callables run.
-        BrokenProcessError: a GPU's failed capture, this one or an earlier one, could not be repaired.
+        GraphCaptureError: hooks, buffers that require grad, mixed modes, or an operation that no graph can hold.
+        BrokenProcessError: a failed capture on a GPU, this one or an earlier one, could not be repaired.
     """
     require_whole_process()
     if is_graph_capturing():
@@ -246,12 +253,12 @@ class _Capture:
         self._forward_time: dict[int, int] = {}
         self._grad_outputs: dict[Hashable, Tensor] = {}
         self._below: int | None = None
-        """Whose input gradients were captured last in this chunk."""
+        """The place in this chunk whose input gradients were captured last."""
         self._sent: int | None = None
-        """First layer of the chunk whose backward was captured last: its input gradient may be under way."""
+        """First layer of the chunk whose backward was captured last: its input gradient may be on its way to a rank."""
 
     def run(self, num_warmup: int) -> None:
-        """Warm up, then capture everything. A failure leaves nothing behind."""
+        """Warm up, then capture everything. A failure resets all graphs."""
         with parameters_put_aside(self.parameters, self.arrivals):
             try:
                 with self.backend.warming_up(self.pool), graph_warmup():
@@ -270,7 +277,7 @@ class _Capture:
     # ---- warm-up ----
 
     def _warm_up(self, runs: int) -> None:
-        """Each callable by itself, once for every kind of input: backward follows forward at once."""
+        """Run each callable for every signature of its inputs, each backward right after its forward."""
         done: set[Hashable] = set()
         for index, place in enumerate(self.places):
             kind = (id(place.function), self.captured[index].arguments.signature)
@@ -283,14 +290,14 @@ class _Capture:
                     continue
                 with grads_emptied([*self.captured[index].inputs, *self.parameters]):
                     with self.store.collecting(index) if index in self.put_off else nullcontext():
-                        # Zeros: what layers add to main_grad themselves stays as it was.
+                        # Zeros: a layer that adds to main_grad itself does not change it.
                         torch.autograd.backward(outputs, [torch.zeros_like(y) for y in outputs])
                     if index in self.put_off:
                         self.store.run(index)
             self.arrivals.taken()
 
     def _called(self, index: int) -> list[Tensor | None]:
-        """Run the callable on its static inputs; its outputs in a row."""
+        """Run the callable on its static inputs; return its outputs as a flat list."""
         captured, place = self.captured[index], self.places[index]
         outputs, captured.output_spec, captured.changed = called(place, captured.arguments, captured.inputs)
         kind = (id(place.function), captured.arguments.signature)
@@ -348,8 +355,11 @@ class _Capture:
             self._give_back(one)
 
     def _grad_output(self, index: int, output: Tensor, number: int) -> Tensor:
-        """Where the gradient of an output is copied to. Only the backward reads it, so under reuse all of one place and
-        shape share it, except where weight gradients read it again later."""
+        """The tensor that the gradient of output `number` is copied into.
+
+        Under reuse outputs of one number and shape share a tensor, since only the backward reads it. The exception is a
+        place whose weight gradients read it later.
+        """
         key = (tuple(output.shape), output.dtype, output.layout, number)
         if not self.reuse or index in self.put_off or key not in self._grad_outputs:
             self._grad_outputs[key] = self.backend.static_like(output.detach(), self.pool).zero_()
@@ -364,8 +374,8 @@ class _Capture:
             captured.late = tuple((p, p.grad) for p in self.arrivals.taken())
         if not captured.late:
             raise GraphCaptureError(
-                f"{name}: the order has weight gradients of their own, and this callable puts none off: "
-                "leave the entries c - 0.5 out of the order"
+                f"{name}: the order has separate weight gradients, and this callable computes all of them in its "
+                "backward: leave the entries c - 0.5 out of the order"
             )
         captured.graphs = captured.graphs._replace(weight=graph)
         if captured.times is not None:
@@ -379,11 +389,11 @@ class _Capture:
             if x.requires_grad and dx is None and not self.allow_unused_input:
                 raise GraphCaptureError(
                     f"{self.places[index].name}: {name} requires grad and its backward gives it none; pass it without "
-                    "requires_grad, or allow_unused_input=True"
+                    "requires_grad, or set allow_unused_input=True"
                 )
 
     def _give_back(self, one: Work) -> None:
-        """After a backward was captured: drop what later captures may overwrite (the rules at the top of this file)."""
+        """Drop the tensors that captures after this backward may overwrite (the rules at the top of this file)."""
         captured, backend = self.captured[one.place], self.backend
         captured.outputs = make_weak_ref(captured.outputs, backend)
         if self.clone_param_grads:
@@ -400,7 +410,7 @@ class _Capture:
         self.captured[index].grad_inputs = make_weak_ref(self.captured[index].grad_inputs, self.backend)
 
     def graphed(self) -> tuple[GraphedCallable, ...]:
-        """What to hand out."""
+        """The results: one for each place."""
         options = {"impl": self.backend.name, "pool": self.pool, "clone_param_grads": self.clone_param_grads}
         pairs = zip(self.places, self.captured, strict=True)
         return tuple(GraphedCallable(place.function, captured, **options) for place, captured in pairs)

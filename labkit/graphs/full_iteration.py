@@ -1,15 +1,15 @@
 """One graph for all microbatches of a step, forward and backward (`graph.cuda_graph_scope: [full_iteration]`).
 
-For dense models without pipelining. The first runs are eager and read their data from static slots, one for each
-microbatch; then one run is captured, and from then on a step copies its batches into the slots and replays. Training
-and validation compute different things, so each has an object of this class.
+For dense models without pipelining. The first steps run eagerly and read their data from static slots, one for each
+microbatch. Then one step is captured. From then on a step copies its batches into the slots and replays the graph.
+Training and validation compute different things, so each has an object of this class.
 
     batches -> slots of fixed address -> graph: all microbatches, gradients reduced over replicas -> results
 
-Results lie in the graph's memory and are written anew by every replay: a caller gets a copy. Everything that Python
-decides or counts inside was decided at capture: nothing in there may look for NaN, change a learning rate, or write a
-report, and a replay leaves one Event in the place of theirs. The graph itself compares token ids and labels with the
-vocabulary and notes the bad ones; the host reads the notes after the replay (`labkit.parallel.vocab.token_ids`).
+Every replay writes its results to the same memory, so a caller gets a copy. Python runs only at capture: the captured
+function must not look for NaN, change a learning rate, or write a report. A replay records one Event in the place of
+the Events inside. The graph itself compares token ids and labels with the vocabulary and notes the bad ones. The host
+reads the notes after the replay (`labkit.parallel.vocab.token_ids`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from labkit.parallel.vocab.token_ids import TokenIdChecks, token_ids_checked_lat
 
 Batch = dict[str, Tensor]
 Iteration = Callable[[Iterator[Batch]], Any]
-"""Takes all batches of a step; returns tensors in tuples, lists or dicts."""
+"""A step: takes an iterator of its batches; returns tensors in tuples, lists or dicts."""
 
 
 class FullIterationGraph:
@@ -54,15 +54,21 @@ class FullIterationGraph:
         before: Callable[[], None] | None = None,
         chunks: Sequence[nn.Module] = (),
     ) -> None:
-        """function: a step, given an iterator of its batches. num_microbatches: how many batches that takes.
+        """Unwrap the layers of `chunks`; nothing runs yet.
 
-        impl: `local`, `emulated`, or `auto` for the one that fits `device`. warmup_steps: calls before the capture, at
-        least one where something is made lazily. name: for Events. rng: named random states that `function` draws from.
-        before: called ahead of every run, for what must not be in the graph, such as waiting for gathered parameters.
-        chunks: the model, whose counters the capture leaves as they are. Its layers are captured whole, so those that a
-            `CudaGraphHelper` has wrapped are unwrapped.
+        Args:
+            function: a step, given an iterator of its batches.
+            num_microbatches: number of batches of a step.
+            impl: `local`, `emulated`, or `auto` for the one that fits `device`.
+            warmup_steps: eager calls before the capture, at least one where something is made lazily.
+            name: name in Events.
+            rng: named random states that `function` draws from.
+            before: called ahead of every run, for work outside the graph, such as waiting for gathered parameters.
+            chunks: the model. The capture leaves its counters as they are, and unwraps layers that a `CudaGraphHelper`
+                has wrapped, since it captures whole layers.
 
-        Raises ValueError for an impl that cannot hold an iteration, and for layers that have graphs of their own.
+        Raises:
+            ValueError: an impl that cannot hold an iteration, or layers that have graphs of their own.
         """
         unwrap_layers(chunks)
         if impl == "transformer_engine":
@@ -71,12 +77,12 @@ class FullIterationGraph:
         self.function, self.name = function, name
         self.num_microbatches, self.warmup_steps = num_microbatches, warmup_steps
         self.graph: Graph | None = None
-        """None until it is captured, and after `reset`."""
+        """None before the capture and after `reset`."""
         self.pool: Pool = self.backend.new_pool()
         self.eager_steps = 0
-        """Calls since the start or the last `reset` that ran eagerly."""
+        """Eager calls since the start or the last `reset`."""
         self.num_captures = 0
-        """Graphs made since the start, those dropped since included."""
+        """Graphs captured since the start, dropped ones included."""
         self._rng, self._before, self._chunks = rng, before, list(chunks)
         self._slots: list[dict[str, Tensor]] = []
         self._results: Any = None
@@ -84,11 +90,13 @@ class FullIterationGraph:
         self._ids = TokenIdChecks(captured=True)
 
     def __call__(self, batches: Iterator[Batch]) -> Any:
-        """One step on the next `num_microbatches` of `batches`. Other shapes than before start over, eagerly.
+        """One step on the next `num_microbatches` of `batches`. After a change of shapes the eager steps start over.
 
-        Raises ValueError where `batches` ends too early; TokenIdError for an id outside the model's vocabulary, after
-        the run or where the block around (`token_ids_checked_late`) looks; BrokenProcessError where a GPU's failed
-        capture could not be repaired.
+        Raises:
+            ValueError: `batches` ends too early.
+            TokenIdError: an id outside the model's vocabulary; raised after the run, or by the block around it
+                (`token_ids_checked_late`).
+            BrokenProcessError: a failed capture on a GPU could not be repaired.
         """
         require_whole_process()
         self._fill(list(islice(batches, self.num_microbatches)))
@@ -107,7 +115,7 @@ class FullIterationGraph:
         return tree_map_only(Tensor, torch.clone, self._results)
 
     def memory(self) -> GraphMemory | None:
-        """What the graph and its slots hold; None where there is none."""
+        """Memory of the graph and its slots; None without a graph."""
         if self.graph is None:
             return None
         data = [x.nbytes for slot in self._slots for x in slot.values() if isinstance(x, Tensor)]
@@ -144,7 +152,7 @@ class FullIterationGraph:
                     slot[key].copy_(x, non_blocking=True)
 
     def _capture(self) -> None:
-        """Record one step. What it computes is thrown away, so what it draws is drawn again by the replay after it."""
+        """Record one step and drop its results; the replay after it draws the same random numbers."""
         for chunk in self._chunks:
             refuse_records(chunk)
         self.backend.before_captures(self.pool)
@@ -166,5 +174,5 @@ class FullIterationGraph:
 
 
 def _shape(batch: Batch) -> dict[str, Any]:
-    """What must stay the same: shapes and types of tensors, and what is no tensor."""
+    """Shapes and types of the tensors, and all other values; none of them may change between steps."""
     return {key: (x.shape, x.dtype) if isinstance(x, Tensor) else x for key, x in batch.items()}

@@ -1,20 +1,20 @@
-"""The wrapper of a layer that replays graphs where it has them: it takes the place of the layer's `forward`.
+"""The wrapper of a layer, which takes the place of the layer's `forward` and replays graphs where it has them.
 
 A layer knows nothing of graphs. It declares its halves (`parts()`, a `LayerParts`); the wrapper decides at each call:
 
 | call                                   | goes to              | does                                                |
 |----------------------------------------|----------------------|-----------------------------------------------------|
-| while its graphs are being made        | `cuda_graph_capture` | the part that `graph.cuda_graph_scope` names        |
+| during warm-up and capture             | `cuda_graph_capture` | the part that `graph.cuda_graph_scope` names        |
 | training, with graphs                  | `cuda_graph_replay`  | hooks, graph [microbatch mod count], then the rest  |
-| otherwise (no graphs, evaluation, ..)  | the layer's forward  | everything                                          |
+| otherwise (no graphs, evaluation, ..)  | the layer's forward  | the whole layer                                     |
 
-A layer is captured one microbatch after the other, because a pipeline runs forwards of several before the first
-backward. The graphs refuse inputs of other shapes than theirs; where somebody listens (`cuda_graph_misfit`), the
-wrapper leaves such inputs to the layer. Graphs take and give tensors alone, at fixed addresses. A replay calls no hook
-of the modules inside; `cuda_graph_manual_hooks` are called in the place of those that must run.
+A layer has a graph for each microbatch, because a pipeline runs several forwards before the first backward. A graph
+takes and returns only tensors, at fixed addresses, and refuses inputs of other shapes. With `cuda_graph_misfit` the
+wrapper runs the layer eagerly on such inputs. A replay calls no hooks of the modules inside; the wrapper calls
+`cuda_graph_manual_hooks` for those that must run.
 
-While a layer is wrapped, three attributes of the instance are the wrapper's: `forward`, `current_microbatch` (set by
-the pipeline runtime) and `cuda_graph_manual_hooks`. Parameters, their names and the module tree stay as they were.
+A wrapped layer has three attributes of the wrapper: `forward`, `current_microbatch` (set by the pipeline runtime) and
+`cuda_graph_manual_hooks`. Parameters, their names and the module tree do not change.
 """
 
 from __future__ import annotations
@@ -35,31 +35,30 @@ from labkit.parallel.communication.capturing import is_graph_capturing, is_graph
 from labkit.parallel.groups import Group
 
 Graphed = Callable[..., Any]
-"""What `make_graphed_callables` makes of a module: called like it, with tensors."""
+"""A graphed module of `make_graphed_callables`: called like the module, with tensors."""
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-"""Sizes and types of the tensors that a layer is called with, in order."""
+"""Sizes and types of a layer's arguments, in order."""
 Hook = Callable[[nn.Module], object]
-"""Called with a module ahead of what was its forward, such as the one that waits for gathered parameters."""
+"""A function to call with a module ahead of its forward, such as the wait for gathered parameters."""
 
 
 class GraphableMegatronModule:
-    """Owns one layer and its graphs (in Megatron a base class of this name). A plain object, outside the module tree.
+    """Owns the graphs of one layer (in Megatron a base class of this name). A plain object, outside the module tree.
 
     Attributes:
-        layer, parts: the layer, and what it declares.
+        layer, parts: the layer, and the halves that it declares.
         graph, scope: the configuration, and the parts of this layer that it captures.
-        cut: where the graph ends inside a layer of experts; None where it does not.
-        cuda_graphs: by microbatch, in the order of their forwards; empty until they are made, and after they were
-            dropped.
-        cuda_graph_manual_hooks: what is called ahead of a replay, and with which module.
-        cuda_graph_owner: the `CudaGraphHelper` that made the graphs, and that alone may drop them.
-        cuda_graph_shapes: what the graphs take; all of them take the same.
-        cuda_graph_misfit: told of a call in training with other shapes, which then runs eagerly; None leaves the call
-            to the graph, which refuses it.
+        cut: the cut layer of experts, where the graph ends inside it; else None.
+        cuda_graphs: the graphs by microbatch, in the order of their forwards; empty where there are none.
+        cuda_graph_manual_hooks: pairs of a hook to call ahead of a replay and its arguments.
+        cuda_graph_owner: the `CudaGraphHelper` that made the graphs; only the owner may drop them.
+        cuda_graph_shapes: the shapes that all graphs of the layer take.
+        cuda_graph_misfit: called with the shapes of a training call that the graphs do not take; the call then runs
+            eagerly. With None the graph refuses such a call.
     """
 
     def __init__(self, layer: Any, graph: GraphConfig) -> None:
-        """Wrap `layer`, a module with `parts()`; a layer of which `graph` captures nothing is left as it is."""
+        """Wrap `layer`, a module with `parts()`. A layer of which `graph` captures nothing does not change."""
         self.layer: Any = layer
         self.parts: LayerParts = layer.parts()
         self.graph = graph
@@ -79,7 +78,7 @@ class GraphableMegatronModule:
             layer.cuda_graph_manual_hooks = self.cuda_graph_manual_hooks
 
     def unwrap(self) -> None:
-        """Give the layer its own methods back."""
+        """Restore the layer's own methods."""
         if self.scope:
             del self.layer.forward, self.layer.current_microbatch, self.layer.cuda_graph_manual_hooks
             if self.cut is not None:
@@ -88,7 +87,7 @@ class GraphableMegatronModule:
     # ---- calls ----
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of the layer's `forward` (the table of this file)."""
+        """The layer's `forward` while it is wrapped (the table of this file)."""
         if self.layer.training and torch.is_grad_enabled():
             if is_graph_capturing() or is_graph_warmup():
                 return self.cuda_graph_capture(*args, **kwargs)
@@ -97,10 +96,13 @@ class GraphableMegatronModule:
         return self._eager(*args, **kwargs)
 
     def cuda_graph_capture(self, *tensors: Tensor) -> Any:
-        """What is in scope: x_SBH and, with attention, the rotary tables -> x_SBH, or the outputs of a graph that ends
-        inside the layer of experts (`labkit.graphs.partial`), the residual last.
+        """Run the captured part: x_SBH and, with attention, the rotary tables -> x_SBH.
 
-        Raises GraphCaptureError where a captured router is to record or repeat choices.
+        A graph that ends inside the layer of experts returns its own outputs (`labkit.graphs.partial`), the residual
+        last.
+
+        Raises:
+            GraphCaptureError: a captured router records or repeats choices.
         """
         x_SBH, *rotary = tensors
         if self.scope.attention:
@@ -115,7 +117,7 @@ class GraphableMegatronModule:
             return (*signal.get_early_return_outputs(), x_SBH)
 
     def cuda_graph_replay(self, x_SBH: Tensor, rotary: Any = None) -> Tensor:
-        """What comes before the graph, the graph, and what comes behind it; [S, B, H] -> [S, B, H]."""
+        """Run the part before the graph, the graph, and the part after it; [S, B, H] -> [S, B, H]."""
         if not self.scope.attention:
             x_SBH = self.parts.run_attention(x_SBH, rotary)
         made = self.run_cuda_graph(x_SBH, rotary)
@@ -131,13 +133,13 @@ class GraphableMegatronModule:
         return self.cuda_graphs[self.layer.current_microbatch % len(self.cuda_graphs)](*tensors)
 
     def cuda_graph_inputs(self, x_SBH: Tensor, rotary: Any = None) -> tuple[Tensor, ...]:
-        """What the graph takes: x_SBH and, with attention, the rotary tables, if there are any."""
+        """The graph's inputs: x_SBH and, with attention, the rotary tables, if there are any."""
         tensors = tuple(_opened([x_SBH, rotary if self.scope.attention else None]))
         for tensor in tensors:
             if not isinstance(tensor, Tensor):
                 raise TypeError(
-                    f"{type(self.layer).__name__} was given a {type(tensor).__name__}, and a graph takes tensors "
-                    "alone: what is no tensor would stay what it was at capture"
+                    f"{type(self.layer).__name__} was given a {type(tensor).__name__}, and a graph takes only "
+                    "tensors: another value would stay as it was at capture. Pass a tensor, or None"
                 )
         return tensors
 
@@ -152,22 +154,22 @@ class GraphableMegatronModule:
     # ---- what is captured ----
 
     def is_graphable(self) -> bool:
-        """Whether the configured scope covers a part of this layer."""
+        """True where the configured scope covers a part of this layer."""
         return bool(self.scope)
 
     def is_wholly_captured(self) -> bool:
-        """Whether nothing of it stays eager."""
+        """True where no part of the layer stays eager."""
         return self.scope.attention and self.scope.mlp
 
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Tensor]:
-        """`x_SBH`, this rank's part of `micro_batch_size` sequences; the model adds what else its layers share.
+        """`x_SBH`, this rank's part of `micro_batch_size` sequences. The model adds the inputs that its layers share.
 
-        seq_length: of whole sequences, before they are cut over ranks.
+        seq_length: length of whole sequences, before they are cut over ranks.
         """
         return {"x_SBH": self.parts.new_input(seq_length, micro_batch_size)}
 
     def get_submodules_under_cudagraphs(self) -> list[nn.Module]:
-        """The modules whose forward a replay leaves out: the captured halves, or what is captured of the second."""
+        """The modules whose forward a replay leaves out: the captured halves, or the captured part of the second."""
         found = [self.parts.attention] if self.scope.attention else []
         if self.scope.mlp:
             found.append(self.parts.mlp)
@@ -176,21 +178,21 @@ class GraphableMegatronModule:
         return found
 
     def get_groups_under_cudagraphs(self) -> list[Group]:
-        """Over which groups the captured part communicates."""
+        """The groups over which the captured part communicates."""
         found = list(self.parts.groups_of_attention) if self.scope.attention else []
         if isinstance(self.parts.mlp, MoELayer):
             return found + groups_of_experts(self.parts.mlp, self.scope)
         return found + list(self.parts.groups_of_mlp) if self.scope.mlp else found
 
     def setup_manual_hooks(self, make_hook: Callable[[], Hook]) -> None:
-        """Call a hook ahead of each replay for every captured module that has parameters of its own."""
+        """Have each replay call a hook first, for every captured module that has parameters of its own."""
         covered = {id(m): m for part in self.get_submodules_under_cudagraphs() for m in part.modules()}
         own = [m for m in covered.values() if next(m.parameters(recurse=False), None) is not None]
         self.cuda_graph_manual_hooks[:] = [(make_hook(), (module,)) for module in own]
 
 
 def groups_of_experts(layer: MoELayer, scope: LayerScope) -> list[Group]:
-    """Over which groups the captured part of a layer of experts communicates."""
+    """The groups over which the captured part of a layer of experts communicates."""
     groups, moe, found = layer.groups, layer.moe, []
     if layer.shared_experts is not None and (scope.preprocess or (scope.router and layer.has_shared_output)):
         found.append(groups.tp)
@@ -203,7 +205,7 @@ def groups_of_experts(layer: MoELayer, scope: LayerScope) -> list[Group]:
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
-    """What must agree for a graph to take them."""
+    """Shapes and types of tensors; a graph takes only tensors with its own."""
     return tuple((tuple(x.shape), x.dtype) for x in tensors)
 
 
@@ -219,9 +221,10 @@ def _opened(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def wrap_layers(chunk: nn.Module, graph: GraphConfig) -> list[GraphableMegatronModule]:
-    """The wrappers of all layers of a model chunk, in their order, also of those that `graph` leaves as they are.
+    """Wrap all layers of a model chunk; return the wrappers in the order of the layers.
 
-    A layer that is wrapped for the same configuration keeps its wrapper.
+    A layer that `graph` does not capture gets a wrapper that does nothing. A layer that is wrapped for the same
+    configuration keeps its wrapper.
 
     Raises:
         ValueError: a layer has graphs of another configuration.
@@ -241,7 +244,7 @@ def _wrapped(layer: nn.Module, graph: GraphConfig) -> GraphableMegatronModule:
 
 
 def unwrap_layers(chunks: Iterable[nn.Module]) -> None:
-    """Give all layers of these chunks their own methods back.
+    """Restore the methods of all layers of these chunks.
 
     Raises:
         ValueError: a layer has graphs.
@@ -253,18 +256,18 @@ def unwrap_layers(chunks: Iterable[nn.Module]) -> None:
 
 
 def wrapper_of(layer: Any) -> GraphableMegatronModule | None:
-    """Who has taken the place of the layer's `forward`; None where nobody has."""
+    """The wrapper of a layer; None where the layer has its own `forward`."""
     owner = getattr(layer.forward, "__self__", None)
     return owner if isinstance(owner, GraphableMegatronModule) else None
 
 
 def graphable_modules(chunk: nn.Module) -> list[GraphableMegatronModule]:
-    """The wrappers of those layers of a chunk that are captured by themselves, in the order of the layers."""
+    """The wrappers of the wrapped layers of a chunk, in the order of the layers."""
     return [found for module in chunk.modules() if (found := wrapper_of(module)) is not None]
 
 
 def release_cudagraphs(chunks: Sequence[nn.Module]) -> None:
-    """Drop all graphs of these chunks' layers, whoever made them; the layers run eagerly until the next capture."""
+    """Drop all graphs of these chunks' layers. The layers run eagerly until the next capture."""
     for chunk in chunks:
         for layer in graphable_modules(chunk):
             if layer.cuda_graph_owner is not None:

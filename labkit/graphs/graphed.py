@@ -1,4 +1,4 @@
-"""`GraphedCallable`, the result of `make_graphed_callables`: called like its callable, and part of autograd's graph."""
+"""`GraphedCallable`, the result of `make_graphed_callables`: called like its callable, known to autograd."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Graphs(NamedTuple):
 
     forward: Graph
     backward: Graph | None = None
-    """None where nothing wanted a gradient."""
+    """None where no output requires grad."""
     weight: Graph | None = None
-    """Of the weight gradients that the backward leaves out; None where it computes them."""
+    """The graph of weight gradients that the backward leaves out; None where the backward computes them."""
 
 
 class Times(NamedTuple):
-    """When the graphs of one callable were captured, in counts of their pool."""
+    """Times at which the graphs of one callable were captured: counts of captures in their pool."""
 
     forward: int
     backward: int
@@ -43,42 +43,42 @@ class Times(NamedTuple):
 
 
 class Captured:
-    """Everything that a replay reads and writes, with the addresses of the capture."""
+    """The tensors that a replay reads and writes, at the addresses of the capture."""
 
     def __init__(self, arguments: Arguments, inputs: Sequence[Tensor]) -> None:
         self.arguments = arguments
         self.inputs: tuple[Tensor, ...] = tuple(inputs)
-        """Static inputs: a call copies into them."""
+        """Static inputs; a call copies its tensors into them."""
         self.graphs: Graphs | None = None
         self.output_spec: TreeSpec | None = None
         self.outputs: tuple[Tensor | None, ...] = ()
-        """Static outputs; weak references where their memory was given back to the pool."""
+        """Static outputs; weak references where the pool may use their memory again."""
         self.differentiable: tuple[bool, ...] = ()
-        """Which outputs take a gradient."""
+        """For each output, True where it takes a gradient."""
         self.grad_outputs: tuple[Tensor | None, ...] = ()
         self.grad_inputs: tuple[Tensor | None, ...] = ()
         self.parameters: tuple[nn.Parameter, ...] = ()
-        """Those the backward comes by. Autograd calls their hooks after a replay."""
+        """Parameters that the backward reaches. Autograd calls their hooks after a replay."""
         self.grad_parameters: tuple[Tensor | None, ...] = ()
-        """None for one whose gradient is added to `main_grad` inside the graph, or is left to the weight graph."""
+        """None for a parameter whose gradient the graph adds to `main_grad`, or leaves to the weight graph."""
         self.late: tuple[tuple[nn.Parameter, Tensor | None], ...] = ()
         """Parameters of the weight graph, in the order in which it completes them, and their gradients."""
 
         self.place: Place | None = None
-        """Which callable it is among those captured together."""
+        """The callable's place among those captured together."""
         self.outputs_read: tuple[int, ...] = ()
-        """Outputs that the backward reads."""
+        """Indices of the outputs that the backward reads."""
         self.changed: tuple[int, ...] = ()
-        """Inputs that the callable changes in place."""
+        """Indices of the inputs that the callable changes in place."""
         self.in_grad_mode = False
         self.in_inference_mode = False
         self.times: Times | None = None
-        """None where it has no backward, and where nobody is to watch."""
+        """None without a backward, and where replays are not watched."""
         self.in_flight: InFlightForwards | None = None
-        """Of the pool: whether what a forward left for its backward is still there."""
+        """The forwards in flight of the pool; None where replays are not watched."""
 
     def versions_read(self) -> list[int]:
-        """How often autograd saw the outputs that the backward reads change in place; replays do not count."""
+        """Version counters of the outputs that the backward reads; replays do not count."""
         return (
             []
             if self.in_inference_mode
@@ -89,10 +89,10 @@ class Captured:
 class _Replay(Function):
     """Replays two graphs in the place of a callable y = f(x, p).
 
-    forward    static x <- x; replay f             [..] -> [..]; y is a new tensor object at the static address of y
-    backward   static dy <- dy; replay df          [..] -> [..]; dx, and dp for every parameter that has one
+        forward    static x <- x; replay f        [..] -> [..]; y is a new tensor object at the static address of y
+        backward   static dy <- dy; replay df     [..] -> [..]; dx, and dp for every parameter that has one
 
-    Once for every forward: df is no function of dy that autograd knows, and its replay writes over what it reads.
+    The backward runs once for every forward, because its replay overwrites memory that it reads.
     """
 
     @staticmethod
@@ -126,10 +126,10 @@ class _Replay(Function):
 
 
 class GraphedCallable:
-    """Called like the callable it was made of; where the mode is that of the capture, its graphs run instead.
+    """Called like its callable; in the mode of the capture its graphs run instead.
 
-    In another mode (evaluation after a capture in training, `torch.no_grad()` after one with gradients) the callable
-    itself runs. Attributes it does not have are those of the callable (`.weight`, `.parameters()`, ..).
+    In another mode the callable itself runs, as in evaluation after a capture in training, or under `torch.no_grad()`
+    after a capture with gradients. All other attributes are the callable's (`.weight`, `.parameters()`, ..).
     """
 
     def __init__(
@@ -145,12 +145,12 @@ class GraphedCallable:
         self.captured = captured
         self.impl = impl
         self.pool = pool
-        """Where its graphs find their memory; shared with the callables captured together with it."""
+        """Memory of its graphs, shared with the callables captured together with it."""
         self.clone_param_grads = clone_param_grads
         self.has_backward = captured.graphs is not None and captured.graphs.backward is not None
-        """Whether it was captured with gradients, so that it runs in grad mode."""
+        """True after a capture with gradients; the graphs then run in grad mode."""
         self.flight: InFlightForward | None = None
-        """Of the last forward: whether what it left for the backward is still there."""
+        """The last forward; it knows whether the tensors for its backward are still there."""
         self._is_module = isinstance(function, nn.Module)
         self._is_reset = False
         device_type = captured.inputs[0].device.type if captured.inputs else "cpu"
@@ -162,24 +162,24 @@ class GraphedCallable:
 
     @property
     def graphs(self) -> Graphs:
-        """Forward, backward, and weight gradients where they have one."""
+        """Graphs of forward, backward and, where separate, weight gradients."""
         self.require_alive()
         assert self.captured.graphs is not None
         return self.captured.graphs
 
     @property
     def static_inputs(self) -> tuple[Tensor, ...]:
-        """Where a call copies its tensors to."""
+        """The tensors that a call copies its arguments into."""
         return self.captured.inputs
 
     @property
     def static_outputs(self) -> tuple[Tensor | None, ...]:
-        """Where a replay leaves its results."""
+        """The tensors that a replay writes its results into."""
         return self.captured.outputs
 
     @property
     def name(self) -> str:
-        """Which callable, at which microbatch."""
+        """Name of the callable and its microbatch."""
         return self.captured.arguments.place
 
     def __getattr__(self, name: str) -> Any:
@@ -193,23 +193,23 @@ class GraphedCallable:
     # ---- calls ----
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The callable's outputs, at their fixed addresses: the next replay of the graph overwrites them.
+        """The callable's outputs, at their fixed addresses. The next replay of the graph overwrites them.
 
         Raises:
-            TypeError: other arguments than the sample had.
-            GraphCaptureError: a changed shape, type or device, a parameter that was moved, a callable that was reset.
+            TypeError: the sample had other arguments.
+            GraphCaptureError: a shape, type or device changed, a parameter moved, or the callable was reset.
         """
         self.require_alive()
         if is_graph_capturing():
             raise GraphCaptureError(
                 f"{call_site()}: {self.name} is a graph, called while another one is captured, which cannot hold it: "
-                "capture the callable itself (.function) as a part of the other"
+                "capture the callable itself (.function) instead"
             )
         if not self._fits_mode(args, kwargs):
-            if hasattr(self.function, "cuda_graph_manual_hooks"):  # a wrapped layer, of which the graph may be a part
+            if hasattr(self.function, "cuda_graph_manual_hooks"):  # a wrapped layer: the graph may be a part of it
                 raise GraphCaptureError(
-                    f"{self.name}: a module inside is in another mode than at capture (training, autocast): set the "
-                    "mode of all of them by .train() or .eval() of the whole, or capture again"
+                    f"{self.name}: a module inside is in another mode than at capture (training, autocast). Call "
+                    ".train() or .eval() of the whole model, or capture again"
                 )
             return self.eager(*args, **kwargs)
         tensors = self.captured.arguments.of_call(args, kwargs)
@@ -225,8 +225,8 @@ class GraphedCallable:
         return captured.output_spec.unflatten(self.replay_forward(tensors) if applied is None else applied)  # pyright: ignore[reportArgumentType]
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
-        """The callable itself."""
-        if self._is_module:  # not its own __call__, which may be what replays
+        """Call the callable itself."""
+        if self._is_module:  # a module's own __call__ may be the one that replays
             return nn.Module.__call__(self.function, *args, **kwargs)  # pyright: ignore[reportArgumentType]
         return self.function(*args, **kwargs)
 
@@ -237,15 +237,15 @@ class GraphedCallable:
             return torch.is_grad_enabled()
         if self.captured.in_inference_mode and not torch.is_inference_mode_enabled():
             raise GraphCaptureError(
-                f"{self.name} was captured in inference mode, whose tensors nothing outside may write to: call it "
-                "there, or capture under torch.no_grad()"
+                f"{self.name} was captured in inference mode, and code outside may not write to its tensors: call it "
+                "in inference mode, or capture under torch.no_grad()"
             )
         if not torch.is_grad_enabled():
             return True
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if not self.captured.in_grad_mode:
             return not (self._guards.wants_gradients() or any(x.requires_grad for x in given))
-        # Captured with gradients enabled, and no output took any: neither would it now, from the same inputs.
+        # Captured with gradients enabled, and no output required grad: the same inputs give the same now.
         return not any(x.requires_grad and not wants for x, wants in zip(given, self._wants, strict=False))
 
     def _require_wanted(self, tensors: Sequence[Tensor]) -> None:
@@ -257,10 +257,12 @@ class GraphedCallable:
                 )
 
     def owns_gradient_of(self, x: Tensor) -> bool:
-        """Whether the gradient of input `x` leaves as a copy. The next replay overwrites the original, and only the
-        graph right below, whose backward is the next to run, is sure to have read it by then: anything else may keep
-        it, as the `.grad` of a leaf or of what a view or a sum passes it on to, or is still sending it to another
-        rank when the next backward replays."""
+        """True where the gradient of input `x` leaves as a copy.
+
+        The next replay overwrites the original. By then the graph right below has read it, since its backward runs
+        next. Any other receiver may keep the gradient, for example as `.grad` of a leaf, or may still be sending it to
+        another rank.
+        """
         below = x.grad_fn
         if type(below) is not _REPLAYED or x._backward_hooks:
             return True
@@ -268,7 +270,7 @@ class GraphedCallable:
         return not (one and here and one[2:] == (here.chunk, here.layer - 1, here.microbatch))
 
     def replay_forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Copy inputs in, replay; new tensor objects (a consumer may empty them by `.data`) at the static addresses."""
+        """Copy inputs in and replay; return tensor objects of their own, since a reader may empty their `.data`."""
         captured = self.captured
         for static, given in zip(captured.inputs, self.apart(inputs), strict=True):
             copy_in(static, given)
@@ -281,7 +283,7 @@ class GraphedCallable:
         return tuple(None if y is None else y.detach() for y in captured.outputs)
 
     def apart(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """`inputs`, as copies where they lie in the static inputs of others, which are written before they are read."""
+        """`inputs`, copied where they lie in another static input: this call may overwrite it before it reads them."""
         if len(inputs) < 2:
             return inputs
         pairs = zip(self.captured.inputs, inputs, strict=True)
@@ -303,17 +305,20 @@ class GraphedCallable:
     def replay_backward(
         self, grads: Sequence[Tensor | None], owned: Sequence[bool], flight: InFlightForward | None = None
     ) -> tuple[Tensor | None, ...]:
-        """Copy output gradients in, replay; gradients of inputs (copies where `owned`), then of parameters.
+        """Copy output gradients in and replay; return gradients of inputs (copies where `owned`), then of parameters.
 
-        flight: of the forward. Raises GraphCaptureError where its backward has run, or what it left is overwritten.
+        flight: the forward.
+
+        Raises:
+            GraphCaptureError: this backward has run already, or another replay overwrote what its forward left.
         """
         graphs, captured, times = self.graphs, self.captured, self.captured.times
         assert graphs.backward is not None
         if flight is not None and times is not None:
             if flight.has_been_back:
                 raise GraphCaptureError(
-                    f"{self.name}: the backward of this forward has run already, and a graph runs it once: add the "
-                    "losses and go back through their sum, or call the module itself (.function)"
+                    f"{self.name}: the backward of this forward has run already, and a graph runs it once. Add the "
+                    "losses and call backward of their sum, or call the module itself (.function)"
                 )
             self._watch(flight, times.backward, is_last=graphs.weight is None)
             flight.has_been_back = True
@@ -326,12 +331,12 @@ class GraphedCallable:
             None if dx is None else dx.clone() if copy else dx.detach()
             for dx, copy in zip(captured.grad_inputs, owned, strict=True)
         ]
-        if graphs.weight is not None:  # taken by a `WeightGradStore` that collects, else left to `backward_dw`
+        if graphs.weight is not None:  # a `WeightGradStore` that collects takes them; else `backward_dw` computes them
             deferred([parameter for parameter, _ in captured.late], partial(self._weight_gradients, flight))
         return *of_inputs, *(self._handed_out(dp) for dp in captured.grad_parameters)
 
     def _weight_gradients(self, flight: InFlightForward | None) -> list[Tensor | None]:
-        """Replay their graph: the gradients of `late`, in its order."""
+        """Replay the graph of the weight gradients; return them in the order of `late`."""
         graph, times = self.graphs.weight, self.captured.times
         assert graph is not None
         self._watch(flight, times and times.weight, is_last=True)
@@ -340,14 +345,16 @@ class GraphedCallable:
         return [self._handed_out(dp) for _, dp in self.captured.late]
 
     def _handed_out(self, gradient: Tensor | None) -> Tensor | None:
-        """A parameter's gradient may become its `.grad`, which the next replay would overwrite."""
+        """The gradient of a parameter, or a copy, since autograd may keep it as `.grad` until the next replay."""
         if gradient is None:
             return None
         return gradient.clone() if self.clone_param_grads else gradient.detach()
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that the backward left out; they arrive in `.grad` or `main_grad`, with the
-        hooks of the parameters. Nothing to do where the backward computes them."""
+        """Compute the weight gradients that the backward left out, if any, and call the hooks of their parameters.
+
+        The gradients arrive in `.grad` or `main_grad`.
+        """
         if self.graphs.weight is None:
             return
         for (parameter, _), gradient in zip(self.captured.late, self._weight_gradients(self.flight), strict=True):
@@ -359,7 +366,7 @@ class GraphedCallable:
     # ---- life ----
 
     def reset(self) -> None:
-        """Let graphs and memory go; a later call is an error. Its pool is empty once all that share it are reset."""
+        """Free graphs and memory; a later call is an error. A pool is empty once all its callables are reset."""
         if self._is_reset:
             return
         graphs, self._is_reset = self.captured.graphs, True

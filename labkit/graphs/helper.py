@@ -1,18 +1,18 @@
-"""From model chunks to chunks that replay: which layers are captured, in which order, with which inputs, and when.
+"""`CudaGraphHelper`: capture the layers of a rank's model chunks, and give them their graphs.
 
     helper = CudaGraphHelper(chunks, config.graph, seq_length, micro_batch_size, schedule=schedule, pp_rank=rank)
     .. eager warm-up steps ..
-    helper.create_cudagraphs()             between two steps: gradients in the buffers do not survive it
+    helper.create_cudagraphs()             between two steps: it empties the gradient buffers
     helper.cuda_graph_set_manual_hooks()
     .. steps that replay ..
 
-Layers are captured in the order in which the rank's row of the schedule runs them, one graph for each layer and
-microbatch: 2 L M graphs. Inputs and activations share memory wherever the order allows (`plan_buffers`, one pool).
-Where every backward follows its forward at once, as without pipelining, one microbatch is captured and all use it.
+The captures follow the rank's row of the schedule. Each of L layers and M microbatches has a forward and a backward:
+2 L M graphs. Inputs and activations share memory wherever the order allows (`plan_buffers`, one pool). Without
+pipelining every backward follows its forward at once. Then the helper captures one microbatch, and all replay it.
 
-A captured backward adds to `main_grad`, always: whether a gradient is the first of a step is Python, which was asked at
-capture and never again. So parameters are marked at capture (`ParameterRecord.added_elsewhere`), and the buffers of
-gradients zero them at the start of a step; 0 + g is g, to the last bit.
+A captured backward always adds to `main_grad`. Python cannot decide at a replay that a gradient is the first of its
+step. So the capture marks parameters (`ParameterRecord.added_elsewhere`). At the start of a step gradient buffers
+set the gradients of marked parameters to zero; 0 + g equals g to the last bit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from labkit.parallel.parameters.parameter_record import record_of
 from labkit.schedules.ir import Schedule
 
 EAGER_RUNS = 10
-"""Times that a layer has run before its capture, warm-up steps included (Megatron's number)."""
+"""Number of runs of a layer before its capture, warm-up steps included (Megatron's number)."""
 
 
 class CudaGraphHelper:
@@ -60,12 +60,17 @@ class CudaGraphHelper:
     ) -> None:
         """Collect the layers; nothing is captured yet.
 
-        model: the rank's chunks in the order of its schedule, wrapped for data parallelism or bare. seq_length: of
-        whole sequences. pp_rank: whose row of the schedule is run here. optimizers: whose `zero_grad` is called after a
-        capture, if they have one.
+        Args:
+            model: the rank's chunks in the order of its schedule, wrapped for data parallelism or bare.
+            config: the implementation, and the parts of layers to capture.
+            seq_length: length of whole sequences.
+            micro_batch_size: sequences of a microbatch.
+            schedule, pp_rank: the schedule, and the pipeline rank whose row runs here.
+            optimizers: a capture calls their `zero_grad`, if they have one.
 
-        Raises ValueError for graphs that are not of layers, layers that have graphs, an implementation that is not for
-        their device or cannot hold their messages, and a row that cannot be captured.
+        Raises:
+            ValueError: graphs that are not of layers, layers that have graphs, an implementation for another device or
+                unable to hold the layers' messages, or a row that cannot be captured.
         """
         if not captures_layers(config):
             raise ValueError(
@@ -79,7 +84,7 @@ class CudaGraphHelper:
         self.callables_per_chunk: list[list[GraphableMegatronModule]] = [
             [layer for layer in layers if layer.is_graphable()] for layers in wrapped
         ]
-        """By chunk, the wrappers of the layers that are captured, in their order."""
+        """By chunk, the wrappers of the captured layers, in their order."""
         self._whole = all(layer.is_wholly_captured() for layers in wrapped for layer in layers)
         if any(layer.cuda_graphs for layer in self.layers):
             raise ValueError("these layers have the graphs of another CudaGraphHelper: call its reset() first")
@@ -89,29 +94,32 @@ class CudaGraphHelper:
             choose_impl(config.cuda_graph_impl, device)
             refuse_gloo(layer.get_groups_under_cudagraphs(), device, config.cuda_graph_impl)
         self.pp_rank = pp_rank
-        """Whose row of the schedule is captured."""
+        """The pipeline rank whose row of the schedule is captured."""
         self.order = self._order(schedule, pp_rank)
-        """What is captured, in this order: c + 1 is a forward of chunk c, -(c + 1) its backward, -(c + 1.5) its weight
-        gradients, where a backward leaves them out."""
+        """The captures in order: c + 1 is a forward of chunk c, -(c + 1) its backward, -(c + 1.5) its weight gradients
+        where the backward leaves them out."""
         self.schedule_microbatches = schedule.num_microbatches
         self._marked: list[nn.Parameter] = []
         self._graph_objects: int | None = None
         self.plan: BufferPlan | None = None
-        """Which static input buffer each captured forward has; None before `create_cudagraphs`."""
+        """The static input buffer of each captured forward; None before `create_cudagraphs`."""
 
     def _order(self, schedule: Schedule, pp_rank: int) -> list[int | float]:
-        """Raises ValueError for a row that cannot be captured.
+        """The order of the captures.
 
-        Eager code between graphs puts its weight gradients off to W, and keeps what graphs have handed it; but that
-        memory is free for others once the graph's own backward is through.
+        Eager layers between graphs put their weight gradients off to W and keep their inputs, which are outputs of
+        graphs. The pool may use that memory again after the graph's backward, so such a row is refused.
+
+        Raises:
+            ValueError: a row that cannot be captured.
         """
         engine = self.config.cuda_graph_impl == "transformer_engine"
         order = capture_order(schedule, pp_rank, weight_gradients=not engine)
         if any(step != int(step) for step in order) and not self._whole:
             raise ValueError(
                 f"{schedule.name} splits backwards, and with graph.cuda_graph_scope = "
-                f"{list(self.config.cuda_graph_scope)} a part of the layers stays eager: its weight gradients would "
-                "read outputs of graphs that others have overwritten by then. Capture whole layers (an empty scope, or "
+                f"{list(self.config.cuda_graph_scope)} a part of the layers stays eager. Its weight gradients would "
+                "read outputs of graphs that later replays have overwritten. Capture whole layers (an empty scope, or "
                 "attn and mlp without experts), or choose a schedule with whole backwards (1f1b, interleaved, gpipe)"
             )
         return order
@@ -123,22 +131,21 @@ class CudaGraphHelper:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches that are captured."""
+        """Number of captured microbatches."""
         return self.order.count(1)
 
     @property
     def pool(self) -> Any:
-        """The memory that all graphs share; None where there are no graphs, or Transformer Engine has it."""
+        """The memory that all graphs share; None without graphs, or where Transformer Engine made them."""
         graphs = [graph for layer in self.layers for graph in layer.cuda_graphs]
         return getattr(graphs[0], "pool", None) if graphs else None
 
     def graphs_created(self) -> bool:
-        """Whether the layers have their graphs."""
+        """True while the layers have their graphs."""
         return self.plan is not None
 
     def memory(self) -> GraphMemory | None:
-        """What this rank's graphs hold; None where there are none yet, and where Transformer Engine made them, which
-        does not say."""
+        """Memory of this rank's graphs; None without graphs, and for Transformer Engine, which does not say."""
         if not self.graphs_created() or self.config.cuda_graph_impl == "transformer_engine":
             return None
         rounds = range(self.num_microbatches)
@@ -149,12 +156,14 @@ class CudaGraphHelper:
     # ---- capture ----
 
     def create_cudagraphs(self, *, early_release: int = 0) -> None:
-        """Capture every layer, once for each microbatch, and give it the graphs. Between two steps.
+        """Capture every layer once for each microbatch, and give it the graphs. Call this between two steps.
 
-        early_release: give static inputs back so many steps before the backward that reads them: wrong, to be seen.
+        early_release: give static inputs back so many steps before the backward that reads them. Above 0 gradients are
+            wrong; chapters show that.
 
-        Raises RuntimeError where there are graphs already (`reset` drops them), GraphCaptureError for what a graph
-        cannot hold.
+        Raises:
+            RuntimeError: there are graphs already (`reset` drops them).
+            GraphCaptureError: an operation that a graph cannot hold.
         """
         if self.graphs_created():
             raise RuntimeError("there are graphs already: call reset() before they are captured again")
@@ -220,13 +229,13 @@ class CudaGraphHelper:
     def _inputs(
         self, layer: GraphableMegatronModule, context: tuple[Tensor, ...], sizes: tuple[int, int] | None = None
     ) -> tuple[Tensor, ...]:
-        """New tensors for one static input. sizes: of the sequence and the micro batch, if not the helper's."""
+        """New tensors for the inputs of one layer. sizes: (seq_length, micro_batch_size), if not the helper's."""
         inputs = layer.get_layer_static_inputs(*(sizes or (self.seq_length, self.micro_batch_size)))
         own = tuple(tensor.clone() for tensor in context)
         return layer.cuda_graph_inputs(inputs["x_SBH"], own or None)
 
     def _finish(self) -> None:
-        """What ran for the sake of the capture leaves nothing behind in gradients."""
+        """Drop the gradients and fp8 weights that warm-up and capture made."""
         for chunk in self.chunks:
             if hasattr(chunk, "zero_grad_buffer"):
                 chunk.zero_grad_buffer()  # pyright: ignore[reportCallIssue]
@@ -238,8 +247,10 @@ class CudaGraphHelper:
                 optimizer.zero_grad()
 
     def cuda_graph_set_manual_hooks(self) -> None:
-        """Have every replay wait for the parameters that the distributed optimizer is still gathering, and the first of
-        a step cast weights to fp8."""
+        """Have every replay first wait for parameters that the distributed optimizer is still gathering.
+
+        The first replay of a step also casts weights to fp8.
+        """
         for chunk, layers in zip(self.chunks, self.callables_per_chunk, strict=True):
             gather = getattr(chunk, "param_gather", None)
             if gather is not None and gather.overlap:
@@ -251,7 +262,7 @@ class CudaGraphHelper:
     # ---- again ----
 
     def reset(self) -> None:
-        """Drop all graphs and their memory; the layers run eagerly until the next `create_cudagraphs`."""
+        """Drop all graphs and their memory. The layers run eagerly until the next `create_cudagraphs`."""
         for layer in self.layers:
             for graph in layer.cuda_graphs:
                 if hasattr(graph, "reset"):
@@ -266,9 +277,12 @@ class CudaGraphHelper:
         self, *, schedule: Schedule | None = None, pp_rank: int | None = None, seq_length: int | None = None,
         micro_batch_size: int | None = None,
     ) -> None:  # fmt: skip
-        """New graphs for another number of microbatches or other shapes; what is None stays. Between two steps.
+        """Capture new graphs for another number of microbatches or other shapes. Call this between two steps.
 
-        Raises ValueError for a row that cannot be captured; the old graphs are then still there.
+        None keeps a value as it is.
+
+        Raises:
+            ValueError: a row that cannot be captured; the old graphs then stay.
         """
         if pp_rank is not None and schedule is None:
             raise ValueError(f"pp_rank = {pp_rank} names a row of a schedule: give that schedule as well")
@@ -283,8 +297,10 @@ class CudaGraphHelper:
         self.cuda_graph_set_manual_hooks()
 
     def sizes_of(self, shapes: Shapes) -> tuple[int, int] | None:
-        """(seq_length, micro_batch_size) of microbatches whose layers are called with `shapes`; None where no such pair
-        gives them, as with positions of each sequence's own."""
+        """(seq_length, micro_batch_size) of microbatches that give a layer inputs of these shapes.
+
+        None where no such pair exists, as where each sequence has positions of its own.
+        """
         chunk, layer = next(self._with_chunk())
         own, given = layer.cuda_graph_shapes[0][0], shapes[0][0]
         sizes = given[0] * self.seq_length // own[0], given[1]
@@ -293,11 +309,11 @@ class CudaGraphHelper:
 
 
 TECudaGraphHelper = CudaGraphHelper
-"""Megatron's name, from the time when only Transformer Engine captured layers."""
+"""Megatron's name for this class."""
 
 
 def _engine_options(chunks: Sequence[Any], impl: str) -> dict[str, Any] | None:
-    """How Transformer Engine's layers compute in fp8; None where they do not."""
+    """The fp8 options of Transformer Engine's layers; None where they do not compute in fp8."""
     scalings: list[Any] = [getattr(chunk, "precision", None) for chunk in chunks]
     engines = [scaling for scaling in scalings if hasattr(scaling, "graph_options")]
     if engines and impl != "transformer_engine":
@@ -309,7 +325,7 @@ def _engine_options(chunks: Sequence[Any], impl: str) -> dict[str, Any] | None:
 
 
 def _context(chunk: nn.Module, seq_length: int) -> tuple[Tensor, ...]:
-    """What the chunk gives each of its layers beside the layer's input."""
+    """The tensors that the chunk gives each of its layers beside the layer's input."""
     make = getattr(chunk, "layer_context", None)
     return () if make is None else tuple(make(seq_length))  # pyright: ignore[reportCallIssue]
 
@@ -320,7 +336,7 @@ def _signature(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
 
 @contextmanager
 def _around_capture(chunks: Sequence[Any], layers: Sequence[GraphableMegatronModule]) -> Iterator[None]:
-    """Training mode, no hooks on the modules, and counters that stay where they are."""
+    """Inside the block: training mode and no pre-hooks of wrappers. Afterwards modes and counters are as before."""
     modes = [wrapper.layer.training for wrapper in layers]
     with ExitStack() as stack, counters_kept(chunks):
         for chunk in chunks:
@@ -335,7 +351,7 @@ def _around_capture(chunks: Sequence[Any], layers: Sequence[GraphableMegatronMod
 
 
 def _float8_linears(layer: GraphableMegatronModule) -> Iterator[Any]:
-    """The captured linear layers that compute in fp8."""
+    """The captured linear layers of a layer that compute in fp8."""
     for part in layer.get_submodules_under_cudagraphs():
         for module in part.modules():
             if isinstance(getattr(getattr(module, "plan", None), "gemms", None), Float8Gemms):

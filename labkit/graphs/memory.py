@@ -1,19 +1,19 @@
-"""Memory of graphs: their number, the bytes held for them, and the same predicted.
+"""Memory of graphs: their number and their bytes, measured and predicted.
 
 | part                | what it is                                               | grows with                       |
 |---------------------|----------------------------------------------------------|----------------------------------|
 | graphs              | one forward, one backward per layer and microbatch       | layers x microbatches            |
-| graph objects       | what a GPU's driver keeps for them, by operation         | operations; small                |
-| static inputs       | where a call copies its input to (`plan_buffers`)        | layers x in flight               |
-| static gradients    | where a backward finds the gradients of its outputs      | kinds of outputs                 |
-| pool                | what the captured operations make, held until a backward | layers x in flight               |
+| graph objects       | memory of a GPU's driver for their operations            | operations; small                |
+| static inputs       | a call copies its input into them (`plan_buffers`)       | layers x in flight               |
+| static gradients    | a backward reads the gradients of its outputs from them  | kinds of outputs                 |
+| pool                | tensors of captured operations, held until a backward    | layers x in flight               |
 | of it, break points | outputs of graphs that end inside a layer of experts     | such layers x in flight          |
-| fragmentation       | what the pool holds of the machine beyond its peak       |                                  |
+| fragmentation       | the pool's memory beyond its peak                        |                                  |
 | cuBLAS workspaces   | scratch memory of matrix products, outside the pool      | threads that run products        |
 
-In flight is the warm-up and one more: p - r microbatches under 1F1B. What is new against a run without graphs is the
-first three, and the break points so far as the eager run would have let them go earlier; the rest of the pool is the
-activations that any run keeps.
+The microbatches in flight are those of the warm-up and one more: p - r on rank r of p under 1F1B. An eager run has none
+of the first four parts, and may free break points earlier. The rest of the pool is activations, which an eager run
+keeps too.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class GraphCounts(NamedTuple):
     """Forward and backward graphs of a rank's layers."""
 
     one_microbatch: int
-    """2 L: without a pipeline each backward follows its forward, and all microbatches replay the same graphs."""
+    """2 L: without a pipeline each backward follows its forward, so all microbatches replay the same graphs."""
     bound: int
-    """2 L PP: no rank has more than PP microbatches in flight under 1F1B, so no schedule of that kind needs more."""
+    """2 L PP: under 1F1B a rank has at most PP microbatches in flight."""
     captured: int
-    """2 L M: one per microbatch, as Transformer Engine and Megatron capture them in a pipeline."""
+    """2 L M: graphs for each microbatch, as Transformer Engine and Megatron capture them in a pipeline."""
 
 
 def graph_counts(layers: int, pp: int, microbatches: int) -> GraphCounts:
-    """How many graphs a rank with `layers` layers needs and has.
+    """Number of graphs that a rank with `layers` layers needs and has.
 
     Raises:
         ValueError: sizes below 1.
@@ -57,29 +57,29 @@ def graph_counts(layers: int, pp: int, microbatches: int) -> GraphCounts:
 
 @dataclass(frozen=True)
 class GraphMemory:
-    """The parts of the table above, in bytes; None where nobody knows."""
+    """The parts of the table above, in bytes; None where unknown."""
 
     graphs: int
-    """How many."""
+    """Number of graphs."""
     operations: int | None
-    """What all graphs launch when each is replayed once; a graph object grows with it."""
+    """Operations launched when each graph is replayed once. Graph objects grow with them."""
     graph_objects: int | None
-    """What a GPU's driver keeps for the graphs themselves (`graph_objects_made`). On the host a graph is a Python list,
-    which says nothing about a GPU: None there."""
+    """Bytes that a GPU's driver keeps for the graphs themselves (`graph_objects_made`). None on the host, where a graph
+    is a Python list."""
     static_inputs: int
     static_gradients: int
     break_points: int
     """Part of the pool."""
     pool_peak: int
-    """Most that was held at once."""
+    """Most bytes that were held at once."""
     pool_reserved: int | None
-    """What the pool holds of the machine, used or not."""
+    """Bytes of the machine that the pool holds, used or not."""
     workspaces: int | None = None
-    """What cuBLAS keeps for the stream of the captures (`predict_workspaces`), in no pool. None on the host."""
+    """Bytes that cuBLAS keeps for the stream of the captures, in no pool (`predict_workspaces`). None on the host."""
 
     @property
     def fragmentation(self) -> int | None:
-        """What the pool holds beyond its peak."""
+        """Bytes that the pool holds beyond its peak."""
         return None if self.pool_reserved is None else self.pool_reserved - self.pool_peak
 
 
@@ -91,7 +91,7 @@ class GraphMemoryReport:
     predicted: GraphMemory | None = None
 
     def rows(self) -> list[tuple[str, int | None, int | None]]:
-        """(part, predicted, measured); bytes, but for graphs and operations. A part that nobody knows is left out."""
+        """(part, predicted, measured) in bytes; graphs and operations as counts. A part that is unknown is left out."""
         names = (
             ("graphs", "graphs"),
             ("operations", "operations"),
@@ -120,10 +120,11 @@ class GraphMemoryReport:
 
 @contextmanager
 def graph_objects_made(device: torch.device | str) -> Iterator[list[int]]:
-    """Measures the graphs captured inside the block: bytes that the driver took, less those that torch's allocator did.
+    """Measure the graph objects captured inside the block: bytes that the driver took, less those of torch's allocator.
 
-    The list has the number when the block is left; it stays empty on the host. The driver knows of all processes on the
-    GPU, so others that take memory meanwhile are counted too; what the first replay takes is not.
+    At the end of the block the list gets the number; on the host it stays empty. The driver counts memory of all
+    processes on the GPU, so the number includes what other processes take meanwhile. It leaves out what the first
+    replay takes.
     """
     found: list[int] = []
     if not str(device).startswith("cuda"):
@@ -149,13 +150,13 @@ def measure_graphs(
     *,
     graph_objects: int | None = None,
 ) -> GraphMemory:
-    """The parts of the table, read off graphed callables of one pool.
+    """The parts of the table, measured on graphed callables of one pool.
 
-    callables: as `make_graphed_callables(order=...)` returns them, one per layer and microbatch.
-    graph_objects: what `graph_objects_made` found while they were captured.
+    callables: the results of `make_graphed_callables(order=...)`, one per layer and microbatch.
+    graph_objects: the result of `graph_objects_made` around their capture.
 
     Raises:
-        ValueError: another number of callables than layers and microbatches.
+        ValueError: the number of callables is not layers x microbatches.
     """
     chunks, microbatches = order_sizes(read_order(order))
     layers = layers_of_chunks(layers_per_chunk, chunks)
@@ -192,20 +193,20 @@ def predict_graph_memory(
     operations: int | Sequence[int] | None = None,
     workspaces: int | None = None,
 ) -> GraphMemory:
-    """The same parts before any capture, under `plan_buffers` and one shared pool.
+    """Predict the parts of the table, for `plan_buffers` and one shared pool.
 
     Args:
         order: Signed chunk numbers of the rank.
         layers_per_chunk: Layers of each chunk, or one number for all.
-        memory: What each layer's graphs do to the pool (`layer_memory`), or one for all.
-        input_bytes: Of each layer's static inputs; layers with the same number share buffers.
-        gradient_bytes: Of the gradients of each layer's outputs; None: as many as its inputs.
-        store_bytes: Of the outputs of graphs that end inside a layer, 0 for others.
-        operations: Of each layer's forward and backward graph together, where known.
-        workspaces: Of cuBLAS, as `predict_workspaces` tells for a GPU; None on the host.
+        memory: Memory of each layer's graphs in the pool (`layer_memory`), or one for all.
+        input_bytes: Bytes of each layer's static inputs; layers with the same number share buffers.
+        gradient_bytes: Bytes of the gradients of each layer's outputs; None: as many as its inputs.
+        store_bytes: Bytes of the outputs of graphs that end inside a layer, 0 for other layers.
+        operations: Operations of each layer's forward and backward graph together, where known.
+        workspaces: Bytes of cuBLAS's workspaces (`predict_workspaces`); None on the host.
 
     Raises:
-        ValueError: an order that `predict_pool` refuses, numbers for another number of layers.
+        ValueError: an order that `predict_pool` refuses, or numbers for another number of layers.
     """
     passes = read_order(order)
     chunks, microbatches = order_sizes(passes)
@@ -235,12 +236,12 @@ def _of_each_layer(name: str, given: int | Sequence[int], layers: Sequence[int])
 
 
 def _of_each_sample(of_layer: Sequence[int], layers: Sequence[int], microbatches: int) -> list[int]:
-    """Numbers of layers, laid out as `sample_index` says."""
+    """Repeat numbers of layers in the layout of `sample_index`."""
     return [of_layer[sum(layers[:chunk]) + layer] for chunk, layer, _ in sample_places(layers, microbatches)]
 
 
 def _held_at_most(order: Sequence[float], layers: Sequence[int], of_sample: Sequence[int]) -> int:
-    """Most bytes at once, of what each layer and microbatch holds from its forward to its backward."""
+    """Most bytes held at once, where each layer and microbatch holds `of_sample` from its forward to its backward."""
     passes = read_order(order)
     microbatches = order_sizes(passes)[1]
     held = most = 0
@@ -253,12 +254,12 @@ def _held_at_most(order: Sequence[float], layers: Sequence[int], of_sample: Sequ
 
 
 def _ends_inside_a_layer(graphed: Any) -> bool:
-    """A whole layer gives hidden states alone."""
+    """True where a graph has several outputs; the graph of a whole layer has only hidden states."""
     return sum(tensor is not None for tensor in graphed.static_outputs) > 1
 
 
 def _bytes(tensors: Iterable[Any]) -> int:
-    """Of all tensors, each address once."""
+    """Bytes of all tensors, each address counted once."""
     found = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor is not None}
     return sum(found.values())
 
@@ -267,26 +268,26 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 MIB = 1 << 20
 LARGE = 32 * MIB
-"""From compute capability 9.0 (Hopper) on."""
+"""Workspace from compute capability 9.0 (Hopper) on."""
 SMALL = 2 * 4 * MIB + 8 * 16 * 1024
-"""Of older GPUs: cuBLAS's own default, `:4096:2:16:8`."""
+"""Workspace of older GPUs: cuBLAS's own default, `:4096:2:16:8`."""
 
 
 def predict_workspaces(capability: tuple[int, int], *, config: str | None = None, threads: int = 2) -> int:
     """Bytes of all workspaces that cuBLAS keeps for one stream on which graphs are captured.
 
-    They are no part of a graph pool (`cuda/capture_streams.py` sees to that) and do not grow with layers or
-    microbatches: torch allocates one for each thread that runs matrix products there, and keeps it as long as the
-    process lives. A training step has two such threads, the main one and autograd's, which runs the backwards.
+    Workspaces lie in no graph pool (`cuda/capture_streams.py`) and do not grow with layers or microbatches. Each thread
+    that runs matrix products on the stream gets one from torch, until the process ends. A
+    training step has two such threads: the main thread, and autograd's thread for backwards.
 
     Sources: `parseChosenWorkspaceSize` in PyTorch's CublasHandlePool.cpp; NVIDIA's cuBLAS documentation,
     `cublasSetWorkspace`, for what Hopper needs; pytorch#168175 for cuBLASLt, which shares the workspace from 2.11 on.
 
     Args:
         capability: Compute capability of the GPU, (9, 0) on Hopper.
-        config: `:SIZE:COUNT` pairs in KiB, as in the environment variable CUBLAS_WORKSPACE_CONFIG, which is read where
-            this is None. torch takes its default for text without such a pair, and so does this function.
-        threads: Threads that run matrix products in captures; 1 where nothing is differentiated.
+        config: `:SIZE:COUNT` pairs in KiB; None reads the environment variable CUBLAS_WORKSPACE_CONFIG. A text without
+            such a pair means the default, as in torch.
+        threads: Threads that run matrix products in captures; 1 without backwards.
 
     Raises:
         ValueError: fewer than one thread.

@@ -1,12 +1,12 @@
-"""An order table read as passes: which chunk runs which microbatch, in which direction, at which step.
+"""An order table read as passes. Each pass has a step, a direction, a chunk and a microbatch.
 
-An order is the row of one rank as signed chunk numbers from 1, the form Transformer Engine takes as `_order`: c is a
-forward of chunk c, -c its backward, -c - 0.5 the weight gradients of a backward that ran before (Transformer Engine
-calls it c_id - 0.5). The microbatch is not written: each chunk runs its forwards, its backwards and its weight
-gradients in ascending order. `1 1 -1 1 -1 -1` is a chunk with three microbatches, one of them in warm-up.
+An order is the row of one rank as signed chunk numbers from 1; Transformer Engine takes it as `_order`. The number c is
+a forward of chunk c, and -c its backward. The number -c - 0.5 is the weight gradients of an earlier backward
+(c_id - 0.5 in Transformer Engine). An order does not name microbatches: each chunk runs its forwards, its backwards and
+its weight gradients in ascending order. `1 1 -1 1 -1 -1` is a chunk with three microbatches, one of them in warm-up.
 
 A rank captures its row of the schedule (`capture_order`), if every chunk runs its microbatches backward in the order in
-which it ran them forward. Where a backward is split, its weight gradients are a graph of their own. Imports no torch.
+which it ran them forward. A split backward has a separate graph of weight gradients. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read_order(order: Sequence[float]) -> list[Pass]:
 
     Raises:
         ValueError: an entry that is no signed chunk number, a chunk left out, a backward before its forward, weight
-            gradients before their backward, a forward without a backward, chunks with unequal numbers of microbatches.
+            gradients before their backward, a forward without a backward, or unequal numbers of microbatches.
     """
     passes: list[Pass] = []
     seen: Counter[tuple[str, int]] = Counter()
@@ -62,10 +62,10 @@ def order_sizes(passes: Sequence[Pass]) -> tuple[int, int]:
 
 
 def sample_index(layers_per_chunk: Sequence[int], microbatches: int, chunk: int, layer: int, microbatch: int) -> int:
-    """Where a layer's microbatch stands among the sample arguments, and among the graphed callables that come back.
+    """Index of a layer's microbatch among the sample arguments and among the graphed callables.
 
-    Transformer Engine's layout: all microbatches of a chunk before the next chunk, in them all layers of a microbatch
-    before the next: prefix_layers[c] M + m L_c + l.
+    Transformer Engine's layout is prefix_layers[c] M + m L_c + l: chunk by chunk, then microbatch by microbatch, then
+    layer by layer.
     """
     return sum(layers_per_chunk[:chunk]) * microbatches + microbatch * layers_per_chunk[chunk] + layer
 
@@ -84,7 +84,7 @@ def layers_of_chunks(layers_per_chunk: int | Sequence[int], chunks: int) -> tupl
     """Layers of each chunk; a single number holds for all.
 
     Raises:
-        ValueError: another number of chunks than the order has, or a number of layers below 0.
+        ValueError: the order has another number of chunks, or a number of layers is below 0.
     """
     layers = (layers_per_chunk,) * chunks if isinstance(layers_per_chunk, int) else tuple(layers_per_chunk)
     if len(layers) != chunks or any(count < 0 for count in layers):
@@ -129,19 +129,19 @@ def _shown(order: Sequence[float]) -> str:
 
 
 def capture_order(schedule: Schedule, pp_rank: int, *, weight_gradients: bool = True) -> list[int | float]:
-    """What a rank captures: its row, or one microbatch where each is through before the next begins.
+    """The order that a rank captures: its row, or one microbatch where each ends before the next begins.
 
-    weight_gradients: whether graphs of weight gradients alone are to be had.
+    weight_gradients: allow separate graphs of weight gradients.
 
     Raises:
-        ValueError: backwards of a stage in another order than its forwards, some of them split and some whole, or split
-            where they may not be.
+        ValueError: backwards of a stage that run in another order than its forwards, are partly split and partly whole,
+            or are split without `weight_gradients`.
     """
     actions = schedule.actions(pp_rank)
     if not weight_gradients and any(action.kind == "W" for action in actions):
         raise ValueError(
             f"{schedule.name} splits backwards into input and weight gradients, and the engine's layers compute both "
-            "together: choose a schedule with whole backwards (1f1b, interleaved, gpipe), or set "
+            "together. Choose a schedule with whole backwards (1f1b, interleaved, gpipe), or set "
             "graph.cuda_graph_impl to local"
         )
     for stage in schedule.stages_of(pp_rank):

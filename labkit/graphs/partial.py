@@ -1,25 +1,25 @@
-"""A graph that ends inside a layer of experts: how its capture stops there, and how a replay goes on from there.
+"""A graph that ends inside a layer of experts: its capture stops there, and a replay goes on from there.
 
-How many rows travel is known only after routing, so dispatch and experts cannot be captured (unless by drop-and-pad);
-norm, shared experts, router and the first permutation can. The layer's code stays one function for all of it, and knows
-nothing of this: `CutMoELayer` puts a decorator around the first three of its methods.
+Only routing tells how many rows travel, so dispatch and experts cannot be captured (unless by drop-and-pad). Norm,
+shared experts, router and the first permutation can. The layer's forward is one function and knows nothing of graphs:
+`CutMoELayer` puts a decorator around three methods that the forward calls.
 
-    capture   forward starts; behind the last captured step its decorator raises a signal; the wrapper of the whole
-              layer catches it and returns what the rest of the forward would have read: the outputs of the graph
+    capture   forward starts; the decorator of the last captured step raises a signal; the wrapper of the whole layer
+              catches the signal and returns the tensors that the rest of the forward reads: the outputs of the graph
     replay    the graph's outputs go into the store (and back into the dispatcher's attributes); forward starts, the
-              decorated steps return what is stored, and the rest is computed
+              decorated steps return the stored tensors, and the rest of the forward computes
 
 | captured up to | outputs of the graph, in order                                                              |
 |----------------|---------------------------------------------------------------------------------------------|
 | `route`        | hidden, probs, routing map; shared experts' output; residual                                |
 | `preprocess`   | permuted rows, their probs; the dispatcher's attributes; shared experts' output; residual   |
 
-The shared experts' output is there only where they are computed inside (present, and not overlapped). The residual
-comes last. The dispatcher names the attributes that it hands on (`handed_on`); which of them hold a tensor depends on
-the configuration. The list is filtered at the first capture (`valid_cudagraph_attrs`) and the same ever after, since
-the positions of a graph's outputs are fixed.
+The graph has an output of shared experts only where it computes them: they exist and are not overlapped. The residual
+comes last. The dispatcher names the attributes that it hands on (`handed_on`). The configuration decides on those that
+hold a tensor. The first capture filters the list (`valid_cudagraph_attrs`), and later captures use the same list, since
+a graph's outputs have fixed positions.
 
-Names are those of Megatron (`megatron/core/transformer/moe/moe_utils.py`).
+The names are Megatron's (`megatron/core/transformer/moe/moe_utils.py`).
 
 Shapes: S, B, H, T, E, N as in `labkit/moe/layer.py`.
 """
@@ -39,28 +39,29 @@ from labkit.parallel.communication.capturing import is_graph_capturing, is_graph
 
 MoEStep = Literal["shared_experts_compute", "route", "preprocess"]
 STEPS: tuple[MoEStep, ...] = ("shared_experts_compute", "route", "preprocess")
-"""The methods of a layer of experts that a graph may hold, in their order."""
+"""Methods of a layer of experts that a graph may hold, in the order of their calls."""
 
 
 class CutMoELayer:
     """One layer of experts inside which a graph ends.
 
     Attributes:
-        moe_layer, scope: the layer, and what its graph holds.
-        cudagraph_tensor_store: empty but between the replay of a graph and the rest of the forward.
-        cudagraph_attrs: attributes (dotted paths) of the token dispatcher that are outputs of a graph that ends behind
-            `preprocess`, where they hold a tensor.
-        valid_cudagraph_attrs: those of them that held a tensor at the first capture; later captures must find the same.
+        moe_layer, scope: the layer, and the captured parts.
+        cudagraph_tensor_store: holds tensors only between the replay of a graph and the rest of the forward.
+        cudagraph_attrs: attributes (dotted paths) of the token dispatcher. Those that hold a tensor are outputs of a
+            graph that ends after `preprocess`.
+        valid_cudagraph_attrs: the attributes that held a tensor at the first capture; later captures must find the
+            same.
     """
 
     def __init__(self, moe_layer: MoELayer, scope: LayerScope) -> None:
-        """Decorate the steps of `moe_layer`, and have counts copied to the host behind the graph."""
+        """Decorate the steps of `moe_layer`, and have counts copied to the host after the graph."""
         self.moe_layer, self.scope = moe_layer, scope
         self.cudagraph_tensor_store = MoECudaGraphTensorStore()
         self.cudagraph_attrs: list[str] = list(moe_layer.token_dispatcher.handed_on)
         self.valid_cudagraph_attrs: list[str] | None = None
         self.captured_shared_output: Tensor | None = None
-        """Of `shared_experts_compute`, on the way to the end of a capture."""
+        """Output of `shared_experts_compute`, kept until the capture ends."""
         self._point = moe_layer.token_dispatcher.cuda_dtoh_point
         if scope.preprocess:
             moe_layer.token_dispatcher.cuda_dtoh_point = "before_ep_alltoall"
@@ -70,30 +71,30 @@ class CutMoELayer:
     def __deepcopy__(self, memo: object) -> CutMoELayer:
         raise TypeError(
             f"{self.moe_layer.name} is wrapped for a graph that ends inside it, and a copy would run the original's "
-            "steps: copy the model before CudaGraphHelper or wrap_layers, or after unwrap_layers([model])"
+            "steps. Copy the model before CudaGraphHelper or wrap_layers, or after unwrap_layers([model])"
         )
 
     def undo(self) -> None:
-        """The layer is as it was."""
+        """Restore the layer's methods."""
         self.moe_layer.token_dispatcher.cuda_dtoh_point = self._point
         for step in STEPS:
             delattr(self.moe_layer, step)
 
     def captured_modules(self) -> list[nn.Module]:
-        """The modules of the layer whose forward the graph holds."""
+        """Modules of the layer whose forward the graph holds."""
         layer, found = self.moe_layer, list[nn.Module]([self.moe_layer.router])
         if layer.shared_experts is not None and layer.has_shared_output:
             found.append(layer.shared_experts)
         elif layer.shared_experts is not None and layer.shared_experts.gate is not None and self.scope.preprocess:
-            found.append(layer.shared_experts.gate)  # of the overlapped stages the first
+            found.append(layer.shared_experts.gate)  # used in the first of the overlapped stages
         return found
 
     def resume(self, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The rest of the layer behind a graph with these outputs: (what the layer makes, residual)."""
+        """Run the rest of the layer after a graph with these outputs; return (the layer's output, residual)."""
         residual = fill_store(self, outputs)
         store = self.cudagraph_tensor_store
         try:
-            # Behind `preprocess` nobody reads the layer's input any more; the residual has its shape.
+            # After `preprocess` nothing reads the layer's input; the residual has its shape.
             return self.moe_layer(residual if self.scope.preprocess else store.hidden_states), residual
         finally:
             store.clear()
@@ -103,16 +104,16 @@ class CutMoELayer:
 
 
 class MoECudaGraphPartialCaptureSignal(Exception):
-    """Raised behind the last captured step of a layer, and caught by the layer's wrapper. No error.
+    """Signal, no error: the last captured step of a layer raises it, and the layer's wrapper catches it.
 
     Args:
-        cut: the layer that ends here.
+        cut: the layer whose graph ends here.
         return_step: `route` or `preprocess`.
-        tensors: what that step returned; for `route` also the layer's input, `hidden_states`.
+        tensors: results of that step; for `route` also the layer's input, `hidden_states`.
     """
 
     def __init__(self, cut: CutMoELayer, return_step: str, **tensors: Tensor) -> None:
-        super().__init__(f"the graph of this layer ends behind {return_step}")
+        super().__init__(f"the graph of this layer ends after {return_step}")
         self.cut, self.return_step, self.tensors = cut, return_step, tensors
 
     def get_early_return_outputs(self) -> list[Tensor]:
@@ -125,13 +126,13 @@ class MoECudaGraphPartialCaptureSignal(Exception):
         outputs = [self.tensors["hidden_states"], self.tensors["probs"]]
         outputs += [self.tensors["routing_map"]] if self.return_step == "route" else _take_attributes(cut)
         if overlapped is not None:
-            overlapped.join_stream()  # the first of their stages ends with the graph
+            overlapped.join_stream()  # their first stage ends with the graph
         shared, cut.captured_shared_output = cut.captured_shared_output, None
         return outputs if shared is None else [*outputs, shared]
 
 
 def _take_attributes(cut: CutMoELayer) -> list[Tensor]:
-    """The dispatcher's tensors. It lets go of them: the memory of a graph must die with its last reader."""
+    """Take the tensors out of the dispatcher, so that a graph's memory is free once its last reader is gone."""
     dispatcher = cut.moe_layer.token_dispatcher
     found = {path: _read(dispatcher, path) for path in cut.cudagraph_attrs}
     valid = [path for path, value in found.items() if isinstance(value, Tensor)]
@@ -163,9 +164,9 @@ def _write(owner: Any, path: str, value: Any) -> None:
 
 @dataclass
 class MoECudaGraphTensorStore:
-    """What the captured steps of one layer made, between the replay of its graph and the rest of its forward.
+    """Results of the captured steps of one layer, between the replay of its graph and the rest of its forward.
 
-    It is empty at all other times; above all during capture, which would otherwise record the rest alone.
+    At all other times the store is empty. A capture with a filled store would skip the steps and record only the rest.
     """
 
     hidden_states: Tensor | None = None
@@ -173,19 +174,19 @@ class MoECudaGraphTensorStore:
     probs: Tensor | None = None
     """[T, E], or [N]."""
     routing_map: Tensor | None = None
-    """[T, E] bool; None where the graph holds `preprocess`, which alone reads it."""
+    """[T, E] bool; None where the graph holds `preprocess`, its only reader."""
     shared_expert_output: Tensor | None = None
-    """[S, B, H]; None where the graph does not hold the shared experts, or there are none."""
+    """[S, B, H]; None without shared experts in the graph."""
 
     def is_empty(self) -> bool:
-        """Whether no step is to be skipped."""
+        """True where no step is to be skipped."""
         return all(getattr(self, field.name) is None for field in fields(self))
 
     def set(self, **tensors: Tensor | None) -> None:
         """Fill fields; None leaves a field as it is.
 
         Raises:
-            TypeError: a name that is no field, or something that is no tensor.
+            TypeError: a name that is no field, or a value that is no tensor.
         """
         known = [field.name for field in fields(self)]
         for name, value in tensors.items():
@@ -198,18 +199,18 @@ class MoECudaGraphTensorStore:
             setattr(self, name, value)
 
     def clear(self) -> None:
-        """Skip nothing any more."""
+        """Empty all fields, so that no step is skipped."""
         for field in fields(self):
             setattr(self, field.name, None)
 
 
 def fill_store(cut: CutMoELayer, outputs: Sequence[Tensor]) -> Tensor:
-    """Take a graph's outputs apart: attributes to the dispatcher, the rest into the store. Returns the residual.
+    """Give a graph's outputs to the dispatcher's attributes and to the store; return the residual.
 
-    outputs: of the graph, residual last.
+    outputs: outputs of the graph, the residual last.
 
     Raises:
-        AssertionError: another number of outputs than this layer's graph has.
+        AssertionError: this layer's graph has another number of outputs.
     """
     *rest, residual = outputs
     shared = rest.pop() if cut.moe_layer.has_shared_output else None
@@ -220,7 +221,7 @@ def fill_store(cut: CutMoELayer, outputs: Sequence[Tensor]) -> Tensor:
         assert names is not None and len(others) == len(names), f"{len(others)} outputs for the attributes {names}"
         for path, value in zip(names, others, strict=True):
             _write(dispatcher, path, value)
-        dispatcher.hidden_shape = residual.shape  # the rest of what a skipped `dispatch_preprocess` would have left
+        dispatcher.hidden_shape = residual.shape  # the skipped `dispatch_preprocess` would set it
         if dispatcher.shared_experts is not None:
             dispatcher.shared_experts.follow_stream()
     else:
@@ -232,7 +233,7 @@ def fill_store(cut: CutMoELayer, outputs: Sequence[Tensor]) -> Tensor:
 
 
 def names_of_outputs(cut: CutMoELayer) -> list[str]:
-    """What the outputs of the layer's graph are, in order, for reports; attributes once a graph was captured."""
+    """Names of the outputs of the layer's graph, in order, for reports. A capture adds the dispatcher's attributes."""
     if cut.scope.preprocess:
         names = ["hidden_states (rows)", "probs (of rows)", *(cut.valid_cudagraph_attrs or ())]
     else:
@@ -246,8 +247,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def maybe_skip_or_early_return_by_cudagraph(cut: CutMoELayer, step: MoEStep) -> Callable[[F], F]:
-    """Decorates a step of a layer of experts: skipped where the store has its result, and the last one where a graph
-    ends behind it.
+    """Decorator of a step of a layer of experts.
+
+    A decorated step returns its result from the store, if the store has one. During warm-up and capture the last
+    captured step raises the signal.
 
     step: the name of the method.
     """
@@ -285,7 +288,7 @@ def _stored_route(store: MoECudaGraphTensorStore) -> tuple[Tensor, Tensor | None
 
 
 def _stored_preprocess(store: MoECudaGraphTensorStore) -> tuple[Tensor, Tensor] | None:
-    """With a routing map in the store the graph ended before this step."""
+    """None where the store has a routing map: the graph then ended before this step."""
     if store.is_empty() or store.routing_map is not None:
         return None
     assert store.hidden_states is not None and store.probs is not None, "a graph gives rows with their weights"
@@ -297,4 +300,4 @@ _SKIP: dict[MoEStep, Callable[[MoECudaGraphTensorStore], Any]] = {
     "route": _stored_route,
     "preprocess": _stored_preprocess,
 }
-"""MoEStep -> its result from the store; None where it must be computed."""
+"""Step -> function that reads its result from the store; None where the step must compute it."""

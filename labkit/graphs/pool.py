@@ -1,18 +1,18 @@
-"""The history of a pool while graphs were captured, played back as blocks, and its peak predicted.
+"""The history of a pool during captures, played back as blocks, and a prediction of its peak.
 
-All graphs of a rank share one pool. A block is taken when a tensor is made in a capture and given back when its last
-reference goes, often while a later graph is captured, and then somebody else may take the address. So the pool holds
-not what all graphs make, only what is alive at once:
+All graphs of a rank share one pool. A capture takes a block for each tensor that it makes. The pool gets the block back
+with the tensor's last reference, often while a later graph is captured. Another tensor may then take the address. So
+the pool holds only the tensors that are alive at once, not those of all graphs:
 
     capture     alive after it, in units of what a forward leaves        order 1 1 -1 1 -1 -1
     F0          A
     F1          A B
-    B0          . B         A's tensors are weak references now: the graph knows the address, nobody keeps the memory
+    B0          . B         A's tensors are weak references now: the graph knows the address and keeps no memory
     F2          C B         C lies where A lay
     B1          C .
     B2          . .
 
-Nothing here knows torch: a history is rows of (time, alloc or free, offset, bytes, owner), see `PoolStep`.
+This module imports no torch: a history is rows of (time, alloc or free, offset, bytes, owner), see `PoolStep`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 from labkit.graphs.order_table import layers_of_chunks, order_sizes, read_order
 
 PoolHistory = Iterable[tuple[int, str, int, int, str]]
-"""Rows of (time, "alloc" or "free", offset, bytes, graph whose capture took the block)."""
+"""Rows of (time, "alloc" or "free", offset, bytes, graph that took the block during its capture)."""
 
 
 class PoolStep(NamedTuple):
@@ -41,23 +41,23 @@ class PoolStep(NamedTuple):
     nbytes: int
     """Size of the block, rounding included."""
     owner: str
-    """Name of the graph that was being captured when the block was taken."""
+    """Name of the graph that took the block during its capture."""
 
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """One block from the moment it was taken until it was given back."""
+    """One block, from the row that takes it to the row that gives it back."""
 
     owner: str
-    """Graph whose capture took it."""
+    """Graph that took it during its capture."""
     offset: int
     """Bytes from the start of the pool."""
     nbytes: int
-    """Size."""
+    """Size of the block."""
     born: int
-    """Row of the history that took it."""
+    """Row of the history that takes it."""
     died: int | None
-    """Row of the history that gave it back; None while it is held."""
+    """Row of the history that gives it back; None where no row does."""
 
     @property
     def end(self) -> int:
@@ -65,49 +65,49 @@ class Life:
         return self.offset + self.nbytes
 
     def alive(self, row: int) -> bool:
-        """Whether it is held after a row of the history."""
+        """True where the block is held after a row of the history."""
         return self.born <= row and (self.died is None or self.died > row)
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The pool when a capture has ended."""
+    """The pool at the end of a capture."""
 
     name: str
-    """Graph that was captured."""
+    """Name of the captured graph."""
     live: tuple[Life, ...]
     """Blocks that are held, by offset."""
     taken_over: tuple[Life, ...]
-    """Those among them that this capture took where an earlier graph's block lay."""
+    """The held blocks that this capture took where an earlier graph's block lay."""
     peak_bytes: int
-    """Most that was held at once during the capture."""
+    """Most bytes held at once during the capture."""
 
     @property
     def live_bytes(self) -> int:
-        """Held."""
+        """Bytes of the blocks that are held."""
         return sum(life.nbytes for life in self.live)
 
 
 @dataclass(frozen=True)
 class Playback:
-    """A history, readable: lives of blocks, one frame per capture."""
+    """A history as lives of blocks and one frame per capture."""
 
     lives: tuple[Life, ...]
-    """Every block that was ever taken, in that order."""
+    """Every block of the history, in the order in which they are taken."""
     captures: tuple[tuple[str, int, int], ...]
-    """(graph, first row, last row) in the order they were captured. A history tells of blocks and not of borders: a
-    capture begins where its graph takes its first block, so what is given back before that counts to the one before."""
+    """(graph, first row, last row) in the order of the captures. A history has no borders: a capture begins where its
+    graph takes its first block, so blocks given back just before count to the capture before."""
     live_bytes: tuple[int, ...]
     """Bytes held after each row of the history."""
 
     @property
     def peak_bytes(self) -> int:
-        """Most that was held at once."""
+        """Most bytes held at once."""
         return max(self.live_bytes, default=0)
 
     @property
     def high_water(self) -> int:
-        """End of the highest block: what the pool must be able to hold, gaps included."""
+        """End of the highest block: the bytes that the pool needs, gaps included."""
         return max((life.end for life in self.lives), default=0)
 
     @cached_property
@@ -115,7 +115,7 @@ class Playback:
         """The pool at the end of each capture."""
         frames: list[Frame] = []
         live: list[Life] = []
-        touched: list[tuple[int, int]] = []  # bytes that blocks of the captures before have covered
+        touched: list[tuple[int, int]] = []  # bytes that blocks of earlier captures have covered
         done = 0
         for name, first, last in self.captures:
             born = self.lives[done : bisect_right(self.lives, last, key=lambda life: life.born)]
@@ -131,7 +131,7 @@ def play_back(history: PoolHistory) -> Playback:
     """Read a pool's history.
 
     Raises:
-        ValueError: a block taken where another one is held, or given back without being held: no pool does that.
+        ValueError: a row takes bytes that another block holds, or gives back a block that is not held.
     """
     lives: list[Life] = []
     held: dict[int, int] = {}  # offset -> index in `lives`
@@ -164,7 +164,7 @@ def _require_room(offset: int, nbytes: int, edges: list[tuple[int, int]], lives:
         other = lives[index]
         if offset < other.end and other.offset < offset + nbytes:
             raise ValueError(
-                f"row {row} takes bytes {offset} to {offset + nbytes}, where {other.owner or 'somebody'} holds "
+                f"row {row} takes bytes {offset} to {offset + nbytes}, where {other.owner or 'another graph'} holds "
                 f"{other.offset} to {other.end}"
             )
 
@@ -181,7 +181,7 @@ def _captures(owners: Sequence[str]) -> Iterable[tuple[str, int, int]]:
 
 
 def _on(life: Life, ranges: Sequence[tuple[int, int]]) -> bool:
-    """Whether a block covers a byte of the ranges, which are sorted and apart."""
+    """True where a block covers a byte of `ranges`, which are sorted and do not touch."""
     place = bisect_right(ranges, life.offset, key=lambda pair: pair[1])
     return place < len(ranges) and ranges[place][0] < life.end
 
@@ -201,28 +201,28 @@ def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """What one layer's graphs do to a pool, in bytes."""
+    """Bytes that one layer's graphs take from a pool."""
 
     forward_peak: int
-    """Most that the forward's capture adds for a moment."""
+    """Most bytes that the forward's capture adds for a moment."""
     kept: int
-    """What stays of it until the backward: output and saved activations."""
+    """Bytes that stay until the backward: output and saved activations."""
     backward_peak: int
-    """Most that the backward's capture adds for a moment, beside `kept`."""
+    """Most bytes that the backward's capture adds for a moment, beside `kept`."""
     grad_inputs: int
-    """What stays of the backward until the layer before has read it."""
+    """Bytes that stay until the layer before has read them: gradients of the layer's inputs."""
 
 
 LAYER_ORDER = (1, 1, -1, 1, -1, -1)
-"""An order that shows what a layer needs: after its first forward and after its first backward comes a forward, which
-gives nothing back, so what stays is told apart from what the next capture drops."""
+"""An order that shows a layer's memory. A forward gives nothing back, and one follows the first forward and the first
+backward. So the history separates bytes that stay from bytes that the next capture drops."""
 
 
 def layer_memory(history: PoolHistory) -> LayerMemory:
-    """A layer's numbers, from a pool in which it alone was captured along LAYER_ORDER with buffers reused.
+    """The memory of a layer, from a pool that holds its captures along LAYER_ORDER with buffers reused, and no others.
 
     Raises:
-        ValueError: the pool has seen other captures than those six.
+        ValueError: the pool has seen other captures than these six.
     """
     playback = play_back(history)
     if len(playback.captures) != len(LAYER_ORDER):
@@ -239,34 +239,34 @@ def layer_memory(history: PoolHistory) -> LayerMemory:
 
 @dataclass(frozen=True)
 class PoolPrediction:
-    """What a pool will hold while an order's graphs are captured."""
+    """Bytes that a pool holds while an order's graphs are captured."""
 
     peak_bytes: int
-    """Most at once."""
+    """Most bytes at once."""
     live_bytes: tuple[int, ...]
-    """After each step of the order."""
+    """Bytes held after each step of the order."""
 
 
 def predict_pool(
     order: Sequence[float], layers_per_chunk: int | Sequence[int], memory: LayerMemory | Sequence[LayerMemory]
 ) -> PoolPrediction:
-    """Bytes held in the shared pool along an order, from what one layer needs.
+    """Predict the bytes held in the shared pool along an order.
 
-    A forward leaves `kept` until its backward has been captured. The gradient of a layer's input is read by the layer
-    before and can go after that one's backward; the gradient of a chunk's input travels to another rank, so it stays
-    until the next backward has been captured.
+    A forward leaves `kept` until its backward has been captured. The layer before reads the gradient of a layer's
+    input, which is free after the backward of that layer. The gradient of a chunk's input travels to another rank, so
+    it stays until the next backward has been captured.
 
-    memory: of every layer, chunk by chunk, or one for all.
+    memory: memory of every layer, chunk by chunk, or one for all.
 
     Raises:
-        ValueError: an order that `read_order` refuses, or with weight gradients of their own (c - 0.5), which keep more
-            alive than these numbers tell; layers or memory of another number.
+        ValueError: an order that `read_order` refuses, one with separate weight gradients (c - 0.5), which keep more
+            memory than `LayerMemory` tells, or numbers for another number of layers.
     """
     passes = read_order(order)
     if any(one.kind == "W" for one in passes):
         raise ValueError(
-            "the order has weight gradients of their own (c - 0.5): what stays alive until they have run is not "
-            "predicted; measure the pool instead"
+            "the order has separate weight gradients (c - 0.5), and the memory that stays alive until they have run is "
+            "not predicted: measure the pool instead"
         )
     layers = layers_of_chunks(layers_per_chunk, order_sizes(passes)[0])
     of_layer = [memory] * sum(layers) if isinstance(memory, LayerMemory) else list(memory)

@@ -1,8 +1,8 @@
-"""Static inputs, the memory that calls are copied into: the sample that serves each call, and refusals to share one.
+"""Static inputs, the memory that calls copy their tensors into, and refusals of samples that share memory.
 
-A static input must belong to one argument of one callable at a time. A call copies its tensors in one after the other,
-so two arguments in one place end up with the value of the second; and what a backward is to read must lie there until
-it has run.
+A static input must belong to one argument of one callable at a time. A call copies its tensors in one after the other:
+two arguments in one place would both get the value of the second. A backward reads the input again, so the input must
+stay until then.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from labkit.parallel.communication.capturing import GraphCaptureError
 
 
 def owners(places: Sequence[Place], plan: BufferPlan | None) -> list[int]:
-    """For each place, whose sample its calls are copied into: that of the first that its buffer was planned for.
+    """For each place, the index of the place into whose sample its calls are copied: the first user of its buffer.
 
     Raises:
-        ValueError: a plan of another order.
+        ValueError: the plan is of another order.
     """
     if plan is None:
         return list(range(len(places)))
@@ -40,11 +40,10 @@ def owners(places: Sequence[Place], plan: BufferPlan | None) -> list[int]:
 
 
 def static_inputs(arguments: Sequence[Arguments], owner: Sequence[int]) -> list[tuple[Tensor, ...]]:
-    """The tensors that calls copy into. They alias the samples, as leaves of their own, so that no `.grad` or hook of
-    the samples is touched.
+    """The tensors that calls copy into: new leaves that alias the samples, so that the samples keep `.grad` and hooks.
 
     Raises:
-        ValueError: samples of unlike shapes are to share one.
+        ValueError: samples of unequal shapes would share an input.
     """
     for one, index in zip(arguments, owner, strict=True):
         if one.signature != arguments[index].signature:
@@ -63,8 +62,8 @@ def check_samples(arguments: Sequence[Arguments]) -> None:
     """Refuse samples that cannot hold what a call brings.
 
     Raises:
-        GraphCaptureError: several elements of a sample at one address (an expanded tensor), or two arguments of one
-            callable that lie on each other.
+        GraphCaptureError: several elements of a sample have one address (an expanded tensor), or two arguments of one
+            callable share memory.
     """
     seen: set[tuple[int, ...]] = set()
     for one in arguments:
@@ -74,25 +73,26 @@ def check_samples(arguments: Sequence[Arguments]) -> None:
         for name, x in zip(one.names, one.tensors, strict=True):
             if x.layout is torch.strided and any(s == 0 and n > 1 for n, s in zip(x.size(), x.stride(), strict=True)):
                 raise GraphCaptureError(
-                    f"{one.place}: {name} is expanded: several of its elements lie at one address, where a call could "
-                    "not bring different ones. Give .contiguous() as the sample"
+                    f"{one.place}: {name} is expanded: several of its elements lie at one address, so a call could not "
+                    "bring different values. Give .contiguous() as the sample"
                 )
         for i, x in enumerate(one.tensors):
             for j in range(i):
                 if share_memory(x, one.tensors[j]):
                     raise GraphCaptureError(
                         f"{one.place}: {one.names[j]} and {one.names[i]} of the sample share memory, and a call would "
-                        "bring the second to where the first lies. Give each a tensor of its own"
+                        "copy the second over the first. Give each a tensor of its own"
                     )
 
 
 def check_samples_apart(work: Sequence[Work], arguments: Sequence[Arguments], owner: Sequence[int]) -> None:
-    """Refuse samples in one place while two callables need it for different values.
+    """Refuse samples that share memory while two callables need it for different values.
 
-    owner: for each place, whose sample serves it.
+    owner: as `owners` returns it.
 
     Raises:
-        GraphCaptureError: between forward and backward of one, the forward of the other would write its input over it.
+        GraphCaptureError: between forward and backward of one callable, the forward of another would overwrite its
+            input.
     """
     held: dict[int, dict[int, list[Tensor]]] = {}  # by storage: owner -> its tensors
     for one in work:
@@ -108,21 +108,21 @@ def check_samples_apart(work: Sequence[Work], arguments: Sequence[Arguments], ow
                 if other != me and any(share_memory(x, y) for y in tensors):
                     raise GraphCaptureError(
                         f"{arguments[other].place} and {arguments[one.place].place} were given one tensor as their "
-                        "sample, and it would be the static input of both: the second would write over what the "
-                        "backward of the first reads. Give each a tensor of its own; what is the same for all belongs "
-                        "into the callable (a buffer, functools.partial)"
+                        "sample: the second call would overwrite the input that the backward of the first reads. Give "
+                        "each a tensor of its own, and put a value that never changes into the callable (a buffer, "
+                        "functools.partial)"
                     )
             there.setdefault(me, []).append(x)
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether an element of one lies where one of the other does."""
+    """True where an element of `a` and an element of `b` lie at one address."""
     if not (a.numel() and b.numel()) or torch.strided != a.layout or torch.strided != b.layout:
         return False
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False
     if a.dtype != b.dtype:
-        return True  # nobody needs that: not worth a closer look
+        return True  # rare, so the elements are not compared
     if a.data_ptr() == b.data_ptr():
         return True
     taken = torch.zeros(max(_end(a), _end(b)), dtype=torch.bool)
@@ -131,12 +131,12 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _end(x: Tensor) -> int:
-    """Elements from the start of its storage to behind its last."""
+    """Number of elements from the start of the storage to the end of the tensor."""
     return 1 + int(x.storage_offset()) + sum((n - 1) * s for n, s in zip(x.size(), x.stride(), strict=True))
 
 
 def lie_together(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape are the same elements in the same memory."""
+    """True where two tensors of one shape have the same elements in the same memory."""
     return (
         a.data_ptr() == b.data_ptr()
         and a.stride() == b.stride()
@@ -146,7 +146,7 @@ def lie_together(a: Tensor, b: Tensor) -> bool:
 
 
 def copy_in(static: Tensor, given: Tensor) -> None:
-    """Bring a value to its fixed address, unless it lies there already."""
+    """Copy a value to its fixed address, unless it lies there already."""
     if not lie_together(static, given):
         overlaps = static.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
         static.copy_(given.clone() if overlaps else given)

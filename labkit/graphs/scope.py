@@ -9,7 +9,7 @@
 | `moe_router`     | -                | norm, shared experts unless overlapped, router                  |
 | `moe_preprocess` | -                | the above, counts, and rows sorted by expert                    |
 
-A graph of a layer is one piece: attention, if it is in it, then what follows.
+A layer has one graph, which begins with attention where that is captured.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from labkit.config import GraphConfig
 
 
 def captures_layers(graph: GraphConfig) -> bool:
-    """Whether layers have graphs of their own; otherwise there are none, or one is of the whole iteration."""
+    """True where layers have graphs of their own; else there is no graph, or one of the whole iteration."""
     return graph.cuda_graph_impl != "none" and "full_iteration" not in graph.cuda_graph_scope
 
 
 @dataclass(frozen=True, slots=True)
 class LayerScope:
-    """The captured parts of one layer; false where there is none."""
+    """The captured parts of one layer; false as a condition where there is none."""
 
     attention: bool
-    """Norm and attention, and their residual."""
+    """Norm, attention and residual."""
     mlp: bool
-    """Norm and the whole MLP, with or without experts, and their residual."""
+    """Norm, the whole MLP, with or without experts, and residual."""
     router: bool
-    """Norm, shared experts unless they are overlapped, and router."""
+    """Norm, router, and shared experts unless they are overlapped."""
     preprocess: bool
     """Counts and the first permutation."""
 
@@ -42,7 +42,7 @@ class LayerScope:
 
     @property
     def is_partial(self) -> bool:
-        """Whether the graph ends inside the layer of experts."""
+        """True where the graph ends inside the layer of experts."""
         return self.router and not self.mlp
 
     @property
@@ -55,7 +55,7 @@ NOTHING = LayerScope(False, False, False, False)
 
 
 def layer_scope(graph: GraphConfig, *, has_experts: bool) -> LayerScope:
-    """The table above; nothing without graphs, and nothing of its own for a layer inside a graph of the iteration."""
+    """The captured parts of a layer (the table above); none without graphs, and none under a graph of the iteration."""
     scope = graph.cuda_graph_scope
     if not captures_layers(graph):
         return NOTHING

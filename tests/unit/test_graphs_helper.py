@@ -153,7 +153,7 @@ def test_a_model_with_a_cut_layer_of_experts_is_not_copied():
     (chunk,) = build_model_chunks(config, single_process_groups())
     graph = GraphConfig(cuda_graph_impl="emulated", cuda_graph_scope=("attn", "moe_router"))
     wrap_layers(chunk, graph)
-    with pytest.raises(TypeError, match=r"layers\.0\.mlp .* copy the model before"):
+    with pytest.raises(TypeError, match=r"layers\.0\.mlp .* Copy the model before"):
         copy.deepcopy(chunk)
     unwrap_layers([chunk])
     assert copy.deepcopy(chunk).layers["0"].mlp.route.__self__ is not chunk.layers["0"].mlp

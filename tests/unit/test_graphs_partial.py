@@ -265,17 +265,17 @@ def test_a_record_of_choices_is_refused() -> None:
     model = GPTModel(MODEL, GROUPS, layers=range(1), moe=padded, seed=1)
     helper, [alone] = CudaGraphHelper([model], graph, 16, 1, schedule=one_f_one_b(1, 2)), model.moe_layers()
     alone.router.record = []
-    with pytest.raises(GraphCaptureError, match=r"layers\.0\.mlp\.router: choices are recorded"):
+    with pytest.raises(GraphCaptureError, match=r"layers\.0\.mlp\.router: Python records and repeats"):
         helper.create_cudagraphs()
     alone.router.record, alone.router.replay = None, RoutingReplay([])
-    with pytest.raises(GraphCaptureError, match="by Python, which a CUDA graph does not run"):
+    with pytest.raises(GraphCaptureError, match="a CUDA graph does not run Python"):
         helper.create_cudagraphs()
     made = layer(padded)
     made.router.record = []
-    with pytest.raises(GraphCaptureError, match=r"layers\.0\.mlp\.router: choices are recorded"):
+    with pytest.raises(GraphCaptureError, match=r"layers\.0\.mlp\.router: Python records and repeats"):
         make_graphed_callables(made, (hidden(),), impl="emulated")
     whole = FullIterationGraph(lambda _: made(hidden()), num_microbatches=0, warmup_steps=0, chunks=[made])
-    with pytest.raises(GraphCaptureError, match=r"layers\.0\.mlp\.router: choices are recorded"):
+    with pytest.raises(GraphCaptureError, match=r"layers\.0\.mlp\.router: Python records and repeats"):
         whole(iter([]))
 
 
@@ -304,7 +304,7 @@ def test_a_capture_or_a_second_replay_finds_the_store_empty() -> None:
 
 def test_the_signal_says_what_it_is() -> None:
     made: Any = cut_layer(MOE, SCOPES["route"])
-    with graph_capturing(), pytest.raises(MoECudaGraphPartialCaptureSignal, match="ends behind route") as caught:
+    with graph_capturing(), pytest.raises(MoECudaGraphPartialCaptureSignal, match="ends after route") as caught:
         made.moe_layer.route(hidden())
     assert caught.value.cut is made and sorted(caught.value.tensors) == ["hidden_states", "probs", "routing_map"]
 

@@ -1,8 +1,8 @@
-"""Gradients, hooks, random states and counters: put aside while graphs are made, and afterwards as they were before.
+"""Gradients, hooks, random states and counters: put aside during warm-up and capture, and restored afterwards.
 
-A run with graphs must equal one without to the bit, so warm-up and capture leave no trace that training would see. They
-run backwards, and those end in `.grad` and in the hooks of parameters: at a replay autograd itself brings the gradients
-there and calls the hooks, so at capture neither may happen.
+A run with graphs must equal a run without to the bit, so warm-up and capture must leave no trace in training. Both run
+backwards, which fill `.grad` and call the hooks of parameters. At a replay autograd itself does that, so warm-up and
+capture must not.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from labkit.parallel.random import RngTracker, forks_noted
 
 
 class Arrivals:
-    """The parameters that a backward came by, in order; also those for which it brought nothing, because the layer adds
-    to `main_grad` itself or puts its weight gradient off."""
+    """The parameters that a backward reached, in order.
+
+    Some get no gradient from autograd, because the layer adds to `main_grad` itself or puts its weight gradient off."""
 
     def __init__(self) -> None:
         self._seen: dict[int, nn.Parameter] = {}
         self.without_gradient: dict[int, nn.Parameter] = {}
-        """Those for which autograd had nothing, ever; by id."""
+        """Parameters without a gradient from autograd in any backward; by id."""
 
     def note(self, parameter: Any) -> None:
-        """A hook: the gradient of `parameter` is complete, or one part of it."""
+        """A hook for autograd: the gradient of `parameter`, or a part of it, has arrived."""
         self._seen.setdefault(id(parameter), parameter)
         if parameter.grad is None:
             self.without_gradient[id(parameter)] = parameter
 
     def taken(self) -> list[nn.Parameter]:
-        """Those noted since the last call."""
+        """The parameters noted since the last call."""
         found = list(self._seen.values())
         self._seen.clear()
         return found
@@ -44,11 +45,11 @@ class Arrivals:
 
 @contextmanager
 def parameters_put_aside(parameters: Sequence[nn.Parameter], arrivals: Arrivals) -> Iterator[None]:
-    """Inside the block a backward brings gradients into empty `.grad`s, tells `arrivals`, and calls no other hook.
+    """Inside the block a backward fills empty `.grad`s, tells `arrivals`, and calls no other hook.
 
-    A first gradient does not replace `main_grad` but is added to it, now and in all later steps: whether it is the
-    first is a Python flag, and would be frozen by the capture. Wrappers therefore zero these buffers at each start of a
-    step (`ParameterRecord.added_elsewhere`), and 0 + g is g.
+    Now and in all later steps a backward adds the first gradient to `main_grad` and does not replace it. The flag of a
+    first gradient is Python, which a capture would freeze. So wrappers set these buffers to zero at the start of each
+    step (`ParameterRecord.added_elsewhere`); 0 + g is g.
     """
     kept: list[tuple[nn.Parameter, Tensor | None, Any]] = []
     flags: list[tuple[ParameterRecord, bool, bool]] = []
@@ -61,7 +62,7 @@ def parameters_put_aside(parameters: Sequence[nn.Parameter], arrivals: Arrivals)
             kept.append((parameter, parameter.grad, record.on_gradient))
             parameter.grad = None
             for of_kind in (held._backward_hooks, held._post_accumulate_grad_hooks):
-                if of_kind:  # emptied in place: autograd holds the same dictionary
+                if of_kind:  # in place: autograd holds the same dictionary
                     hooks.append((of_kind, dict(of_kind)))
                     of_kind.clear()
             own.append(parameter.register_post_accumulate_grad_hook(arrivals.note))
@@ -70,7 +71,7 @@ def parameters_put_aside(parameters: Sequence[nn.Parameter], arrivals: Arrivals)
                 flags.append((record, record.has_gradient, record.added_elsewhere))
                 record.has_gradient = record.added_elsewhere = True
         yield
-    except BaseException:  # nothing was captured that would add
+    except BaseException:  # no captured graph will add
         for record, has_gradient, added_elsewhere in flags:
             record.has_gradient, record.added_elsewhere = has_gradient, added_elsewhere
         raise
@@ -85,7 +86,7 @@ def parameters_put_aside(parameters: Sequence[nn.Parameter], arrivals: Arrivals)
 
 @contextmanager
 def grads_emptied(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Inside the block `.grad` of all `tensors` starts empty; afterwards it is empty again."""
+    """Empty `.grad` of all `tensors` before and after the block."""
     for tensor in tensors:
         tensor.grad = None
     try:
@@ -106,13 +107,13 @@ def rng_trackers_of(functions: Sequence[Callable[..., Any]]) -> list[RngTracker]
 
 @contextmanager
 def random_states_kept(device_type: str, trackers: list[RngTracker]) -> Iterator[None]:
-    """After the block torch's generator and the named states are what they were before, but in a broken process.
+    """Restore torch's generator and the named states after the block, except in a broken process.
 
-    trackers: those that are known. Others that code in the block draws from, held by whatever object, are found as it
-    does, in the warm-up, and added: a backend that has been given this list then tells its graphs of them.
+    trackers: the known trackers. A tracker that code in the block draws from for the first time, in the warm-up, is
+    added to this list. A backend that holds the list then tells its graphs of the tracker.
 
     Raises:
-        GraphCaptureError: on a GPU one is met in a capture for the first time, where its state cannot be read.
+        GraphCaptureError: on a GPU a capture draws from an unknown tracker, whose state cannot be read then.
     """
     on_cuda = device_type == "cuda"
     before = torch.cuda.get_rng_state() if on_cuda else torch.get_rng_state()
@@ -123,8 +124,8 @@ def random_states_kept(device_type: str, trackers: list[RngTracker]) -> Iterator
             return
         if tracker.generators and is_graph_capturing():
             raise GraphCaptureError(
-                "captured code draws from an RngTracker that no warm-up has met: pass it in rng_trackers=, or "
-                "num_warmup=1 or more"
+                "captured code draws from an RngTracker that no warm-up has drawn from: pass it in rng_trackers=, or "
+                "set num_warmup to 1 or more"
             )
         named.append(tracker.get_states())
         trackers.append(tracker)
@@ -141,7 +142,7 @@ def random_states_kept(device_type: str, trackers: list[RngTracker]) -> Iterator
         with forks_noted(note):
             yield
     except BrokenProcessError:
-        raise  # setting a state may fail as drawing does, and would hide why
+        raise  # setting a state may fail too, and would hide the reason
     except BaseException:
         put_back()
         raise
@@ -153,7 +154,7 @@ def random_states_kept(device_type: str, trackers: list[RngTracker]) -> Iterator
 
 @contextmanager
 def counters_kept(chunks: Sequence[Any]) -> Iterator[None]:
-    """After the block, all that the model chunks count is what it was before."""
+    """Restore all counters of the model chunks after the block."""
     before = [(tensor, tensor.clone()) for chunk in chunks for tensor in counters(chunk)]
     try:
         yield
@@ -164,9 +165,9 @@ def counters_kept(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 def counters(chunk: Any) -> Iterator[Tensor]:
-    """Buffers, what modules keep as `statistics.totals` (routers), and the magnitudes behind scales of fp8."""
+    """Buffers, the `statistics.totals` of routers, and the magnitudes from which fp8 scales are made."""
     for module in chunk.modules():
-        yield from nn.Module.buffers(module, recurse=False)  # a wrapper's own `buffers` are those of its gradients
+        yield from nn.Module.buffers(module, recurse=False)  # a wrapper has `buffers` of gradients
         totals = getattr(getattr(module, "statistics", None), "totals", None)
         if isinstance(totals, Tensor):
             yield totals

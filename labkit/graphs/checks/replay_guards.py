@@ -1,15 +1,15 @@
 """Conditions under which a replay is right, noted at capture and compared at each call.
 
-| noted                                           | where it differs at a call                                       |
+| noted at capture                                | if it differs at a call                                          |
 |-------------------------------------------------|------------------------------------------------------------------|
 | training mode of every module inside, autocast  | the callable runs eagerly: the graph is of another computation   |
-| which parameters, buffers and modules there are | refused: the graph would use the old ones                        |
-| where parameters, buffers and `main_grad` lie   | refused: the graph would use the old memory                      |
-| which parameters want gradients                 | refused: the graph has no gradient of those that were frozen     |
+| the parameters, buffers and modules             | refused: the graph would use the old ones                        |
+| addresses of parameters, buffers, `main_grad`   | refused: the graph would use the old memory                      |
+| `requires_grad` of the parameters               | refused: the graph has no gradient of a frozen parameter         |
 | no hooks on modules                             | refused: a replay calls none                                     |
 
-A call compares a few short lists; names are looked up once something differs. Hooks of a module that has manual hooks
-(`cuda_graph_manual_hooks`) are left to those who set these.
+A call compares a few short lists; only a difference looks up names. Hooks of a module with manual hooks
+(`cuda_graph_manual_hooks`) are not compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HOOKS = {
     "_backward_pre_hooks": "a backward pre-hook",
     "_backward_hooks": "a backward hook",
 }
-"""Attribute of a module -> what it holds."""
+"""Attribute of a module -> the kind of hook that it holds."""
 
 
 def global_hooks() -> list[Any]:
@@ -40,12 +40,12 @@ def global_hooks() -> list[Any]:
 
 
 def autocast_of(device_type: str) -> torch.dtype | None:
-    """The type that autocast casts to; None where it is off."""
+    """The type that autocast casts to; None without autocast."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 class ReplayGuards:
-    """How a callable was at its capture."""
+    """The state of a callable at its capture, and comparisons with its present state."""
 
     def __init__(
         self, function: Callable[..., Any], device_type: str = "cpu", main_grads_of: Sequence[nn.Parameter] = ()
@@ -65,7 +65,7 @@ class ReplayGuards:
         self._tensors = [x for x in (*self._parameters, *buffers) if x.layout is torch.strided]
         self._attributes = [vars(p) for p in main_grads_of]
         self._addresses = self._present_addresses()
-        # A frozen one that was captured with its gradient is right, unless the graph itself adds it to main_grad.
+        # A parameter frozen since its capture does no harm, unless the graph itself adds its gradient to main_grad.
         self._flagged = [p for p in self._parameters if not p.requires_grad or hasattr(p, "main_grad")]
         self._wants = [p.requires_grad for p in self._flagged]
         managed = hasattr(function, "cuda_graph_manual_hooks")
@@ -80,27 +80,27 @@ class ReplayGuards:
         return [x.data_ptr() for x in (*self._tensors, *mains) if x is not None]
 
     def fit_mode(self) -> bool:
-        """Whether modes are those of the capture."""
+        """True where training modes and autocast are those of the capture."""
         if [module.training for module in self._modules] != self._modes:
             return False
         return autocast_of(self._device_type) == self._autocast
 
     def wants_gradients(self) -> bool:
-        """Whether any parameter does."""
+        """True where a parameter requires grad."""
         return any(p.requires_grad for p in self._parameters)
 
     def require(self, name: str, *, gradients: bool) -> None:
         """Compare everything but modes.
 
-        name: of the callable, for messages. gradients: the graph was captured where they were enabled.
+        name: name of the callable in messages. gradients: the capture ran with gradients enabled.
 
         Raises:
-            GraphCaptureError: something is not what it was; it says what, and what to do.
+            GraphCaptureError: something has changed; the message names it and says what to do.
         """
         if any(self._hooks):
             raise GraphCaptureError(
                 f"{name}: a hook was registered on one of its modules since the capture, and a replay calls none: "
-                "remove it, or call what it does ahead of each replay (cuda_graph_manual_hooks)"
+                "remove it, or call it ahead of each replay (cuda_graph_manual_hooks)"
             )
         self.require_members(name)
         if self._present_addresses() != self._addresses:
@@ -110,12 +110,12 @@ class ReplayGuards:
             )
         if gradients and [p.requires_grad for p in self._flagged] != self._wants:
             raise GraphCaptureError(
-                f"{name}: requires_grad of {self._changed_flag()} is not what it was at capture, and the graph would "
-                "leave its gradient as it was then. Set it back, or capture again"
+                f"{name}: requires_grad of {self._changed_flag()} is not what it was at capture, and the graph treats "
+                "its gradient as at capture. Set it back, or capture again"
             )
 
     def require_members(self, name: str, since: str = "since the capture") -> None:
-        """Compare which parameters, buffers and modules there are."""
+        """Compare the parameters, buffers and modules themselves, as objects."""
         present = self._present()
         if len(present) != len(self._members) or any(map(is_not, present, self._members)):
             raise GraphCaptureError(

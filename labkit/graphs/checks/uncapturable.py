@@ -1,8 +1,8 @@
 """Refusals of work that no graph can hold, found in one run of a callable or in the declaration of a layer.
 
-A graph on a GPU holds messages of NCCL, which are kernels, and never those of gloo. Ranks that share a GPU talk through
-gloo (NCCL refuses them). It brings tensors to the host and waits there, which no graph may; replays would not send
-anything either. Emulated graphs on the host hold gloo's messages as operations.
+A graph on a GPU holds messages of NCCL, which are kernels, and never messages of gloo. The reason is that gloo copies
+tensors to the host and waits there; no graph can hold that, and a replay would send nothing. Ranks that share a GPU
+talk through gloo, because NCCL refuses them. Emulated graphs on the host hold gloo's messages as operations.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _NOT_THE_USER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]
 def called(
     place: Place, arguments: Arguments, inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], TreeSpec, tuple[int, ...]]:
-    """Run the callable on its static inputs: (outputs in a row, their structure, which inputs it changed in place).
+    """Run the callable on its static inputs: (flat outputs, their structure, indices of inputs changed in place).
 
     Raises:
-        TypeError: an output that is no tensor, and not None.
+        TypeError: an output is neither a tensor nor None.
         GraphCaptureError: an input that takes a gradient was changed in place.
     """
     versions = _versions(inputs)
@@ -49,20 +49,20 @@ def called(
     for output in outputs:
         if output is not None and not isinstance(output, Tensor):
             raise TypeError(
-                f"{place.name} returned a {type(output).__name__}: a graph gives tensors alone, and None; what is "
-                "no tensor would stay what it was at capture"
+                f"{place.name} returned a {type(output).__name__}: a graph returns only tensors and None, and another "
+                "value would stay as it was at capture. Return a tensor, or capture a part that returns tensors"
             )
     changed = tuple(i for i, (old, new) in enumerate(zip(versions, _versions(inputs), strict=True)) if old != new)
     return outputs, spec, changed
 
 
 def check_differentiated(place: Place, outputs: Iterable[Tensor | None], known: Iterable[Tensor]) -> None:
-    """Refuse a callable whose outputs depend on something that wants a gradient and that the graph would give none.
+    """Refuse a callable whose outputs depend on a tensor that requires grad and would get none from a replay.
 
-    known: inputs, and the parameters of modules.
+    known: the tensors that get a gradient: inputs, and parameters of modules.
 
     Raises:
-        GraphCaptureError: as a function that closes over a module, or a bound method.
+        GraphCaptureError: there is such a tensor, as in a function that closes over a module, or in a bound method.
     """
     served = set(map(id, known))
     for node in _nodes(outputs):
@@ -70,20 +70,20 @@ def check_differentiated(place: Place, outputs: Iterable[Tensor | None], known: 
         if variable is not None and id(variable) not in served:
             raise GraphCaptureError(
                 f"{place.name} reads a tensor of shape {tuple(variable.shape)} that requires grad, and is neither an "
-                "argument nor a parameter of a module that was given, so a replay would bring it no gradient: pass the "
+                "argument nor a parameter of a module that was given, so a replay would bring it no gradient. Pass the "
                 "module itself in the place of a function or method that calls it, or the tensor as an argument"
             )
 
 
 def outputs_read(outputs: Sequence[Tensor | None]) -> tuple[int, ...]:
-    """Which outputs the backward reads, as that of tanh does. Where it does not say, none."""
+    """Indices of the outputs that the backward reads, as the backward of tanh does; only nodes that say so count."""
     read: set[int] = set()
     for node in _nodes(outputs):
         for name in dir(node):
             if name.startswith("_saved_") or name == "saved_tensors":
                 try:
                     value = getattr(node, name)
-                except RuntimeError:  # freed, or changed since: what is wrong with it the backward says
+                except RuntimeError:  # freed or changed since: the backward will say so
                     continue
                 many = value if isinstance(value, tuple | list) else (value,)
                 read |= {x.untyped_storage().data_ptr() for x in many if isinstance(x, Tensor) and _has_address(x)}
@@ -128,10 +128,13 @@ def raised_at(error: BaseException) -> str:
 
 
 def refuse_gloo(groups: Iterable[Group], device: torch.device, impl: str) -> None:
-    """groups: over which the captured code communicates. device: of its tensors. impl: `graph.cuda_graph_impl`.
+    """Refuse captured messages of gloo on a GPU.
+
+    groups: the groups over which the captured code communicates. device: the device of its tensors.
+    impl: `graph.cuda_graph_impl`, for the message.
 
     Raises:
-        ConfigError: on a GPU, if one of them has several ranks that talk through gloo; the same on all ranks.
+        ConfigError: on a GPU, a group has several ranks that talk through gloo; all ranks raise the same.
     """
     if device.type != "cuda":
         return
@@ -140,8 +143,8 @@ def refuse_gloo(groups: Iterable[Group], device: torch.device, impl: str) -> Non
         named = ", ".join(f"{name} ({size} ranks)" for name, size in inside.items())
         problem = (
             f"graph.cuda_graph_impl = {impl} would capture messages over {named}, which go through gloo (as where "
-            "ranks share a GPU), and no CUDA graph can hold those: give every rank a GPU of its own (NCCL), capture "
-            "parts of layers that send nothing over these groups, or set it to none"
+            "ranks share a GPU), and no CUDA graph can hold messages of gloo. Give every rank a GPU of its own (NCCL), "
+            "capture parts of layers that send nothing over these groups, or set graph.cuda_graph_impl to none"
         )
         raise ConfigError([problem])
 
@@ -151,10 +154,14 @@ def _backend(group: Group) -> str:
 
 
 def refuse_records(module: nn.Module) -> None:
-    """Raises GraphCaptureError where a router in `module` is to record its choices, or to repeat recorded ones."""
+    """Refuse a module with a router that records its choices or repeats recorded choices.
+
+    Raises:
+        GraphCaptureError: there is such a router.
+    """
     for router in routers_of([module]):
         if router.record is not None or router.replay is not None:
             raise GraphCaptureError(
-                f"{router.name}: choices are recorded and replayed by Python, which a CUDA graph does not run: leave "
-                "out moe_router (graph.cuda_graph_scope), or the record"
+                f"{router.name}: Python records and repeats a router's choices, and a CUDA graph does not run Python: "
+                "take moe_router out of graph.cuda_graph_scope, or leave out the record"
             )

@@ -1,18 +1,18 @@
-"""The CUDA streams on which graphs are captured, and which graphs must be let go together.
+"""The CUDA streams of captures, and the graphs that must be reset together.
 
-cuBLAS keeps a workspace for each (handle, stream), torch allocates it at the first matrix product there, and every
-captured product holds its address. A workspace that is made during a capture therefore lies in that capture's pool, for
-ever (32 MiB on Hopper and Blackwell, for each thread that runs products: the main thread, and autograd's for
-backwards). So the workspaces of a stream are made before anything is captured on it (`CaptureStream.prepare`).
+cuBLAS keeps a workspace for each (handle, stream). torch allocates it at the first matrix product there, and every
+captured product holds its address. A workspace made during a capture therefore stays in the pool of that capture for
+ever. It takes 32 MiB on Hopper and Blackwell for each thread that runs products: the main thread, and autograd's thread
+for backwards. So `CaptureStream.prepare` makes the workspaces of a stream before the first capture on it.
 
-| torch         | a reset graph                                | capture streams  | graphs let go together     |
+| torch         | a reset graph                                | capture streams  | graphs reset together      |
 |---------------|----------------------------------------------|------------------|----------------------------|
 | before 2.12   | leaves workspaces alone                      | one for a device | those of one pool          |
 | 2.12 and later| frees the workspaces of its stream (#175276) | one for a pool   | those of one stream        |
 
-One stream for a device has one set of workspaces, however many pools there are. From 2.12 on that would be wrong: the
-reset of any graph frees what all graphs of its stream read and write (pytorch#193402), and the next eager tensor takes
-that memory. There each pool has a stream, and a reset graph is kept until the last one of its stream is reset too.
+One stream for a device has one set of workspaces for all pools. From torch 2.12 on this would be wrong. There the reset
+of a graph frees workspaces that all graphs of its stream use (pytorch#193402), and the next eager tensor takes them.
+So each pool has a stream there, and a reset graph is kept until the last graph of its stream is reset too.
 
 Sources: `aten/src/ATen/cuda/CUDAGraph.cpp` (`reset`) and `CublasHandlePool.cpp` of PyTorch; pytorch#175276, #193402.
 """
@@ -30,7 +30,7 @@ STREAMS_DEALT = 32
 
 
 def resets_free_workspaces() -> bool:
-    """Whether this torch frees the cuBLAS workspaces of a stream when a graph that was captured there is reset."""
+    """True where this torch frees the cuBLAS workspaces of a stream when a graph captured there is reset."""
     return torch.__version__ >= "2.12"
 
 
@@ -40,10 +40,10 @@ class CaptureStream:
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self.workspace_bytes = 0
-        """Of cuBLAS on this stream, as `prepare` found."""
+        """Bytes of cuBLAS's workspaces on this stream, as `prepare` measured."""
 
     def prepare(self) -> None:
-        """Have cuBLAS make its workspaces for this stream in ordinary memory. Nothing happens where they are there."""
+        """Have cuBLAS make its workspaces for this stream in ordinary memory, unless they exist."""
         before = torch.cuda.memory_allocated()
         with torch.cuda.stream(self.stream):
             _products()
@@ -51,14 +51,14 @@ class CaptureStream:
 
 
 def _products() -> None:
-    """A product with and without a bias (cuBLASLt, cuBLAS), forward here and backward on autograd's thread."""
+    """A product with and without a bias (cuBLASLt, cuBLAS): forward on this thread, backward on autograd's."""
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cuda", enabled=False):
         x, bias = torch.ones(16, 16, device="cuda", requires_grad=True), torch.ones(16, device="cuda")
         torch.autograd.grad((torch.addmm(bias, x, x) @ x).sum(), x)
 
 
 class PoolMates:
-    """The graphs that are let go together, and the stream on which they are captured."""
+    """Graphs that must be reset together, and the stream of their captures."""
 
     def __init__(self, on: CaptureStream) -> None:
         self.on = on
@@ -66,11 +66,11 @@ class PoolMates:
         self._waiting: list[Any] = []
 
     def join(self, graph: Any) -> None:
-        """Keep `graph`, torch's object, until all of this group have left."""
+        """Keep `graph`, torch's object, until all graphs of this group have left."""
         self._alive[id(graph)] = graph
 
     def leave(self, graph: Any) -> None:
-        """`graph` is not replayed any more. The last one that leaves has all of them reset."""
+        """End the use of `graph`. When the last graph leaves, all of them are reset."""
         if self._alive.pop(id(graph), None) is None:
             return
         self._waiting.append(graph)
@@ -86,7 +86,7 @@ _of_pool: WeakValueDictionary[tuple[int, Any], PoolMates] = WeakValueDictionary(
 
 
 def pool_mates(handle: Any) -> PoolMates:
-    """Those of the pool with this handle on the current device: the same object as long as anybody holds it."""
+    """The graphs of the pool with this handle on the current device; one object as long as a caller holds it."""
     device = torch.cuda.current_device()
     key = device, tuple(handle)
     found = _of_pool.get(key)
@@ -103,7 +103,7 @@ def _stream_of_device(device: int) -> CaptureStream:
 
 
 def _new_stream(device: int) -> PoolMates:
-    """On a stream that no living graph was captured on; where all are taken, one more pool on the last one dealt."""
+    """Graphs on a stream without a living graph; where no stream is free, the pool joins the last stream dealt."""
     taken = {mates.on.stream.cuda_stream: mates for (where, _), mates in _of_pool.items() if where == device}
     stream = torch.cuda.Stream()
     for _ in range(STREAMS_DEALT - 1):

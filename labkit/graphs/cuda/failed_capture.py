@@ -1,22 +1,23 @@
 """The state that a failed capture leaves behind on a GPU, and its repair.
 
-Where CUDA has invalidated a capture, `CUDAGraph.capture_end` throws. Up to torch 2.11 it does so before it has told
-anybody (pytorch#180395), and then
+After CUDA has invalidated a capture, `CUDAGraph.capture_end` throws. Up to torch 2.11 it throws before it has told
+other parts of torch that the capture is over (pytorch#180395):
 
-| who                    | believes                                      | so                                          |
+| part                   | believes                                      | effect                                      |
 |------------------------|-----------------------------------------------|---------------------------------------------|
 | allocator of the GPU   | the capture goes on; asks the graph each time | `empty_cache` raises; a freed graph is read |
 | allocator of the host  | the same                                      | that pool takes no other capture            |
 | generators             | draws belong to the capture                   | every draw raises                           |
 
-The repair keeps the graph alive for ever, ends the allocation to its pool, and makes one small good capture with the
-same generators, whose end sets them right. Nothing in Python reaches the allocator of the host: it goes on asking the
-graph that is kept, and the pool's handle is not captured into again (`is_spent`). Whether each step is needed is asked
-of torch and not of its version: torch 2.13 tells everybody before it throws. There as well, though, the claim of the
-graph on its pool stays, whose memory then could not be given back (pytorch#190308): the repair gives the claim back.
+The repair keeps the graph alive for ever and ends the allocation to its pool. One small capture with the same
+generators then ends well and so sets the generators right. Python cannot reach the allocator of the host. That
+allocator goes on asking the kept graph, so labkit captures nothing more into this pool's handle (`is_spent`). Each step
+runs only where a call of torch shows that it is needed: torch 2.13 tells all parts before it throws. In torch 2.13 too
+the graph keeps its claim on the pool, whose memory then could not be given back (pytorch#190308). The repair gives the
+claim back.
 
-After the repair every generator draws once, its state put back, and `empty_cache` runs. Where anything of that raises,
-the process must be left: `BrokenProcessError`, now and at everything that labkit is asked to capture, replay or draw.
+After the repair every generator draws once, then gets its state back, and `empty_cache` runs. If one of them raises,
+the process cannot go on: every later capture, replay or draw of labkit raises `BrokenProcessError`.
 
 Sources: PyTorch 2.11's `CUDAGraph::capture_end` and `reset` (CUDAGraph.cpp), `CUDAGeneratorState::increase`,
 `capture_prologue` and `capture_epilogue` (CUDAGeneratorImpl.cpp), `endAllocateToPool`, `releasePool` and
@@ -35,25 +36,28 @@ from labkit.parallel.communication.capturing import process_is_broken
 _kept: list[Any] = []
 """Graphs that torch's allocators still ask. They are never freed."""
 _spent: set[tuple[int, ...]] = set()
-"""Handles of pools that the host's allocator believes to be captured into."""
+"""Handles of pools for which the host's allocator still believes in a capture."""
 
 
 def is_spent(handle: Any) -> bool:
-    """Whether nothing can be captured into the pool of this handle any more."""
+    """True where torch takes no more captures into the pool of this handle."""
     return tuple(handle) in _spent
 
 
 def repair_process(
     graph: Any, handle: Any, generators: Sequence[torch.Generator], cause: BaseException, *, begun: bool
 ) -> None:
-    """Bring this process back to where random numbers can be drawn and memory be given back.
+    """Repair this process so that it can draw random numbers and give memory back. Call it on the capture's stream.
 
-    graph: torch's object, whose `capture_begin` or `capture_end` has thrown. handle: of its pool. generators: the named
-    ones that were registered with it; the current device's default one is always with them. cause: what broke the
-    capture. begun: `capture_begin` came back. To be called on the stream of the capture.
+    Args:
+        graph: torch's object, whose `capture_begin` or `capture_end` has thrown.
+        handle: handle of the graph's pool.
+        generators: the named generators registered with the graph; the device's default generator joins them.
+        cause: the error that broke the capture.
+        begun: `capture_begin` returned.
 
     Raises:
-        BrokenProcessError: it did not succeed; caused by `cause`.
+        BrokenProcessError: the repair failed; caused by `cause`.
     """
     tried: list[str] = []
     drawing = [torch.cuda.default_generators[torch.cuda.current_device()], *generators]
@@ -69,8 +73,9 @@ def repair_process(
 
 
 def _allocation_ended(graph: Any, handle: Any, *, begun: bool) -> bool:
-    """End it where torch has not. The graph's claim on the pool goes with it: up to torch 2.13 `reset` gives back only
-    those of captures that ended well."""
+    """End the allocation to the pool and the graph's claim on it; True where torch had not ended the allocation.
+
+    Up to torch 2.13 `reset` gives back only claims of captures that ended well."""
     device = torch.cuda.current_device()
     try:
         torch._C._cuda_endAllocateToPool(device, handle)
@@ -85,7 +90,7 @@ def _allocation_ended(graph: Any, handle: Any, *, begun: bool) -> bool:
 
 
 def _draws(generator: torch.Generator) -> bool:
-    """Whether a random number can be drawn; the state is afterwards what it was."""
+    """True where a random number can be drawn; the state does not change."""
     state = generator.get_state()
     try:
         torch.rand(1, device=generator.device, generator=generator)
@@ -96,7 +101,7 @@ def _draws(generator: torch.Generator) -> bool:
 
 
 def _capture_something(generators: Sequence[torch.Generator]) -> None:
-    """A capture that ends well ends it for all generators that it knows."""
+    """Make a small capture: its good end tells all its generators that no capture is under way."""
     graph, number = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
     _kept.append(graph)  # should it fail as well
     for generator in generators:

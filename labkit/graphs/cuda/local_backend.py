@@ -1,24 +1,23 @@
-"""Graphs of our own on a GPU: `torch.cuda.CUDAGraph` behind the protocol of `backend.py`.
+"""labkit's own graphs on a GPU: `torch.cuda.CUDAGraph` behind the protocol of `backend.py`.
 
-All captures of a pool run on one side stream, on which autograd then runs the captured backwards too: the allocator
-keeps free blocks by stream, so another one could not take them. The warm-up runs on the same stream.
-`capture_streams.py` tells which stream that is, and when a reset graph is really let go. Ahead of a set of captures,
-once, dead cycles are collected and unused memory is given back. `torch.cuda.graph` gives memory back for every graph
-and collects only where TORCH_CUDAGRAPH_GC=1, because a collection is slow.
+Warm-up and captures of a pool run on one side stream, and autograd runs the captured backwards there too. The
+allocator keeps free blocks by stream, so captures on another stream could not take them. `capture_streams.py` chooses
+the stream and resets graphs. Once ahead of a set of captures, the backend collects garbage and gives unused memory
+back. `torch.cuda.graph` gives memory back for every graph, and collects only with TORCH_CUDAGRAPH_GC=1, because a
+collection is slow.
 
-torch's generator is known to every graph; the generators of `RngTracker`s are registered with each, so that a replay
-draws on from where they stand. Garbage collection is off while a graph is captured: what it frees or destroys at a
-random moment may be another graph, which ends the capture. Threads of other work, such as one that pins batches in
-memory, go on meanwhile (mode `thread_local`).
+Every graph knows torch's generator. The backend registers the generators of `RngTracker`s with each graph, so that a
+replay draws on from their states. Garbage collection is off during a capture, since it could destroy another graph at
+any moment and so end the capture. Other threads, such as one that pins batches in memory, go on (mode `thread_local`).
 
-Graphs that hold NCCL's collectives must be gone before their communicator is, which otherwise waits for them for ever
-(pytorch#115388). So whoever leaves the process group has all graphs reset first (`launch.info.before_leaving`).
+A communicator of NCCL waits for ever for graphs that hold its collectives (pytorch#115388). So all graphs are reset
+before a process leaves its process group (`launch.info.before_leaving`).
 
-A capture that fails is ended, the stream is set back, and the error names the line that did it. Up to torch 2.11 that
-does not bring the allocators and the generators back (pytorch#180395): `failed_capture.py` does, or says that this
-process must be left.
+After a failed capture the backend ends the capture and restores the stream, and the error names the user's line. Up to
+torch 2.11 allocators and generators need more (pytorch#180395): `failed_capture.py` repairs them, or says that this
+process must end.
 
-Written from the documentation and tested by tests/gpu only where there is a GPU.
+Written from the documentation; tests/gpu tests it where there is a GPU.
 """
 
 from __future__ import annotations
@@ -62,28 +61,28 @@ def _reset_all() -> None:
 
 
 class LocalPool:
-    """A private pool of torch's allocator, shared by graphs, and the stream on which they are captured."""
+    """A private pool of torch's allocator, shared by graphs, and the stream of their captures."""
 
     def __init__(self, handle: tuple[int, int] | None = None) -> None:
-        """handle: of `torch.cuda.graph_pool_handle()`, or `.pool()` of a graph; None takes a new one."""
+        """handle: a handle from `torch.cuda.graph_pool_handle()` or from `.pool()` of a graph; None makes a new one."""
         self.handle: Any = torch.cuda.graph_pool_handle() if handle is None else handle
         self._handles = {tuple(self.handle)}
         self.mates = pool_mates(self.handle)
-        """The graphs that are let go together with those of this pool."""
+        """The graphs that must be reset together with those of this pool."""
 
     @property
     def stream(self) -> Any:
-        """Where captures and warm-up run."""
+        """The stream of captures and warm-up."""
         return self.mates.on.stream
 
     def renew(self) -> None:
-        """A new handle for the captures to come, where torch takes none any more for the old one."""
+        """Take a new handle, because torch takes no more captures for the old one."""
         self.handle = torch.cuda.graph_pool_handle()
         self._handles.add(tuple(self.handle))
 
     @property
     def history(self) -> Sequence[PoolStep]:
-        """Empty: torch's allocator records on demand alone (`torch.cuda.memory._record_memory_history`)."""
+        """Empty: torch's allocator records only on demand (`torch.cuda.memory._record_memory_history`)."""
         return ()
 
     def _segments(self) -> list[dict[str, Any]]:
@@ -91,7 +90,7 @@ class LocalPool:
 
     @property
     def peak_bytes(self) -> int:
-        """What the pool holds: the most that was alive at once, rounded up to the allocator's segments."""
+        """Bytes that the pool holds: the most that was alive at once, rounded up to the allocator's segments."""
         return self.reserved_bytes
 
     @property
@@ -101,12 +100,12 @@ class LocalPool:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of blocks whose tensors are alive now."""
+        """Bytes of blocks with a living tensor."""
         return sum(segment["allocated_size"] for segment in self._segments())
 
     @property
     def workspace_bytes(self) -> int:
-        """Of cuBLAS on the stream of the captures; in no pool. Pools with one stream tell the same bytes."""
+        """Bytes of cuBLAS's workspaces on the stream of the captures, in no pool. Pools with one stream share them."""
         return self.mates.on.workspace_bytes
 
 
@@ -131,7 +130,7 @@ class LocalGraph:
         """torch's object.
 
         Raises:
-            GraphCaptureError: it was reset.
+            GraphCaptureError: the graph was reset.
         """
         if self._graph is None:
             raise GraphCaptureError(f"graph {self.name!r} holds nothing: it was reset, or its capture failed")
@@ -139,26 +138,26 @@ class LocalGraph:
 
     @property
     def is_captured(self) -> bool:
-        """Whether its capture was begun and ended well, whatever happened in between."""
+        """True where torch has begun and ended the capture, also where the code inside failed."""
         return self._leave is not None
 
     def captured(self, pool: LocalPool) -> None:
-        """Its capture has ended. It is let go together with the pool's other graphs, also where nobody resets it."""
+        """Note the end of the capture. From now on the graph is reset together with the pool's other graphs."""
         pool.mates.join(self.cuda_graph)
         self._leave = weakref.finalize(self, pool.mates.leave, self.cuda_graph)
         self._leave.atexit = False
 
     def replay(self) -> None:
-        """Launch it on the current stream; the host does not wait.
+        """Launch the graph on the current stream; the host does not wait.
 
         Raises:
-            BrokenProcessError: a failed capture has left this process unable to draw random numbers.
+            BrokenProcessError: after a failed capture this process cannot draw random numbers.
         """
         require_whole_process()
         self.cuda_graph.replay()
 
     def reset(self) -> None:
-        """Let it go; a later `replay` is an error. Its memory is free when all graphs of its pool are reset."""
+        """Drop the graph; a later `replay` is an error. Its memory is free when all graphs of its pool are reset."""
         if self._leave is not None:
             self._leave()
         self._graph = None
@@ -171,10 +170,10 @@ class LocalBackend:
     device_type = "cuda"
 
     def __init__(self, rng_trackers: Sequence[RngTracker] = ()) -> None:
-        """rng_trackers: whose generators captured code may draw from; a list that grows in the warm-up is followed."""
+        """rng_trackers: the trackers that captured code may draw from; a list may grow during the warm-up."""
         self._rng_trackers = rng_trackers
         self._of_handles: dict[tuple[int, ...], LocalPool] = {}
-        """Pools of bare handles: one object for each, hence one stream from the warm-up to the last capture."""
+        """Pools of bare handles: one object for each handle, so warm-up and captures share a stream."""
 
     def new_pool(self) -> LocalPool:
         """An empty pool."""
@@ -182,11 +181,11 @@ class LocalBackend:
 
     @contextmanager
     def capturing(self, pool: LocalPool | tuple[int, int], name: str) -> Iterator[LocalGraph]:
-        """Record what runs inside the block, on the pool's stream.
+        """Record the operations inside the block, on the pool's stream.
 
         Raises:
-            GraphCaptureError: CUDA refused something inside; names the line. Or torch takes no more captures for this
-                handle of a pool.
+            GraphCaptureError: CUDA refused an operation (the message names the user's line), or torch takes no more
+                captures for this handle of a pool.
             BrokenProcessError: a failed capture, this one or an earlier one, could not be repaired.
         """
         require_whole_process()
@@ -205,7 +204,7 @@ class LocalBackend:
                 with graph_capturing(), stale_streams_followed():
                     yield graph
             except BaseException:
-                with suppress(RuntimeError):  # says only that the capture was broken off
+                with suppress(RuntimeError):  # it says only that the capture was broken off
                     graph.cuda_graph.capture_end()
                     graph.captured(pool)
                 raise
@@ -216,7 +215,7 @@ class LocalBackend:
             if told is not error:
                 told.__cause__ = error
             if begun and not graph.is_captured and _has_ended(graph.cuda_graph):
-                graph.captured(pool)  # CUDA could not make it runnable, but torch has told everybody
+                graph.captured(pool)  # CUDA could not make it runnable, but torch has ended the capture
             if not graph.is_captured:
                 repair_process(graph.cuda_graph, pool.handle, generators, told, begun=begun)
             graph.reset()
@@ -230,11 +229,10 @@ class LocalBackend:
 
     @contextmanager
     def warming_up(self, pool: LocalPool | tuple[int, int]) -> Iterator[None]:
-        """Runs before captures, on the pool's stream: what is made there lazily, as cuBLAS workspaces are, then lies
-        outside the pool.
+        """Run the block on the pool's stream. Memory that is made lazily, as by cuBLAS, then lies outside the pool.
 
         Raises:
-            BrokenProcessError: an earlier capture has failed and could not be repaired.
+            BrokenProcessError: an earlier failed capture could not be repaired.
         """
         require_whole_process()
         pool = self._open(pool)
@@ -247,11 +245,12 @@ class LocalBackend:
         torch.cuda.synchronize()
 
     def before_captures(self, pool: LocalPool | tuple[int, int]) -> None:
-        """Collect dead cycles and give back unused memory, of the device and pinned: a capture can do neither. And have
-        cuBLAS make its workspaces for the pool's stream, where no warm-up has.
+        """Collect garbage and give back unused memory of the device and pinned memory, since a capture can do neither.
+
+        If no warm-up ran, cuBLAS also makes its workspaces for the pool's stream.
 
         Raises:
-            BrokenProcessError: an earlier capture has failed and could not be repaired.
+            BrokenProcessError: an earlier failed capture could not be repaired.
         """
         require_whole_process()
         torch.cuda.synchronize()
@@ -261,7 +260,7 @@ class LocalBackend:
         torch._C._host_emptyCache()
 
     def _open(self, pool: LocalPool | tuple[int, int]) -> LocalPool:
-        """A pool into which can be captured.
+        """A pool that takes captures.
 
         Raises:
             GraphCaptureError: torch takes no more captures for this handle.
@@ -274,14 +273,14 @@ class LocalBackend:
             raise GraphCaptureError(
                 f"nothing can be captured into the pool {tuple(pool)} any more: a capture into it has failed, and "
                 f"torch {torch.__version__} believes that it goes on (pytorch#180395). Take a new pool (pool=None), or "
-                "give the object that the earlier graphs have as .pool"
+                "give .pool of the earlier graphs"
             )
         if tuple(pool) not in self._of_handles:
             self._of_handles[tuple(pool)] = LocalPool(pool)
         return self._of_handles[tuple(pool)]
 
     def static_like(self, tensor: Tensor, pool: Any) -> Tensor:
-        """An uninitialised tensor outside the pool: allocated by nobody's capture, it is freed when it dies."""
+        """An uninitialised tensor outside the pool; its memory is free when the tensor is dropped."""
         return torch.empty_like(tensor.detach(), requires_grad=False)
 
     def weak_ref(self, tensor: Tensor) -> Tensor:
@@ -290,7 +289,7 @@ class LocalBackend:
 
 
 def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
-    """Whether torch has ended its capture; what may still fail after that is the instantiation."""
+    """True where torch has ended the capture; the instantiation after it may still have failed."""
     try:
         graph.pool()
     except RuntimeError:
@@ -300,12 +299,11 @@ def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
 
 @contextmanager
 def stale_streams_followed() -> Iterator[None]:
-    """Inside the block a backward may come by nodes of autograd that an earlier one has left on another stream: they
-    run on that of the capture.
+    """Inside the block autograd's nodes run on the stream of the capture, also those that remember another stream.
 
-    The node in which a parameter's gradient arrives lives as long as any result that hangs on it, a loss that was kept
-    for instance, and remembers the stream of its first use. Older versions of torch (before 2.13) have no such switch:
-    there the capture fails, and `explained` says what to drop.
+    A node that accumulates the gradient of a parameter remembers the stream of its first use. It lives as long as any
+    result that depends on it, such as a loss that was kept. Versions of torch before 2.13 have no such switch: there
+    the capture fails, and `explained` says what to drop.
     """
     switch = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
     if switch is None:
@@ -320,23 +318,23 @@ def stale_streams_followed() -> Iterator[None]:
 
 
 def explained(error: RuntimeError, name: str) -> RuntimeError:
-    """CUDA's refusal with the user's line; other errors (out of memory, ours) as they are."""
+    """CUDA's refusal with the user's line; other errors (out of memory, labkit's own) unchanged."""
     if isinstance(error, GraphCaptureError | torch.OutOfMemoryError) or "captur" not in str(error).lower():
         return error
     where = f"{line}: " if (line := raised_at(error)) else ""
     first = str(error).strip().splitlines()[0].rstrip(".")
-    kept = "results of an earlier run that still hang on the same parameters (a loss that was kept): del them"
+    kept = "results of an earlier run that still depend on the same parameters (a loss that was kept): del them"
     if any(word in str(error) for word in ("stale", "legacy stream", "CaptureIsolation", "dependency created")):
-        return GraphCaptureError(f"{where}{name} cannot be captured: {first}. What breaks it are {kept}")
+        return GraphCaptureError(f"{where}{name} cannot be captured: {first}. The cause is {kept}")
     return GraphCaptureError(
-        f"{where}{name} cannot be captured: {first}. A CUDA graph cannot hold what makes the host wait for the device "
-        "(item, cpu, tolist, nonzero, a mask as index): move it out of the captured part, or compute on the device. "
-        f"In a backward it may also be {kept}"
+        f"{where}{name} cannot be captured: {first}. A CUDA graph cannot hold an operation that makes the host wait "
+        "for the device (item, cpu, tolist, nonzero, a mask as index): move it out of the captured part, or compute on "
+        f"the device. In a backward the cause may also be {kept}"
     )
 
 
 class _AtAddress:
-    """Memory that belongs to somebody else, offered by the CUDA array interface as integers of the same size."""
+    """Memory of another tensor, offered through the CUDA array interface as integers of the same size."""
 
     TYPES = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}  # noqa: RUF012
 
@@ -352,7 +350,7 @@ class _AtAddress:
 
 
 def weak_cuda_tensor(tensor: Tensor) -> Tensor:
-    """A CUDA tensor of the same address, shape, strides and type that does not keep the memory."""
+    """A CUDA tensor with the same address, shape, strides and type that does not keep the memory."""
     if tensor.numel() == 0:
         return torch.empty_like(tensor, requires_grad=False)
     weak = torch.as_tensor(_AtAddress(tensor), device=tensor.device).view(tensor.dtype)

@@ -9,9 +9,10 @@
 | `engine_options`       | `enabled`, `recipe`, `amax_reduction_group`, `cache_quantized_params` (or `OLDER_NAMES`)  ||
 | at each call           | `is_first_microbatch`               | where quantised weights are kept: microbatch 0 only |
 
-Which of them an engine knows is read from its signature. Around it stands what our own captures do and it leaves out:
-checks of callables and of each call, random states and flags set back after a failure, gradients of inputs copied where
-they would outlive the next replay, and hooks of parameters whose gradients the graph adds to `main_grad`.
+The signature of the engine's function tells the arguments that it knows. The adaptor adds work that our own captures do
+and the engine leaves out. It checks callables and each call, and restores random states and flags after a failure. It
+copies gradients of inputs that would outlive the next replay, and calls the hooks of parameters whose gradients the
+graph adds to `main_grad`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ OLDER_NAMES = {
 }
 """Option of quantisation -> its name in older engines."""
 _REPLAYED = "labkit replayed"
-"""Under this name the node of a replay in autograd's graph says which `Place` it is."""
+"""Key under which the node of a replay in autograd's graph holds its `Place`."""
 NEEDED_VERSION = {"_order": "1.5", "sample_kwargs": "1.10", "_reuse_graph_input_output_buffers": "2.7"}
 
 
@@ -53,7 +54,7 @@ def engine_function() -> Callable[..., Any]:
     """The engine's `make_graphed_callables`.
 
     Raises:
-        ValueError: it cannot be used here; one sentence says what is missing.
+        ValueError: the engine cannot be used here; one sentence says what is missing.
     """
     if (missing := why_no_transformer_engine()) is not None:
         raise ValueError(f"impl='transformer_engine': {missing}; or use impl='local'")
@@ -61,28 +62,29 @@ def engine_function() -> Callable[..., Any]:
 
 
 def engine_arguments(function: Callable[..., Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """`wanted` (names of the newest engine) as keyword arguments for the engine at hand; what is None is left out.
+    """Keyword arguments for the installed engine. wanted: arguments by the names of the newest engine; None is left out.
 
     Raises:
-        ValueError: it does not know one that matters.
+        ValueError: the engine does not know an argument that matters.
     """
     known = inspect.signature(function).parameters
     given: dict[str, Any] = {}
     for name, value in wanted.items():
         own = name if name in known else OLDER_NAMES.get(name, name)
-        made_up_for = name in ("_num_layers_per_chunk", "clone_param_grads_on_return")
-        if value is None or (own not in known and made_up_for):
+        dispensable = name in ("_num_layers_per_chunk", "clone_param_grads_on_return")
+        if value is None or (own not in known and dispensable):
             continue
         if own in known:
             given[own] = value
         elif value is not False:
             since = f" (it came with {NEEDED_VERSION[name]})" if name in NEEDED_VERSION else ""
             raise ValueError(
-                f"this Transformer Engine's make_graphed_callables has no {name}{since}: update it, or leave that out"
+                f"this Transformer Engine's make_graphed_callables has no {name}{since}: update the engine, or leave "
+                "that argument out"
             )
     layers = wanted.get("_num_layers_per_chunk") or [1]
     if "_num_layers_per_chunk" not in known and len(set(layers)) > 1:
-        raise ValueError(f"this Transformer Engine takes chunks of equal length alone, and these have {layers} layers")
+        raise ValueError(f"this Transformer Engine takes only chunks of equal length, and these have {layers} layers")
     return given
 
 
@@ -117,7 +119,7 @@ def make_with_transformer_engine(
 
 
 def _is_training(modules: Sequence[nn.Module], order: Sequence[float] | None) -> bool:
-    """Whether backwards are captured too.
+    """True in training, with captures of backwards.
 
     Raises:
         GraphCaptureError: training without gradients, or an order without training.
@@ -128,7 +130,7 @@ def _is_training(modules: Sequence[nn.Module], order: Sequence[float] | None) ->
             "the engine captures modules in training with their backward: enable gradients, or .eval()"
         )
     if not training and order is not None:
-        raise GraphCaptureError("the engine captures an order in training alone: leave it out, or call .train()")
+        raise GraphCaptureError("the engine captures an order only in training: leave it out, or call .train()")
     return training
 
 
@@ -178,7 +180,7 @@ def _order_of(request: CaptureRequest) -> tuple[list[float], list[int]]:
 
 
 class _TakenOff:
-    """A graphed forward that the engine has put into a module, taken out of it again."""
+    """A graphed forward that the engine has put into a module, and the adaptor has taken out again."""
 
     def __init__(self, forward: Callable[..., Any], reset: Callable[[], None] | None) -> None:
         self.forward, self.reset = forward, reset or (lambda: None)
@@ -188,7 +190,7 @@ class _TakenOff:
 
 
 def _taken_off(module: nn.Module) -> _TakenOff:
-    """Without an order, which it takes in training alone, the engine replaces `forward` in the module itself."""
+    """Take the graphed forward out of a module: without an order the engine replaces the module's own `forward`."""
     own = vars(module)
     own.pop("backward_dw", None)
     return _TakenOff(own.pop("forward"), own.pop("reset", None))
@@ -197,12 +199,12 @@ def _taken_off(module: nn.Module) -> _TakenOff:
 def _modules(functions: Sequence[Callable[..., Any]]) -> list[nn.Module]:
     modules = [function for function in functions if isinstance(function, nn.Module)]
     if len(modules) != len(functions):
-        raise GraphCaptureError("the engine captures modules alone: make a module of the function, or use impl='local'")
+        raise GraphCaptureError("the engine captures only modules: make a module of the function, or use impl='local'")
     return modules
 
 
 def _sample_kwargs(arguments: Sequence[Arguments]) -> tuple[dict[str, Tensor], ...] | None:
-    """None where there are none, so that an engine that knows none is asked for none."""
+    """Keyword arguments of the samples; None where there are none, since older engines take none."""
     return tuple(one.rebuilt(one.tensors)[1] for one in arguments) if any(one.keywords for one in arguments) else None
 
 
@@ -218,7 +220,7 @@ def _captured(place: Place, arguments: Arguments, inputs: Sequence[Tensor], arri
 
 @contextmanager
 def _set_back(make: Callable[..., Any], modules: Sequence[nn.Module]) -> Iterator[None]:
-    """After a failure: what the engine sets at the start of a capture and sets back at its end alone."""
+    """After a failure, restore the state that the engine changes at the start of a capture and restores at its end."""
     kinds = {type(module): type(module).__dict__.get("__call__") for module in modules}
     collected, stream = gc.isenabled(), torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     try:
@@ -231,7 +233,7 @@ def _set_back(make: Callable[..., Any], modules: Sequence[nn.Module]) -> Iterato
                 del kind.__call__
         for module in modules:
             for inner in module.modules():
-                inner._forward_hooks.clear()  # its own: callables with hooks were refused
+                inner._forward_hooks.clear()  # the engine's own: callables with hooks were refused
         if (end := getattr(sys.modules.get(make.__module__), "set_capture_end", None)) is not None:
             end()
         if stream is not None:
@@ -239,7 +241,7 @@ def _set_back(make: Callable[..., Any], modules: Sequence[nn.Module]) -> Iterato
         if collected:
             gc.enable()
         if isinstance(error, RuntimeError):
-            told = explained(error, "what Transformer Engine was given")
+            told = explained(error, "a callable of Transformer Engine")
             if told is not error:
                 raise told from error
         raise
@@ -247,7 +249,7 @@ def _set_back(make: Callable[..., Any], modules: Sequence[nn.Module]) -> Iterato
 
 @contextmanager
 def _generators_known(make: Callable[..., Any], trackers: Sequence[RngTracker]) -> Iterator[None]:
-    """Inside the block the engine registers our named random states with every graph, beside those of its trackers."""
+    """Inside the block the engine registers labkit's named random states with every graph, beside its own."""
     generators = [generator for tracker in trackers for generator in tracker.generators]
     distributed = sys.modules.get(f"{make.__module__.rpartition('.')[0]}.distributed")
     if not generators or distributed is None:
@@ -267,17 +269,18 @@ def _own_gradient(parameter: Tensor) -> None:
 
 
 def _notes(node: Any) -> dict[str, Any]:
-    """What others have written to a node of autograd's graph."""
+    """The notes that code outside autograd keeps on a node of autograd's graph."""
     return node.metadata
 
 
 class _Leaving(Function):
     """Inputs on their way into an engine's graph: y = x, without a copy.
 
-    forward    y = x                [..] -> [..], the same memory
-    backward   dx = dy, copied where the next replay would overwrite what the receiver keeps     [..] -> [..]
+        forward    y = x                                                                  [..] -> [..], same memory
+        backward   dx = dy, copied where the next replay would overwrite a kept gradient  [..] -> [..]
 
-    The graph's backward has run when this one does, so the hooks of parameters that it served itself are called here.
+    This backward runs after the graph's backward. So it calls the hooks of the parameters whose gradients the graph
+    adds itself.
     """
 
     @staticmethod
@@ -297,7 +300,7 @@ class _Leaving(Function):
 
 
 class EngineCallable(GraphedCallable):
-    """A callable graphed by the engine, with the checks of ours. Its graphs and static outputs stay the engine's."""
+    """A callable graphed by the engine, with labkit's checks. The engine keeps graphs and static outputs."""
 
     def __init__(
         self,
@@ -309,8 +312,8 @@ class EngineCallable(GraphedCallable):
         has_backward: bool,
         caches: bool,
     ) -> None:
-        """has_backward: it was captured in training.
-        caches: quantised weights are kept between microbatches, so each call says whether it is the first."""
+        """has_backward: captured in training.
+        caches: the engine keeps quantised weights between microbatches, so each call marks the first microbatch."""
         super().__init__(place.function, captured, impl="transformer_engine", pool=pool)
         self.has_backward = has_backward
         self._place, self._caches = place, caches
@@ -319,7 +322,7 @@ class EngineCallable(GraphedCallable):
 
     @property
     def graphs(self) -> Graphs:
-        """Refused: the engine keeps them to itself."""
+        """Refused: the engine does not hand out its graphs."""
         raise GraphCaptureError(f"{self.name}: Transformer Engine does not hand out its graphs")
 
     def _replayed(self, tensors: Sequence[Tensor]) -> Any:
@@ -340,22 +343,24 @@ class EngineCallable(GraphedCallable):
         return outputs
 
     def owns_gradient_of(self, x: Tensor) -> bool:
-        """Whether the gradient of input `x` leaves as a copy. The next replay overwrites the original, and only the
-        graph below, whose backward is the next to run, is sure to have read it by then: anything else may keep it, as
-        the `.grad` of a leaf or of what a view or a sum passes it on to, or may wait for more of it."""
+        """True where the gradient of input `x` leaves as a copy.
+
+        The next replay overwrites the original. By then the graph right below has read it, since its backward runs
+        next. Any other receiver may keep the gradient, for example as `.grad` of a leaf, or may wait for more of it.
+        """
         below = None if x.grad_fn is None else _notes(x.grad_fn).get(_REPLAYED)
         place = self._place
         here = (place.chunk, place.layer - 1, place.microbatch)
         return below is None or (below.chunk, below.layer, below.microbatch) != here
 
     def backward_dw(self) -> None:
-        """The engine's graph of the weight gradients that its modules put off."""
+        """Replay the engine's graph of the weight gradients that its modules put off."""
         self.require_alive()
         if (run := getattr(self._engine_callable, "backward_dw", None)) is not None:
             run()
 
     def reset(self) -> None:
-        """Let the engine's graphs go; engines without a `reset` free them with the last reference."""
+        """Drop the engine's graphs; an engine without `reset` frees them with the last reference."""
         if not self._is_reset and (run := getattr(self._engine_callable, "reset", None)) is not None:
             run()
         self._engine_callable = None

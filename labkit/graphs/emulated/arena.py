@@ -1,18 +1,20 @@
-"""Memory of a pool of emulated graphs: blocks at fixed addresses, free again the moment their last tensor dies.
+"""Memory of a pool of emulated graphs: blocks at fixed addresses, free again as soon as their last tensor dies.
 
-CUDA graphs of one pool take their tensors from memory that no other allocation touches. A block is taken at capture,
-given back when its tensor is dropped, and may then be taken by a later capture: two graphs write to one address, and
-that is right as long as nobody reads the first tensor after the second graph has run. An `Arena` does the same on the
-host:
+CUDA graphs of one pool take their tensors from memory that no other allocation touches. A capture takes a block for a
+tensor. The block is free once the tensor is dropped, and a later capture may take it. Then two graphs write to one
+address, which is right as long as nothing reads the first tensor after the second graph has run. An `Arena` does the
+same on the host.
 
-- memory comes in segments, which live as long as anything refers to them; a free block merges with its neighbours, and
-  a request takes the smallest free block that fits (best fit, lowest address first), as torch's CUDA allocator does;
-- a tensor of the arena keeps an owner, and the owner's end frees the block. The owner belongs to the tensor's storage,
-  so views, detached tensors and what autograd saves all keep the block;
-- a weak reference is a tensor at the address without the owner. Reading through it is always safe, since segments stay;
-  what it reads is whatever lies there by then.
+Memory comes in segments, which live as long as a tensor refers to them. A free block merges with its neighbours. A
+request takes the smallest free block that fits (best fit, lowest address first), as in torch's CUDA allocator.
 
-No sweep, no garbage collection: a block is free in the same instant on every run, so addresses repeat.
+A tensor of the arena keeps an owner, and the end of the owner frees the block. The owner belongs to the tensor's
+storage, so views, detached tensors and tensors saved by autograd all keep the block.
+
+A weak reference is a tensor at the address without the owner. It reads the values that lie there at the time. Reading
+is always safe, since segments stay.
+
+There is no sweep and no garbage collection: a block is free at the same instant on every run, so addresses repeat.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ class Segment:
     """Memory taken from the system in one piece."""
 
     memory: np.ndarray
-    """Bytes."""
+    """The bytes, uint8."""
     address: int
-    """Of its first byte in this process."""
+    """Address of the first byte in this process."""
     offset: int
-    """Of its first byte in the arena: segments are counted one behind the other."""
+    """Offset of the first byte in the arena, which counts its segments one after the other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,24 +61,24 @@ class Block:
     """First byte, in the segment."""
     nbytes: int
     owner: str
-    """Name of the graph that was being captured when it was taken."""
+    """Name of the graph that took it during its capture."""
     bare: Tensor
     """The bytes as a tensor that does not keep the block."""
 
     @property
     def address(self) -> int:
-        """Of the first byte in this process."""
+        """Address of the first byte in this process."""
         return self.segment.address + self.start
 
 
 _blocks: dict[int, Block] = {}
-"""Blocks in use in all arenas, by their address. Addresses of live memory are unique in a process."""
+"""Blocks in use in all arenas, by address. Addresses of live memory are unique in a process."""
 
 
 class Arena:
-    """A pool of emulated graphs. Give one to several captures and they share its memory.
+    """A pool of emulated graphs. Captures into one arena share its memory.
 
-    `owner`, set by whoever captures, is written into the history beside each block.
+    A capture sets `owner`; the history notes it beside each block.
     """
 
     def __init__(self) -> None:
@@ -84,7 +86,7 @@ class Arena:
         self.history: list[PoolStep] = []
         self.peak_bytes = self.reserved_bytes = self.live_bytes = 0
         self.workspace_bytes: int | None = None
-        """Of cuBLAS, which the host has not."""
+        """None: the host has no cuBLAS."""
         self._segments: list[Segment] = []  # by offset
         self._free_from: dict[int, int] = {}  # first byte of a free range -> the byte after its last; in the arena
         self._free_until: dict[int, int] = {}  # the same, the other way round
@@ -95,7 +97,7 @@ class Arena:
     # ---- tensors ----
 
     def take(self, nbytes: int) -> Tensor:
-        """Uninitialised bytes of their own, uint8 [nbytes]; nbytes > 0. The block is free once their storage dies."""
+        """A new block of uninitialised bytes, uint8 [nbytes]; nbytes > 0. The block is free once its storage dies."""
         rounded = -(-nbytes // ROUNDING) * ROUNDING
         with self._lock:
             self._bury()
@@ -104,7 +106,7 @@ class Arena:
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
             self.history.append(PoolStep(len(self.history), "alloc", offset, rounded, self.owner))
         start = offset - segment.offset
-        # Two tensors over the same bytes: the death of one's owner frees the block, the other holds the segment alone.
+        # Two tensors over the same bytes: the first keeps the owner of the block, the second only the segment.
         owner = segment.memory[start : start + nbytes]
         bare = torch.frombuffer(segment.memory, dtype=torch.uint8, count=nbytes, offset=start)
         block = Block(segment, start, rounded, self.owner, bare)
@@ -113,11 +115,11 @@ class Arena:
         return torch.frombuffer(owner, dtype=torch.uint8)
 
     def _free_block(self, block: Block) -> None:
-        """The last tensor of a block is gone: called by Python in whichever thread dropped it."""
+        """Free a block. Python calls this in the thread that dropped the block's last tensor."""
         del _blocks[block.address]
         self._dead.append(block)
-        # If the lock is held, the arena is at work in this very thread (a tensor died inside `take`) or in another one:
-        # the block is buried on the next occasion.
+        # If the lock is held, the arena is at work in another thread, or in this one (a tensor died inside `take`).
+        # The next `_bury` then frees the block.
         if self._lock.acquire(blocking=False):
             try:
                 self._bury()
@@ -127,7 +129,7 @@ class Arena:
     # ---- free ranges, as byte offsets in the arena ----
 
     def _cut(self, nbytes: int) -> tuple[int, Segment]:
-        """Take `nbytes` from the smallest free range that has them, or from a new segment: offset and segment."""
+        """Take `nbytes` from the smallest free range that has them, or from a new segment; return (offset, segment)."""
         place = bisect_left(self._by_size, (nbytes, 0))
         if place == len(self._by_size):
             self._grow(nbytes)
@@ -147,7 +149,7 @@ class Arena:
         self.reserved_bytes += size
 
     def _bury(self) -> None:
-        """Give back the blocks that have died; the lock is held."""
+        """Free the blocks of dead tensors. The caller holds the lock."""
         while self._dead:
             block = self._dead.popleft()
             segment = block.segment
@@ -179,24 +181,24 @@ class Arena:
 
 
 def block_of(tensor: Tensor) -> Block | None:
-    """The arena's block that the tensor's storage is; None for memory that is no arena's, or no block's any more."""
+    """The arena's block under the tensor's storage; None for other memory, and for a block that is free again."""
     storage = tensor.untyped_storage()
     block = _blocks.get(storage.data_ptr())
-    # a weak reference may outlive its block, and another block begin at its address
+    # another block may begin at the address of a weak reference that outlived its own
     return block if block is not None and block.bare.nbytes == storage.nbytes() else None
 
 
 def unmanaged(tensor: Tensor) -> Tensor:
-    """A tensor at the same address, of the same type, shape and strides, that does not keep an arena's block.
+    """A tensor with the same address, type, shape and strides that does not keep an arena's block.
 
-    For other memory there is no such thing on the host that would be safe to read: there it is a detached tensor, which
-    keeps the memory (that of a weak reference is the segment's).
+    For memory outside arenas the result is a detached tensor, which keeps the memory. On the host nothing else would be
+    safe to read.
     """
     block = block_of(tensor)
     if block is None:
         return tensor.detach()
     bare = torch.empty(0, dtype=tensor.dtype)
     bare.set_(block.bare.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-    # complex views whose values are read as the conjugate, or the negative, of what is stored
+    # views that read the conjugate, or the negative, of the stored values
     bare = bare.conj() if tensor.is_conj() else bare
     return torch.ops.aten._neg_view(bare) if tensor.is_neg() else bare

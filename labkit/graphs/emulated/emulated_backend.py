@@ -1,13 +1,14 @@
 """CUDA graphs on the host: capture and replay with the semantics of the GPU, for tests, chapters and laptops.
 
-What is kept of a CUDA graph: operations on fixed addresses, replayed without Python's part; one pool for many graphs,
-whose blocks are free when their tensor dies and are taken by later captures; weak references; branches frozen and side
-effects once; random numbers drawn anew at each replay; collectives inside. What a GPU refuses is refused
-(`host_syncs.py`), with the line that did it. What a GPU does silently is done silently: a tensor read after its block
-was taken by another graph holds that graph's values.
+An emulated graph holds operations on fixed addresses. A replay runs no Python of the captured code: branches are
+frozen, and side effects happen once. A replay draws new random numbers and runs the collectives inside. Many graphs
+share a pool: a block is free when its tensor dies, and a later capture may take it. There are weak references.
 
-One difference shows: capturing on a GPU computes nothing, and here the captured operations also run once. So in-place
-changes to tensors from outside happen at capture too, as they do in a warm-up; clear gradients and statistics after it.
+The emulation refuses the operations that a GPU refuses (`host_syncs.py`), and names the line. It makes the mistakes
+that a GPU makes silently: a tensor whose block another graph has taken shows that graph's values.
+
+One difference remains. A capture on a GPU computes nothing; here the captured operations also run once. So a capture
+changes tensors from outside in place, as a warm-up does. Clear gradients and statistics after it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 class EmulatedGraph:
-    """Operations on addresses; made by `EmulatedBackend.capturing`."""
+    """Operations on addresses, made by `EmulatedBackend.capturing`."""
 
     def __init__(self, name: str, arena: Arena) -> None:
         self.name = name
@@ -46,11 +47,11 @@ class EmulatedGraph:
 
     @property
     def num_operations(self) -> int:
-        """Calls that a replay makes: operations, and the starts and waits of collectives."""
+        """Number of calls of a replay: operations, and starts and waits of collectives."""
         return len(self._steps)
 
     def replay(self) -> None:
-        """Run the operations again on whatever their addresses hold now.
+        """Run the operations again on the values that lie at their addresses now.
 
         Raises:
             GraphCaptureError: the graph was reset, a parameter has moved, or another graph is being captured.
@@ -60,7 +61,7 @@ class EmulatedGraph:
         if active_capture() is not None:
             raise GraphCaptureError(f"graph {self.name!r} cannot be replayed while another one is captured")
         self._check_parameters()
-        # What was recorded lay below autograd and autocast; without them a call costs half as much.
+        # The recorder saw operations below autograd and autocast; a call without these costs half as much.
         with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
             for function, args, kwargs in self._steps:
                 function(*args, **kwargs)
@@ -70,7 +71,7 @@ class EmulatedGraph:
             parameter = reference()
             if parameter is not None and parameter.data_ptr() != address:
                 raise GraphCaptureError(
-                    f"graph {self.name!r} reads a parameter of shape {tuple(parameter.shape)} at the address it had at "
+                    f"graph {self.name!r} reads a parameter of shape {tuple(parameter.shape)} at its address of the "
                     "capture, and the parameter has moved since (.data was replaced, or the module moved). Change "
                     "parameters in place (copy_), or capture again"
                 )
@@ -92,12 +93,12 @@ class EmulatedBackend:
 
     @contextmanager
     def capturing(self, pool: Arena, name: str) -> Iterator[EmulatedGraph]:
-        """Record what runs inside the block; tensors made there lie in `pool`."""
+        """Record the operations inside the block; tensors made there lie in `pool`."""
         if is_graph_capturing():
             raise GraphCaptureError(f"graph {name!r} cannot be captured while another one is being captured")
         graph, recorder = EmulatedGraph(name, pool), AddressRecorder(pool)
         collected = gc.isenabled()
-        gc.disable()  # a collection could free, or finalise, anything at any place of the capture
+        gc.disable()  # a collection could free or finalise any object at any point of the capture
         outer, pool.owner = pool.owner, name
         try:
             with watched_methods(), graph_capturing(recorder), recorder:
@@ -113,16 +114,16 @@ class EmulatedBackend:
         graph._steps, graph._parameters = recorder.steps, recorder.parameters
 
     def warming_up(self, pool: Arena) -> AbstractContextManager[None]:
-        """Runs before a capture; on the host they need no place of their own."""
+        """Run the block as a warm-up; the host has no streams to choose from."""
         return graph_warmup()
 
     def before_captures(self, pool: Arena) -> None:
-        """Nothing: on the host a capture does not need memory that a collection would free."""
+        """Do nothing: a capture on the host does not depend on freed memory."""
 
     def static_like(self, tensor: Tensor, pool: Arena) -> Tensor:
         """An uninitialised tensor like `tensor`, in memory of its own outside the pool, as on a GPU."""
         return torch.empty_like(tensor.detach(), requires_grad=False)
 
     def weak_ref(self, tensor: Tensor) -> Tensor:
-        """A tensor at the same address that does not keep the block. Outside an arena it does keep its memory."""
+        """A tensor at the same address that does not keep the block. Outside arenas it keeps its memory."""
         return unmanaged(tensor)

@@ -1,7 +1,7 @@
-"""Operations that make the host wait for the device, and how an emulated capture notices and refuses each.
+"""Operations that make the host wait for the device; an emulated capture notices and refuses each of them.
 
-On a GPU CUDA refuses these itself. On the host nothing waits, so they would go unnoticed, and their result would be
-frozen into the graph without a word.
+On a GPU CUDA refuses these itself. On the host nothing waits. Without a check the graph would silently keep their
+result from the capture.
 
 | done in captured code                                        | noticed by                                        |
 |--------------------------------------------------------------|---------------------------------------------------|
@@ -12,15 +12,15 @@ frozen into the graph without a word.
 | `.cpu()`, `.to("cpu")`, `.tolist()`, `.numpy()`,             | the method, replaced while a capture is under way |
 | `.type("torch.FloatTensor")`, `from_dlpack(x)`               |                                                   |
 | `torch.tensor([..])`, `x[[0, 1]]`: copies from the host      | the operation `lift_fresh`, which they begin with |
-| `linalg.inv`, `solve`, `cholesky`, `eigh`, `svd`             | the operation that looks at their error code      |
+| `linalg.inv`, `solve`, `cholesky`, `eigh`, `svd`             | the operation that reads their error code         |
 | `prod` and `cumprod` with gradients: backward counts zeros   | `requires_grad` of their argument, in forward     |
-| drawing from a generator that no graph is told of            | the operation's argument                          |
+| drawing from a generator that graphs do not know             | the operation's argument                          |
 | raw calls to `torch.distributed`                             | the operation's name space                        |
 
-The methods are replaced because tensors on the host answer them without any operation; replacing works in backward as
-well, where function modes are off. `.to(device)` is refused for the word "cpu" alone: a `torch.device` may have come
-from `x.device`, and stands here for the device of the graph. A tensor of one number passes: without a device it stays
-on the host even in a run on a GPU, where operations take it as a number.
+The methods are replaced because tensors on the host answer them without an operation. A replaced method also works in
+backward, where function modes are off. `.to(device)` is refused only for the word "cpu": a `torch.device` may come from
+`x.device`, which here is the device of the graph. A tensor of one number passes. It stays on the host in a run on a GPU
+too, and operations take it as a number.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _SPOKEN = {
     "prod": "prod of what requires grad",
     "cumprod": "cumprod of what requires grad",
 }
-"""Operations that the user wrote in other words."""
+"""Operation -> the words that a user wrote."""
 _HOST_COPY = "is copied from the host, which a graph cannot wait for: make it before the capture, or by arange"
 _CHECK = f"{_SYNC}; take the form that leaves the check to you (torch.linalg.inv_ex, cholesky_ex, solve_ex), if any"
 _ZEROS = "has a backward that counts zeros on the host; compute it by multiplications, or from logarithms"
@@ -63,7 +63,7 @@ _REASONS = {
     **dict.fromkeys(("_linalg_check_errors", "linalg_eig", "_linalg_eigh", "_linalg_svd"), _CHECK),
     **dict.fromkeys(("prod", "cumprod"), _ZEROS),
 }
-"""Of operations that carry no tag."""
+"""Reasons for operations without a tag."""
 _DISTRIBUTED = "is not recorded: communicate through labkit.parallel.collectives, which replays inside a graph"
 
 
@@ -73,7 +73,7 @@ def _refuse(what: str, why: str) -> None:
 
 @cache
 def _reason(func: Any) -> str | None:
-    """Why an operation may be impossible to capture; None for the many that are harmless."""
+    """The reason that an operation may be impossible to capture; None for most operations."""
     if torch.Tag.data_dependent_output in func.tags:
         return _SYNC
     if torch.Tag.dynamic_output_shape in func.tags or "index_put" in func.name():
@@ -89,7 +89,7 @@ def _name(func: Any) -> str:
 
 def refuse_uncapturable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise GraphCaptureError, naming the user's line, for an operation that no CUDA graph can hold."""
-    given = kwargs.get("generator")  # a new object, by which torch calls the same generator
+    given = kwargs.get("generator")  # torch passes a new object for the same generator
     if given is not None and given._cdata != torch.default_generator._cdata:  # pyright: ignore[reportAttributeAccessIssue]
         _refuse("drawing from a generator of its own", "is unknown to the graph: use torch's default or an RngTracker")
     reason = _reason(func)
@@ -138,11 +138,11 @@ def _watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leaves_device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """What a call of a watched method is called in a message; empty for one that stays on the device."""
+    """A call of a watched method in the words of a message; empty where the tensor stays on the device."""
     if name == "to":
         words = [value.split(":")[0] for value in (*args[:1], *kwargs.values()) if isinstance(value, str)]
         return '.to("cpu")' if "cpu" in words else ""
-    if name == "type":  # a `torch.dtype` stays, a type of tensors says where they lie
+    if name == "type":  # a `torch.dtype` keeps the device, a type of tensors names a device
         wanted = args[0] if args else kwargs.get("dtype")
         lies = wanted if isinstance(wanted, str) else torch.typename(wanted) if isinstance(wanted, type) else "cuda"
         return "" if "cuda" in lies else f".type({lies!r})"

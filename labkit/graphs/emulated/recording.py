@@ -1,20 +1,19 @@
-"""Recording what a capture computes: each operation as a call on fixed addresses, to be made again at replay.
+"""Recording the operations of a capture as calls on fixed addresses, which a replay makes again.
 
-A `TorchDispatchMode` sees every operation below autograd, in forward and in backward. It lets the operation run, puts
-what is new into the arena, and writes down a step that computes the same into the same place:
+A `TorchDispatchMode` sees every operation below autograd, in forward and in backward. It lets the operation run and
+moves new tensors into the arena. Then it notes a step that computes the same values into the same place:
 
 | operation                     | at capture                      | step                                               |
 |-------------------------------|---------------------------------|----------------------------------------------------|
 | makes a new tensor            | result moves into the arena     | its `out=` variant into the address; or it, a copy |
 | in place                      | runs                            | the same, on the addresses                         |
-| a view, or an empty tensor    | runs; empty ones move           | none: the address is already known                 |
-| a collective (`transfer`)     | starts; its wait is recorded    | start and wait, each in its place                  |
+| a view, or an empty tensor    | runs; empty tensors move        | none: the address is already known                 |
+| a collective (`transfer`)     | starts; its wait is recorded    | start and wait, each at its own point              |
 | switching RNG states (`call`) | runs                            | the same call                                      |
 
-Arguments of a step are addresses, not tensors: what lies in the arena is held without keeping its block (see
-`arena.unmanaged`), so memory is reused as on a GPU, and a step reads whatever lies at the address by then. Tensors from
-outside, such as parameters, static inputs and main_grad, are held as they are, since their memory on the host could
-otherwise be unmapped under the step.
+Arguments of a step are addresses, not tensors. A step does not keep blocks of the arena (`arena.unmanaged`), so memory
+is reused as on a GPU. A step reads the values that lie at an address at the time. A step does keep tensors from
+outside, such as parameters, static inputs and main_grad. Their memory could otherwise be unmapped under the step.
 """
 
 from __future__ import annotations
@@ -51,18 +50,18 @@ _STRUCTURED = frozenset(
     )
     for name in names.split()
 )
-"""Operations of layers whose `out=` form runs the same kernel on the given tensor ("structured" in torch). Of others it
-may be another algorithm, which uses the given tensor for something else first."""
+"""Operations of layers whose `out=` form runs the same kernel on the given tensor ("structured" in torch). Other
+operations may run another algorithm, which uses the given tensor for other values first."""
 _EMPTY = ("aten::empty", "aten::new_empty", "aten::_empty")
 _COPIES = ("aten::clone", "aten::_to_copy")
 _ZEROS = ("aten::zeros", "aten::new_zeros", "aten::zeros_like")
 
 
 class _Traits(NamedTuple):
-    """What is known of an operation from its schema."""
+    """Facts about an operation from its schema."""
 
     writes: bool
-    """To one of its arguments."""
+    """It writes to one of its arguments."""
     is_empty: bool
     """Its values are undefined."""
     into: tuple[Callable[..., Any], tuple[str, ...]] | None
@@ -76,14 +75,14 @@ def _traits(func: Any) -> _Traits:
     name, arguments = func.name(), func._schema.arguments
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
     if torch.Tag.inplace_view in func.tags:
-        writes = False  # unsqueeze_ and the like change how the user's tensor lies, and not a byte
+        writes = False  # unsqueeze_ and the like change the strides of the user's tensor, and no byte
     base = name.split(".")[0]
     into = _into(func) if name.removeprefix("aten::") in _STRUCTURED else None
     return _Traits(writes, name.startswith(_EMPTY), into, base in _COPIES, base in _ZEROS)
 
 
 def _into(func: Any) -> tuple[Callable[..., Any], tuple[str, ...]] | None:
-    """The `out=` variant with otherwise the same arguments."""
+    """The `out=` variant with the same arguments beside `out`."""
     schema = func._schema
     wanted = [(a.name, str(a.type)) for a in schema.arguments]
     for overload in func._overloadpacket.overloads():
@@ -97,13 +96,13 @@ def _into(func: Any) -> tuple[Callable[..., Any], tuple[str, ...]] | None:
 
 
 class AddressRecorder(TorchDispatchMode):
-    """Records what runs inside `with recorder:` as `steps` on addresses of the arena and of outside tensors."""
+    """Records the operations inside `with recorder:` as `steps` on addresses of the arena and of outside tensors."""
 
     def __init__(self, arena: Arena) -> None:
         super().__init__()
         self.steps: list[RecordedCall] = []
         self.parameters: list[tuple[weakref.ref[Tensor], int]] = []
-        """Parameters that were read, and where they lay."""
+        """The parameters that were read, and their addresses."""
         self._arena = arena
         self._paused = False
         self._aliases: dict[Any, Tensor] = {}
@@ -140,7 +139,7 @@ class AddressRecorder(TorchDispatchMode):
         return type(result)(outputs) if many else outputs[0]
 
     def _note(self, values: Any, given: dict[int, Tensor]) -> None:
-        """Collect the tensors among arguments; remember parameters and where they lie."""
+        """Collect the tensors among arguments; note parameters and their addresses."""
         for value in values:
             if isinstance(value, Tensor):
                 given[_identity(value)] = value
@@ -170,7 +169,7 @@ class AddressRecorder(TorchDispatchMode):
             self._add(partial(_compute_and_copy, func._op, fresh, places), args, kwargs)
 
     def _place(self, made: Tensor, has_values: bool = True) -> Tensor:
-        """`made` in the arena: same type, shape, strides and values."""
+        """A copy of `made` in the arena, with the same type, shape and strides."""
         nbytes = made.untyped_storage().nbytes()
         if nbytes == 0:
             return made
@@ -180,7 +179,7 @@ class AddressRecorder(TorchDispatchMode):
         return placed.copy_(made) if has_values else placed
 
     def _address(self, value: Any) -> Any:
-        """`value` with tensors replaced by what refers to their memory without keeping an arena's block."""
+        """`value` with tensors replaced by references to their memory that keep no block of an arena."""
         if isinstance(value, Tensor):
             storage = value.untyped_storage()
             sign = value.is_conj(), value.is_neg()
@@ -212,10 +211,10 @@ class AddressRecorder(TorchDispatchMode):
         return result
 
     def transfer(self, start: Callable[..., Pending], *args: Any, **kwargs: Any) -> Pending:
-        """Start a transfer now and at each replay; what is returned records its `wait()` in the same way.
+        """Start a transfer now and at each replay. `wait()` of the result is recorded in the same way.
 
-        The transport is given addresses, so that no thread of it can hold a block; `args` keep what is sent alive until
-        the wait.
+        The transport gets addresses, so that its threads hold no block. `args` keep the sent tensors alive until the
+        wait.
         """
         transfer = _Transfer(start, self._address(args), {k: self._address(v) for k, v in kwargs.items()})
         with self._off():
@@ -225,7 +224,7 @@ class AddressRecorder(TorchDispatchMode):
         return _RecordedPending(self, transfer, [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)])
 
     def completed(self, transfer: _Transfer, given: list[Tensor], wait_event: bool) -> Tensor:
-        """Wait for a transfer, now and at each replay; returns its result, in the arena unless it was given."""
+        """Wait for a transfer, now and at each replay; return its result, in a given tensor or in the arena."""
         with self._off():
             result = transfer.complete(wait_event)
             owned = [x for x in given if x.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()]
@@ -249,15 +248,15 @@ class AddressRecorder(TorchDispatchMode):
         for where in self._under_way.values():
             raise GraphCaptureError(
                 f"{where}: this transfer was started inside the captured part and not waited for in it; a CUDA graph "
-                "has to end with all its work joined. Wait for it inside"
+                "must end with all its work joined. Wait for it inside"
             )
 
 
 def _identity(tensor: Tensor) -> int:
-    """Of the tensor's storage: equal for views of one another.
+    """Identity of the tensor's storage, equal for views of one another.
 
     Raises:
-        GraphCaptureError: a sparse tensor, which has none.
+        GraphCaptureError: a sparse tensor, which has no storage.
     """
     if tensor.layout is not torch.strided:
         raise GraphCaptureError(

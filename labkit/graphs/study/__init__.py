@@ -1,1 +1,1 @@
-"""Graphs looked at: operations, launches, calls and refusals, for chapters and benchmarks."""
+"""Views of graphs for chapters and benchmarks: operations, launches, calls and refusals."""

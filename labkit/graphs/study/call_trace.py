@@ -1,7 +1,7 @@
 """A record of the calls between a few objects, while code runs unchanged.
 
-For sequence diagrams of what a layer does at capture and at replay. Only the methods that are named are watched; a call
-among them is booked from the watched call that it happens in.
+Chapters draw sequence diagrams of capture and replay from it. Only the named methods are watched; the source of a call
+is the watched call around it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 
 class Call(NamedTuple):
-    """A method was called, or ended in an exception (`raised`, from the one who raised to its caller)."""
+    """A call of a method, or with `raised` an exception, from the raising participant to its caller."""
 
     source: str
-    """Who calls; `caller` outside all watched calls."""
+    """The participant that calls; `caller` outside all watched calls."""
     target: str
-    """Whose method it is."""
+    """The participant whose method is called."""
     message: str
-    """Name of the method; of the exception where `raised`."""
+    """Name of the method; with `raised` that of the exception."""
     raised: bool = False
 
 
@@ -29,13 +29,13 @@ OUTSIDE = "caller"
 
 @contextmanager
 def calls_between(watched: Mapping[str, tuple[Any, Sequence[str]]]) -> Iterator[list[Call]]:
-    """Inside the block calls of these methods are added to the list that it yields, in the order in which they begin.
+    """Record calls of these methods inside the block; the list that it yields has them in the order of their begin.
 
-    watched: name of a participant -> the object, and the methods of it to watch (`forward` of a module is called
-    through its `__call__`). Several participants may be parts of one object.
+    watched: name of a participant -> the object and its methods to watch (`__call__` of a module calls `forward`).
+    Several participants may be parts of one object.
 
     Raises:
-        AttributeError: an object without such a method.
+        AttributeError: an object has no such method.
     """
     calls: list[Call] = []
     within = [OUTSIDE]

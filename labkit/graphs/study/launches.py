@@ -1,11 +1,11 @@
 """Times at which a device runs operations that a host launches: a model of them, and a measurement by torch's profiler.
 
-Model: the host needs `launch` to issue an operation (Python, autograd, dispatch, driver) and does not wait for it; the
+Model: the host needs `launch` to issue an operation (Python, autograd, dispatch, driver) and does not wait for it. The
 device runs operations in order, one at a time. So operation i starts at
 
     start[i] = max(end[i - 1], (i + 1) launch)
 
-and a device whose operations are shorter than a launch waits for the host. A graph is issued once, whatever it holds.
+and a device whose operations are shorter than a launch waits for the host. A graph is issued once, at any size.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Launches:
-    """What host and device did; on a machine without a GPU `host` is empty, since the host computes by itself."""
+    """Runs of host and device. Without a GPU `host` is empty, since the host itself computes."""
 
     host: tuple[Run, ...]
     device: tuple[Run, ...]
 
     @property
     def end(self) -> float:
-        """When the last one ends, in microseconds."""
+        """End of the last run, in microseconds."""
         return max((run.end for run in (*self.host, *self.device)), default=0.0)
 
     @property
@@ -46,7 +46,7 @@ class Launches:
 
 
 def predict_launches(durations: Sequence[float], launch: float, *, graph: bool = False) -> Launches:
-    """Host and device for operations of these `durations`, issued one by one, or in one `graph`.
+    """Predict host and device for operations of these `durations`, issued one by one or in one `graph`.
 
     launch: time to issue one operation, or the graph. Raises ValueError for negative times.
     """
@@ -64,8 +64,8 @@ def predict_launches(durations: Sequence[float], launch: float, *, graph: bool =
 def measure_launches(function: Callable[[], Any], names: Collection[str], *, calls: int = 10) -> Launches:
     """Call `function` under torch's profiler; times of the fastest of `calls`, from its first operation on.
 
-    names: on a machine without CUDA, the operations that count (`OperationLog` lists them); one inside another does not
-    count again. With CUDA all kernels count, and what launched them.
+    names: without CUDA, the operations that count (`OperationLog` lists them); an operation inside another does not
+    count again. With CUDA all kernels and their launches count.
     """
     function()
     return min((_profiled(function, set(names)) for _ in range(calls)), key=lambda found: found.end)
@@ -107,7 +107,7 @@ def _counts(event: Any, names: set[str]) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Some builds of the profiler write a line to the standard error of the process at start and stop."""
+    """Silence standard error: some builds of the profiler write a line to it at start and stop."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:

@@ -1,12 +1,12 @@
 """The operations of a block of code, as a graph would hold them, and the memory that they read and write.
 
-A CUDA graph does not show what it holds. This log, entered inside a capture (or around eager code), does:
+A CUDA graph does not show its operations. This log does, inside a capture or around eager code:
 
     with backend.capturing(pool, "forward") as graph, OperationLog() as log:
         y = model(x)
     log.operations[0]        # addmm: reads three places, writes one
 
-Views, and tensors that are made without values, compute nothing and are not listed.
+The log leaves out views and tensors made without values, since they compute nothing.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Memory(NamedTuple):
     """The memory of a tensor, views of it included."""
 
     address: int
-    """Of its first byte."""
+    """Address of the first byte."""
     nbytes: int
-    """Its size."""
+    """Size in bytes."""
 
     def overlaps(self, other: Memory) -> bool:
-        """Whether a byte belongs to both."""
+        """True where a byte belongs to both."""
         return self.address < other.address + other.nbytes and other.address < self.address + self.nbytes
 
 
 def memory_of(tensor: Tensor) -> Memory:
-    """Where the storage of a tensor lies."""
+    """The memory of a tensor's storage."""
     storage = tensor.untyped_storage()
     return Memory(storage.data_ptr(), storage.nbytes())
 
@@ -46,15 +46,15 @@ class Operation:
     """One entry of the list."""
 
     name: str
-    """As torch calls it, such as `addmm`."""
+    """torch's name, such as `addmm`."""
     reads: tuple[Memory, ...]
-    """What its arguments lie in; without those that it writes alone."""
+    """Memory of its arguments."""
     writes: tuple[Memory, ...]
-    """What its results lie in."""
+    """Memory of its results."""
 
 
 class OperationLog(TorchDispatchMode):
-    """Lists what runs inside the block, in forward and in backward, and keeps none of its tensors alive."""
+    """Lists the operations inside the block, forward and backward, and keeps none of their tensors alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that the operation's schema says it writes to."""
+    """The arguments that the operation writes to, by its schema."""
     found = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

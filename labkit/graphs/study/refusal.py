@@ -1,4 +1,4 @@
-"""A refusal as text, with the user's line: for chapters, where an error must not end the cell."""
+"""A refusal as text, with the user's line, for chapters, whose cells must not end in an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 _NOT_THE_USER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
 _PLACE = re.compile(r"^\S.*?:\d+ \(in [^)]*\): ")
-"""`file:line (in code): `, which messages begin with; here the line itself stands in its place."""
+"""The start of a message, `file:line (in code): `; a `Refusal` shows the line itself instead."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Refusal:
     """An error as text: the line of the user's code that was running, and the reason."""
 
     line: str
-    """Source of the innermost line that is neither torch's nor labkit's; empty where there is none below the call."""
+    """Source of the innermost line that is neither torch's nor labkit's; empty without such a line."""
     reason: str
-    """The message."""
+    """Message of the error."""
 
     @classmethod
     def of(cls, error: BaseException) -> Refusal:
-        """What an exception that was caught says."""
-        below = error.__cause__  # where the device's own error was put into words
+        """A caught exception as a refusal."""
+        below = error.__cause__  # the device's own error
         line = (_line_of(below.__traceback__) if below is not None else "") or _line_of(error.__traceback__)
         return cls(line, _PLACE.sub("", str(error).strip().split("\n")[0]))
 
@@ -40,12 +40,12 @@ class Refusal:
 
 
 def refused(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Refusal:
-    """Call `function`, which must fail, and return by what.
+    """Call `function`, which must fail, and return the refusal.
 
-    Any RuntimeError counts: a GraphCaptureError, and on a GPU CUDA's own.
+    Any RuntimeError counts: a GraphCaptureError, and on a GPU CUDA's own error.
 
     Raises:
-        ValueError: nothing was refused.
+        ValueError: the call did not fail.
     """
     try:
         function(*args, **kwargs)
