@@ -1,4 +1,4 @@
-"""Casting to fp8: the scale that brings a tensor, or each block of it, into the range of a format, and the cast itself.
+"""Casting to fp8: the scale that brings a tensor, or each of its blocks, into the range of a format, and the cast.
 
 Shapes: R rows, C columns.
 """
@@ -15,15 +15,15 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK = 128
 """Side of a block of the blockwise recipe."""
 ROWS, COLUMNS, SQUARE = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
-"""Blocks of an operand that is summed over its last dimension, over its first, and of a weight, which is both."""
+"""Blocks of an operand that is summed over its last dimension, over its first, and of a weight, summed over both."""
 LARGEST_SCALE = 2.0**126
-"""Of a tensor so small that its scale would overflow float32."""
+"""Scale of a tensor so small that a larger scale would overflow float32."""
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> Tensor:
-    """The factor that takes `amax` to the largest number of `dtype`, float32; 1 for a tensor of zeros.
+    """The factor that brings `amax` to the largest number of `dtype`, float32; 1 for a tensor of zeros.
 
-    An amax that is not finite gives 0 or NaN, so that the cast tensor holds a NaN and the overflow is not lost.
+    An infinite amax gives 0 and a NaN gives NaN. The cast tensor then holds a NaN, so the overflow shows.
     """
     factor = (torch.finfo(dtype).max / amax.float()).clamp(max=LARGEST_SCALE)
     if power_of_two:
@@ -32,14 +32,14 @@ def scale_of(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False) ->
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * scale in fp8, rounded to nearest, saturated where it is too large; `scale` broadcasts."""
+    """x * scale in fp8, rounded to nearest; values too large become the largest number. `scale` broadcasts."""
     wide = x if x.dtype == torch.float64 else x.float()
     limit = torch.finfo(dtype).max
     return (wide * scale).clamp(-limit, limit).to(dtype)
 
 
 def block_scales(x_RC: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """One power of two per block of x, [ceil(R / rows), ceil(C / columns)]; blocks at the edges may be smaller."""
+    """Scales of the blocks of x, powers of two, [ceil(R / rows), ceil(C / columns)]; edge blocks may be smaller."""
     rows, columns = block
     down, right = -x_RC.shape[0] % rows, -x_RC.shape[1] % columns
     padded = F.pad(x_RC.detach().abs(), (0, right, 0, down))
@@ -54,7 +54,7 @@ def spread(scales: Tensor, block: tuple[int, int], shape: Iterable[int]) -> Tens
 
 
 def through_blocks(x_RC: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """x as blockwise fp8 holds it, in float32 (float64 for float64)."""
+    """x rounded through blockwise fp8, in float32 (float64 for float64)."""
     scale = spread(block_scales(x_RC, block, dtype), block, x_RC.shape)
     wide = x_RC.dtype if x_RC.dtype == torch.float64 else torch.float32
     return cast(x_RC, scale, dtype).to(wide) / scale

@@ -1,10 +1,10 @@
 """The three products of a linear layer on fp8 operands.
 
-On a CPU, and for shapes that tensor cores do not take, operands are cast and cast back, and the product is computed in
-float32: the same values as on a GPU but for the order of summation. On a GPU that has fp8 tensor cores products with
-per-tensor scales go to `torch._scaled_mm`. It wants both operands with the summed dimension along the rows, so dgrad
-reads the weight transposed, and wgrad the input and the gradient. Where kernels make operands (`operands.py`), they
-make the transposed copy in the same pass, and for backward an input is kept transposed alone.
+On a CPU, and for shapes that tensor cores do not take, operands are cast and cast back. Then the product is computed in
+float32, which differs from a GPU only by the order of summation. On a GPU with fp8 tensor cores, products with
+per-tensor scales go to `torch._scaled_mm`. It takes both operands with the summed dimension along the rows. So dgrad
+reads the weight transposed, and wgrad reads input and gradient transposed. The kernels that make operands
+(`operands.py`) make the transposed copy in the same pass. Backward then keeps only the transposed input.
 
 Shapes: N rows (sequence x batch), I input size, O output size, K the dimension that a product sums over.
 """
@@ -38,8 +38,8 @@ class Scales(Protocol):
 
 
 def _on_tensor_cores(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
-    """Whether `torch._scaled_mm` takes this product: Ada, Hopper or later, sizes in multiples of 16, no float64, and
-    e5m2 on one side at most."""
+    """True where `torch._scaled_mm` takes this product: on Ada, Hopper or later. Sizes are multiples of 16, no type is
+    float64, and at most one side is e5m2."""
     if not a.is_cuda or torch.cuda.get_device_capability(a.device) < (8, 9):
         return False
     if out_dtype == torch.float64 or a.dtype == b.dtype == E5M2:
@@ -52,7 +52,7 @@ def scaled_product(
 ) -> Tensor:
     """(a b^T) * scale_inv[0] * scale_inv[1] on fp8 tensor cores, [M, N].
 
-    fast: accumulate in fewer bits. Good enough forward; gradients want the slower sum.
+    fast: accumulate in fewer bits, as in forward. Gradients need the slower sum.
     """
     first, second = a_MK.contiguous(), b_NK.contiguous().t()  # both rows along the summed dimension
     return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
@@ -78,9 +78,9 @@ def _flat(x: Tensor) -> Tensor:
 class Float8Gemms(Gemms):
     """The products of one linear layer, with one scale per tensor (`delayed` and `current`).
 
-    Inputs and gradients are packed as bytes and the reciprocal of their scale: what is kept for backward, and what
-    sequence parallelism gathers, is one byte per value. Where kernels make them, a third tensor holds the transposed
-    bytes [K, N], unless parts of a sequence are yet to be joined; backward then keeps these in place of the first.
+    Inputs and gradients are packed as bytes and the reciprocal of their scale. So backward keeps, and sequence
+    parallelism gathers, one byte per value. Kernels add a third tensor, the transposed bytes [K, N], except for parts
+    of a sequence that are still to be joined. Backward keeps the transposed bytes in place of the first tensor.
     """
 
     def __init__(self, scaling: Scales, index: int) -> None:
@@ -89,21 +89,23 @@ class Float8Gemms(Gemms):
         self._kept: tuple[Tensor, ...] | None = None
 
     def forget_weight(self) -> None:
-        """The weight is about to change: cast it again at its next use."""
+        """Cast the weight again at its next use, since it is about to change."""
         self._weight = None
 
     def keep_weight(self, weight: Tensor) -> None:
-        """From now on the cast weight has an address of its own, where CUDA graphs read it. They do not cast it: call
-        `refresh_weight` ahead of their replays, which casts it for the first microbatch of a step alone."""
+        """Keep the cast weight at a fixed address from now on, so that CUDA graphs can read it.
+
+        Graphs do not cast the weight. Call `refresh_weight` ahead of their replays; it casts the weight only in the
+        first microbatch of a step."""
         if self._kept is None:
             self._kept = self._cast(weight.detach(), "weight", None, trains=False)
 
     def refresh_weight(self, weight: Tensor) -> None:
-        """Bring the kept weight up to date, if `weight` has changed."""
+        """Cast `weight` into the kept weight, if it has changed."""
         state = weight._version, weight.data_ptr()
         if self._kept is not None and (self._weight is None or self._weight[0] != state):
             rows, scale_inv, *columns = self._cast(weight.detach(), "weight", None, trains=True)
-            fresh = rows, scale_inv, columns[0] if columns else rows.t()  # torch transposes nothing by itself
+            fresh = rows, scale_inv, columns[0] if columns else rows.t()  # torch's cast makes no transposed copy
             for kept, value in zip(self._kept, fresh, strict=False):
                 kept.copy_(value)
             self._weight = state, *self._kept
@@ -143,15 +145,16 @@ class Float8Gemms(Gemms):
         return packed[2].view(self._recipe.dtype(kind)) if len(packed) > 2 else self._rows(packed, kind).t()
 
     def _cast(self, x: Tensor, kind: str, group: Group | None, *, trains: bool) -> tuple[Tensor, ...]:
-        """The fp8 values in x's shape, the reciprocal of their scale, and where kernels make them the values [K, N]."""
-        transposed = group is None and (trains or kind == "weight")  # joined parts of a sequence are no joined columns
+        """The fp8 values in x's shape, the reciprocal of their scale, and with kernels the values [K, N]."""
+        # A gather joins parts of a sequence by rows, so transposed parts could not be joined.
+        transposed = group is None and (trains or kind == "weight")
         rows, scale_inv, columns = self._scaling.operand(
             self._index, kind, _flat(x), group, noted=trains, transposed=transposed
         )
         return rows.view(x.shape), scale_inv, *(() if columns is None else (columns,))
 
     def _cast_weight(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """Cast once per step: between the microbatches of a step weights do not change."""
+        """The cast weight, cast once per step: weights do not change between the microbatches of a step."""
         if self._kept is not None:
             if not is_graph_capturing():
                 self.refresh_weight(weight)
@@ -163,8 +166,10 @@ class Float8Gemms(Gemms):
 
 
 class BlockwiseGemms(Float8Gemms):
-    """The products of one linear layer with a scale per block. Inputs are kept as they came: forward sums over their
-    columns, the weight gradient over their rows, and each cast starts from the values, so that no error is made twice.
+    """The products of one linear layer with a scale per block.
+
+    Inputs are kept uncast. Forward sums over their columns and the weight gradient over their rows, so the blocks
+    differ. Each cast starts from the uncast values, so that rounding errors do not add up.
     """
 
     def pack(self, x: Tensor, kind: str, gathered_over: Group | None, *, trains: bool) -> Packed:

@@ -3,11 +3,11 @@
 torch passes over memory for each of |x|, amax, float32, x * scale, clamp, cast and the transposed copy. A bf16
 value moves 4 + 2 + 6 + 8 + 8 + 5 + 2 = 35 bytes. `sweep` reads x once and writes what is asked: 2 bytes read, 1 or 2
 written. Each program also writes the largest magnitude of its tile, so the amax needs no atomics and no zeros.
-A second kernel of one program reduces these peaks and makes the scale. A maximum does not depend on its order: amax,
+A second kernel of one program reduces these peaks and makes the scale. A maximum does not depend on its order, so amax,
 scale and values equal torch's to the bit.
 
 Only `operands` imports this module, where Triton runs. Triton compiles a kernel at its first launch, which needs a
-C compiler. `NoKernel` says that it failed, or that a CUDA graph is being captured, in which nothing can be compiled.
+C compiler. `NoKernel` says that the compilation failed, or that a CUDA graph is being captured, which forbids it.
 
 With TRITON_INTERPRET=1 the kernels run on a CPU. Triton's interpreter rounds casts to fp8 wrongly (triton#8322). There
 the kernels write clamped float32 values, and torch casts these.
@@ -35,11 +35,11 @@ WARPS = 8
 PEAKS_AT_ONCE = 8192
 
 INTERPRETED: bool = knobs.runtime.interpret
-"""Whether the kernels run in Triton's interpreter, on a CPU."""
+"""True where the kernels run in Triton's interpreter, on a CPU."""
 
 
 class NoKernel(RuntimeError):
-    """A kernel cannot run; the message says why, or is empty where it only cannot be compiled now."""
+    """A kernel cannot run. The message says why; it is empty where the kernel only cannot be compiled now."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["scale"])
@@ -50,13 +50,13 @@ def _sweep_tile(
     across = tl.cdiv(width, C)
     tile = tl.program_id(0)
     first_row, first_column = tile // across * R, tile % across * C
-    top, left = first_row.to(tl.int64), first_column.to(tl.int64)  # places inside a tile need 32 bits, tiles more
+    top, left = first_row.to(tl.int64), first_column.to(tl.int64)  # inside a tile 32 bits are enough
     row_R, column_C = tl.arange(0, R), tl.arange(0, C)
     inside_RC = (first_row + row_R < height)[:, None] & (first_column + column_C < width)[None, :]
     x += top * row_step + left * column_step
     x_RC = tl.load(x + row_R[:, None] * row_step + column_C[None, :] * column_step, mask=inside_RC, other=0.0)
     x_RC = x_RC.to(tl.float32)
-    # Without its sign a float's bits order as its magnitude does, infinity after all numbers and NaN after infinity.
+    # The bits of a float without sign order as its magnitude: all numbers, then infinity, then NaN.
     bits_RC = x_RC.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     tl.store(peaks + tile, tl.max(tl.max(bits_RC, axis=1), axis=0).to(tl.float32, bitcast=True))
     if CAST:
@@ -97,7 +97,7 @@ def _settle(
     factor = tl.where(amax_bits == 0, 1.0, factor)
     factor = tl.where(amax_bits == 0x7F800000, 0.0, tl.where(finite, factor, amax)) * shrink
     given = tl.load(scale, mask=known != 0, other=1.0)
-    given = tl.where(finite | (given == 0), given, float("nan"))  # saturation would hide what is not finite
+    given = tl.where(finite | (given == 0), given, float("nan"))  # saturation would hide values that are not finite
     tl.store(scale, factor, mask=known == 0)
     used = tl.where(known != 0, given, factor)
     tl.store(inverse, tl.where(used == 0, float("inf"), tl.div_rn(1.0, tl.where(used == 0, 1.0, used))))
@@ -108,7 +108,7 @@ def _settle(
 # ---- launches ----
 
 _has_run: set[tuple[Any, ...]] = set()
-"""Kernels that are compiled and loaded, with all that Triton compiles them for."""
+"""Kernels that are compiled and loaded, each with the properties of its arguments for which Triton compiles."""
 
 
 def _launch(kernel: Any, grid: int, key: tuple[Any, ...], device: Tensor, *args: Any, **constants: Any) -> None:
@@ -138,8 +138,8 @@ def sweep(
     """(peaks [P], rows [R, C], columns [C, R]) of x, float32, bfloat16 or float16, in any strides.
 
     peaks: the largest magnitudes of its tiles, float32.
-    rows, columns: x * scale in fp8 `dtype`, and its transpose where it is asked for; None without `dtype`. With
-        `written` float32 they hold the clamped values that would be cast.
+    rows, columns: x * scale in fp8 `dtype`, and with `transposed` its transpose; None without `dtype`. With `written`
+        float32 they hold the clamped values before the cast.
 
     Raises:
         NoKernel: the kernel cannot be compiled here and now.
@@ -167,7 +167,7 @@ def scales(
 ) -> tuple[Tensor, Tensor]:
     """(scale, 1 / scale) of a tensor whose tiles have these largest magnitudes, float32 scalars.
 
-    known: the scale that it was cast by; its reciprocal is NaN where the tensor holds what is not finite.
+    known: the scale of an earlier cast. Its reciprocal is NaN if the tensor holds a value that is not finite.
     so_far: raised to the tensor's amax, in place.
 
     Raises:

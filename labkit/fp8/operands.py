@@ -1,12 +1,13 @@
-"""Operands of products in fp8 with one scale a tensor: Triton's kernels where they run, torch elsewhere.
+"""Operands of products in fp8 with one scale for each tensor: made by Triton's kernels where they run, else by torch.
 
-On a GPU from Hopper on (compute capability 9.0) with Triton, two kernels make an operand; Triton rounds casts on an
-older one twice (triton#11753). On a CPU, in float64, inside torch.compile, on tensors of other classes and under an
-emulated capture torch does. Both give the same bits, except for a tensor that holds what is not finite and whose scale
-was known: there torch makes every value NaN, the kernels those that are not finite. Its 1 / scale is NaN from both.
+On a GPU from Hopper on (compute capability 9.0) with Triton, two kernels make an operand. On older GPUs Triton rounds
+casts twice (triton#11753), so torch makes operands there. So it does on a CPU, in float64, inside torch.compile, on
+tensors of other classes and under an emulated capture. Both give the same bits, with one exception: a tensor with a
+known scale and a value that is not finite. There torch makes every value NaN; the kernels make only such values NaN.
+Both give NaN as 1 / scale.
 
-Triton compiles a kernel at its first launch, with a C compiler. Where that fails torch takes over for good, and a
-warning says why. A kernel that has not run yet does not run inside the capture of a CUDA graph: torch does there.
+Triton compiles a kernel at its first launch, with a C compiler. If that fails, torch takes over for good, and a warning
+says why. A kernel that has not run yet cannot run inside the capture of a CUDA graph: torch makes the operand there.
 
 Shapes: R rows, C columns; P parts of a tensor.
 """
@@ -31,14 +32,14 @@ from labkit.parallel.communication.capturing import active_capture
 
 T = TypeVar("T")
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
-"""What the kernels read."""
+"""Types that the kernels read."""
 
 
 class _State:
-    """Of this process."""
+    """State of this process."""
 
     torch_alone: bool = False
-    """The kernels are not to be used, or could not be compiled: nobody tries again."""
+    """The kernels must not be used, or could not be compiled and are not tried again."""
 
 
 @contextmanager
@@ -64,7 +65,7 @@ def peaks(x_RC: Tensor) -> Tensor:
 def scales(
     peaks_P: Tensor, dtype: torch.dtype, margin: int = 0, *, so_far: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(scale, 1 / scale) that take a tensor with these `peaks` to the largest number of `dtype` / 2**margin.
+    """(scale, 1 / scale) that bring a tensor with these `peaks` to the largest number of `dtype` / 2**margin.
 
     so_far: raised to the amax, in place; a scalar.
     """
@@ -80,11 +81,11 @@ def scales(
 
 
 Operand = tuple[Tensor, Tensor, Tensor | None]
-"""Values in fp8 [R, C], 1 / scale, and the transposed values [C, R] where they were asked for and kernels make them."""
+"""Values in fp8 [R, C], 1 / scale, and the transposed values [C, R] if asked for and made by kernels."""
 
 
 def operand(x_RC: Tensor, scale: Tensor, inverse: Tensor, dtype: torch.dtype, *, transposed: bool) -> Operand:
-    """x in fp8 by the scale of its own amax, whose reciprocal is `inverse`."""
+    """x in fp8 by the scale of its own amax. inverse: 1 / scale."""
 
     def by_kernels(kernels: ModuleType) -> Operand:
         _, rows, columns = kernels.sweep(x_RC, scale, dtype, transposed=transposed)
@@ -96,7 +97,7 @@ def operand(x_RC: Tensor, scale: Tensor, inverse: Tensor, dtype: torch.dtype, *,
 def operand_by_history(
     x_RC: Tensor, scale: Tensor, dtype: torch.dtype, *, transposed: bool, so_far: Tensor | None
 ) -> Operand:
-    """x in fp8 by a scale that was known before it. A value that is not finite makes the reciprocal NaN.
+    """x in fp8 by a scale from the history. A value that is not finite makes 1 / scale NaN.
 
     so_far: raised to the amax of x, in place; a scalar.
     """
@@ -108,7 +109,7 @@ def operand_by_history(
 
     def by_torch() -> Operand:
         amax = peaks(x_RC).amax()
-        used = torch.where(amax.isfinite(), scale, torch.nan)  # saturation would hide what is not finite
+        used = torch.where(amax.isfinite(), scale, torch.nan)  # saturation would hide values that are not finite
         if so_far is not None:
             torch.maximum(so_far, amax, out=so_far)
         return cast(x_RC, used, dtype), 1 / used, None
@@ -145,7 +146,7 @@ def kernels_for(x: Tensor) -> ModuleType | None:
 
 @functools.cache
 def _runs_on(device: torch.device) -> bool:
-    """Whether Triton is installed and casts on `device` as torch does."""
+    """True where Triton is installed and casts on `device` as torch does."""
     if importlib.util.find_spec("triton") is None:
         return False
     if device.type != "cuda":

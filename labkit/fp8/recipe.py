@@ -1,7 +1,7 @@
 """Formats and scaling of a run in fp8 (arXiv 2209.05433).
 
-fp8 has four significant bits (e4m3, largest 448) or three (e5m2, largest 57,344), so a tensor is multiplied by a scale
-that brings its largest magnitude, its amax, near the largest number of the format, and the product is divided by both
+fp8 has four significant bits (e4m3, largest 448) or three (e5m2, largest 57,344). So a tensor is multiplied by a scale,
+which brings its largest magnitude, its amax, near the largest number of the format. The product is divided by both
 scales. `hybrid` takes e4m3 forward and e5m2 for gradients, which need range more than precision.
 
 | recipe    | scale of                             | from                                                 |
@@ -35,19 +35,19 @@ class Float8Recipe:
     hybrid: bool = True
     """e5m2 for gradients; otherwise e4m3 everywhere."""
     amax_history_len: int = 16
-    """L of `delayed`."""
+    """Steps of the history of `delayed`."""
     amax_compute_algo: str = "max"
-    """What `delayed` takes from the history: `max` or `most_recent`."""
+    """The amax that `delayed` takes from the history: `max` or `most_recent`."""
     margin: int = 0
     """Powers of two by which `delayed` stays below the largest scale."""
 
     def dtype(self, kind: str) -> torch.dtype:
-        """The format of an operand."""
+        """The format of an operand: `input`, `weight` or `grad`."""
         return E5M2 if self.hybrid and kind == "grad" else E4M3
 
 
 def float8_recipe(optim: OptimConfig) -> Float8Recipe | None:
-    """The recipe that `optim` names; None where it computes without fp8."""
+    """The recipe that `optim` names; None without fp8."""
     if optim.fp8 == "none":
         return None
     return Float8Recipe(

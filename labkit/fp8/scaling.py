@@ -1,14 +1,15 @@
-"""The scales of fp8 operands, and the history of amax that `delayed` scales come from.
+"""The scales of fp8 operands, and the history of amax from which `delayed` computes them.
 
-Two choices differ from Transformer Engine's. The history of `delayed` moves on once per optimizer step, not once per
-microbatch: scales then do not depend on how microbatches are spread over ranks, activations recomputed in backward are
-cast as they were the first time, a step costs one all-reduce, and every layout of tp, cp, dp and pp computes the same
-fp8 values as one process (in float64 to the last bits; `current` agrees over dp and pp only). And in the first step,
-before there is a history, a tensor is scaled by its own amax (agreed over tp_cp); a scale of 1 would flush the
-gradients of a mean loss to zero, since e5m2 has nothing between 0 and 2^-16.
+Two choices differ from Transformer Engine's. First, the history of `delayed` moves on once per optimizer step, not once
+per microbatch. Scales then do not depend on the spread of microbatches over ranks, and backward casts recomputed
+activations as forward did. A step costs one all-reduce. Every layout of tp, cp, dp and pp computes the same fp8 values
+as one process (in float64 to the last bits; `current` agrees over dp and pp only).
 
-Where ranks hold copies of a key/value head, each casts the gradient that its own query heads give. One process casts
-the sum of these, so there the weight gradients agree to the format's precision only.
+Second, the first step has no history, so it scales a tensor by its own amax (agreed over tp_cp). A scale of 1 would
+flush the gradients of a mean loss to zero, since e5m2 has nothing between 0 and 2^-16.
+
+Ranks that hold copies of a key/value head each cast the gradient of their own query heads. One process casts the sum of
+these gradients, so the weight gradients of such layouts agree only to the format's precision.
 
 Shapes: R rows and C columns of an operand, M layers of a model chunk, L steps of history.
 """
@@ -37,7 +38,7 @@ class Float8Scaling(Precision):
     Args:
         recipe: formats and scaling.
         groups: this rank's groups.
-        device: where the scales live.
+        device: device of the scales; None is that of the groups.
     """
 
     def __init__(self, recipe: Float8Recipe, groups: ParallelGroups, device: torch.device | str | None = None) -> None:
@@ -52,7 +53,7 @@ class Float8Scaling(Precision):
         """The products of the layer `name`.
 
         Raises:
-            ValueError: a layer of this name has them already.
+            ValueError: there is a layer of this name already.
         """
         if name in self._members:
             raise ValueError(f"the fp8 scales of {name} belong to another layer; names must differ")
@@ -68,17 +69,16 @@ class Float8Scaling(Precision):
 
     @property
     def scales(self) -> Tensor:
-        """Of `delayed`: what each layer's input, weight and output gradient are multiplied by, [M, 3]."""
+        """Scales of `delayed`, [M, 3]: the factors of each layer's input, weight and output gradient."""
         return self._scale_M3
 
     def operand(
         self, index: int, kind: str, x_RC: Tensor, group: Group | None, *, noted: bool, transposed: bool
     ) -> operands.Operand:
-        """x in fp8, the reciprocal of its scale (a float32 scalar), and where kernels make it and it is asked for x
-        transposed.
+        """x in fp8, the reciprocal of its scale (a float32 scalar), and x transposed if asked for and made by kernels.
 
-        group: whose ranks agree on the scale of `current`, None for this rank alone.
-        noted: whether its amax counts for later steps; not so in an evaluation.
+        group: the ranks that agree on the scale of `current`; None for this rank alone.
+        noted: the amax of x counts for later steps, except in an evaluation.
         """
         column, dtype = KINDS.index(kind), self.recipe.dtype(kind)
         delayed = self.recipe.name == "delayed"
@@ -93,19 +93,19 @@ class Float8Scaling(Precision):
         return operands.operand(x_RC, scale, scale_inv, dtype, transposed=transposed)
 
     def forget_weights(self) -> None:
-        """All layers cast their weights anew at the next use."""
+        """Have all layers cast their weights again at the next use."""
         for member in self._members.values():
             member.forget_weight()
 
     @property
     def state(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What steps change, in place: the largest magnitudes of this step, those of earlier ones, the scales."""
+        """Tensors that steps change in place: largest magnitudes of this step, those of earlier steps, scales."""
         return self._amax_M3, self._history_LM3, self._scale_M3
 
     def end_step(self) -> None:
-        """After the backward of the last microbatch: weights will change, and `delayed` moves its history on.
+        """End a step after the last backward: forget cast weights, and move the history of `delayed` on.
 
-        Called by all ranks of tp_dp_cp; the one all-reduce of a step.
+        All ranks of tp_dp_cp call this; it makes the one all-reduce of a step.
         """
         self.forget_weights()
         if self.recipe.name != "delayed" or not self._members:
@@ -123,13 +123,13 @@ class Float8Scaling(Precision):
         self._steps += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a resumed run needs to scale as this one would have: history [L, 3] by layer, and the steps so far."""
+        """State for a resumed run: history [L, 3] and scales [3] by layer, and the number of steps so far."""
         histories = {name: self._history_LM3[:, index].clone() for index, name in enumerate(self._members)}
         scales = {f"{name}.scale": self._scale_M3[index].clone() for index, name in enumerate(self._members)}
         return histories | scales | {"steps": torch.tensor(self._steps)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """The inverse of `state_dict`; layers of other chunks in `state` are passed over.
+        """The inverse of `state_dict`; layers of other chunks in `state` are ignored.
 
         Raises:
             KeyError: a layer of this chunk is missing.
@@ -140,7 +140,7 @@ class Float8Scaling(Precision):
         self._steps = int(state["steps"])
 
     def _agreed(self, peaks_P: Tensor, group: Group | None, index: int, kind: str) -> Tensor:
-        """The largest magnitude over the ranks of `group`, [1]; the peaks as they are where this rank is alone."""
+        """The largest magnitude over the ranks of `group`, [1]; over one rank the peaks themselves."""
         if group is None or group.size == 1:
             return peaks_P
         phase = "backward" if kind == "grad" else current_scope().phase or "forward"

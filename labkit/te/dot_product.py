@@ -18,17 +18,17 @@ from labkit.te.engine import engine
 
 
 class CoreAttention(nn.Module):
-    """softmax(q k^T / sqrt(D)) v as `DotProductAttention`, context parallelism included; called as ours.
+    """softmax(q k^T / sqrt(D)) v as `DotProductAttention`, context parallelism included; called like labkit's own.
 
     Args:
         config: heads, sizes and dropout.
-        rng: random states; needed where attention drops.
-        tp: tensor-parallel group, over which heads are cut.
+        rng: random states; needed with attention dropout.
+        tp: tensor-parallel group; each rank has its part of the heads.
         cp: context-parallel group; None is this rank alone.
         cp_comm_type: `p2p` or `all_gather`.
 
     Raises:
-        ValueError: the unfused form, which is a choice of our layers.
+        ValueError: the unfused form, which only labkit's own layers have.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class CoreAttention(nn.Module):
         self.engine_attention = (attention,)
 
     def train(self, mode: bool = True) -> CoreAttention:
-        """The engine's module, which is no child, drops in training only as well."""
+        """Set the mode of the engine's module too, which is no child: it drops only in training."""
         self.engine_attention[0].train(mode)
         return super().train(mode)
 

@@ -9,8 +9,8 @@
 | Float8Recipe                     | DelayedScaling, Float8CurrentScaling, Float8BlockScaling                     ||
 | recompute.checkpoint, with fp8   | checkpoint               | (replays the fp8 scales of the first pass)        |
 
-The engine communicates over the process groups that it is given, beside our ledger. It needs a GPU, so everything
-imports it when a model is built.
+The engine communicates over the process groups that it gets; labkit's ledger does not book that. The engine needs a
+GPU, so labkit imports it only when it builds a model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def engine() -> Any:
     """`transformer_engine.pytorch`.
 
     Raises:
-        ValueError: it cannot be used here; one sentence says what is missing and how to get it.
+        ValueError: the engine cannot be used here; one sentence says what is missing and how to get it.
     """
     if (missing := why_no_transformer_engine()) is not None:
         raise ValueError(f"model.transformer_impl is transformer_engine. {missing}; or set it to local")
@@ -39,14 +39,14 @@ def engine() -> Any:
 
 
 class CastsOnce(Protocol):
-    """A layer that casts its weight where it is told that a step begins."""
+    """A layer that casts its weight at the begin of a step."""
 
     is_first_microbatch: bool | None
 
 
 def engine_recipe(recipe: Float8Recipe, *, reduces: bool) -> Any:
-    """The engine's recipe object. reduces: there are other ranks to agree with on an amax."""
-    engine()  # says in a sentence where it is missing
+    """The engine's recipe object. reduces: several ranks agree on an amax."""
+    engine()  # raises a clear error where it is missing
     recipes = importlib.import_module("transformer_engine.common.recipe")
     fp8_format = recipes.Format.HYBRID if recipe.hybrid else recipes.Format.E4M3
     if recipe.name == "current":
@@ -63,12 +63,12 @@ def engine_recipe(recipe: Float8Recipe, *, reduces: bool) -> Any:
 
 
 class EngineFloat8(Precision):
-    """fp8 of one model chunk: the region in which the engine's layers cast, and what starts afresh with a step.
+    """fp8 of one model chunk: the region in which the engine's layers cast, and the begin of steps.
 
     Args:
         recipe: formats and scaling. The engine moves the history of `delayed` on with every microbatch.
-        groups: amax is agreed over tp_dp_cp. Where that is this rank alone nothing is reduced: without a group the
-            engine would take the whole world, other pipeline stages included.
+        groups: the ranks of tp_dp_cp agree on an amax. One rank alone reduces nothing; without a group the engine
+            would reduce over the whole world, other pipeline stages included.
     """
 
     def __init__(self, recipe: Float8Recipe, groups: ParallelGroups) -> None:
@@ -77,33 +77,34 @@ class EngineFloat8(Precision):
         self._layers: list[CastsOnce] = []
 
     def casts_once_a_step(self, layer: CastsOnce) -> None:
-        """Have `layer` cast its weight to fp8 in the first microbatch of each step alone."""
+        """Have `layer` cast its weight to fp8 only in the first microbatch of each step."""
         layer.is_first_microbatch = True
         self._layers.append(layer)
 
     def region(self) -> AbstractContextManager[Any]:
-        """Forward of all layers of one microbatch runs inside; backward needs none."""
+        """The context for the forward of all layers of one microbatch; backward needs none."""
         group = self.group.process_group
         return self._engine.autocast(enabled=True, recipe=self.recipe, amax_reduction_group=group)
 
     def graph_options(self) -> dict[str, Any]:
-        """What `make_graphed_callables` must be told, since captured layers run outside the region; weights are cast by
-        the replays of the first microbatch alone."""
+        """Options for `make_graphed_callables`, since captured layers run outside the region.
+
+        Only the replays of the first microbatch cast weights."""
         group = self.group.process_group
         named = {"enabled": True, "recipe": self.recipe, "amax_reduction_group": group}
         return named | {"cache_quantized_params": True}
 
     def end_step(self) -> None:
-        """After the last microbatch: weights will change, so the next forward casts them again."""
+        """End a step: weights will change, so the next forward casts them again."""
         for layer in self._layers:
             layer.is_first_microbatch = True
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, rng: RngTracker | None = None) -> Any:
-    """`recompute.checkpoint` by the engine's own: the second pass casts with the scales of the first.
+    """`recompute.checkpoint` by the engine's own function: the second pass casts with the scales of the first.
 
     rng: named random states that `function` draws from.
     """
     tracker = None if rng is None else (lambda: rng)
-    found = importlib.import_module("transformer_engine.pytorch")  # a model of its layers has been built
+    found = importlib.import_module("transformer_engine.pytorch")  # importable: a model of its layers exists
     return found.checkpoint(function, *args, get_rng_state_tracker=tracker, use_reentrant=True)

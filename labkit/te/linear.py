@@ -1,9 +1,9 @@
-"""Linear layers of Transformer Engine on our parameters: behind a norm, row-parallel, and of all experts of a rank.
+"""Linear layers of Transformer Engine on labkit's parameters: after a norm, row-parallel, and of all experts of a rank.
 
-Parameters are ours: made by (seed, name), with our attributes, held by our modules under our names. The engine's module
-is given the same Parameter objects; it is no child of ours and so adds nothing to a state_dict, which therefore moves
-between the two implementations as it is. A norm's module only holds its parameters: `LayerNormLinear` normalises
-itself, so that the normalised activation is made once, in fp8 where that is on.
+labkit makes the parameters by (seed, name), and labkit's modules hold them under the same names as without the engine.
+The engine's module gets the same Parameter objects. It is no child of labkit's module and adds nothing to a state_dict,
+so both implementations load the same state_dict. A norm's module only holds its parameters: `LayerNormLinear` applies
+the norm, so that the normalised activation is made once, in fp8 where that is on.
 
 Shapes: S sequence, B batch, H hidden, N rows, I input size, O output size.
 """
@@ -24,11 +24,11 @@ from labkit.parallel.parameters.weights import Seed, make_expert_parameter, make
 from labkit.te.engine import EngineFloat8, engine
 
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-"""Our name of a norm -> the engine's."""
+"""Value of `model.norm` -> the engine's name."""
 
 
 class FusedNorm(nn.Module):
-    """Holds the parameters of a norm that the linear layer behind it applies; hands its input on.
+    """Holds the parameters of a norm that the next linear layer applies; returns its input.
 
     Args:
         name: name in the whole model.
@@ -51,10 +51,10 @@ class FusedNorm(nn.Module):
 
 
 class _EngineLinear(nn.Module):
-    """A linear layer of the engine on parameters of ours."""
+    """A linear layer of the engine on labkit's parameters."""
 
     def __init__(self, name: str, layer: Any, parameters: dict[str, nn.Parameter], *, precision: Precision) -> None:
-        """parameters: by the engine's names. precision: where it is fp8, the weight is cast once a step."""
+        """parameters: by the engine's names. precision: with fp8 the weight is cast once a step."""
         super().__init__()
         self.name = name
         for theirs, parameter in parameters.items():
@@ -62,13 +62,13 @@ class _EngineLinear(nn.Module):
         self.weight = parameters["weight"]
         record_of(self.weight).added_elsewhere = True
         self.bias = parameters.get("bias")
-        self.engine_layer = (layer,)  # in a tuple: no child, so its names stay out of ours
+        self.engine_layer = (layer,)  # in a tuple, so that it is no child and its names stay out of the state_dict
         self.is_first_microbatch: bool | None = None
         if isinstance(precision, EngineFloat8):
             precision.casts_once_a_step(self)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """As our layer of the same place: (y, None). Weight gradients come with input gradients, never in a later W."""
+        """(y, None), as from labkit's layers. Weight gradients come with input gradients, never in a later W."""
         (layer,) = self.engine_layer
         y = layer(x, is_first_microbatch=self.is_first_microbatch)
         if self.is_first_microbatch:
@@ -79,7 +79,7 @@ class _EngineLinear(nn.Module):
 def _linear_options(
     group: Group, bias: bool, sequence_parallel: bool, gradient_accumulation_fusion: bool, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """What `Linear` and `LayerNormLinear` are both told. On `meta` they allocate nothing: they are given parameters."""
+    """Options of both `Linear` and `LayerNormLinear`. On `meta` they allocate nothing; labkit gives them parameters."""
     return {
         "bias": bias,
         "sequence_parallel": sequence_parallel,
@@ -92,9 +92,9 @@ def _linear_options(
 
 
 class NormColumnParallelLinear(_EngineLinear):
-    """A norm and a column-parallel layer as one `LayerNormLinear`; constructed as our `ColumnParallelLinear`.
+    """A norm and a column-parallel layer as one `LayerNormLinear`; constructed like `parallel.ColumnParallelLinear`.
 
-    norm: whose parameters it applies first. precision: the engine's own fp8, or none.
+    norm: the module with the parameters of the norm. precision: the engine's own fp8, or none.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class NormColumnParallelLinear(_EngineLinear):
         options = _linear_options(group, bias, sequence_parallel, gradient_accumulation_fusion, dtype)
         layer = engine().LayerNormLinear(
             input_size,
-            len(parameters["weight"]) * group.size,  # of which it takes this rank's 1/t; more where rows are replicated
+            len(parameters["weight"]) * group.size,  # the engine takes 1/t of it; more with replicated rows
             eps=norm.eps,
             normalization=NORMS[norm.kind],
             parallel_mode="column",
@@ -138,7 +138,7 @@ class NormColumnParallelLinear(_EngineLinear):
 
 
 class RowParallelLinear(_EngineLinear):
-    """A row-parallel layer as `Linear`; constructed as our `RowParallelLinear`."""
+    """A row-parallel layer as `Linear`; constructed like `parallel.RowParallelLinear`."""
 
     def __init__(
         self,
@@ -168,20 +168,20 @@ class RowParallelLinear(_EngineLinear):
 
 
 class GroupedLinear(nn.Module):
-    """One projection of all experts of a rank as the engine's `GroupedLinear`; constructed as `moe`'s `StackedLinear`.
+    """One projection of all experts of a rank as the engine's `GroupedLinear`; constructed like `StackedLinear`.
 
-    The engine knows one weight per expert. Ours is one stack: before each call the engine's module is given views of
-    it, so that gradients travel back through them and arrive stacked (one copy of the weight gradients). They come
-    with the input gradients, never in a later W, and are added to `main_grad` by the data-parallel wrapper.
+    The engine has one weight per expert, labkit one stack of weights. Before each call the engine's module gets views
+    of the stack. Gradients return through the views and arrive stacked (one copy of the weight gradients). They come
+    with the input gradients, never in a later W, and the data-parallel wrapper adds them to `main_grad`.
 
-    Its kernels may leave the gradient of an expert without rows as it was in memory, and fail without any row
-    (TransformerEngine#2499, #3019): such gradients are set to zero, and nothing is asked of it for nothing.
+    The engine's kernels may leave the gradient of an expert without rows uninitialised, and fail if there is no row at
+    all (TransformerEngine#2499, #3019). So such gradients are set to zero, and a call without rows skips the engine.
     """
 
     def __init__(
         self, name: str, part: str, full_shape: tuple[int, int, int], *, accumulate: bool = False, **made: Any
     ) -> None:
-        """As in `StackedLinear`; `accumulate` is left to the wrapper."""
+        """As in `StackedLinear`, but `accumulate` has no effect: the wrapper adds gradients."""
         super().__init__()
         self.weight = make_expert_parameter(name, f"{part}.weight", full_shape, **made)
         experts, outputs, inputs = self.weight.shape
@@ -198,13 +198,13 @@ class GroupedLinear(nn.Module):
         )
         self.names = [f"weight{expert}" for expert in range(experts)]
         for own in self.names:
-            delattr(layer, own)  # a Parameter would take no view in its place
+            delattr(layer, own)  # a module refuses a view in the place of a Parameter
         self.engine_layer = (layer,)
 
     def forward(self, x_NI: Tensor, segments: Segments) -> Tensor:
         """[N, I] -> [N, O]."""
         if not len(x_NI):
-            return x_NI @ self.weight[0].t()  # stays in the graph, with zeros for all experts
+            return x_NI @ self.weight[0].t()  # stays in autograd's graph, with zeros for all experts
         (layer,) = self.engine_layer
         counts = segments.tokens_per_expert
         for own, weight_OI, rows in zip(self.names, self.weight.unbind(), counts.tolist(), strict=True):
@@ -215,4 +215,4 @@ class GroupedLinear(nn.Module):
             return layer(x_NI, counts)
         finally:
             for own in self.names:
-                setattr(layer, own, None)  # a view kept here would keep the graph
+                setattr(layer, own, None)  # a kept view would keep autograd's graph

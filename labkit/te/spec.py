@@ -1,4 +1,4 @@
-"""Layers made of Transformer Engine's modules, which have the constructors and parameter names of ours."""
+"""Layers made of Transformer Engine's modules, with the constructors and parameter names of labkit's own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from labkit.te.linear import FusedNorm, GroupedLinear, NormColumnParallelLinear,
 
 
 class EngineSpec(LayerSpec):
-    """Norm and linear layers, core attention and experts are the engine's; with a recipe, linear layers cast to fp8."""
+    """Norms, linear layers, core attention and experts of the engine; with a recipe, linear layers cast to fp8."""
 
     transformer_impl = "transformer_engine"
     row_parallel = RowParallelLinear
@@ -33,22 +33,22 @@ class EngineSpec(LayerSpec):
 
     @property
     def checkpoint(self) -> Callable[..., Any]:
-        """The engine's own where its fp8 scales must be replayed."""
+        """The engine's own function with fp8, whose scales the second pass must repeat; else labkit's."""
         return plain_checkpoint if self.recipe is None else checkpoint
 
     def precision(self, groups: ParallelGroups, device: torch.device | str | None) -> Precision:
-        """The engine's fp8 of one model chunk, or none."""
+        """The engine's fp8 of one model chunk; without a recipe the native precision."""
         return NATIVE if self.recipe is None else EngineFloat8(self.recipe, groups)
 
     def norm_before(
         self, name: str, config: ModelConfig, *, sequence_parallel: bool, **factory_kwargs: Any
     ) -> tuple[nn.Module, Callable[..., nn.Module]]:
-        """A module that only holds the norm's parameters, and the layer that normalises its input itself."""
+        """A module that only holds the norm's parameters, and the constructor of a layer that applies the norm."""
         norm = FusedNorm(name, config, sequence_parallel=sequence_parallel, **factory_kwargs)
         return norm, partial(NormColumnParallelLinear, norm=norm)
 
     def core_attention(
         self, name: str, config: ModelConfig, rng: RngTracker | None, tp: Group, cp: Group | None, cp_comm_type: str
     ) -> nn.Module:
-        """softmax(q k^T / sqrt(D)) v of this rank's heads; it books nothing in the ledger."""
+        """softmax(q k^T / sqrt(D)) v of this rank's heads; the ledger does not book its communication."""
         return CoreAttention(config, rng, tp, cp, cp_comm_type)
