@@ -1,15 +1,15 @@
-"""What keeps the experts' load even: losses on the router, how they join the backward, and the bias that needs none.
+"""Losses on the router that keep the experts' load even, their way into the backward, and a bias without a loss.
 
-With n_e the tokens that chose expert e, P_e the sum of its normalised scores, T tokens and k experts a token:
+n_e tokens chose expert e, P_e is the sum of its normalised scores; T tokens go to k experts each:
 
-    switch loss  L = coefficient E / (k T^2) sum_e P_e n_e     1 x coefficient if all is even (arXiv 2101.03961, 2.2)
+    switch loss  L = coefficient E / (k T^2) sum_e P_e n_e     equal to coefficient at even load (arXiv 2101.03961, 2.2)
     z loss       L = coefficient mean_t (log sum_e exp logit_te)^2                       (arXiv 2202.08906, 3.3)
 
-n_e has no gradient; P_e has. T and n_e are those of the whole scope (all ranks that hold pieces of it), P_e only of
-this rank's tokens: each rank has a part of L, and the parts add up to L.
+P_e has a gradient, n_e has none. T and n_e count the whole scope, which is all ranks that hold pieces of it. P_e sums
+only over this rank's tokens. So each rank has a part of L, and the parts add up to L.
 
-The losses never appear in the model's loss: `AuxLossAutoScaler` passes a tensor on unchanged and, in backward, starts
-the gradient of L. How large that must be depends on what becomes of gradients later: see `aux_loss_scale`.
+The losses never appear in the model's loss. `AuxLossAutoScaler` returns a tensor unchanged; in backward it starts the
+gradient of L. `aux_loss_scale` computes the start, which depends on the later sums and means over gradients.
 
 Shapes: T tokens of this rank, E experts.
 """
@@ -35,8 +35,8 @@ def switch_load_balancing_loss_func(
     """This rank's part of the switch loss above, a scalar.
 
     Args:
-        scores_TE: normalised scores of this rank's tokens. With a sequence a row (sequence by sequence: [S, B x E]) the
-            result is the sum of the losses of B sequences.
+        scores_TE: normalised scores of this rank's tokens. Scores [S, B x E], one column for each sequence and expert,
+            give the sum of the losses of B sequences.
         tokens_per_expert: n_e over the whole scope, one for each column of the scores.
         total_num_tokens: T of the whole scope; without a token the loss is 0.
         top_k: k.
@@ -48,23 +48,25 @@ def switch_load_balancing_loss_func(
 
 
 def z_loss_func(logits_TE: Tensor, coefficient: float) -> Tensor:
-    """The z loss above over this rank's tokens, a scalar; 0 without one. For a part of n ranks' loss, give coefficient
-    / n."""
+    """The z loss above over this rank's tokens, a scalar; 0 without tokens.
+
+    For this rank's part of the loss of n ranks, give coefficient / n.
+    """
     squares_T = logits_TE.logsumexp(dim=-1).square()
     return (squares_T.mean() if len(squares_T) else squares_T.sum()) * coefficient
 
 
 class AuxLossScale:
-    """What the gradient of an attached loss starts from: one number for all routers of a model chunk.
+    """The number from which the gradients of attached losses start, one for all routers of a model chunk.
 
-    It is a tensor at a fixed address: recorded work reads the value of the step in which it is replayed.
+    The number is a tensor at a fixed address, so a replay of recorded work reads the value of its own step.
     """
 
     def __init__(self, value: float = 1.0, *, device: torch.device | str | None = None) -> None:
         self.value = torch.tensor(value, dtype=torch.float64, device=device)
 
     def set(self, value: float | Tensor) -> None:
-        """Before the forwards of a step, and whenever loss scale or number of microbatches change."""
+        """Set the number: before the forwards of a step, and whenever loss scale or number of microbatches change."""
         if isinstance(value, Tensor):
             self.value.copy_(value)
         else:
@@ -76,11 +78,12 @@ def aux_loss_scale(
 ) -> float:
     """The number for `AuxLossScale` that makes the attached losses a mean over the microbatches of the global batch.
 
-    Parts of L lie on tp x cp ranks. Gradients are summed over tp (`sequence_parallel` parameters), and over dp x cp
-    averaged: the average over cp must be undone, that over dp is wanted. So loss_scale x cp / microbatches.
+    The result is loss_scale x cp / microbatches. Parts of L lie on tp x cp ranks. The ranks sum gradients over tp
+    (`sequence_parallel` parameters) and average them over dp x cp. The factor cp undoes the average over cp.
 
-    With a loss summed over tokens (`tokens_per_microbatch` = B x S, of the whole sequence) gradients are summed over
-    dp x cp and divided by the tokens of the global batch at the end: loss_scale x tokens_per_microbatch.
+    For a loss summed over tokens (`tokens_per_microbatch` = B x S, of the whole sequence) the result is
+    loss_scale x tokens_per_microbatch. The ranks then sum gradients over dp x cp, and at the end divide them by the
+    tokens of the global batch.
     """
     if tokens_per_microbatch is not None:
         return loss_scale * tokens_per_microbatch
@@ -88,7 +91,7 @@ def aux_loss_scale(
 
 
 class AuxLossAutoScaler(Function):
-    """Attaches a loss to a tensor that is on the way to the model's loss anyway.
+    """Attaches a loss to a tensor on the way to the model's loss.
 
     forward   y = x                              [any] -> [any]
     backward  dL/dx = dL/dy,  daux = scale       [any] -> [any], [] -> []
@@ -107,7 +110,7 @@ class AuxLossAutoScaler(Function):
 def updated_expert_bias(tokens_per_expert: Tensor, expert_bias: Tensor, update_rate: float) -> Tensor:
     """Loss-free balancing (arXiv 2408.15664, algorithm 1): bias + rate x sign(mean load - load), in the bias's type.
 
-    Both tensors are [.., E]; the load is that of the global batch, over all ranks.
+    Both tensors are [.., E]. The load is that of the global batch, summed over all ranks.
     """
     load = tokens_per_expert.double()
     return expert_bias + update_rate * (load.mean(dim=-1, keepdim=True) - load).sign().to(expert_bias.dtype)

@@ -1,18 +1,18 @@
 """The experts of one rank: feed-forward networks without bias, each on the rows that were routed to it.
 
-Rows arrive sorted by expert, with the weight that the router gave each of them. It is applied between activation and
-second projection, which is linear, so the result is that of weighting the output. But the gradient of the weight would
-then need the output of every expert in backward; so it needs only what is kept anyway.
+Rows arrive sorted by expert, with their routing weights. The activation is multiplied by the routing weight, before the
+second projection. The projection is linear, so this equals weighting the output. The gradient of a routing weight then
+needs only tensors that backward keeps anyway, and not the output of every expert.
 
-Weights are stacked, so that a state_dict moves between the implementations:
+Weights are stacked, so that all implementations load the same state_dict:
 
 | name         | shape on a rank          | cut                                                                 |
 |--------------|--------------------------|---------------------------------------------------------------------|
 | `fc1.weight` | [E/ep, F'/etp, H]        | experts over ep, columns over etp; F' = 2F for `swiglu`: gate, up   |
 | `fc2.weight` | [E/ep, H, F/etp]         | experts over ep, rows over etp                                      |
 
-Under expert tensor parallelism each rank is given all rows of the group and returns a partial sum: the dispatcher
-gathers before and reduce-scatters after, so nothing here communicates.
+Under expert tensor parallelism each rank gets all rows of the group and returns a partial sum. The dispatcher gathers
+before and reduce-scatters after; nothing in this file communicates.
 
 Shapes: N rows (tokens x experts of theirs on this rank), E experts, H hidden, F expert width.
 """
@@ -44,11 +44,11 @@ class StackedLinear(nn.Module):
     """One projection of all experts of this rank, as one grouped product.
 
     Args:
-        name: of the experts in the whole model; the parameter is `<name>.<part>.weight`.
+        name: name of the experts in the whole model; the parameter is `<name>.<part>.weight`.
         part: `fc1` or `fc2`.
-        full_shape: [E, O, I] in one process.
+        full_shape: [E, O, I], the shape in one process.
         accumulate: add the weight gradient to `weight.main_grad` where it exists.
-        made: the rest of `make_expert_parameter`.
+        made: other arguments of `make_expert_parameter`.
     """
 
     def __init__(
@@ -64,25 +64,25 @@ class StackedLinear(nn.Module):
 
 
 class Experts(nn.Module, ABC):
-    """What all implementations hold: two projections and an activation.
+    """Base of all implementations: two projections and an activation.
 
     Args:
-        name: in the whole model, `layers.3.mlp.experts`.
+        name: name in the whole model, such as `layers.3.mlp.experts`.
         model: `hidden`, `activation` and `ffn_hidden`.
         moe: `num_experts` and `ffn_hidden`.
         groups: `ep` and `etp`.
-        seed, std, output_std: of the initial weights; `output_std` is fc2's, None means std.
-        dtype, device: of the weights.
+        seed, std, output_std: for the initial weights, N(0, std) by (seed, name); fc2 takes `output_std`, None is std.
+        dtype, device: dtype and device of the weights.
         gradient_accumulation_fusion: add weight gradients to `main_grad` where it exists.
-        linear: constructor of the two projections, where they are grouped products.
+        linear: constructor of the two projections, for grouped products.
 
     Raises:
-        ValueError: sizes that ep or etp do not divide.
+        ValueError: ep or etp does not divide a size.
     """
 
     grouped: ClassVar[bool]
-    """Whether the projections are called, each for all experts. Else only their weights are read (`reads_children`),
-    and whoever hooks forwards, as the gather of parameters does, hooks that of the experts."""
+    """True where `compute` calls the projections, each for all experts. Else it only reads their weights
+    (`reads_children`). The gather of parameters, which hooks forwards, then hooks the forward of the experts."""
 
     def __init__(
         self,
@@ -116,11 +116,11 @@ class Experts(nn.Module, ABC):
         self.input_shape = (experts // groups.ep.size, hidden)
 
     def forward(self, tokens_NH: Tensor, tokens_per_expert: Tensor, probs_N: Tensor) -> Tensor:
-        """Rows sorted by expert, how many each has ([E/ep], on the host), and their weights -> [N, H].
+        """Rows sorted by expert, rows of each expert ([E/ep], on the host), and weights of the rows -> [N, H].
 
         Raises:
-            ValueError: shapes that do not fit together, or counts that are not those of the rows: a grouped kernel
-                would leave rows as its memory was, or read behind them. Counts on a GPU are not looked at.
+            ValueError: shapes that do not fit together, or counts that do not add up to the rows. A grouped kernel
+                would then leave rows uninitialised or read past them. Counts on a GPU are not checked.
         """
         self._check(tokens_NH, tokens_per_expert, probs_N)
         return self.compute(tokens_NH, tokens_per_expert, probs_N)
@@ -148,7 +148,7 @@ class Experts(nn.Module, ABC):
 
 
 class SequentialExperts(Experts):
-    """One expert after the other, in plain autograd: slow where experts are many, and easy to read.
+    """One expert after the other, in plain autograd: easy to read, and slow for many experts.
 
     Its weight gradients arrive with the input gradients, never in a later W.
     """
@@ -167,7 +167,7 @@ class SequentialExperts(Experts):
 
 
 class GroupedExperts(Experts):
-    """All experts of a rank at once: one product a projection (`grouped_gemm`), or those of `linear`."""
+    """All experts of a rank at once: one product for each projection (`grouped_gemm`), or the products of `linear`."""
 
     grouped = True
 

@@ -1,21 +1,21 @@
 """One product for all experts of a rank: rows grouped by expert, each group times a matrix of its own.
 
-A loop over E experts launches 3 E small GEMMs a projection (forward, and two in backward), most of them too small to
-fill the machine; grouped, it is 3. Which operator makes the call depends on what the machine offers:
+A loop over E experts launches 3 E small GEMMs for a projection: E in forward, 2 E in backward. Most of them are too
+small to fill the machine. Grouped products are 3 launches. The machine decides on the operator:
 
 | form    | operator                  | where                                                                         |
 |---------|---------------------------|-------------------------------------------------------------------------------|
 | batched | `torch.bmm` of views      | every expert has the same number of rows (drop-and-pad); nothing is copied    |
 | grouped | `torch._grouped_mm`       | GPU: bf16, one kernel that reads the group borders on the device (Hopper or   |
-|         |                           | later; before, torch loops inside the call, and waits for the borders)        |
+|         |                           | later; on older GPUs torch loops inside the call, and waits for the borders)  |
 |         |                           | CPU: fp32, bf16, fp16; one call whose loop over groups is inside, in C++      |
-| padded  | `torch.bmm` of copies     | what is left: float64, and widths that are no multiple of 16 bytes            |
+| padded  | `torch.bmm` of copies     | other cases: float64, and widths that are no multiple of 16 bytes             |
 
-The padded form moves every group to a block of the largest one's size, so its work grows with the skew: up to E times
-as much if one expert takes all. It keeps float64, in which layouts are compared, to one call as well.
+The padded form copies every group to a block as large as the largest group. Its work grows with the skew, up to E times
+if one expert takes all rows. Comparisons of layouts run in float64, so they too make one call.
 
-Shapes: N rows (tokens x experts of theirs on this rank), E experts of this rank, C rows of the largest group, I input
-size, O output size.
+Shapes: N rows (one for each token and expert of this rank that it visits), E experts of this rank. C rows of the
+largest group, I input size, O output size.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from labkit.parallel.parameters.parameter_record import put_gradient, record_of
 from labkit.parallel.pipeline.weight_grad_store import deferred
 
 ALIGNMENT = 16
-"""Bytes of which `torch._grouped_mm` wants every row to be a multiple."""
+"""`torch._grouped_mm` takes rows of a multiple of this many bytes."""
 
 
 class Segments:
-    """Which rows belong to which expert: the first counts[0] to expert 0, the next counts[1] to expert 1, and so on.
+    """The rows of each expert: the first counts[0] rows belong to expert 0, the next counts[1] to expert 1, and so on.
 
     Args:
-        tokens_per_expert: [E], integers. On the host nothing waits for a GPU; on the GPU the grouped form needs no
-            more, and any other form copies it to the host first.
+        tokens_per_expert: [E], integers. On the host nothing waits for a GPU. On a GPU the grouped form reads them
+            there, and any other form copies them to the host first.
     """
 
     def __init__(self, tokens_per_expert: Tensor | Sequence[int]) -> None:
@@ -58,7 +58,7 @@ class Segments:
 
     @property
     def equal(self) -> bool:
-        """Whether all experts are known to have as many rows; borders that are on a GPU are not looked at."""
+        """True where all experts are known to have as many rows; counts on a GPU are not read."""
         return self.tokens_per_expert.device.type == "cpu" and len(set(self.counts)) <= 1
 
     def offsets(self, device: torch.device) -> Tensor:
@@ -66,17 +66,17 @@ class Segments:
         if device not in self._offsets:
             ends = self.tokens_per_expert.cumsum(0).to(torch.int32)
             if device.type == "cuda" and ends.device.type == "cpu":
-                ends = ends.pin_memory()  # a copy from pageable memory would hold the host up
+                ends = ends.pin_memory()  # a copy from pageable memory would make the host wait
             self._offsets[device] = ends.to(device, non_blocking=True)
         return self._offsets[device]
 
     def empty(self, device: torch.device) -> Tensor:
-        """Which experts have no row, [E] bool, on `device`."""
+        """True for experts without rows, [E] bool, on `device`."""
         ends = self.offsets(device)
         return ends.diff(prepend=ends.new_zeros(1)) == 0
 
     def blocks(self, rows: Tensor) -> Tensor:
-        """[N, ..] -> [E, C, ..]: each group in a block of its own, filled up with zeros; a view where all are equal."""
+        """[N, ..] -> [E, C, ..]: each group in a block of its own, padded with zeros; a view where all are equal."""
         experts, largest = len(self.counts), max(self.counts)
         if self.equal:
             return rows.reshape(experts, largest, *rows.shape[1:])
@@ -89,7 +89,7 @@ class Segments:
         return flat if self.equal else flat.index_select(0, self._slots(blocks.device))
 
     def _slots(self, device: torch.device) -> Tensor:
-        """Where each row is in the blocks laid end to end, [N]."""
+        """Position of each row in the blocks laid end to end, [N]."""
         counts = torch.tensor(self.counts)
         starts = torch.arange(len(counts)) * counts.max() - (counts.cumsum(0) - counts)
         return (torch.arange(int(counts.sum())) + starts.repeat_interleave(counts)).to(device)
@@ -99,7 +99,7 @@ class Segments:
 
 
 def _is_native(segments: Segments, rows: Tensor, *widths: int) -> bool:
-    """Whether `torch._grouped_mm` takes rows of this type, with operands of these widths, as one call."""
+    """True where `torch._grouped_mm` takes rows of this type and operands of these widths in one call."""
     types = (torch.bfloat16,) if rows.is_cuda else (torch.float32, torch.bfloat16, torch.float16)
     if segments.equal or rows.dtype not in types or not len(rows):
         return False
@@ -107,7 +107,7 @@ def _is_native(segments: Segments, rows: Tensor, *widths: int) -> bool:
 
 
 def grouped_product(a_NI: Tensor, b_EIO: Tensor, segments: Segments) -> Tensor:
-    """Each group of rows times its expert's matrix: y_n = a_n b_e, [N, O]. b may be a transposed view."""
+    """Each group of rows times its expert's matrix: y_n = a_n b_e, [N, O]. `b_EIO` may be a transposed view."""
     if _is_native(segments, a_NI, *b_EIO.shape[1:]):
         return F.grouped_mm(a_NI, b_EIO, offs=segments.offsets(a_NI.device))
     return segments.rows(torch.bmm(segments.blocks(a_NI), b_EIO))
@@ -118,11 +118,11 @@ def grouped_weight_gradient(
 ) -> Tensor | None:
     """dL/dW_e = (rows of e in grad)^T (rows of e in x), [E, O, I]; zeros for an expert without rows.
 
-    With `main_grad` it is added there, or with `replace` put there, and None returned.
+    With `main_grad` the result is added there, or with `replace` written there, and None is returned.
     """
     if _is_native(segments, x_NI, grad_NO.shape[1], x_NI.shape[1]):
         made = F.grouped_mm(grad_NO.t(), x_NI, offs=segments.offsets(x_NI.device))
-        if made.is_cuda:  # not every kernel writes the sum over no row: pytorch#172439
+        if made.is_cuda:  # some kernels do not write the sum over zero rows: pytorch#172439
             made.masked_fill_(segments.empty(made.device)[:, None, None], 0)
         return made if main_grad is None else put_gradient(made, main_grad, replace=replace)
     grad_EOC, x_ECI = segments.blocks(grad_NO).transpose(1, 2), segments.blocks(x_NI)
@@ -139,10 +139,10 @@ def grouped_weight_gradient(
 
 @dataclass(frozen=True)
 class GroupedPlan:
-    """What a grouped linear layer does besides its products."""
+    """Options of a grouped linear layer beside its products."""
 
     name: str
-    """For Events."""
+    """Name in Events."""
     accumulate: bool = False
     """Add the weight gradient to `weight.main_grad` where it exists."""
 
@@ -150,12 +150,12 @@ class GroupedPlan:
 class _GroupedLinear(Function):
     """y_n = x_n W_e^T for every row n of expert e.
 
-    forward   y_e = x_e W_e^T            [N_e, I] x [O, I] -> [N_e, O] for all e in one call
-    dgrad     dx_e = dy_e W_e            [N_e, O] x [O, I] -> [N_e, I]
-    wgrad     dW_e = dy_e^T x_e          [O, N_e] x [N_e, I] -> [O, I]
+        forward   y_e = x_e W_e^T            [N_e, I] x [O, I] -> [N_e, O] for all e in one call
+        dgrad     dx_e = dy_e W_e            [N_e, O] x [O, I] -> [N_e, I]
+        wgrad     dW_e = dy_e^T x_e          [O, N_e] x [N_e, I] -> [O, I]
 
-    Where a `WeightGradStore` collects, wgrad waits for its W. A rank without a row runs all three on empty tensors, so
-    that it stays in the graph and its weight gradients are zeros.
+    While a `WeightGradStore` collects, wgrad is put off to W. A rank without rows runs all three on empty tensors, so
+    that it stays in autograd's graph and its weight gradients are zeros.
     """
 
     @staticmethod
@@ -191,5 +191,5 @@ class _GroupedLinear(Function):
 
 
 def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, segments: Segments, plan: GroupedPlan) -> Tensor:
-    """Rows by their experts' matrices, [N, O]: one product forward, one for each gradient."""
+    """Rows times their experts' matrices, [N, O]: one product forward, one for each gradient."""
     return _GroupedLinear.apply(x_NI.contiguous(), weight_EOI, segments, plan)  # type: ignore[no-any-return]

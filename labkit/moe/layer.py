@@ -1,12 +1,12 @@
-"""The MoE layer: each token visits the experts that a router chooses for it, on whatever ranks they are.
+"""The MoE layer: a router chooses experts for each token, and the token visits them on their ranks.
 
-One forward is a chain of methods under Megatron's names. Each can be called by itself: the first three work on shapes
-that are known beforehand, and how many rows travel is known only after routing.
+One forward is a chain of methods with Megatron's names. Each can be called by itself. The first three work on shapes
+that are known beforehand; only routing tells how many rows travel.
 
 | method                   | takes                | gives                     | work                                   |
 |--------------------------|----------------------|---------------------------|----------------------------------------|
-| `shared_experts_compute` | x_SBH                | y_SBH or None             | the MLP that all tokens pass through   |
-| `route`                  | x_SBH                | probs_TE, map_TE          | which experts, with which weights      |
+| `shared_experts_compute` | x_SBH                | y_SBH or None             | an MLP that all tokens pass through    |
+| `route`                  | x_SBH                | probs_TE, map_TE          | choose experts and their weights       |
 | `preprocess`             | x_SBH, probs, map    | rows_NH, probs_N          | counts; rows in the order of experts   |
 | `dispatch`               | rows_NH, probs_N     | rows and weights received | all-to-all over ep                     |
 | `routed_experts_compute` | rows and weights     | rows_NH                   | gather over etp, experts, and back     |
@@ -15,8 +15,8 @@ that are known beforehand, and how many rows travel is known only after routing.
 With `moe.shared_expert_overlap` the dispatcher computes the shared experts while rows travel, and the first method does
 nothing.
 
-Shapes: S sequence of this rank (S/(cp tp) under sequence parallelism), B batch, H hidden, T = S B tokens of this rank,
-E experts, N rows: one for each token and expert that it visits.
+Shapes: S sequence of this rank, S/(cp tp) under sequence parallelism. B batch, H hidden, T = S B tokens of this rank,
+E experts. N rows: one for each token and expert that it visits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from labkit.parallel.parameters.weights import Seed
 from labkit.parallel.random import RngTracker
 
 Part = Callable[..., Tensor]
-"""`part(name, function, x)` is `function(x)`, computed again in backward where the part called `name` is selected."""
+"""`part(name, function, x)` is `function(x)`; backward recomputes it if the part `name` is selected."""
 
 
 def _keep(_: str, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -51,7 +51,11 @@ def _keep(_: str, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _check(name: str, moe: MoEConfig) -> None:
-    """For layers built by hand, what `RunConfig.validate` refuses and no part of the layer would notice."""
+    """Refuse values that `RunConfig.validate` refuses, for layers built without it.
+
+    Raises:
+        ConfigError: a value that a field cannot hold, or fields that contradict each other.
+    """
     problems = []
     for field, value in vars(moe).items():
         dotted = f"moe.{field}"
@@ -62,7 +66,7 @@ def _check(name: str, moe: MoEConfig) -> None:
     if moe.pad_to_capacity and moe.capacity_factor is None:
         problems.append("moe.pad_to_capacity = True: there is no capacity to pad to; set moe.capacity_factor")
     if moe.shared_expert_overlap and moe.shared_expert_ffn_hidden is None:
-        problems.append("moe.shared_expert_overlap = True: there are none; set moe.shared_expert_ffn_hidden")
+        problems.append("moe.shared_expert_overlap = True: no shared experts; set moe.shared_expert_ffn_hidden")
     if problems:
         raise ConfigError(problems, source=name)
 
@@ -82,7 +86,7 @@ def build_dispatcher(
     name: str = "moe",
     cuda_dtoh_point: str = "before_permutation_1",
 ) -> MoETokenDispatcher:
-    """The dispatcher that `moe.dispatcher` names; arguments and errors are those of `MoETokenDispatcher`."""
+    """Build the dispatcher that `moe.dispatcher` names; arguments and errors as in `MoETokenDispatcher`."""
     if moe.dispatcher not in DISPATCHERS:
         raise ValueError(f"moe.dispatcher is {moe.dispatcher!r}; choose one of {', '.join(DISPATCHERS)}")
     return DISPATCHERS[moe.dispatcher](moe, groups, name=name, cuda_dtoh_point=cuda_dtoh_point)
@@ -95,24 +99,25 @@ class MoELayer(nn.Module):
         name: name in the whole model, such as `layers.3.mlp`; its parts are `router`, `experts`, `shared_experts`.
         model: shape of the model.
         moe: experts, routing and dispatch.
-        groups: of this rank.
+        groups: groups of this rank.
         sequence_parallel: x is this rank's part of the sequence; needed where tp > 1.
-        seed: of the weights.
-        output_std: of the last projections of the experts; None means model.init_std.
+        seed: seed of the weights.
+        output_std: std of the experts' last projections; None means model.init_std.
         gradient_accumulation_fusion: add weight gradients to `main_grad` where it exists.
         expert_linear: constructor of the routed experts' projections (`Experts`).
-        aux_loss_scale: what the gradient of the routers' losses starts from, shared within a model chunk.
+        aux_loss_scale: start of the gradients of the routers' losses, shared within a model chunk.
         rng: random states for `moe.input_jitter`.
-        part: how a part is called that may be recomputed; here that is `shared_experts`.
-        dtype, device: of the parameters.
+        part: calls a part that backward may recompute; here `shared_experts`.
+        dtype, device: dtype and device of the parameters.
 
     Attributes:
         router, experts, shared_experts (None without), token_dispatcher.
 
     Raises:
-        ConfigError: a value that a field of `moe` cannot hold, no experts, or more top_k than experts.
-        ValueError: tp > 1 without sequence parallelism, sizes that ep, etp or tp do not divide, or shared experts
-            to be overlapped that are not there, or with a dispatcher that has no transfer.
+        ConfigError: a value that a field of `moe` cannot hold, no experts, a top_k above their number, or shared
+            experts to overlap where there are none.
+        ValueError: tp > 1 without sequence parallelism, a size that ep, etp or tp does not divide, or an overlap with
+            a dispatcher that has no transfer.
     """
 
     def __init__(
@@ -180,15 +185,15 @@ class MoELayer(nn.Module):
 
     @property
     def has_shared_output(self) -> bool:
-        """Whether `shared_experts_compute` computes something."""
+        """True where `shared_experts_compute` computes an output."""
         return self.shared_experts is not None and not self.moe.shared_expert_overlap
 
     def shared_experts_compute(self, x_SBH: Tensor) -> Tensor | None:
-        """The shared experts' output; None where there are none, or where the dispatcher computes them."""
+        """The shared experts' output; None without shared experts, or where the dispatcher computes them."""
         if self.shared_experts is None or not self.has_shared_output:
             return None
-        # MLP and gate both read x. Their gradients are added up here before they join the others', as a recomputed part
-        # adds them, so that recomputation changes no bit.
+        # MLP and gate both read x. The view adds up their gradients before they join others, as a recomputed part does,
+        # so that recomputation changes no bit.
         x_SBH = x_SBH.view_as(x_SBH)
         with comm_scope(layer=self.shared_experts.name):
             return self._part("shared_experts", self.shared_experts, x_SBH)
@@ -202,15 +207,15 @@ class MoELayer(nn.Module):
         return self.token_dispatcher.dispatch_preprocess(x_SBH, probs_TE, map_TE)
 
     def dispatch(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows and weights that came to this rank."""
+        """Rows and weights that arrive at this rank."""
         return self.token_dispatcher.token_dispatch(rows, probs)
 
     def routed_experts_compute(self, rows: Tensor, probs: Tensor) -> Tensor:
-        """The experts' output, in the order in which the rows came."""
+        """The experts' output, in the order in which the rows arrived."""
         rows_NH, tokens_per_expert, probs_N = self.token_dispatcher.dispatch_postprocess(rows, probs)
         return self.token_dispatcher.combine_preprocess(self.experts(rows_NH, tokens_per_expert, probs_N))
 
     def combine(self, rows: Tensor, shared_SBH: Tensor | None = None) -> Tensor:
-        """[S, B, H]: each token's results added up, and the shared experts' output."""
+        """[S, B, H]: the sum of each token's results, plus the shared experts' output."""
         output_SBH = self.token_dispatcher.combine_postprocess(self.token_dispatcher.token_combine(rows))
         return output_SBH if shared_SBH is None else output_SBH + shared_SBH

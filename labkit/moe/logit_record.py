@@ -1,7 +1,7 @@
-"""A record of the logits of every forward, by which the same tokens can later be routed by other policies.
+"""A record of the logits of every forward, to route the same tokens by other policies later.
 
-A `RoutingReplay` repeats a *choice*; here the logits are kept, from which any choice can be made
-(`labkit.viz.experts.router_lab`).
+A `RoutingReplay` repeats a *choice*. This record keeps the logits, from which `labkit.viz.experts.router_lab` makes any
+choice.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ from labkit.moe.router import TopKRouter, routers_of
 class LogitRecord:
     """Logits [T, E] of every forward of some modules' routers, on the host, by the router's name, until `close()`.
 
-    A recomputed forward is not kept again. Logits are those of the input itself, without jitter. Each forward waits for
-    the device: keep what is to be looked at, and close.
+    A recomputed forward is not kept again. The logits are those of the input without jitter. Each forward waits for the
+    device, so close the record early.
 
         with LogitRecord([model]) as kept:
             model(tokens)
         torch.stack(kept.logits["layers.3.mlp.router"])      # [forwards, T, E]
 
-    Of a training run, where the model is made inside: make the chunks in `pretrain`'s `model_provider`, and the record
-    of them there.
+    `pretrain` makes the model itself: make the record in its `model_provider`, beside the chunks.
 
     Args:
         modules: model chunks, or routers.
 
     Raises:
-        ValueError: no router among them.
+        ValueError: the modules have no router.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -52,7 +51,7 @@ class LogitRecord:
                 self.logits[router.name].append(router.gating(inputs[0]).cpu())
 
     def close(self) -> None:
-        """Keep no more."""
+        """Stop recording."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -1,9 +1,9 @@
-"""Routing written down and routed again: one flipped top-k changes everything downstream, so layouts are compared in
+"""Routing records and their replay. One flipped top-k changes everything after it, so two layouts are compared in
 float32 with the choices of one of them.
 
-A record is one uint8 tensor [S, B, E] for each forward of a microbatch: bit 0, the expert was chosen (before any
-capacity); bit 1, the load-balancing loss counted it (its choice knows neither bias nor groups). Being laid out as the
-tokens are, it can be cut and joined as they are.
+A record is one uint8 tensor [S, B, E] for each forward of a microbatch. Bit 0: the token chose the expert, before any
+capacity. Bit 1: the load-balancing loss counted the expert; the loss's choice ignores bias and groups. A record has the
+layout of the tokens, so it can be cut and joined like them.
 
 Shapes: S sequence and B batch of this rank, E experts, T = S x B.
 """
@@ -22,7 +22,7 @@ CHOSEN, COUNTED = 1, 2
 
 
 def is_second_forward() -> bool:
-    """Whether the forward at hand only makes again, for backward, what was computed before."""
+    """True during recomputation, when a forward runs again for backward."""
     return current_scope().phase == "recompute"
 
 
@@ -33,13 +33,13 @@ def encode(map_TE: Tensor, counted_TE: Tensor, sequence: int) -> Tensor:
 
 
 def decode(code_SBE: Tensor) -> tuple[Tensor, Tensor]:
-    """The choice and what the load-balancing loss counted, bool [T, E] both."""
+    """The choice, and the choice that the load-balancing loss counted; both bool [T, E]."""
     code_TE = code_SBE.flatten(0, 1)
     return (code_TE & CHOSEN).bool(), (code_TE & COUNTED).bool()
 
 
 class RoutingReplay:
-    """Records to be used in order, one for each forward of a layer; its recomputation gets the same one again.
+    """Records that forwards of a layer use in order; a recomputed forward gets the same record again.
 
     Args:
         records: [S, B, E] each, in the order of the layer's forwards on this rank.
@@ -50,10 +50,10 @@ class RoutingReplay:
         self._used = 0
 
     def take(self, shape_SBE: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Choice and counted map of the forward at hand.
+        """Choice and counted map of the current forward.
 
         Raises:
-            ValueError: no record is left, or it is of another shape.
+            ValueError: no record is left, or the record has another shape.
         """
         position = once(self._next)
         record = self.records[position]

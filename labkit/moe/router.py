@@ -2,13 +2,13 @@
 
     logits = x W^T  ->  z loss  ->  choice and weights  ->  capacity  ->  load-balancing loss attached to the weights
 
-Logits and scores are made in float32 (or wider) whatever the activations are: among close logits, bf16 decides by
-rounding. Under sequence parallelism a rank routes the S/(cp tp) positions it holds, so W's gradient is a part of a sum
-over tp (`sequence_parallel`), as a norm's is.
+Logits and scores are computed in float32 or wider, also from bf16 activations: between close logits, bf16 would decide
+by rounding. Under sequence parallelism a rank routes the S/(cp tp) positions that it holds. So the gradient of W is a
+part of a sum over tp (`sequence_parallel`), like that of a norm.
 
-A forward counts for losses, statistics and the expert bias only in training and where gradients are enabled. That is
-once a microbatch also under recomputation, whose first forward runs without gradients. The global loss alone counts in
-the first one: its mean is over the microbatches so far, and second forwards come when the schedule wants them.
+A forward counts for losses, statistics and the expert bias only in training with gradients enabled. Recomputation too
+counts a microbatch once, since its first forward runs without gradients. The global loss is an exception: it counts in
+the first forward. Its mean is over the microbatches so far, and the schedule decides on the time of second forwards.
 
 Shapes: S sequence and B batch of this rank, T = S x B tokens (token s B + b), H hidden, E experts.
 """
@@ -47,7 +47,7 @@ ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class _GatingLinear(Function):
-    """A linear layer computed in a wider type than its tensors, of which it keeps only the narrow ones.
+    """A linear layer computed in a wider type than its tensors. Backward keeps only the narrow tensors.
 
     forward   y = x W^T              [T, H] x [H, E] -> [T, E], in the wide type
     dgrad     dx = dy W              [T, E] x [E, H] -> [T, H], rounded to x's type
@@ -72,23 +72,22 @@ class TopKRouter(nn.Module):
     """Sends each token to top_k experts.
 
     Args:
-        name: of the layer's router in the whole model, as `layers.3.mlp.router`.
+        name: name in the whole model, such as `layers.3.mlp.router`.
         model: shape of the model.
-        moe: how to route.
-        groups: of this rank.
-        sequence_parallel: whether the ranks of tp hold different positions.
-        seed: of the weights.
-        dtype: of the weight.
-        device: where it lives; None is the host.
-        aux_scale: shared by the routers of a model chunk; None makes one of its own, 1.
-        statistics: where the layer's load is counted; None makes one.
-        rng: random states for `input_jitter`; None draws from torch's own.
+        moe: options of routing.
+        groups: groups of this rank.
+        sequence_parallel: the ranks of tp hold different positions.
+        seed: seed of the weight.
+        dtype, device: dtype and device of the weight; None is the host.
+        aux_scale: start of the gradients of losses, shared by the routers of a model chunk; None makes one of value 1.
+        statistics: counts the layer's load; None makes one.
+        rng: random states for `input_jitter`; None draws from torch's generator.
 
     Attributes:
         weight: [E, H].
         expert_bias: buffer [E], float32; None without `moe.expert_bias`.
-        replay: a `RoutingReplay` to take choices from; None chooses.
-        record: a list that gets the record (see `replay.py`) of every forward; None keeps none.
+        replay: a `RoutingReplay` with the choices; None makes choices.
+        record: a list that gets the record (`replay.py`) of every forward, or None.
 
     Raises:
         ValueError: tp > 1 without sequence parallelism.
@@ -97,9 +96,9 @@ class TopKRouter(nn.Module):
     weight: nn.Parameter
     expert_bias: Tensor | None
     local_tokens_per_expert: Tensor | None
-    """[E], tokens of this step so far, for the bias."""
+    """[E], tokens of each expert in this step so far, for the bias."""
     global_counts: Tensor | None
-    """[E + 1], of the global loss: counts of this step's forwards, and how many forwards they are."""
+    """[E + 1], for the global loss: counts of this step's forwards, and the number of these forwards."""
 
     def __init__(
         self,
@@ -146,7 +145,7 @@ class TopKRouter(nn.Module):
             return self.routing(self.gating(self.jittered(x_SBH)), x_SBH.shape[0])
 
     def jittered(self, x_SBH: Tensor) -> Tensor:
-        """The input times numbers from 1 - jitter to 1 + jitter; ranks of tp hold other tokens and draw their own."""
+        """The input times random numbers from 1 - jitter to 1 + jitter, different on each rank of tp."""
         jitter = self.moe.input_jitter
         if not jitter or not self.training:
             return x_SBH
@@ -155,12 +154,12 @@ class TopKRouter(nn.Module):
             return x_SBH * torch.empty_like(x_SBH).uniform_(1 - jitter, 1 + jitter)
 
     def gating(self, x_SBH: Tensor) -> Tensor:
-        """Logits [T, E], in `router_dtype` or the input's, whichever is wider."""
+        """Logits [T, E], in the wider of `router_dtype` and the input's type."""
         dtype = torch.promote_types(x_SBH.dtype, ROUTER_DTYPES.get(self.moe.router_dtype, x_SBH.dtype))
         return _GatingLinear.apply(x_SBH.flatten(0, 1), self.weight, dtype)  # type: ignore[no-any-return]
 
     def routing(self, logits_TE: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
-        """Weights and choice from logits of `sequence` positions; adds to losses and load where the forward counts."""
+        """Weights and choice from logits of `sequence` positions. A forward that counts adds to losses and load."""
         moe, counts = self.moe, self.training and torch.is_grad_enabled()
         shape_SBE = (sequence, logits_TE.shape[0] // sequence, moe.num_experts)
         replayed, replayed_counted = self.replay.take(shape_SBE) if self.replay is not None else (None, None)
@@ -186,7 +185,7 @@ class TopKRouter(nn.Module):
 
     @property
     def _chooses_by_more(self) -> bool:
-        """Whether something besides the logits has a say, which the load-balancing loss must not hear."""
+        """True where bias or groups also decide on the choice; the load-balancing loss must ignore both."""
         return self.moe.expert_bias or self.moe.num_groups is not None
 
     def _choose(self, logits_TE: Tensor, replayed: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -218,8 +217,8 @@ class TopKRouter(nn.Module):
         )
 
     def _count(self, map_TE: Tensor, kept_TE: Tensor) -> None:
-        """The load is what tokens chose, not what a capacity left of it: a bias fed by clipped loads would not see how
-        far over an expert is, and one fed by padded loads would see them all equal."""
+        """Count the load before any capacity. A bias fed by clipped loads would not see the excess of an expert, and a
+        bias fed by padded loads would see equal loads."""
         load_E = map_TE.sum(dim=0)
         dropped = None if self.moe.capacity_factor is None else (map_TE & ~kept_TE).sum()
         self.statistics.add_routing(load_E, dropped)
@@ -238,7 +237,7 @@ class TopKRouter(nn.Module):
     ) -> Tensor:
         """Attach the loss over the micro batch, over each sequence, or over the global batch so far (`mean_E`)."""
         kind, batch, scope = self.moe.load_balancing, 1, self.groups.tp_cp
-        if kind == "seq_aux_loss":  # each sequence's experts are columns of their own; then the mean over sequences
+        if kind == "seq_aux_loss":  # a column for each sequence and expert, then the mean over sequences
             batch = counted_TE.shape[0] // sequence
             scores_TE, counted_TE = scores_TE.reshape(sequence, -1), counted_TE.reshape(sequence, -1)
         if mean_E is not None:
@@ -253,7 +252,7 @@ class TopKRouter(nn.Module):
             coefficient=1.0 / max(batch, 1),
         )
         if mean_E is not None:
-            # Its parts lie on the ranks of dp too, over which gradients are averaged: undone here.
+            # Its parts lie on the ranks of dp too. Gradients are averaged over dp; this factor undoes that.
             part = part * self.groups.dp.size
         self.statistics.add_loss("load_balancing_loss", part)
         return AuxLossAutoScaler.apply(probs_TE, part * self.moe.aux_loss_coeff, self.aux_scale)  # type: ignore[no-any-return]
@@ -268,13 +267,13 @@ class TopKRouter(nn.Module):
     def set_aux_loss_scale(
         self, loss_scale: float | Tensor, *, num_microbatches: int, tokens_per_microbatch: int | None = None
     ) -> None:
-        """Called by the pipeline runtime before the forwards of a step; see `aux_loss_scale`."""
+        """Set the start of the losses' gradients (`aux_loss_scale`), before the forwards of a step."""
         cp, tokens = self.groups.cp.size, tokens_per_microbatch
         mean = aux_loss_scale(1.0, cp=cp, num_microbatches=num_microbatches, tokens_per_microbatch=tokens)
         self.aux_scale.set(loss_scale * mean)
 
     def reset_global_aux_loss_tracker(self) -> None:
-        """Forget the counts of the global loss, at the end of a step."""
+        """Set the counts of the global loss to zero, at the end of a step."""
         if self.global_counts is not None:
             self.global_counts.zero_()
 
@@ -291,10 +290,12 @@ def routers_of(chunks: Iterable[nn.Module]) -> Iterator[TopKRouter]:
 
 
 def finish_router_step(chunks: Iterable[nn.Module], groups: ParallelGroups, *, move_biases: bool = True) -> None:
-    """Once an optimizer step, after gradients are final: moves the expert biases by the load of the global batch, and
-    forgets the counts of the step. Called by all ranks; one all-reduce over tp x dp x cp for all layers of the rank.
+    """Move the expert biases by the load of the global batch, and set the step's counts to zero.
 
-    move_biases: False only forgets: a step that is skipped changes nothing.
+    All ranks call it once an optimizer step, after gradients are final. It makes one all-reduce over tp x dp x cp for
+    all layers of the rank.
+
+    move_biases: False keeps the biases, for a step that is skipped.
     """
     routers = list(routers_of(chunks))
     loads = [router.local_tokens_per_expert for router in routers if router.local_tokens_per_expert is not None]

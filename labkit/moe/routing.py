@@ -1,21 +1,21 @@
-"""Which experts a token goes to, and with what weights: pure functions of the router's logits.
+"""The experts that each token goes to, and their weights: pure functions of the router's logits.
 
-Routing is two decisions. The *choice* is a boolean map [T, E] with top_k entries a row; it has no gradient. The
-*weights* are a function of logits and map alone, so a recorded map can be replayed with the weights of the own logits:
+Routing is two decisions. The *choice* is a boolean map [T, E] with top_k entries in each row; it has no gradient. The
+*weights* are a function of logits and map, so a recorded map can be replayed with weights from new logits:
 
 | scores              | choice: top-k of          | weight of a chosen expert                                     |
 |---------------------|---------------------------|---------------------------------------------------------------|
 | softmax (default)   | logits                    | softmax over the chosen (arXiv 2401.04088)                    |
-| softmax, pre        | softmax over all          | its softmax over all: the chosen add up to less than 1        |
-| sigmoid             | sigmoid, plus expert bias | its sigmoid over the sum of theirs; k = 1: its sigmoid         |
+| softmax, pre        | softmax over all          | its softmax over all; the weights add up to less than 1       |
+| sigmoid             | sigmoid, plus expert bias | its sigmoid over the sum of the chosen; k = 1: its sigmoid    |
 | sinkhorn (training) | balanced assignment       | its softmax over all; k = 1: its sigmoid                      |
 
-All but sinkhorn's weights are times `scaling_factor`. The bias moves the choice only. Group-limited choice first takes
-the `group_topk` best groups of experts (device-limited routing, arXiv 2405.04434, 2.2.2), where a group is as good as
-the sum of its best top_k / group_topk experts.
+`scaling_factor` multiplies all weights but sinkhorn's. The bias moves only the choice. Group-limited choice first takes
+the `group_topk` best groups of experts (device-limited routing, arXiv 2405.04434, 2.2.2). The score of a group is the
+sum of its best top_k / group_topk experts.
 
-A capacity then limits how many tokens of a rank an expert takes (arXiv 2006.16668). Dropped tokens lose that expert's
-weight; what remains is not rescaled.
+A capacity then limits the tokens of a rank that an expert takes (arXiv 2006.16668). A dropped token loses that expert's
+weight; its other weights are not rescaled.
 
 Shapes: T tokens of this rank, E experts, K top_k, G groups, C capacity.
 """
@@ -30,7 +30,7 @@ from torch import Tensor
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 DROP_POLICIES = ("probs", "position")
 SIGMOID_EPS = 1e-20
-"""Keeps 0/0 away where all chosen sigmoids underflow."""
+"""Avoids 0/0 where all chosen sigmoids underflow."""
 
 
 def topk_routing(
@@ -48,11 +48,11 @@ def topk_routing(
     """Weights and choice of the table above.
 
     Args:
-        logits_TE: of the router; half precision is scored in float32 and rounded.
-        top_k: experts a token goes to.
+        logits_TE: logits of the router; half precision is scored in float32 and rounded.
+        top_k: number of experts of a token.
         score_function: `softmax` or `sigmoid`.
         pre_softmax: softmax before the choice.
-        num_groups: groups of neighbouring experts of a group-limited choice; None has none.
+        num_groups: groups of neighbouring experts for a group-limited choice, or None.
         group_topk: groups that a token may choose from.
         scaling_factor: multiplies the weights; None is 1.
         expert_bias: [E], added to the sigmoids for the choice; None is 0.
@@ -89,10 +89,10 @@ def choose(
     group_topk: int | None = None,
     expert_bias: Tensor | None = None,
 ) -> Tensor:
-    """The choice of `topk_routing`: bool [T, E] with top_k entries a row."""
+    """The choice of `topk_routing`: bool [T, E] with top_k entries in each row."""
     _check_choice(logits_TE.shape[1], top_k, score_function, num_groups, group_topk, expert_bias)
     if expert_bias is None and num_groups is None:
-        # Scores order the experts of a token as logits do, but may round two of them to the same number.
+        # Scores order the experts of a token as logits do, but may round two logits to one number.
         return top_k_map(logits_TE, top_k)
     scores_TE = _at_least_fp32(logits_TE)
     if score_function == "sigmoid":
@@ -125,7 +125,7 @@ def combine_weights(
 def group_limited_topk(scores_TE: Tensor, top_k: int, *, num_groups: int, group_topk: int) -> tuple[Tensor, Tensor]:
     """The top_k experts among the group_topk best groups: scores and indices, both [T, K], best first.
 
-    With one group an EP rank (or node), a token is sent to at most group_topk of them.
+    With one group for each EP rank (or node), a token is sent to at most group_topk of them.
     """
     tokens, experts = scores_TE.shape
     grouped_TGE = scores_TE.view(tokens, num_groups, experts // num_groups)
@@ -138,9 +138,9 @@ def group_limited_topk(scores_TE: Tensor, top_k: int, *, num_groups: int, group_
 
 
 def normalized_scores(logits_TE: Tensor, score_function: str = "softmax") -> Tensor:
-    """Scores over all experts that add up to 1 a token, in float32 at least: what load-balancing losses push on.
+    """Scores of load-balancing losses: over all experts, adding up to 1 for each token, in float32 at least.
 
-    They know neither bias, groups nor scaling, which must not reach the loss.
+    Bias, groups and scaling must not reach the loss, so the scores ignore them.
     """
     wide_TE = _at_least_fp32(logits_TE)
     if score_function == "softmax":
@@ -158,8 +158,8 @@ def sinkhorn_routing(
     """Choice by balanced assignment (S-BASE, arXiv 2202.01169), weights by the scores alone.
 
     Args:
-        logits_TE: of the router.
-        top_k: experts a token goes to.
+        logits_TE: logits of the router.
+        top_k: number of experts of a token.
         balanced: False chooses by the scores, as in evaluation, where a token must not depend on its neighbours.
         map_TE: a choice to replay.
 
@@ -177,11 +177,11 @@ def sinkhorn_routing(
 
 @torch.no_grad()
 def sinkhorn(cost_TE: Tensor, tol: float = 1e-4, max_iterations: int = 1000) -> Tensor:
-    """Rows and columns of exp(cost) scaled in turn until every token has mass 1/T and every expert 1/E; [T, E].
+    """Scale rows and columns of exp(cost) in turn until every token has mass 1/T and every expert 1/E; [T, E].
 
-    Stops when the column factors move by less than `tol` in the mean (each look is a host synchronisation), or after
-    `max_iterations`. It balances the tokens it sees, those of this rank and microbatch, so its choice depends on the
-    layout. Subtracting each row's largest cost changes no result, as the row factor takes it up, but keeps exp finite.
+    The loop ends when the column factors change by at most `tol` in the mean, or after `max_iterations`. Each look at
+    the change makes the host wait for the device. The function balances the tokens of this rank and microbatch, so the
+    choice depends on the layout. Subtracting a row's largest cost keeps exp finite; the row factor makes up for it.
     """
     eps = 1e-8
     mass_TE = (cost_TE - cost_TE.amax(dim=1, keepdim=True)).exp()
@@ -203,7 +203,7 @@ def sinkhorn(cost_TE: Tensor, tol: float = 1e-4, max_iterations: int = 1000) -> 
 def get_capacity(*, num_tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:
     """C = ceil(T k / E x capacity_factor), at most T, since no expert can get more than all tokens of the rank.
 
-    The product is Megatron's in double precision, rounding included: 10 tokens an expert times 1.1 give 12.
+    The product is Megatron's, in double precision with its rounding: 10 tokens for each expert times 1.1 give 12.
     """
     return min(math.ceil(num_tokens * top_k / num_experts * capacity_factor), num_tokens)
 
@@ -217,17 +217,17 @@ def apply_capacity(
     drop_policy: str = "probs",
     pad_to_capacity: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Weights and choice after every expert has dropped what exceeds its capacity.
+    """Weights and choice after every expert has dropped the tokens over its capacity.
 
     Args:
         probs_TE: weights, 0 where not chosen.
         map_TE: the choice.
         top_k: experts of a token before dropping.
         capacity_factor: see `get_capacity`.
-        drop_policy: a full expert keeps the tokens with the largest weights (`probs`), or those that come first
-            (`position`); among equals the first.
-        pad_to_capacity: every expert gets exactly C tokens: places left over are filled with tokens that did not choose
-            it, at weight 0, so that all shapes are known before the routing is.
+        drop_policy: a full expert keeps the tokens with the largest weights (`probs`), the first among equals, or the
+            tokens that come first (`position`).
+        pad_to_capacity: every expert gets exactly C tokens. Tokens that did not choose the expert fill free places with
+            weight 0, so that all shapes are known before the routing is.
 
     Returns:
         Weights and choice, both [T, E]. A column of the choice holds at most C entries, with padding exactly C.
@@ -241,9 +241,9 @@ def apply_capacity(
     capacity = get_capacity(num_tokens=tokens, top_k=top_k, num_experts=experts, capacity_factor=capacity_factor)
     if capacity == tokens and not pad_to_capacity:
         return probs_TE, map_TE
-    # Tokens in the order in which each expert takes them: those that chose it, best or first; then the others.
+    # The order in which each expert takes tokens: tokens that chose it, by drop_policy, then all others.
     wish_TE = probs_TE.detach() if drop_policy == "probs" else torch.zeros_like(probs_TE)
-    wish_ET = wish_TE.masked_fill(~map_TE, -math.inf).t().contiguous()  # sorts faster along neighbours in memory
+    wish_ET = wish_TE.masked_fill(~map_TE, -math.inf).t().contiguous()  # sorting neighbours in memory is faster
     queue_ET = wish_ET.argsort(dim=1, descending=True, stable=True)
     taken_TE = torch.zeros_like(map_TE).t().scatter_(1, queue_ET[:, :capacity], True).t()
     kept_TE = taken_TE if pad_to_capacity else taken_TE & map_TE
@@ -254,7 +254,7 @@ def apply_capacity(
 
 
 def top_k_map(logits_TE: Tensor, top_k: int) -> Tensor:
-    """The top_k largest of every row, bool [T, E]: the choice without bias and groups."""
+    """True for the top_k largest logits of every row, bool [T, E]: the choice without bias and groups."""
     return _map_of(logits_TE.detach().topk(top_k, dim=-1).indices, logits_TE)
 
 
@@ -287,10 +287,10 @@ def _check_choice(
     if experts % num_groups or not 1 <= group_topk <= num_groups or top_k % group_topk:
         raise ValueError(
             f"{experts} experts in num_groups = {num_groups}, of which group_topk = {group_topk} give top_k = {top_k}: "
-            "num_groups must divide the experts, group_topk be at most num_groups and divide top_k"
+            "num_groups must divide the experts; group_topk must be at most num_groups and divide top_k"
         )
     if top_k // group_topk > experts // num_groups:
         raise ValueError(
             f"a group has {experts // num_groups} experts, and top_k / group_topk = {top_k // group_topk} would be "
-            "taken from each; choose more groups of a token (group_topk), or fewer groups (num_groups)"
+            "taken from each; set a larger group_topk, or a smaller num_groups"
         )

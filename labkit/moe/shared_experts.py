@@ -1,17 +1,17 @@
-"""Shared experts: an MLP that every token passes through, beside those that it is routed to (arXiv 2401.06066).
+"""Shared experts: an MLP that every token passes through, beside its routed experts (arXiv 2401.06066).
 
-It knows nothing of routing, so it can be computed while tokens travel. For that it comes in stages, which the
-dispatcher calls between the steps of its communication, on a stream of their own:
+The MLP does not depend on routing, so it can be computed while tokens travel. For that it has stages. The dispatcher
+calls them between the steps of its communication, on a stream of their own:
 
 | stage                          | what it does                                     | while                          |
 |--------------------------------|--------------------------------------------------|--------------------------------|
 | `pre_forward_comm(x)`          | gate; gathers the sequence over tp               | tokens are permuted            |
 | `linear_fc1_forward_and_act()` | first projection and activation                  | tokens travel to their experts |
 | `linear_fc2_forward()`         | second projection                                | results travel back            |
-| `post_forward_comm()`          | sums over tp, each rank its part of the sequence | results are put in order       |
-| `get_output()`                 | hands the result over, and joins the streams     |                                |
+| `post_forward_comm()`          | sums over tp (reduce-scatter of the sequence)    | results are put in order       |
+| `get_output()`                 | returns the result, and joins the streams        |                                |
 
-Called as a module it does the same at once.
+A call of the module does the same at once.
 
 Shapes: S sequence (this rank's part under sequence parallelism), B batch, H hidden, F width; t = size of tp.
 """
@@ -37,7 +37,7 @@ from labkit.parallel.parameters.weights import Seed, make_parameter
 
 
 class SharedExpertGate(nn.Module):
-    """sigmoid(x w): how much of the shared experts' output a token takes, in place of all of it.
+    """sigmoid(x w): the share of the shared experts' output that a token takes.
 
     Holds `weight` [1, H], whole on every rank.
     """
@@ -58,7 +58,7 @@ class SharedExpertMLP(nn.Module):
     Holds `fc1.weight`, `fc2.weight` and, with a gate, `gate.weight`.
 
     Args:
-        name: in the whole model, `layers.3.mlp.shared_experts`.
+        name: name in the whole model, such as `layers.3.mlp.shared_experts`.
         model: `hidden` and `activation`.
         moe: `shared_expert_ffn_hidden` and `shared_expert_gate`.
         groups: `tp`.
@@ -88,7 +88,7 @@ class SharedExpertMLP(nn.Module):
         assert moe.shared_expert_ffn_hidden is not None, "built only where the configuration has shared experts"
         self.name, self.group = name, groups.tp
         self.computed_in_stages = moe.shared_expert_overlap
-        """Whether the stages are called in place of `forward`, so that hooks of modules do not run (`ParamGather`)."""
+        """True where the dispatcher calls the stages and not `forward`, so module hooks do not run (`ParamGather`)."""
         self.sequence_parallel = sequence_parallel and groups.tp.size > 1
         made: dict[str, Any] = {"seed": seed, "std": std, "dtype": dtype, "device": device}
         mlp = ParallelMLP(
@@ -109,9 +109,9 @@ class SharedExpertMLP(nn.Module):
             self.gate = SharedExpertGate(f"{name}.gate", model.hidden, sequence_parallel=self.sequence_parallel, **made)
         self._stream = torch.cuda.Stream() if moe.shared_expert_overlap and groups.device.type == "cuda" else None
         self.cached_stage: Tensor | None = None
-        """What the last stage made."""
+        """Result of the last stage."""
         self.gate_score: Tensor | None = None
-        """The gate's result, until the output."""
+        """Result of the gate, kept until `get_output`."""
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, H], summed over tp."""
@@ -122,7 +122,7 @@ class SharedExpertMLP(nn.Module):
     # ---- the same in stages ----
 
     def pre_forward_comm(self, x_SBH: Tensor) -> None:
-        """Take the layer's input: the gate, and f or the gather of the sequence."""
+        """Compute the gate, and pass the layer's input through f or the gather of the sequence."""
         assert self.cached_stage is None, "get_output ends a pass before the next one starts"
         enter = mappings.copy_to_tensor_model_parallel_region
         if self.sequence_parallel:
@@ -135,17 +135,17 @@ class SharedExpertMLP(nn.Module):
             self.cached_stage = enter(x_SBH, self.group)
 
     def linear_fc1_forward_and_act(self) -> None:
-        """The first projection, without communication, and the activation."""
+        """Compute the first projection, without communication, and the activation."""
         with self._on_stream():
             self.cached_stage = self.activation(self._alone(self.fc1))
 
     def linear_fc2_forward(self) -> None:
-        """The second projection: this rank's part of the sum."""
+        """Compute the second projection: this rank's part of the sum."""
         with self._on_stream():
             self.cached_stage = self._alone(self.fc2)
 
     def post_forward_comm(self) -> None:
-        """g, or the reduce-scatter of the sequence."""
+        """Pass the sum through g, or the reduce-scatter of the sequence."""
         leave = mappings.reduce_from_tensor_model_parallel_region
         if self.sequence_parallel:
             leave = mappings.reduce_scatter_to_sequence_parallel_region
@@ -153,7 +153,7 @@ class SharedExpertMLP(nn.Module):
             self.cached_stage = leave(self._last(), self.group)
 
     def get_output(self) -> Tensor:
-        """[S, B, H], gated; the current stream has waited for it."""
+        """Return [S, B, H], gated. The current stream waits for it."""
         with self._on_stream():
             output = self._last() if self.gate_score is None else self._last() * self.gate_score
         self.cached_stage = self.gate_score = None
@@ -163,12 +163,12 @@ class SharedExpertMLP(nn.Module):
         return output
 
     def join_stream(self) -> None:
-        """Between two stages: the current stream waits for what the stages have computed so far."""
+        """Between two stages: have the current stream wait for the stages so far."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def follow_stream(self) -> None:
-        """Between two stages, whose results were made on the current stream: later stages wait for it."""
+        """Between two stages: have later stages wait for results that were made on the current stream."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
             for made in (self.cached_stage, self.gate_score):
@@ -180,7 +180,7 @@ class SharedExpertMLP(nn.Module):
         return self.cached_stage
 
     def _alone(self, layer: Any) -> Tensor:
-        """A projection as one process would do it: what communicates are the stages around it."""
+        """A projection without communication; the stages around it communicate."""
         plan = replace(layer.plan, group=Group("none", (0,), 0), sequence_parallel=False)
         return column_parallel_linear(self._last(), layer.weight, None, plan)
 

@@ -1,5 +1,6 @@
-"""What the router of one layer did: load of the experts, dropped tokens, losses; added up over microbatches on the
-device, and over ranks only when somebody asks.
+"""Statistics of the router of one layer: load of the experts, dropped tokens, losses.
+
+Each rank adds them up over microbatches on the device. `summarize` adds them over ranks.
 
 Shapes: T tokens of this rank, E experts, L layers.
 """
@@ -33,13 +34,13 @@ class RouterSummary:
     z_loss: float
     """Mean over microbatches, without its coefficient."""
     max_over_mean: float
-    """Load of the fullest expert over the mean load: how much longer the slowest expert works than needed."""
+    """Load of the fullest expert over the mean load, 1 at even load: the time of the experts relative to even load."""
     load_entropy: float
-    """Entropy of the load's distribution over the log of the number of experts: 1 is even, 0 is one expert alone."""
+    """Entropy of the load's distribution over the log of the number of experts: 1 is even load, 0 one expert alone."""
 
     @classmethod
     def of(cls, totals: Sequence[float], parts: int = 1) -> RouterSummary:
-        """From `RouterStatistics.totals`, added up over ranks; a microbatch's losses lie in parts on `parts` ranks."""
+        """From `RouterStatistics.totals`, summed over ranks. parts: ranks that share the losses of a microbatch."""
         *counts, dropped, balance, z, forwards = totals
         load = torch.tensor(counts, dtype=torch.float64)
         share = load / load.sum().clamp(min=1)
@@ -60,23 +61,23 @@ class RouterStatistics:
 
     Args:
         num_experts: E.
-        device: where they are kept; None is the host.
+        device: device of the totals; None is the host.
     """
 
     def __init__(self, num_experts: int, *, device: torch.device | str | None = None) -> None:
         self.totals = torch.zeros(num_experts + len(LOSSES) + 2, dtype=torch.float64, device=device)
-        """[E + 4]: what follows, in this order."""
+        """[E + 4]: all totals below, in their order."""
         self.tokens_per_expert = self.totals[:num_experts]
-        """[E], choices before any capacity, of this rank."""
+        """[E], this rank's choices before any capacity."""
         self.dropped = self.totals[num_experts]
-        """Choices over capacity, of this rank."""
+        """This rank's choices over capacity."""
         self.losses = {name: self.totals[num_experts + 1 + i] for i, name in enumerate(LOSSES)}
         """Sums over microbatches of this rank's parts, without coefficients."""
         self.forwards = self.totals[-1]
-        """Microbatches counted."""
+        """Number of microbatches."""
 
     def add_routing(self, tokens_per_expert: Tensor, dropped: Tensor | None = None) -> None:
-        """Count a microbatch: [E] choices before any capacity, and how many of them it dropped."""
+        """Count a microbatch: its choices before any capacity, [E], and the number of dropped ones."""
         self.tokens_per_expert += tokens_per_expert
         if dropped is not None:
             self.dropped += dropped
@@ -87,13 +88,14 @@ class RouterStatistics:
         self.losses[name] += part.detach()
 
     def reset(self) -> None:
-        """Start anew."""
+        """Set all totals to zero."""
         self.totals.zero_()
 
 
 def summarize(statistics: Sequence[RouterStatistics], groups: ParallelGroups) -> list[RouterSummary]:
-    """One summary a layer, over all ranks of this pipeline stage (tp x dp x cp); called by all of them, with the same
-    layers. One all-reduce and one read of the device for all layers."""
+    """One summary for each layer, over all ranks of this pipeline stage (tp x dp x cp).
+
+    All these ranks call it, with the same layers. It makes one all-reduce and one read of the device for all layers."""
     if not statistics:
         return []
     totals_LN = torch.stack([layer.totals for layer in statistics])

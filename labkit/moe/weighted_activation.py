@@ -1,8 +1,8 @@
-"""The activation of experts with the routing weight of each row multiplied in, as one step of the graph.
+"""The activation of experts times the routing weight of each row, as one node of autograd's graph.
 
-In plain autograd silu(gate) * up * p keeps four tensors as wide as the activation and writes five in backward before
-its two halves are joined. Here the projection's output and p are kept, and backward writes both halves of its result in
-place. On a CPU, where a large new tensor costs more than the arithmetic in it, this saves about a tenth of a layer.
+In plain autograd silu(gate) * up * p keeps four tensors as wide as the activation. Its backward writes five more before
+it joins the two halves. This function keeps only the projection's output and p, and backward writes both halves of its
+result in place. On a CPU a large new tensor costs more than its arithmetic, so this saves about a tenth of a layer.
 
 Shapes: N rows, F expert width.
 """
@@ -39,7 +39,7 @@ class _WeightedSwiGLU(Function):
         x, probs_N = ctx.saved_tensors
         (gate, up), grad, weight = x.chunk(2, dim=-1), grads[0], probs_N.unsqueeze(-1)
         grad_x = torch.empty_like(x)
-        grad_gate, grad_up = grad_x.chunk(2, dim=-1)  # each also holds what leads to it
+        grad_gate, grad_up = grad_x.chunk(2, dim=-1)  # each half also holds its intermediate values
         torch.ops.aten.silu.out(gate, out=grad_up)
         grad_up.mul_(grad)
         grad_probs = torch.mul(grad_up, up, out=grad_gate).sum(-1, dtype=probs_N.dtype)

@@ -157,7 +157,7 @@ def test_layouts_and_points_that_cannot_be_are_refused() -> None:
         build_dispatcher(MoEConfig(num_experts=4), groups_of(), cuda_dtoh_point="later")
     dropping = MoEConfig(num_experts=4, capacity_factor=1.0)
     with pytest.raises(
-        ValueError, match=r"drops a number of tokens that only counting tells; set moe\.pad_to_capacity"
+        ValueError, match=r"only counting tells the number of dropped tokens\. Set moe\.pad_to_capacity"
     ):
         build_dispatcher(dropping, groups_of(), cuda_dtoh_point=BEFORE_ALL_TO_ALL)
 

@@ -319,7 +319,7 @@ def test_what_cannot_be_is_refused(moe: MoEConfig, parallel: dict[str, Any], wor
         ({"capacity_factor": -1.0}, "moe.capacity_factor = -1.0: must be greater than 0"),
         ({"z_loss_coeff": float("nan")}, "moe.z_loss_coeff = nan: must be at least 0"),
         ({"pad_to_capacity": True}, "there is no capacity to pad to; set moe.capacity_factor"),
-        ({"shared_expert_overlap": True}, "there are none; set moe.shared_expert_ffn_hidden"),
+        ({"shared_expert_overlap": True}, "no shared experts; set moe.shared_expert_ffn_hidden"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -1,1 +1,1 @@
-"""Dispatch: how tokens reach the ranks of their experts, and come back."""
+"""Dispatch: bring tokens to the ranks of their experts, and the results back."""

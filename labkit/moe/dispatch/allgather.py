@@ -1,11 +1,11 @@
-"""The all-gather dispatcher: every rank sees all tokens of tp_ep and takes those of its experts.
+"""The all-gather dispatcher: every rank gets all tokens of tp_ep and takes the tokens of its experts.
 
     tokens, weights, map -> all-gather (tp_ep) -> pick and sort by local expert -> experts
     result <- reduce-scatter (tp_ep) <- put back into place <-
 
-No counts, no split sizes, two large transfers instead of exact ones. It sends every token to every rank, so it pays
-where a token goes to most ranks anyway (top_k near ep or above) or where equal transfers are much faster. The
-reduce-scatter adds what different experts (over ep) and the slices of one expert (over etp) make of a token, at once.
+It needs no counts and no split sizes, and makes two large transfers. Every token goes to every rank. That pays where a
+token goes to most ranks anyway (top_k near ep or above), or where equal transfers are much faster. One reduce-scatter
+adds a token's results from its experts (over ep) and from the slices of one expert (over etp).
 
 All ranks must hold the same number of tokens.
 
@@ -55,7 +55,7 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         local = slice(self.first_local_expert, self.first_local_expert + self.num_local_experts)
         map_GL = self.routing_map[:, local]
         self.num_gathered_tokens = hidden.shape[0]
-        # How many of all tokens are for this rank is known only now, whatever the configuration.
+        # In every configuration this rank learns its number of rows only here.
         tokens_per_expert = HostCopy(map_GL.sum(dim=0)).wait()
         rows_NH, probs_N, self.reversed_local_input_permutation_mapping = permute(
             hidden, map_GL, probs_TE=probs[:, local], num_out_tokens=int(tokens_per_expert.sum())

@@ -3,13 +3,13 @@
     counts -> permutation 1 -> all-to-all (ep) -> all-gather (etp) -> permutation 2 -> experts
     result <- permutation 1 <- all-to-all (ep) <- reduce-scatter (etp) <- permutation 2 <-
 
-A rank counts its tokens for each expert, and an all-gather over tp_ep makes these counts known to all; every split size
-of the forward follows from that one table. The all-to-all sends a row for each (token, expert), which is what
-`traffic.py` counts. With tensor-parallel experts (etp) the ranks that share an expert then gather their rows, since
-each computes a slice of the expert's width for all of them, and reduce-scatter brings the partial sums back.
+A rank counts its tokens for each expert. An all-gather over tp_ep gives all ranks the table of counts, and all split
+sizes of the forward follow from this table. The all-to-all sends a row for each (token, expert), as `traffic.py` counts
+them. With tensor-parallel experts (etp) each rank of an expert computes a slice of its width for all rows. So these
+ranks then gather their rows, and a reduce-scatter adds the partial sums.
 
-With `pad_to_capacity` every expert gets the same number of rows from every rank: the table is known beforehand, nothing
-is counted, and no number comes from the GPU.
+With `pad_to_capacity` every expert gets the same number of rows from every rank. The table is known beforehand, and no
+number comes from the GPU.
 
 Shapes: S, B, H, T, E, N as in `dispatcher.py`; L = E/ep local experts.
 """
@@ -37,7 +37,7 @@ __all__ = ["MoEAlltoAllTokenDispatcher", "Splits"]
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """What the table of counts means for one rank, in rows, on the host."""
+    """The split sizes of one rank, in rows, on the host."""
 
     num_out_tokens: int
     """Rows that leave permutation 1."""
@@ -48,7 +48,7 @@ class Splits:
     output_splits_tp: list[int]
     """Rows that each rank of etp holds after the all-to-all."""
     chunks: list[int]
-    """Rows from each rank for each local expert: etp x ep x L, in the order in which they lie after the all-gather."""
+    """Rows from each rank for each local expert: etp x ep x L numbers, in the order after the all-gather."""
     tokens_per_expert: Tensor
     """Rows of each local expert, int64 [L]."""
 
@@ -60,7 +60,7 @@ class Splits:
         per_rank = experts // ep
         own = table[etp_rank, ep_rank]
         local = table[:, :, ep_rank * per_rank : (ep_rank + 1) * per_rank]
-        # Stays on the host, made by no operation of torch's: a recorder would take one for work of the device.
+        # No operation of torch makes it: a recorder would take one for work of the device.
         tokens_per_expert = torch.frombuffer(local.sum(axis=(0, 1)), dtype=torch.int64)
         return cls(
             num_out_tokens=int(own.sum()),
@@ -94,9 +94,9 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
     # ---- counts ----
 
     def preprocess(self, map_TE: Tensor) -> None:
-        """Set `num_global_tokens_per_expert`, rows that each rank has for each expert: int32 [etp, ep, E].
+        """Set `num_global_tokens_per_expert`, the rows of each rank for each expert: int32 [etp, ep, E].
 
-        None under `pad_to_capacity`, where nothing need be counted.
+        Under `pad_to_capacity` it stays None.
         """
         if self.moe.pad_to_capacity:
             return
@@ -106,14 +106,14 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.num_global_tokens_per_expert = self._by_axes(table)
 
     def _by_axes(self, table: Tensor) -> Tensor:
-        """Counts in the order of tp_ep's ranks to [etp, ep, E]; the order of axes says which varies faster."""
+        """Bring counts from the order of tp_ep's ranks to [etp, ep, E]. Either axis may vary faster in tp_ep."""
         both = self.ep.size > 1 and self.etp.size > 1
         if both and self.tp_ep.ranks.index(self.ep.ranks[1]) - self.tp_ep.ranks.index(self.ep.ranks[0]) == 1:
             return table.view(self.etp.size, self.ep.size, self.num_experts)
         return table.view(self.ep.size, self.etp.size, self.num_experts).transpose(0, 1).contiguous()
 
     def _copy_to_host(self, point: str) -> None:
-        """Start the one copy of the counts, if this is the point for it."""
+        """Start the one copy of the counts, if `point` is the configured point."""
         if point == self.cuda_dtoh_point:
             self._splits = None
             if self.num_global_tokens_per_expert is not None:
@@ -121,7 +121,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     @property
     def splits(self) -> Splits:
-        """The split sizes of this forward; waits for the copy of the counts on first use."""
+        """The split sizes of this forward. The first use waits for the copy of the counts."""
         if self._splits is None:
             if self.moe.pad_to_capacity:
                 capacity = self.capacity(self.hidden_shape[:-1].numel())
@@ -152,7 +152,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         self._copy_to_host("before_ep_alltoall")
         splits = self.splits
         with comm_scope(layer=self.name):
-            # both at once, and the shared experts while they travel
+            # both transfers at once; the shared experts compute meanwhile
             under_way = [
                 all_to_all_start(x, self.ep, splits.output_splits, splits.input_splits) for x in (hidden, probs)
             ]

@@ -12,20 +12,19 @@ A forward through the layer calls six steps in this order; experts are computed 
 | `token_combine`        | -                                                        | results come back    |
 | `combine_postprocess`  | undo permutation 1: add up each token's results          | -                    |
 
-They are separate methods: `dispatch_preprocess` can do without a number on the host, and what follows depends on such
-numbers (`cuda_dtoh_point`). A step leaves attributes of the dispatcher for later steps, valid for one forward.
-`handed_on` names those that `dispatch_preprocess` leaves. Backward passes need none of them, since the operations save
-what they need.
+The steps are separate methods, because later steps need numbers on the host and `dispatch_preprocess` can do without
+(`cuda_dtoh_point`). A step sets attributes of the dispatcher for later steps of the same forward. `handed_on` names the
+attributes that `dispatch_preprocess` sets. Backward needs none of them, since autograd saves its own tensors.
 
-The split sizes of a transfer must be numbers on the host, and the router's map is on the GPU. There is one copy to the
-host in a forward, at `cuda_dtoh_point`; nothing else here makes the host wait. (The all-gather needs no split sizes; it
-copies its counts in `dispatch_postprocess`, when it has them.)
+The split sizes of a transfer must be numbers on the host, and the router's map is on the GPU. A forward makes one copy
+to the host, at `cuda_dtoh_point`; nothing else here makes the host wait. The all-gather needs no split sizes. It copies
+its counts in `dispatch_postprocess`.
 
-Every rank of the group runs every step, with zero tokens too: backward passes communicate in the same places, and a
-rank that left the autograd graph would leave the others waiting.
+Every rank of the group runs every step, even without tokens. Backward communicates in the same places, and a rank
+outside autograd's graph would let the others wait.
 
-Shapes: S sequence of this rank, B batch, H hidden, T = S B tokens of this rank, E experts, N rows for the experts of
-this rank (tokens x experts they go to), k = top_k.
+Shapes: S sequence of this rank, B batch, H hidden, T = S B tokens of this rank, E experts, k = top_k. N rows for the
+experts of this rank: one for each token and expert that it visits.
 """
 
 from __future__ import annotations
@@ -43,22 +42,22 @@ from labkit.moe.routing import get_capacity
 from labkit.parallel.groups import ParallelGroups
 
 CUDA_DTOH_POINTS = ("before_permutation_1", "before_ep_alltoall")
-"""Where counts may be copied to the host."""
+"""Points of a forward at which counts may be copied to the host."""
 
 
 class MoETokenDispatcher(ABC):
-    """Takes tokens to their experts and the results back; see the module for the six steps.
+    """Brings tokens to their experts and the results back; the module lists the six steps.
 
     Args:
         moe: the section of the configuration.
         groups: this rank's groups; `ep`, `etp` and `tp_ep` are used.
-        name: under which communication is booked in the ledger.
-        cuda_dtoh_point: when counts are copied to the host. `before_permutation_1` is earliest; with
+        name: name of its communication in the ledger.
+        cuda_dtoh_point: point at which counts are copied to the host. `before_permutation_1` is earliest; with
             `before_ep_alltoall` the host needs no number before the tokens travel.
 
     Raises:
-        ValueError: experts that ep does not divide; an unknown `cuda_dtoh_point`, or one that comes after the first
-            use of the numbers.
+        ValueError: ep does not divide the experts, `cuda_dtoh_point` is unknown, or it comes after the first use of
+            the numbers.
     """
 
     def __init__(
@@ -83,13 +82,13 @@ class MoETokenDispatcher(ABC):
         self.hidden_shape = torch.Size()
         self._host_copy: HostCopy | None = None
         self.handed_on: list[str] = []
-        """Attributes (dotted paths) that `dispatch_preprocess` sets and later steps read, tensors or None. Beside these
-        they read only what shapes and configuration fix."""
+        """Attributes (dotted paths) that `dispatch_preprocess` sets for later steps: tensors or None. All else that
+        later steps read follows from shapes and configuration."""
         self.cuda_dtoh_point = cuda_dtoh_point
 
     @property
     def cuda_dtoh_point(self) -> str:
-        """Where the counts are copied to the host: one of `CUDA_DTOH_POINTS`."""
+        """Point at which the counts are copied to the host, one of `CUDA_DTOH_POINTS`."""
         return self._cuda_dtoh_point
 
     @cuda_dtoh_point.setter
@@ -98,19 +97,19 @@ class MoETokenDispatcher(ABC):
             raise ValueError(f"cuda_dtoh_point is {point!r}; choose one of {', '.join(CUDA_DTOH_POINTS)}")
         if point == "before_ep_alltoall" and self.drops_without_padding:
             raise ValueError(
-                "cuda_dtoh_point = before_ep_alltoall needs sizes that are known before counting, and a capacity "
-                "without padding drops a number of tokens that only counting tells; set moe.pad_to_capacity, or leave "
+                "cuda_dtoh_point = before_ep_alltoall needs sizes that are known before counting, but with a capacity "
+                "and no padding only counting tells the number of dropped tokens. Set moe.pad_to_capacity, or leave "
                 "moe.capacity_factor out"
             )
         self._cuda_dtoh_point = point
 
     @property
     def drops_without_padding(self) -> bool:
-        """Whether the number of rows that leave this rank is known only after counting."""
+        """True where only counting tells the number of rows that leave this rank."""
         return self.moe.capacity_factor is not None and not self.moe.pad_to_capacity
 
     def capacity(self, num_tokens: int) -> int:
-        """Rows of an expert from each rank under `pad_to_capacity`."""
+        """Rows that each rank gives each expert under `pad_to_capacity`."""
         moe = self.moe
         assert moe.capacity_factor is not None
         return get_capacity(
@@ -121,13 +120,13 @@ class MoETokenDispatcher(ABC):
         )
 
     def _num_out_tokens(self, num_tokens: int, counted: Callable[[], int]) -> int:
-        """Rows that leave permutation 1. Only where tokens are dropped without padding must they be counted."""
+        """Rows that leave permutation 1. Only drops without padding make a count necessary."""
         if self.moe.pad_to_capacity:
             return self.num_experts * self.capacity(num_tokens)
         return counted() if self.drops_without_padding else num_tokens * self.moe.top_k
 
     def set_shared_experts(self, shared_experts: Any) -> None:
-        """Have the stages of the shared experts computed while tokens travel, and their output added at the end."""
+        """Compute the stages of the shared experts while tokens travel, and add their output at the end."""
         raise ValueError(
             f"{type(self).__name__} has no transfer to hide the shared experts behind; set moe.dispatcher to alltoall, "
             "or moe.shared_expert_overlap to false"
@@ -154,15 +153,15 @@ class MoETokenDispatcher(ABC):
         Args:
             hidden_SBH: input of the layer on this rank.
             probs_TE: weight of each expert for each token; read where the map is true.
-            map_TE: bool, which experts a token goes to.
+            map_TE: bool, true for the experts of each token.
 
         Returns:
-            What `token_dispatch` takes: tokens and their weights.
+            Tokens and their weights, for `token_dispatch`.
         """
 
     @abstractmethod
     def token_dispatch(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Send tokens and weights to the ranks of their experts; return what came."""
+        """Send tokens and weights to the ranks of their experts; return the received ones."""
 
     @abstractmethod
     def dispatch_postprocess(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,12 +169,12 @@ class MoETokenDispatcher(ABC):
 
     @abstractmethod
     def combine_preprocess(self, output_NH: Tensor) -> Tensor:
-        """Bring the experts' output back into the order in which the tokens came."""
+        """Bring the experts' output back into the order in which the tokens arrived."""
 
     @abstractmethod
     def token_combine(self, hidden: Tensor) -> Tensor:
-        """Send results back to the ranks of the tokens; return what came."""
+        """Send results back to the ranks of the tokens; return the received ones."""
 
     @abstractmethod
     def combine_postprocess(self, hidden: Tensor) -> Tensor:
-        """Add up each token's results (weights are in them already) and restore the shape [S, B, H]."""
+        """Add up each token's results, which include the weights, and restore the shape [S, B, H]."""

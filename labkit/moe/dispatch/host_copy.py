@@ -1,11 +1,11 @@
 """One small tensor from the GPU to the host without stopping the GPU's queue.
 
 Split sizes of an all-to-all must be numbers on the host; the router computes them on the GPU. `.tolist()` would wait
-for everything queued so far. `HostCopy` starts the copy on a stream of its own, so that the host can queue the
-permutation meanwhile, and waits for the copy alone when the numbers are needed.
+for all work queued so far. `HostCopy` starts the copy on a stream of its own, so the host can queue the permutation
+meanwhile. `wait` then waits only for the copy.
 
-While work is recorded for replays there is no such copy. Dispatchers then hand over numbers that are known from shapes
-alone (drop-and-pad), so that `host_numbers` may be asked.
+While work is recorded for replays there is no such copy. Then dispatchers pass on numbers that follow from shapes
+(drop-and-pad), and `host_numbers` may read these.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class HostCopy:
-    """A copy of `x` in host memory, under way from the start; x itself where it is there already.
+    """A copy of `x` to host memory, started by the constructor; x itself if it is on the host.
 
     Raises:
-        GraphCaptureError: while work is recorded: replays would go on with the numbers of the recording.
+        GraphCaptureError: work is being recorded, and replays would use the numbers of the recording.
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -48,7 +48,7 @@ class HostCopy:
         x.record_stream(stream)  # its memory must not be reused before the copy has read it
 
     def wait(self) -> Tensor:
-        """Return the host tensor as soon as it is complete."""
+        """Wait for the copy and return the host tensor."""
         if self._done is not None:
             self._done.synchronize()
             self._done = None
@@ -56,10 +56,10 @@ class HostCopy:
 
 
 def host_numbers(counts: Tensor) -> list[int]:
-    """The integers of a tensor on the host that dispatchers have made: by a `HostCopy`, or from shapes alone.
+    """The integers of a tensor on the host, made by a dispatcher: by a `HostCopy`, or from shapes.
 
-    A recorder takes every tensor for one on a device, and would refuse this. It need not: a `HostCopy` has refused
-    before.
+    A recorder takes every tensor for one on a device and would refuse to read it. Here the reading is safe, because a
+    `HostCopy` would have refused before.
     """
     with unrecorded():
         return counts.tolist()

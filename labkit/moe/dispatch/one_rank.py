@@ -1,6 +1,6 @@
-"""The dispatcher of one rank that holds all experts: sort by expert, and back. Nothing is sent.
+"""The dispatcher of one rank that holds all experts: sort rows by expert, and back. Nothing is sent.
 
-It is the readable form of what the others do across ranks, and what they are compared with.
+It is the readable form of the dispatchers that work across ranks, and their reference in tests.
 
 Shapes: S, B, H, T, E, N as in `dispatcher.py`.
 """
@@ -23,7 +23,7 @@ __all__ = ["MoELocalTokenDispatcher"]
 
 
 class MoELocalTokenDispatcher(MoETokenDispatcher):
-    """All experts are here: ep = etp = 1. Raises ValueError for other layouts."""
+    """All experts are on this rank: ep = etp = 1. Raises ValueError for other layouts."""
 
     def __init__(self, moe: MoEConfig, groups: ParallelGroups, **options: Any) -> None:
         super().__init__(moe, groups, **options)
@@ -52,7 +52,7 @@ class MoELocalTokenDispatcher(MoETokenDispatcher):
     def _counts(self) -> Tensor:
         if self.moe.pad_to_capacity:
             capacity = self.capacity(self.hidden_shape[:-1].numel())
-            # A number that no operation has to make; not torch.from_numpy, see alltoall.
+            # No operation of torch makes it, as in alltoall; torch.from_numpy would.
             return torch.frombuffer(np.full(self.num_experts, capacity), dtype=torch.int64)
         assert self._host_copy is not None, "counts are copied before their first use"
         return self._host_copy.wait()

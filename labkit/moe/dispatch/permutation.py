@@ -1,13 +1,13 @@
 """Rows of tokens into the order of their experts, and back.
 
-`permute` copies each token once for every expert it goes to, all rows of expert 0 first, then those of expert 1, and
-inside an expert in the order of tokens. `unpermute` adds a token's rows up again. They are each other's transpose: what
-one does forward the other does backward, so the pair needs two row operations and no others.
+`permute` copies each token once for every expert that it goes to. All rows of expert 0 come first, then those of expert
+1; the rows of an expert keep the order of the tokens. `unpermute` adds up the rows of a token. Each is the transpose of
+the other, and so the other's backward. The pair needs two operations on rows and no others.
 
-Nothing here waits for the GPU when the number of rows is given: positions are found by `nonzero_static`, whose result
-has the size it was told.
+With a given number of rows nothing here waits for the GPU: `nonzero_static` finds positions and returns a result of
+given size.
 
-Shapes: T tokens of this rank, E experts, H hidden, N rows after permutation (tokens x experts they go to).
+Shapes: T tokens of this rank, E experts, H hidden, N rows after permutation (one for each token and expert).
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ __all__ = ["permute", "sort_chunks_by_idxs", "unpermute"]
 def _sum_rows(rows_NH: Tensor, index_N: Tensor, num_tokens: int) -> Tensor:
     """Row t of the result is the sum of the rows whose index is t, added in their order: [N, H] -> [T, H].
 
-    Half precision is summed in float32 and rounded once. On a GPU, `index_add_` would round after every row, and add in
-    the order in which threads come; a bag of rows is summed by one thread in float32, so the bits repeat there too.
+    Half precision is summed in float32 and rounded once. On a GPU `index_add_` would round after every row and add in
+    the order in which threads come. There `embedding_bag` sums the rows of a token in one thread, in float32. So the
+    bits repeat on a GPU too.
     """
     if rows_NH.is_cuda and rows_NH.numel() and num_tokens:
         tokens_N, order_N = index_N.sort(stable=True)
@@ -39,7 +40,7 @@ def _sum_rows(rows_NH: Tensor, index_N: Tensor, num_tokens: int) -> Tensor:
 
 
 class _Permute(Function):
-    """Copies tokens to where the index says.
+    """Copies tokens to rows.
 
     forward   y[n] = x[index[n]]                          [T, H] -> [N, H]
     backward  dL/dx[t] = sum of dL/dy[n], index[n] = t    [N, H] -> [T, H]
@@ -74,7 +75,7 @@ class _Unpermute(Function):
 
 
 def _positions(chosen: Tensor, size: int | None) -> Tensor:
-    """Where a flat bool tensor is true, in order. A given size is trusted where checking it would wait."""
+    """Positions of the true entries of a flat bool tensor. A given size is not checked where the check would wait."""
     if size is not None and host_would_wait(chosen):
         return torch.nonzero_static(chosen, size=size).squeeze(1)
     positions = chosen.nonzero().squeeze(1)
@@ -85,26 +86,26 @@ def _positions(chosen: Tensor, size: int | None) -> Tensor:
 def permute(
     tokens_TH: Tensor, map_TE: Tensor, *, probs_TE: Tensor | None = None, num_out_tokens: int | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Copy each token once for every expert it goes to, in the order of experts.
+    """Copy each token once for every expert that it goes to, in the order of experts.
 
     Args:
         tokens_TH: the tokens.
-        map_TE: bool, which expert a token goes to.
+        map_TE: bool, true for the experts of each token.
         probs_TE: weights of the experts; only entries of the map are read.
-        num_out_tokens: entries of the map, N; where None it is counted, which makes the host wait for a GPU.
+        num_out_tokens: true entries of the map, N; None counts them, which makes the host wait for a GPU.
 
     Returns:
-        Rows [N, H], their weights [N] (None without probs_TE), and the token that each row is a copy of, int64 [N].
+        Rows [N, H], their weights [N] (None without probs_TE), and the token of each row, int64 [N].
     """
     num_tokens, experts = map_TE.shape
     positions = _positions(map_TE.t().reshape(-1), num_out_tokens)  # expert x T + token
     index_N = positions % max(num_tokens, 1)
     probs_N = None
     if probs_TE is not None:
-        # Not by way of the transpose: its gradient would lie in memory by expert, and sums over it would round in
-        # another order than where the gradient is handed over by token, between router and permutation.
+        # Not through the transpose: its gradient would lie in memory by expert. Sums over it would round in another
+        # order than sums over a gradient by token, as between router and permutation.
         weight_N = index_N * experts + positions.div(max(num_tokens, 1), rounding_mode="floor")
-        probs_N = probs_TE.reshape(-1).index_select(0, weight_N)  # each is read once
+        probs_N = probs_TE.reshape(-1).index_select(0, weight_N)  # each weight is read once
     rows_NH: Tensor = _Permute.apply(tokens_TH, index_N)  # type: ignore[assignment]
     return rows_NH, probs_N, index_N
 
@@ -112,13 +113,13 @@ def permute(
 def unpermute(rows_NH: Tensor, index_N: Tensor, num_tokens: int) -> Tensor:
     """Add up the rows of each token, [N, H] -> [T, H]; a token without rows gets zeros.
 
-    `index_N` is what `permute` returned last, `num_tokens` is T.
+    `index_N` is the last result of `permute`; `num_tokens` is T.
     """
     return _Unpermute.apply(rows_NH, index_N, num_tokens)  # type: ignore[no-any-return]
 
 
 class _SortChunks(Function):
-    """Puts chunks of rows into another order; gradients go back by the inverse order.
+    """Puts chunks of rows into another order; gradients return by the inverse order.
 
     forward   y = chunk order[0] of x, chunk order[1] of x, ...        [N, ..] -> [N, ..]
     backward  dL/dx = the same with the inverse of order               [N, ..] -> [N, ..]
@@ -143,7 +144,7 @@ def _reorder(x: Tensor, split_sizes: Sequence[int], order: Sequence[int]) -> Ten
 def sort_chunks_by_idxs(x: Tensor, split_sizes: Sequence[int], sorted_idxs: Sequence[int]) -> Tensor:
     """Cut x along its first dimension into chunks of `split_sizes` rows and put them into the order `sorted_idxs`.
 
-    x itself where they are in that order already.
+    If the chunks have that order already, the result is x itself.
     """
     if list(sorted_idxs) == list(range(len(sorted_idxs))):
         return x

@@ -1,18 +1,18 @@
-"""How many rows and bytes a routing has to move between ranks: pure numbers, before anything is sent.
+"""Rows and bytes that a routing moves between ranks: pure numbers, computed before anything is sent.
 
-A token that goes to k experts is sent as k rows of H values, and a row stays at home if its expert does. What leaves a
-rank in `token_dispatch` is the off-diagonal part of the send matrix; `token_combine` sends the same rows back, and in
-backward both happen once more with gradients:
+A token that goes to k experts is sent as k rows of H values. A row does not travel if its expert is on the same rank.
+In `token_dispatch` the rows off the diagonal of the send matrix leave a rank, and `token_combine` sends them back.
+Backward does both once more with gradients:
 
     bytes of a forward = 2 x rows off rank x H x size        and the same again backward
 
-That is the least a transfer row by row can move, and `MoEAlltoAllTokenDispatcher` moves just that, plus one weight a
-row and one table of counts (`extra_bytes`).
+No transfer row by row can move less. `MoEAlltoAllTokenDispatcher` moves exactly that, plus one weight for each row and
+one table of counts (`extra_bytes`).
 
-Fewer bytes need another form of transfer. Where two of a token's experts are on one rank, its row is needed there only
-once, if the receiver makes the copies and adds up its experts' results before it sends them back. The same holds for
-nodes, where the network between them is the bottleneck (DeepEP; arXiv 2412.19437, 3.2.2). What is left of the rows is
-`dedup_factor`: 0.679 for 64 experts on 8 ranks at k = 8, and 0.786 for 8 experts on 2 ranks at k = 2.
+Fewer bytes need another form of transfer. Two experts of a token may be on one rank. Then that rank needs the row only
+once, if it makes the copies itself and adds up its experts' results before it sends them back. The same holds for
+nodes, if the network between them is the bottleneck (DeepEP; arXiv 2412.19437, 3.2.2). `dedup_factor` is the share of
+the rows that is left: 0.679 for 64 experts on 8 ranks at k = 8. For 8 experts on 2 ranks at k = 2 it is 0.786.
 
 Shapes: R ranks of ep, T tokens of a rank, E experts, k = top_k, H hidden.
 """
@@ -46,7 +46,7 @@ def send_matrix(counts_RE: ArrayLike, ep: int) -> np.ndarray:
     """Rows that rank r sends to rank q, int64 [R, R], from the number of tokens that each rank has for each expert.
 
     Raises:
-        ValueError: not one row of counts per rank, or experts that ep does not divide.
+        ValueError: the counts have not one row per rank, or ep does not divide the experts.
     """
     counts = np.asarray(counts_RE)
     if counts.ndim != 2 or len(counts) != ep:
@@ -55,9 +55,9 @@ def send_matrix(counts_RE: ArrayLike, ep: int) -> np.ndarray:
 
 
 def send_matrix_without_copies(maps_RTE: ArrayLike, places: int) -> np.ndarray:
-    """The same if a token travelled once to each place (rank, or node of several ranks) where it has experts.
+    """The send matrix if a token travels once to each place (rank, or node of several ranks) that has experts of it.
 
-    `maps_RTE` is which token of which rank goes to which expert; the result is [R, places].
+    maps_RTE: bool, true for the experts of each token of each rank. The result is [R, places].
     """
     maps = np.asarray(maps_RTE, dtype=bool)
     per_place = _per_place(maps.shape[2], places)
@@ -69,9 +69,9 @@ class AllToAllBytes:
     """Bytes that leave each rank in one forward through a layer; backward moves the same (the two exchanged)."""
 
     dispatch: np.ndarray
-    """With tokens to their experts, int64 [R]."""
+    """Bytes of tokens on the way to their experts, int64 [R]."""
     combine: np.ndarray
-    """With results on their way back, int64 [R]."""
+    """Bytes of results on their way back, int64 [R]."""
 
     @property
     def forward(self) -> np.ndarray:
@@ -80,7 +80,7 @@ class AllToAllBytes:
 
 
 def all_to_all_bytes(counts_RE: ArrayLike, ep: int, hidden: int, element_size: int) -> AllToAllBytes:
-    """The exact minimum of this routing, row by row; arguments and errors as in `send_matrix`."""
+    """Bytes of this routing, row by row, without extra; arguments and errors as in `send_matrix`."""
     matrix = send_matrix(counts_RE, ep)
     away = matrix - np.diag(np.diag(matrix))
     return AllToAllBytes(away.sum(axis=1) * hidden * element_size, away.sum(axis=0) * hidden * element_size)
@@ -99,14 +99,14 @@ def extra_bytes(
 
 
 def expected_destinations(experts: int, places: int, top_k: int) -> float:
-    """In how many of `places` equal shares of the experts a token's k different ones lie, if drawn uniformly.
+    """Expected number of places that hold an expert of a token, whose k different experts are drawn uniformly.
 
-    A share of E/P experts holds none of them with probability C(E - E/P, k) / C(E, k), hence
+    Each of P places has E/P experts, and none of the token's with probability C(E - E/P, k) / C(E, k). Hence
 
         P (1 - C(E - E/P, k) / C(E, k)).
 
     Raises:
-        ValueError: experts that `places` does not divide, or k not from 1 to E.
+        ValueError: `places` does not divide the experts, or k is not from 1 to E.
     """
     per_place = _per_place(experts, places)
     if not 1 <= top_k <= experts:
@@ -117,6 +117,6 @@ def expected_destinations(experts: int, places: int, top_k: int) -> float:
 def dedup_factor(experts: int, places: int, top_k: int) -> float:
     """Share of the rows that is left if a token travels once to each place: `expected_destinations` / k.
 
-    It holds for the rows that leave a rank as for all rows, since every place is as likely as the own.
+    The share is the same for all rows and for rows that leave a rank, since all places are equally likely.
     """
     return expected_destinations(experts, places, top_k) / top_k
