@@ -3,11 +3,18 @@
     from labkit.launch import run
     run(lambda: torch.distributed.get_rank(), 4)        # [0, 1, 2, 3]
 
-The way of a launch: `forkserver` keeps one process that has imported torch and forks ranks from it in milliseconds;
-`pickling` packs the function; `worker` is a rank's part; `rank_pool` holds the ranks from outside; `launcher` has `run`
-and `Ranks`; `status` is the slot in which a rank writes what it waits for; `watch` finds the ranks that wait too long;
-`failure_report` puts a failure into words.
-Nothing here imports torch in the process that calls `run`.
+| module           | its part of a launch                                                               |
+|------------------|------------------------------------------------------------------------------------|
+| `forkserver`     | keeps one process that has imported torch, and forks ranks from it in milliseconds |
+| `pickling`       | packs the function                                                                 |
+| `worker`         | runs in a rank                                                                     |
+| `rank_pool`      | starts, watches and ends the ranks from outside                                    |
+| `launcher`       | has `run` and `Ranks`                                                              |
+| `status`         | has the slot in which a rank notes its present wait                                |
+| `watch`          | finds ranks that wait too long                                                     |
+| `failure_report` | puts a failure into words                                                          |
+
+No module imports torch in the process that calls `run`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from labkit.launch.worker import Failure
 _OUTSIDE = ("/torch/", "/labkit/launch/", "/multiprocessing/", "<frozen", "<string>", "/contextlib.py", "/threading.py")
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$')
 _ADDRESS = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+")
-"""Differs between ranks that are at the same place."""
+"""Addresses in a stack; they differ between ranks at the same place."""
 
 _STOPPED = ("T", "t")
 _ADVICE = (
@@ -72,8 +72,8 @@ class Outcome:
 def compose(outcomes: list[Outcome], limit: float) -> RankError:
     """The error for a call that not every rank returned from. limit: seconds that a rank might wait for others.
 
-    The cause is, in this order: ranks that died (the others then fail with broken connections), ranks that raised
-    (the earliest first), ranks that gave no answer.
+    Ranks that died are the cause, since the others then fail with broken connections. Otherwise ranks that raised are
+    the cause, the earliest first, else ranks that gave no answer.
     """
     died = [o for o in outcomes if o.phase == "died"]
     failed = sorted((o for o in outcomes if o.phase == "failed"), key=lambda o: o.when)
@@ -137,9 +137,9 @@ def _silent(outcomes: list[Outcome], limit: float) -> RankError:
 
 
 def waits(outcome: Outcome, limit: float) -> bool:
-    """True where a rank that gave no answer waits for others, rather than others for it.
+    """True where a rank that gave no answer waits for others.
 
-    A stopped rank does not, even within a collective; nor does one that has only just come to a collective.
+    Others wait for a stopped rank, even inside a collective, and for a rank that has just entered a collective.
     """
     if outcome.state in _STOPPED:
         return False
@@ -149,7 +149,7 @@ def waits(outcome: Outcome, limit: float) -> bool:
 
 
 def activity(outcome: Outcome) -> str:
-    """One line about what a rank was doing."""
+    """One line about the activity of a rank."""
     if outcome.phase == "returned":
         return "had returned"
     if outcome.phase == "failed" and outcome.failure is not None:
@@ -180,7 +180,7 @@ def _others(outcomes: list[Outcome], named: list[Outcome]) -> list[str]:
 
 
 def _stacks(outcomes: list[Outcome]) -> list[str]:
-    """The stacks of the ranks that gave no answer, whatever ended the call: in a hang the cause is one of them."""
+    """The stacks of the ranks that gave no answer; in a hang one of these ranks is the cause."""
     stacks = {o.rank: _ADDRESS.sub("Thread", o.stack) for o in outcomes if o.stack}
     return _by_text("Stack of {}, innermost call first:", stacks)
 
@@ -221,10 +221,10 @@ def _death(exit_code: int | None) -> str:
 
 
 def mismatched_call(outcome: Outcome) -> str | None:
-    """`ALLREDUCE [3] Float`, what this rank called when torch found that another rank called something else.
+    """The call of this rank, such as `ALLREDUCE [3] Float`, where torch found that ranks called different operations.
 
-    Of torch's text only the part about the raising rank itself is used: it misnames the other's operation where that
-    has no tensor, and counts ranks within the group.
+    torch's text misnames the operation of the other rank if that has no tensor, and counts ranks within the group. So
+    this function uses only the part about the raising rank.
     """
     found = _MISMATCH.search(outcome.failure.summary) if outcome.failure is not None else None
     return " ".join(part for part in found.groups() if part) if found else None
@@ -240,10 +240,10 @@ def innermost(stack: str) -> str:
 
 
 def torch_call(stack: str) -> str:
-    """`torch.distributed.all_reduce` if that is the innermost call of a thread in a faulthandler stack, else empty.
+    """The innermost call of a thread, if it is one of torch, such as `torch.distributed.all_reduce`; else empty.
 
     It names the collective of a rank that calls torch directly, past labkit's status slot. `work.wait()` is no Python
-    function and so has no frame: the line that calls it tells.
+    function and has no frame, so the text of the calling line shows it.
     """
     innermost = True
     for line in stack.splitlines():
@@ -258,7 +258,7 @@ def torch_call(stack: str) -> str:
 
 
 def trim(stack: str) -> str:
-    """A faulthandler dump without the frames by which the launcher called the function."""
+    """A faulthandler dump without the frames of the launcher below the function."""
     lines = stack.strip().splitlines()
     kept: list[str] = []
     skipping = False

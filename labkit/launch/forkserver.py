@@ -1,11 +1,11 @@
-"""One process that has imported torch and waits; every rank is a fork of it, which takes milliseconds, not a second.
+"""One process that has imported torch and waits. Every rank is a fork of it, in milliseconds and not in a second.
 
-It is the standard library's fork server with three differences. It is labkit's own instance, so that no other user of
-`multiprocessing` decides what it has imported. A rank never imports the caller's `__main__`, so a script needs no
-`if __name__ == "__main__":` guard. And it is started with SIGINT blocked, because Jupyter interrupts the whole process
-group and a rank must not die of it before it can say anything.
+It is the standard library's fork server with three differences. First, labkit has its own instance, so no other user of
+`multiprocessing` decides on its imports. Second, a rank never imports the caller's `__main__`, so a script needs no
+`if __name__ == "__main__":` guard. Third, the server starts with SIGINT blocked: Jupyter interrupts the whole process
+group, and a rank must not die of that before it can report.
 
-The server is started by the first launch and ends by itself when the process that started it does.
+The first launch starts the server, which ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ _server.set_forkserver_preload(_modules)
 
 
 def preload(*modules: str) -> None:
-    """Have the fork server import `modules` too, once instead of in every rank; call it before the first launch.
+    """Have the fork server import `modules`, once instead of in every rank. Call it before the first launch.
 
-    They must not start threads or touch a GPU when imported, since neither survives a fork.
+    The modules must not start threads or touch a GPU when imported, since neither survives a fork.
+
+    Raises:
+        RuntimeError: the server runs already.
     """
     if _server._forkserver_pid is not None:  # pyright: ignore[reportAttributeAccessIssue]
         raise RuntimeError("the fork server already runs: call preload() before the first run() or Ranks()")
@@ -41,7 +44,7 @@ def ensure_running() -> None:
         _server.ensure_running()
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    resource_tracker.ensure_running()  # which the server would start first, and which unblocks SIGINT (CPython 3.11)
+    resource_tracker.ensure_running()  # else the server starts it, and it unblocks SIGINT (CPython 3.11)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         _server.ensure_running()
@@ -50,7 +53,7 @@ def ensure_running() -> None:
 
 
 class _Popen(popen_forkserver.Popen):
-    """As in the standard library, through our server and without a word about `__main__`."""
+    """As in the standard library, through labkit's server and without the data about `__main__`."""
 
     def _launch(self, process_obj: Any) -> None:
         preparation = spawn.get_preparation_data(process_obj._name)
@@ -66,14 +69,14 @@ class _Popen(popen_forkserver.Popen):
         ensure_running()
         descriptors: list[int] = self._fds  # pyright: ignore[reportAttributeAccessIssue]
         self.sentinel, writer = _server.connect_to_new_process(descriptors)
-        # Stays open as long as this process lives: its closing is the signal by which a rank dies with us.
+        # It stays open as long as this process lives; its closing ends the rank.
         lifeline = os.dup(writer)
         self.finalizer = Finalize(self, _close, (lifeline, self.sentinel))
         try:
             with open(writer, "wb", closefd=True) as file:
                 file.write(buffer.getbuffer())
             self.pid = read_signed(self.sentinel)
-        except BaseException:  # interrupted: a rank that is forked after all finds its lifeline cut, and ends
+        except BaseException:  # interrupted: a rank that is forked nevertheless finds its lifeline closed, and ends
             self.finalizer()
             raise
 
@@ -86,12 +89,12 @@ def _close(*descriptors: int) -> None:
 class RankProcess(ForkServerProcess):
     """A `multiprocessing.Process` forked from labkit's server.
 
-    It is not entered among multiprocessing's children. Those are polled whenever any thread starts a process, and two
-    launches in two threads would read each other's exit codes; and they are waited for when the interpreter exits.
+    multiprocessing does not list it among its children. It polls these whenever a thread starts a process, so two
+    launches in two threads would read each other's exit codes. It also waits for them when the interpreter exits.
     """
 
     def start(self) -> None:
-        """Fork it."""
+        """Fork the process."""
         self._popen = self._Popen(self)
         self._sentinel = self._popen.sentinel
 

@@ -1,8 +1,8 @@
 """Processes seen from outside. Neither a rank nor the folder of a launch outlives the process that launched it.
 
 A private folder holds a launch's rendezvous, status slots, output, payloads and results, or the sockets of a
-`labkit run`. Its owner removes it. If the owner is killed first, the next process that makes such a folder removes
-it: the owner locks its folder, and the system drops the lock when the owner is gone.
+`labkit run`. Its owner locks it and removes it at the end. If the owner is killed, the system drops the lock, and the
+next process that makes such a folder removes the old one.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 def die_with(descriptor: int) -> None:
     """End this process and its children by SIGKILL as soon as the other end of the pipe `descriptor` closes.
 
-    A rank's parent is the fork server, so the usual PR_SET_PDEATHSIG would watch the wrong process. The pipe's writing
-    end lives in the process that called `run`; when that goes, however it goes, the kernel sends the signal itself, so
-    this works while the rank holds the GIL, sleeps in C, or is stopped. The caller must lead its process group.
+    A rank's parent is the fork server, so the usual PR_SET_PDEATHSIG would watch the wrong process. The process that
+    called `run` holds the writing end of the pipe. At its end, of any kind, the kernel sends the signal. So this works
+    while the rank holds the GIL, sleeps in C, or is stopped. The caller must lead its process group.
     """
     if kill_group_at_close(descriptor, os.getpgid(0)):
         if select.select([descriptor], [], [], 0)[0]:  # it closed before the signal was armed
@@ -64,7 +64,7 @@ def kill_group_at_close(descriptor: int, group: int) -> bool:
 
 @contextlib.contextmanager
 def interrupt_deferred() -> Iterator[None]:
-    """While the block runs a Ctrl-C is only noted; it takes effect at the end. For what must not be left half done."""
+    """Delay a Ctrl-C to the end of the block, for work that must not stop halfway."""
     before = signal.getsignal(signal.SIGINT)
     if before is None or threading.current_thread() is not threading.main_thread():
         yield  # only the main thread is ever interrupted
@@ -97,7 +97,7 @@ class Usage(NamedTuple):
     state: str
     """One-letter state of its main thread."""
     switches: int
-    """Times that its main thread went to wait: while that stands still, so does the main thread."""
+    """Times that its main thread went to wait. While this number stays, the main thread stands still."""
     seconds: float
     """CPU time of all its threads, and of its children that have ended."""
 
@@ -113,7 +113,7 @@ def usage(pid: int) -> Usage | None:
 
 
 def children_seconds() -> dict[int, float]:
-    """CPU time of the living processes of each process group but its leader's, which for a rank are its children."""
+    """Process group -> CPU time of its living processes except the leader; for a rank these are its children."""
     found: dict[int, float] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -125,12 +125,12 @@ def children_seconds() -> dict[int, float]:
 
 
 def _fields(entry: Path) -> list[str]:
-    """State, parent, process group and so on: the fields of /proc/PID/stat behind the name."""
+    """State, parent, process group and so on: the fields of /proc/PID/stat after the name."""
     return entry.joinpath("stat").read_text().rpartition(")")[2].split()
 
 
 def _seconds(fields: list[str]) -> float:
-    return sum(map(int, fields[11:15])) * _TICK  # utime, stime, and both of the children that were waited for
+    return sum(map(int, fields[11:15])) * _TICK  # utime and stime of the process and of its ended children
 
 
 def send_signal(pid: int, number: signal.Signals) -> None:
@@ -140,7 +140,7 @@ def send_signal(pid: int, number: signal.Signals) -> None:
 
 
 def kill_family(pid: int) -> None:
-    """SIGKILL a rank and whatever it started (a rank leads its own process group once it runs)."""
+    """SIGKILL a rank and all that it started (a running rank leads its own process group)."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     send_signal(pid, signal.SIGKILL)
@@ -149,7 +149,7 @@ def kill_family(pid: int) -> None:
 class LaunchFolder:
     """A new folder that only this user can read, locked while it is in use.
 
-    parent: where it is made; the system's temporary folder if not given.
+    parent: the folder that holds it; None is the system's temporary folder.
     """
 
     def __init__(self, prefix: str = PREFIX, parent: Path | None = None) -> None:
@@ -162,7 +162,7 @@ class LaunchFolder:
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
                 if os.path.samestat(os.stat(self.path), os.fstat(self._lock)):
                     break
-        for stale in self.path.iterdir():  # a new folder is empty; the store of another launch would be met for ever
+        for stale in self.path.iterdir():  # a new folder is empty, else ranks would meet in the store of another launch
             stale.unlink()
 
     def remove(self) -> None:

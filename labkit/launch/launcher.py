@@ -16,11 +16,11 @@ from labkit.launch.failure_report import RankError
 from labkit.launch.rank_pool import GRACE, RankPool
 
 MOST_RANKS = 512
-"""More processes than this on one machine is a slip of the keyboard, and would take it down."""
+"""A larger number of processes on one machine is a typing error and would overload the machine."""
 NOTEBOOK_LIMIT, SCRIPT_LIMIT = 60.0, 600.0
-"""Seconds that a rank may wait for others where the caller does not say: somebody sits in front of a notebook."""
+"""Default seconds that a rank may wait for others; a person waits in front of a notebook."""
 _LONGEST = 7 * 24 * 3600.0
-"""Seconds, a week: the longest limit that torch is given, as `parallel.distributed_timeout_minutes` has it."""
+"""Seconds, a week: the longest limit for torch, the same as for `parallel.distributed_timeout_minutes`."""
 _pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
 
 
@@ -56,15 +56,15 @@ def run(
     **Returns** the results by rank; GPU tensors come back on the CPU. Their output is shown afterwards, in
     rank order.
 
-    **Raises** ValueError or TypeError before any process starts, if an argument cannot be; RankError if a rank raises,
-    dies or hangs. No rank is left behind, whatever happens. A function may look at its arguments before any process
+    **Raises** ValueError or TypeError before any process starts, for an impossible argument; RankError if a rank
+    raises, dies or hangs. No rank is left behind in any case. A function may check its arguments before any process
     starts: see `before_launch`.
     """
     with Ranks(
         world_size, backend=backend, timeout=timeout, debug=debug, device=device,
         distributed_timeout_minutes=distributed_timeout_minutes,
     ) as ranks:  # fmt: skip
-        ranks._patience = GRACE  # nobody will use these ranks again: do not wait for stragglers after a failure
+        ranks._patience = GRACE  # these ranks are not used again: do not wait for stragglers after a failure
         return ranks.run(fn, *args, progress=progress)
 
 
@@ -73,9 +73,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def before_launch(look: Look) -> Callable[[_Function], _Function]:
-    """Decorator: have `look(world_size, device, *args)` called in the launching process ahead of every launch of the
-    function, with the arguments of the call. `look` raises ValueError for what the ranks could only fail at.
-    `functools.partial` of the function is looked at too. Under torchrun there is no such moment, and nobody looks."""
+    """Decorator: call `look(world_size, device, *args)` in the launching process ahead of every launch of the function.
+
+    `look` gets the arguments of the call, and raises ValueError for arguments on which the ranks would fail. A
+    `functools.partial` of the function is checked too. Under torchrun there is no launch, so `look` is not called."""
 
     def decorate(fn: _Function) -> _Function:
         fn.before_launch = look  # pyright: ignore[reportFunctionMemberAccess]
@@ -95,17 +96,17 @@ def look_before_launch(fn: Callable[..., Any], world_size: int, device: str, arg
 
 
 class Ranks:
-    """Ranks that stay: what a call leaves in their memory is there in the next one, and starting is paid once.
+    """Ranks that stay: their memory lasts from one call to the next, and they start only once.
 
         with Ranks(4) as ranks:
             ranks.run(build_model)
             ranks.run(train_one_step)
 
-    In a notebook keep the object between cells and call `close()` at the end; it also closes when it is no longer
-    referenced, when the kernel ends, or when it is killed. The ranks start with the first call. After an exception in
-    the function they stay usable, with their state, if every rank came back within two seconds; otherwise (one hangs,
-    waits for the failed one, or died) all are ended and the next call starts fresh ones and says so. Arguments are
-    those of `run`.
+    In a notebook keep the object between cells and call `close()` at the end. It also closes when it is no longer
+    referenced, or when the kernel ends or is killed. The ranks start with the first call. After an exception in the
+    function they stay usable, with their state, if every rank returns within two seconds. Otherwise a rank hangs, has
+    died or waits for the failed one. Then all ranks are ended, and the next call starts new ranks and says so.
+    Arguments are those of `run`.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Ranks:
         timeout: float | None = None,
         progress: Callable[[dict[str, Any]], None] | None = None,
     ) -> list[Any]:
-        """Call `fn(*args)` on every rank; as `labkit.launch.run`. `timeout` replaces that of the constructor."""
+        """Call `fn(*args)` on every rank, like `labkit.launch.run`. `timeout` replaces that of the constructor."""
         limit = self.timeout if timeout is None else _checked_timeout(timeout)
         look_before_launch(fn, self.world_size, self._settings["device"], args)
         if info.under_torchrun():
@@ -150,7 +151,7 @@ class Ranks:
         except RankError as error:
             if not pool.in_step:
                 self._give_up()
-            raise error.with_traceback(None) from error.__cause__  # the message tells more than our own frames
+            raise error.with_traceback(None) from error.__cause__  # the message tells more than labkit's own frames
         except BaseException:
             self._give_up()
             raise
@@ -220,7 +221,7 @@ def _end(pool: RankPool) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """Before multiprocessing's own exit handler, which would wait for a stopped rank for ever."""
+    """End all ranks before multiprocessing's own exit handler, which would wait for a stopped rank for ever."""
     for pool in list(_pools):
         with contextlib.suppress(Exception):
             _end(pool)
@@ -229,7 +230,7 @@ def _end_all() -> None:
 def _check(
     world_size: int, backend: str, device: str, timeout: float | None, distributed_timeout_minutes: float | None
 ) -> None:
-    """Refuse what cannot be, before any process starts; every problem in one error."""
+    """Refuse impossible arguments before any process starts, all problems in one error."""
     problems = []
     if not isinstance(world_size, int) or isinstance(world_size, bool):
         problems.append(f"world_size must be a whole number of ranks, got {world_size!r}")
@@ -285,7 +286,7 @@ def _in_notebook() -> bool:
 
 
 def _group_timeout(limit: float, distributed_timeout_minutes: float | None) -> float:
-    """Seconds after which torch itself gives up a collective; `info.torch_timeout` puts them behind the launcher's."""
+    """Seconds after which torch itself gives up a collective; `info.torch_timeout` has them outlast the launcher's."""
     if distributed_timeout_minutes is not None:
         return 60.0 * distributed_timeout_minutes
     return min(_LONGEST, limit if info.under_torchrun() else max(SCRIPT_LIMIT, limit))

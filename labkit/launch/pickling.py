@@ -1,8 +1,8 @@
-"""The bytes that travel to the ranks: the function, its arguments, and the surroundings in which they mean the same.
+"""The bytes that travel to the ranks: the function, its arguments, and the surroundings that both need.
 
-Two pickles in one file. The first holds the environment, the working directory, `sys.path` and the source lines of
-notebook cells (so that a traceback made in a rank can quote them); a rank applies it before it reads the second, the
-function and its arguments.
+A file holds two pickles. The first holds the environment, the working directory, `sys.path` and the source lines of
+notebook cells, which a traceback of a rank quotes. The second holds the function and its arguments. A rank applies the
+first before it reads the second.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ OWN_VARIABLES = (
 
 
 def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Everything a rank needs to call `fn(*args)`.
+    """Pack all that a rank needs to call `fn(*args)`.
 
-    Raises TypeError if `fn` is no function, or if it or an argument cannot be pickled.
+    Raises:
+        TypeError: `fn` is no function, or the function or an argument cannot be pickled.
     """
     if not callable(fn):
         raise TypeError(f"the first argument must be a function, got {type(fn).__name__}: {fn!r}")
@@ -57,12 +58,12 @@ def unpack(path: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def environment() -> dict[str, str]:
-    """The caller's environment, as it is now; the fork server's is as old as the first launch."""
+    """The present environment of the caller; the fork server's is as old as the first launch."""
     return dict(os.environ)
 
 
 def apply_environment(values: dict[str, str]) -> None:
-    """Make this rank's environment the caller's, except for what belongs to the rank itself."""
+    """Give this rank the caller's environment, except for the rank's own variables."""
     own = {key: os.environ[key] for key in OWN_VARIABLES if key in os.environ}
     for key in set(os.environ) - set(values) - set(own):
         del os.environ[key]
@@ -81,7 +82,7 @@ def _surroundings() -> dict[str, Any]:
 def apply_surroundings(values: dict[str, Any]) -> None:
     """Take over environment, directory, import path and notebook sources."""
     apply_environment(values["environment"])
-    with contextlib.suppress(OSError):  # the directory may have been removed; the function need not care
+    with contextlib.suppress(OSError):  # the directory may be gone; many functions do not need it
         os.chdir(values["directory"])
     sys.path[:] = values["path"]
     linecache.cache.update(values["cells"])
@@ -119,7 +120,7 @@ def _importable(module: ModuleType) -> bool:
 
 
 def _find_spec(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
-    """As `importlib.util.find_spec`, which would only answer from `sys.modules`."""
+    """Like `importlib.util.find_spec`, but without its look into `sys.modules`."""
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         spec = find(name, path, None) if find else None
@@ -130,10 +131,10 @@ def _find_spec(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
 
 @contextlib.contextmanager
 def _by_value(modules: list[ModuleType]) -> Iterator[None]:
-    """While the block runs, cloudpickle copies what these modules define, where a rank could not import them."""
+    """While the block runs, cloudpickle copies the definitions of modules that a rank could not import."""
     registered = []
     for module in {id(module): module for module in modules}.values():
-        # __main__ needs no registration: cloudpickle always copies what is defined there
+        # __main__ needs no registration: cloudpickle always copies its definitions
         if module.__name__ != "__main__" and module.__name__ in sys.modules and not _importable(module):
             cloudpickle.register_pickle_by_value(module)
             registered.append(module)

@@ -23,17 +23,17 @@ from labkit.launch.watch import HangWatch
 from labkit.launch.worker import LaunchSpec, rank_main
 
 GRACE = 0.25
-"""Seconds that the other ranks get to report too, once one has failed."""
+"""Seconds that the other ranks get to report after the first failure."""
 _END = 5.0
 """Seconds that ranks get to leave the group and end."""
 _STACK_WAIT = 0.75
 """Seconds that a hung rank gets to write its stack."""
 _REPLAY_LIMIT = 1 << 20
-"""Bytes of output a rank and call that are replayed."""
+"""Most bytes of output that are replayed for a rank and call."""
 
 
 class RankHandle:
-    """One rank: its process, the connection to it, and what it last said."""
+    """One rank: its process, the connection to it, and its last message."""
 
     def __init__(self, spec: LaunchSpec, rank: int) -> None:
         self.rank = rank
@@ -175,7 +175,7 @@ class RankPool:
             if failed_at is None and any(handle.outcome.phase in ("failed", "died") for handle in self.handles):
                 failed_at = time.monotonic()
                 deadline = failed_at + GRACE
-            # One that has returned may still die, and then the others wait for it in vain.
+            # A rank that has returned may still die, and then the others wait for it in vain.
             alive = [handle for handle in self.handles if handle.outcome.phase != "died"]
             sources: dict[Any, RankHandle] = {handle.process.sentinel: handle for handle in alive}
             sources |= {handle.connection: handle for handle in open_handles if not handle.hung_up}
@@ -197,7 +197,7 @@ class RankPool:
                 deadline += 0.05
 
     def _may_come_back(self, silent: list[RankHandle], failed_at: float) -> bool:
-        """True while waiting on after a failure makes sense: time is left, all live, and some rank waits for nobody."""
+        """True while it makes sense to wait on after a failure: time is left, all live, and some rank does not wait."""
         died = any(handle.outcome.phase == "died" for handle in self.handles)
         if died or time.monotonic() >= failed_at + self.patience:
             return False
@@ -210,7 +210,7 @@ class RankPool:
             handle.died()
 
     def _interrogate(self, silent: list[RankHandle]) -> None:
-        """Ask ranks that gave no answer where they are: process state and Python stacks."""
+        """Get process state and Python stacks of ranks that gave no answer."""
         for handle in silent:
             handle.outcome.state = guard.process_state(handle.pid)
             if handle.outcome.phase != "starting":
@@ -251,12 +251,12 @@ class RankPool:
                     lines = text.removesuffix("\n").split("\n") if text else []
                     if left > 0:
                         lines.append(f"... and {left:,} more bytes")
-                    for line in lines:  # of a progress bar only its last state, as a terminal would show it
+                    for line in lines:  # only the last state of a progress bar, as on a terminal
                         stream.write(f"[rank {handle.rank}] {line.rstrip(chr(13)).rpartition(chr(13))[2]}\n")
             stream.flush()
 
     def stop(self) -> None:
-        """The clean end: the ranks leave the group and exit; those that do not in time are killed."""
+        """End cleanly: the ranks leave the group and exit. Ranks that do not exit in time are killed."""
         for handle in self.handles:
             with contextlib.suppress(OSError):
                 handle.connection.send(("stop",))
@@ -277,7 +277,7 @@ class RankPool:
             for handle in started:
                 wait([handle.process.sentinel], 2.0)
                 handle.process.join(0)
-                with contextlib.suppress(ValueError):  # it does not end even so (it sleeps in a device): leave it
+                with contextlib.suppress(ValueError):  # it sleeps in a device and does not end: leave it
                     handle.process.close()
             for handle in self.handles:
                 handle.connection.close()

@@ -1,13 +1,15 @@
-"""When is a call hung? The launcher decides it from outside, because a hung rank cannot say it.
+"""When is a call hung? The launcher decides it from outside, because a hung rank cannot report it.
 
-A rank that computes has no limit. A call is hung as soon as, for longer than the limit, one of these holds:
+A rank that computes has no limit. A call is hung if one of these conditions holds for longer than the limit:
 
-- a rank waits in one collective, for one message or in the rendezvous: its status slot says so, or, where it calls
-  torch.distributed itself, its stack;
-- a rank is stopped by a signal, or forked and has not begun to run;
-- no rank runs at all: each sleeps, or waits for something that labkit does not know, such as a lock or a loader.
+| condition                                                          | found by                                   |
+|--------------------------------------------------------------------|--------------------------------------------|
+| a rank waits in one collective, for one message or at the start    | its status slot, or its stack if it calls  |
+|                                                                    | torch.distributed itself                   |
+| a rank is stopped by a signal, or was forked and does not run yet  | its process state, and its missing message |
+| no rank runs: each sleeps, or waits for a lock, a loader, ..       | the CPU time of ranks and their children   |
 
-A sleep of some ranks, while the others compute, cannot be told from computing and is left alone.
+If some ranks sleep while others compute, the launcher takes the sleep for computing and does nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from labkit.launch.status import read_slot
 PERIOD = 0.5
 """Seconds between two looks, so that a hang is found within a second after the limit."""
 _FROZEN = 5.0
-"""Seconds without a look after which the launcher, and so probably the ranks too, did not run: waits start anew."""
+"""After so many seconds without a look the launcher, and so probably the ranks, did not run: waits start anew."""
 _SHARE, _SLACK = 0.01, 0.03
-"""A rank whose main thread waits still uses some CPU, because gloo's thread polls: a share, and seconds beside it."""
+"""CPU of a waiting rank, whose gloo thread polls: a share of the time, plus seconds."""
 
 
 class Watched(Protocol):
@@ -49,19 +51,19 @@ class Watched(Protocol):
         """Have the rank write its stacks."""
 
     def stack(self) -> str:
-        """Text of the stack that the rank has written since."""
+        """Text of the stack that the rank has written after the request."""
         ...
 
 
 @dataclass
 class _Quiet:
-    """Since when a rank has not run, and what its processes had used by then."""
+    """Time since which a rank has not run, and the usage of its processes at that time."""
 
     since: float
     usage: guard.Usage
     children: float | None = None
     asked: bool = False
-    """True once the rank was asked for its stack, once while it is quiet."""
+    """True once the rank was asked for its stack; it is asked once while it is quiet."""
 
 
 class HangWatch:
@@ -70,7 +72,7 @@ class HangWatch:
     def __init__(self, limit: float, slots: Path, now: float) -> None:
         """limit: seconds that a rank may wait, inf for any time. slots: the file of the ranks' status slots."""
         self.period = None if math.isinf(limit) else min(PERIOD, limit / 8)
-        """Seconds between two looks; None where nothing is to be found."""
+        """Seconds between two looks; None without a limit."""
         self._limit, self._slots = limit, slots
         self._begin = self._last = now
         self._waits: dict[int, float] = {}
@@ -104,7 +106,7 @@ class HangWatch:
         return before == status.since and now - max(status.since, self._begin) > self._limit
 
     def _quiet_for(self, rank: Watched, now: float) -> float:
-        """Seconds in which neither the rank nor its children did anything; 0 where the system does not tell."""
+        """Seconds in which neither the rank nor its children ran; 0 where the system does not tell."""
         number, usage = rank.outcome.rank, guard.usage(rank.pid)
         if usage is None:
             return 0.0
@@ -123,7 +125,7 @@ class HangWatch:
         return 0.0
 
     def _ask(self, quiet: list[Watched]) -> None:
-        """Ask ranks that have not run for the limit where they are; their stacks are there at the next look."""
+        """Ask ranks that have not run for the limit for their stacks, which the next look reads."""
         for rank in quiet:
             memory = self._quiet[rank.outcome.rank]
             if not memory.asked and memory.usage.state != "T" and rank.outcome.phase != "starting":
@@ -137,11 +139,11 @@ class HangWatch:
         for rank in asked:
             memory, usage = self._quiet.get(rank.outcome.rank), guard.usage(rank.pid)
             if memory is not None and usage is not None:
-                memory.usage = usage  # what the answer cost is no work of its own
+                memory.usage = usage  # the cost of the answer is no work of the rank
         return any(torch_call(rank.stack()) for rank in asked if not rank.finished)
 
 
 def _is_still(before: guard.Usage, after: guard.Usage, seconds: float) -> bool:
-    """True where the process did no more in between than a waiting one does."""
+    """True where the process did no more in between than a waiting process."""
     same = (before.state, before.switches) == (after.state, after.switches)
     return same and after.state not in ("R", "D") and after.seconds - before.seconds < _SHARE * seconds + _SLACK

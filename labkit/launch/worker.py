@@ -1,10 +1,19 @@
 """The life of a rank from its fork to its end: prepare, join the group, answer calls, leave.
 
-It talks with the launcher through one connection. To the launcher: `("here",)` once it runs, `("joined",)` once the
-process group stands, `("progress", values)`, and for each call `("returned", t)` or `("failed", t, Failure)`, where t
-is `time.monotonic()`. From the launcher: `("call", number, failed)`, where `failed` counts earlier calls that failed on
-some rank, and `("stop",)`. Payloads and results are files in the launch's folder, so that a rank stopped in the middle
-of a large result never blocks the launcher.
+A rank talks with the launcher through one connection:
+
+| message                   | from     | sent                                                              |
+|---------------------------|----------|-------------------------------------------------------------------|
+| `("here",)`               | rank     | once it runs                                                      |
+| `("joined",)`             | rank     | once the process group exists                                     |
+| `("progress", values)`    | rank     | by `report_progress`                                              |
+| `("returned", t)`         | rank     | after a call; t is `time.monotonic()`                             |
+| `("failed", t, Failure)`  | rank     | after a call that raised                                          |
+| `("call", n, failed)`     | launcher | for call n; `failed` counts earlier calls that failed on a rank   |
+| `("stop",)`               | launcher | at the end                                                        |
+
+Payloads and results are files in the launch's folder, so a rank that is stopped while it sends a large result does not
+block the launcher.
 """
 
 from __future__ import annotations
@@ -32,10 +41,10 @@ from labkit.launch import guard, info, pickling, status
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """Data that all ranks of one launch have in common."""
+    """Data that all ranks of one launch share."""
 
     folder: Path
-    """Private to the launch: rendezvous, status slots, output, stacks, payloads and results."""
+    """Folder of the launch: rendezvous, status slots, output, stacks, payloads and results."""
     world_size: int
     backend: str
     device: str
@@ -44,7 +53,7 @@ class LaunchSpec:
     group_timeout: float
     """Seconds after which torch.distributed gives up a collective by itself."""
     debug: bool
-    """Check every collective for agreement between ranks."""
+    """Have torch compare each collective between the ranks."""
     environment: dict[str, str]
 
     def file(self, kind: str, rank: int, call: int | None = None) -> Path:
@@ -63,10 +72,10 @@ class LaunchSpec:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception on a rank, in words: exception objects need not survive pickling, their text does."""
+    """An exception on a rank as text; an exception object may not survive pickling."""
 
     summary: str
-    """`ValueError: what it said`."""
+    """Type and message, such as `ValueError: no such layer`."""
     traceback: str
     """The whole traceback, without labkit's own outermost frames."""
 
@@ -99,10 +108,10 @@ def rank_main(spec: LaunchSpec, rank: int, connection: Connection) -> None:
             os._exit(1)  # the launcher has gone
         if message[0] == "stop":
             break
-        slot.clear()  # what an earlier call waited for explains nothing of this one
+        slot.clear()  # a wait of an earlier call explains nothing here
         number, failed_calls = message[1:]
         reply = _answer(spec, rank, number, failed_calls)
-        with contextlib.suppress(Exception):  # in a broken group the next call fails and says why
+        with contextlib.suppress(Exception):  # in a broken group the next call fails and tells the reason
             info.tidy_between_calls(failed_calls)
         send(*reply)
     with contextlib.suppress(Exception):
@@ -113,7 +122,7 @@ def rank_main(spec: LaunchSpec, rank: int, connection: Connection) -> None:
 
 def _prepare(spec: LaunchSpec, rank: int) -> None:
     """Make the forked process a rank: signals, process group, lifeline, output, environment, stacks."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter interrupts the whole group; the launcher answers for all
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter interrupts the whole group; the launcher ends the ranks
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.setpgid(0, 0)  # so that children of a rank end with it
@@ -131,7 +140,7 @@ def _prepare(spec: LaunchSpec, rank: int) -> None:
 
 
 def _capture_output(spec: LaunchSpec, rank: int) -> None:
-    """Send descriptors 1 and 2, hence also what C code writes, into this rank's files; a line is there once written."""
+    """Send descriptors 1 and 2, so also output of C code, to this rank's files, each line at once."""
     for descriptor, kind in ((1, "out"), (2, "err")):
         file = os.open(spec.file(kind, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
@@ -159,7 +168,7 @@ def _join(spec: LaunchSpec, rank: int) -> None:
 
 
 def _answer(spec: LaunchSpec, rank: int, call: int, failed_calls: int) -> tuple[Any, ...]:
-    """Call the function of payload `call`, store its result; the message that reports it."""
+    """Call the function of payload `call` and store its result; return the message for the launcher."""
     try:
         info.tidy_between_calls(failed_calls)
         fn, args = pickling.unpack(spec.payload(call))
@@ -173,7 +182,7 @@ def _answer(spec: LaunchSpec, rank: int, call: int, failed_calls: int) -> tuple[
 
 
 class _ResultPickler(cloudpickle.Pickler):
-    """Brings tensors home to the CPU, so that the caller needs no GPU to look at them."""
+    """Moves tensors to the CPU, so that the caller needs no GPU to read them."""
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
@@ -194,7 +203,7 @@ def _store(path: Path, result: Any) -> None:
 
 
 def describe(error: BaseException) -> Failure:
-    """Put an exception into words, whatever it is: its own methods may fail too."""
+    """Put any exception into words, also an exception whose own methods fail."""
     try:
         notes = sum(len(note.split("\n")) for note in getattr(error, "__notes__", ()))
         summary = traceback.format_exception_only(error)[-1 - notes].strip()
@@ -213,4 +222,4 @@ def _flush() -> None:
         with contextlib.suppress(Exception):
             stream.flush()
     with contextlib.suppress(Exception):
-        ctypes.CDLL(None).fflush(None)  # what C code still holds back
+        ctypes.CDLL(None).fflush(None)  # output that C code still buffers
