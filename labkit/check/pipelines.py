@@ -164,9 +164,10 @@ def schedule(answer: Any) -> Iterator[Outcome]:
     A rank's whole share of the model costs F = I = W = 1 per microbatch (B = 2). Stages of one rank divide the share
     equally, so an answer with several stages a rank meets the same targets. Each target is a closed form:
 
-    - One stage a rank: the last rank starts after p - 1 forwards and has 3m units of work. The least is 3m + p - 1.
-    - Two stages a rank: p ranks share 2p stages, so some rank holds no stage before stage p - 1. This rank starts
-      after p - 1 forwards of half a unit. The least is 3m + (p - 1)/2.
+    One stage a rank: the last rank starts after p - 1 forwards and has 3m units of work. The least is 3m + p - 1.
+
+    Two stages a rank: p ranks share 2p stages, so some rank holds no stage before stage p - 1. This rank starts after
+    p - 1 forwards of half a unit. The least is 3m + (p - 1)/2.
 
     The score gives each reason for failure once: later cases with the same reason get no sentence.
     """

@@ -1,9 +1,9 @@
-"""Texts, tokenizers and token ids: files of the user's own, and by default the Jargon File, in the public domain.
+"""Texts, tokenizers and token ids: files of the user, or by default the Jargon File, which is in the public domain.
 
-`bundled/PROVENANCE.md` says where the text comes from; `scripts/make_bundled_data.py` makes the files, byte for byte.
-The token ids are bundled too, because tokenising 1.4 MB takes half a second, and every rank of every launch would spend
-it. The bundled tokenizer is a byte-level BPE of 1,024 tokens, as a JSON file of the `tokenizers` library. The number is
-a multiple of 128 x 8, so the embedding table needs no padding at tp 1, 2, 4 or 8.
+`bundled/PROVENANCE.md` names the source of the text; `scripts/make_bundled_data.py` makes the files, byte for byte. The
+token ids are bundled too: to tokenise 1.4 MB would cost every rank of every launch half a second. The bundled tokenizer
+is a byte-level BPE of 1,024 tokens, as a JSON file of the `tokenizers` library. This size is a multiple of 128 x 8, so
+the embedding table needs no padding at tp 1, 2, 4 or 8.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
 if TYPE_CHECKING:
     import numpy as np
     from tokenizers import Tokenizer
@@ -30,7 +28,7 @@ BUNDLED_SHA256 = {
     TOKENIZER_NAME: "2aaa4cc46e4b29aa5c5381a42737cc3e2f05e8832865469f6475185c2078ea53",
     TOKENS_NAME: "c7d49c79d21353b49796caac57f5d3f30bb85b2cd41f2e86b39eaf8ee084bfa4",
 }
-"""The files' checksums on every machine; a test holds the files to them."""
+"""SHA-256 of each file, the same on every machine; a test compares them."""
 
 
 def bundled_text() -> str:
@@ -50,7 +48,7 @@ def read_text(path: str | Path) -> str:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not UTF-8; names the first offending byte and its position.
+        ValueError: the file is not UTF-8; the message names the first wrong byte and its position.
     """
     path = Path(path)
     if not path.is_file():
@@ -68,13 +66,13 @@ def read_text(path: str | Path) -> str:
 # ---- tokenizers ----
 
 BUNDLED_SIZE = 1024
-"""Tokens of the bundled tokenizer: training on the bundled token ids needs neither its file nor the library."""
+"""Tokens of the bundled tokenizer; training on the bundled ids then needs neither its file nor the library."""
 END_OF_TEXT = "<|endoftext|>"
-"""Closes a document, as in GPT-2; id 0 of the bundled tokenizer."""
+"""The token that closes a document, as in GPT-2; id 0 of the bundled tokenizer."""
 
 
 def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
-    """The tokenizer of a `tokenizers` JSON file; None is the bundled one.
+    """The tokenizer of a `tokenizers` JSON file; None is the bundled tokenizer.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -85,7 +83,7 @@ def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
         from tokenizers import Tokenizer
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            "a tokenizer needs the package `tokenizers` (pip install tokenizers); the bundled token ids do without",
+            "a tokenizer needs the package `tokenizers` (pip install tokenizers); the bundled token ids do not",
             name="tokenizers",
         ) from None
 
@@ -101,12 +99,12 @@ def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
 
 
 def vocabulary_size(path: str | Path | None = None) -> int:
-    """Tokens of a tokenizer, by default the bundled one; raises as `load_tokenizer` does."""
+    """Number of tokens of a tokenizer, by default the bundled one; raises as `load_tokenizer` does."""
     return BUNDLED_SIZE if path is None else load_tokenizer(path).get_vocab_size()
 
 
 def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Token ids of one document, int64, closed by the end-of-text token where the vocabulary has one."""
+    """Token ids of one document, int64, with the end-of-text token last if the vocabulary has it."""
     import numpy as np
 
     ids = tokenizer.encode(text, add_special_tokens=False).ids

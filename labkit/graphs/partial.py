@@ -300,4 +300,4 @@ _SKIP: dict[MoEStep, Callable[[MoECudaGraphTensorStore], Any]] = {
     "route": _stored_route,
     "preprocess": _stored_preprocess,
 }
-"""Step -> function that reads its result from the store; None where the step must compute it."""
+"""MoEStep -> function that reads its result from the store; None where the step must compute it."""

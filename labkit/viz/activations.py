@@ -33,8 +33,10 @@ class Kept:
 def saved_waterfall(rows: Sequence[Kept], *, unit: float = 1.0, unit_name: str = "bytes", what: str = "") -> Figure:
     """Horizontal bars from the top down, each split into parts; a dashed outline shows the bytes that a step removed.
 
-    rows: in the order in which the ways of saving are added.
-    unit, unit_name: of the axis, such as s b h bytes.
+    rows: one row for each way of saving, in the order in which they are added.
+
+    unit, unit_name: unit of the axis in bytes, and its name, such as s b h bytes.
+
     what: first words of the sentence.
 
     The sentence says whether every measured total is within 1% of the prediction. Raises ValueError without rows.

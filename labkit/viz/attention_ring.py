@@ -39,8 +39,8 @@ def _shade(rank: int) -> str:
 def context_mask(seq_length: int, cp: int) -> Figure:
     """The causal mask, once for each way to cut: rows are queries, columns keys, both in the order of the sequence.
 
-    A cell is one chunk of queries against one of keys. Its colour is the rank that computes it (the holder of the
-    queries), its number the ring step in which that rank holds these keys; half a cell is the diagonal.
+    A cell is one chunk of queries against one of keys. Its colour is the rank that computes it, which holds the
+    queries. Its number is the ring step in which that rank holds these keys. Half a cell is the diagonal.
 
     Raises:
         ValueError: a length that 2 cp does not divide.

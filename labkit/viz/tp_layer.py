@@ -1,7 +1,7 @@
 """A transformer layer over a tensor-parallel group: the places of f and g, their messages, and the dropout masks.
 
-Under sequence parallelism an all-gather takes the place of f, and a reduce-scatter takes the place of g. arXiv
-2205.05198 (section 4.2.2) names the two g and g-bar. Pictures here name them f_s and g_s, so that g keeps its meaning.
+Under sequence parallelism an all-gather takes the place of f, and a reduce-scatter takes the place of g. The paper
+(arXiv 2205.05198, 4.2.2) names the two g and g-bar. Pictures here name them f_s and g_s, so that g keeps its meaning.
 """
 
 from __future__ import annotations

@@ -47,8 +47,10 @@ _HATCHES = ("", "//", "..", "xx", "\\\\", "--", "++", "oo")
 def bucket_map(plan: BucketLayout, dp: int = 1) -> Figure:
     """A row per bucket: above, the parameters in the order of the buffer; below, the rank that owns each element.
 
-    plan: from `plan_buckets`. dp: ranks that share each bucket under the distributed optimizer; 1 draws parameters
-    alone, for the all-reduce, after which every rank has everything.
+    plan: result of `plan_buckets`.
+
+    dp: ranks that share each bucket under the distributed optimizer. 1 draws only parameters, for the all-reduce,
+    after which every rank has all gradients.
 
     Raises ValueError where dp does not divide a bucket, and for a plan without a parameter.
     """
@@ -90,7 +92,7 @@ def _rows(count: int) -> dict[int, float]:
 def _draw_parameters(axes: Any, plan: BucketLayout, bucket: Bucket, row: float, longest: int, *, alone: bool) -> None:
     low, height = row + 0.08, 0.84 if alone else 0.40
     length = bucket.unpadded_end - bucket.start
-    axes.add_patch(Rectangle((0, low), length, height, **_GAPS))  # what no parameter covers stays to be seen
+    axes.add_patch(Rectangle((0, low), length, height, **_GAPS))  # elements without a parameter stay visible
     axes.add_patch(Rectangle((length, low), bucket.end - bucket.unpadded_end, height, **_PADDING))
     for place, name in enumerate(bucket.names):
         start, end = (at - bucket.start for at in plan.ranges[name])

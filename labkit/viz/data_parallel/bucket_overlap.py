@@ -74,10 +74,13 @@ def overlap_gantt(
     All reductions share one link. A reduction is pale until the reduction before it ends.
 
     runs: name -> Events of one rank during one step; collectives are drawn in the order of their start.
+
     numbers: put the exposed milliseconds into the sentence (measured ones change from run to run).
+
     time_limit: seconds at which the axis ends, with a mark where a run goes on; None fits the picture.
-    bucket_rows: how many rows each run has for its reductions, at least 3: the picture has the same height whatever
-    it shows; of more reductions the first and the last are drawn. None: as many as there are reductions.
+
+    bucket_rows: number of rows of each run for its reductions, at least 3. A fixed number gives all pictures one
+    height; of more reductions the first and the last are drawn. None takes a row for each reduction.
 
     The sentence says for each run how many reductions start before the backward ends. Raises ValueError for a run that
     computes nothing, and for fewer than 3 bucket_rows.
@@ -280,8 +283,9 @@ def explore_buckets(
 ) -> Any:
     """A predicted step with these buckets; in a live notebook with a slider for their size and for the link.
 
-    parameters: in the order of registration. backward: its pieces (`overlap_prediction`). time_limit: seconds at
-    which the axis ends and stays, so that pictures can be compared by eye.
+    parameters: parameters in the order of registration. backward: its pieces (`overlap_prediction`).
+
+    time_limit: seconds at which the axis ends and stays, so that pictures can be compared by eye.
 
     Returns a Figure, or in a live notebook an ipywidgets box: sliders above the same figure. The height of the figure
     does not change with the settings; of many buckets the figure shows the first and the last.

@@ -25,11 +25,11 @@ _OVER, _UNDER = (0xD5, 0x5E, 0x00), (0x00, 0x72, 0xB2)
 def compare_policies(replayed: Sequence[Replayed], *, hidden: int, element_size: int = 2) -> Figure:
     """Draw policies as rows, and the balance and the costs of one recording as columns.
 
-    The columns: the fullest expert's choices and the fullest rank's rows, against the mean; choices dropped, and the
-    weight that they had; choices that are the token's own best; bytes sent in a forward, row by row, and if a token
-    travelled once to a rank.
+    The first column shows the fullest expert's choices and the fullest rank's rows, relative to the mean. The second
+    shows dropped choices and their weight. The third shows choices that are the token's own best. The fourth shows
+    bytes sent in a forward: row by row, and once for each token and rank.
 
-    hidden, element_size: of a row. Raises ValueError for no policy.
+    hidden, element_size: values of a row, and bytes of a value. Raises ValueError for no policy.
     """
     if not replayed:
         raise ValueError("compare_policies needs at least one replayed policy")

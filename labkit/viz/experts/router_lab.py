@@ -57,10 +57,10 @@ Policy = Mapping[str, Any]
 def skewed_logits(
     *, microbatches: int = 1, ranks: int = 4, tokens: int = 128, experts: int = 8, skew: float = 1.0, seed: int = 0
 ) -> Tensor:
-    """A recording of nobody: normal logits [N, R, T, E], float64, some experts being liked by every token.
+    """An artificial recording: normal logits [N, R, T, E], float64, in which all tokens prefer some experts.
 
-    Expert i has -skew log(1 + i) more than the others, in a random order: by softmax alone, their popularity would
-    follow Zipf's law with this exponent. The same seed gives the same noise at every skew.
+    The expert at place i of a random order gets -skew log(1 + i) added. Under softmax alone the popularity of experts
+    would follow Zipf's law with this exponent. The same seed gives the same noise at every skew.
     """
     random = torch.Generator().manual_seed(seed)
     noise = torch.randn(microbatches, ranks, tokens, experts, generator=random, dtype=torch.float64)

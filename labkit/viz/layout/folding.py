@@ -120,7 +120,7 @@ def _unfolded(attention: Reading, given: Mapping[str, Any]) -> Reading:
 def fold_grid(sizes: Mapping[str, Any], *, world_size: int, gpus_per_node: int = 8, folded: bool = True) -> Figure:
     """Draw the grid of nodes and GPUs twice: coloured by each rank's job in attention, and by its job for experts.
 
-    One colour is one job. On the left a job is a shard of the weights and a part of the sequence; on the right a job is
+    One colour is one job. On the left a job is a shard of the weights and a part of the sequence. On the right a job is
     a shard of certain experts. A dark line surrounds ranks that do all jobs of one sample, or hold all experts once.
     Arguments and errors are those of `readings`; the function also refuses more than MAX_DRAWN ranks.
     """

@@ -75,8 +75,8 @@ def gantt_overlay(
     """Prediction and measurement on one axis, two bars per row: predicted above, pale; measured below.
 
     The costs of the prediction must be seconds. Their weights of activations hold for the measured timeline, too. The
-    sentence says if every rank ran its row in the predicted order; with `numbers` the sentence also gives the ratio of
-    the two makespans and both bubbles. `row` is the name of a row, as in `gantt`. Raises ValueError where the Events
+    sentence says if every rank ran its row in the predicted order. With `numbers` it also gives the ratio of the two
+    makespans and both bubbles. `row` is the name of a row, as in `gantt`. Raises ValueError where the Events
     are empty or belong to other ranks.
     """
     measured = list(measured)
