@@ -62,7 +62,7 @@ def engine_function() -> Callable[..., Any]:
 
 
 def engine_arguments(function: Callable[..., Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for the installed engine. wanted: arguments by the names of the newest engine; None is left out.
+    """Keyword arguments for the installed engine. wanted: arguments by the newest engine's names; None is left out.
 
     Raises:
         ValueError: the engine does not know an argument that matters.
