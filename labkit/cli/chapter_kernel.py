@@ -1,7 +1,7 @@
-"""The kernel that runs a chapter: its sockets lie in a private folder, and it ends when `labkit run` ends or is killed.
+"""The kernel that runs a chapter. Its sockets lie in a private folder, and it ends when `labkit run` ends.
 
-Jupyter's default is a socket on a port, which any user of the machine may reach, or files in the working directory,
-which two runs share. Here they are files in a folder of the run alone.
+By default Jupyter opens sockets on ports, which any user of the machine may reach. It can also make them files in the
+working directory, which two runs share. Here they are files in a folder of this run alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from traitlets.config import Config
 from labkit.launch.guard import RUN_PREFIX, LaunchFolder, kill_family, kill_group_at_close, sweep
 
 LONGEST_PARENT = 60
-"""Bytes of the temporary folder's path. A socket's path has 104 at most on macOS, 107 on Linux; our names take 30."""
+"""Most bytes of the temporary folder's path. A socket's path has at most 104 on macOS, 107 on Linux; ours adds 30."""
 PATIENCE = 1.5
 """Seconds that an interrupted cell gets to end its ranks and remove their folder."""
 
@@ -31,8 +31,8 @@ PATIENCE = 1.5
 class ChapterKernel:
     """The kernel that papermill starts, and its end by Ctrl-C.
 
-    A KeyboardInterrupt in the middle of asyncio leaves tasks behind, whose tracebacks end up on screen. So Ctrl-C only
-    signals the kernel: the cell that runs fails with KeyboardInterrupt, papermill stores it and stops.
+    A KeyboardInterrupt in the middle of asyncio leaves tasks behind, and their tracebacks reach the screen. So Ctrl-C
+    only signals the kernel. The running cell fails with KeyboardInterrupt; papermill stores this and stops.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,12 +43,12 @@ class ChapterKernel:
             "kernel_manager_class": self._manager_class(),
             "on_notebook_start": self._is_ready,
         }  # fmt: skip
-        """For `papermill.execute_notebook`."""
+        """Arguments of `papermill.execute_notebook`."""
         self._words = folder / "words"
         self._pid: int | None = None
         self._ready = False
         self._alive_end = -1
-        """Writing end of a pipe; the system closes it, and so ends the kernel, when this process goes."""
+        """Writing end of a pipe. When this process ends, the system closes the pipe, and the kernel ends."""
 
     def _manager_class(self) -> type[AsyncKernelManager]:
         kernel = self
@@ -71,9 +71,9 @@ class ChapterKernel:
         self._ready = True
 
     def interrupt(self, _number: int = signal.SIGINT, _frame: FrameType | None = None) -> None:
-        """End the cell that runs. A kernel that is still starting, or does not end soon, is killed; so it is twice."""
+        """End the running cell. Kill a kernel that is still starting or does not end soon, or at the second Ctrl-C."""
         again, self.interrupted = self.interrupted, True
-        logging.disable(logging.CRITICAL)  # what jupyter says of a dead kernel is known
+        logging.disable(logging.CRITICAL)  # Jupyter would report the dead kernel
         if self._pid is None:
             return
         if again or not self._ready:
@@ -90,12 +90,12 @@ class ChapterKernel:
             kill_family(self._pid)
 
     def last_words(self) -> str:
-        """The end of what the kernel itself printed, indented; the cells' output is in the notebook, not here."""
+        """The last lines that the kernel itself printed, indented. The notebook has the cells' output."""
         printed = self._words.read_text(errors="replace") if self._words.exists() else ""
         return "".join(f"\n  {line}" for line in printed.splitlines()[-4:])
 
     def close(self) -> None:
-        """Nothing of it is left."""
+        """Close the pipe, which ends the kernel."""
         if self._alive_end >= 0:
             os.close(self._alive_end)
             self._alive_end = -1
@@ -103,7 +103,7 @@ class ChapterKernel:
 
 @contextlib.contextmanager
 def chapter_kernel() -> Iterator[ChapterKernel]:
-    """A kernel that Ctrl-C ends, in a private folder that goes with it."""
+    """A kernel that Ctrl-C ends, in a private folder that is removed with it."""
     parent = Path(tempfile.gettempdir())
     folder = LaunchFolder(RUN_PREFIX, parent if len(os.fsencode(parent)) <= LONGEST_PARENT else Path("/tmp"))
     kernel = ChapterKernel(folder.path)
@@ -114,6 +114,6 @@ def chapter_kernel() -> Iterator[ChapterKernel]:
         kernel.close()
         folder.remove()
         if kernel.interrupted:
-            sweep(parent)  # the folder of a launch whose kernel had to be killed
+            sweep(parent)  # remove folders of launches if the kernel was killed
         logging.disable(logging.NOTSET)
         signal.signal(signal.SIGINT, before)

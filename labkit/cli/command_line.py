@@ -1,4 +1,4 @@
-"""`labkit SUBCOMMAND ...`: picks the subcommand, imports only that one, and turns errors into messages and exit codes.
+"""`labkit SUBCOMMAND ...`: import the one subcommand, run it, and turn errors into messages and exit codes.
 
 Exit codes: 0 done, 1 failed, 2 the request was wrong, 130 interrupted.
 """
@@ -25,10 +25,10 @@ COMMANDS = {
     "parity": ("parity_command", "hold layouts against one process, tensor by tensor"),
     "run": ("run_command", "run chapters as notebooks, with parameters"),
 }
-"""Subcommand -> (module, what it is for)."""
+"""Subcommand -> (module, its line in the help)."""
 
 SILENCE = 2.0
-"""Seconds in which a rank of torchrun waits for the first one to say the same."""
+"""Seconds that a rank of torchrun waits before it prints an error that rank 0 probably prints too."""
 
 _HELP = """\
 labkit: a workbench for Megatron-style parallel training
@@ -46,7 +46,7 @@ start here
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line (`sys.argv` where none is given); returns the exit code. A user's mistake never raises."""
+    """Run one command line (`sys.argv` by default) and return the exit code. A user's mistake never raises."""
     with readers_may_leave():
         return _run(list(sys.argv[1:] if argv is None else argv))
 
@@ -70,7 +70,7 @@ def _run(words: list[str]) -> int:
 
 
 def _errors_of_users() -> tuple[type[BaseException], ...]:
-    """Errors that a user mends, with a message that says how. A module that was never imported raised none."""
+    """Errors that a user can mend; the message says how. A module that was never imported raised none."""
     return (
         ConfigError,
         *_loaded(("labkit.parallel.vocab.token_ids", "TokenIdError"), ("labkit.schedules.ir", "ScheduleError")),
@@ -78,7 +78,7 @@ def _errors_of_users() -> tuple[type[BaseException], ...]:
 
 
 def _failures() -> tuple[type[BaseException], ...]:
-    """Errors whose message says everything."""
+    """Errors whose message needs no traceback."""
     return (OSError, CommandFailedError, *_loaded(("labkit.launch.failure_report", "RankError")))
 
 
@@ -87,7 +87,7 @@ def _loaded(*names: tuple[str, str]) -> list[type[BaseException]]:
 
 
 class CommandFailedError(RuntimeError):
-    """A command did what was asked and it failed; the message is for the user."""
+    """The request was right, and the command failed; the message is for the user."""
 
 
 def _message(error: BaseException, words: list[str]) -> str:
@@ -98,8 +98,10 @@ def _message(error: BaseException, words: list[str]) -> str:
 
 
 def _say(message: str, code: int, *, may_be_everybodys: bool = False) -> int:
-    """Print to stderr, under torchrun with the rank. Where every rank may have found the same, the first of a machine
-    says it; torchrun then ends the others, and who is still there after a while had an error of its own."""
+    """Print to stderr, under torchrun with the rank.
+
+    If every rank may have the same error, the first rank of a machine prints it, and torchrun ends the others. A rank
+    that still runs after `SILENCE` had an error of its own and prints it."""
     sys.stdout.flush()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if may_be_everybodys and os.environ.get("LOCAL_RANK", "0") != "0":

@@ -1,4 +1,4 @@
-"""`labkit doctor`: what this machine offers to a launch, and what is missing."""
+"""`labkit doctor`: the parts of this machine that a launch can use, and the missing parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MARKS = {"good": "ok", "note": "note", "bad": "BAD"}
 
 
 def execute(arguments: Arguments) -> int:
-    """Print the findings; exit code 1 where one of them will break a launch."""
+    """Print the findings; the exit code is 1 if one of them will break a launch."""
     arguments.refuse()
     from labkit.launch.doctor import examine
 

@@ -1,4 +1,4 @@
-"""`labkit order`: a pipeline schedule as every rank runs it, with its bubble and memory. Needs numpy and no torch.
+"""`labkit order`: print a pipeline schedule, with the order of each rank, its bubble and memory. Needs no torch.
 
 Numbers are those of the simulator at unit costs: F, I and W take 1, B takes 2, messages nothing.
 """
@@ -28,9 +28,9 @@ from labkit.schedules.tables import get_pp_rank_microbatches
 from labkit.schedules.verifier import interleaving_rules, verify
 
 MOST_SHOWN = 8192
-"""Schedules of more actions are told in numbers; --rank and --csv give their rows."""
+"""Most actions of a schedule that is printed. A larger one is only summed up; --rank and --csv give its rows."""
 MOST_BUILT = 2**24
-"""Most actions of a schedule that is built (1.3 GB with its simulation), and most pairs of a rank and a stage."""
+"""Most actions of a schedule (1.3 GB with its simulation), and most pairs of a rank and a stage."""
 SUFFIXES = (".png", ".svg", ".pdf")
 NAMES = SPECS["schedule.name"].choices
 TRANSPORTS = get_args(Transport)
@@ -39,7 +39,7 @@ _TABLES = ("auto", "1f1b", "interleaved")
 
 
 def execute(arguments: Arguments) -> int:
-    """Print the schedule, or one rank's order, and write what was asked for."""
+    """Print the schedule, or one rank's order, and write the requested files."""
     options = arguments.options
     _check(arguments)
     try:
@@ -48,13 +48,13 @@ def execute(arguments: Arguments) -> int:
         lines = _verdicts(schedule, options) if options["verify"] else []
         timeline = simulate(schedule)
     except ConfigError:
-        raise  # every problem is in it
+        raise  # it lists every problem
     except ScheduleError as error:
         raise CommandFailedError(str(error)) from error
-    except ValueError as error:  # sizes that do not go together
+    except ValueError as error:  # sizes that do not fit each other
         arguments.refuse([str(error)])
         raise
-    written = _write(timeline, arguments)  # first: who cannot write has no answer yet
+    written = _write(timeline, arguments)  # before any text, so that a failure to write comes alone
     if options["rank"] is not None:
         print(_list(schedule.order(options["rank"])))
     else:
@@ -63,7 +63,7 @@ def execute(arguments: Arguments) -> int:
 
 
 def _check(arguments: Arguments) -> None:
-    """Problems that show before there is a schedule."""
+    """Refuse options whose problems show without a schedule."""
     options = arguments.options
     problems = [*_missing_or_idle(arguments), *_words(options), *_files(options)]
     given = {name: options[name] for name in ("pp", "vpp", "microbatches", "group_size")}
@@ -79,7 +79,7 @@ def _dashed(name: str) -> str:
 
 
 def _missing_or_idle(arguments: Arguments) -> list[str]:
-    """Options that must be there, and those that would do nothing."""
+    """Problems of missing options, and of options without effect."""
     options, problems = arguments.options, []
     if options["verify"] is not None:
         return [
@@ -109,7 +109,7 @@ def _interleaves(options: dict[str, Any]) -> bool:
 
 
 def _words(options: dict[str, Any]) -> list[str]:
-    """Names that nobody knows."""
+    """Problems of unknown names."""
     problems = []
     if options["name"] is not None and options["name"] not in NAMES:
         hint = nearest(options["name"], NAMES)
@@ -122,7 +122,7 @@ def _words(options: dict[str, Any]) -> list[str]:
 
 
 def _files(options: dict[str, Any]) -> list[str]:
-    """Files that cannot be meant."""
+    """Problems of file names."""
     problems = [f"--{name} '': give the name of a file" for name in _FILES if options[name] == ""]
     if options["plot"] and Path(options["plot"]).suffix.lower() not in SUFFIXES:
         problems.append(f"--plot {shown(options['plot'])}: its name ends with one of {', '.join(SUFFIXES)}")
@@ -136,7 +136,7 @@ def _files(options: dict[str, Any]) -> list[str]:
 
 
 def _too_large(options: dict[str, Any]) -> list[str]:
-    """Sizes that would take more memory or time than anyone has."""
+    """Problems of sizes that would take too much memory or time."""
     name, pp = options["name"] or "auto", options["pp"] or 1
     stages = pp * CHUNKS.get(name, options["vpp"] or 1)
     actions = stages * (options["microbatches"] or 1) * (3 if name in _SPLIT else 2)
@@ -182,9 +182,9 @@ def _read(arguments: Arguments) -> Schedule:
 
 
 def _verdicts(schedule: Schedule, options: dict[str, Any]) -> list[str]:
-    """One line per transport. Raises CommandFailedError with every verdict, refusals first, where one is no."""
+    """One line per transport. If one refuses, raises CommandFailedError with every verdict, refusals first."""
     asked = options["transport"] or ("batched",)
-    verify(schedule, "posted")  # what it refuses runs over none
+    verify(schedule, "posted")  # a schedule that it refuses runs over no transport
     runs, refused = [], []
     for transport in TRANSPORTS if "all" in asked else asked:
         try:
@@ -284,12 +284,12 @@ def _rows(rows: list[list[str]]) -> list[str]:
 
 
 def _list(order: list[int | float]) -> str:
-    """A list that Python and JSON read."""
+    """A list that Python and JSON can read."""
     return f"[{', '.join(f'{number:g}' for number in order)}]"
 
 
 def _write(timeline: Timeline, arguments: Arguments) -> list[str]:
-    """Write the files that were asked for; returns the lines that name them."""
+    """Write the requested files; returns a line for each."""
     written = []
     for name, write in _FILES.items():
         path = arguments.options[name]
@@ -328,9 +328,9 @@ _FILES: dict[str, Callable[[Timeline, Path], None] | None] = {
     "trace": _write_trace,
     "verify": None,
 }
-"""Options that name a file, and what writes it; the last one is read."""
+"""Option that names a file -> function that writes it; None for --verify, which is read."""
 _EXAMPLES = {"pp": 4, "microbatches": 8}
-"""Sizes that a schedule cannot do without."""
+"""Sizes that every schedule needs, with an example."""
 _SPLIT = ("zero_bubble_h1", "zbv", "dualpipe_v")
 """Schedules with three actions for each stage and microbatch."""
 

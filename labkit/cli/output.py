@@ -1,7 +1,7 @@
 """stdout and stderr of a command whose reader may leave, as `head` does in `labkit train ... | head -1`.
 
-The command goes on without printing and ends with the status that it would have had: a run that writes files is not
-lost, and `parity` still answers by its exit code. Any other failure to write, such as a full disk, is raised once.
+The command goes on without printing, and ends with the same exit code as with a reader. So a run that writes files is
+not lost, and `parity` still answers by its exit code. Any other failure to write, such as a full disk, is raised once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Pipe(io.FileIO):
         except BlockingIOError:
             raise
         except OSError as error:
-            # No stream may keep what it could not write: the interpreter would try again at its end, and complain.
+            # A stream must not keep text that it could not write: the interpreter would try again at its end, and fail.
             self._discard()
             if isinstance(error, BrokenPipeError):
                 return memoryview(data).nbytes
@@ -37,8 +37,9 @@ class _Pipe(io.FileIO):
 
 @contextmanager
 def readers_may_leave() -> Iterator[None]:
-    """Inside the block this process's own stdout and stderr outlive their readers, and print nothing where the process
-    was started without them. Streams that somebody put in their place, as tests and notebooks do, stay."""
+    """Inside the block this process's own stdout and stderr outlive their readers.
+
+    A process that was started without them prints nothing. Streams that tests or notebooks put in their place stay."""
     before = sys.stdout, sys.stderr
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -50,7 +51,7 @@ def readers_may_leave() -> Iterator[None]:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # main has flushed; what fails here has been said
+            with suppress(OSError):  # main has flushed, and reported a failure
                 stream.flush()
         sys.stdout, sys.stderr = before
 

@@ -1,9 +1,9 @@
-"""The progress of a training run on standard error, fed by what rank 0 reports.
+"""The progress of a training run on standard error, from the reports of rank 0.
 
-On a terminal of 60 columns or more there is one line, drawn anew: a bar where there is room, then as many values as
-fit. A narrower terminal, one that does not tell its width, and a file get whole lines with all values: the first step,
-the last, and some between, a line a second at first and a line a minute after a hundred minutes. An evaluation has a
-line of its own everywhere.
+On a terminal of 60 columns or more, one line is drawn again and again. It has a bar if there is room, then as many
+values as fit. A narrower terminal, a terminal of unknown width, and a file get whole lines with all values. These show
+the first step, the last, and some between: a line a second at first, and a line a minute after a hundred minutes. An
+evaluation always has its own line.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, TextIO
 from labkit.train.reporting.progress_line import all_lines, one_line
 
 NARROWEST = 60
-"""Columns of a terminal whose line is drawn anew; on fewer a line loses what a reader needs."""
+"""Fewest columns of a terminal for one line that is drawn again and again."""
 WITH_BAR = 150
-"""Columns from which a bar has room beside all values."""
+"""Fewest columns for a bar beside all values."""
 _BAR = "{percentage:3.0f}%|{bar:10}| "
 _BAR_COLUMNS = 17
 
@@ -36,8 +36,8 @@ class ProgressBar:
     """`with ProgressBar(100) as bar: run(..., progress=bar.update)`."""
 
     def __init__(self, steps: int, stream: TextIO | None = None, *, shown: bool = True) -> None:
-        """steps: of the whole run. stream: where to write, standard error if not given. shown: False on ranks of
-        torchrun that nobody reports to."""
+        """steps: steps of the whole run. stream: standard error by default. shown: False on ranks of torchrun that
+        print nothing."""
         self._steps, self._stream, self._shown = steps, stream or sys.stderr, shown
         self._bar: Any = None
         self._unshown: dict[str, Any] | None = None
@@ -54,7 +54,7 @@ class ProgressBar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the last state on the screen, also of a run that failed."""
+        """Leave the last state on the screen, also after a failure."""
         if self._bar is not None:
             self._bar.close()
         self._show_rest()
@@ -87,12 +87,12 @@ class ProgressBar:
         return f"{_BAR if self._has_bar() else ''}{{desc}}"
 
     def _is_due(self) -> bool:
-        """True where a whole line is due: the first, and later ones the rarer the longer the run."""
+        """True if a whole line is due. In a longer run lines are rarer."""
         now = time.monotonic()
         return now - self._shown_at >= min(60.0, max(1.0, (now - self._started) / 100))
 
     def _show_rest(self) -> None:
-        """A whole line for a step that has none yet."""
+        """Print a whole line for the last step, if it has none yet."""
         if self._unshown is not None:
             self._write(self._unshown)
             self._shown_at, self._unshown = time.monotonic(), None

@@ -1,7 +1,4 @@
-"""Linear layers in fp8: a precision strategy that a model is given from outside.
-
-Names are loaded on first use (PEP 562).
-"""
+"""Linear layers in fp8: a precision strategy, given to a model from outside."""
 
 from __future__ import annotations
 

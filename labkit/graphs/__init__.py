@@ -1,6 +1,6 @@
 """CUDA graphs: capture and replay on CUDA, and with the same semantics on a CPU; plans of their buffers as data.
 
-Names are loaded on first use (PEP 562), so that plans can be made without torch.
+Plans need no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models written once for every layout, and what they cost. Names are loaded on first use (PEP 562)."""
+"""Models written once for every layout, and their costs."""
 
 from __future__ import annotations
 

@@ -1,19 +1,22 @@
-"""Full states: whole tensors by `full_name`, cut into the parts that ranks hold, and read from and written for Hugging
-Face checkpoints.
+"""Full states: whole tensors by `full_name`. Ranks load their parts from them, and Hugging Face checkpoints hold them.
 
     read = json.loads(Path("config.json").read_text())
     config, moe = model_config_from_hugging_face(read), moe_config_from_hugging_face(read)
     full = full_state_from_hugging_face(config, safetensors.torch.load_file("model.safetensors"), moe)
     load_full_state(chunks, full, groups)             # each rank keeps its slices
 
-    full = gather_full_state(chunks, groups)          # the stage's tensors, whole, on each of its ranks
+    full = gather_full_state(chunks, groups)          # whole tensors of the stage, on each of its ranks
     theirs = full_state_to_hugging_face(config, full, moe)
 
-What differs: GPT-2 stores linear weights as [input, output] and q, k, v as three blocks; Llama stores q, k, v, gate and
-up apart, and Mixtral each expert by itself: w1 is its gate, w3 its up, w2 its way down. Ours are [output, input], with
-[q .. q k v] per key/value head and [gate; up] as one matrix, and experts stacked. transformers 5 has Mixtral's experts
-stacked in memory, as [gate; up]; both forms are read, and files hold the first. All rotate features i and i + D/2, as
-we do.
+The formats differ:
+
+- labkit stores linear weights as [output, input], with [q .. q k v] for each key/value head, [gate; up] as one matrix,
+  and experts stacked.
+- GPT-2 stores linear weights as [input, output], and q, k, v as three blocks.
+- Llama stores q, k, v, gate and up apart. Mixtral stores each expert by itself: w1 is its gate, w3 its up, w2 its down.
+- transformers 5 stacks Mixtral's experts in memory, as [gate; up]. This module reads both forms; files hold the first.
+
+All rotate features i and i + D/2.
 
 Shapes: H hidden, D head dimension, g key/value heads, r query heads per key/value head, E experts.
 """
@@ -34,8 +37,9 @@ from labkit.parallel.parameters.weights import gather_expert_parameter, gather_p
 
 
 def load_full_state(chunks: Sequence[nn.Module], full: Mapping[str, Tensor], groups: ParallelGroups) -> None:
-    """Copy whole tensors, by `full_name`, into this rank's parameters: its slice by tp, or by ep and etp; rows that pad
-    the vocabulary are zero.
+    """Copy whole tensors, by `full_name`, into this rank's parameters: its slice by tp, or by ep and etp.
+
+    Rows that pad the vocabulary become zero.
 
     Raises:
         ValueError: a tensor that is missing or has another shape than the model's.
@@ -51,7 +55,8 @@ def load_full_state(chunks: Sequence[nn.Module], full: Mapping[str, Tensor], gro
 
 def gather_full_state(chunks: Sequence[nn.Module], groups: ParallelGroups) -> dict[str, Tensor]:
     """The inverse of `load_full_state`: whole tensors of this rank's chunks, by `full_name`, on each rank of the stage.
-    Called by all of its ranks."""
+
+    All ranks of the stage call this."""
     return {
         name_of(parameter): gather_expert_parameter(parameter, parameter, etp=groups.etp, ep=groups.ep)
         if record_of(parameter).expert_parallel
@@ -83,7 +88,7 @@ GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "
 """Hugging Face's `activation_function` -> ours."""
 
 ROPE_THETA = {"llama": 1e4, "mixtral": 1e6}
-"""What a `config.json` without `rope_theta` means."""
+"""`rope_theta` of a `config.json` that does not give it."""
 
 GATE_UP = ("gate_proj", "up_proj")
 """Llama's names of the halves of fc1."""
@@ -105,11 +110,11 @@ LLAMA_PARTS = {
     "mlp.fc2": "mlp.down_proj",
     "mlp.router": "block_sparse_moe.gate",
 }
-"""Our part of a layer -> Llama's or Mixtral's, where one tensor is one of theirs."""
+"""Our part of a layer -> Llama's or Mixtral's, for parts with the same tensor."""
 
 
 def model_config_from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
-    """Our shape of the model that a `config.json` of type gpt2, llama or mixtral describes (without dropout).
+    """Our config of the model that a `config.json` of type gpt2, llama or mixtral describes (without dropout).
 
     Raises:
         ValueError: another type, or an option that our model does not have.
@@ -123,7 +128,7 @@ def model_config_from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def moe_config_from_hugging_face(config: Mapping[str, Any]) -> MoEConfig:
-    """Its experts: none, or those of type mixtral, without what only its training used (losses, jitter)."""
+    """Our config of its experts: none, or those of type mixtral, without options of its training (losses, jitter)."""
     if config.get("model_type") != "mixtral":
         return MoEConfig()
     return MoEConfig(num_experts=config["num_local_experts"], top_k=config["num_experts_per_tok"])
@@ -184,11 +189,12 @@ def _llama_config(config: Mapping[str, Any]) -> ModelConfig:
 def full_state_from_hugging_face(
     config: ModelConfig, state: Mapping[str, Tensor], moe: MoEConfig | None = None
 ) -> State:
-    """The whole model's tensors under our names, from a state dict of `GPT2LMHeadModel`, `LlamaForCausalLM` or, with
-    `moe`, `MixtralForCausalLM`.
+    """The whole model's tensors under our names, from a state dict of `GPT2LMHeadModel` or `LlamaForCausalLM`.
+
+    With `moe` the state dict is that of `MixtralForCausalLM`.
 
     Raises:
-        ValueError: names tensors that are missing or that have no place in our model.
+        ValueError: tensors that are missing, or that have no place in our model, by name.
     """
     source = _Source(state)
     is_gpt2 = "wte.weight" in source.state
@@ -201,7 +207,7 @@ def full_state_from_hugging_face(
 
 
 class _Source:
-    """A state dict without its outer prefix, that knows which tensors were taken."""
+    """A state dict without its outer prefix; it remembers the tensors that were taken."""
 
     IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -225,7 +231,7 @@ class _Source:
 
 
 def interleave_heads(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
-    """[r g D, ..], [g D, ..], [g D, ..] -> [g (r + 2) D, ..]: per key/value head its queries, its key, its value."""
+    """[r g D, ..], [g D, ..], [g D, ..] -> [g (r + 2) D, ..]: queries, key and value of each key/value head."""
     groups = [x.reshape(kv_heads, -1, *x.shape[1:]) for x in (q, k, v)]
     return torch.cat(groups, dim=1).flatten(0, 1)
 
@@ -292,11 +298,12 @@ def _from_mixtral_experts(name: str, source: _Source, experts: int) -> State:
 
 
 def full_state_to_hugging_face(config: ModelConfig, full: Mapping[str, Tensor], moe: MoEConfig | None = None) -> State:
-    """The inverse of `full_state_from_hugging_face`, under the names that a checkpoint's files have. `full` may be a
-    part of the model, as a pipeline stage holds it.
+    """The inverse of `full_state_from_hugging_face`, under the names in a checkpoint's files.
+
+    `full` may be a part of the model, as a pipeline stage holds it.
 
     Raises:
-        ValueError: a model that is none of the families, or a tensor that has no place in them.
+        ValueError: a model of another family, or a tensor that has no place in the family.
     """
     shape = (config.position, config.norm, config.bias)
     is_gpt2 = shape == ("learned", "layernorm", True) and config.activation in GPT2_ACTIVATIONS.values()

@@ -1,9 +1,8 @@
-"""Layers, stages, rings and experts that sleep instead of computing: many cores' timing on few.
+"""Layers, stages, rings and experts that sleep instead of computing: the timing of many cores on few.
 
-A sleeping process needs no core. What such a pipeline takes longer than the simulator says is therefore the machinery:
-messages between processes, waking up, the Python around each action. Everything else is the real thing: autograd, the
-runtime, its transport, and real tensors between real processes, only small ones. In the ring keys travel for real, and
-rows of experts too; only the products are slept.
+A sleeping process needs no core. So the time that such a pipeline takes beyond the simulator's is overhead: messages
+between processes, waking up, the Python around each action. Everything but the products is real: autograd, the runtime,
+its transport, and small tensors between real processes. The keys of the ring and the rows of experts travel too.
 
 Shapes: T tokens, E experts, N rows of this rank, H hidden, L local experts.
 """
@@ -33,11 +32,11 @@ _SHAPE = (1, 1, 4)
 
 
 _SPIN = 60e-6
-"""Seconds before its end in which a sleep stays awake: waking up is late by about this much, and never the same."""
+"""Seconds at the end of a sleep in which the process polls the clock, because it wakes up late by about this much."""
 
 
 def _sleep(seconds: float) -> None:
-    """Sleep, and be awake on time: the last moment is waited for, because a sleeper wakes late."""
+    """Sleep, then poll the clock for the last moment, because a sleeping process wakes up late."""
     end = time.perf_counter() + seconds
     if seconds > _SPIN:
         time.sleep(seconds - _SPIN)
@@ -46,9 +45,11 @@ def _sleep(seconds: float) -> None:
 
 
 class _Sleep(torch.autograd.Function):
-    """forward: sleep, y = x + shift; dx = dy after the input gradient's sleep; dshift = sum of dy after the weight's.
+    """Sleep in each of the three computations; shift (H,) is the weight that the stage trains.
 
-    shift (H,) is what the stage trains: its gradient is what a split backward puts off.
+    forward   y = x + shift         after the forward's sleep
+    backward  dx = dy               after the sleep of the input gradient
+              dshift = sum of dy    after the sleep of the weight gradient, which a split backward postpones
     """
 
     @staticmethod
@@ -75,7 +76,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """One stage; `seconds` of its forward, its input gradient and its weight gradient (a full backward takes both)."""
+    """A sleeping stage; `seconds` of forward, input gradient and weight gradient. A full backward takes both last."""
 
     def __init__(self, seconds: tuple[float, float, float]) -> None:
         super().__init__()
@@ -88,14 +89,14 @@ class SleepingStage(nn.Module):
         self.x = x
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` is read by the first stage alone."""
+        """Sleep and return the output. Only the first stage reads `x`."""
         return _Sleep.apply(x if self.x is None else self.x, self.shift, self.seconds)  # pyright: ignore[reportReturnType]
 
 
 class SleepingLayer(nn.Module):
     """y = x + the mean of a weight; sleeps `forward` and `backward` seconds in the two passes, each an Event.
 
-    The weight has as many elements as one likes, and with its gradient something that data parallelism must reduce.
+    `elements` sets the size of the weight, and so of the gradient that data parallelism must reduce.
     """
 
     def __init__(self, name: str, elements: int, *, forward: float, backward: float) -> None:
@@ -128,10 +129,10 @@ class _SleepingMean(torch.autograd.Function):
 def sleep_through(
     groups: ParallelGroups, schedule: Schedule, costs: Costs, *, transport: Transport = "posted"
 ) -> list[Event]:
-    """Run one step of `schedule` with sleeping stages on this rank and return its Events. Called on every rank.
+    """Run one step of `schedule` with sleeping stages on this rank and return its Events. Every rank calls this.
 
-    costs: seconds of F, I and W, as given to `simulate`; the messages cost what they cost. A step before the recorded
-    one opens the connections. Raises ValueError for a `backward` that is given as a whole.
+    costs: seconds of F, I and W, as for `simulate`; messages are real. A step before the recorded step opens the
+    connections. Raises ValueError if `costs` gives `backward`.
     """
     if costs.backward is not None:
         raise ValueError("a sleeping backward is input_grad and then weight_grad: give these two, not backward")
@@ -163,14 +164,13 @@ def _step(data: Iterator[Tensor], stage: nn.Module) -> Any:
 def sleeping_ring(
     group: Group, seq_length: int, *, layout: Layout = "zigzag", causal: bool = True, seconds_per_pair: float = 1e-5
 ) -> list[Event]:
-    """One forward of ring attention on this rank, a block asleep for its number of (query, key) pairs.
+    """One forward of ring attention on this rank. A block sleeps in proportion to its (query, key) pairs.
 
-    Every rank of `group` calls this; all begin together. Returns this rank's Events: blocks have the kind `forward` and
-    are named after the rank whose keys they read (`kv 2`), messages are `send` and `recv`, and what was waited for is
-    `wait`.
+    Every rank of `group` calls this; all begin together. Returns this rank's Events. Blocks have the kind `forward` and
+    the name of the rank whose keys they read (`kv 2`). Messages are `send` and `recv`, and waits are `wait`.
 
     Raises:
-        ValueError: a length that 2 cp does not divide, or no such layout.
+        ValueError: a length that 2 cp does not divide, or an unknown layout.
     """
     chunk = chunk_length(seq_length, group.size)
     plan = ring_plan(group.size, group.rank, causal=causal, layout=layout)
@@ -188,10 +188,10 @@ def sleeping_ring(
 
 
 class SleepingExperts(nn.Module):
-    """In the place of a layer's experts: sleeps for each of its rows and returns them, weighted.
+    """Takes the place of a layer's experts: sleeps for each row, and returns the rows times their weights.
 
     Args:
-        seconds_per_row: of one row through one expert.
+        seconds_per_row: time of one row through one expert.
 
     Attributes:
         rows: N of the last forward.
@@ -211,10 +211,11 @@ class SleepingExperts(nn.Module):
 
 
 def zipf_logits(tokens: int, num_experts: int, skew: float, *, seed: int = 0) -> Tensor:
-    """Logits [T, E], float64, whose top-k draws experts without replacement with chances that fall as (e + 1)^-skew.
+    """Logits [T, E], float64. Their top-k draws experts without replacement, with chances that fall as (e + 1)^-skew.
 
-    It is Zipf's law: skew 0 is even, at 1 expert 0 is twice as popular as expert 1, at 3 eight times. The Gumbel noise
-    that turns a top-k into such a draw (arXiv 1903.06059) depends on the seed alone: more skew moves few tokens.
+    This is Zipf's law. Skew 0 is even. At skew 1 expert 0 is twice as popular as expert 1, at 3 eight times. Gumbel
+    noise turns a top-k into such a draw (arXiv 1903.06059). It depends on the seed alone, so more skew moves few
+    tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(tokens, num_experts, generator=generator, dtype=torch.float64).clamp_(min=1e-12)

@@ -1,4 +1,4 @@
-"""Mixture of experts: routers, dispatchers, experts, and the layer made of them. Names are loaded on first use."""
+"""Mixture of experts: routers, dispatchers, experts, and the layer that joins them."""
 
 from __future__ import annotations
 

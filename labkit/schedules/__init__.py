@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: built, printed, simulated; only `runtime` touches torch."""
+"""Pipeline schedules as data: build, print, verify, simulate and lower them. Only `runtime` imports torch."""
 
 from __future__ import annotations
 

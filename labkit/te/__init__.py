@@ -1,7 +1,4 @@
-"""Transformer Engine's modules in the place of ours, given to a model from outside.
-
-Names are loaded on first use (PEP 562).
-"""
+"""Transformer Engine's modules in the place of ours, given to a model from outside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures with a sentence: rank grids, traffic between nodes, timelines, curves. Names are loaded on first use."""
+"""Figures with a sentence: rank grids, traffic between nodes, timelines, curves."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Rules of capture and replay: what is set aside, noted and refused."""
+"""Rules of capture and replay, and their refusals."""

@@ -1,1 +1,1 @@
-"""Views of graphs for chapters and benchmarks: operations, launches, calls and refusals."""
+"""Counts of a graph's operations, launches, calls and refusals, for chapters and benchmarks."""

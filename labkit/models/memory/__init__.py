@@ -1,1 +1,1 @@
-"""Bytes that a rank needs, predicted and counted."""
+"""Bytes of memory that a rank needs, predicted and counted."""

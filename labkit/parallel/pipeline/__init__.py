@@ -1,1 +1,1 @@
-"""Beside p2p: the order of transfers, the handshake, activations that are let go, weight gradients that wait."""
+"""Parts of pipelines beside p2p: order of transfers, handshake, freed activations, postponed weight gradients."""

@@ -1,1 +1,1 @@
-"""Everything that is cut along the vocabulary: the embedding, the output layer, the loss, and checks of token ids."""
+"""Layers that are cut along the vocabulary: the embedding, the output layer, the loss. Also checks of token ids."""
