@@ -1,6 +1,6 @@
-"""Writes docs/config.md, the reference of every configuration field, from their table.
+"""Write docs/config.md, the reference of every configuration field, from the table of fields.
 
-python scripts/make_config_reference.py [--check]     --check writes nothing and fails where the page is out of date
+python scripts/make_config_reference.py [--check]     --check writes nothing, and fails if the page is out of date
 """
 
 from __future__ import annotations
@@ -19,20 +19,25 @@ _HEAD = """\
 
 <!-- Written by scripts/make_config_reference.py from the table in labkit/config/sections.py; edit that. -->
 
-A run is one YAML file of these sections, or a preset, or both, with changes on the command line on top:
+A run takes its fields from a YAML file with these sections, or from a preset, or from both. Options on the command line
+change single fields:
 
 ```
 labkit train --preset tiny --print_config > mine.yaml
 labkit train --config mine.yaml --nproc 4 --parallel.tp 2 --lr 5e-4
 ```
 
-A field may be written `section.field`, by its last part alone where only one section has it, or under its name in
-Megatron-LM; `-` and `_` are the same. In YAML a value has the field's own type: `1e-4` is a number, a quoted `"8"` is
-text and refused where a number is due, only `true` and `false` are truth values, and neither tags nor anchors are
-read. On the command line everything is text and is read as the field's type; `null` is none, `a,b` a list. Everything
-that is wrong with a configuration is reported at once, before any process starts.
+Write a field as `section.field`, or by its name in Megatron-LM. The last part alone is enough if only one section has
+it. `-` and `_` are the same.
 
-The number of ranks is that of the launch (`--nproc`, or torchrun's); dp = ranks / (tp cp pp) is what is left.
+- In YAML a value has the field's own type. `1e-4` is a number. A quoted `"8"` is text, and a numeric field refuses it.
+  Only `true` and `false` are truth values. Tags and anchors are refused.
+- On the command line every value is text, and labkit reads it as the field's type. `null` is none; `a,b` is a list.
+
+labkit reports all mistakes of a configuration together, before any process starts.
+
+The launch gives the number of ranks (`--nproc`, or torchrun's). Data parallelism takes the rest:
+dp = ranks / (tp cp pp).
 
 """
 
@@ -53,7 +58,7 @@ def page() -> str:
 
 
 def main() -> int:
-    """Exit code 1 where --check finds another page than it would write."""
+    """Return exit code 1 if --check finds another page than it would write."""
     if "--check" in sys.argv[1:]:
         same = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page()
         print("docs/config.md is up to date" if same else "docs/config.md is out of date: run this script")

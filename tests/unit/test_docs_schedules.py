@@ -1,4 +1,4 @@
-"""docs/schedules.md against the builders and the simulator: every number, formula, program and verdict on the page."""
+"""docs/schedules.md against the builders and the simulator: its numbers, formulas, programs, verdicts and example."""
 
 from __future__ import annotations
 
@@ -137,6 +137,13 @@ OWN = PAGE.partition("```\n0F0")[1][4:] + PAGE.partition("```\n0F0")[2].partitio
 
 def test_the_table_of_one_s_own_runs() -> None:
     assert verify(Schedule.from_csv(OWN), memory_limit=2).makespan == 3 * 2 + 1
+
+
+def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    (tmp_path / "mine.csv").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    exec(PAGE.partition("```python\n")[2].partition("```")[0], {})
+    assert capsys.readouterr().out.startswith("7.0 [2, 2] 0.14")
 
 
 @pytest.mark.parametrize("command", re.findall(r"^labkit (.*?)(?:  #.*)?$", PAGE, re.MULTILINE))
