@@ -1,6 +1,6 @@
 """Training with experts replays graphs and comes to the same bits: losses, metrics of routers, weights.
 
-Every case is a run by graphs, held against the same run without. A run has 20 steps, of which the first three are
+Every case is a run by graphs, held against the same run without. A run has 10 steps, of which the first three are
 eager, or in the matrix of layouts 6 and one.
 """
 
@@ -23,7 +23,7 @@ from labkit.parallel.data_parallel.param_gather import finish_param_sync
 from labkit.train import pretrain
 
 SHAPE = {"layers": 2, "hidden": 16, "heads": 2, "seq_length": 16, "model.ffn_hidden": 16, "moe.ffn_hidden": 16,
-         "global_batch_size": 4, "steps": 20, "record_events": False}  # fmt: skip
+         "global_batch_size": 4, "steps": 10, "record_events": False}  # fmt: skip
 ROUTER, PREPROCESS = ("attn", "moe_router"), ("attn", "moe_router", "moe_preprocess")
 SHARED = {"shared_expert_ffn_hidden": 16, "shared_expert_gate": True}
 OVERLAPPED = {**SHARED, "shared_expert_overlap": True}

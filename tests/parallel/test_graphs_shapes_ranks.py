@@ -62,10 +62,12 @@ CASES = {
     "pp2": (2, {"pp": 2}, STEADY),
     "pp2 vpp2": (2, {"pp": 2, "vpp": 2}, STEADY),
     "pp2, split backwards": (2, {"pp": 2, "schedule.name": "zero_bubble_h1"}, STEADY),
-    "tp2, sequence parallel": (2, {"tp": 2, "sequence_parallel": True, "hidden_dropout": 0.1}, STEADY),
-    "dp2, distributed optimizer": (2, {"global_batch_size": 8, "optim.bucket_size": 4000, **DISTRIBUTED}, STEADY),
+    "tp2, sequence parallel": (2, {"layers": 2, "tp": 2, "sequence_parallel": True, "hidden_dropout": 0.1}, STEADY),
+    "dp2, distributed optimizer": (
+        2, {"layers": 2, "global_batch_size": 8, "optim.bucket_size": 4000, **DISTRIBUTED}, STEADY,
+    ),
     "ep2, router captured": (
-        2, {"global_batch_size": 8, "ep": 2, "moe.num_experts": 4, "moe.top_k": 2, **ROUTER}, STEADY,
+        2, {"layers": 2, "global_batch_size": 8, "ep": 2, "moe.num_experts": 4, "moe.top_k": 2, **ROUTER}, STEADY,
     ),
 }  # fmt: skip
 

@@ -304,5 +304,5 @@ def test_trainings_in_warm_ranks_leave_no_group_behind(ranks: Ranks, empty: tupl
     layout = {"parallel.tp": 2, "parallel.pp": 2, "parallel.sequence_parallel": True, "train.global_batch_size": 4}
     config = presets.tiny().override({**small, **layout})
     for _ in range(2):
-        ranks.run(trained, config, 10)
+        ranks.run(trained, config, 6)
         settles_at(ranks, [empty] * WORLD)

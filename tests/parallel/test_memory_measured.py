@@ -25,7 +25,8 @@ LLAMA = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": 
 MOE = {"num_experts": 8, "moe.ffn_hidden": 512, "micro_batch_size": 4}
 FULL = {"recompute_granularity": "full", "micro_batch_size": 8, "layers": 8}
 ZERO = {"hidden": 1024, "distributed_optimizer": True}
-CASES: dict[str, tuple[int, dict[str, Any]]] = {"dp2 zero": (2, ZERO)}
+QUICK = {"layers": 2, "global_batch_size": 2}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {"dp2 zero": (2, {**ZERO, **QUICK})}
 LONG: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 vocab": (2, {**VOCAB, "layers": 2, "parallel.pp": 2, "micro_batch_size": 4}),
     "unfused": (1, UNFUSED),

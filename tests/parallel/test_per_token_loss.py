@@ -25,7 +25,7 @@ BATCH = 8
 
 
 def small(**changes: Any) -> RunConfig:
-    shape = {"layers": 4, "hidden": 32, "heads": 4, "seq_length": 16, "global_batch_size": BATCH, "steps": 4}
+    shape = {"layers": 4, "hidden": 32, "heads": 4, "seq_length": 16, "global_batch_size": BATCH, "steps": 2}
     return presets.tiny().override(
         shape | {"record_events": False, "precision": "fp64", "eps": 1e-5, "lr": 1e-3} | changes
     )

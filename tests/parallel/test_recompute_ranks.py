@@ -145,7 +145,7 @@ def same_bits(world_size: int, choices: dict[str, dict[str, Any]], layout: dict[
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "sp": (2, {"tp": 2, "sequence_parallel": True}),
+    "sp": (2, {"tp": 2, "sequence_parallel": True, "train.global_batch_size": 4}),
     "1f1b": (2, {"pp": 2}),
     "interleaved": (2, {"pp": 2, "vpp": 2}),
     "zero bubble": (2, {"pp": 2, "schedule.name": "zero_bubble_h1"}),
