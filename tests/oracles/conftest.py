@@ -10,7 +10,8 @@ import pytest
 
 from labkit.launch import preload
 
-preload("torch._dynamo")  # every optimizer of torch imports it: a second in each rank, or once in the fork server
+# Every optimizer of torch imports the one, megatron-core the other: two seconds in each rank, or once in the fork server.
+preload("torch._dynamo", "torch._inductor.compile_fx")
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 if BENCHMARKS not in sys.path:
