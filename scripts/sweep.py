@@ -42,7 +42,7 @@ ENDED = "all passed"
 """Begin of the last line of a part that is through."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Progress:
     """A pytest plugin: leaves out the tests that passed, and writes down those that pass."""
 

@@ -33,7 +33,10 @@ def sweep(load_script, tmp_path, monkeypatch):
         "import pytest\n@pytest.fixture\ndef ran():\n    class Log:\n        def append(self, number):\n"
         f"            open({str(log)!r}, 'a').write(str(number))\n    return Log()\n"
     )
-    monkeypatch.setattr(script, "PARTS", {"three": ["test_three.py", "-p", "no:cacheprovider"]})
+    # A folder with a conftest of its own, as `rest` has several: pytest then looks plugins up in a set.
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "conftest.py").write_text("")
+    monkeypatch.setattr(script, "PARTS", {"three": ["test_three.py", "other", "-p", "no:cacheprovider"]})
     script.log, script.tests = log, tmp_path / "test_three.py"
     return script
 
