@@ -102,7 +102,7 @@ def test_arguments_that_are_no_tensors_are_refused():
     plain = layer.layer(x)
     layer.cuda_graphs = [lambda x: x * 3]
     assert torch.equal(layer.layer(x), x * 3)
-    with pytest.raises(TypeError, match="given a float, and a graph takes tensors alone"):
+    with pytest.raises(TypeError, match="given a float, and a graph takes only tensors"):
         layer.layer(x, 4.0)
     with torch.no_grad():
         assert torch.equal(layer.layer(x), plain)
