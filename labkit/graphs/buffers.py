@@ -105,7 +105,7 @@ def plan_buffers(
         early_release: Give every buffer back this many steps before its backward. This is wrong on purpose, to show
             what such a plan does to a loss; `check_plan` refuses the plan.
         keep_for_weight_gradients: Hold a buffer until the weight gradients (c - 0.5) have run. Transformer Engine
-            does not, since the weight gradients of its layers read no static input.
+            does not; that is right for layers whose weight gradients read no static input.
 
     Raises:
         ValueError: an order that `read_order` refuses, layers that do not fit it, a wrong number of signatures,

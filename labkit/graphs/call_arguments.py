@@ -52,27 +52,10 @@ def places_and_work(
         ValueError: an order that `read_order` refuses, or numbers of callables and sample arguments that do not fit.
     """
     if order is None:
-        if samples != len(callables):
-            raise ValueError(
-                f"{samples} sample_args for {len(callables)} callables: give one tuple of tensors for each"
-            )
-        places = [Place(f, f"callable {i}", 0, i, 0) for i, f in enumerate(callables)]
-        forwards = [Work("F", i, True) for i in range(samples)]
-        return places, forwards + [Work("B", i, True) for i in reversed(range(samples))], (samples,)
+        return _forwards_then_backwards(callables, samples)
     passes = read_order(order)
     chunks, microbatches = order_sizes(passes)
-    if num_layers_per_chunk is None:
-        if len(callables) % chunks:
-            raise ValueError(
-                f"{len(callables)} callables cannot be shared out equally over the {chunks} chunks of the order: "
-                "say how many each has in num_layers_per_chunk"
-            )
-        num_layers_per_chunk = len(callables) // chunks
-    layers = layers_of_chunks(num_layers_per_chunk, chunks)
-    if sum(layers) != len(callables):
-        raise ValueError(
-            f"num_layers_per_chunk {layers} add up to {sum(layers)}, and there are {len(callables)} callables"
-        )
+    layers = _layers_of_callables(callables, chunks, num_layers_per_chunk)
     if samples != len(callables) * microbatches:
         raise ValueError(
             f"{samples} sample_args for {len(callables)} callables and {microbatches} microbatches of the order: "
@@ -90,6 +73,36 @@ def places_and_work(
             ends = layer == (through[-1] if one.kind == "F" else 0)
             work.append(Work(one.kind, sample_index(layers, microbatches, one.chunk, layer, one.microbatch), ends))
     return places, work, layers
+
+
+def _forwards_then_backwards(
+    callables: Sequence[Callable[..., Any]], samples: int
+) -> tuple[list[Place], list[Work], tuple[int, ...]]:
+    """Without an order: each callable once, all forwards and then all backwards in reverse."""
+    if samples != len(callables):
+        raise ValueError(f"{samples} sample_args for {len(callables)} callables: give one tuple of tensors for each")
+    places = [Place(f, f"callable {i}", 0, i, 0) for i, f in enumerate(callables)]
+    forwards = [Work("F", i, True) for i in range(samples)]
+    return places, forwards + [Work("B", i, True) for i in reversed(range(samples))], (samples,)
+
+
+def _layers_of_callables(
+    callables: Sequence[Callable[..., Any]], chunks: int, num_layers_per_chunk: int | Sequence[int] | None
+) -> tuple[int, ...]:
+    """Layers of each chunk, which add up to the callables; None gives each chunk the same number."""
+    if num_layers_per_chunk is None:
+        if len(callables) % chunks:
+            raise ValueError(
+                f"{len(callables)} callables cannot be shared out equally over the {chunks} chunks of the order: "
+                "say how many each has in num_layers_per_chunk"
+            )
+        num_layers_per_chunk = len(callables) // chunks
+    layers = layers_of_chunks(num_layers_per_chunk, chunks)
+    if sum(layers) != len(callables):
+        raise ValueError(
+            f"num_layers_per_chunk {layers} add up to {sum(layers)}, and there are {len(callables)} callables"
+        )
+    return layers
 
 
 def check_callables(callables: Sequence[Callable[..., Any]]) -> None:

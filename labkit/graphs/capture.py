@@ -208,8 +208,9 @@ def _order_for_reuse(functions: Sequence[Callable[..., Any]], order: Sequence[fl
 
 
 def _planned(order: Sequence[float], layers: Sequence[int], arguments: Sequence[Arguments], impl: str) -> BufferPlan:
-    """Weight gradients that run later read the input again, so our graphs keep the input until then; the engine's
-    modules do not read it."""
+    """The plan of one capture. Separate weight gradients read the input again, so the plan keeps it for them.
+
+    Transformer Engine gives the input back at the backward."""
     signatures = [one.signature for one in arguments]
     return plan_buffers(order, layers, signatures, keep_for_weight_gradients=impl != "transformer_engine")
 
