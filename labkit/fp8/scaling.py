@@ -3,7 +3,7 @@
 Two choices differ from Transformer Engine's. First, the history of `delayed` moves on once per optimizer step, not once
 per microbatch. Scales then do not depend on the spread of microbatches over ranks, and backward casts recomputed
 activations as forward did. A step costs one all-reduce. Every layout of tp, cp, dp and pp computes the same fp8 values
-as one process (in float64 to the last bits; `current` agrees over dp and pp only).
+as one process, in float64 to the last bits. With `current` only dp and pp agree with one process.
 
 Second, the first step has no history, so it scales a tensor by its own amax (agreed over tp_cp). A scale of 1 would
 flush the gradients of a mean loss to zero, since e5m2 has nothing between 0 and 2^-16.
@@ -78,6 +78,7 @@ class Float8Scaling(Precision):
         """x in fp8, the reciprocal of its scale (a float32 scalar), and x transposed if asked for and made by kernels.
 
         group: the ranks that agree on the scale of `current`; None for this rank alone.
+
         noted: the amax of x counts for later steps, except in an evaluation.
         """
         column, dtype = KINDS.index(kind), self.recipe.dtype(kind)

@@ -12,7 +12,7 @@ A rank talks with the launcher through one connection:
 | `("call", n, failed)`     | launcher | for call n; `failed` counts earlier calls that failed on a rank   |
 | `("stop",)`               | launcher | at the end                                                        |
 
-Payloads and results are files in the launch's folder, so a rank that is stopped while it sends a large result does not
+Payloads and results are files in the launch's folder. So a rank that is stopped while it sends a large result does not
 block the launcher.
 """
 

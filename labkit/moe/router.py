@@ -47,11 +47,13 @@ ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class _GatingLinear(Function):
-    """A linear layer computed in a wider type than its tensors. Backward keeps only the narrow tensors.
+    """A linear layer computed in a wider type than its tensors.
 
-    forward   y = x W^T              [T, H] x [H, E] -> [T, E], in the wide type
-    dgrad     dx = dy W              [T, E] x [E, H] -> [T, H], rounded to x's type
-    wgrad     dW = dy^T x            [E, T] x [T, H] -> [E, H], rounded to W's type
+        forward   y = x W^T              [T, H] x [H, E] -> [T, E], in the wide type
+        dgrad     dx = dy W              [T, E] x [E, H] -> [T, H], rounded to x's type
+        wgrad     dW = dy^T x            [E, T] x [T, H] -> [E, H], rounded to W's type
+
+    Backward keeps only the narrow tensors.
     """
 
     @staticmethod

@@ -119,10 +119,12 @@ def unpermute(rows_NH: Tensor, index_N: Tensor, num_tokens: int) -> Tensor:
 
 
 class _SortChunks(Function):
-    """Puts chunks of rows into another order; gradients return by the inverse order.
+    """Puts chunks of rows into another order.
 
-    forward   y = chunk order[0] of x, chunk order[1] of x, ...        [N, ..] -> [N, ..]
-    backward  dL/dx = the same with the inverse of order               [N, ..] -> [N, ..]
+        forward   y = chunk order[0] of x, chunk order[1] of x, ...        [N, ..] -> [N, ..]
+        backward  dL/dx = the same with the inverse of order               [N, ..] -> [N, ..]
+
+    Each chunk keeps the order of its rows.
     """
 
     @staticmethod
