@@ -148,6 +148,12 @@ def core_imports() -> dict[str, list[str]]:
     return found
 
 
+def lines_of_config() -> int:
+    """Lines of the configuration without its presets, and of the command line's parser."""
+    config = [path for path in (PACKAGE / "config").glob("*.py") if path.name != "presets.py"]
+    return sum(map(lines_of, [*config, PACKAGE / "cli" / "arguments.py"]))
+
+
 # ---- what a run says ----
 
 
@@ -275,6 +281,7 @@ def measure() -> dict[str, Any]:
         "two steps of pretrain, one process": asdict(dense),
         "two steps of pretrain, TP2 x PP2": asdict(four),
         "calls of a dense layer": calls_of_a_layer(),
+        "lines of config without presets, and of the command line's parser": lines_of_config(),
     }
 
 

@@ -36,7 +36,7 @@ TOPICS: dict[Callable[[Findings], None], tuple[str, ...]] = {
     ),
     data_rules: ("data.split", "train.output_dir"),
 }  # fmt: skip
-"""Rules of a topic -> the fields that use it. Where all of them hold their defaults, none of these rules is broken."""
+"""Rules of a topic -> the fields that use it. A configuration with all of these at their defaults breaks no such rule."""
 
 
 def problems(config: Sections, world_size: int | None = None) -> list[str]:

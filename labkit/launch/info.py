@@ -154,9 +154,9 @@ def set_launcher_limit(seconds: float) -> None:
 def torch_timeout(seconds: float, backend: str) -> timedelta:
     """Limit that torch is to put on a collective of a group, for one of `seconds`.
 
-    The launcher explains a hang better, so torch's limit never falls together with that of the launcher. Where the
-    launcher does not see that a rank waits, torch's follows it: a rank of NCCL waits in its GPU, and without /proc only
-    labkit's own collectives tell.
+    The launcher explains a hang better, so torch's limit never falls together with that of the launcher. The
+    launcher cannot see that a rank of NCCL waits, in its GPU, and without /proc sees only labkit's own collectives:
+    there torch's limit follows that of the launcher.
     """
     if seconds >= _launcher_limit and (
         backend == "nccl" or not guard.SEES_USAGE or seconds < _launcher_limit + _BEHIND

@@ -11,5 +11,8 @@ import torch.distributed
 import labkit.events
 import labkit.launch.worker
 
+if not torch.backends.cuda.is_built():  # untried with drivers of GPUs, which must not be touched before a fork
+    import torch._dynamo  # torch.optim imports it at first use, which took 0.9 s of processor time in every rank
+
 gc.collect()
 gc.freeze()  # a collection in a rank then does not write into the pages that all ranks share

@@ -45,8 +45,8 @@ def join(
         join()
         print(torch.distributed.get_rank())
 
-    At the end of the script the ranks leave together, which gloo needs. Where torch.distributed runs already this only
-    tells the place of this rank; in a process that torchrun did not start, ValueError. Arguments are those of `run`.
+    At the end of the script the ranks leave together, which gloo needs. If torch.distributed runs already, this
+    only tells the place of this rank. Raises ValueError in a process that torchrun did not start. Arguments are those of `run`.
     """
     import torch.distributed as dist
 

@@ -142,7 +142,8 @@ def _checked_schedule(
 
 TORCH_BYTES = 115 << 20
 """Private memory of a rank beyond tensors: modules that AdamW imports (100 MB), gloo and its threads. Measured on Linux
-with torch 2.13: 118 MB after a step of the `tiny` preset on 4 and on 8 ranks, of which 3 MB are tensors."""
+with torch 2.13: 118 MB after a step of the `tiny` preset on 4 and on 8 ranks, of which 3 MB are tensors. Ranks that
+labkit forks on a machine without GPUs share the 100 MB with their fork server, so there the sum is on the safe side."""
 CUDA_BYTES = 500 << 20
 """GPU memory of a process that has made a CUDA context; not measured, 300 to 600 MB by generation and driver."""
 

@@ -36,6 +36,17 @@ def test_a_dense_layer_costs_few_python_calls() -> None:
     assert 20 < shape.calls_of_a_layer() <= 90
 
 
+def test_pretrain_visits_few_files() -> None:
+    alone, four = shape.two_steps({}), shape.two_steps_on_four_ranks()
+    assert {"train/pretraining.py", "config/rules.py"} <= set(alone.files) & set(four.files)
+    assert len(alone.files) <= 67  # aim: 55
+    assert len(four.files) <= 80  # aim: 65
+
+
+def test_the_configuration_is_short() -> None:
+    assert 1000 < shape.lines_of_config() <= 2216  # aim: 2,000
+
+
 def test_the_core_is_short_and_stands_alone() -> None:
     listed = re.findall(r"^\d+\. `([\w/]+\.py)`", PAGE, re.M)
     assert listed == list(shape.CORE) and len(listed) <= 12
