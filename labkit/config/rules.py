@@ -36,7 +36,7 @@ TOPICS: dict[Callable[[Findings], None], tuple[str, ...]] = {
     ),
     data_rules: ("data.split", "train.output_dir"),
 }  # fmt: skip
-"""Rules of a topic -> the fields that use it. A configuration with all of these at their defaults breaks no such rule."""
+"""Rules of a topic -> the fields that use it. With all of these at their defaults no such rule is broken."""
 
 
 def problems(config: Sections, world_size: int | None = None) -> list[str]:

@@ -46,7 +46,8 @@ def join(
         print(torch.distributed.get_rank())
 
     At the end of the script the ranks leave together, which gloo needs. If torch.distributed runs already, this
-    only tells the place of this rank. Raises ValueError in a process that torchrun did not start. Arguments are those of `run`.
+    only tells the place of this rank. Arguments are those of `run`. Raises ValueError in a process that torchrun did
+    not start.
     """
     import torch.distributed as dist
 
