@@ -18,11 +18,11 @@ from labkit.config import ConfigError
 from labkit.config.errors import nearest, shown
 
 COMMANDS = {
-    "doctor": ("doctor_command", "what this machine offers, and what is missing"),
-    "groups": ("groups_command", "rank groups of a layout, of any size"),
-    "order": ("order_command", "pipeline schedules: orders, bubble, memory; checks one of your own"),
+    "doctor": ("doctor_command", "check that this machine can launch ranks"),
+    "groups": ("groups_command", "print the rank groups of a layout of any size"),
+    "order": ("order_command", "print a pipeline schedule, or check your own"),
     "train": ("train_command", "train a model under a layout"),
-    "parity": ("parity_command", "hold layouts against one process, tensor by tensor"),
+    "parity": ("parity_command", "compare layouts with one process, tensor by tensor"),
     "run": ("run_command", "run chapters as notebooks, with parameters"),
 }
 """Subcommand -> (module, its line in the help)."""
@@ -66,7 +66,7 @@ def _run(words: list[str]) -> int:
         rule = "there is not enough memory for this; take smaller sizes"
         return _say(f"labkit {words[0]}: {rule}{f' ({error})' if str(error) else ''}", 1)
     except ValueError:
-        return _say(f"labkit {words[0]}: an error inside the code\n{traceback.format_exc().rstrip()}", 1)
+        return _say(f"labkit {words[0]}: an error inside labkit's code\n{traceback.format_exc().rstrip()}", 1)
 
 
 def _errors_of_users() -> tuple[type[BaseException], ...]:

@@ -1,4 +1,4 @@
-"""`labkit doctor`: the parts of this machine that a launch can use, and the missing parts."""
+"""`labkit doctor`: check that this machine can launch ranks, and name missing parts."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def execute(arguments: Arguments) -> int:
 
 COMMAND = Command(
     name="doctor",
-    summary="What this machine offers to a launch, and what is missing.",
+    summary="Check that this machine can launch ranks, and name missing parts.",
     options=(
-        Option("launch", "bool", "also start two ranks and let them talk", False),
+        Option("launch", "bool", "also start two ranks that send each other messages", False),
         Option("json", "bool", "print JSON", False),
     ),
     execute=execute,

@@ -93,7 +93,7 @@ def _missing_or_idle(arguments: Arguments) -> list[str]:
             example = f"--{option.name} {_EXAMPLES[option.name]}"
             problems.append(f"--{option.name}: is missing; give it ({example}), or a file (--verify FILE.csv)")
     if options["transport"]:
-        problems.append("--transport: says over which transport --verify FILE checks; there is no file")
+        problems.append("--transport: names the transports of --verify FILE, which is missing")
     if not _interleaves(options) and "vpp" not in written:
         rule = "has no effect: only the interleaved schedule, with --vpp above 1,"
         if options["group_size"] is not None:
@@ -142,7 +142,7 @@ def _too_large(options: dict[str, Any]) -> list[str]:
     actions = stages * (options["microbatches"] or 1) * (3 if name in _SPLIT else 2)
     counts = ((actions, "actions"), (pp * stages, "pairs of a rank and a stage"))
     return [
-        f"{count:,} {what}: more than the {MOST_BUILT:,} that are built; take fewer"
+        f"{count:,} {what}: more than labkit's limit of {MOST_BUILT:,}; take fewer"
         for count, what in counts
         if count > MOST_BUILT
     ]
@@ -171,7 +171,7 @@ def _read(arguments: Arguments) -> Schedule:
         raise ValueError(f"--verify {shown(str(path))}: {rule}") from None
     pairs = schedule.pp * schedule.num_stages
     if pairs > MOST_BUILT:
-        raise ValueError(f"{path}: {pairs:,} pairs of a rank and a stage: more than the {MOST_BUILT:,} that are built")
+        raise ValueError(f"{path}: {pairs:,} pairs of a rank and a stage: more than labkit's limit of {MOST_BUILT:,}")
     sizes = (("pp", schedule.pp, "rank", "s"), ("microbatches", schedule.num_microbatches, "microbatch", "es"))
     arguments.refuse([
         f"--{name} {options[name]}: {path} is a schedule of {_count(found, *what)}"
@@ -336,16 +336,16 @@ _SPLIT = ("zero_bubble_h1", "zbv", "dualpipe_v")
 
 COMMAND = Command(
     name="order",
-    summary="A pipeline schedule: each rank's order and actions, bubble and memory; or whether a file can run.",
+    summary="Print a pipeline schedule, with each rank's order, bubble and memory; or check a schedule in a file.",
     options=(
         Option("pp", "int", "number of pipeline ranks", aliases=("pipeline_model_parallel_size", "parallel.pp")),
-        Option("vpp", "int", "model chunks a rank; 1 where not given", aliases=("num_model_chunks", "parallel.vpp")),
+        Option("vpp", "int", "model chunks a rank; 1 by default", aliases=("num_model_chunks", "parallel.vpp")),
         Option("microbatches", "int", "microbatches of a step", aliases=("num_microbatches",)),
         Option("name", "str", f"one of {', '.join(NAMES)}", aliases=("schedule.name",)),
         Option(
             "group-size",
             "int",
-            "microbatches on one chunk before the next (interleaved); pp where not given",
+            "microbatches on one chunk before the next (interleaved); pp by default",
             aliases=("microbatch_group_size_per_vp_stage", "schedule.microbatch_group_size"),
         ),
         Option(

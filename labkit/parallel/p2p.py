@@ -403,7 +403,7 @@ def send_forward_backward_recv_forward_backward(
 def _start(p2p: P2PCommunicator, overlap: bool, **messages: Any) -> Exchange:
     if overlap and p2p.batch_p2p_comm:
         raise ValueError(
-            "overlap_p2p_comm needs transfers that can be waited for one by one: set batch_p2p_comm to False, or leave "
+            "overlap_p2p_comm needs transfers that complete one by one: set batch_p2p_comm to False, or leave "
             "overlap_p2p_comm off"
         )
     return exchange(p2p, **messages)

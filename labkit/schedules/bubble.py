@@ -97,7 +97,7 @@ def measured_columns(events: Iterable[Event], schedule: Schedule) -> tuple[np.nd
         inside = stage < schedule.num_stages and microbatch < schedule.num_microbatches
         index = at[KINDS.index(found[2]), stage, microbatch] if inside else -1
         if index < 0:
-            raise ValueError(f"{event.name} was measured and is no action of {schedule.name}: give its own schedule")
+            raise ValueError(f"{event.name} was measured but is not in {schedule.name}: give the schedule that ran")
         if not np.isnan(start[index]):
             raise ValueError(f"{event.name} was measured twice: give one step of one rank for each pipeline rank")
         start[index], end[index] = event.start, event.end

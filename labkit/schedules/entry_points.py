@@ -156,7 +156,7 @@ def forward_backward_pipelining_without_interleaving(
     if arguments.get("overlap_p2p_comm"):
         raise ValueError("overlap_p2p_comm: it needs interleaving (though batch_p2p_comm=None overlaps)")
     if arguments.get("param_sync_func") is not None:
-        raise ValueError("param_sync_func: parameters are gathered ahead only by the interleaved schedule")
+        raise ValueError("param_sync_func: only the interleaved schedule gathers parameters ahead")
     if arguments.pop("microbatch_group_size_per_vp_stage", None) is not None:
         raise ValueError("microbatch_group_size_per_vp_stage: there are no virtual stages without interleaving")
     return _run(_plain(groups.pp.size, num_microbatches), chunks, groups, forward_step_func, data_iterator, **arguments)
@@ -236,7 +236,7 @@ def _run(
     if enable_autocast and dtype is None:
         raise ValueError("enable_autocast=True needs the type to compute in: give dtype=torch.bfloat16 as well")
     if decoder_seq_length is not None and groups.config.split_rank is None and groups.pp.size > 1:
-        raise ValueError("decoder_seq_length is that of an encoder-decoder: set split_rank in the parallel config")
+        raise ValueError("decoder_seq_length belongs to an encoder-decoder: set split_rank in the parallel config")
     lengths = (seq_length, micro_batch_size, hidden_size)
     runtime = PipelineRuntime(
         schedule,
@@ -344,7 +344,7 @@ def _sequence_shapes(
 def _split_over_tensor_parallel(groups: ParallelGroups, shape: TensorShape) -> Shape:
     """One shape with its S divided by the tensor-parallel size. Raises ValueError if that is impossible."""
     if callable(shape) or not shape or not all(isinstance(size, int) for size in shape):
-        raise ValueError("sequence_parallel divides one tensor_shape: give several shapes as they are when divided")
+        raise ValueError("sequence_parallel divides one tensor_shape: divide several shapes yourself")
     length, *rest = (int(size) for size in shape)  # pyright: ignore[reportArgumentType]
     return (_part(length, groups.tp.size, "tp, sequence_parallel"), *rest)
 

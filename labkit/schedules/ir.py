@@ -267,7 +267,7 @@ class Schedule:
             match = RANK_LINE.match(line)
             if match is None or int(match[1]) != rank:
                 raise ScheduleError(
-                    f"{line[:40]!r} stands where the line of rank {rank} should: rank {rank}: 0F0 0F1 ..."
+                    f"{line[:40]!r} stands in the place of the line of rank {rank}: write rank {rank}: 0F0 0F1 ..."
                 )
             cells = enumerate(line[match.end() :].split())
             rows.append([_parse_cell(cell, f"rank {rank}, position {position}") for position, cell in cells])

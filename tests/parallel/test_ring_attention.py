@@ -301,7 +301,7 @@ def refused(heads: tuple[int, int], lengths: tuple[int, int]) -> str:
 def test_what_does_not_fit_is_refused():
     assert "n a multiple of m are needed; got (1, 3, 4, 4), (1, 2, 4, 4)" in refused((3, 2), (4, 4))
     assert "got (1, 2, 4, 4), (1, 2, 6, 4)" in refused((2, 2), (4, 6))
-    assert "3 rows cannot be two equal ones" in refused((2, 2), (3, 3))
+    assert "3 rows cannot be two equal chunks" in refused((2, 2), (3, 3))
 
 
 def test_one_rank_is_plain_attention():

@@ -197,7 +197,7 @@ def test_refusals_name_the_action():
         bubble_split([e for e in events if e.name != "1B1"], schedule)
     with pytest.raises(ValueError, match="0F0 was measured twice"):
         bubble_split([*events, events[0]], schedule)
-    with pytest.raises(ValueError, match="2F0 was measured and is no action of 1F1B"):
+    with pytest.raises(ValueError, match="2F0 was measured but is not in 1F1B"):
         bubble_split([*events, replace(events[0], name="2F0")], schedule)
     other = simulate(gpipe(2, 2)).events
     with pytest.raises(ValueError, match="rank 1 ran 1F1 before 1B0, which is not the order of 1F1B"):

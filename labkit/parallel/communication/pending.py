@@ -96,7 +96,7 @@ class Pending:
         if active_capture() is not None:
             raise GraphCaptureError(
                 f"{call_site(__file__)}: {self._name} was started before the capture of this graph; a CUDA graph holds "
-                "only what begins and ends in it. Wait for it before the captured part"
+                "only transfers that begin and end inside it. Wait for this one before the captured part"
             )
         blocked = time.perf_counter()
         with waiting(self._label):

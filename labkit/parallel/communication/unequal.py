@@ -42,7 +42,7 @@ def all_gather_unequal(x: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
     if sizes[group.rank] != len(x):
         raise ValueError(f"sizes gives this rank {sizes[group.rank]} rows; x has {len(x)}")
     if is_dropped("all_gather", group.name):
-        raise ValueError("an all_gather of unequal parts cannot be dropped: there is nothing of that shape here")
+        raise ValueError("an all_gather of unequal parts cannot be dropped: this rank has no tensor of that shape")
     return _gathering(x, group, list(sizes))._complete(wait_event=False)
 
 

@@ -91,7 +91,7 @@ def _attention(form: Any, q: Tensor, k: Tensor, v: Tensor, group: Group, *how: A
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise ValueError(f"q [1, n, L, D], k and v [1, m, L, D] with n a multiple of m are needed; got {shapes}")
     if q.shape[2] % 2:
-        raise ValueError(f"a rank holds two chunks of the sequence, and {q.shape[2]} rows cannot be two equal ones")
+        raise ValueError(f"a rank holds two chunks of the sequence, but {q.shape[2]} rows cannot be two equal chunks")
     return form.apply(q, k, v, group, *how)
 
 

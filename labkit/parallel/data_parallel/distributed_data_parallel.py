@@ -79,7 +79,7 @@ class DistributedDataParallel(ChunkWrapper):
         if average_in_collective and calculate_per_token_loss:
             raise ValueError("average_in_collective excludes calculate_per_token_loss, which divides once by tokens")
         if overlap_param_gather and not distributed_optimizer:
-            raise ValueError("overlap_param_gather needs distributed_optimizer; without it every rank has them all")
+            raise ValueError("overlap_param_gather needs distributed_optimizer, which updates parameters in parts")
         self.groups = groups
         self.distributed_optimizer = distributed_optimizer
         one_bucket = not overlap_grad_reduce or groups.pp.rank > 0 or bool(earlier_chunks)
@@ -156,7 +156,7 @@ class DistributedDataParallel(ChunkWrapper):
         if bucket.started:
             raise RuntimeError(
                 f"a gradient of {name_of(parameter)} arrived after bucket {bucket.index} "
-                "was sent: this backward took another path than that of the first step, or follows it without "
+                "was sent: this backward took another path than the first step's, or ran after it without "
                 "zero_grad_buffer. Run backwards that only accumulate inside no_sync(), or without overlap_grad_reduce"
             )
         if parameter.grad is not None:
