@@ -10,7 +10,7 @@ import pytest
 
 from labkit.launch import preload
 
-# torch's optimizers import the one, megatron-core the other: two seconds in each rank, or once in the fork server.
+# Every optimizer of torch imports the one, megatron-core the other: two seconds in each rank, or once in the server.
 preload("torch._dynamo", "torch._inductor.compile_fx")
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")

@@ -9,6 +9,14 @@ import pytest
 from labkit.launch import guard
 
 
+@pytest.fixture(autouse=True)
+def pythons_own_handler():
+    """A shell that starts a job in the background has it ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt():
     signal.raise_signal(signal.SIGINT)
 

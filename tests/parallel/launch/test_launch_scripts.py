@@ -13,17 +13,22 @@ import pytest
 @pytest.fixture
 def script(tmp_path, family):
     """Start `body` as a script of its own; everything it starts carries the family's token."""
-    path = tmp_path / "script.py"
+    path, started = tmp_path / "script.py", []
 
     def start(body, *launcher, environment=None):
         path.write_text(body)
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, *launcher, str(path)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
             env={**family.environment, **(environment or {})}, start_new_session=True,
         )  # fmt: skip
+        started.append(process)
+        return process
 
-    return start
+    yield start
+    for process in started:  # one that a failed test left would fail the next test too, as a warning
+        process.kill()
+        process.communicate()
 
 
 def finish(process, seconds=90):
@@ -240,6 +245,7 @@ run(half, 2)
 
 
 @pytest.mark.sweep
+@pytest.mark.timeout(1200)
 def test_torchrun_ends_cleanly_many_times(script):
     """gloo aborts at random if a rank closes its sockets while another still talks."""
     for _ in range(20):
