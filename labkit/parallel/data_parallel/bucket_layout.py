@@ -52,7 +52,7 @@ PARAMETER_ALIGNMENT = 64
 """Elements: 128 bytes, where a parameter has two bytes an element."""
 BUCKET_ALIGNMENT = 128
 """Elements: 256 bytes, with which cuBLAS and NCCL are at ease."""
-BANDELEMENT_BYTES_ALIGNMENT = 1 << 16
+BANDWIDTH_ALIGNMENT = 1 << 16
 """`pad` of large data-parallel groups: NCCL's rings reach full bandwidth where messages are divided by a high power of
 two (Megatron's `pad_buckets_for_high_nccl_busbw`)."""
 
@@ -128,7 +128,7 @@ def plan_buckets(
         dp: ranks over which each bucket is reduced, and cut by the distributed optimizer.
         bucket_size: elements from which on a bucket is closed; None makes one bucket of all.
         distributed_optimizer: align parameters, pad buckets, give shared embeddings a bucket of their own.
-        pad: with the distributed optimizer, bucket lengths are multiples of this too (`BANDELEMENT_BYTES_ALIGNMENT`).
+        pad: with the distributed optimizer, bucket lengths are multiples of this too (`BANDWIDTH_ALIGNMENT`).
 
     Raises:
         ValueError: sizes that are not positive, or two parameters of one name.
