@@ -106,7 +106,7 @@ SEQUENCE_PARALLEL = [
     Fault(
         "every rank adds the vectors of the first positions",
         "PositionEmbedding.own_positions",
-        "slice(self.part * each, (self.part + 1) * each)",
+        "slice(self.sequence_part * each, (self.sequence_part + 1) * each)",
         "slice(0, each)",
         Comparison(SP, "embedding output"),
     ),

@@ -25,7 +25,7 @@ from labkit.fp8 import operands
 from labkit.fp8.casting import scale_of
 from labkit.fp8.gemms import BlockwiseGemms, Float8Gemms
 from labkit.fp8.recipe import KINDS, Float8Recipe
-from labkit.models.layer_spec import LayerSpec
+from labkit.models.build import LayerSpec
 from labkit.parallel import collectives
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.layers import Precision

@@ -229,7 +229,7 @@ def wrap_layers(chunk: nn.Module, graph: GraphConfig) -> list[GraphableMegatronM
     Raises:
         ValueError: a layer has graphs of another configuration.
     """
-    return [_wrapped(module, graph) for module in chunk.modules() if hasattr(module, "parts")]
+    return [_wrapped(module, graph) for module in chunk.modules() if hasattr(type(module), "parts")]
 
 
 def _wrapped(layer: nn.Module, graph: GraphConfig) -> GraphableMegatronModule:

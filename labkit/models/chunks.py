@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from labkit.config import RunConfig
+from labkit.models.build import LOCAL, LayerSpec
 from labkit.models.counts import stage_contents
 from labkit.models.gpt import GPTModel, draws
-from labkit.models.layer_spec import LOCAL, LayerSpec
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.random import model_parallel_seed
 from labkit.schedules import Schedule, build_schedule

@@ -32,7 +32,8 @@ class PositionEmbedding(nn.Module):
             f"{name}.weight", shape, seed=build.weight_seed, std=config.init_std, **build.factory_kwargs
         )
         self.weight = build.whole_here(weight)
-        self.parts, self.part = (build.group.size, build.group.rank) if build.sequence_parallel else (1, 0)
+        self.sequence_parts = build.sequence_parts
+        self.sequence_part = build.group.rank if build.sequence_parallel else 0
 
     def forward(self, length: int, position_ids_BS: Tensor | None) -> Tensor:
         """This rank's part of the vectors of positions 0, 1, .. as [S, 1, H], or of the given ones as [S, B, H]."""
@@ -43,8 +44,8 @@ class PositionEmbedding(nn.Module):
 
     def own_positions(self, length: int) -> slice:
         """Those of `length` positions that lie on this rank between tensor-parallel regions."""
-        each = length // self.parts
-        return slice(self.part * each, (self.part + 1) * each)
+        each = length // self.sequence_parts
+        return slice(self.sequence_part * each, (self.sequence_part + 1) * each)
 
 
 class Embedding(nn.Module):

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from labkit.config import ModelConfig, MoEConfig
 from labkit.models.attention import kv_copies
 from labkit.models.blocks import TransformerLayer
-from labkit.models.build import Build
+from labkit.models.build import LOCAL, Build, LayerSpec
 from labkit.models.counts import padded_vocab
 from labkit.models.embedding import Embedding, OutputLayer, RotaryTable
-from labkit.models.layer_spec import LOCAL, LayerSpec
 from labkit.moe.balance import AuxLossScale
 from labkit.moe.layer import MoELayer
 from labkit.parallel.context.zigzag import zigzag_positions
@@ -81,7 +80,7 @@ class GPTModel(nn.Module):
             cut_group(groups, groups.tp, groups.tp.size // copies)
         moe = moe or MoEConfig()
         self.rng = rng or (model_parallel_seed(seed, groups) if draws(config, moe) else None)
-        self.aux_loss_scale = AuxLossScale(device=groups.device if device is None else device)
+        self.aux_loss_scale = AuxLossScale(device=device or groups.device) if moe.num_experts else None
         self.precision = spec.precision(groups, device)
         build = Build(
             config=config,

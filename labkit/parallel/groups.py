@@ -123,16 +123,6 @@ class ParallelGroups:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def prev_rank(self) -> int:
-        """Global rank of the stage before this one; the first stage's is the last (a ring)."""
-        return self.pp.ranks[(self.pp.rank - 1) % self.pp.size]
-
-    @property
-    def next_rank(self) -> int:
-        """Global rank of the stage after this one; the last stage's is the first (a ring)."""
-        return self.pp.ranks[(self.pp.rank + 1) % self.pp.size]
-
     def is_first_stage(self, chunk: int = 0) -> bool:
         """Whether model chunk `chunk` of this rank is the first stage of the model, which embeds tokens.
 

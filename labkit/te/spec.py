@@ -11,7 +11,7 @@ from torch import nn
 
 from labkit.config import ModelConfig
 from labkit.fp8.recipe import Float8Recipe
-from labkit.models.layer_spec import LayerSpec
+from labkit.models.build import LayerSpec
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.layers import NATIVE, Precision
 from labkit.parallel.random import RngTracker

@@ -26,8 +26,8 @@ from labkit.events import Event, recording
 from labkit.fp8.recipe import Float8Recipe, float8_recipe
 from labkit.fp8.scaling import Float8Spec
 from labkit.launch import before_launch, info, torchrun
+from labkit.models.build import LOCAL, LayerSpec
 from labkit.models.chunks import build_model_chunks
-from labkit.models.layer_spec import LOCAL, LayerSpec
 from labkit.parallel.data_parallel.distributed_data_parallel import DataParallel, wrap_model_chunks
 from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from labkit.parallel.data_parallel.optimizer import (

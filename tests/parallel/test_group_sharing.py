@@ -230,7 +230,9 @@ def stuck_operation(config: ParallelConfig) -> None:
     with initialize_model_parallel(config) as groups:
         if groups.tp.rank == 0:  # nobody answers
             kept()[0] = dist.all_reduce(torch.ones(1), group=groups.tp.process_group, async_op=True)
-            kept()[1] = dist.irecv(torch.ones(1), src=groups.next_rank, group=groups.pp.process_group)
+            kept()[1] = dist.irecv(
+                torch.ones(1), src=groups.pp.ranks[1 - groups.pp.rank], group=groups.pp.process_group
+            )
 
 
 def test_an_operation_that_nobody_answers_does_not_hold_up_the_ranks(ranks: Ranks, empty: tuple[int, int]) -> None:

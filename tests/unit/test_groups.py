@@ -20,7 +20,6 @@ def test_a_plain_process_is_a_world_of_one() -> None:
             assert (group.name, group.ranks, group.rank, group.process_group) == (kind, (0,), 0, None)
         assert groups.backend == "none"
         assert groups.is_first_stage() and groups.is_last_stage()
-        assert groups.prev_rank == groups.next_rank == 0
 
 
 def test_single_process_groups_keep_the_chunks_and_drop_the_sizes() -> None:
@@ -46,10 +45,8 @@ def test_groups_of_one_rank_of_the_16_gpu_example() -> None:
     assert groups.dp.ranks == (4, 6) and groups.dp.rank == 1
     assert groups.pp.ranks == (2, 6, 10, 14) and groups.pp.rank == 1
     assert groups.mp.ranks == (2, 3, 6, 7, 10, 11, 14, 15)
-    assert (groups.prev_rank, groups.next_rank) == (2, 10)
     assert groups.embd.ranks == () and groups.embd.rank == -1 and groups.embd.size == 0, "a middle stage is in none"
     assert groups_at(14, 16, tp=2, pp=4).embd.ranks == (2, 14)
-    assert groups_at(14, 16, tp=2, pp=4).next_rank == 2, "the pipeline is a ring"
 
 
 def test_first_and_last_stage_of_interleaved_chunks() -> None:

@@ -317,7 +317,7 @@ def test_what_cannot_be_is_refused(moe: MoEConfig, parallel: dict[str, Any], wor
         ({"load_balancing": "aux"}, "moe.load_balancing = 'aux': must be one of aux_loss, seq_aux_loss"),
         ({"router_dtype": "bf16"}, "moe.router_dtype = 'bf16': must be one of fp32, fp64, model"),
         ({"capacity_factor": -1.0}, "moe.capacity_factor = -1.0: must be greater than 0"),
-        ({"z_loss_coeff": float("nan")}, "moe.z_loss_coeff = nan: must be at least 0"),
+        ({"z_loss_coeff": float("nan")}, "moe.z_loss_coeff = nan: must be a finite number"),
         ({"pad_to_capacity": True}, "there is no capacity to pad to; set moe.capacity_factor"),
         ({"shared_expert_overlap": True}, "no shared experts; set moe.shared_expert_ffn_hidden"),
     ],
