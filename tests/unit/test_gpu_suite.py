@@ -260,7 +260,7 @@ def test_time_is_bounded(tmp_path: Path) -> None:
     parts = [part("bad", "raise SystemExit(1)"), part("cut", slow), part("late", "print(1)")]
     suite = Suite(tmp_path, parts)
     began = time.monotonic()
-    done = suite.run("1", "--start-within", "10", "--end-within", "12")
+    done = suite.run("1", "--start-within", "6", "--end-within", "7")
     assert time.monotonic() - began < 60
     cut = re.search(r"  cut off +[\d.]+ s  cut ", suite.summary())
     assert done.returncode == 1 and cut is not None and "not started            late" in suite.summary()
