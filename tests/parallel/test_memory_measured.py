@@ -57,14 +57,15 @@ def kib(name: str, file: str = "status") -> int:
 
 
 def peak_bytes(config: RunConfig) -> int:
-    """Private memory of this rank at the peak of its training, without the pages that all forks share."""
+    """Private memory of this rank at the peak of its training, without the pages that all forks share: those of the fork
+    server, and those of libraries, which a rank maps when it first runs their code."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    shared = kib("VmRSS") - kib("Private_Clean", "smaps_rollup") - kib("Private_Dirty", "smaps_rollup")
+    shared = kib("RssAnon") - kib("Private_Dirty", "smaps_rollup")
     length = config.model.seq_length
     tokens = np.arange(64 * length + 1, dtype=np.int32) % config.model.vocab_size
     datasets = [GPTDataset(tokens, length, name=name) for name in SPLITS]
     pretrain(config, datasets_provider=lambda _: (datasets[0], datasets[1], datasets[2]))
-    return (kib("VmHWM") - shared) * 1024
+    return (kib("VmHWM") - kib("RssFile") - shared) * 1024
 
 
 IMPORTS = """
