@@ -57,8 +57,8 @@ def kib(name: str, file: str = "status") -> int:
 
 
 def peak_bytes(config: RunConfig) -> int:
-    """Private memory of this rank at the peak of its training, without the pages that all forks share: those of the fork
-    server, and those of libraries, which a rank maps when it first runs their code."""
+    """Private memory of this rank at the peak of its training. Pages that all ranks share are left out: those of the
+    fork server, and those of libraries, which a rank maps when it first runs their code."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     shared = kib("RssAnon") - kib("Private_Dirty", "smaps_rollup")
     length = config.model.seq_length
