@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from labkit.events import Event, recording
-from labkit.parallel import Group, collectives, delayed, precision
+from labkit.parallel import Group, collectives, delayed, layers
 from labkit.parallel.communication import collective_backends as transport
 from labkit.parallel.layers import ColumnParallelLinear
 
@@ -30,13 +30,13 @@ def loopback(x: Tensor, group: Group, op: str, in_place: bool) -> Callable[[], T
 
 @pytest.fixture
 def sleeping_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = precision.weight_gradient
+    real = layers.weight_gradient
 
     def slow(grad_NO: Tensor, x_NI: Tensor, main_grad: Tensor | None = None, **how: bool) -> Tensor | None:
         time.sleep(GEMM)
         return real(grad_NO, x_NI, main_grad, **how)
 
-    monkeypatch.setattr(precision, "weight_gradient", slow)
+    monkeypatch.setattr(layers, "weight_gradient", slow)
     monkeypatch.setattr(transport, "all_reduce", loopback)
 
 
@@ -99,7 +99,7 @@ def seconds_on_a_rank() -> dict[str, float]:
 
     group = Group("tp", (0, 1), torch.distributed.get_rank(), torch.distributed.group.WORLD)
     layer = ColumnParallelLinear("fc1", 4, 4, group=group)
-    real_gemm, real_reduce = precision.weight_gradient, collectives.all_reduce_async
+    real_gemm, real_reduce = layers.weight_gradient, collectives.all_reduce_async
 
     def slow(grad_NO: Tensor, x_NI: Tensor, main_grad: Tensor | None = None, **how: bool) -> Tensor | None:
         time.sleep(GEMM)
@@ -119,7 +119,7 @@ def seconds_on_a_rank() -> dict[str, float]:
             return time.perf_counter() - started
 
     best = dict.fromkeys(("alone", "hidden", "serial"), float("inf"))
-    with patch.object(precision, "weight_gradient", slow):
+    with patch.object(layers, "weight_gradient", slow):
         for _ in range(15):
             best["alone"] = min(best["alone"], once(0.0))
             best["hidden"] = min(best["hidden"], once(COLLECTIVE))
