@@ -1,10 +1,10 @@
 """Self-attention with its norm and projections.
 
-The sequence stays first. The fused projection has Megatron's order, [q ... q k v] [q ... q k v] ...: one group for each
-key/value head. A tensor-parallel slice of the columns has whole groups. With fewer key/value heads than ranks,
-neighbouring ranks share a group. Each has its own query heads and a copy of the key and value (`Replicated`); Megatron
-gathers the heads in every forward instead. The attention kernel takes the heads of all samples as one row of B x heads
-heads, without a transpose in memory.
+The fused projection `qkv` has Megatron's order of columns, [q ... q k v] [q ... q k v] ...: a block for each key/value
+head, with the query heads that share it. Each rank holds whole blocks. With fewer key/value heads than ranks,
+neighbouring ranks share a block. Each has its own query heads and a copy of the key and value (`Replicated`); Megatron
+gathers the heads in every forward instead. The kernel takes the heads of all samples as one row of B x heads heads.
+So activations stay [S, B, ...], and nothing is transposed in memory.
 
 Shapes: S sequence, B batch, H hidden, D head dimension; t = tensor-parallel size.
 """
@@ -59,7 +59,7 @@ class ParallelAttention(nn.Module):
         self.queries_per_kv = config.heads // tp // self.kv_heads
         replicated = Replicated(copies, 2 * self.head_dim) if copies > 1 else None
         columns = (config.heads + 2 * kv_heads) * self.head_dim
-        self.norm, column = build.norm_before(f"{name}.norm")
+        self.norm, column = build.norm_before(f"{name}.norm")  # Transformer Engine fuses the two
         self.core = build.spec.core_attention(name, config, build.rng, build.group, build.cp, build.cp_comm_type)
         self.qkv = column(f"{name}.qkv", config.hidden, columns, replicated=replicated, **build.linear())
         proj = build.linear(std=build.residual_std)
@@ -75,7 +75,7 @@ class ParallelAttention(nn.Module):
         return output
 
     def attend(self, mixed: Tensor, rotary: Rotary | None = None) -> Tensor:
-        """softmax(q k^T / sqrt(D)) v of this rank's heads: [S, B, (its heads + 2 its kv_heads) D] -> [S, B, H / t]."""
+        """softmax(q k^T / sqrt(D)) v of this rank's heads, from `qkv` [S, B, (heads + 2 kv_heads) D] -> [S, B, H/t]."""
         length, batch, _ = mixed.shape
         per_group = mixed.view(length, batch * self.kv_heads, self.queries_per_kv + 2, self.head_dim)
         q, k, v = per_group.split((self.queries_per_kv, 1, 1), dim=2)

@@ -24,7 +24,7 @@ from labkit.parallel.mlp import ParallelMLP
 
 @dataclass(frozen=True)
 class LayerParts:
-    """The two halves of a layer, for whoever runs or wraps them one by one; `forward` is `run_mlp(run_attention(x))`.
+    """The two halves of a layer, for CUDA graphs, which wrap them one by one; `forward` is `run_mlp(run_attention(x))`.
 
     A `MoELayer` in the place of the MLP declares its own steps: its methods, in the order of its table.
     """
@@ -59,7 +59,7 @@ class TransformerLayer(nn.Module):
         name, has_experts = f"layers.{index}", build.moe.is_moe_layer(index)
         self.attention = ParallelAttention(f"{name}.attention", build)
         norm, self.mlp = (moe_mlp if has_experts else dense_mlp)(f"{name}.mlp", build)
-        self.mlp.norm = norm  # in the branch it feeds, as in attention
+        self.mlp.norm = norm  # the norm belongs to its branch, as in attention
         self.part = "moe" if has_experts else "mlp"
         self.dropout, self.recompute = build.dropout(build.config.hidden_dropout), build.recompute
         self.recomputes_norm, self.recomputes_mlp = (self.recompute.selects(p) for p in ("layernorm", self.part))
@@ -74,7 +74,7 @@ class TransformerLayer(nn.Module):
         return x_SBH + self.dropout(self.attention(x_SBH, rotary))
 
     def forward_mlp(self, x_SBH: Tensor) -> Tensor:
-        """The second half: x + mlp(norm(x))."""
+        """The second half: x + mlp(norm(x)). Backward computes norm or MLP again where configured."""
         norm: Any = self.mlp.norm
         mlp: Any = partial(self.recompute.part, self.part, self.mlp) if self.recomputes_mlp else self.mlp
         made_SBH = self.recompute.norm(norm, x_SBH, mlp) if self.recomputes_norm else mlp(norm(x_SBH))

@@ -103,7 +103,7 @@ class Build:
     spec: LayerSpec = LOCAL
     """Parts that the layers are made of."""
     precision: Precision = NATIVE
-    """Products of the linear layers; by default they are in `dtype`."""
+    """Makes the products of the linear layers; the default computes in `dtype`."""
     factory_kwargs: dict[str, Any] = field(init=False)
     """dtype and device, as every constructor takes them."""
     recompute: Recomputation = field(init=False)
@@ -150,7 +150,7 @@ class Build:
         return self.config.init_std / math.sqrt(2 * self.config.layers)
 
     def norm_before(self, name: str) -> tuple[nn.Module, Callable[..., nn.Module]]:
-        """A norm, and the constructor of the column-parallel layer behind it."""
+        """A norm, and the constructor of the column-parallel layer behind it, which may apply the norm itself."""
         return self.spec.norm_before(name, self.config, sequence_parallel=self.sequence_parallel, **self.factory_kwargs)
 
     def norm(self, name: str) -> Norm:

@@ -1,4 +1,4 @@
-"""GPT, or any contiguous run of its layers: the same class is the whole model, one pipeline stage, or one chunk of it.
+"""GPT, or any contiguous run of its layers: one class for the whole model and for the chunk that runs one stage.
 
 A stage with `pre_process` embeds tokens, one with `post_process` ends in logits or in the loss. Parameter names carry
 the layer's global index, so a tensor has the same name in every layout.
@@ -76,7 +76,7 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         _check(config, spec)
-        if (copies := kv_copies(config, groups.tp.size)) > 1:  # every rank makes the group: also one without a layer
+        if (copies := kv_copies(config, groups.tp.size)) > 1:  # a rank without a layer joins in making the group
             cut_group(groups, groups.tp, groups.tp.size // copies)
         moe = moe or MoEConfig()
         self.rng = rng or (model_parallel_seed(seed, groups) if draws(config, moe) else None)
@@ -214,7 +214,7 @@ class GPTModel(nn.Module):
         return self.embedding(tokens_BS, position_ids_BS)
 
     def _own_positions(self, tokens_BS: Tensor | None) -> Tensor | None:
-        """Positions [1, S] of this rank's part of a sequence (zigzag); None where it holds the whole."""
+        """Positions [1, S] of this rank's two pieces of a sequence (`zigzag.py`); None where it holds the whole."""
         if self.cp.size == 1:
             return None
         if tokens_BS is not None and self.embedding is not None:

@@ -11,8 +11,8 @@ Each call
 - is recorded by an emulated graph capture as a start and a wait, and made again at each replay
   (`communication/capturing.py`).
 
-`communication/pending.py` holds a transfer under way. `communication/collective_backends.py` moves the bytes: it
-replaces slow algorithms of gloo, and passes CUDA tensors on gloo through the host.
+`communication/pending.py` holds a transfer under way. `communication/collective_backends.py`, here called `transport`,
+moves the bytes: it replaces slow algorithms of gloo, and passes CUDA tensors on gloo through the host.
 
 Sums over ranks are bit-identical on every rank of the group, and repeat bit-equally for the same shapes.
 """

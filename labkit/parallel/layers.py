@@ -38,7 +38,7 @@ from labkit.parallel.pipeline.weight_grad_store import deferred, is_collecting
 # ---- products ----
 
 Packed = tuple[Tensor, ...]
-"""A tensor as products take it and backward keeps it: the tensor alone, or in eight bits with its scales behind it."""
+"""The operand of a product: a tensor alone, or under fp8 the tensor in eight bits and its scales."""
 
 
 class Gemms:
@@ -87,7 +87,7 @@ class Precision:
         return IN_OWN_TYPE
 
     def end_step(self) -> None:
-        """All ranks of tp_dp_cp call this after the last backward of a step, before weights change."""
+        """End a step, after its last backward; all ranks of tp_dp_cp call this. fp8 agrees on its scales here."""
 
 
 NATIVE = Precision()
@@ -107,7 +107,7 @@ class LinearPlan:
     group: Group
     """Tensor-parallel group."""
     sequence_parallel: bool = False
-    """Outside the region each rank holds its part of the sequence."""
+    """Between tensor-parallel regions each rank holds its part of the sequence."""
     accumulate: bool = False
     """Add the weight gradient to `weight.main_grad` where it exists."""
     gemms: Gemms = IN_OWN_TYPE
@@ -119,8 +119,8 @@ class LinearPlan:
         return self.group if self.sequence_parallel else None
 
     def booked(self, phase: str | None = None) -> AbstractContextManager[Any]:
-        """Book the block's communication under this layer and `phase`; None is forward, or the phase already set."""
-        if not start_observers and not is_collecting():  # a later W may be observed
+        """Tell an open ledger that this layer communicates in `phase`; None: the phase already set, or `forward`."""
+        if not start_observers and not is_collecting():  # a weight gradient put off may be observed
             return _UNOBSERVED
         return comm_scope(self.name, phase or current_scope().phase or "forward")
 
@@ -137,7 +137,7 @@ class _LocalLinear(Function):
     wgrad     dW = dy^T x, db = sum dy   [O, N] x [N, I] -> [O, I]
 
     `bias_apart` adds the bias to the finished product, as a row-parallel layer does, so that both round alike.
-    While a `WeightGradStore` collects, wgrad waits for its W.
+    While a `WeightGradStore` collects, wgrad waits for W, the second action of a split backward.
     """
 
     @staticmethod
@@ -170,7 +170,7 @@ class _ColumnLinear(Function):
 
     Under sequence parallelism forward gathers x from [S/t, B, I] and backward gathers it again. dx is reduce-scattered.
 
-    While a `WeightGradStore` collects, wgrad waits for its W, with the second gather of x, which only wgrad needs.
+    While a `WeightGradStore` collects, wgrad waits for W, and the second gather of x waits too: only wgrad needs it.
     """
 
     @staticmethod
@@ -185,7 +185,7 @@ class _ColumnLinear(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         plan, (weight, part, *scales) = ctx.plan, ctx.saved_tensors
-        regathering = pending = None
+        regathering = pending = None  # the second gather of x, the sum of dx
 
         def whole() -> Packed:
             if not plan.sequence_parallel:
@@ -201,7 +201,7 @@ class _ColumnLinear(Function):
                 with plan.timed("input_grad"):
                     grad_x = plan.gemms.dgrad(grad, weight)
                 start = collectives.reduce_scatter_async if plan.sequence_parallel else collectives.all_reduce_async
-                pending = start(grad_x, plan.group)
+                pending = start(grad_x, plan.group)  # this is f; wgrad hides it
             parameter_gradients = _parameter_gradients(ctx, grad, grads[0], whole)
             return None if pending is None else pending.wait(), *parameter_gradients, None, None
 
@@ -215,7 +215,7 @@ class _RowLinear(Function):
 
     Under sequence parallelism y is reduce-scattered to [S/t, B, O], dy gathered, and db the sum over this rank's part.
 
-    While a `WeightGradStore` collects, wgrad waits for its W and keeps the gathered dy, which dgrad needed at once.
+    While a `WeightGradStore` collects, wgrad waits for W and keeps the gathered dy, which dgrad needed at once.
     """
 
     @staticmethod
@@ -225,7 +225,7 @@ class _RowLinear(Function):
             packed = plan.gemms.pack(x, "input", None, trains=trains)
             ctx.save_for_backward(weight, *plan.gemms.for_wgrad(packed))
             partial = plan.gemms.fprop(packed, weight, None)
-            reduce = collectives.reduce_scatter if plan.sequence_parallel else collectives.all_reduce
+            reduce = collectives.reduce_scatter if plan.sequence_parallel else collectives.all_reduce  # g
             y = reduce(partial, plan.group)
         return y if bias is None else y.add_(bias)
 
@@ -274,14 +274,14 @@ def _parameter_gradients(ctx: Any, grad: Packed, bias_grad: Tensor, x: Packed | 
 
 
 def column_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-    """Apply a column-parallel layer whose weight is held elsewhere, such as a tied output layer."""
+    """y = x W^T + b cut by columns: for `ColumnParallelLinear`, or a weight held elsewhere (a tied output layer)."""
     if plan.group.size == 1:
         return _LocalLinear.apply(x, weight, bias, plan, torch.is_grad_enabled(), False)  # type: ignore[no-any-return]
     return _ColumnLinear.apply(x, weight, bias, plan, torch.is_grad_enabled())  # type: ignore[no-any-return]
 
 
 def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-    """Apply a row-parallel layer whose weight is held elsewhere."""
+    """y = x W^T + b cut by rows: for `RowParallelLinear`, or a weight held elsewhere."""
     if plan.group.size == 1:
         return _LocalLinear.apply(x, weight, bias, plan, torch.is_grad_enabled(), True)  # type: ignore[no-any-return]
     return _RowLinear.apply(x, weight, bias, plan, torch.is_grad_enabled())  # type: ignore[no-any-return]
@@ -314,11 +314,11 @@ class ColumnParallelLinear(nn.Module):
         skip_bias_add: return the bias instead of adding it, so that the caller can fuse it with what follows.
         sequence_parallel: x is this rank's part of the sequence, [S/t, B, I].
         gradient_accumulation_fusion: add the weight gradient to `weight.main_grad` where it exists.
-        precision: gives the products.
+        precision: gives the three products (`Gemms`).
         seed, std: of the initial weight, N(0, std) by (seed, name).
         partition_stride: blocks of the output cut each by itself (2 for [gate; up]).
-        replicated: columns of the output that neighbouring ranks make alike; y and the parameters are then this
-            rank's own columns and these, more than O/t.
+        replicated: columns of the output that neighbouring ranks share, such as a key and a value. y and the
+            parameters then have these columns besides this rank's own, so more than O/t.
 
     Raises:
         ValueError: sizes that do not divide, or options that exclude each other.

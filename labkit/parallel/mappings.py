@@ -1,6 +1,7 @@
 """The conjugate operators through which activations enter and leave a parallel region (arXiv 1909.08053, section 3).
 
-An operator and its conjugate are each other's transpose: the forward of one is the backward of the other.
+In a parallel region each rank computes its part of a layer. An operator and its conjugate are each other's transpose:
+the forward of one is the backward of the other.
 
 | function                                     | forward              | backward             |
 |----------------------------------------------|----------------------|----------------------|
@@ -13,9 +14,8 @@ An operator and its conjugate are each other's transpose: the forward of one is 
 | reduce_scatter_to_sequence_parallel_region   | reduce-scatter first | all-gather first dim |
 | all_to_all                                   | all-to-all           | all-to-all, splits swapped |
 
-The sequence-parallel operators are those of arXiv 2205.05198, where gather is g and reduce-scatter g-bar. Their parts
-may differ in size. `communication/in_flight.py` has an all-to-all in two halves. A group of size 1 bypasses all
-operators.
+The sequence-parallel operators are those of arXiv 2205.05198; there g is the gather and g-bar the reduce-scatter. Ranks
+may hold parts of unequal sizes. `communication/in_flight.py` starts an all-to-all early. A group of size 1 needs none.
 
 Shapes: S sequence, B batch, H hidden; t = size of the group; x_r is rank r's tensor; L the loss.
 """

@@ -6,11 +6,11 @@ of an axis is the product of the sizes to its left (`prefix_product`):
     rank = rank_offset + sum over axes of coordinate[axis] * stride[axis]
 
 A token such as `dp-cp` marks the digits that vary inside a group (the mask). Every combination of the other digits is
-one group. Groups and members are counted with the fastest digit first, so `dp-cp` and `cp-dp` are one token.
+one group. The order string alone decides the order of groups and of members, so `dp-cp` and `cp-dp` are one token.
 
-Dense layers and experts see the same ranks through two generators (`rank_generators`). Attention has tp, cp, dp, pp and
-no ep; experts have etp, ep, edp, pp and no cp. This is MoE parallel folding (arXiv 2504.14960). The module needs numpy
-and no torch. Its names are those of Megatron-LM's `megatron/core/parallel_state.py`.
+Dense layers and experts see the same ranks through two generators (`rank_generators`). Dense layers have tp, cp, dp, pp
+and no ep. Experts have pp, ep, and tp and dp of their own (etp, edp), and no cp: MoE parallel folding (arXiv
+2504.14960). The names are those of Megatron-LM's `megatron/core/parallel_state.py`. The module needs no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from labkit.parallel.mixed_radix import Members, as_size, check_listable, decompose, prefix_product
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
-"""Every axis an order string may name."""
+"""Every axis an order string may name: tensor, context, expert, data and pipeline parallelism."""
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 """The axis that communicates most varies fastest, so that its groups stay inside a node."""
 
@@ -31,8 +31,8 @@ DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 def masked_orthogonal_array(parallel_size: Sequence[int], mask: Sequence[bool]) -> np.ndarray:
     """Groups as an int64 array (num_groups, group_size); sizes and mask are in order, fastest axis first.
 
-    The function counts the ranks into a box with one dimension for each axis. It moves the masked dimensions behind the
-    others, and flattens both halves.
+    The ranks 0, 1, 2, ... fill a box with one dimension for each axis. The masked dimensions move behind the others.
+    Then the other dimensions are flattened to rows, the groups, and the masked ones to columns, the members.
     """
     check_listable(prod(parallel_size), f"the sizes {list(parallel_size)}")
     slowest_first = range(len(parallel_size) - 1, -1, -1)

@@ -63,7 +63,7 @@ def interleaved(
 
     Program of rank r, with warm-up w = min(2(p - r - 1) + (v - 1)N, m v): `wF (mv-w)(FB) wB`.
     Bubble: (p - 1)(F + B) of stages that are one v-th of 1F1B's, whatever the group size.
-    Makespan: (m v + p - 1)(F + B). Fraction: (p - 1)/(m v + p - 1). Ratio: (p - 1)/(m v).
+    Makespan: (m v + p - 1)(F + B). Bubble: (p - 1)/(m v + p - 1) of the makespan, (p - 1)/(m v) of the ideal time.
     Peak in flight on rank r: min(2(p - r - 1) + (v - 1)N + 1, m v) of these smaller stages.
     This peak is higher than 1F1B's, and grows with the group size.
 
@@ -91,7 +91,7 @@ def interleaved(
     stage_rows, number_rows = (np.empty((pp, 2 * total), dtype=np.int32) for _ in range(2))
     kind_rows = np.empty((pp, 2 * total), dtype=np.int8)
     for rank in range(pp):
-        newer = get_pp_rank_microbatches(microbatches, vpp, size, pp_size=pp, pp_rank=rank)[2]
+        newer = get_pp_rank_microbatches(microbatches, vpp, size, pp_size=pp, pp_rank=rank)[2]  # w
         warmup = total if all_warmup else newer
         _forwards_then_by_turns(stage_rows[rank], warmup, chunks * pp + rank, (vpp - 1 - chunks) * pp + rank)
         _forwards_then_by_turns(kind_rows[rank], warmup, forward, backward)

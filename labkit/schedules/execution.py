@@ -7,7 +7,7 @@ of data parallelism (`gradient_sync.py`).
 
 Gradients add up over microbatches. A split backward is two actions: I computes the gradient of the stage's input and
 leaves weight gradients to the `WeightGradStore`, W computes those. B frees the activations; in a split backward W does.
-An output that goes to another rank is shrunk at once. While recording, every action leaves an Event of its name, `2F0`.
+A sent output shrinks to one element at once. While recording, every action leaves an Event of its name, `2F0`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from labkit.schedules.microbatches import MicrobatchLosses, reader
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankSetup:
-    """All that the steps of a rank have in common; `PipelineRuntime` says what each is."""
+    """Everything that the steps of a rank have in common; `PipelineRuntime` describes its arguments."""
 
     chunks: Sequence[Any]
     num_stages: int
@@ -44,7 +44,7 @@ class RankSetup:
     timers: Any
     deallocate: bool
     kept_whole: Collection[tuple[int, int]] | None
-    """(stage, microbatch) that recompute nothing; None leaves it to the model."""
+    """The (stage, microbatch) pairs whose forward keeps everything; None leaves recomputation to the model."""
 
 
 class Execution:
@@ -53,7 +53,7 @@ class Execution:
     def __init__(self, setup: RankSetup, losses: MicrobatchLosses, sync: GradientSync, *, forward_only: bool) -> None:
         self.setup, self.losses, self.sync, self.forward_only = setup, losses, sync, forward_only
         self.messages: dict[StageMessage, Payload] = {}
-        """Made and not yet sent, or received and not yet read; of a stage whose neighbour is on this rank, both."""
+        """Made and not yet sent, or received and not yet read, or made for a stage on this rank and not yet read."""
         self.under_way: dict[Transfer, P2PWork] = {}
         self.saved: dict[tuple[int, int], tuple[Payload | None, Payload]] = {}
         """(stage, microbatch) -> inputs and outputs of its forward, kept for the backward."""
@@ -181,7 +181,7 @@ class Execution:
         inputs, outputs = self.saved.pop(key)
         if received is None:
             loss, weight = outputs[0], self.losses.weights.pop(step.action.microbatch, 1.0)
-            if self.setup.grad_scaler is not None:  # it is shown the weighted loss, as in Megatron
+            if self.setup.grad_scaler is not None:  # the scaler gets the weighted loss, as in Megatron
                 loss, weight = self.setup.grad_scaler(loss * weight), 1.0
             assert loss.numel() == 1, "only a scalar loss goes backward by itself"
             outputs, received = (loss,), (loss.new_full(loss.shape, weight),)

@@ -48,7 +48,7 @@ from labkit.schedules.ir import Action, Schedule
 from labkit.schedules.simulator import Timeline, simulate
 
 Transport = Literal["posted", "batched", "even_odd", "blocking"]
-"""Way in which messages travel."""
+"""Way in which messages travel: see the table above."""
 
 
 class StageMessage(NamedTuple):

@@ -131,7 +131,7 @@ class PipelineRuntime:
             kept_whole=None if count is None else kept_whole(schedule, rank, count),
         )
         self._has_met: set[bool] = set()
-        """Kinds of runs, with or without backward, before which the ranks have compared what they were given."""
+        """The kinds of runs, with or without backward, for which the ranks have compared their settings."""
         self._is_plain = _is_plain(schedule)
         if not self._is_plain:
             schedule.derived(f"verified, {transport}", lambda rows: verify(rows, transport))
@@ -145,7 +145,7 @@ class PipelineRuntime:
         return schedule.derived(what, lambda rows: lower(rows, rank, transport, receives_ahead=ahead))
 
     def _meet(self, program: Program, forward_only: bool) -> None:
-        """Compare what this rank was given with the ranks that it exchanges messages with, before the first message."""
+        """Compare the settings of this rank with those of its peers, before the first message."""
         if forward_only in self._has_met:
             return
         schedule, varies = self.schedule, self.setup.p2p.variable_seq_lengths

@@ -1,4 +1,4 @@
-"""A schedule as the loop sees it: run all microbatches of a step, return the reports of the loss function."""
+"""`Pipeline`: one rank's chunks, schedule and runtime, as the training loop calls them in each step."""
 
 from __future__ import annotations
 

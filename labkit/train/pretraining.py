@@ -75,7 +75,7 @@ class TrainResult:
 
 @dataclass
 class Run:
-    """A rank's place in a run, made by `initialize`: all of it is checked, so inner code asserts."""
+    """A rank's place in a run. `initialize` makes and checks it, so inner code only asserts."""
 
     config: RunConfig
     """The whole configuration."""
@@ -91,7 +91,7 @@ def _look(
     world_size: int, device: str, config: RunConfig, *, schedule: Schedule | None = None,
     model_provider: ModelProvider | None = None, **_: Any,
 ) -> None:  # fmt: skip
-    """In the process that launches `pretrain`: ConfigError for what the ranks could only fail at."""
+    """Raise ConfigError, in the process that launches `pretrain`, for problems that would stop every rank later."""
     refuse(problems(config, world_size, device, schedule=schedule, own_model=model_provider is not None))
 
 
@@ -128,16 +128,16 @@ def pretrain(
     no_wd_decay_cond, scale_lr_cond, lr_mult: see `labkit.parallel.data_parallel.optimizer.parameter_groups`.
     observer: sees model, gradients and parameters; the parity microscope is one.
 
-    Writes metrics.jsonl, scalars.jsonl and, with `train.write_events`, events.jsonl into `train.output_dir`, if one is
-    given, as the run goes (`labkit.train.reporting.report`), beside the configuration and the state of the run
+    If `train.output_dir` is given, the run writes metrics.jsonl and scalars.jsonl there, and events.jsonl with
+    `train.write_events` (`labkit.train.reporting.report`). The configuration and the state of the run stand beside them
     (`labkit.train.reporting.output_folder`).
 
     The process groups are closed at the end, also after an error: a model that outlives the training computes on one
     rank only.
 
-    Raises ValueError for a configuration that cannot be trained (ConfigError lists all problems: `run(pretrain, ...)`
-    raises it before any process starts) and for functions that return what the loop cannot use, FloatingPointError for
-    a loss that is not finite.
+    Raises ValueError for a configuration that cannot be trained, and for functions that return what the loop cannot
+    use. `run(pretrain, ...)` checks the configuration before any process starts: ConfigError lists all problems.
+    Raises FloatingPointError for a loss that is not finite.
     """
     if process_non_loss_data is not None and process_non_loss_data_func is not None:
         raise ValueError("process_non_loss_data and process_non_loss_data_func are two names of one argument; give one")
@@ -154,8 +154,8 @@ def pretrain(
 
 
 def initialize(config: RunConfig, *, schedule: Schedule | None = None, own_model: bool = False) -> Run:
-    """Step 1: check configuration and schedule against the world, create groups that fit both, and look whether the
-    machine can do it. own_model: the model is not labkit's, so that nobody knows what memory it needs."""
+    """Step 1: check configuration and schedule against the world, create the groups, and check that the machine has
+    the memory and the devices. own_model: the model is not labkit's, so its memory is unknown."""
     unready = not_yet_trainable(config)
     if unready:
         raise ValueError("this configuration cannot be trained: " + "; ".join(unready))
@@ -164,7 +164,7 @@ def initialize(config: RunConfig, *, schedule: Schedule | None = None, own_model
     if schedule is None:
         schedule = schedule_of(config, world_size)
     check_schedule(schedule, config, world_size)
-    ends = schedule.placement(0), schedule.placement(schedule.num_stages - 1)
+    ends = schedule.placement(0), schedule.placement(schedule.num_stages - 1)  # pipeline ranks
     device = info.rank_info().device  # on its own: a GPU if there is one
     if world_size == 1 and not torch.distributed.is_initialized():
         groups = single_process_groups(config.parallel, device=device)
@@ -240,8 +240,8 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """AdamW for all model chunks of this rank, sharded if `optim.distributed_optimizer`.
 
-    `layout` is as for `Optimizer`, the rest as for `parameter_groups`. Raises ValueError where no parameter needs a
-    gradient, unless this rank has no parameters at all and the pipeline has other ranks: its stages are empty.
+    `layout` is as for `Optimizer`, the rest as for `parameter_groups`. Raises ValueError if no parameter needs a
+    gradient. A rank of a pipeline may have no parameters at all, because its stages may be empty.
     """
     groups = parameter_groups(chunks, no_wd_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult)
     if not groups and (layout is None or layout.pp.size == 1 or named_parameters(chunks)):

@@ -1,14 +1,14 @@
 """One optimizer step, over any schedule.
 
-A step resets the gradient buffers, runs the schedule over all microbatches and finalises gradients: data-parallel
-average, sums over tensor-parallel and tied copies. Then all ranks agree whether everything is finite, move the biases
-of routers against their load, clip by the global norm and update. The loss that is reported is the token-weighted mean
-over the global batch, and every rank has the same bits of it.
+A step resets the gradient buffers, runs the schedule over all microbatches and finalises gradients. Finalising
+averages over replicas, and sums over ranks that hold copies of a parameter, such as a tied embedding. Then all ranks
+agree whether everything is finite, move the biases of routers against their load, clip by the global norm and update.
+Every rank reports the same loss, to the bit: the mean over the tokens of the global batch.
 
 One exchange carries the gradient norm and a flag that some loss or gradient on some rank, replicas included, is not
-finite. So all ranks update, or none. A loss that is not finite ends the run, a gradient skips the step. With fp16 the
-loss scale finds its size so; otherwise one bad batch may be left behind, but not ten in a row. On a GPU the same
-exchange tells of bad token ids.
+finite. So all ranks update, or none. A loss that is not finite ends the run. A gradient that is not finite skips the
+step; under fp16 the loss scale then shrinks. The tenth skipped step in a row that shrinks no scale ends the run. On a
+GPU the same exchange reports bad token ids.
 
 Shapes: B micro batch, S sequence.
 """
@@ -57,8 +57,8 @@ class Observer(Protocol):
         """After finalisation, before clipping; under fp16 still times the loss scale."""
 
     def on_update(self, step: int, chunks: Sequence[nn.Module]) -> None:
-        """After the update. With `optim.overlap_param_gather` what other ranks own is still on its way; waiting for it
-        here (`finish_param_sync`) would leave the next forward nothing to wait for."""
+        """After the update. With `optim.overlap_param_gather` the parts of other ranks are still on their way. Do not
+        wait for them here (`finish_param_sync`): the next forward hides that wait."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def train_step(
 
     step: the number of steps before this one. Errors name the step as people count it, from 1.
     Raises before any weight changes. FloatingPointError on every rank, if a loss is not finite on any rank, or for the
-    `GIVE_UP_AFTER`th gradient in a row that is not. TokenIdError for an id outside the vocabulary: on a GPU on all
-    ranks as the step ends, else at once on the ranks that read it.
+    `GIVE_UP_AFTER`th gradient in a row that is not. TokenIdError for an id outside the vocabulary. A GPU raises it on
+    all ranks as the step ends; a CPU raises it at once, on the ranks that read the id.
     """
     chunks, scaler = pipeline.chunks, pipeline.loss_scaler
     for chunk in chunks:

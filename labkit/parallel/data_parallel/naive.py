@@ -1,9 +1,9 @@
 """Data parallelism in its naive form: one flat gradient buffer, one all-reduce after the last backward.
 
 Every replica holds all parameters of its stage and sees its own microbatches (arXiv 1909.08053, section 3). After the
-last backward of a step, an all-reduce averages the gradients of all replicas. Experts (`record_of(parameter).allreduce`
-is False) have a second buffer, reduced over the ranks that hold the same experts. Nothing overlaps here. Tests compare
-the bucketed, overlapping form with this one.
+last backward of a step, an all-reduce averages the gradients of all replicas. Parameters of experts have a second
+buffer, reduced over the ranks that hold the same experts; `record_of(parameter).allreduce` is False for them. Nothing
+overlaps here. Tests compare the bucketed, overlapping form with this one.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ class NaiveDataParallel(ChunkWrapper):
                     all_reduce(buffer, group)
 
     def spoiled_before_reduction(self) -> list[nn.Parameter] | None:
-        """Parameters that may have had a bad gradient on this rank before the last reduction; waits for the device.
+        """Parameters whose gradient may not have been finite on this rank before the reduction. Waits for the device.
 
-        They are all dense parameters or none, and all experts' parameters or none. Parameters that nobody reduces
-        count as bad. None if there was no reduction.
+        A buffer is checked whole: they are all dense parameters or none, and all experts' parameters or none. A buffer
+        that nobody reduced counts as bad. None if there was no reduction.
         """
         if all(found is None for found in self._not_finite):
             return None
