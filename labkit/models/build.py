@@ -50,13 +50,13 @@ class LayerSpec:
         return checkpoint
 
     def precision(self, groups: ParallelGroups, device: torch.device | str | None) -> Precision:
-        """How the linear layers of one model chunk compute."""
+        """The products of the linear layers of one model chunk."""
         return NATIVE
 
     def norm_before(
         self, name: str, config: ModelConfig, *, sequence_parallel: bool, **factory_kwargs: Any
     ) -> tuple[nn.Module, Callable[..., nn.Module]]:
-        """A norm, and the constructor of the column-parallel layer behind it."""
+        """A norm, and the constructor of the column-parallel layer behind it, which may apply the norm itself."""
         return Norm(name, config, sequence_parallel=sequence_parallel, **factory_kwargs), ColumnParallelLinear
 
     def core_attention(

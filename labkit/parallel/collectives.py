@@ -11,7 +11,7 @@ Each call
 - is recorded by an emulated graph capture as a start and a wait, and made again at each replay
   (`communication/capturing.py`).
 
-`communication/pending.py` holds a transfer under way. `communication/collective_backends.py`, here called `transport`,
+`communication/pending.py` holds a transfer under way. `communication/collective_backends.py`, here called `backends`,
 moves the bytes: it replaces slow algorithms of gloo, and passes CUDA tensors on gloo through the host.
 
 Sums over ranks are bit-identical on every rank of the group, and repeat bit-equally for the same shapes.
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from labkit.events import start_observers
 from labkit.launch import waiting
-from labkit.parallel.communication import collective_backends as transport
+from labkit.parallel.communication import collective_backends as backends
 from labkit.parallel.communication.capturing import active_capture, refuse_host_sync
 from labkit.parallel.communication.pending import Done, Pending, start
 from labkit.parallel.groups import Group
@@ -116,7 +116,7 @@ def _all_reduce(x: Tensor, group: Group, op: str, in_place: bool) -> Pending:
         return Done(x)
     if start_observers and is_dropped("all_reduce", group.name):
         return Done(x if in_place else x.clone())
-    return start("all_reduce", x, group, lambda: transport.all_reduce(x, group, op, in_place))
+    return start("all_reduce", x, group, lambda: backends.all_reduce(x, group, op, in_place))
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum", *, in_place: bool = True) -> Tensor:
@@ -149,7 +149,7 @@ def all_gather_async(x: Tensor, group: Group, dim: int = 0, *, out: Tensor | Non
     dim = dim % max(1, x.dim())
 
     def finish_of() -> Callable[[], Tensor]:
-        finish = transport.all_gather(x, group, out)
+        finish = backends.all_gather(x, group, out)
         return lambda: _join_rows(finish(), dim) if out is None else (finish(), out)[1]
 
     return start("all_gather", x, group, finish_of)
@@ -190,7 +190,7 @@ def reduce_scatter_async(
     rows = torch.stack(x.chunk(group.size, dim=dim)) if dim % x.dim() else x.unflatten(0, (group.size, -1))
     if is_dropped("reduce_scatter", group.name):
         return Done(_kept(rows[group.rank], out) if out is not None else rows[group.rank].clone())
-    return start("reduce_scatter", x, group, lambda: transport.reduce_scatter(rows, group, op, out))
+    return start("reduce_scatter", x, group, lambda: backends.reduce_scatter(rows, group, op, out))
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum") -> Tensor:
@@ -219,7 +219,7 @@ def all_to_all_async(
         return Done(torch.cat([x[:rows], left]))  # as many rows as expected: this rank's own, then zeros
     splits = [None if s is None else list(s) for s in (output_splits, input_splits)]
     own = x.shape[0] // group.size if input_splits is None else input_splits[group.rank]
-    return start("all_to_all", x, group, lambda: transport.all_to_all(x, group, *splits), kept=x[:own].nbytes)
+    return start("all_to_all", x, group, lambda: backends.all_to_all(x, group, *splits), kept=x[:own].nbytes)
 
 
 def _check_splits(
@@ -254,7 +254,7 @@ def broadcast_async(x: Tensor, group: Group, src: int = 0) -> Pending:
         raise ValueError(f"src is a position in group {group.name} of {group.size} ranks, got {src}")
     if group.size == 1 or is_dropped("broadcast", group.name):
         return Done(x)
-    return start("broadcast", x, group, lambda: transport.broadcast(x, group, src))
+    return start("broadcast", x, group, lambda: backends.broadcast(x, group, src))
 
 
 def broadcast(x: Tensor, group: Group, src: int = 0) -> Tensor:
@@ -314,14 +314,14 @@ def _check_peer(group: Group, peer: int, own: int) -> None:
 def isend(x: Tensor, group: Group, dst: int) -> Pending:
     """Start sending x to global rank `dst`. Messages between two ranks of a group arrive in the order of sending."""
     _check_peer(group, dst, group.ranks[group.rank])
-    return start("send", x, group, lambda: transport.send(x, group, dst), kind="send")
+    return start("send", x, group, lambda: backends.send(x, group, dst), kind="send")
 
 
 @recordable
 def irecv(x: Tensor, group: Group, src: int) -> Pending:
     """Start receiving from global rank `src` into x, whose shape and type must be the sender's; `.wait()` returns x."""
     _check_peer(group, src, group.ranks[group.rank])
-    return start("recv", x, group, lambda: transport.recv(x, group, src), kind="recv")
+    return start("recv", x, group, lambda: backends.recv(x, group, src), kind="recv")
 
 
 def batch(messages: Sequence[Message]) -> list[Pending]:
@@ -331,9 +331,9 @@ def batch(messages: Sequence[Message]) -> list[Pending]:
     deadlock either, since nothing blocks before `wait()`.
     """
     ops = list(messages)
-    if not ops or transport.on_gloo(ops[0].tensor, ops[0].group):
+    if not ops or backends.on_gloo(ops[0].tensor, ops[0].group):
         return [(isend if m.operation == "send" else irecv)(m.tensor, m.group, m.peer) for m in ops]
     for m in ops:
         _check_peer(m.group, m.peer, m.group.ranks[m.group.rank])
-    finishes = transport.batch_nccl([(m.operation, m.tensor, m.group, m.peer) for m in ops])
+    finishes = backends.batch_nccl([(m.operation, m.tensor, m.group, m.peer) for m in ops])
     return [start(m.operation, m.tensor, m.group, lambda f=f: f, kind=m.operation) for m, f in zip(ops, finishes)]

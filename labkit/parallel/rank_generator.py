@@ -174,10 +174,10 @@ def rank_generators(
     tp, pp, cp, ep = sizes["tp"], sizes["pp"], sizes["cp"], sizes["ep"]
     dp = _what_is_left(world_size, {"tp": tp, "cp": cp, "pp": pp})
     edp = _what_is_left(world_size, {"etp": etp, "ep": ep, "pp": pp})
-    decoder = RankGenerator(tp=tp, dp=dp, pp=pp, cp=cp, order=order, rank_offset=rank_offset)
+    dense = RankGenerator(tp=tp, dp=dp, pp=pp, cp=cp, order=order, rank_offset=rank_offset)
     expert = RankGenerator(tp=etp, ep=ep, dp=edp, pp=pp, order=order, rank_offset=rank_offset)
-    _check_same_pipelines(decoder, expert)
-    return decoder, expert
+    _check_same_pipelines(dense, expert)
+    return dense, expert
 
 
 def _what_is_left(world_size: int, sizes: dict[str, int]) -> int:
@@ -191,18 +191,18 @@ def _what_is_left(world_size: int, sizes: dict[str, int]) -> int:
     return world_size // used
 
 
-def _check_same_pipelines(decoder: RankGenerator, expert: RankGenerator) -> None:
+def _check_same_pipelines(dense: RankGenerator, expert: RankGenerator) -> None:
     """Check that both generators have the same PP groups.
 
     They have if pp is 1, or if the pp axis has the same stride s in both. Then group g is
     `g % s + (g // s) * s * pp + range(pp) * s` in either. With different strides the first groups, `range(pp) * s`,
     differ. So the check compares strides, not lists, in a world of any size.
     """
-    pp, mine, theirs = decoder.sizes["pp"], decoder.strides["pp"], expert.strides["pp"]
+    pp, mine, theirs = dense.sizes["pp"], dense.strides["pp"], expert.strides["pp"]
     if pp > 1 and mine != theirs:
         raise ValueError(
-            f"the two generators disagree on the pipelines: with order {decoder.order!r} the first pp group of "
-            f"the dense layers is {_first_group(decoder)}, that of the experts {_first_group(expert)}, so a rank would "
+            f"the two generators disagree on the pipelines: with order {dense.order!r} the first pp group of "
+            f"the dense layers is {_first_group(dense)}, that of the experts {_first_group(expert)}, so a rank would "
             f"hold layers of two different stages (stride of pp: {mine} against {theirs}); "
             "let the order end in 'pp', or choose etp, ep so that the strides agree"
         )

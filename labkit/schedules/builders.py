@@ -85,17 +85,17 @@ def interleaved(
     if pp == 1:
         raise ValueError(f"pp is 1 and vpp is {vpp}: one rank has nothing to interleave; set vpp to 1, or raise pp")
     size = legal_group_size(group_size, pp, microbatches)
-    numbers, chunks = table_columns(microbatches, vpp, size)
-    total = len(numbers)
+    microbatch_column, chunks = table_columns(microbatches, vpp, size)
+    total = len(microbatch_column)
     forward, backward = np.full(total, _F, dtype=np.int8), np.full(total, _B, dtype=np.int8)
     stage_rows, number_rows = (np.empty((pp, 2 * total), dtype=np.int32) for _ in range(2))
     kind_rows = np.empty((pp, 2 * total), dtype=np.int8)
     for rank in range(pp):
-        newer = get_pp_rank_microbatches(microbatches, vpp, size, pp_size=pp, pp_rank=rank)[2]  # w
-        warmup = total if all_warmup else newer
+        usual = get_pp_rank_microbatches(microbatches, vpp, size, pp_size=pp, pp_rank=rank)[2]
+        warmup = total if all_warmup else usual
         _forwards_then_by_turns(stage_rows[rank], warmup, chunks * pp + rank, (vpp - 1 - chunks) * pp + rank)
         _forwards_then_by_turns(kind_rows[rank], warmup, forward, backward)
-        _forwards_then_by_turns(number_rows[rank], warmup, numbers, numbers)
+        _forwards_then_by_turns(number_rows[rank], warmup, microbatch_column, microbatch_column)
     return Schedule.from_columns(
         "interleaved, all warm-up" if all_warmup else "interleaved 1F1B",
         pp * vpp,

@@ -180,7 +180,7 @@ class Execution:
         key = (step.action.stage, step.action.microbatch)
         inputs, outputs = self.saved.pop(key)
         if received is None:
-            loss, weight = outputs[0], self.losses.weights.pop(step.action.microbatch, 1.0)
+            loss, weight = outputs[0], self.losses.loss_weights.pop(step.action.microbatch, 1.0)
             if self.setup.grad_scaler is not None:  # the scaler gets the weighted loss, as in Megatron
                 loss, weight = self.setup.grad_scaler(loss * weight), 1.0
             assert loss.numel() == 1, "only a scalar loss goes backward by itself"

@@ -112,7 +112,7 @@ class MicrobatchLosses:
         self._per_token, self._backward, self._non_loss = per_token, backward, non_loss
         self.reports: dict[int, Any] = {}
         """By microbatch, the metrics that the loss function gave."""
-        self.weights: dict[int, float] = {}
+        self.loss_weights: dict[int, float] = {}
         """By microbatch, the weight of its loss on the way backward; 1 where it has none here."""
 
     def loss(self, microbatch: int, output: Any, loss_func: Callable[..., Any] | None) -> Any:
@@ -140,12 +140,12 @@ class MicrobatchLosses:
             self.num_tokens += tokens.to(self.num_tokens)
             if self._per_token:
                 return loss
-            self.weights[microbatch] = 1 / self._count
+            self.loss_weights[microbatch] = 1 / self._count
             return self._mean(loss, tokens)
         if self._per_token:
             raise ValueError("calculate_per_token_loss needs a loss function that returns (sum, tokens, metrics)")
         loss, self.reports[microbatch] = returned
-        self.weights[microbatch] = self._cp.size / self._count
+        self.loss_weights[microbatch] = self._cp.size / self._count
         return loss
 
     def _mean(self, loss_sum: Any, tokens: Any) -> Any:

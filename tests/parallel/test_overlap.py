@@ -15,7 +15,7 @@ from torch import Tensor
 
 from labkit.events import Event, recording
 from labkit.parallel import Group, collectives, delayed, layers
-from labkit.parallel.communication import collective_backends as transport
+from labkit.parallel.communication import collective_backends as backends
 from labkit.parallel.layers import ColumnParallelLinear
 
 COLLECTIVE, GEMM = 0.020, 0.030
@@ -37,7 +37,7 @@ def sleeping_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(grad_NO, x_NI, main_grad, **how)
 
     monkeypatch.setattr(layers, "weight_gradient", slow)
-    monkeypatch.setattr(transport, "all_reduce", loopback)
+    monkeypatch.setattr(backends, "all_reduce", loopback)
 
 
 def backward_seconds(collective: float) -> tuple[float, list[Event]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from labkit.events import active_recorder, observers, start_observers
 from labkit.launch import status, waiting
-from labkit.parallel.communication import collective_backends as transport
+from labkit.parallel.communication import collective_backends as backends
 from labkit.parallel.communication.capturing import GraphCaptureError, active_capture, call_site
 from labkit.parallel.groups import Group
 from labkit.parallel.ledger import book, delay_of, is_watched
@@ -61,7 +61,7 @@ class Pending:
 
     def begin(self, finish_of: Callable[[], Finish]) -> Pending:
         """Start the transfer."""
-        if transport.start_may_block(self._x):
+        if backends.start_may_block(self._x):
             with waiting(self._label):
                 self._finish = finish_of()
         else:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from labkit.parallel.collectives import recordable
-from labkit.parallel.communication import collective_backends as transport
+from labkit.parallel.communication import collective_backends as backends
 from labkit.parallel.communication.pending import Pending, start
 from labkit.parallel.groups import Group
 from labkit.parallel.ledger import backward_scope, forward_scope, is_dropped
@@ -52,9 +52,9 @@ def _gathering(x: Tensor, group: Group, sizes: list[int]) -> Pending:
 
 
 def _gather(x: Tensor, group: Group, sizes: list[int]) -> Callable[[], Tensor]:
-    if transport.on_gloo(x, group):
+    if backends.on_gloo(x, group):
         everyone = x.expand(group.size, *x.shape).flatten(0, 1)
-        return transport.all_to_all(everyone, group, sizes, [len(x)] * group.size)
+        return backends.all_to_all(everyone, group, sizes, [len(x)] * group.size)
     gathered = x.new_empty(sum(sizes), *x.shape[1:])
     work: Any = dist.all_gather(list(gathered.split(sizes)), x.contiguous(), group=group.process_group, async_op=True)
     return lambda: (work.wait(), gathered)[1]
@@ -85,8 +85,8 @@ def _scattering(x: Tensor, group: Group, sizes: list[int]) -> Pending:
 
 def _scatter(x: Tensor, group: Group, sizes: list[int]) -> Callable[[], Tensor]:
     own = sizes[group.rank]
-    if transport.on_gloo(x, group):
-        finish = transport.all_to_all(x, group, [own] * group.size, sizes)
+    if backends.on_gloo(x, group):
+        finish = backends.all_to_all(x, group, [own] * group.size, sizes)
         return lambda: _sum_in_order(finish().unflatten(0, (group.size, own)))
     part = x.new_empty(own, *x.shape[1:])
     parts = list(x.contiguous().split(sizes))
