@@ -1,4 +1,4 @@
-"""The model chunks of one rank: which stages a schedule runs on it, and what each of them holds."""
+"""The model chunks of one rank: one for each stage that the schedule runs there."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 def build_model_chunks(
     config: RunConfig, groups: ParallelGroups, schedule: Schedule | None = None, *, spec: LayerSpec = LOCAL
 ) -> list[GPTModel]:
-    """The model chunks of this rank: the stages that `schedule` runs on it, in their order.
+    """Build the model chunks of this rank: the stages that `schedule` runs here, in their order.
 
-    schedule: where stages are; None means the one that `config.schedule` names.
-    spec: parts of the layers and the precision of their products; a config with fp8 or Transformer Engine needs
+    schedule: places stages on ranks; None takes the schedule that `config.schedule` names.
+    spec: parts of the layers and the precision of their products. A config with fp8 or Transformer Engine needs
         `labkit.train.layer_spec(config.model, config.optim)`, which `pretrain` gives.
 
-    Where first and last stage are both on this rank (a V), they share one weight: it is the first chunk's parameter,
-    and the last only refers to it. Its gradient is complete when the backwards of both stages are, weight gradients
-    included.
+    Under a V schedule the first and the last stage are on one rank and share the tied weight. The weight is a parameter
+    of the first chunk, and the last chunk refers to the same tensor. Its gradient is complete after the backwards of
+    both stages, weight gradients included.
 
     Raises:
-        ValueError: layers that the stages do not divide, a schedule of another pipeline, or tied weights on two ranks
-            that `groups.embd` does not join.
+        ValueError: the stages do not divide the layers, the schedule is for another number of pipeline ranks, or tied
+            weights lie on two ranks that `groups.embd` does not join.
     """
     if config.optim.fp8 != "none" and spec is LOCAL:
         raise ValueError(
@@ -73,7 +73,7 @@ def build_model_chunks(
 
 
 def _check_embedding_group(schedule: Schedule, groups: ParallelGroups) -> None:
-    """The ranks of first and last stage must be able to sum their gradients of the tied weight."""
+    """Raise ValueError if first and last stage are on two ranks that `embd` does not join for the tied weight."""
     ends = sorted({schedule.placement(0), schedule.placement(schedule.num_stages - 1)})
     ranks = tuple(groups.pp.ranks[end] for end in ends)
     if len(ranks) > 1 and groups.rank in ranks and groups.embd.ranks != ranks:

@@ -3,15 +3,15 @@
 The schedule places a stage on a rank (`Schedule.placement`). The number of a stage alone decides its layers, so any
 placement trains the same model.
 
-The costs are equal to measured ones, and tests hold them to that: parameters exactly, in every layout; operations
-exactly against torch's counter; messages exactly against the ledger. Saved activations: `activation_bytes.py`.
+Each cost equals a measured one. Tests compare parameters with the built model's in every layout, operations with
+torch's counter and messages with the ledger. `activation_bytes.py` has the saved activations.
 
-In a layer with experts, routing decides which experts work for a token, not how many: k. So its operations and the
-sum of its messages are known beforehand, as long as no capacity drops or pads.
+In a layer with experts, the router chooses k experts for each token. k is fixed, so operations and the sum of messages
+are known before routing, unless a capacity drops or pads tokens.
 
-Notation: S sequence, B samples, H hidden, F ffn_hidden, V vocabulary, L layers, D = H / heads; t tensor-parallel size;
-E experts, k of them for a token; G width of an expert.
-An operation is one addition or one multiplication, so a GEMM [m, k] x [k, n] has 2 m k n.
+Notation: S sequence, B samples, H hidden, F ffn_hidden, V vocabulary, L layers, D = H / heads. t is the tensor-parallel
+size, E the number of experts, k those for a token, G the width of an expert. An operation is one addition or one
+multiplication, so a GEMM [m, k] x [k, n] has 2 m k n.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ DENSE = MoEConfig()
 
 @dataclass(frozen=True, slots=True)
 class StageContents:
-    """What one stage holds."""
+    """The parts of the model on one stage."""
 
     layers: range
-    """Global indices of its transformer layers; none in a standalone embedding or loss stage or an empty one."""
+    """Global indices of its transformer layers; empty for a stage without layers."""
     embedding: bool
-    """Whether it embeds tokens (the first stage)."""
+    """True on the stage that embeds tokens (the first)."""
     loss: bool
-    """Whether it holds the final norm, the output layer and the loss (the last stage)."""
+    """True on the stage with the final norm, the output layer and the loss (the last)."""
 
 
 def stage_contents(config: RunConfig, num_stages: int) -> list[StageContents]:
-    """Every stage of `config.model` over `num_stages` stages: as `parallel.pipeline_layout` says, else equal shares.
+    """Return the contents of every stage: as `parallel.pipeline_layout` says, else equal shares of the layers.
 
     Raises:
-        ValueError: layers that the stages do not divide, or a text for other numbers of stages or layers.
+        ValueError: the stages do not divide the layers, or `pipeline_layout` has other numbers of stages or layers.
     """
     layers, parallel = config.model.layers, config.parallel
     if parallel.pipeline_layout is not None:
@@ -74,7 +74,7 @@ def _from_text(text: str, num_layers: int, num_stages: int) -> list[StageContent
 
 
 def _equal_share(num_layers: int, stage: int, num_stages: int, standalone_embedding_stage: bool) -> range:
-    """Layers of `stage`: s L / S .. (s + 1) L / S; without the first stage where it holds the embedding alone."""
+    """Layers s L / S to (s + 1) L / S of stage s of S. A standalone embedding stage has none and is not counted."""
     if standalone_embedding_stage:
         if num_stages == 1:
             raise ValueError("standalone_embedding_stage needs a second stage; with one no rank is left for layers")
@@ -99,13 +99,13 @@ def stage_layers(
     chunk: int = 0,
     standalone_embedding_stage: bool = False,
 ) -> range:
-    """Global indices of the layers of chunk `chunk` on pipeline rank `pp_rank` under looped placement.
+    """Return the global indices of the layers of chunk `chunk` on pipeline rank `pp_rank` under looped placement.
 
-    Chunk v of rank r is stage v P + r, whose equal share starts at layer v (L / V) + r L / (P V): a microbatch meets
-    the layers in order when it visits all ranks once for chunk 0, then once for chunk 1, and so on.
+    Chunk v of rank r is stage v P + r. Its equal share starts at layer v (L / V) + r L / (P V). So a microbatch meets
+    the layers in order when it visits all ranks for chunk 0, then all ranks for chunk 1, and so on.
 
     Raises:
-        ValueError: layers that do not divide evenly, or a rank or chunk that does not exist.
+        ValueError: the stages do not divide the layers, or the rank or the chunk does not exist.
     """
     if not 0 <= pp_rank < pp or not 0 <= chunk < vpp:
         raise ValueError(
@@ -118,7 +118,7 @@ def stage_layers(
 
 
 def kv_width(model: ModelConfig, tp: int = 1) -> int:
-    """Columns of the keys (or of the values) on one rank: kv_heads x D / t, and D where heads are fewer than ranks."""
+    """Columns of the keys (or of the values) on one rank: kv_heads x D / t, but at least D, one head."""
     return max(1, (model.kv_heads or model.heads) // tp) * (model.hidden // model.heads)
 
 
@@ -128,27 +128,27 @@ def qkv_width(model: ModelConfig, tp: int = 1) -> int:
 
 
 def ffn_width(model: ModelConfig) -> int:
-    """F."""
+    """F, the width inside the MLP; 4H by default."""
     return model.ffn_hidden or 4 * model.hidden
 
 
 def fc1_width(model: ModelConfig) -> int:
-    """Columns of the first matrix of the MLP: F, or 2F where a gate stands beside them."""
+    """Columns of the first matrix of the MLP: F, or 2F with the gate of SwiGLU."""
     return ffn_width(model) * gate_and_up(model)
 
 
 def gate_and_up(model: ModelConfig) -> int:
-    """2 where a gate stands beside the columns of the first matrix of an MLP or expert, else 1."""
+    """2 for SwiGLU, whose gate doubles the columns of the first matrix of an MLP or expert; else 1."""
     return 2 if model.activation == "swiglu" else 1
 
 
 def expert_width(model: ModelConfig, moe: MoEConfig) -> int:
-    """G."""
+    """G, the width inside an expert; F by default."""
     return moe.ffn_hidden or ffn_width(model)
 
 
 def moe_layers(model: ModelConfig, moe: MoEConfig, layers: int | range | None = None) -> int:
-    """How many of `layers` have experts: of those in a range, of the first so many, or of all."""
+    """Number of layers with experts among `layers`: a range of indices, the first so many, or all (None)."""
     return sum(map(moe.is_moe_layer, _indices(model, layers)))
 
 
@@ -168,30 +168,32 @@ def padded_vocab(model: ModelConfig, tp: int = 1) -> int:
 
 
 def norm_parameters(model: ModelConfig) -> int:
-    """Of one norm: a weight per feature, and a bias for LayerNorm."""
+    """Parameters of one norm: a weight per feature, and a bias for LayerNorm."""
     return model.hidden * (2 if model.norm == "layernorm" else 1)
 
 
 def attention_parameters(model: ModelConfig, tp: int = 1) -> int:
-    """Of qkv and proj on one rank: column-parallel layers divide weight and bias by t, row-parallel ones the weight."""
+    """Parameters of qkv and proj on one rank: qkv (column-parallel) divides weight and bias by t, proj the weight."""
     h = model.hidden
     return qkv_width(model, tp) * (h + model.bias) + h * h // tp + h * model.bias
 
 
 def mlp_parameters(model: ModelConfig, tp: int = 1) -> int:
-    """Of fc1 and fc2 on one rank."""
+    """Parameters of fc1 and fc2 on one rank."""
     h = model.hidden
     return (fc1_width(model) * (h + model.bias) + ffn_width(model) * h) // tp + h * model.bias
 
 
 def expert_parameters(model: ModelConfig, moe: MoEConfig) -> int:
-    """Of one expert: H G (gate_and_up + 1)."""
+    """Parameters of one expert: H G (gate_and_up + 1)."""
     return model.hidden * expert_width(model, moe) * (gate_and_up(model) + 1)
 
 
 def moe_parameters(model: ModelConfig, moe: MoEConfig, *, tp: int = 1, ep: int = 1, etp: int = 1) -> int:
-    """Of router, experts and shared experts of one layer on one rank: H E, whole; E / ep experts cut over etp; shared
-    ones cut over t, with a gate of H, whole."""
+    """Parameters of router, experts and shared experts of one layer on one rank.
+
+    Router (H E) and shared gate (H) are whole. A rank has E / ep experts cut over etp, and shared experts cut over t.
+    """
     shared = model.hidden * (moe.shared_expert_ffn_hidden or 0) * (gate_and_up(model) + 1) // tp
     gate = model.hidden if moe.shared_expert_gate else 0
     experts = moe.num_experts // ep * expert_parameters(model, moe) // etp
@@ -201,7 +203,7 @@ def moe_parameters(model: ModelConfig, moe: MoEConfig, *, tp: int = 1, ep: int =
 def layer_parameters(
     model: ModelConfig, tp: int = 1, *, moe: MoEConfig = DENSE, index: int = 0, ep: int = 1, etp: int = 1
 ) -> int:
-    """Of transformer layer `index` on one rank; norms are whole everywhere."""
+    """Parameters of transformer layer `index` on one rank; each rank has the whole norms."""
     mlp = moe_parameters(model, moe, tp=tp, ep=ep, etp=etp) if moe.is_moe_layer(index) else mlp_parameters(model, tp)
     return attention_parameters(model, tp) + mlp + 2 * norm_parameters(model)
 
@@ -217,10 +219,10 @@ def stage_parameters(
     ep: int = 1,
     etp: int = 1,
 ) -> int:
-    """Of one model chunk on one rank, padding included, as `GPTModel(...).parameters()` holds them.
+    """Parameters of one model chunk on one rank, padding included, as in `GPTModel(...).parameters()`.
 
-    `layers` are their indices in the model, or how many the first ones are. A last stage that is not also the first has
-    an output weight of its own: untied, or the tied weight's second copy.
+    `layers` are indices in the model, or the number of first layers. A last stage that is not also the first has an
+    output weight of its own: untied, or the second copy of the tied weight.
     """
     table = padded_vocab(model, tp) // tp * model.hidden
     indices = _indices(model, layers)
@@ -235,7 +237,7 @@ def stage_parameters(
 
 
 def model_parameters(model: ModelConfig, moe: MoEConfig = DENSE) -> int:
-    """Of the whole model without padding and with tied weights counted once: the number that names it."""
+    """Parameters of the whole model without padding, tied weights counted once: the number in a model's name."""
     unpadded = model.vocab_size * model.hidden * (2 if model.untie_embeddings_and_output_weights else 1)
     positions = model.seq_length * model.hidden if model.position == "learned" else 0
     layers = sum(layer_parameters(model, moe=moe, index=index) for index in range(model.layers))
@@ -243,15 +245,15 @@ def model_parameters(model: ModelConfig, moe: MoEConfig = DENSE) -> int:
 
 
 def active_parameters(model: ModelConfig, moe: MoEConfig = DENSE) -> int:
-    """Those of them that work for one token: k experts of a layer's E, and all that is no expert's."""
+    """Parameters that work for one token: k experts of each layer with experts, and all that belongs to no expert."""
     idle = (moe.num_experts - moe.top_k) * moe_layers(model, moe)
     return model_parameters(model, moe) - idle * expert_parameters(model, moe)
 
 
 def rank_parameters(config: RunConfig, *, pp_rank: int = 0, schedule: Schedule | None = None) -> int:
-    """Of all chunks of pipeline rank `pp_rank` under `schedule`; None means the one that the config names.
+    """Parameters of all chunks of pipeline rank `pp_rank` under `schedule`; None takes the configured schedule.
 
-    Where first and last stage are on one rank, the tied weight is there once.
+    A rank with both the first and the last stage has the tied weight once.
     """
     parallel, model = config.parallel, config.model
     if schedule is None:
@@ -284,24 +286,24 @@ def rank_parameters(config: RunConfig, *, pp_rank: int = 0, schedule: Schedule |
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations of the GEMMs of a pass; norms, activations and softmax are not counted, as is the custom."""
+    """Operations of the GEMMs of a pass. Norms, activations and softmax are not counted, as in arXiv 2104.04473."""
 
     linear: int
-    """Of the matrices that all tokens meet: attention, MLP (three matrices with a gate), router and shared experts."""
+    """GEMMs with the weights that all tokens meet: attention, MLP, router and shared experts."""
     attention: int
-    """q k^T and probabilities x v."""
+    """The two products q k^T and probabilities x v."""
     logits: int
-    """Of the output layer."""
+    """The GEMM of the output layer."""
     experts: int = 0
-    """Of the routed experts, k for each token."""
+    """GEMMs of the routed experts, k for each token."""
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of all four."""
         return self.linear + self.attention + self.logits + self.experts
 
     def times(self, factor: int) -> Flops:
-        """`factor` such passes."""
+        """Operations of `factor` such passes."""
         return Flops(self.linear * factor, self.attention * factor, self.logits * factor, self.experts * factor)
 
 
@@ -314,16 +316,16 @@ def forward_flops(
     logits: bool = True,
     moe: MoEConfig = DENSE,
 ) -> Flops:
-    """One forward pass of `samples` whole sequences.
+    """Operations of one forward pass of `samples` whole sequences.
 
     Args:
-        model: the shape.
-        samples: sequences.
-        causal: count only the pairs a causal mask leaves, S (S + 1) / 2 a head, which is the least that must be
-            computed. False counts all S^2, as the literature and torch's counter do.
-        layers: of a part of the model: indices, or how many the first ones are; None means all.
-        logits: whether the output layer is in it (its real columns; padding takes no part in the loss).
-        moe: which layers have experts. Every token meets k of them: a capacity that drops or pads is not considered.
+        model: shape of the model.
+        samples: number of sequences.
+        causal: count only the S (S + 1) / 2 pairs a head that a causal mask leaves. False counts all S^2, as arXiv
+            2104.04473 and torch's counter do.
+        layers: indices of the layers to count, or the number of first layers; None counts all.
+        logits: count the output layer too, without the columns of padding.
+        moe: the experts. Every token meets k of them; a capacity that drops or pads is not considered.
     """
     tokens, h = samples * model.seq_length, model.hidden
     count = len(_indices(model, layers))
@@ -344,9 +346,11 @@ def forward_flops(
 def step_flops(
     model: ModelConfig, *, samples: int = 1, causal: bool = False, recompute: bool = False, moe: MoEConfig = DENSE
 ) -> Flops:
-    """Forward and backward of `samples` sequences: a backward GEMM costs two of the forward's, one for each operand.
+    """Operations of forward and backward of `samples` sequences.
 
-    With `recompute` (activation checkpointing of every layer) the layers run forward twice, the output layer once.
+    The backward of a GEMM is two GEMMs, one for the gradient of each operand, so a step costs three forward passes.
+
+    With `recompute` (activation checkpointing of every layer) the layers run forward twice and the output layer once.
     """
     once = forward_flops(model, samples=samples, causal=causal, moe=moe)
     total = once.times(3)
@@ -358,10 +362,10 @@ def step_flops(
 
 
 def paper_step_flops(model: ModelConfig, *, samples: int = 1, recompute: bool = True) -> float:
-    """The formula of arXiv 2104.04473, section 5.1: 96 B S L H^2 (1 + S / 6H + V / 16LH).
+    """Operations of a step by arXiv 2104.04473, section 5.1: 96 B S L H^2 (1 + S / 6H + V / 16LH).
 
-    It assumes F = 4H, as many key/value heads as heads, full attention, and recomputation of every layer; without it
-    the factors are 72, 6 and 12. For such models it equals `step_flops`.
+    The formula assumes F = 4H, as many key/value heads as heads, full attention, and recomputation of every layer.
+    Without recomputation the factors are 72, 6 and 12. For such models the formula equals `step_flops`.
     """
     s, h, v, layers = model.seq_length, model.hidden, model.vocab_size, model.layers
     factor, logits = (96, 16) if recompute else (72, 12)
@@ -372,9 +376,10 @@ def paper_step_flops(model: ModelConfig, *, samples: int = 1, recompute: bool = 
 
 
 def layer_communication_bytes(model: ModelConfig, *, samples: int = 1, tp: int = 2, element_bytes: int = 4) -> int:
-    """Payload of the tensor-parallel all-reduces of one layer, forward and backward: 4 of S B H elements; 0 at t = 1.
+    """Payload of the four tensor-parallel all-reduces of a layer, forward and backward: S B H elements each; 0 at t =
+    1.
 
-    On the wire a ring all-reduce moves 2 (t - 1) / t of it out of each rank.
+    A ring all-reduce sends 2 (t - 1) / t of the payload out of each rank.
     """
     return 4 * samples * model.seq_length * model.hidden * element_bytes if tp > 1 else 0
 
@@ -382,12 +387,12 @@ def layer_communication_bytes(model: ModelConfig, *, samples: int = 1, tp: int =
 def layer_all_to_all_bytes(
     model: ModelConfig, moe: MoEConfig, *, tokens: int, ep: int, element_bytes: int = 4, weight_bytes: int = 4
 ) -> int:
-    """Payload of the all-to-alls of one layer, forward and backward, of a rank with `tokens` tokens; 0 at ep = 1.
+    """Payload of the all-to-alls of one layer, forward and backward, on a rank with `tokens` tokens; 0 at ep = 1.
 
-    Each token leaves k times as a row of H with its weight, and comes back k times as a row of H; gradients travel the
-    same ways. What a rank puts in on the way back is what it received, so the number is the mean over the ranks of
-    `ep`; how much of it stays where it is, the routing decides (`labkit.moe.dispatch.traffic`).
+    Each token leaves k times as a row of H with its weight, and comes back k times as a row of H. Gradients travel the
+    same ways. A rank returns the rows that it received, so the number is the mean over the ranks of `ep`. The routing
+    decides how much of the payload stays on its rank (`labkit.moe.dispatch.traffic`).
 
-    element_bytes: of an activation. weight_bytes: of a routing weight, which is made in float32 or wider.
+    `element_bytes` is the size of an activation, `weight_bytes` that of a routing weight (float32 or wider).
     """
     return 2 * tokens * moe.top_k * (2 * model.hidden * element_bytes + weight_bytes) if ep > 1 else 0

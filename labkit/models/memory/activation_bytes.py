@@ -1,10 +1,9 @@
 """Bytes that a forward keeps for its backward, in closed form, tensor by tensor. Numbers only, no torch.
 
-arXiv 2205.05198 counts, for a GPT-2 layer with 16-bit activations and dropout, s b h (34 + 5 a s / h) bytes. Here is
-the same account for any type, with or without dropout, for a gate (SwiGLU), rotary positions and grouped queries, with
-every form of recomputation, and it is held against measurement (`SavedTensors`) to 1%. Functions that take `moe` count
-a layer with experts where it is given. s = sequence, b = samples, h = hidden, a = heads,
-t = tensor-parallel size.
+arXiv 2205.05198 counts s b h (34 + 5 a s / h) bytes for a GPT-2 layer with 16-bit activations and dropout. This file
+has the same account for any type, with or without dropout, SwiGLU, rotary positions, grouped queries and recomputation.
+Tests compare the numbers with measured ones (`SavedTensors`), to 1%. Functions with an argument `moe` count a layer
+with experts if `moe` is given. s = sequence, b = samples, h = hidden, a = heads, t = tensor-parallel size.
 
 | per layer and rank           | no recomputation               | selective (core attention) | full        |
 |------------------------------|--------------------------------|----------------------------|-------------|
@@ -12,12 +11,12 @@ t = tensor-parallel size.
 | tensor parallel              | s b h (10 + 24/t + 5 a s / ht) | s b h (10 + 24/t)          | 2 s b h     |
 | tensor and sequence parallel | s b h / t (34 + 5 a s / h)     | 34 s b h / t               | 2 s b h / t |
 
-The 5 a s / h are probabilities, their mask and what is left of them; a fused attention kernel keeps none of these. On a
-CPU it has no dropout: torch then takes the operations one by one and keeps three such maps.
+The term 5 a s / h counts the probabilities, their dropout mask and the probabilities after dropout. A fused attention
+kernel keeps none of them. On a CPU torch has no fused kernel with dropout: it then keeps three maps of probabilities.
 
-The experts of a layer keep the tensors below, where they are grouped and have a gate. T are the tokens of a rank, k the
-experts of a token, R the rows that the rank's experts work on (T k in the mean over ranks, times etp), h hidden, g the
-width of an expert, e the bytes of an element:
+Grouped experts with a gate keep the tensors below. T are the tokens of a rank, k the experts of a token, g the width of
+an expert, e the bytes of an element. R are the rows that the rank's experts work on: T k in the mean over ranks, times
+etp.
 
 | tensor                              | bytes              |
 |-------------------------------------|--------------------|
@@ -28,8 +27,8 @@ width of an expert, e the bytes of an element:
 | weights, and places of rows         | R w + 16 T k       |
 | scores and choice                   | T E (w + 1)        |
 
-and what shared experts keep, which are an MLP. A routing moves R from rank to rank, and only its mean is known before.
-w is 4, or more with a wider router.
+Shared experts keep as much as an MLP. R differs from rank to rank, and only its mean is known before routing. w is the
+bytes of a routing weight: 4, or more with a wider router.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ if TYPE_CHECKING:
 
 
 INDEX_BYTES = 8
-"""Of the place of a row."""
+"""Bytes of the place of a row."""
 
 
 def moe_saved(model: ModelConfig, moe: MoEConfig, share: Share) -> dict[str, int]:
-    """Tensor -> bytes kept behind the norm of a layer with experts when nothing is recomputed, in order of the forward.
+    """Tensor -> bytes that experts keep after the layer's second norm without recomputation, in order of the forward.
 
     Raises:
-        ValueError: a capacity without padding, which leaves a number of rows that only routing tells.
+        ValueError: a capacity without padding, because only the routing then decides the number of rows.
     """
     tokens, e, h = share.tokens_between(model), share.element_bytes, model.hidden
     sent, rows = _rows(moe, share, tokens)
@@ -84,7 +83,7 @@ def moe_saved(model: ModelConfig, moe: MoEConfig, share: Share) -> dict[str, int
 
 
 def _rows(moe: MoEConfig, share: Share, tokens: int) -> tuple[int, int]:
-    """Rows that leave this rank, and rows that its experts work on."""
+    """Number of rows that leave this rank, and of rows that its experts work on."""
     if moe.pad_to_capacity:
         assert moe.capacity_factor is not None
         capacity = min(math.ceil(tokens * moe.top_k / moe.num_experts * moe.capacity_factor), tokens)
@@ -99,12 +98,12 @@ def _rows(moe: MoEConfig, share: Share, tokens: int) -> tuple[int, int]:
 
 
 def _router_bytes(moe: MoEConfig, share: Share) -> int:
-    """Of a weight that leaves the router."""
+    """Bytes of one routing weight."""
     return max({"fp32": 4, "fp64": 8}.get(moe.router_dtype, 0), share.element_bytes)
 
 
 def _router(moe: MoEConfig, share: Share, tokens: int) -> int:
-    """Scores and choice, and what losses and a capacity add; T E elements each, or T for sums over experts."""
+    """Bytes of scores, choice, and what losses and a capacity add: T E elements each, or T for sums over experts."""
     wide, experts = max(_router_bytes(moe, share), 4), moe.num_experts
     sinkhorn = moe.load_balancing == "sinkhorn"
     summed = moe.score_function == "sigmoid" and not sinkhorn  # sigmoids are divided by their sum
@@ -120,14 +119,14 @@ def _router(moe: MoEConfig, share: Share, tokens: int) -> int:
 
 
 def _counts(moe: MoEConfig, share: Share, wide: int) -> int:
-    """Tokens of each expert, by which the load-balancing loss multiplies."""
+    """Bytes of the tokens per expert, by which the load-balancing loss multiplies."""
     if not (moe.load_balancing.endswith("aux_loss") and moe.aux_loss_coeff):
         return 0
     return moe.num_experts * wide * (share.samples if moe.load_balancing == "seq_aux_loss" else 1)
 
 
 def _expert_activation(model: ModelConfig, moe: MoEConfig, inner: int, e: int) -> int:
-    """A row of what fc1 makes and of what the weight of the row multiplies. Grouped SwiGLU makes the second again."""
+    """Bytes of one row of fc1's output and of the activation's output. Grouped SwiGLU recomputes its output."""
     gated = gate_and_up(model) == 2
     if gated and moe.grouped_gemm:
         return 2 * inner * e
@@ -135,7 +134,7 @@ def _expert_activation(model: ModelConfig, moe: MoEConfig, inner: int, e: int) -
 
 
 def _shared_experts(model: ModelConfig, moe: MoEConfig, share: Share) -> dict[str, int]:
-    """The input is the layer's, unless it is gathered ahead for the overlap."""
+    """Tensor -> bytes of the shared experts. Their input is the layer's, unless the overlap gathers it ahead."""
     width = moe.shared_expert_ffn_hidden
     if width is None:
         return {}
@@ -151,7 +150,7 @@ def _shared_experts(model: ModelConfig, moe: MoEConfig, share: Share) -> dict[st
 
 
 def moe_kept(saved: dict[str, int], model: ModelConfig, share: Share, modules: tuple[str, ...]) -> dict[str, int]:
-    """`saved`, of a whole layer, without what the selected parts of its experts throw away."""
+    """Return `saved` of a whole layer without the tensors that recomputation of `modules` drops."""
     if "moe" in modules:
         behind = ("mlp shared", "mlp router", "mlp permutation", "mlp experts")
         saved = {name: 0 if name.startswith(behind) else size for name, size in saved.items()}
@@ -163,24 +162,24 @@ def moe_kept(saved: dict[str, int], model: ModelConfig, share: Share, modules: t
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one rank computes of a layer, and in which type."""
+    """The part of a layer that one rank computes, and the type of its activations."""
 
     samples: int = 1
-    """Of a microbatch."""
+    """Samples of a microbatch."""
     tp: int = 1
     """Tensor-parallel size."""
     cp: int = 1
     """Context-parallel size: a rank holds 1/cp of the sequence, and its attention keeps no probabilities."""
     sequence_parallel: bool = False
-    """Between tensor-parallel regions a rank holds 1/tp of the sequence."""
+    """If true, a rank holds 1/tp of the sequence between tensor-parallel regions."""
     etp: int = 1
     """Tensor-parallel size inside experts."""
     expert_rows: int | None = None
     """Rows (tokens x experts) that this rank's experts work on in a layer; None is the mean over ranks."""
     element_bytes: int = 4
-    """Of an activation."""
+    """Bytes of one element of an activation."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where it runs: norms and attention dropout keep different tensors. `cuda` follows its kernels' documentation."""
+    """Norms and attention dropout keep other tensors on a GPU. `cuda` follows the kernels' documentation."""
 
     def tokens(self, model: ModelConfig) -> int:
         """Positions of all samples inside tensor-parallel regions."""
@@ -192,14 +191,14 @@ class Share:
 
     @property
     def wide(self) -> int:
-        """Bytes of a number that a kernel keeps in float32 at least."""
+        """Bytes of an element that a kernel keeps in float32 or wider."""
         return max(self.element_bytes, 4)
 
 
 def layer_saved(model: ModelConfig, share: Share, moe: MoEConfig | None = None) -> dict[str, int]:
-    """Tensor -> bytes that one layer keeps when nothing is recomputed, in the order of the forward.
+    """Tensor -> bytes that one layer keeps without recomputation, in the order of the forward.
 
-    Names begin with what part of the layer they belong to: `attention` or `mlp`.
+    A name begins with its part of the layer: `attention` or `mlp`.
     """
     inside, outside = share.tokens(model), share.tokens_between(model)
     mask = outside * model.hidden if model.hidden_dropout else 0
@@ -226,7 +225,7 @@ def _mlp(model: ModelConfig, share: Share) -> dict[str, int]:
 
 
 def _norm_bytes(model: ModelConfig, share: Share) -> int:
-    """A norm's input with mean and deviation; torch's RMSNorm on a CPU keeps its input twice, in float32."""
+    """Bytes of a norm's input, mean and deviation. Torch's RMSNorm on a CPU keeps its input twice, in float32."""
     tokens, e = share.tokens_between(model), share.element_bytes
     on_gpu = share.device == "cuda"
     if model.norm == "layernorm":
@@ -235,7 +234,7 @@ def _norm_bytes(model: ModelConfig, share: Share) -> int:
 
 
 def _core_attention(model: ModelConfig, share: Share) -> dict[str, int]:
-    """q, k, v, and what the way from them to the attention's output keeps."""
+    """Tensor -> bytes of q, k, v and of the tensors between them and the attention's output."""
     tokens, e, t, h = share.tokens(model), share.element_bytes, share.tp, model.hidden
     grouped = kv_width(model, t) < h // t
     qkv, repeated = tokens * qkv_width(model, t) * e, tokens * 3 * h // t * e
@@ -259,7 +258,7 @@ PARTS = {
     "inside the MLP": ("mlp activation input", "mlp fc2 input"),
     "dropout masks": ("attention dropout mask", "mlp dropout mask"),
 }
-"""What the tensors of `layer_saved` are, in words."""
+"""Part of a layer in words -> names of its tensors in `layer_saved`."""
 
 MOE_PARTS = {
     "inputs of norms": PARTS["inputs of norms"],
@@ -276,12 +275,11 @@ MOE_PARTS = {
     "routing": ("mlp router jitter", "mlp router scores", "mlp permutation"),
     "dropout masks": PARTS["dropout masks"],
 }
-"""The same of a layer with experts."""
+"""`PARTS` of a layer with experts."""
 
 
 def layer_parts(model: ModelConfig, share: Share, moe: MoEConfig | None = None) -> dict[str, int]:
-    """Part (`PARTS`, with experts `MOE_PARTS`) -> bytes that one layer keeps, recomputed as `model` says, `full` layer
-    by layer included."""
+    """Part (`PARTS`, with experts `MOE_PARTS`) -> bytes that one layer keeps, recomputed as `model` says."""
     if model.recompute_granularity == "full":
         return {"inputs of norms": layer_input_bytes(model, share)}
     saved, parts = _kept(model, share, moe), PARTS if moe is None else MOE_PARTS
@@ -289,12 +287,12 @@ def layer_parts(model: ModelConfig, share: Share, moe: MoEConfig | None = None) 
 
 
 def layer_activation_bytes(model: ModelConfig, share: Share | None = None, moe: MoEConfig | None = None) -> int:
-    """Bytes that one layer keeps, with `selective` recomputation as `model` says; `full` keeps layer_input_bytes."""
+    """Bytes that one layer keeps with `model`'s selective recomputation; full: see `layer_input_bytes`."""
     return sum(_kept(model, share or Share(), moe).values())
 
 
 def _kept(model: ModelConfig, share: Share, moe: MoEConfig | None = None) -> dict[str, int]:
-    """`layer_saved` without what the selected parts throw away."""
+    """Return `layer_saved` without the tensors that selective recomputation drops."""
     saved = layer_saved(model, share, moe)
     modules = model.recompute_modules if model.recompute_granularity == "selective" else ()
     if "core_attn" in modules:
@@ -311,16 +309,16 @@ def _kept(model: ModelConfig, share: Share, moe: MoEConfig | None = None) -> dic
 
 
 def layer_input_bytes(model: ModelConfig, share: Share) -> int:
-    """What a fully recomputed layer keeps."""
+    """Bytes that a fully recomputed layer keeps: its input."""
     return share.tokens_between(model) * model.hidden * share.element_bytes
 
 
 def layers_activation_bytes(
     model: ModelConfig, share: Share, layers: int | range | None = None, moe: MoEConfig = DENSE
 ) -> int:
-    """Bytes that layers of one chunk keep for a microbatch, recomputed as `model` says.
+    """Bytes that the layers of one chunk keep for a microbatch, recomputed as `model` says.
 
-    layers: their indices in the model, or how many the first ones are; None is all.
+    layers: indices in the model, or the number of first layers; None takes all.
     """
     each = _bytes_of(model, share, layers, moe)
     if model.recompute_granularity != "full":
@@ -340,8 +338,8 @@ def _bytes_of(model: ModelConfig, share: Share, layers: int | range | None, moe:
 def recomputed_at_once_bytes(
     model: ModelConfig, share: Share, layers: int | range | None = None, moe: MoEConfig = DENSE
 ) -> int:
-    """What stands beside it while a piece is computed again: all that full recomputation dropped of the largest one.
-    `layers` as in `layers_activation_bytes`."""
+    """Bytes that full recomputation adds while a backward recomputes its largest piece: all that the piece dropped.
+    `layers` is as in `layers_activation_bytes`."""
     if model.recompute_granularity != "full":
         return 0
     each, together = _bytes_of(model, share, layers, moe), model.recompute_num_layers
@@ -362,11 +360,11 @@ def end_activation_bytes(
     pre_process: bool = True,
     post_process: bool = True,
 ) -> int:
-    """What embedding and loss keep for a microbatch on rank `tp_rank` of the tensor-parallel group.
+    """Bytes that embedding and loss keep for a microbatch on rank `tp_rank` of the tensor-parallel group.
 
-    The embedding keeps its ids (8 bytes), the mask of foreign ones where t > 1, and that of its dropout; the last stage
-    the final norm's input and output, and per token the exponentials of this rank's real columns in float32 (float64
-    in fp64) with their scale.
+    The embedding keeps its ids (8 bytes), for t > 1 the mask of ids of other ranks, and its dropout mask. The last
+    stage keeps the final norm's input and output, and for each token the exponentials of this rank's real columns with
+    their scale. The exponentials are float32, or float64 in fp64.
     """
     share = share or Share()
     tokens, outside, total = share.tokens(model), share.tokens_between(model), 0

@@ -1,8 +1,8 @@
 """Bytes that a rank needs to train, in closed form: weights, gradients, optimizer state and activations in flight.
 
-The sum of `counts.py` (parameters), `labkit.parallel.data_parallel.bucket_layout` (bytes of each parameter) and
-`activation_bytes.py` (activations that a forward keeps), with the most microbatches that the schedule has in flight.
-Numbers only, no torch. The sum is of a rank's peak in a training step, without the memory of the process itself.
+The sum is the peak of a rank in a training step, without the memory of the process itself. `counts.py` gives the
+parameters, `labkit.parallel.data_parallel.bucket_layout` the bytes of each. `activation_bytes.py` gives the activations
+that a forward keeps, and the schedule the microbatches in flight. Numbers only, no torch.
 """
 
 from __future__ import annotations
@@ -31,27 +31,29 @@ class RankMemory:
     """Bytes of one rank at the peak of a training step."""
 
     weights: int
-    """In the model's precision."""
+    """Weights in the model's precision."""
     gradients: int
     """`main_grad`: float32 for 16-bit weights."""
     optimizer: int
-    """Adam's two moments, and for 16-bit weights their float32 masters; a part of them if they are sharded."""
+    """Adam's two moments, and float32 masters of 16-bit weights; a rank's share of both if they are sharded."""
     activations: int
-    """What forwards keep for their backwards, of all microbatches in flight, and what one backward has beside it."""
+    """Tensors that forwards keep for all microbatches in flight, and the temporaries of one backward."""
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of the four."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
 def rank_memory(
     config: RunConfig, world_size: int, schedule: Schedule, pp_rank: int = 0, device: Literal["cpu", "cuda"] = "cpu"
 ) -> RankMemory:
-    """Of a rank at place `pp_rank` of the pipeline. The formula takes the mean load of experts; padding of buffers,
-    messages under way and the text are left out.
+    """Return the bytes of a rank at place `pp_rank` of the pipeline.
 
-    schedule: what the run executes, such as `labkit.train.preflight.schedule_of(config, world_size)`.
+    The formula takes the mean load of experts. It leaves out padding of buffers, messages under way and the training
+    text.
+
+    schedule: the schedule of the run, such as `labkit.train.preflight.schedule_of(config, world_size)`.
     """
     weights, gradients, optimizer = _state(config, world_size, schedule, pp_rank)
     activations = _activations(config, schedule, pp_rank, device)
@@ -61,7 +63,7 @@ def rank_memory(
 
 
 def _state(config: RunConfig, world_size: int, schedule: Schedule, pp_rank: int) -> tuple[int, int, int]:
-    """Weights, gradients and optimizer state. Experts are shared by edp ranks, everything else by dp x cp."""
+    """Bytes of weights, gradients and optimizer state. edp ranks share experts; dp x cp ranks share everything else."""
     parallel, optim, precision = config.parallel, config.optim, config.optim.precision
     etp = parallel.tp if parallel.etp is None else parallel.etp
     experts = _expert_parameters(config, schedule, pp_rank, etp)
@@ -83,8 +85,10 @@ def _state(config: RunConfig, world_size: int, schedule: Schedule, pp_rank: int)
 
 
 def _scattered_copy(config: RunConfig, world_size: int, gradients: int) -> int:
-    """Of the gradients of a bucket, which gloo copies to reduce-scatter them. The first bucket closes late in a
-    backward, when few activations are left, so the copy is not added to their peak."""
+    """Bytes of a bucket's gradients, which gloo copies for the reduce-scatter.
+
+    The first bucket closes late in a backward, when few activations are left, so the copy is not added to their peak.
+    """
     replicas, optim = config.data_parallel_size(world_size) * config.parallel.cp, config.optim
     if replicas == 1:
         return 0
@@ -93,7 +97,7 @@ def _scattered_copy(config: RunConfig, world_size: int, gradients: int) -> int:
 
 
 def _expert_parameters(config: RunConfig, schedule: Schedule, pp_rank: int, etp: int) -> int:
-    """Of the routed experts on one rank."""
+    """Parameters of the routed experts on one rank."""
     if not config.moe.num_experts:
         return 0
     contents = stage_contents(config, schedule.num_stages)
@@ -103,7 +107,7 @@ def _expert_parameters(config: RunConfig, schedule: Schedule, pp_rank: int, etp:
 
 
 def share_of(config: RunConfig, device: Literal["cpu", "cuda"] = "cpu") -> Share:
-    """What a rank computes of a microbatch."""
+    """Return the share of each layer that a rank computes for a microbatch."""
     parallel = config.parallel
     return Share(
         samples=config.train.micro_batch_size,
@@ -117,7 +121,7 @@ def share_of(config: RunConfig, device: Literal["cpu", "cuda"] = "cpu") -> Share
 
 
 def _activations(config: RunConfig, schedule: Schedule, pp_rank: int, device: Literal["cpu", "cuda"]) -> int:
-    """The most that microbatches in flight keep on the rank, and what stands beside them in one backward."""
+    """Most bytes that microbatches in flight keep on the rank, plus the temporaries of one backward."""
     share, contents = share_of(config, device), stage_contents(config, schedule.num_stages)
     held = {stage: contents[stage] for stage in schedule.stages_of(pp_rank)}
     moe = _most_that_is_kept(config.moe)
@@ -134,7 +138,7 @@ def _activations(config: RunConfig, schedule: Schedule, pp_rank: int, device: Li
 
 
 def _most_that_is_kept(moe: MoEConfig) -> MoEConfig:
-    """Where a capacity drops without padding, only the routing tells how much is kept: at most what no capacity has."""
+    """Remove a capacity without padding: only the routing decides its bytes, at most those without a capacity."""
     return moe if moe.pad_to_capacity else replace(moe, capacity_factor=None)
 
 
@@ -143,7 +147,7 @@ def _nothing_recomputed(config: RunConfig) -> RunConfig:
 
 
 def _whole(config: RunConfig, schedule: Schedule, pp_rank: int) -> np.ndarray:
-    """Of each action of the row, 1 where its microbatch keeps everything in spite of recomputation, else 0."""
+    """1 for each action of the rank whose microbatch keeps everything in spite of recomputation, else 0."""
     count = config.model.num_microbatches_with_partial_activation_checkpoints
     row = slice(schedule.offsets[pp_rank], schedule.offsets[pp_rank + 1])
     if not count:
@@ -153,14 +157,16 @@ def _whole(config: RunConfig, schedule: Schedule, pp_rank: int) -> np.ndarray:
 
 
 def _stage_bytes(config: RunConfig, share: Share, holds: StageContents, moe: MoEConfig) -> int:
-    """What one microbatch keeps on a stage."""
+    """Bytes that one microbatch keeps on a stage."""
     layers = layers_activation_bytes(config.model, share, holds.layers, moe)
     return layers + end_activation_bytes(config.model, share, pre_process=holds.embedding, post_process=holds.loss)
 
 
 def _beside(config: RunConfig, share: Share, holds: StageContents, moe: MoEConfig) -> int:
-    """What stands beside the kept activations in the backward of a stage: a piece that is computed again, and the
-    temporaries of the widest operation, which come to three times its largest tensor (its gradients and a copy)."""
+    """Bytes of the temporaries in the backward of a stage: a recomputed piece, and the widest operation's gradients.
+
+    The widest operation needs three times its largest tensor: its gradients and a copy.
+    """
     if not holds.layers:
         return 0
     kinds = {moe.is_moe_layer(index): moe if moe.is_moe_layer(index) else None for index in holds.layers}

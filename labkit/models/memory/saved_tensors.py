@@ -1,4 +1,4 @@
-"""Bytes that autograd really keeps for backward: counted by storage, at any moment of a run."""
+"""Measure the bytes that autograd keeps for backward, by storage and at any moment of a run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.utils.hooks import RemovableHandle
 
 
 class SavedTensors:
-    """`with SavedTensors(model) as saved: loss = model(..)`, then `saved.bytes`: what the graph keeps alive now.
+    """Count the bytes that the graph keeps alive now: `with SavedTensors(model) as saved: ...`, then `saved.bytes`.
 
-    A storage counts once, however many operations keep it and however small a view they keep; parameters and buffers of
-    the models do not count. Memory that was freed meanwhile, by a backward or by `CheckpointWithoutOutput`, no longer
-    counts, so `bytes` may be read while a schedule runs. Not seen: what operations keep besides tensors for backward,
-    such as the random states of `checkpoint` (16 kB a call on the host with the three states of a model).
+    A storage counts once and whole, however many operations keep views of it. Parameters and buffers of the models do
+    not count. Memory that a backward or `CheckpointWithoutOutput` has freed no longer counts, so `bytes` may be read
+    while a schedule runs. The random states of `checkpoint` do not count either: they are no saved tensors. A model's
+    three states take 16 kB a call on the host.
     """
 
     def __init__(self, *models: nn.Module) -> None:
-        """models: whose parameters and buffers are left out, and whose modules give `by_module` its names."""
+        """models: their parameters and buffers do not count, and their modules give `by_module` its names."""
         self._models = models
         self._kept: dict[int, tuple[StorageWeakRef, str]] = {}
         self._inside: list[str] = []
@@ -62,7 +62,7 @@ class SavedTensors:
 
     @property
     def by_module(self) -> dict[str, int]:
-        """Bytes alive now, by the innermost module whose operation kept them first; "" is outside all of them."""
+        """Bytes alive now, by the innermost module whose operation kept them first; "" is outside all modules."""
         sizes: dict[str, int] = {}
         for reference, name in self._kept.values():
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)  # pyright: ignore[reportAttributeAccessIssue]
