@@ -1,6 +1,6 @@
-"""Every kind of group of a layout, as plain arrays: for the whole world, or for one rank without enumerating the world.
+"""The ranks of every group of a layout, as plain arrays: for the whole world, or for one rank alone.
 
-Nothing here talks to another process; `groups.py` turns one rank's part of this plan into process groups.
+Nothing here communicates. `groups.py` creates process groups from one rank's part of this plan.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GROUP_TOKENS: dict[str, tuple[str, str]] = {
     "tp_dp_cp": ("dense", "tp-dp-cp"),
     "mp": ("dense", "tp-pp"),
 }
-"""Kind of group -> (generator, token). `embd` and `pos_embd` are picked from `pp` by `embedding_columns`."""
+"""Kind of group -> (generator, token). `embedding_columns` picks `embd` and `pos_embd` from `pp`."""
 GROUP_KINDS = (*GROUP_TOKENS, "embd", "pos_embd")
 """All kinds, in the order in which they are created."""
 IN_LINE = "in line"
@@ -47,13 +47,13 @@ _SIZES = ("tp", "pp", "cp", "ep", "etp", "order", "rank_offset", "split_rank")
 
 
 def purpose(kind: str) -> str:
-    """Use of a group of `kind`. Groups over the same ranks share a communicator where their purpose is the same.
+    """Return the use of a group of `kind`. Groups over the same ranks share a communicator if they have the same use.
 
     All members of a communicator must issue its operations in one order: NCCL runs them in order of issue and would
     deadlock otherwise. A layer or the end of a step calls `tp`, `etp`, `tp_cp`, `tp_ep`, `tp_dp_cp`, `mp` and others in
-    line, so these kinds share. Each of the others runs beside the program: pipeline send/receive (with two stages
-    `embd` has the same ranks), the ring of `cp`, the all-to-all of `ep`, and the buckets of gradients, whose order
-    follows the backward pass.
+    program order, so these kinds share. The other kinds run concurrently with the layers, so each use has its own
+    communicator. They are pipeline send/receive, the ring of `cp`, the all-to-all of `ep`, and the buckets of
+    gradients, whose order follows the backward pass. With two stages `embd` has the ranks of `pp` but another use.
     """
     return _OWN_PURPOSE.get(kind, IN_LINE)
 
@@ -61,12 +61,12 @@ def purpose(kind: str) -> str:
 def embedding_columns(
     pp: int, split_rank: int | None = None, ends: tuple[int, int] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Pipeline positions that hold the word embedding and the position embedding.
+    """Return the pipeline positions with the word embedding, and those with the position embedding.
 
-    Word embedding: first stage, and last stage, which reuses the table as output layer; position embedding: first
-    stage. `ends` are the positions of these two stages: the first and the last where a schedule says nothing else;
-    under a V both are 0. `split_rank` is the first decoder stage of an encoder-decoder model and holds both as well.
-    Raises ValueError where one of them is no position.
+    The first stage has both embeddings. The last stage has the word embedding, which it uses as output layer. `ends`
+    are the positions of these two stages, by default 0 and pp - 1; a V schedule has both on 0. `split_rank` is the
+    first decoder stage of an encoder-decoder model and has both embeddings too. Raises ValueError for positions that do
+    not exist.
     """
     first, last = ends or (0, pp - 1)
     for end in (first, last):
@@ -98,11 +98,11 @@ def _generators(
 
 
 def all_groups(sizes: ParallelConfig | Mapping[str, object], world_size: int) -> dict[str, np.ndarray]:
-    """Kind -> int64 array (num_groups, group_size) for all of GROUP_KINDS.
+    """Return kind -> int64 array (num_groups, group_size) for all GROUP_KINDS.
 
     `sizes` is a ParallelConfig or a mapping with any of tp, pp, cp, ep, etp, order, rank_offset, split_rank.
-    `world_size` counts the ranks of the layout. The groups of `embd` and `pos_embd` do not cover the world: middle
-    stages are in none. Raises ValueError as `rank_generators` and `embedding_columns` do.
+    `world_size` counts the ranks of the layout. Ranks of middle stages are in no group of `embd` or `pos_embd`. Raises
+    ValueError as `rank_generators` and `embedding_columns` do.
     """
     generators, split_rank = _generators(sizes, world_size)
     word, position = embedding_columns(generators["dense"].sizes["pp"], split_rank)
@@ -116,9 +116,9 @@ def members_of_rank(
     world_size: int,
     ends: tuple[int, int] | None = None,
 ) -> dict[str, Sequence[int]]:
-    """Kind -> the ranks of the group that `rank` is in, in group order and by formula; empty where it is in none.
+    """Return kind -> the ranks of the group of `rank`, in group order and by formula; empty if it has no such group.
 
-    Costs the same in a world of any size. Arguments and errors are those of `all_groups` and of `embedding_columns`.
+    The cost is the same in a world of any size. Arguments and errors are as in `all_groups` and `embedding_columns`.
     """
     generators, split_rank = _generators(sizes, world_size)
     word, position = embedding_columns(generators["dense"].sizes["pp"], split_rank, ends)
@@ -137,9 +137,9 @@ def groups_of_rank(
     world_size: int,
     ends: tuple[int, int] | None = None,
 ) -> dict[str, np.ndarray]:
-    """`members_of_rank` as int64 arrays. Costs the sum of the groups' sizes, whatever the world's size.
+    """Return `members_of_rank` as int64 arrays. The cost is the sum of the groups' sizes, not the size of the world.
 
-    Raises ValueError for a group of more than MAX_LISTED_RANKS as well.
+    Raises ValueError also for a group of more than MAX_LISTED_RANKS ranks.
     """
     plan = members_of_rank(rank, sizes, world_size, ends)
     return {

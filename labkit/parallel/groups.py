@@ -1,10 +1,10 @@
 """The process groups of one rank: `initialize_model_parallel(config.parallel) -> ParallelGroups`, passed on explicitly.
 
-Each rank creates the groups it belongs to and no other, so a rank of a world of 100,000 pays for the sum of its groups'
-sizes. All ranks create their groups in one order of kinds, and a rank is in at most one group of a kind. A rank that
-waits for a group waits for ranks that are busy with an earlier kind, so no circle of waiting can close. A group of size
-1 is the identity of every collective and gets no process group. Layouts share process groups and free them when they
-are closed or collected (`communication/group_registry.py`).
+Each rank creates only its own groups, so a rank of a world of 100,000 pays for the sum of its groups' sizes. All ranks
+create their groups in one order of kinds, and a rank is in at most one group of a kind. So a rank that creates a group
+waits only for ranks that are busy with an earlier kind, and no deadlock can arise. A group of size 1 gets no process
+group: its collectives return their input. Layouts share process groups and free them when the layouts are closed or
+collected (`communication/group_registry.py`).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from labkit.parallel.mixed_radix import as_size, check_listable
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that talk to each other, seen from one of them. A group of size 1 is the identity of every collective."""
+    """Ranks that communicate, seen from one of them. In a group of size 1 a collective returns its input."""
 
     name: str
     """Axis or combination of axes: `tp`, `dp_cp`, ..."""
     ranks: tuple[int, ...]
-    """Global ranks, in group order; empty where this rank is in no such group (`embd` on a middle stage)."""
+    """Global ranks, in group order; empty if this rank is in no such group (`embd` on a middle stage)."""
     rank: int
-    """Position of this process in `ranks`; -1 where it is not a member."""
+    """Position of this process in `ranks`; -1 if it is no member."""
     lease: Any = field(default=None, repr=False)
-    """The layout's `Lease` of a communicator, or a process group of torch; None where there is none."""
+    """The layout's `Lease` of a communicator, or a process group of torch; None for a group without either."""
 
     @cached_property
     def size(self) -> int:
@@ -46,9 +46,9 @@ class Group:
 
     @property
     def process_group(self) -> Any:
-        """torch's ProcessGroup; None where size is 1, this rank is no member, or torch.distributed is not initialised.
+        """torch's ProcessGroup; None if size is 1, this rank is no member, or torch.distributed is not initialised.
 
-        Raises RuntimeError once the layout was closed.
+        Raises RuntimeError after the layout was closed.
         """
         if not isinstance(self.lease, Lease):
             return self.lease
@@ -59,9 +59,9 @@ class Group:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """Every group that this rank belongs to, and its place in the pipeline.
+    """All groups of this rank, and its place in the pipeline.
 
-    `close()` or the end of a `with` block ends the groups. Groups that nobody refers to end by themselves.
+    `close()` or the end of a `with` block closes the groups. Groups that nobody refers to close by themselves.
     """
 
     rank: int
@@ -77,9 +77,9 @@ class ParallelGroups:
     cp: Group
     """Context parallel: the pieces of one sequence."""
     dp: Group
-    """Data parallel: the same parameters, other samples."""
+    """Data parallel: ranks with the same parameters and different samples."""
     dp_cp: Group
-    """Over which gradients of dense parameters are reduced."""
+    """dp x cp: the ranks that reduce gradients of dense parameters together."""
     pp: Group
     """Pipeline: the stages of one model."""
     ep: Group
@@ -87,11 +87,11 @@ class ParallelGroups:
     etp: Group
     """Tensor parallel inside an expert."""
     edp: Group
-    """Over which gradients of expert parameters are reduced."""
+    """Expert data parallel: the ranks that reduce gradients of the same experts together."""
     tp_ep: Group
     """All shards of all experts of a layer."""
     tp_ep_pp: Group
-    """One whole model of experts."""
+    """All shards of all experts of the model."""
     tp_cp: Group
     """Ranks that see the pieces of one sample."""
     tp_dp_cp: Group
@@ -103,16 +103,16 @@ class ParallelGroups:
     pos_embd: Group
     """Rank that holds the position embedding (first stage; in an encoder-decoder model also the decoder's first)."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Where this rank's tensors live."""
+    """The device of this rank's tensors."""
     backend: str = "none"
     """torch.distributed's backend, or `none` in a process without it."""
     leases: LayoutLeases | None = field(default=None, repr=False, compare=False)
-    """The communicators that these groups use; None where they have no process group."""
+    """The communicators that these groups use; None if the groups have no process group."""
 
     def close(self) -> None:
-        """Let go of all communicators, without waiting for other ranks. Closing twice is fine.
+        """Release all communicators, without waiting for other ranks. A second call does nothing.
 
-        A later collective over these groups raises RuntimeError. Groups of size 1 go on as before.
+        A later collective over these groups raises RuntimeError. Groups of size 1 still work.
         """
         if self.leases is not None:
             self.leases.close()
@@ -124,14 +124,15 @@ class ParallelGroups:
         self.close()
 
     def is_first_stage(self, chunk: int = 0) -> bool:
-        """Whether model chunk `chunk` of this rank is the first stage of the model, which embeds tokens.
+        """True if model chunk `chunk` of this rank is the first stage of the model, which embeds tokens.
 
-        Both questions assume that stage s is on rank s mod pp; other schedules answer by `schedule.placement(stage)`.
+        `is_first_stage` and `is_last_stage` assume that stage s is on rank s mod pp. For schedules with another
+        placement ask `schedule.placement(stage)`.
         """
         return self._known_chunk(chunk) == 0 and self.pp.rank == 0
 
     def is_last_stage(self, chunk: int = 0) -> bool:
-        """Whether model chunk `chunk` of this rank is the last stage of the model, which computes the loss."""
+        """True if model chunk `chunk` of this rank is the last stage of the model, which computes the loss."""
         return self._known_chunk(chunk) == self.config.vpp - 1 and self.pp.rank == self.pp.size - 1
 
     def _known_chunk(self, chunk: int) -> int:
@@ -141,13 +142,14 @@ class ParallelGroups:
         return chunk
 
     def device_mesh(self, *names: str) -> DeviceMesh:
-        """The ranks that share this rank's other coordinates, as a torch DeviceMesh with one dim per named group.
+        """Return a torch DeviceMesh with one dim per named group, over ranks with this rank's other coordinates.
 
-        For DTensor, FSDP2 and distributed checkpoints: `groups.device_mesh("dp_cp", "tp")["tp"]`. Without names: `pp`,
-        `dp`, `cp`, `tp` in the layout's order, slowest first. The mesh uses the process groups that exist already, and
-        keeps them open. Every rank of the layout must call this, as for making a group. Raises ValueError for names
-        that share an axis, mix dense with expert groups or are no product of axes (`embd`), and where
-        torch.distributed is not initialised.
+        DTensor, FSDP2 and distributed checkpoints take it: `groups.device_mesh("dp_cp", "tp")["tp"]`. Without names the
+        dims are `pp`, `dp`, `cp`, `tp` in the layout's order, slowest first. The mesh uses the existing process groups
+        and keeps them open. Every rank of the layout must call this.
+
+        Raises ValueError if torch.distributed is not initialised, or names that share an axis, mix dense with
+        expert groups or are no product of axes (`embd`).
         """
         names = names or mesh_dims(self.config.order)
         if self.leases is None:
@@ -167,16 +169,20 @@ def initialize_model_parallel(
     device: torch.device | str | None = None,
     ends: tuple[int, int] | None = None,
 ) -> ParallelGroups:
-    """Create this rank's groups; every rank of the layout calls it, with the same arguments and in the same order.
+    """Create this rank's groups. All ranks of the layout call this with the same arguments and in the same order.
 
-    `rank` and `world_size` (the ranks of the layout, default: all from `config.rank_offset` on) come from
-    torch.distributed. In a process without it the groups hold their ranks and no process group: of one rank by default,
-    of any rank of any world where both are given. Models and batches made from these groups go to `device`: by default
-    that of this rank (from the launcher), and the CPU in a process without torch.distributed, GPU or not.
-    `ends` are the pipeline ranks of the first and the last stage, which `embd` joins: ranks 0 and pp - 1, unless the
-    schedule puts these stages elsewhere (a V has both on rank 0).
-    The ranks of a layout on part of the world (`rank_offset`) call this alone. Raises ValueError as `rank_generators`
-    does, where this rank is not in the layout, and where `config.distributed_backend` is not the running backend.
+    Only the ranks of the layout call this, also if the layout is a part of the world (`config.rank_offset`).
+
+    rank, world_size: this rank, and the number of ranks of the layout; by default from torch.distributed, with all
+        ranks from `config.rank_offset` on. In a process without torch.distributed the groups have ranks and no process
+        group. They are then of a single rank, or of any given rank of any given world.
+    device: the device of models and batches made from these groups. The default is this rank's device from the
+        launcher, and the CPU in a process without torch.distributed, even with a GPU.
+    ends: pipeline ranks of the first and the last stage, which `embd` joins. The default is 0 and pp - 1; a V schedule
+        has both stages on rank 0.
+
+    Raises ValueError as `rank_generators` does, if this rank is not in the layout, and if `config.distributed_backend`
+    is not the running backend.
     """
     live = dist.is_initialized() and rank in (None, dist.get_rank())
     rank = rank if rank is not None else (dist.get_rank() if live else config.rank_offset)
@@ -209,9 +215,9 @@ def initialize_model_parallel(
 def single_process_groups(
     config: ParallelConfig | None = None, *, device: torch.device | str = "cpu"
 ) -> ParallelGroups:
-    """Groups of size 1 for one process on its own; of `config` only what is not a size of the layout is kept.
+    """Return groups of size 1 for a single process. The sizes of the layout in `config` are ignored.
 
-    They stand for the CPU unless a device is asked for (`device="cuda"`), inside a rank as well.
+    Their device is the CPU unless `device` names another, also inside a rank.
     """
     sizes = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": None, "rank_offset": 0, "split_rank": None}
     alone = replace(config or ParallelConfig(), **sizes, distributed_backend="auto")  # pyright: ignore[reportArgumentType]
@@ -220,17 +226,17 @@ def single_process_groups(
 
 
 def further_communicator(groups: ParallelGroups, group: Group, name: str) -> Group:
-    """The same ranks over one more process group, made once for each name; every member of `group` calls this."""
+    """Return `group` with another process group, created once for each name. Every member of `group` calls this."""
     if group.size < 2 or groups.leases is None:
         return group
     return replace(group, lease=groups.leases.lease(name, group.ranks))
 
 
 def cut_group(groups: ParallelGroups, group: Group, parts: int) -> tuple[Group, Group]:
-    """(within, across): `group` cut into `parts` runs of neighbours, and the ranks at this rank's place in each run.
+    """Cut `group` into `parts` runs of neighbours: return this rank's run, and the ranks at its place in every run.
 
-    Every rank of the layout calls this for its own group of that name; they are made once. One part is the group itself
-    and a group of this rank alone. Raises ValueError where the parts would not be equal.
+    Every rank of the layout calls this for its own group of that name. The groups are created once. With one part the
+    result is the group itself and a group of this rank alone. Raises ValueError if `parts` does not divide the group.
     """
     if parts < 1 or group.size % parts:
         raise ValueError(f"{group.name} has {group.size} ranks, which cannot be cut into {parts} equal parts")

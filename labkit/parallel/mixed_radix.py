@@ -1,7 +1,7 @@
-"""Numbers in mixed radix, and the ranks of a group by formula.
+"""Numbers in mixed radix, and the ranks of a group by formula. Needs numpy and no torch.
 
 A number in mixed radix has a base for each digit. `prefix_product` gives the strides of the digits, `decompose` the
-digits of a number; `Members` is the group that some of the digits span. Needs numpy and no torch.
+digits of a number. `Members` are the ranks of the group that some of the digits span.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import overload
 import numpy as np
 
 MAX_LISTED_RANKS = 2**24
-"""Largest number of ranks that is enumerated (128 MiB as int64); `Members` and `members_of` enumerate none."""
+"""Largest number of ranks in one array (128 MiB as int64). `Members` and `members_of` build no array."""
 
 
 def prefix_product(sizes: Sequence[int], init: int = 1) -> list[int]:
-    """Strides of a mixed-radix number: `[2, 3, 4]` gives `[1, 2, 6, 24]`; the last entry is the product of all."""
+    """Return the strides of a mixed-radix number, and the product: `[2, 3, 4]` gives `[1, 2, 6]` and 24 in one list."""
     strides = [init]
     for size in sizes:
         strides.append(strides[-1] * size)
@@ -28,9 +28,9 @@ def prefix_product(sizes: Sequence[int], init: int = 1) -> list[int]:
 
 
 def decompose(index: int, shape: Sequence[int], stride: Sequence[int] | None = None) -> list[int]:
-    """Digits of `index` in the bases `shape`, fastest first; the inverse of the inner product with the strides.
+    """Return the digits of `index` in the bases `shape`, fastest first. The sum of digit x stride gives `index` again.
 
-    `stride` defaults to `prefix_product(shape)`. Raises ValueError where `index` does not fit into `shape`.
+    `stride` defaults to `prefix_product(shape)`. Raises ValueError if `index` does not fit into `shape`.
     """
     stride = prefix_product(shape) if stride is None else stride
     digits = [index // step % size for size, step in zip(shape, stride)]
@@ -40,7 +40,7 @@ def decompose(index: int, shape: Sequence[int], stride: Sequence[int] | None = N
 
 
 def as_size(name: str, value: object, least: int = 1) -> int:
-    """`value` as an int; ValueError naming `name` where it is no integer (True and "8" are none) or below `least`."""
+    """Return `value` as an int. Raises ValueError with `name` if it is below `least` or no integer (True, "8")."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # pyright: ignore[reportArgumentType]
     except TypeError:
@@ -53,7 +53,7 @@ def as_size(name: str, value: object, least: int = 1) -> int:
 
 
 def check_listable(count: int, what: str) -> None:
-    """ValueError where enumerating `count` ranks would take more than MAX_LISTED_RANKS entries."""
+    """Raise ValueError if `count` is more than MAX_LISTED_RANKS."""
     if count > MAX_LISTED_RANKS:
         raise ValueError(
             f"{what} would list {count} ranks, and at most {MAX_LISTED_RANKS} are listed at once; "
@@ -63,10 +63,10 @@ def check_listable(count: int, what: str) -> None:
 
 @dataclass(frozen=True)
 class Members(Sequence[int]):
-    """The ranks of one group by formula, in group order, as `range` is for one stride; no list is made.
+    """The ranks of one group by formula, in group order. Like a `range` with several strides, it builds no list.
 
     Member i is `first` plus the sum of digit x stride, where the digits write i in the bases `sizes`, fastest first.
-    `sizes` and `strides` say that as runs: (8, 128) and (1, 1024) are 8 ranks in a row, 128 times, 1024 apart.
+    Sizes (8, 128) with strides (1, 1024) are 8 ranks in a row, 128 times, 1024 apart.
     """
 
     first: int
@@ -75,7 +75,7 @@ class Members(Sequence[int]):
 
     @classmethod
     def of(cls, first: int, axes: Sequence[tuple[int, int]]) -> Members:
-        """From (size, stride) of each axis, fastest first; axes that continue one another become one run."""
+        """Build from the (size, stride) of each axis, fastest first. Axes that continue one another become one run."""
         runs: list[tuple[int, int]] = []
         for size, stride in axes:
             if runs and runs[-1][0] * runs[-1][1] == stride:
@@ -109,7 +109,7 @@ class Members(Sequence[int]):
         return rest == 0
 
     def array(self) -> np.ndarray:
-        """All members as int64; ValueError past MAX_LISTED_RANKS."""
+        """Return all members as int64. Raises ValueError for more than MAX_LISTED_RANKS."""
         check_listable(len(self), f"the group of rank {self.first}")
         members = np.array([self.first], dtype=np.int64)
         for size, stride in zip(self.sizes, self.strides):

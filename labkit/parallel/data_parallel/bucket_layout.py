@@ -1,29 +1,29 @@
 """Layout of a gradient buffer: the place of every gradient, the cuts into buckets, the owner of every slice, the bytes.
 
-Pure numbers, no torch: a layout for a thousand ranks is drawn, and tested, on a laptop.
+Pure numbers, no torch: a laptop draws and tests a layout for a thousand ranks.
 
-Parameters are laid out in the reverse of their registration, because that is about the order in which a backward fills
-them; a bucket is closed as soon as it holds `bucket_size` elements. Sizes [100, 300, 50], four ranks, no limit:
+Parameters stand in reverse order of registration, because a backward fills their gradients in about that order. A
+bucket is closed as soon as it holds `bucket_size` elements. Sizes [100, 300, 50], four ranks, no limit:
 
     without the distributed optimizer   | p2 0-50 | p1 50-350 | p0 350-450 |
     with it                             | p2 0-50 | .. | p1 64-364 | .. | p0 384-484 | .. 512
 
-The distributed optimizer (ZeRO-1, arXiv 1910.02054) cuts each bucket into equal parts, one per rank, wherever they
-fall. So that they are equal and well aligned, parameters start at multiples of 64 elements, and buckets end at
-multiples of lcm(ranks, 128). This is megatron-core's layout (`param_and_grad_buffer.py`), number for number.
+The distributed optimizer (ZeRO-1, arXiv 1910.02054) cuts each bucket into equal parts, one per rank. To make the parts
+equal and aligned, parameters start at multiples of 64 elements, and buckets end at multiples of lcm(ranks, 128).
+megatron-core has the same layout, number for number (`param_and_grad_buffer.py`).
 
-Under the distributed optimizer rank r owns the r-th part of *every* bucket. A cut asks for no parameter's edge, so a
-parameter may have several owners, and a rank may own the end of one parameter and the beginning of the next. Padding
-between parameters has an owner as well, the rank of that part of the bucket; nobody reads it.
+Under the distributed optimizer rank r owns the r-th part of *every* bucket. The cuts ignore the edges of parameters. So
+a parameter may have several owners, and a rank may own the end of one parameter and the beginning of the next. Padding
+belongs to the rank of its part, and nobody reads it.
 
 Two parameters (a: 6 elements, b: 4) in one bucket of 12 over 3 ranks, buffer in reverse order of registration:
 
     buffer   b b b b | a a a a | a a - -
     owner    0 0 0 0 | 1 1 1 1 | 2 2 2 2
 
-`bytes_per_parameter` is the closed form of what that saves. Of every parameter a rank keeps the weight and its
-gradient; the optimizer adds a master copy, where the weight is too short to be updated, and Adam's two moments. The
-stages of ZeRO (arXiv 1910.02054, figure 1) shard more and more of it over the d data-parallel ranks:
+`bytes_per_parameter` gives the bytes of a parameter in closed form. A rank keeps the weight and the gradient of every
+parameter. The optimizer adds Adam's two moments, and a float32 master of a 16-bit weight. Each stage of ZeRO (arXiv
+1910.02054, figure 1) shards more of these over the d data-parallel ranks:
 
     stage    weight   gradient   master, moments, fp32 gradient
       0        1         1            1                            plain data parallelism
@@ -31,7 +31,7 @@ stages of ZeRO (arXiv 1910.02054, figure 1) shard more and more of it over the d
       2        1         1/d          1/d
       3        1/d       1/d          1/d                          fully sharded
 
-labkit builds stages 0 and 1; the others are here to be compared with. Megatron's documentation has the same bytes:
+labkit builds stages 0 and 1; stages 2 and 3 are here for comparison. Megatron's documentation has the same bytes:
 
     weights, gradients      stage 0    stage 1
     bf16, fp32                 18      6 + 12/d      2 + 4, and 4 + 4 + 4 sharded
@@ -49,38 +49,41 @@ from fractions import Fraction
 from typing import NamedTuple
 
 PARAMETER_ALIGNMENT = 64
-"""Elements: 128 bytes, where a parameter has two bytes an element."""
+"""A parameter starts at a multiple of so many elements: 128 bytes at two bytes an element."""
 BUCKET_ALIGNMENT = 128
-"""Elements: 256 bytes, with which cuBLAS and NCCL are at ease."""
+"""A bucket's length is a multiple of so many elements: 256 bytes at two bytes an element, for cuBLAS and NCCL."""
 BANDWIDTH_ALIGNMENT = 1 << 16
-"""`pad` of large data-parallel groups: NCCL's rings reach full bandwidth where messages are divided by a high power of
-two (Megatron's `pad_buckets_for_high_nccl_busbw`)."""
+"""`pad` of large data-parallel groups (Megatron's `pad_buckets_for_high_nccl_busbw`). NCCL's rings reach full bandwidth
+with messages whose length a high power of two divides."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """What the plan needs to know of a parameter."""
+    """Name, size and kind of a parameter, as the plan needs them."""
 
     name: str
     """Unique within the buffer."""
     numel: int
-    """Elements."""
+    """Number of elements."""
     shared_embedding: bool = False
-    """One of the two copies of a tied word embedding. With the distributed optimizer it has a bucket of its own, so
-    that first and last stage cut it alike and the sum of the two gradients can follow the reduce-scatter."""
+    """True for one of the two copies of a tied word embedding.
+
+    With the distributed optimizer such a parameter has its own bucket. Then the first and the last stage cut it alike,
+    and the two gradients can be summed after the reduce-scatter.
+    """
 
 
 class Bucket(NamedTuple):
-    """A stretch of the buffer that one collective reduces; what it holds comes in the order of the buffer."""
+    """A stretch of the buffer that one collective reduces."""
 
     start: int
     """First element."""
     end: int
-    """One behind the last, padding included."""
+    """One past the last element, padding included."""
     unpadded_end: int
-    """One behind the last element of its last parameter."""
+    """One past the last element of its last parameter."""
     names: tuple[str, ...]
-    """Its parameters."""
+    """Names of its parameters, in the order of the buffer."""
 
     @property
     def numel(self) -> int:
@@ -93,9 +96,9 @@ class BucketLayout:
     """The layout of one buffer."""
 
     ranges: dict[str, tuple[int, int]]
-    """Name -> (start, end) in the buffer, in its order."""
+    """Name -> (start, end) in the buffer, in the order of the buffer."""
     buckets: tuple[Bucket, ...]
-    """From the start of the buffer to its end, without gaps."""
+    """The buckets from the start of the buffer to its end, without gaps."""
 
     @property
     def numel(self) -> int:
@@ -109,7 +112,7 @@ class BucketLayout:
 
 
 def default_bucket_size(dp: int) -> int:
-    """Elements of a bucket: 40 million, more from 40 ranks on, so that each rank's part of a ring stays large."""
+    """Elements of a bucket: 40 million, or a million per rank from 40 ranks on, to keep each rank's part large."""
     return max(40_000_000, 1_000_000 * dp)
 
 
@@ -124,14 +127,14 @@ def plan_buckets(
     """Lay out a buffer.
 
     Args:
-        parameters: in the order of registration.
-        dp: ranks over which each bucket is reduced, and cut by the distributed optimizer.
-        bucket_size: elements from which on a bucket is closed; None makes one bucket of all.
+        parameters: parameters in the order of registration.
+        dp: number of ranks that reduce each bucket, and that share it under the distributed optimizer.
+        bucket_size: a bucket is closed when it holds so many elements; None makes a single bucket.
         distributed_optimizer: align parameters, pad buckets, give shared embeddings a bucket of their own.
-        pad: with the distributed optimizer, bucket lengths are multiples of this too (`BANDWIDTH_ALIGNMENT`).
+        pad: with the distributed optimizer, bucket lengths are multiples of `pad` too (`BANDWIDTH_ALIGNMENT`).
 
     Raises:
-        ValueError: sizes that are not positive, or two parameters of one name.
+        ValueError: a size is not positive, or two parameters have one name.
     """
     _check(parameters, dp=dp, bucket_size=bucket_size, pad=pad)
     divisor = math.lcm(dp, BUCKET_ALIGNMENT, pad) if distributed_optimizer else 1
@@ -180,14 +183,14 @@ def _check(parameters: Sequence[ParameterSpec], **sizes: int | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of elements of one parameter that one rank owns: its gradient is reduced there, its update made there."""
+    """A run of elements of one parameter that one rank owns: the rank reduces their gradient and updates them."""
 
     rank: int
-    """Position of the owner in the data-parallel group (of the instance, where there are several)."""
+    """Position of the owner in the data-parallel group (of its instance, if there are several)."""
     bucket: int
     """Number of the bucket in the buffer."""
     name: str
-    """The parameter."""
+    """Name of the parameter."""
     start: int
     """First element, counted in the buffer."""
     end: int
@@ -202,9 +205,10 @@ class Piece:
 
 
 def shard_range(start: int, end: int, *, dp: int, rank: int) -> tuple[int, int]:
-    """Rank `rank`'s part of the bucket [start, end): the rank-th of dp equal parts, in elements of the buffer.
+    """Return (start, end) of the part of rank `rank` in the bucket [start, end): the rank-th of dp equal parts.
 
-    Raises ValueError for a rank outside 0 .. dp-1, and where dp does not divide the bucket.
+    All positions are in elements of the buffer. Raises ValueError for a rank outside 0 .. dp-1, and if dp does not
+    divide the bucket.
     """
     if not 0 <= rank < dp:
         raise ValueError(f"rank {rank} is not among the {dp} ranks that share a bucket; choose 0 .. {dp - 1}")
@@ -218,7 +222,7 @@ def shard_range(start: int, end: int, *, dp: int, rank: int) -> tuple[int, int]:
 
 
 def pieces_of_rank(plan: BucketLayout, dp: int, rank: int) -> list[Piece]:
-    """What `rank` of `dp` owns, in the order of the buffer. Raises ValueError as `shard_range` does."""
+    """Return the pieces that `rank` of `dp` owns, in the order of the buffer. Raises ValueError as `shard_range`."""
     pieces: list[Piece] = []
     for number, bucket in enumerate(plan.buckets):
         low, high = shard_range(bucket.start, bucket.end, dp=dp, rank=rank)
@@ -231,15 +235,15 @@ def pieces_of_rank(plan: BucketLayout, dp: int, rank: int) -> list[Piece]:
 
 
 def shard_map(plan: BucketLayout, dp: int) -> list[Piece]:
-    """Every piece of every rank, in the order of the buffer. Raises ValueError where dp does not divide a bucket.
+    """Return all pieces of all ranks, in the order of the buffer. Raises ValueError if dp does not divide a bucket.
 
-    Together the pieces of a parameter are the parameter: no element is missing, none has two owners.
+    The pieces of a parameter cover it: every element has exactly one owner.
     """
     return sorted(_all_pieces(plan, dp), key=lambda piece: piece.start)
 
 
 def _all_pieces(plan: BucketLayout, dp: int) -> Iterator[Piece]:
-    """Parameter by parameter, only the ranks that it touches: a thousand ranks cost no more than their pieces."""
+    """Yield the pieces parameter by parameter. Only ranks that own a part are visited, so many ranks cost little."""
     for number, bucket in enumerate(plan.buckets):
         low, high = shard_range(bucket.start, bucket.end, dp=dp, rank=0)
         size = high - low
@@ -254,9 +258,9 @@ def _all_pieces(plan: BucketLayout, dp: int) -> Iterator[Piece]:
 
 
 def owned_bytes(plan: BucketLayout, dp: int, rank: int, bytes_per_element: int) -> tuple[int, int]:
-    """(bytes, of which padding) of one sharded tensor of the buffer's length on `rank`: a master, a moment.
+    """Return (all bytes, bytes of padding) on `rank` of one sharded tensor of the buffer's length, such as a moment.
 
-    The padding is what the alignment of parameters and the equal parts of buckets cost this rank.
+    The padding comes from the alignment of parameters and from the equal parts of buckets.
     """
     total = sum(bucket.end - bucket.start for bucket in plan.buckets) // dp
     owned = sum(piece.numel for piece in pieces_of_rank(plan, dp, rank))
@@ -273,34 +277,34 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class BytesPerParameter:
-    """Bytes of one parameter on one rank, by what they are for; fractions where they are shared over ranks."""
+    """Bytes of one parameter on one rank, by use; fractions, because ranks may share a parameter."""
 
     weight: Fraction
-    """What the layers compute with."""
+    """The weight that the layers compute with."""
     gradient: Fraction
-    """`main_grad`, where backwards add up."""
+    """`main_grad`, the sum of the backwards."""
     master: Fraction
-    """The copy that is updated; 0 where the weight itself is."""
+    """The wide copy that AdamW updates; 0 if AdamW updates the weight itself."""
     moments: Fraction
     """Adam's two running means."""
     update_gradient: Fraction
-    """The gradient in the master's precision, while the update runs; 0 where `main_grad` has it."""
+    """The gradient in the master's precision during the update; 0 if `main_grad` has that precision."""
 
     @property
     def total(self) -> Fraction:
-        """All of it."""
+        """Sum of the five."""
         return self.weight + self.gradient + self.master + self.moments + self.update_gradient
 
     @property
     def optimizer(self) -> Fraction:
-        """What exists for the update alone: master, moments and the widened gradient."""
+        """Bytes that serve only the update: master, moments and the widened gradient."""
         return self.master + self.moments + self.update_gradient
 
 
 def bytes_per_parameter(
     *, param_dtype: str = "bf16", grad_dtype: str = "fp32", dp: int = 1, stage: int = 1
 ) -> BytesPerParameter:
-    """Closed form for AdamW over `dp` ranks under ZeRO stage `stage`, without padding (`owned_bytes` counts it).
+    """Return the closed form for AdamW over `dp` ranks under ZeRO stage `stage`. `owned_bytes` counts the padding.
 
     Raises ValueError for an unknown type or stage, or dp below 1.
     """
@@ -324,7 +328,7 @@ def bytes_per_parameter(
 
 
 def formula(*, param_dtype: str, grad_dtype: str, stage: int) -> str:
-    """The closed form in d, as in `6 + 12/d`; without d where nothing is sharded."""
+    """Return the closed form as text, such as `6 + 12/d`; without d if nothing is sharded."""
     alone, at_two = (
         bytes_per_parameter(param_dtype=param_dtype, grad_dtype=grad_dtype, dp=dp, stage=stage).total for dp in (1, 2)
     )

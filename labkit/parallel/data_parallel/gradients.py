@@ -1,7 +1,7 @@
-"""What happens to gradients between the last backward and the optimizer: complete them, measure them, clip them.
+"""Complete, measure and clip gradients between the last backward and the optimizer.
 
-All functions take the rank's model chunks, whose parameters carry a `main_grad` (the data-parallel wrapper makes it),
-and read the parameters' records.
+All functions take the rank's model chunks. The data-parallel wrapper gave each parameter a `main_grad`, and the
+parameter's record says how to reduce and count it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from labkit.parallel.parameters.parameter_record import main_grad_of, record_of
 
 
 def _parameters(chunks: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
-    """Each trainable parameter once, also where two chunks of a rank share it."""
+    """Yield each trainable parameter once, also if two chunks of a rank share it."""
     seen: set[int] = set()
     for chunk in chunks:
         for parameter in chunk.parameters():
@@ -36,21 +36,21 @@ def finalize_model_grads(
     num_tokens: Tensor | None = None,
     last_stage: int | None = None,
 ) -> None:
-    """Make every `main_grad` the gradient of the whole global batch. Called by all ranks, in Megatron's order:
+    """Make every `main_grad` the gradient of the whole global batch. All ranks call this. The order is Megatron's:
 
     1. data parallel: each chunk's `finish_grad_sync`;
     2. parameters that saw only a part of the sequence (`sequence_parallel`): SUM over tp;
        key/value heads that neighbours of tp hold alike (`replicated`): SUM over these neighbours;
-    3. the two copies of a tied word embedding (`shared_embedding`): SUM over embd. Where first and last stage are on
-       one rank (a V), there is one weight, which took both gradients already;
-    4. with a loss summed over tokens: divide by their number in the global batch.
+    3. the two copies of a tied word embedding (`shared_embedding`): SUM over embd. Under a V schedule one rank has the
+       first and the last stage, and the only weight has both gradients already;
+    4. with a loss summed over tokens: divide by the number of tokens in the global batch.
 
     Args:
         chunks: the rank's model chunks.
-        groups: of this rank.
-        num_tokens: None where the loss is a mean already. Else this rank's count of loss tokens over all its
-            microbatches, one element; only the last stage's is read, the others give any tensor of that shape.
-        last_stage: pipeline rank of the last stage; None is the last rank (a V has it on rank 0).
+        groups: process groups of this rank.
+        num_tokens: None if the loss is a mean already. Else this rank's count of loss tokens over all its microbatches,
+            one element. Only the count of the last stage is read; other stages give any tensor of that shape.
+        last_stage: pipeline rank of the last stage; None takes the last rank. A V schedule has this stage on rank 0.
     """
     for chunk in chunks:
         finish = getattr(chunk, "finish_grad_sync", None)
@@ -65,13 +65,15 @@ def finalize_model_grads(
 
 
 def _sum_sequence_parallel(chunks: Sequence[nn.Module], tp: Group) -> None:
-    """One all-reduce of all flagged gradients together: they are many and small."""
+    """Sum all flagged gradients over tp by one all-reduce: they are many and small."""
     _sum_together([main_grad_of(p) for p in _parameters(chunks) if record_of(p).sequence_parallel], tp)
 
 
 def _sum_replicated_rows(chunks: Sequence[nn.Module], groups: ParallelGroups) -> None:
-    """The copies of a key/value head take the sum of what the query heads of all of them gave, so they stay equal for
-    ever. One all-reduce of all layers together, for each number of copies; a model has one such number."""
+    """Sum the gradients of the copies of each key/value head over the neighbours in tp that hold them.
+
+    The copies stay equal for ever, because all take the same sum. One all-reduce serves all layers.
+    """
     by_ranks: dict[int, list[Tensor]] = {}
     for parameter in _parameters(chunks):
         replicated = record_of(parameter).replicated
@@ -83,7 +85,7 @@ def _sum_replicated_rows(chunks: Sequence[nn.Module], groups: ParallelGroups) ->
 
 
 def _sum_together(grads: Sequence[Tensor], group: Group) -> None:
-    """Each gradient summed over the group, in place, by one all-reduce."""
+    """Sum each gradient over the group, in place, by one all-reduce."""
     if not grads or group.size == 1:
         return
     total = collectives.all_reduce(torch.cat([grad.reshape(-1) for grad in grads]), group)
@@ -92,10 +94,10 @@ def _sum_together(grads: Sequence[Tensor], group: Group) -> None:
 
 
 def _sum_tied_embedding(chunks: Sequence[nn.Module], embd: Group) -> None:
-    """Both copies take the sum of the embedding's and the output layer's gradient, so they stay equal for ever.
+    """Give both copies of a tied weight the sum of the embedding's and the output layer's gradient: they stay equal.
 
-    Under the distributed optimizer a rank has, and needs, its own shard of either (`main_grad_shard`): the two stages
-    cut the weight alike, and a d-th of it travels.
+    Under the distributed optimizer a rank sums only its own shard (`main_grad_shard`). The two stages cut the weight
+    alike, so each of d data-parallel ranks sends a d-th of the weight.
     """
     if embd.size > 1:
         for parameter in _parameters(chunks):
@@ -109,12 +111,12 @@ def _divide_by_tokens(chunks: Sequence[nn.Module], groups: ParallelGroups, num_t
     count = num_tokens.detach().clone()
     collectives.broadcast(count, groups.pp, src=last_stage)
     collectives.all_reduce(count, groups.dp_cp)
-    # In float64, since 1 / int64 would be float32; it stays on its device: no synchronisation with the host.
+    # In float64, since 1 / int64 would be float32. The count stays on its device, so the host does not wait.
     scale_gradients(chunks, count.clamp(min=1).double().reciprocal())
 
 
 def scale_gradients(chunks: Sequence[nn.Module], factor: float | Tensor) -> None:
-    """Multiply every gradient of the rank: by buffer where the chunk is wrapped, else by parameter, each once."""
+    """Multiply every gradient of the rank once: whole buffers of a wrapped chunk, else each parameter's gradient."""
     bare = [chunk for chunk in chunks if not hasattr(chunk, "scale_gradients")]
     for chunk in chunks:
         if hasattr(chunk, "scale_gradients"):
@@ -125,15 +127,16 @@ def scale_gradients(chunks: Sequence[nn.Module], factor: float | Tensor) -> None
 
 
 def is_expert(parameter: nn.Parameter) -> bool:
-    """Whether it is an expert's (`allreduce = False`): cut over etp, with replicas on the ranks of edp."""
+    """True for a parameter of an expert (`allreduce = False`): cut over etp, with replicas on the ranks of edp."""
     return not record_of(parameter).allreduce
 
 
 def counted_elements(parameter: nn.Parameter, groups: ParallelGroups) -> int:
-    """How many of the parameter's elements, from its first one on, this rank counts, so that every element of the model
-    occurs once in the ranks of one replica: none of the copy of a tied weight (`shared`), and on the first rank of tp
-    (of etp, for an expert) alone what all of its ranks hold alike. Of rows that neighbours hold alike (`replicated`),
-    which are a part's last ones, the first neighbour counts.
+    """Return how many of the parameter's elements, from the first on, this rank counts in the norm.
+
+    The ranks of one replica count every element of the model once. Nobody counts the copy of a tied weight (`shared`).
+    If all ranks of tp (of etp, for an expert) hold a parameter alike, only the first one counts it. Neighbours in tp
+    may hold the last rows of a part alike (`replicated`); the first neighbour counts them.
     """
     record = record_of(parameter)
     if record.shared:
@@ -148,12 +151,12 @@ def counted_elements(parameter: nn.Parameter, groups: ParallelGroups) -> int:
 
 
 def is_first_replica(parameter: nn.Parameter, groups: ParallelGroups) -> bool:
-    """Whether of all ranks that hold the same part of the parameter this is the first."""
+    """True on the first of the ranks that hold the same part of the parameter."""
     return (groups.edp if is_expert(parameter) else groups.dp_cp).rank == 0
 
 
 def split_gradient(gradient: Tensor, counted: int) -> tuple[list[Tensor], list[Tensor]]:
-    """A gradient's first `counted` elements and the others; each a list that is empty where there are none."""
+    """Return a gradient's first `counted` elements and the rest, each as a list that is empty if there are none."""
     if counted in (0, gradient.numel()):
         return ([gradient], []) if counted else ([], [gradient])
     flat = gradient.view(-1)
@@ -161,7 +164,7 @@ def split_gradient(gradient: Tensor, counted: int) -> tuple[list[Tensor], list[T
 
 
 def counted_gradients(parameters: Iterable[nn.Parameter], groups: ParallelGroups) -> list[Tensor]:
-    """Gradients of what counts here (`counted_elements`)."""
+    """Gradients of the elements that this rank counts (`counted_elements`)."""
     return [
         grad
         for parameter in parameters
@@ -170,21 +173,21 @@ def counted_gradients(parameters: Iterable[nn.Parameter], groups: ParallelGroups
 
 
 class GradientStatistics(NamedTuple):
-    """What all ranks know about the gradient of the whole model, bit-identical on each."""
+    """Norm and finiteness of the gradient of the whole model, bit-identical on all ranks."""
 
     norm: float
-    """L2 norm; infinite or NaN where a counted gradient is not finite."""
+    """L2 norm; infinite or NaN if a counted gradient is not finite."""
     finite: bool
-    """Whether every gradient on every rank is, counted or not."""
+    """True if every gradient on every rank is finite, counted or not."""
 
 
 def gradient_statistics(
     counted: Sequence[Tensor], uncounted: Sequence[Tensor], norm_groups: Sequence[Group], device: torch.device
 ) -> GradientStatistics:
-    """Norm of the gradient and whether it is finite, over all ranks: one small collective per group.
+    """Return norm and finiteness of the gradient over all ranks, by one small collective per group.
 
-    Squares are added in float64, over each group of `norm_groups` in the order of its ranks. `uncounted` gradients are
-    looked at, not added (see `MegatronOptimizer` in `optimizer.py`). One synchronisation with the host.
+    Squares are added in float64, over each group of `norm_groups` in the order of its ranks. `uncounted` gradients
+    count for `finite` only (see `MegatronOptimizer` in `optimizer.py`). The host waits for the device once.
     """
     total = torch.stack([_sum_of_squares(counted, device), _sum_of_squares(uncounted, device)])
     with comm_scope(layer="norm", phase="gradients"):
@@ -195,7 +198,7 @@ def gradient_statistics(
 
 
 def _in_order(rows: Sequence[Tensor]) -> Tensor:
-    """((r0 + r1) + r2) + ..: the same on every rank, on any device."""
+    """Return ((r0 + r1) + r2) + ..: the same bits on every rank and device."""
     total = rows[0]
     for row in rows[1:]:
         total = total + row
@@ -210,18 +213,18 @@ def _sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """max_norm / (norm + 1e-6) where that is below 1, else 1; a norm that is not finite is not clipped."""
+    """Return max_norm / (norm + 1e-6) if that is below 1, else 1; also 1 for a norm that is not finite."""
     factor = max_norm / (norm + 1e-6)
     return factor if factor < 1.0 and math.isfinite(norm) else 1.0
 
 
 def global_grad_norm(chunks: Sequence[nn.Module], groups: ParallelGroups) -> float:
-    """L2 norm of the gradient of the whole model, bit-identical on every rank.
+    """Return the L2 norm of the gradient of the whole model, bit-identical on every rank.
 
-    Tied copies (`shared`) count once, and so does what all ranks of tp (of etp, for experts) or some hold alike.
-    Data-parallel replicas hold the same gradients after `finalize_model_grads`, so the sum runs over tp x pp for dense
-    parameters and over etp x ep x pp for those of experts; where these are the same ranks, over both at once. Squares
-    are added in float64 in the order of ranks. One collective and one synchronisation with the host, or two.
+    Every element of the model counts once (`counted_elements`). Data-parallel replicas hold the same gradients after
+    `finalize_model_grads`, so only one replica is summed. Dense parameters are summed over tp x pp, experts over etp x
+    ep x pp. If these are the same ranks, one collective sums both, else two do. The host waits for each. Squares are
+    added in float64 in the order of ranks.
     """
     kinds: dict[bool, list[nn.Parameter]] = {False: [], True: []}
     for parameter in _parameters(chunks):
@@ -237,9 +240,9 @@ def global_grad_norm(chunks: Sequence[nn.Module], groups: ParallelGroups) -> flo
 
 
 def clip_grad_norm(chunks: Sequence[nn.Module], groups: ParallelGroups, max_norm: float) -> float:
-    """Scale all gradients by max_norm / (norm + 1e-6) if that is below 1; returns the norm before.
+    """Scale all gradients by max_norm / (norm + 1e-6) if that is below 1. Return the norm before clipping.
 
-    A norm that is not finite leaves the gradients alone: the caller skips the step.
+    With a norm that is not finite the gradients stay as they are: the caller skips the step.
 
     Raises:
         ValueError: max_norm is not positive.

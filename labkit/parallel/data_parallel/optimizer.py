@@ -1,6 +1,6 @@
-"""AdamW fed by `main_grad`: which parameter gets which decay and learning rate, and in which precision it is kept.
+"""AdamW on `main_grad`: weight decay and learning rate of each parameter, and the precision of its updated copy.
 
-The update itself is torch's fused AdamW (decoupled weight decay, arXiv 1711.05101). labkit decides the rest:
+torch's fused AdamW does the update (decoupled weight decay, arXiv 1711.05101). labkit decides the precisions:
 
     weights   gradient (main_grad)   updated copy
     fp64      fp64                   the parameter itself
@@ -8,8 +8,8 @@ The update itself is torch's fused AdamW (decoupled weight decay, arXiv 1711.051
     bf16      fp32                   an fp32 master, rounded into the parameter after each step
     fp16      fp32                   the same; the loss, and so the gradient, is scaled (`loss_scaler.py`)
 
-`Optimizer` keeps all of this on every data-parallel rank; `DistributedOptimizer` keeps a share of it
-(`distributed_optimizer.py`). Both are `MegatronOptimizer`s and are built from the same `ParameterGroup`s.
+Every data-parallel rank keeps the whole state with `Optimizer`, and a share of the state with `DistributedOptimizer`
+(`distributed_optimizer.py`). Both are `MegatronOptimizer`s, built from the same `ParameterGroup`s.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Condition = Callable[[str, nn.Parameter], bool]
 
 
 def is_bias_or_norm(name: str, param: nn.Parameter) -> bool:
-    """The default `no_wd_decay_cond`: biases and norm weights, which are the one-dimensional parameters."""
+    """The default `no_wd_decay_cond`: true for biases and norm weights, which are one-dimensional."""
     return param.ndim == 1 or name.endswith(".bias")
 
 
@@ -45,13 +45,13 @@ class ParameterGroup:
     lr_factor: float
     """Multiplies the learning rate of the step: 1 or `lr_mult`."""
     names: list[str] = field(default_factory=list)
-    """Full names, the same in every layout."""
+    """Full names of the parameters, the same in every layout."""
     params: list[nn.Parameter] = field(default_factory=list)
     """The parameters, in the order of `names`."""
 
 
 def named_parameters(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """Every parameter of a rank once, by the name it has in every layout (`full_name`, else its module path)."""
+    """Return name -> parameter, each parameter of a rank once; the name is `full_name`, else the module path."""
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for chunk in chunks:
@@ -73,10 +73,10 @@ def parameter_groups(
     scale_lr_cond: Condition | None = None,
     lr_mult: float = 1.0,
 ) -> list[ParameterGroup]:
-    """Sort parameters by two yes/no questions into at most four groups, empty ones left out.
+    """Sort parameters by two yes/no questions into at most four groups. Empty groups are left out.
 
-    `no_wd_decay_cond` says which parameters have no weight decay (default: biases and norms), `scale_lr_cond` which
-    have their learning rate multiplied by `lr_mult` (default: none). As in Megatron's `get_param_groups`.
+    Parameters with `no_wd_decay_cond` have no weight decay (default: biases and norms). Parameters with `scale_lr_cond`
+    have their learning rate multiplied by `lr_mult` (default: none). Megatron's `get_param_groups` asks the same.
     """
     no_decay = no_wd_decay_cond or is_bias_or_norm
     groups = {
@@ -94,21 +94,26 @@ def parameter_groups(
 
 
 class MegatronOptimizer(Protocol):
-    """An optimizer as `train_step` needs it, sharded or not."""
+    """The methods that `train_step` needs of an optimizer, sharded or not."""
 
     groups: list[ParameterGroup]
-    """The parameters it updates, in the order in which they were given."""
+    """The updated parameters, in the given order."""
     norm_groups: tuple[Group, ...]
-    """The global norm is summed over the ranks of these, one after the other. Together they join all ranks."""
+    """Groups over which the global norm is summed, one after the other. Together they connect all ranks."""
 
     def gradient_pieces(self) -> list[Tensor]:
-        """Finalised gradients that this rank counts in the global norm. Over all ranks of `norm_groups`, each element
-        of the model occurs exactly once: no replica, no copy of a tied weight."""
+        """Finalised gradients that this rank counts in the global norm.
+
+        Over all ranks of `norm_groups`, each element of the model occurs exactly once: no replica, no copy of a tied
+        weight.
+        """
         ...
 
     def uncounted_pieces(self) -> list[Tensor]:
-        """The other finalised gradients that this rank updates from. They add nothing to the norm, but if one of them
-        is not finite, no rank may take the step."""
+        """The other finalised gradients of this rank, which add nothing to the norm.
+
+        If one of them is not finite, no rank may take the step.
+        """
         ...
 
     def step(self, lr: float) -> None:
@@ -116,17 +121,17 @@ class MegatronOptimizer(Protocol):
         ...
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes on this rank by what they hold: `parameter`, `gradient`, `master`, `moments` and `padding`."""
+        """Bytes on this rank by use: `parameter`, `gradient`, `master`, `moments` and `padding`."""
         ...
 
 
 class Optimizer:
-    """AdamW over parameter groups, whole on every data-parallel rank; gradients are read from each `main_grad`."""
+    """AdamW over parameter groups, with the whole state on every data-parallel rank. It reads each `main_grad`."""
 
     def __init__(
         self, groups: Iterable[ParameterGroup], optim: OptimConfig, *, layout: ParallelGroups | None = None
     ) -> None:
-        """Keep fp32 masters of 16-bit parameters. The rank of an empty pipeline stage has none, and updates nothing.
+        """Keep fp32 masters of 16-bit parameters. The rank of an empty pipeline stage updates nothing.
 
         layout: this rank's process groups, for the global norm; None means a single process.
         """
@@ -140,11 +145,11 @@ class Optimizer:
         return [param for group in self.groups for param in group.params]
 
     def gradient_pieces(self) -> list[Tensor]:
-        """Gradients that count once over tp x pp, on the first replica; none on the others."""
+        """Gradients that count in the norm, once over tp x pp; only the first data-parallel replica has any."""
         return [grad for param in self._parameters() for grad in self._split(param)[0]]
 
     def uncounted_pieces(self) -> list[Tensor]:
-        """Gradients that `gradient_pieces` leaves out: replicas, and the copy of a tied weight."""
+        """Gradients that `gradient_pieces` leaves out: those of replicas and of the copy of a tied weight."""
         return [grad for param in self._parameters() for grad in self._split(param)[1]]
 
     def _split(self, param: nn.Parameter) -> tuple[list[Tensor], list[Tensor]]:
@@ -167,8 +172,10 @@ class Optimizer:
                     param.copy_(master)
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes by what they hold; `master` is 0 where the parameter itself is updated. Moments are Adam's two, which
-        have their master's type, also before the first step makes them."""
+        """Bytes by use. `master` is 0 if AdamW updates the parameter itself.
+
+        Adam's two moments have their master's type. They count before the first step creates them, too.
+        """
         pairs = [(p, m) for group, masters in zip(self.groups, self.masters) for p, m in zip(group.params, masters)]
         return {
             "parameter": sum(param.nbytes for param, _ in pairs),
@@ -180,14 +187,14 @@ class Optimizer:
 
 
 def _master(param: nn.Parameter) -> torch.Tensor:
-    """The tensor that AdamW updates in place of `param`."""
+    """Return the tensor that AdamW updates: a float32 copy of a 16-bit `param`, else `param` itself."""
     return param.detach().float() if param.dtype in LOW_PRECISION else param
 
 
 def adamw(
     groups: Sequence[ParameterGroup], masters: Sequence[Sequence[Tensor]], optim: OptimConfig
 ) -> torch.optim.AdamW:
-    """Torch's fused AdamW over `masters`, the tensors that are updated for each of `groups`. All may be empty."""
+    """Return torch's fused AdamW over `masters`, the tensors to update for each of `groups`. All may be empty."""
     return torch.optim.AdamW(
         [
             {"params": list(own), "weight_decay": optim.weight_decay * group.weight_decay_factor}
