@@ -20,21 +20,21 @@ BACKENDS = ("auto", "gloo", "nccl")
 DEVICES = ("auto", "cpu", "cuda")
 DeviceKind = Literal["cpu", "cuda"]
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-"""One of these is there where a driver of GPUs is: NVIDIA's on Linux and in WSL, AMD's."""
+"""Device files of GPU drivers: NVIDIA's on Linux, NVIDIA's in WSL, AMD's."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One rank's place."""
+    """The place of one rank: its numbers, device and backend."""
 
     rank: int
     """Global rank, 0 to world_size - 1."""
     world_size: int
     """Number of ranks."""
     local_rank: int
-    """Rank among those of this machine."""
+    """Rank among the ranks of this machine."""
     device: torch.device
-    """Device of its tensors: `cuda:i`, or `cpu`."""
+    """Device of this rank's tensors: `cuda:i` or `cpu`."""
     backend: str
     """`gloo` or `nccl`; `none` in a process without torch.distributed."""
 
@@ -43,7 +43,7 @@ _current: RankInfo | None = None
 
 
 def rank_info() -> RankInfo:
-    """This process's place; a plain process is the only rank of a world of size 1."""
+    """Return the place of this process. A plain process is the only rank of a world of size 1."""
     if _current is not None:
         return _current
     import torch
@@ -58,18 +58,18 @@ def rank_info() -> RankInfo:
 
 
 def set_rank_info(info: RankInfo) -> None:
-    """Fix what `rank_info` answers in this process."""
+    """Set the value that `rank_info` returns in this process."""
     global _current
     _current = info
 
 
 def inside_rank() -> bool:
-    """True where this process is a rank that labkit started or took over."""
+    """True if this process is a rank that labkit started or took over."""
     return _current is not None
 
 
 def under_torchrun() -> bool:
-    """True where this process is a rank of torchrun or of a launcher that speaks the same environment."""
+    """True if this process is a rank of torchrun, or of a launcher that sets the same environment variables."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
 
 
@@ -77,22 +77,22 @@ _receiver: Callable[[dict[str, Any]], None] | None = None
 
 
 def report_progress(values: Mapping[str, Any]) -> None:
-    """Hand `values` (small and picklable, as {"step": 3, "loss": 2.1}) to the `progress` callback of the launch.
+    """Send `values` (small and picklable, such as {"step": 3, "loss": 2.1}) to the `progress` callback of the launch.
 
-    Only rank 0's reports are delivered; elsewhere, and where nobody listens, it does nothing.
+    Only rank 0 sends. On other ranks, and without a callback, the call does nothing.
     """
     if _receiver is not None:
         _receiver(dict(values))
 
 
 def send_progress_to(receiver: Callable[[dict[str, Any]], None] | None) -> None:
-    """Make `receiver` get the reports of this process (the launcher calls this)."""
+    """Send the reports of this process to `receiver`. The launcher calls this."""
     global _receiver
     _receiver = receiver
 
 
 def device_kind(device: str) -> DeviceKind:
-    """Kind of device: `auto` is cuda where torch sees a GPU. Imports torch only where there is a driver."""
+    """Return the kind of device: for `auto` cuda if torch sees a GPU. Imports torch only if there is a GPU driver."""
     if device != "auto":
         return "cuda" if device == "cuda" else "cpu"
     if "torch" not in sys.modules and not any(Path(driver).exists() for driver in _DRIVERS):
@@ -103,10 +103,10 @@ def device_kind(device: str) -> DeviceKind:
 
 
 def choose_device(device: str, rank: int, local_rank: int) -> torch.device:
-    """Device of a rank: GPU `rank % device_count`, as Megatron chooses it, or the CPU where there is none.
+    """Return the device of a rank: GPU `rank % device_count`, as in Megatron, or the CPU without a GPU.
 
-    Raises ValueError if that is not the GPU which the launcher's LOCAL_RANK stands for: two ranks would then share one
-    GPU while another stays idle.
+    Raises ValueError if the launcher's LOCAL_RANK stands for another GPU: two ranks would then share one GPU, and
+    another GPU would stay idle.
     """
     import torch
 
@@ -125,7 +125,7 @@ def choose_device(device: str, rank: int, local_rank: int) -> torch.device:
 
 
 def choose_backend(backend: str, device: torch.device, local_world_size: int) -> str:
-    """`auto` is nccl where every rank of this machine has a GPU of its own, else gloo (NCCL refuses to share one)."""
+    """Return the backend: for `auto` nccl if each rank of this machine has its own GPU, as NCCL demands, else gloo."""
     import torch
     import torch.distributed as dist
 
@@ -141,22 +141,22 @@ def choose_backend(backend: str, device: torch.device, local_world_size: int) ->
 
 
 _BEHIND = 10.0
-"""Seconds by which torch's own limit comes after the launcher's."""
+"""Seconds from the launcher's limit to torch's own."""
 _launcher_limit = math.inf
 
 
 def set_launcher_limit(seconds: float) -> None:
-    """Say how long this rank may wait for others before the launcher, which watches it, calls that a hang."""
+    """Set how long this rank may wait for others before the launcher reports a hang."""
     global _launcher_limit
     _launcher_limit = seconds
 
 
 def torch_timeout(seconds: float, backend: str) -> timedelta:
-    """Limit that torch is to put on a collective of a group, for one of `seconds`.
+    """Return the time limit that torch gets for collectives of a group whose limit is `seconds`.
 
-    The launcher explains a hang better, so torch's limit never falls together with that of the launcher. The
-    launcher cannot see that a rank of NCCL waits, in its GPU, and without /proc sees only labkit's own collectives:
-    there torch's limit follows that of the launcher.
+    The launcher explains a hang better than torch, so torch's limit must not end together with the launcher's. The
+    launcher cannot see that a rank waits inside its GPU for NCCL. Without /proc the launcher sees only labkit's own
+    collectives. In both cases torch's limit ends after the launcher's.
     """
     if seconds >= _launcher_limit and (
         backend == "nccl" or not guard.SEES_USAGE or seconds < _launcher_limit + _BEHIND
@@ -166,7 +166,7 @@ def torch_timeout(seconds: float, backend: str) -> timedelta:
 
 
 def loopback_interface() -> str:
-    """Name of the interface that no other machine can reach; gloo would else listen on whatever the host name means."""
+    """Return the interface that no other machine can reach. By itself gloo takes the host name's interface."""
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -174,7 +174,7 @@ def join_group(
     *, init_method: str, rank: int, world_size: int, local_rank: int, local_world_size: int, backend: str, device: str,
     timeout: float,
 ) -> RankInfo:  # fmt: skip
-    """Initialise torch.distributed on this rank and remember its place. `timeout` is that of the collectives, in s."""
+    """Initialise torch.distributed on this rank and store its place. `timeout` limits a collective, in seconds."""
     import torch
     import torch.distributed as dist
 
@@ -199,14 +199,16 @@ _before_leaving: list[Callable[[], None]] = []
 
 
 def before_leaving(undo: Callable[[], None]) -> None:
-    """Have `undo` called before this process leaves the process group, once however often it is given: for what holds
-    on to communicators, such as CUDA graphs with collectives of NCCL, and would keep them from ending."""
+    """Call `undo` once before this process leaves the process group, even if it is given several times.
+
+    CUDA graphs with NCCL collectives need this: they keep communicators in use, which could not end.
+    """
     if undo not in _before_leaving:
         _before_leaving.append(undo)
 
 
 def let_go_of_communicators() -> None:
-    """Call what `before_leaving` was given, also at the end of a process that leaves by an exception."""
+    """Call all functions given to `before_leaving`, also when an exception ends the process."""
     while _before_leaving:
         _before_leaving.pop()()
 
@@ -216,13 +218,13 @@ _failed_calls = 0
 
 
 def between_calls(tidy: Callable[[], None]) -> None:
-    """Have `tidy` called before and after each call of the launcher, when no function runs in this rank."""
+    """Call `tidy` before and after each call of the launcher, when no function runs in this rank."""
     if tidy not in _between_calls:
         _between_calls.append(tidy)
 
 
 def tidy_between_calls(failed_calls: int) -> None:
-    """Call what `between_calls` was given. failed_calls: how many calls of this launch have failed on some rank."""
+    """Call all functions given to `between_calls`. failed_calls: earlier calls of this launch that failed on a rank."""
     global _failed_calls
     _failed_calls = failed_calls
     for tidy in _between_calls:
@@ -230,12 +232,13 @@ def tidy_between_calls(failed_calls: int) -> None:
 
 
 def failed_calls() -> int:
-    """Calls of this launch that have failed on some rank, the same on all ranks; 0 where no launcher calls."""
+    """Return how many calls of this launch failed on some rank, equal on all ranks; 0 without a launcher."""
     return _failed_calls
 
 
 def leave_group() -> None:
-    """The clean end: no rank closes its sockets while another still talks (gloo aborts at random otherwise)."""
+    """Leave the process group after all ranks have arrived: gloo aborts at random if a peer closes its sockets
+    early."""
     import torch.distributed as dist
 
     let_go_of_communicators()

@@ -1,9 +1,8 @@
-"""Cores, memory and libraries of this machine, as far as this process may use them. Nothing but the question for
-Transformer Engine needs torch.
+"""Cores, memory and libraries that this process may use. Only `why_no_transformer_engine` needs torch.
 
-Memory is the smaller of two numbers: what the kernel could still give to anybody (MemAvailable), and what the control
-groups of this process leave, which a container or a batch system may limit far below it. Readings take the root of the
-file system, so that a test can lay out another machine.
+Available memory is the smaller of two numbers: the kernel's MemAvailable, and the rest that the control groups of this
+process leave. A container or a batch system may limit these groups far below the machine's memory. Functions that read
+files take the root of the file system, so that a test can describe another machine.
 """
 
 from __future__ import annotations
@@ -17,40 +16,40 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 CROWDED = 10
-"""Ranks for each core from which on a launch warns."""
+"""A launch warns above so many ranks per core."""
 GIB = 1 << 30
 _HOW_TO_GET_TE = "pip install --no-build-isolation 'transformer-engine[pytorch]', or from conda-forge"
-"""It is compiled against the torch and CUDA that are installed."""
+"""pip compiles it against the installed torch and CUDA."""
 _ROOT = Path("/")
 _NO_LIMIT = 1 << 60
-"""Control groups of version 1 write their lack of a limit as a number near 2^63."""
+"""Limits from here on mean no limit: control groups of version 1 then write a number near 2^63."""
 
 
 class Memory(NamedTuple):
     """Bytes of host memory."""
 
     total: int
-    """Of the machine, or of the control group where that has less."""
+    """Memory of the machine, or of the control group if its limit is lower."""
     available: int
-    """Bytes that can still be taken without swapping or being killed."""
+    """Bytes that processes can still take without swapping or being killed."""
     limited: bool
-    """True where a control group decides what is available."""
+    """True if a control group decides `available`."""
 
     @property
     def words(self) -> str:
-        """The name of what holds the limit, for messages."""
+        """The owner of the limit, for messages."""
         return "the control group of this process" if self.limited else "this machine"
 
 
 def usable_cores() -> int:
-    """Cores this process may run on, which a container or a batch system can restrict."""
+    """Return the number of cores that this process may use. A container or a batch system can restrict them."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def crowding(ranks: int) -> str:
-    """A warning for `ranks` processes on this machine, or an empty string."""
+    """Return a warning if `ranks` are too many for the cores of this machine, or an empty string."""
     cores = usable_cores()
     if ranks <= CROWDED * cores:
         return ""
@@ -61,9 +60,9 @@ def crowding(ranks: int) -> str:
 
 
 def host_memory(root: Path = _ROOT) -> Memory:
-    """Memory that this process and those it starts may take.
+    """Return the memory that this process and its children may take.
 
-    Without /proc (macOS) all of the machine's memory counts as available, since no portable call tells what is free.
+    Without /proc (macOS) all memory of the machine counts as available, since no portable call tells the free part.
     """
     total, available = _machine(root)
     limited = False
@@ -75,7 +74,7 @@ def host_memory(root: Path = _ROOT) -> Memory:
 
 
 def _machine(root: Path) -> tuple[int, int]:
-    """(total, available) bytes of the whole machine."""
+    """Return (total, available) bytes of the whole machine."""
     try:
         lines = (line.split() for line in (root / "proc/meminfo").read_text().splitlines())
         kib = {words[0]: int(words[1]) for words in lines if words}
@@ -92,7 +91,7 @@ class _Version(NamedTuple):
     limit: str
     usage: str
     cache: str
-    """Line of memory.stat: file pages that were read once, which the kernel drops first."""
+    """Line of memory.stat with the file pages that were read once; the kernel drops them first."""
 
 
 _VERSION_1 = _Version("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -100,10 +99,10 @@ _VERSION_2 = _Version("sys/fs/cgroup", "memory.max", "memory.current", "inactive
 
 
 def control_groups(root: Path = _ROOT) -> Iterator[tuple[int, int]]:
-    """(limit, used) bytes of each control group around this process that limits memory, from the inside out.
+    """Yield (limit, used) bytes of each control group of this process that limits memory, from the inside out.
 
-    Used is without the file cache that the kernel drops first. A container may see its own group as the root of the
-    mount and still read the host's path in /proc/self/cgroup, so each part of the path that exists is looked at.
+    `used` excludes the file cache that the kernel drops first. A container may see its own group as the root of the
+    mount, but the host's path in /proc/self/cgroup. So every existing part of the path is read.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -132,10 +131,10 @@ def _limit(folder: Path, version: _Version) -> tuple[int, int] | None:
 
 
 def free_gpu_memory() -> list[int]:
-    """Free bytes of each GPU that torch will see, in its order; empty where nobody can tell.
+    """Return the free bytes of each GPU that torch will see, in torch's order; empty if they are unknown.
 
-    Asks the driver through nvidia-smi, because asking through torch would make a CUDA context of half a gigabyte in
-    this process. A GPU cut into instances (MIG) is left out: the driver has no number for the part that a rank gets.
+    nvidia-smi asks the driver. torch would make a CUDA context of half a gigabyte in this process. A GPU cut into
+    instances (MIG) is left out: the driver has no number for the part that a rank gets.
     """
     query = ["nvidia-smi", "--query-gpu=index,uuid,mig.mode.current,memory.free", "--format=csv,noheader,nounits"]
     try:
@@ -150,10 +149,9 @@ def free_gpu_memory() -> list[int]:
 
 
 def why_no_transformer_engine() -> str | None:
-    """None where `transformer_engine.pytorch` can be imported, else a sentence that says what is missing and how to get
-    it. Takes an import of torch.
+    """Return None if `transformer_engine.pytorch` can be imported, else a sentence: what is missing, how to get it.
 
-    Never imported without a GPU: its import then raises RuntimeError, not ImportError.
+    Imports torch. Does not import Transformer Engine without a GPU: that import raises RuntimeError, not ImportError.
     """
     import torch
 

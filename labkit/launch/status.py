@@ -1,8 +1,8 @@
-"""The wait of a rank, written where the launcher can read it even if the rank cannot answer any more.
+"""A record of each rank's current wait, which the launcher can read even if the rank no longer answers.
 
-Every launch has one small file, mapped into memory by all ranks, with one record a rank. `waiting` writes a record in
-about a microsecond, without a system call, so that each collective can afford it. When a rank hangs (or holds the GIL,
-or is stopped by a signal) the launcher reads the record from outside.
+Every launch has one small file with one record per rank, and all ranks map the file into memory. `waiting` writes a
+record in about a microsecond, without a system call, so that each collective can afford it. When a rank hangs, holds
+the GIL or is stopped by a signal, the launcher reads its record from outside.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class Status:
     """One rank's record."""
 
     text: str
-    """Its wait or, if `inside` is False, its last one; empty if it never waited."""
+    """The current wait or, if `inside` is False, the last one; empty if the rank never waited."""
     inside: bool
-    """True while it waits."""
+    """True while the rank waits."""
     since: float
-    """`time.monotonic()` when the wait began; the same clock in all processes of one machine."""
+    """`time.monotonic()` at the start of the wait; all processes of one machine share this clock."""
 
 
 _Wait = tuple[bytes, float]
-"""The subject of the wait, encoded, and its start."""
+"""The text of the wait, encoded, and its start."""
 
 
 class StatusSlot:
@@ -43,19 +43,19 @@ class StatusSlot:
         self._current: _Wait | None = None
 
     def enter(self, text: str) -> _Wait | None:
-        """Write that the rank waits for `text`; returns what `leave` needs to restore the surrounding wait."""
+        """Write that the rank waits for `text`. Return the surrounding wait, for `leave`."""
         outer = self._current
         self._current = encoded, since = text.encode(), time.monotonic()
         _RECORD.pack_into(self._map, self._start, 1, since, encoded)
         return outer
 
     def clear(self) -> None:
-        """Forget what was waited for."""
+        """Erase the record."""
         self._current = None
         _RECORD.pack_into(self._map, self._start, 0, 0.0, b"")
 
     def leave(self, outer: _Wait | None) -> None:
-        """Mark the wait as over, or go back to the surrounding one."""
+        """Mark the wait as over, or write the surrounding wait again."""
         self._current = outer
         if outer is None:
             self._map[self._start] = 0
@@ -69,9 +69,9 @@ current: StatusSlot | None = None
 
 
 class waiting:
-    """`with waiting("all_reduce tp #12 (4, 8) float32"):` says what this rank waits for while the block runs.
+    """Record the wait of this rank while the block runs: `with waiting("all_reduce tp #12 (4, 8) float32"):`.
 
-    A hang is then reported with this text. Outside a rank it does nothing. Blocks nest.
+    The launcher reports a hang with this text. Outside a rank the block records nothing. Blocks nest.
     """
 
     __slots__ = ("_outer", "_text")
@@ -89,21 +89,21 @@ class waiting:
 
 
 def attach(slot: StatusSlot | None) -> None:
-    """Make `slot` this process's record (the launcher calls this)."""
+    """Make `slot` the record of this process. The launcher calls this."""
     global current
     current = slot
 
 
 def create_slots(path: Path, world_size: int) -> None:
-    """Make the file of empty records that the ranks of one launch share."""
+    """Create the file of empty records that the ranks of one launch share."""
     path.write_bytes(bytes(RECORD_BYTES * world_size))
 
 
 def read_slot(path: Path, rank: int) -> Status:
-    """One rank's record, read from outside.
+    """Read the record of one rank from outside.
 
-    A record that is being written may come out garbled, and an empty one stands for a file that somebody has removed:
-    it is read to explain a failure, which must not become another one.
+    The launcher reads records to explain a failure, so reading must not fail itself. A record may be garbled if the
+    rank writes it at the same time. If the file is gone, the record is empty.
     """
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The same `run` on ranks that torchrun (`python -m torch.distributed.run --nproc-per-node N script.py`) started."""
+"""`labkit.launch.run` on ranks of torchrun (`python -m torch.distributed.run --nproc-per-node N script.py`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run_here(
     fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], *, backend: str, device: str, debug: bool,
     group_timeout: float, progress: Callable[[dict[str, Any]], None] | None,
 ) -> list[Any]:  # fmt: skip
-    """Call `fn(*args)` on this rank, gather everyone's result. After an exception here torchrun ends the others."""
+    """Call `fn(*args)` on this rank and gather the results of all ranks. If `fn` raises, torchrun ends the others."""
     started = int(os.environ["WORLD_SIZE"])
     if world_size != started:
         raise ValueError(
@@ -40,14 +40,14 @@ def run_here(
 def join(
     *, backend: str = "auto", device: str = "auto", debug: bool = False, distributed_timeout_minutes: float = 10.0
 ) -> info.RankInfo:
-    """Join the other ranks that torchrun started, without a function to run: the script goes on on every rank.
+    """Join the other ranks that torchrun started. The script continues on every rank.
 
         join()
         print(torch.distributed.get_rank())
 
-    At the end of the script the ranks leave together, which gloo needs. If torch.distributed runs already, this
-    only tells the place of this rank. Arguments are those of `run`. Raises ValueError in a process that torchrun did
-    not start.
+    At the end of the script the ranks leave together, as gloo needs. If torch.distributed runs already, `join` only
+    returns the place of this rank. Arguments are as in `run`. Raises ValueError in a process that torchrun did not
+    start.
     """
     import torch.distributed as dist
 
@@ -85,7 +85,7 @@ def _join(backend: str, device: str, debug: bool, group_timeout: float) -> None:
 
 
 def _leave() -> None:
-    """At the end of the script: close the sockets only when every rank has arrived here."""
+    """At the end of the script, wait for all ranks, then close the sockets."""
     import torch.distributed as dist
 
     info.let_go_of_communicators()
@@ -107,7 +107,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _gather(result: Any, world_size: int) -> list[Any]:
-    """Everyone's result, on every rank, through a gloo group if the main one is not (pickles are host memory)."""
+    """Return the results of all ranks, on every rank. Pickles lie in host memory, so gloo carries them."""
     import torch.distributed as dist
 
     group: Any = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")

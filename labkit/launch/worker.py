@@ -1,6 +1,6 @@
-"""The life of a rank from its fork to its end: prepare, join the group, answer calls, leave.
+"""The life of a rank: it prepares, joins the process group, answers calls and leaves.
 
-A rank talks with the launcher through one connection:
+A rank exchanges messages with the launcher over one connection:
 
 | message                   | from     | sent                                                              |
 |---------------------------|----------|-------------------------------------------------------------------|
@@ -12,7 +12,7 @@ A rank talks with the launcher through one connection:
 | `("call", n, failed)`     | launcher | for call n; `failed` counts earlier calls that failed on a rank   |
 | `("stop",)`               | launcher | at the end                                                        |
 
-Payloads and results are files in the launch's folder. So a rank that is stopped while it sends a large result does not
+Payloads and results are files in the launch's folder. So a rank that is stopped while it writes a large result does not
 block the launcher.
 """
 
@@ -53,7 +53,7 @@ class LaunchSpec:
     group_timeout: float
     """Seconds after which torch.distributed gives up a collective by itself."""
     debug: bool
-    """Have torch compare each collective between the ranks."""
+    """If true, torch compares each collective between the ranks."""
     environment: dict[str, str]
 
     def file(self, kind: str, rank: int, call: int | None = None) -> Path:
@@ -72,7 +72,7 @@ class LaunchSpec:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception on a rank as text; an exception object may not survive pickling."""
+    """An exception on a rank, as text: an exception object may not survive pickling."""
 
     summary: str
     """Type and message, such as `ValueError: no such layer`."""
@@ -81,7 +81,7 @@ class Failure:
 
 
 def rank_main(spec: LaunchSpec, rank: int, connection: Connection) -> None:
-    """The life of one rank; never returns."""
+    """Run one rank to its end. Never returns."""
     _prepare(spec, rank)
     lock = threading.Lock()
 
@@ -140,7 +140,7 @@ def _prepare(spec: LaunchSpec, rank: int) -> None:
 
 
 def _capture_output(spec: LaunchSpec, rank: int) -> None:
-    """Send descriptors 1 and 2, so also output of C code, to this rank's files, each line at once."""
+    """Send descriptors 1 and 2 to this rank's files, each line at once. C code writes to the same descriptors."""
     for descriptor, kind in ((1, "out"), (2, "err")):
         file = os.open(spec.file(kind, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
@@ -182,7 +182,7 @@ def _answer(spec: LaunchSpec, rank: int, call: int, failed_calls: int) -> tuple[
 
 
 class _ResultPickler(cloudpickle.Pickler):
-    """Moves tensors to the CPU, so that the caller needs no GPU to read them."""
+    """A pickler that moves tensors to the CPU, so that the caller needs no GPU to read them."""
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
@@ -203,7 +203,7 @@ def _store(path: Path, result: Any) -> None:
 
 
 def describe(error: BaseException) -> Failure:
-    """Put any exception into words, also an exception whose own methods fail."""
+    """Return any exception as text, even if its own methods fail."""
     try:
         notes = sum(len(note.split("\n")) for note in getattr(error, "__notes__", ()))
         summary = traceback.format_exception_only(error)[-1 - notes].strip()
