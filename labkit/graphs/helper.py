@@ -96,8 +96,8 @@ class CudaGraphHelper:
         self.pp_rank = pp_rank
         """The pipeline rank whose row of the schedule is captured."""
         self.order = self._order(schedule, pp_rank)
-        """The captures in order: c + 1 is a forward of chunk c, -(c + 1) its backward, -(c + 1.5) its weight gradients
-        where the backward leaves them out."""
+        """The captures in order: c + 1 is a forward of chunk c, -(c + 1) its backward. If the backward leaves out
+        weight gradients, -(c + 1.5) is their capture."""
         self.schedule_microbatches = schedule.num_microbatches
         self._marked: list[nn.Parameter] = []
         self._graph_objects: int | None = None

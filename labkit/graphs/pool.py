@@ -95,8 +95,8 @@ class Playback:
     lives: tuple[Life, ...]
     """Every block of the history, in the order in which they are taken."""
     captures: tuple[tuple[str, int, int], ...]
-    """(graph, first row, last row) in the order of the captures. A history has no borders: a capture begins where its
-    graph takes its first block, so blocks given back just before count to the capture before."""
+    """(graph, first row, last row) in the order of the captures. A history has no borders between captures: a capture
+    begins when its graph takes its first block. Blocks given back just before count to the capture before."""
     live_bytes: tuple[int, ...]
     """Bytes held after each row of the history."""
 

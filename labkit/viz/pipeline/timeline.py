@@ -39,7 +39,7 @@ def gantt(
     memory: draw the activations in flight under the timeline; the costs of a Timeline give their weights.
     numbers: for Events, put the measured bubble and milliseconds into the sentence (they change from run to run).
     strips: draw waits, collectives and the like under the computations.
-    row: name of a row; `stage` where the ranks of one stage share a row, so that its number is not a rank of the world.
+    row: name of a row. Use `stage` if several ranks share a row: the number of the row is then no global rank.
     unit: of a Timeline's time, as the axis names it, such as `forwards`; the axis of Events says ms.
     time_limit, memory_limit: where the axes end, in the Timeline's unit (seconds for Events) and in activations.
         Pictures with the same limits can be compared by eye; events beyond are cut off. None fits the picture.
