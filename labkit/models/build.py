@@ -42,7 +42,7 @@ class LayerSpec:
     row_parallel: ClassVar[Callable[..., nn.Module]] = RowParallelLinear
     """The constructor of row-parallel layers."""
     expert_linear: ClassVar[Callable[..., nn.Module]] = StackedLinear
-    """The constructor of the projections of routed experts, where they are grouped products."""
+    """The constructor of the projections of routed experts when `moe.grouped_gemm` is on."""
 
     @property
     def checkpoint(self) -> Callable[..., Any]:
@@ -50,7 +50,7 @@ class LayerSpec:
         return checkpoint
 
     def precision(self, groups: ParallelGroups, device: torch.device | str | None) -> Precision:
-        """The products of the linear layers of one model chunk."""
+        """The precision in which the linear layers of one model chunk compute."""
         return NATIVE
 
     def norm_before(
@@ -62,7 +62,7 @@ class LayerSpec:
     def core_attention(
         self, name: str, config: ModelConfig, rng: RngTracker | None, tp: Group, cp: Group | None, cp_comm_type: str
     ) -> nn.Module:
-        """softmax(q k^T / sqrt(D)) v of this rank's heads."""
+        """Return the module that computes softmax(q k^T / sqrt(D)) v of this rank's heads."""
         return CoreAttention(config, rng, cp, cp_comm_type, name=name)
 
 

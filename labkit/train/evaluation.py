@@ -1,7 +1,7 @@
-"""Validations and the test: the mean loss over some batches without gradients and dropout, and data beside the loss.
+"""Validations and the test: mean loss over some batches, without gradients and dropout, and data beside the loss.
 
-Every rank has the same bits of a loss. On a GPU a token id outside the vocabulary is told after the batches, as one
-TokenIdError on every rank.
+Every rank returns the same bits of a loss. On a GPU a token id outside the vocabulary raises TokenIdError on every
+rank, after the batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ProcessNonLossData = Callable[[list[Any], int], None]
 
 
 def validates_after(train: TrainConfig, step: int) -> bool:
-    """A run with validations has one after `step`, counted from 1: every `eval_interval` steps and after the last."""
+    """True if a validation follows `step` (counted from 1): every `eval_interval` steps and after the last."""
     return step == train.steps or (train.eval_interval > 0 and step % train.eval_interval == 0)
 
 
@@ -34,7 +34,7 @@ def validate(
     step: int,
     process_non_loss_data: ProcessNonLossData | None,
 ) -> None:
-    """The mean loss over `eval_steps` global batches, then one more batch for what is not a loss."""
+    """Report the mean loss over `eval_steps` global batches; then run a batch for `process_non_loss_data`, if given."""
     report.evaluation(step, "validation_loss", evaluate(pipeline, batches, pipeline.config.train.eval_steps))
     if process_non_loss_data is None:
         return
@@ -46,7 +46,7 @@ def validate(
 
 
 def evaluate(pipeline: Pipeline, batches: Iterator[Batch], steps: int) -> float:
-    """Mean loss over `steps` global batches, without gradients and dropout; the same on every rank."""
+    """Return the mean loss over `steps` global batches, without gradients and dropout; the same on every rank."""
     with evaluating(pipeline.chunks), token_ids_checked_late(pipeline.groups.device) as ids:
         reports = [report for _ in range(steps) for report in pipeline.run(batches, forward_only=True)]
     loss = global_loss(reports, pipeline)
@@ -56,8 +56,10 @@ def evaluate(pipeline: Pipeline, batches: Iterator[Batch], steps: int) -> float:
 
 
 def collect_non_loss_data(pipeline: Pipeline, batches: Iterator[Batch]) -> list[Any]:
-    """The result of the loss function for each microbatch of one global batch under `non_loss_data=True`, without
-    gradients and dropout; [] on ranks that do not compute the loss."""
+    """Run one global batch without gradients and dropout, with `non_loss_data=True` for the loss function.
+
+    Return its results by microbatch; [] on ranks that do not compute the loss.
+    """
     with evaluating(pipeline.chunks), token_ids_checked_late(pipeline.groups.device) as ids:
         collected = pipeline.run(batches, forward_only=True, collect_non_loss_data=True)
     if ids.late:
@@ -67,7 +69,7 @@ def collect_non_loss_data(pipeline: Pipeline, batches: Iterator[Batch]) -> list[
 
 @contextmanager
 def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Evaluation mode for the block, and every chunk's own mode after it, also after an error."""
+    """Set evaluation mode during the block. After it, also after an error, restore each chunk's own mode."""
     modes = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()

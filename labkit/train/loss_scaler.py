@@ -1,10 +1,11 @@
 """Loss scales for fp16 (arXiv 1710.03740, section 3.2).
 
-fp16 holds nothing below 6e-8, where many gradients lie. The loss is multiplied by a scale before its backward, so all
-gradients are; they are divided by it in fp32, before clipping. Where the scale is too large, a gradient overflows: the
-step is skipped on all ranks and, after some patience, the scale lowered.
+fp16 has no number between 0 and 6e-8, where many gradients lie. The scaler multiplies the loss by a scale before the
+backward, which multiplies all gradients too. The training step divides the gradients by the scale in fp32, before
+clipping. If the scale is too large, a gradient overflows. Then all ranks skip the step and, after some such steps, the
+scaler lowers the scale.
 
-A scaler is Python numbers alone. `update` gets what all ranks have agreed on, so that all hold the same scale.
+A scaler has Python numbers only. All ranks agree on the argument of `update`, so all have the same scale.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch import Tensor
 from labkit.config import OptimConfig
 
 LARGEST_SCALE = 2.0**127
-"""The scale never grows beyond: the largest power of two that the fp32 loss can be multiplied by."""
+"""Upper limit of the scale: the largest power of two in fp32, the type of the loss."""
 
 
 class LossScaler(Protocol):
-    """A loss scale, as the training step needs it."""
+    """The properties and methods that the training step needs of a loss scale."""
 
     @property
     def scale(self) -> float:
@@ -30,25 +31,25 @@ class LossScaler(Protocol):
 
     @property
     def hopeless_steps(self) -> int:
-        """Skipped steps in a row for which this scaler has no smaller scale."""
+        """Number of skipped steps in a row at the smallest scale of this scaler."""
         ...
 
     @property
     def advice(self) -> str:
-        """Advice to the user about many hopeless steps, one sentence."""
+        """A sentence that tells the user how to mend many hopeless steps."""
         ...
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """`loss` times `scale`, for its backward."""
+        """Return `loss` times `scale`, for its backward."""
         ...
 
     def update(self, found_inf: bool) -> None:
-        """After each step: whether a gradient was not finite on any rank."""
+        """Take in a step. `found_inf`: a gradient was not finite on some rank."""
         ...
 
 
 class ConstantLossScaler:
-    """Always the same scale; 1 is no scaling at all."""
+    """A constant scale; 1 does not scale."""
 
     def __init__(self, scale: float = 1.0) -> None:
         """Raises ValueError for a scale that is not a positive number."""
@@ -58,7 +59,7 @@ class ConstantLossScaler:
 
     @property
     def advice(self) -> str:
-        """Above 1 the scale itself may be what overflows."""
+        """Suggest a lower scale if it is above 1, because it may cause the overflow."""
         return _lower("optim.loss_scale", self.scale, "lower it, or set it to null for a scale that adapts")
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -66,16 +67,17 @@ class ConstantLossScaler:
         return loss * self.scale
 
     def update(self, found_inf: bool) -> None:
-        """The scale stays."""
+        """Count hopeless steps; the scale stays."""
         self.hopeless_steps = self.hopeless_steps + 1 if found_inf else 0
 
 
 class DynamicLossScaler:
-    """As large a scale as the gradients bear, found by trying (Megatron's DynamicGradScaler).
+    """A scale that adapts: as large as the gradients allow (Megatron's DynamicGradScaler).
 
-    An overflow resets the count of good steps and uses up one unit of hysteresis; once that is used up, each further
-    overflow lowers the scale, never below its minimum. `growth_interval` good steps in a row raise it and restore the
-    hysteresis; nothing else restores it. With a hysteresis of 1 this is torch's `GradScaler`, which has no minimum.
+    An overflow resets the count of good steps and uses up one unit of hysteresis. The overflow that uses up the last
+    unit, and each later one, lowers the scale, but not below its minimum. Only `growth_interval` good steps in a row
+    raise the scale and restore the hysteresis. With a hysteresis of 1 the rule is that of torch's `GradScaler`, which
+    has no minimum.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class DynamicLossScaler:
         growth_interval: int = 1000,
         hysteresis: int = 2,
     ) -> None:
-        """Raises ValueError for numbers with which the scale could not move as described."""
+        """Raises ValueError for numbers with which the scale could not move so."""
         _check_positive("min_scale", min_scale)
         _check_positive("initial_scale", initial_scale)
         if initial_scale < min_scale:
@@ -107,12 +109,12 @@ class DynamicLossScaler:
         self.good_steps = 0
         """Steps without overflow since the last overflow or growth."""
         self.hysteresis_left = hysteresis
-        """Overflows up to and with the one that lowers the scale; at or below 0 each does."""
+        """Overflows until the scale is lowered; at or below 0 each overflow lowers it."""
         self.hopeless_steps = 0
 
     @property
     def advice(self) -> str:
-        """Above 1 the scale's minimum may be what overflows."""
+        """Suggest a lower minimum if it is above 1, because it may cause the overflow."""
         return _lower("optim.min_loss_scale", self.min_scale, "lower it")
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -120,7 +122,7 @@ class DynamicLossScaler:
         return loss * self.scale
 
     def update(self, found_inf: bool) -> None:
-        """Move the scale after a step that did or did not overflow."""
+        """Move the scale after a step with or without overflow."""
         self.hopeless_steps = self.hopeless_steps + 1 if found_inf and self.scale <= self.min_scale else 0
         if found_inf:
             self.good_steps = 0
@@ -137,7 +139,7 @@ class DynamicLossScaler:
 
 
 def _lower(name: str, value: float, how: str) -> str:
-    """Advice where gradients overflow at a scale that `name` holds in place; at most 1, it is not what overflows."""
+    """Return advice for gradients that overflow at the scale `value` of `name`. A scale up to 1 causes no overflow."""
     if value > 1.0:
         return f"{name} = {value:.10g} may be too large for fp16: {how}"
     return "A smaller loss scale does not help: look for an operation without a finite gradient"
@@ -149,7 +151,7 @@ def _check_positive(name: str, value: float) -> None:
 
 
 def build_loss_scaler(optim: OptimConfig) -> LossScaler:
-    """The scale that `optim.precision` needs: none but for fp16, where it is constant (`optim.loss_scale`) or found."""
+    """Return the scaler for `optim.precision`: for fp16 constant (`optim.loss_scale`) or dynamic, else a scale of 1."""
     if optim.precision != "fp16":
         return ConstantLossScaler()
     if optim.loss_scale is not None:

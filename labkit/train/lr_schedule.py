@@ -1,8 +1,8 @@
 """Learning rates: a linear warm-up, then one of five shapes.
 
-`step` counts optimizer steps already done, as in Megatron: the first step of a run has step 0, so that with a warm-up
-its learning rate is 0, and the peak is reached at step `warmup_steps`. Everything here is a pure function of the step;
-a resumed run therefore needs nothing but its step number.
+`step` counts finished optimizer steps, as in Megatron. The first step of a run is step 0: with a warm-up its learning
+rate is 0, and step `warmup_steps` has the peak. The learning rate depends on nothing but the step, so a resumed run
+needs only its step number.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda r: 1.0 - r,
     "cosine": lambda r: 0.5 * (1.0 + math.cos(math.pi * r)),
 }
-"""Decays from 1 at r = 0 to 0 at r = 1."""
+"""Shapes of the decay from 1 at r = 0 to 0 at r = 1."""
 
 WSD_TAILS: dict[str, Callable[[float], float]] = SHAPES | {
     "exponential": lambda r: 2.0 * 0.5**r - 1.0,
     "minus-sqrt": lambda r: 1.0 - math.sqrt(r),
 }
-"""Shapes of the last phase of warm-up, stable, decay (arXiv 2404.06395; tails: arXiv 2405.18392)."""
+"""Shapes of the last phase of `wsd`: warm-up, stable, decay (arXiv 2404.06395; tails: arXiv 2405.18392)."""
 
 STYLES = ("constant", "cosine", "linear", "inverse-square-root", "wsd")
 
@@ -33,19 +33,19 @@ class LearningRate:
     """The learning rate as a function of the step: `LearningRate(...)(step)`."""
 
     max_lr: float
-    """Peak, reached at the end of the warm-up."""
+    """Peak, at the end of the warm-up."""
     min_lr: float = 0.0
-    """Floor of the decay, and the rate of every step after `decay_steps` (except for `constant`)."""
+    """Smallest rate of the decay, and the rate of every step after `decay_steps`; unused by `constant`."""
     style: str = "cosine"
     """One of STYLES."""
     warmup_steps: int = 0
     """Steps of linear warm-up from 0."""
     decay_steps: int = 1
-    """Step at which the decay ends, counted from the start of the run."""
+    """Step at the end of the decay, counted from the start of the run."""
     wsd_decay_steps: int = 0
     """Length of the last phase of `wsd`."""
     wsd_decay_style: str = "exponential"
-    """Shape of that phase: one of WSD_TAILS."""
+    """Shape of the last phase of `wsd`: one of WSD_TAILS."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -68,7 +68,7 @@ class LearningRate:
             raise ValueError("; ".join(problems))
 
     def __call__(self, step: int) -> float:
-        """Learning rate of the optimizer step that follows `step` finished ones."""
+        """Return the learning rate of the optimizer step after `step` finished steps."""
         if self.warmup_steps > 0 and step <= self.warmup_steps:
             return self.max_lr * step / self.warmup_steps
         if self.style == "constant":
@@ -80,7 +80,7 @@ class LearningRate:
         return self.min_lr + self._share(step) * (self.max_lr - self.min_lr)
 
     def _share(self, step: int) -> float:
-        """The share of `max_lr - min_lr` that is left at `step`."""
+        """Return the share of `max_lr - min_lr` that remains at `step`."""
         if self.style != "wsd":
             return SHAPES[self.style]((step - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
         start = self.decay_steps - self.wsd_decay_steps
@@ -88,7 +88,7 @@ class LearningRate:
 
 
 def build_lr_schedule(optim: OptimConfig, steps: int) -> LearningRate:
-    """The learning rate of a run of `steps` optimizer steps. Raises ValueError naming each bad field."""
+    """Return the learning rate of a run of `steps` optimizer steps. Raises ValueError with each bad field."""
     decay_steps = optim.decay_steps if optim.decay_steps is not None else steps
     tail = optim.wsd_decay_steps if optim.wsd_decay_steps is not None else max(1, decay_steps // 10)
     return LearningRate(

@@ -1,12 +1,12 @@
 """Search for the loss, parameter or gradient that is not finite, and for its rank.
 
-Nothing here runs in a good step. Once all ranks agree that a number is not finite (`gradient_statistics`), each looks
-through what it holds, and the findings of all ranks make one sentence, the same on every rank. Of experts, whose
-weights are stacked, it says which, by their numbers in the whole layer.
+Nothing here runs in a good step. When all ranks know that a number is not finite (`gradient_statistics`), each rank
+searches its losses, parameters and gradients. The findings of all ranks make one sentence, the same on every rank. The
+sentence names experts, whose weights are stacked, by their numbers in the whole layer.
 
-A reduction spreads a NaN to all its ranks. The data-parallel wrappers therefore note, in the pass over memory that
-scales a buffer before its reduction, whether this rank's own share was finite (`spoiled_before_reduction`); ranks that
-only received the NaN are not named.
+A reduction spreads a NaN to all its ranks. So the data-parallel wrappers note before each reduction if this rank's own
+gradients were finite (`spoiled_before_reduction`). They do so in the pass over memory that scales the buffer. The
+sentence does not name ranks that only received the NaN.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.parameters.parameter_record import main_grad_of, name_of, record_of
 
 KINDS = ("parameter", "loss", "gradient")
-"""Kinds of findings, causes first: a bad weight makes a bad loss, and that bad gradients."""
+"""Kinds of findings, causes first: a bad parameter makes a bad loss, and a bad loss makes bad gradients."""
 NAMED = 3
-"""So many names a sentence holds; the others are counted."""
+"""Most names in a sentence; the others are counted."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not finite on one rank."""
+    """A parameter, loss or gradient that is not finite on one rank."""
 
     kind: str
     """One of `KINDS`."""
     name: str
-    """Full name of the parameter, or `microbatch 3` of a loss."""
+    """Full name of the parameter; for a loss `microbatch 3`."""
     values: str
-    """Numbers of bad values, as in `1 NaN of 4096`."""
+    """Number of bad values, such as `1 NaN of 4096`."""
     rank: int
     """Global rank."""
     coordinates: str
-    """The rank's place in the layout, as in `tp 1, dp 0, pp 1`."""
+    """The rank's place in the layout, such as `tp 1, dp 0, pp 1`."""
     depth: tuple[int, int]
-    """(stage, place in it), from the input to the output."""
+    """(stage, place in the stage), from the input to the output."""
     received: bool = False
-    """It came to this rank through the data-parallel reduction."""
+    """True if the data-parallel reduction brought it to this rank."""
 
 
 def find(
@@ -57,14 +57,14 @@ def find(
     *,
     gradients: bool = True,
 ) -> list[Finding]:
-    """Everything that is not finite on any rank, the most telling first, alike on every rank. Called by all ranks.
+    """Return all findings of all ranks, the likeliest cause first, alike on every rank. All ranks call this.
 
-    reports: what the loss function reported of each microbatch on this rank.
+    reports: metrics of the loss function for each microbatch on this rank.
     chunks: this rank's model chunks, wrapped; `stages` are their stages.
-    gradients: whether `main_grad`s are looked through as well.
+    gradients: search `main_grad`s as well.
 
-    Order: parameters from the input on, losses by microbatch, gradients from the output back, which is the way a NaN
-    spreads through a step. Within each, ranks that merely received it come last.
+    A NaN spreads through a step in this order: parameters from the input on, losses by microbatch, gradients from the
+    output back. In each kind, findings that a rank only received come last.
     """
     with comm_scope(layer="not finite", phase="report"):
         by_rank = gather_objects(list(_own(reports, chunks, stages, groups, gradients)), groups.world)
@@ -100,7 +100,7 @@ def _own(
 
 
 def _which_experts(parameter: nn.Parameter, tensor: Tensor, groups: ParallelGroups) -> str:
-    """` of expert 5`, ` of experts 4, 5 and 2 more`: whose part of stacked weights [E/ep, ..] is not finite."""
+    """Name the experts whose part of stacked weights [E/ep, ..] is not finite: ` of experts 4, 5 and 2 more`."""
     if not record_of(parameter).expert_parallel:
         return ""
     first, finite = groups.ep.rank * len(tensor), tensor.detach().flatten(1).isfinite().all(dim=1).tolist()
@@ -112,7 +112,7 @@ def _which_experts(parameter: nn.Parameter, tensor: Tensor, groups: ParallelGrou
 def _parameters(
     chunks: Sequence[nn.Module], stages: Sequence[int]
 ) -> Iterator[tuple[str, nn.Parameter, tuple[int, int], bool]]:
-    """(full name, parameter, depth, whether its gradient may have been bad on this rank before the reduction)."""
+    """Yield (full name, parameter, depth, own). `own`: this rank's gradient may have been bad before the reduction."""
     seen: set[int] = set()
     for chunk, stage in zip(chunks, stages, strict=True):
         look = getattr(chunk, "spoiled_before_reduction", None)
@@ -125,16 +125,16 @@ def _parameters(
 
 
 def _bad_values(x: Tensor) -> str:
-    """`2 NaN and 1 infinite of 64`, or nothing where all are finite."""
+    """Return text such as `2 NaN and 1 infinite of 64`, or an empty string if all are finite."""
     nan, infinite = (int(bad.sum()) for bad in (x.isnan(), x.isinf()))
     words = [f"{count} {word}" for count, word in ((nan, "NaN"), (infinite, "infinite")) if count]
     return f"{' and '.join(words)} of {x.numel()}" if words else ""
 
 
 def coordinates(groups: ParallelGroups, *, of_experts: bool = False) -> str:
-    """`tp 1, dp 0, pp 1`: this rank's place along each axis of more than one rank; `alone` without any.
+    """Return this rank's place on each axis of more than one rank, such as `tp 1, dp 0`; `alone` without such axes.
 
-    of_experts: along the axes of expert parameters, as in `etp 0, ep 1, edp 0, pp 1`.
+    of_experts: take the axes of expert parameters, such as `etp 0, ep 1, edp 0, pp 1`.
     """
     names = ("etp", "ep", "edp", "pp") if of_experts else ("tp", "cp", "dp", "pp")
     axes: dict[str, Group] = {name: getattr(groups, name) for name in names}
@@ -142,7 +142,7 @@ def coordinates(groups: ParallelGroups, *, of_experts: bool = False) -> str:
 
 
 def sentence(findings: Sequence[Finding]) -> str:
-    """The origin in words: the first kind found, on the ranks that did not merely receive it."""
+    """Return the origin as a sentence: findings of the first kind, on ranks that did not only receive them."""
     if not findings:
         return "a sum over finite gradients overflowed"
     first = findings[0]

@@ -1,11 +1,11 @@
-"""Everything that configuration, schedule, device, memory and folders tell of a run before the run starts.
+"""Check a run before it starts: configuration, schedule, device, memory and folder.
 
-`labkit train` asks `problems`, and so does `labkit.launch.run(pretrain, ...)` in the process that launches: every
-problem at once, a sentence for each. No torch is needed there, unless the machine has a GPU. The ranks ask again
-together (`look`), because torchrun may have started them, or a function of the user's own calls `pretrain`.
+`labkit train` and `labkit.launch.run(pretrain, ...)` call `problems` in the launching process. It returns all problems
+at once, a sentence for each, and needs torch only on a machine with a GPU. The ranks check again together (`look`),
+because torchrun or a function of the user may have started them.
 
-The memory that a run needs is arithmetic: `labkit.models.memory.memory_bytes` for each rank, plus the memory of its
-process. The sum is held against the memory that `labkit.launch.machine` finds.
+The memory of a run is computed: `labkit.models.memory.memory_bytes` for each rank, plus the memory of its process. The
+sum is compared with the memory that `labkit.launch.machine` finds.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _LATER: dict[str, tuple[Any, str]] = {
     "parallel.split_rank": (None, "has no encoder to split off from a GPT"),
     "model.family": ("gpt", "does not run this model family"),
 }
-"""Sound fields -> the only value that the training loop carries out yet, and what is missing."""
+"""Valid fields -> the only value that the training loop supports yet, and what is missing."""
 
 
 def not_yet_trainable(config: RunConfig) -> list[str]:
-    """One sentence for each sound option that the training loop does not carry out yet."""
+    """Return a sentence for each valid option that the training loop does not support yet."""
     values = {name: attrgetter(name)(config) for name in _LATER}
     return [
         f"{name} = {shown(values[name])}: the training loop {missing} yet; leave it at {shown(usual)}"
@@ -61,25 +61,25 @@ def not_yet_trainable(config: RunConfig) -> list[str]:
 # ---- does the schedule fit the run? ----
 
 TRANSPORTS: dict[bool | None, Transport] = {None: "posted", True: "batched", False: "even_odd"}
-"""`schedule.batch_p2p_comm` -> how the runtime moves tensors between stages, as the entry points read it."""
+"""`schedule.batch_p2p_comm` -> the transport by which the runtime moves tensors between stages."""
 
 
 def transport_of(config: RunConfig) -> Transport:
-    """The transport between stages; `overlap_p2p_comm` asks for one that overlaps."""
+    """Return the transport between stages. `overlap_p2p_comm` needs `posted`, which overlaps."""
     return "posted" if config.schedule.overlap_p2p_comm else TRANSPORTS[config.schedule.batch_p2p_comm]
 
 
 def schedule_of(config: RunConfig, world_size: int) -> Schedule:
-    """The schedule that a configuration names, for `world_size` ranks.
+    """Build the schedule that a configuration names, for `world_size` ranks.
 
-    Raises ValueError where it cannot be built, ScheduleError for a file that is none.
+    Raises ValueError if the schedule cannot be built, and ScheduleError for a file without a valid schedule.
     """
     microbatches, parallel = config.num_microbatches(world_size), config.parallel
     return build_schedule(config.schedule, pp=parallel.pp, vpp=parallel.vpp, microbatches=microbatches)
 
 
 def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> None:
-    """ValueError where the schedule does not fit batch, stages or layers of the run."""
+    """Raise ValueError if the schedule does not fit batch, stages or layers of the run."""
     microbatches, parallel = config.num_microbatches(world_size), config.parallel
     if schedule.pp != parallel.pp:
         raise ValueError(f"{schedule.name} is for {schedule.pp} pipeline ranks, but parallel.pp is {parallel.pp}")
@@ -112,17 +112,17 @@ def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> No
 
 
 def schedule_problem(config: RunConfig, world_size: int) -> str:
-    """Why the schedule of the configuration cannot drive it on `world_size` ranks, or an empty string."""
+    """Return why the configured schedule cannot run on `world_size` ranks, or an empty string."""
     return _checked_schedule(config, world_size)[1]
 
 
 def _checked_schedule(
     config: RunConfig, world_size: int, schedule: Schedule | None = None
 ) -> tuple[Schedule | None, str]:
-    """The schedule of the run, a given one or the configured one, and why it cannot drive the run, or an empty string.
+    """Return the given or else the configured schedule, and why it cannot drive the run (an empty string if it can).
 
-    A file is verified over the transport of the run, and so is a named schedule where a transport could hang it. The
-    runtime verifies a schedule that the caller gives.
+    A schedule file is verified over the transport of the run. So is a named schedule over `even_odd`, which could hang.
+    The runtime verifies a given schedule.
     """
     own, given = config.schedule, schedule is not None
     named = f"schedule.name = {own.name!r}: " if own.path is None else f"schedule.path = {own.path!r}: "
@@ -142,35 +142,35 @@ def _checked_schedule(
 
 TORCH_BYTES = 115 << 20
 """Private memory of a rank beyond tensors: modules that AdamW imports (100 MB), gloo and its threads. Measured on Linux
-with torch 2.13: 118 MB after a step of the `tiny` preset on 4 and on 8 ranks, of which 3 MB are tensors. Ranks that
-labkit forks on a machine without GPUs share the 100 MB with their fork server, so there the sum is on the safe side."""
+with torch 2.13: 118 MB after a step of the `tiny` preset (4 and 8 ranks), 3 MB of it tensors. On a machine without GPUs
+the ranks share the 100 MB with their fork server, so the sum is larger than needed."""
 CUDA_BYTES = 500 << 20
 """GPU memory of a process that has made a CUDA context; not measured, 300 to 600 MB by generation and driver."""
 
 
 NOTHING = RankMemory(0, 0, 0, 0)
-"""Of a rank whose tensors are on a GPU, in the memory of the host."""
+"""Host memory for the tensors of a rank on a GPU."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Memory that some processes need together."""
+    """The memory that several processes need together."""
 
     ranks: Sequence[RankMemory]
-    """Memory of the tensors of each."""
+    """Memory of each process's tensors."""
     torch_bytes: int
-    """Memory of each process beside its tensors."""
+    """Bytes of each process beside its tensors."""
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes of all of them, by what they hold."""
+        """Bytes of all processes, by use."""
         names = ("weights", "gradients", "optimizer", "activations")
         sums = {name: sum(getattr(rank, name) for rank in self.ranks) for name in names}
         return sums | {"torch": self.torch_bytes * len(self.ranks)}
 
     @property
     def total(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all processes."""
         return sum(self.parts.values())
 
     @property
@@ -186,8 +186,8 @@ class Need:
 def memory_problem(
     config: RunConfig, world_size: int, device: str = "auto", *, schedule: Schedule | None = None
 ) -> str:
-    """Why `world_size` ranks do not fit this machine, or an empty string. Under torchrun, whose ranks may be on several
-    machines, the ranks say it themselves; more ranks than one machine starts are the launcher's to refuse."""
+    """Return why `world_size` ranks do not fit the memory of this machine, or an empty string. Ranks of torchrun may be
+    on several machines, so they check their memory themselves. The launcher refuses more ranks than it can start."""
     if config.train.allow_oversubscription or info.under_torchrun() or world_size > MOST_RANKS:
         return ""
     schedule, kind = schedule or schedule_of(config, world_size), info.device_kind(device)
@@ -204,7 +204,7 @@ def memory_problem(
 
 
 def rank_memories(config: RunConfig, world_size: int, schedule: Schedule, kind: info.DeviceKind) -> list[RankMemory]:
-    """Of every rank; those at one place of the pipeline are alike."""
+    """Return the memory of every rank. Ranks at one place of the pipeline need the same."""
     parallel = config.parallel
     decoder, _ = rank_generators(
         world_size=world_size, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep, etp=parallel.etp,
@@ -215,7 +215,7 @@ def rank_memories(config: RunConfig, world_size: int, schedule: Schedule, kind: 
 
 
 def too_much(config: RunConfig, need: Need, available: int, where: str) -> str:
-    """The refusal of a need that is larger than what is available, with the sum; else an empty string."""
+    """Return a sentence with the sum if `need` is larger than `available`, else an empty string."""
     if need.total <= available:
         return ""
     ways = [*_advice(config, need), "--allow-oversubscription (train.allow_oversubscription) to try anyway"]
@@ -223,7 +223,7 @@ def too_much(config: RunConfig, need: Need, available: int, where: str) -> str:
 
 
 def _advice(config: RunConfig, need: Need) -> list[str]:
-    """Settings that make the largest part smaller."""
+    """Return settings that make the largest part smaller."""
     parts, half = need.parts, need.total / 2
     if parts["torch"] > half:
         return ["fewer ranks"]
@@ -245,17 +245,17 @@ def problems(
     schedule: Schedule | None = None,
     own_model: bool = False,
 ) -> list[str]:
-    """Why `config` cannot be trained on `world_size` ranks of this machine; empty where nothing speaks against it.
+    """Return why `config` cannot be trained on `world_size` ranks of this machine; empty if it can.
 
     device: cpu, cuda or auto, as in `labkit.launch.run`.
-    schedule: takes the place of the configured one.
-    own_model: the model is not labkit's, so that nobody knows what it needs.
+    schedule: used instead of the configured schedule.
+    own_model: true for a model that labkit did not build, whose memory it cannot predict.
     """
     if broken := [*config.problems(world_size), *not_yet_trainable(config)]:
-        return broken  # the rest goes by sizes that are sound
+        return broken  # the other checks need valid sizes
     schedule, problem = _checked_schedule(config, world_size, schedule)
     found = [problem, *_layer_and_device_problems(config, world_size, device)]
-    if not info.under_torchrun():  # there each rank looks at its own machine, and the first at the folder
+    if not info.under_torchrun():  # under torchrun each rank checks its machine, and rank 0 the folder
         found.append(folder_problem(config.train))
         if not own_model and schedule is not None:
             found.append(memory_problem(config, world_size, device, schedule=schedule))
@@ -263,7 +263,7 @@ def problems(
 
 
 def machine_problems(config: RunConfig, world_size: int, device: str) -> list[str]:
-    """Problems of schedule, layers, graphs or device in a configuration whose rules all hold."""
+    """Return problems of schedule, layers, graphs or device of a configuration that is valid by itself."""
     found = [schedule_problem(config, world_size), *_layer_and_device_problems(config, world_size, device)]
     return [problem for problem in found if problem]
 
@@ -274,9 +274,9 @@ def _layer_and_device_problems(config: RunConfig, world_size: int, device: str) 
 
 
 def device_problem(device: str, backend: str, world_size: int) -> str:
-    """Why ranks of this machine could not have the GPUs that are asked for by name, or an empty string.
+    """Return why ranks of this machine cannot have the GPUs that the user asks for, or an empty string.
 
-    Ranks of torchrun exist already, and those of one machine are not all: each of them says it for itself.
+    Ranks of torchrun may be on several machines, so each rank checks its own GPU.
     """
     if (device != "cuda" and backend != "nccl") or info.under_torchrun():
         return ""
@@ -288,7 +288,7 @@ def device_problem(device: str, backend: str, world_size: int) -> str:
 
 
 def layer_problem(config: RunConfig) -> str:
-    """Why the chosen layers cannot run here, or an empty string."""
+    """Return why the chosen layers cannot run here, or an empty string."""
     if config.model.transformer_impl == "local":
         return ""
     missing = why_no_transformer_engine()
@@ -296,7 +296,7 @@ def layer_problem(config: RunConfig) -> str:
 
 
 def graph_problem(config: RunConfig, device: str) -> str:
-    """Why the chosen CUDA graphs cannot be captured on `device`, or an empty string."""
+    """Return why the chosen CUDA graphs cannot be captured on `device`, or an empty string."""
     impl = config.graph.cuda_graph_impl
     if impl == "none":
         return ""
@@ -312,22 +312,22 @@ def graph_problem(config: RunConfig, device: str) -> str:
 
 
 class _Seen(NamedTuple):
-    """The answer of one rank."""
+    """The findings of one rank."""
 
     problems: list[str]
     place: tuple[str, str]
-    """Machine and GPU, whose memory it shares with the other ranks there; not looked at where `memory` is None."""
+    """Machine and GPU, whose memory the rank shares with other ranks; unused if `memory` is None."""
     available: int
-    """Bytes there."""
+    """Bytes available there."""
     memory: RankMemory | None
-    """Its need; None where nobody knows it or wants to know it. Its process has taken its own share already."""
+    """The rank's need beside its process, which runs already; None if the need is unknown or not checked."""
 
 
 def look(config: RunConfig, groups: ParallelGroups, schedule: Schedule, *, own_model: bool) -> None:
-    """Called by all ranks, together, before they allocate anything: each says what it needs and what its machine has.
+    """Check need and machine of all ranks together, before any rank allocates. All ranks call this.
 
-    All see all answers, so no rank allocates before the last one has looked. ConfigError on all of them for graphs that
-    this machine cannot capture, a folder that cannot be written, and memory that does not suffice.
+    All ranks see all findings, so no rank allocates before the last one has checked. Raises ConfigError on all ranks
+    for graphs that cannot be captured, a folder that cannot be written, or too little memory.
     """
     found = [graph_problem(config, groups.device.type)]
     if groups.world.rank == 0 and config.train.output_dir is not None:
@@ -341,7 +341,7 @@ def look(config: RunConfig, groups: ParallelGroups, schedule: Schedule, *, own_m
 
 
 def _memory_here(device: torch.device) -> tuple[tuple[str, str], int]:
-    """(machine and GPU, bytes available there). Hosts go by name: containers see what they may take."""
+    """Return ((host name, its memory or GPU), bytes available there). Each container has its own host name."""
     host = socket.gethostname()
     if device.type != "cuda":
         memory = machine.host_memory()
@@ -353,7 +353,7 @@ def _memory_here(device: torch.device) -> tuple[tuple[str, str], int]:
 
 
 def _places_too_small(config: RunConfig, seen: list[_Seen]) -> list[str]:
-    """A sentence for each place whose ranks need more than is available there."""
+    """Return a sentence for each place whose ranks need more memory than is available there."""
     problems = []
     for place in dict.fromkeys(one.place for one in seen):
         there = [one for one in seen if one.place == place]
@@ -366,8 +366,8 @@ def _places_too_small(config: RunConfig, seen: list[_Seen]) -> list[str]:
 
 @contextmanager
 def run_folder(config: RunConfig, groups: ParallelGroups) -> Iterator[None]:
-    """Called by all ranks; inside the block rank 0 holds `train.output_dir` for this run, if there is one. ConfigError
-    on all ranks where it cannot. A block that ends without an exception marks the run as finished."""
+    """Rank 0 locks `train.output_dir`, if there is one, and marks the run as finished if the block ends without an
+    exception. All ranks call this. Raises ConfigError on all ranks if rank 0 cannot lock the folder."""
     if config.train.output_dir is None:
         yield
         return
@@ -395,6 +395,6 @@ def _exchanged(own: Any, groups: ParallelGroups) -> list[Any]:
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """ConfigError with every problem once, if there is any."""
+    """Raise ConfigError with every problem once, if there is any."""
     if found := list(dict.fromkeys(problems)):
         raise ConfigError(found, source="the run")

@@ -1,12 +1,12 @@
-"""`pretrain`: the training loop in the four steps of Megatron's (`megatron/training/training.py`).
+"""`pretrain`: the training loop, in the four steps of Megatron's `megatron/training/training.py`.
 
 1. `initialize`: schedule and process groups.
 2. `setup_model_and_optimizer`: model chunks wrapped for data parallelism, AdamW, learning rate.
 3. `build_data_iterators`: training iterator, validation and test splits.
 4. `train`: steps, validations, the test at the end.
 
-It runs inside a rank: `labkit.launch.run(pretrain, 4, config)`, a plain call in a script of torchrun, or on one
-process by a plain call.
+`pretrain` runs inside a rank: by `labkit.launch.run(pretrain, 4, config)`, or by a plain call in a script of torchrun.
+A plain call elsewhere trains on one process.
 """
 
 from __future__ import annotations
@@ -62,27 +62,27 @@ class TrainResult:
     losses: list[float]
     """Training loss by step; the same on every rank."""
     events: list[Event]
-    """Events of this rank in the last `train.keep_event_steps` steps; empty if `train.record_events` is off."""
+    """Events of this rank in the last `train.keep_event_steps` steps; empty without `train.record_events`."""
     metrics: list[dict[str, Any]]
     """The lines of metrics.jsonl; the same on every rank."""
     skipped_steps: int = 0
     """Steps that changed no weight because a gradient was not finite."""
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of every metrics line that has `name`, such as `validation_loss`; steps count from 1."""
+        """Return (step, value) of every metrics line with `name`, such as `validation_loss`; steps count from 1."""
         return [(line["step"], line[name]) for line in self.metrics if name in line]
 
 
 @dataclass
 class Run:
-    """A rank's place in a run. `initialize` makes and checks it, so inner code only asserts."""
+    """The checked configuration, groups and schedule of a rank, made by `initialize`. Inner code only asserts."""
 
     config: RunConfig
     """The whole configuration."""
     groups: ParallelGroups
-    """Its process groups."""
+    """The process groups of this rank."""
     schedule: Schedule
-    """The schedule that the pipeline runs in each step."""
+    """The schedule of each training step."""
     timers: Timers
     """Named timers of this rank."""
 
@@ -91,7 +91,7 @@ def _look(
     world_size: int, device: str, config: RunConfig, *, schedule: Schedule | None = None,
     model_provider: ModelProvider | None = None, **_: Any,
 ) -> None:  # fmt: skip
-    """Raise ConfigError, in the process that launches `pretrain`, for problems that would stop every rank later."""
+    """Raise ConfigError in the launching process for problems at which every rank would fail."""
     refuse(problems(config, world_size, device, schedule=schedule, own_model=model_provider is not None))
 
 
@@ -112,32 +112,33 @@ def pretrain(
 ) -> TrainResult:
     """Train `config` on the ranks of this world, or on this process alone.
 
-    datasets_provider: config -> (train, validation, test); default: the configured text.
+    datasets_provider: config -> (train, validation, test); default: datasets of the configured text.
     model_provider: (config, groups) -> this rank's model chunks, one for each stage that the schedule runs here, or a
-        single module where it runs one; default: GPT.
+        single module for a single stage; default: GPT.
     forward_step: (data iterator, chunk) -> (output, loss function); default: next-token prediction. The loss function
         takes the output of the last stage and returns `(sum of losses, number of tokens, metrics)`, or `(mean loss,
-        metrics)` without context parallelism: with cp > 1 a rank holds part of each sample and cannot form its mean, so
-        two items are refused. `metrics` is a dict that holds `loss_sum`, the sum of the losses of this rank's tokens,
-        and `tokens`, the number of them; the reported loss is their quotient over the global batch.
-    process_non_loss_data: called after each validation on the last of the ranks that compute the loss, with what
-        `forward_step`'s loss function returns for each microbatch of one more global batch under `non_loss_data=True`
-        (the default one: `loss_BS` and `loss_mask_BS`), and the number of finished steps, as Megatron's iteration.
-        `process_non_loss_data_func`, Megatron's name, is the same.
-    schedule: a pipeline schedule of one's own; `schedule.path` in the config names a CSV file instead.
+        metrics)`. Two items are refused for cp > 1: a rank then holds a part of each sample and cannot compute the
+        mean. The dict `metrics` has `loss_sum`, the sum of the losses of this rank's tokens, and `tokens`, the number
+        of these tokens. The reported loss is the quotient of both over the global batch.
+    process_non_loss_data: called after each validation with a list and the number of finished steps (Megatron's
+        iteration), on the last of the ranks that compute the loss. The validation runs one more global batch, and calls
+        the loss function of `forward_step` with `non_loss_data=True`. The list has the results by microbatch; the
+        default loss function returns `loss_BS` and `loss_mask_BS`. Megatron's name `process_non_loss_data_func` is the
+        same argument.
+    schedule: your own pipeline schedule. You can also name a CSV file in the config: `schedule.path`.
     no_wd_decay_cond, scale_lr_cond, lr_mult: see `labkit.parallel.data_parallel.optimizer.parameter_groups`.
-    observer: sees model, gradients and parameters; the parity microscope is one.
+    observer: its methods get model, gradients and parameters; the parity microscope is an observer.
 
-    If `train.output_dir` is given, the run writes metrics.jsonl and scalars.jsonl there, and events.jsonl with
-    `train.write_events` (`labkit.train.reporting.report`). The configuration and the state of the run stand beside them
-    (`labkit.train.reporting.output_folder`).
+    If `train.output_dir` is given, the run writes metrics.jsonl, scalars.jsonl and, with `train.write_events`,
+    events.jsonl there during the run (`labkit.train.reporting.report`). The configuration and the state of the run lie
+    in the same folder (`labkit.train.reporting.output_folder`).
 
-    The process groups are closed at the end, also after an error: a model that outlives the training computes on one
-    rank only.
+    `pretrain` closes the process groups at the end, also after an error. A model that you keep can then compute only if
+    it needs no other rank.
 
-    Raises ValueError for a configuration that cannot be trained, and for functions that return what the loop cannot
-    use. `run(pretrain, ...)` checks the configuration before any process starts: ConfigError lists all problems.
-    Raises FloatingPointError for a loss that is not finite.
+    Raises ValueError for a configuration that cannot be trained, and for functions whose result the loop cannot use.
+    `run(pretrain, ...)` raises a ConfigError with all problems of the configuration before any process starts. Raises
+    FloatingPointError for a loss that is not finite.
     """
     if process_non_loss_data is not None and process_non_loss_data_func is not None:
         raise ValueError("process_non_loss_data and process_non_loss_data_func are two names of one argument; give one")
@@ -154,8 +155,10 @@ def pretrain(
 
 
 def initialize(config: RunConfig, *, schedule: Schedule | None = None, own_model: bool = False) -> Run:
-    """Step 1: check configuration and schedule against the world, create the groups, and check that the machine has
-    the memory and the devices. own_model: the model is not labkit's, so its memory is unknown."""
+    """Step 1: check configuration and schedule against the world, create the groups, and check the machine.
+
+    own_model: true for a model that labkit did not build, whose memory it cannot predict.
+    """
     unready = not_yet_trainable(config)
     if unready:
         raise ValueError("this configuration cannot be trained: " + "; ".join(unready))
@@ -164,8 +167,8 @@ def initialize(config: RunConfig, *, schedule: Schedule | None = None, own_model
     if schedule is None:
         schedule = schedule_of(config, world_size)
     check_schedule(schedule, config, world_size)
-    ends = schedule.placement(0), schedule.placement(schedule.num_stages - 1)  # pipeline ranks
-    device = info.rank_info().device  # on its own: a GPU if there is one
+    ends = schedule.placement(0), schedule.placement(schedule.num_stages - 1)
+    device = info.rank_info().device  # of a process on its own: a GPU if there is one
     if world_size == 1 and not torch.distributed.is_initialized():
         groups = single_process_groups(config.parallel, device=device)
     else:
@@ -179,7 +182,7 @@ def initialize(config: RunConfig, *, schedule: Schedule | None = None, own_model
 
 
 def _world_size(config: RunConfig) -> int:
-    """Ranks of this world. A rank of torchrun joins the others first."""
+    """Return the number of ranks of this world. A rank of torchrun joins the others first."""
     if info.under_torchrun():
         backend, minutes = config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes
         return torchrun.join(backend=backend, distributed_timeout_minutes=minutes).world_size
@@ -194,7 +197,7 @@ def setup_model_and_optimizer(
     scale_lr_cond: Condition | None = None,
     lr_mult: float = 1.0,
 ) -> tuple[Sequence[DataParallel], MegatronOptimizer, LearningRate]:
-    """Step 2: this rank's model chunks with gradient buffers, AdamW over their parameters, the learning rate."""
+    """Step 2: make this rank's model chunks with gradient buffers, the optimizer and the learning rate."""
     optim = run.config.optim
     if model_provider is None:
         built = build_model_chunks(run.config, run.groups, run.schedule, spec=layer_spec(run.config.model, optim))
@@ -218,12 +221,12 @@ def setup_model_and_optimizer(
 
 
 def layer_spec(model: ModelConfig, optim: OptimConfig) -> LayerSpec:
-    """The parts and the precision of a model's layers, by `model.transformer_impl` and `optim.fp8`."""
+    """Return the parts and the precision of a model's layers, by `model.transformer_impl` and `optim.fp8`."""
     return layer_spec_with(model, float8_recipe(optim) if optim.fp8 != "none" else None)
 
 
 def layer_spec_with(model: ModelConfig, recipe: Float8Recipe | None) -> LayerSpec:
-    """The same by a recipe; None computes without fp8."""
+    """Return the same as `layer_spec` for an fp8 recipe; None computes without fp8."""
     if model.transformer_impl == "transformer_engine":
         return EngineSpec(recipe)
     return LOCAL if recipe is None else Float8Spec(recipe)
@@ -238,10 +241,10 @@ def build_optimizer(
     scale_lr_cond: Condition | None = None,
     lr_mult: float = 1.0,
 ) -> MegatronOptimizer:
-    """AdamW for all model chunks of this rank, sharded if `optim.distributed_optimizer`.
+    """Return AdamW for all model chunks of this rank, sharded with `optim.distributed_optimizer`.
 
-    `layout` is as for `Optimizer`, the rest as for `parameter_groups`. Raises ValueError if no parameter needs a
-    gradient. A rank of a pipeline may have no parameters at all, because its stages may be empty.
+    `layout` is as for `Optimizer`, the other arguments as for `parameter_groups`. Raises ValueError if no parameter
+    needs a gradient. A rank of a pipeline may have no parameter at all: its stages are empty.
     """
     groups = parameter_groups(chunks, no_wd_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult)
     if not groups and (layout is None or layout.pp.size == 1 or named_parameters(chunks)):
@@ -253,20 +256,20 @@ def build_optimizer(
 
 @dataclass(frozen=True)
 class Data:
-    """Sources of a rank's batches."""
+    """The sources of a rank's batches."""
 
     train: Iterator[Batch]
     """Endless microbatches of this rank."""
     validation: Callable[[], Iterator[Batch]]
-    """A fresh iterator, so that every validation sees the same batches."""
+    """Makes a new iterator, so that every validation sees the same batches."""
     test: Callable[[], Iterator[Batch]] | None
-    """The same for the test split; None where the text has none (a share of 0 in `data.split`)."""
+    """The same for the test split; None without a test split (a share of 0 in `data.split`)."""
 
 
 def build_data_iterators(run: Run, datasets_provider: DatasetsProvider | None = None) -> Data:
-    """Step 3: the training iterator, and makers of validation and test iterators.
+    """Step 3: make the training iterator, and functions that make validation and test iterators.
 
-    Raises ValueError now, not after the last training step, for a split that is needed and has no sample.
+    Raises ValueError for a needed split without samples now, not after the last training step.
     """
     config, groups = run.config, run.groups
     train, validation, test = (datasets_provider or build_gpt_datasets)(config)
@@ -291,7 +294,7 @@ def train(
     process_non_loss_data: ProcessNonLossData | None = None,
     observer: Observer | None = None,
 ) -> TrainResult:
-    """Step 4: `train.steps` optimizer steps, a validation every `eval_interval`, validation and test at the end."""
+    """Step 4: run `train.steps` optimizer steps, a validation every `eval_interval`, validation and test at the end."""
     config, timers = run.config, run.timers
     pipeline = Pipeline(config, run.groups, chunks, forward_step, run.schedule)
     if observer is not None:
@@ -329,6 +332,6 @@ def train(
 
 
 def _records(config: RunConfig) -> bool:
-    """Somebody wants Events. On a GPU each costs a synchronisation, so unwanted ones are not made."""
+    """True if the config asks for Events. On a GPU each Event costs a synchronisation, so others are not made."""
     train = config.train
     return train.record_events or train.write_events or train.timing_log_level == 2

@@ -74,7 +74,7 @@ class StepResult:
     loss_scale: float = 1.0
     """The factor of this step's loss in its backward."""
     not_finite: str | None = None
-    """Of a skipped step: which gradient was not finite, and on which rank; the same on every rank."""
+    """For a skipped step, the gradient that was not finite and its rank; the same on every rank."""
 
 
 def train_step(
@@ -88,7 +88,7 @@ def train_step(
     clip_grad: float,
     observer: Observer | None = None,
 ) -> StepResult:
-    """One optimizer step; `clip_grad` 0 does not clip.
+    """Run one optimizer step; `clip_grad` 0 does not clip.
 
     step: the number of steps before this one. Errors name the step as people count it, from 1.
     Raises before any weight changes. FloatingPointError on every rank, if a loss is not finite on any rank, or for the

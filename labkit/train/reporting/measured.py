@@ -1,7 +1,7 @@
-"""From a training run's Events to a pipeline's timeline: one step cut out, and what each stage's actions cost in it.
+"""Turn the Events of a training run into a pipeline's timeline and the costs of each stage's actions.
 
-A pipeline rank may run several stages (interleaved, or down and up a V) and split backwards: the actions' names say
-which stage an Event belongs to.
+A pipeline rank may run several stages (interleaved or V schedules) and split backwards. The name of an action tells the
+stage of its Event.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from labkit.schedules.simulator import Costs
 
 
 def step_events(events: Iterable[Event], step: int) -> list[Event]:
-    """The Events of one rank inside one optimizer step, without the timers.
+    """Return the Events of one rank inside one optimizer step, without the timers.
 
-    step: an index into the recorded steps: 0 is the first whose Events are kept, -1 the last.
-    Raises ValueError where the run has no such step, or recorded none (`train.record_events`).
+    step: an index into the recorded steps: 0 is the first step with kept Events, -1 the last.
+    Raises ValueError if the run has no such step, or recorded none (`train.record_events`).
     """
     recorded = list(events)
     steps = [event for event in recorded if event.kind == "timer" and event.name == "step"]
@@ -32,10 +32,10 @@ def step_events(events: Iterable[Event], step: int) -> list[Event]:
 
 
 def pipeline_events(events_by_rank: Sequence[Iterable[Event]], step: int = -1) -> list[Event]:
-    """The actions of one step on each pipeline rank, numbered by pipeline rank, the first at time 0.
+    """Return the actions of one step on all pipeline ranks, numbered by pipeline rank, the first action at time 0.
 
-    events_by_rank: for each pipeline rank, the Events of one of the ranks that share it, in the pipeline's order.
-    step: an index into the recorded steps: 0 is the first whose Events are kept, -1 the last.
+    events_by_rank: for each pipeline rank in order, the Events of one of its global ranks.
+    step: an index into the recorded steps: 0 is the first step with kept Events, -1 the last.
     """
     actions = [
         replace(event, rank=rank)
@@ -47,13 +47,12 @@ def pipeline_events(events_by_rank: Sequence[Iterable[Event]], step: int = -1) -
 
 
 def stage_costs(events: Iterable[Event], num_stages: int) -> Costs:
-    """Median seconds of each kind of action on each stage, as costs to simulate with; messages cost nothing.
+    """Return the median seconds of each kind of action on each stage as Costs of a simulation; messages cost nothing.
 
-    A stage that ran full backwards alone is given half of their time for I and for W, one that ran split ones alone
-    their sum for B, so that the costs serve for any schedule of the same stages.
+    The costs serve for any schedule of the same stages. If a stage ran only full backwards, I and W each get half of
+    the time of B. If a stage ran only split backwards, B gets the sum of I and W.
 
-    events: of one step or of several, as `pipeline_events` gives them; a median, since one disturbed action of many
-        says nothing about the next.
+    events: Events of one or several steps from `pipeline_events`. The median ignores single disturbed actions.
     Raises ValueError for a stage without a forward.
     """
     seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
@@ -76,7 +75,7 @@ def stage_costs(events: Iterable[Event], num_stages: int) -> Costs:
 
 
 def follows(events: Iterable[Event], schedule: Schedule) -> bool:
-    """Every pipeline rank ran the actions of `schedule`, in its order."""
+    """True if every pipeline rank ran the actions of `schedule` in their order."""
     ordered = sorted(events, key=lambda event: event.start)
     return all(
         [event.name for event in ordered if event.rank == rank] == [str(a) for a in schedule.actions(rank)]
@@ -85,14 +84,14 @@ def follows(events: Iterable[Event], schedule: Schedule) -> bool:
 
 
 TOLERANCE = 0.2
-"""Share by which a measured step may differ from a predicted one: a median step differs by less on a quiet machine."""
+"""Largest relative difference of a measured step from a predicted one; on a quiet machine a median step is closer."""
 
 
 def judge_prediction(ratio: float, ranks: int) -> str:
-    """Say whether a step took as long as predicted; if not, whether other programs kept the machine busy.
+    """Return a sentence: does a step take as long as predicted, and if not, did other programs use the machine?
 
-    The load average counts processes that run or wait for a core, over a minute. At most `ranks` of them are the run's
-    own. More than that, and more than there are cores, means that other programs took turns with the run.
+    The load average counts processes that run or wait for a core, over a minute. At most `ranks` of these processes are
+    the run's own. If the load is above `ranks` and above the number of cores, other programs took turns with the run.
 
     ratio: measured over predicted seconds of one step.
     ranks: processes of the run, all on this machine.
@@ -109,6 +108,6 @@ def judge_prediction(ratio: float, ranks: int) -> str:
 
 
 def _is_action(event: Event) -> bool:
-    """The Event is an action of the schedule, not something inside one (a layer reports its gradients too)."""
+    """True if the Event is an action of the schedule, not a part of an action (layers record their gradients too)."""
     found = ACTION.fullmatch(event.name)
     return found is not None and event.kind == EVENT_KINDS[found[2]]

@@ -1,8 +1,7 @@
-"""Named timers at three levels, their spread over ranks, and lines of JSON.
+"""Named timers at three levels, their smallest and largest times over ranks, and lines of JSON.
 
-A timer is a sum of Events: stopping one makes an Event of kind `timer`, and the Events that the pipeline runtime and
-the collectives record add up, by kind, to the finest level. So the numbers in `metrics.jsonl` and the bars of a
-timeline cannot disagree.
+A timer is a sum of Events. A stopped timer records an Event of kind `timer`. The finest level sums the Events of the
+pipeline runtime and the collectives by kind. So the numbers in `metrics.jsonl` and the bars of a timeline agree.
 
     level 0   step, validation
     level 1   forward-backward, finalize-grads, optimizer
@@ -30,7 +29,7 @@ class Timer:
     """One named timer; `with timer:` or `start` and `stop`."""
 
     def __init__(self, name: str, timers: Timers | None) -> None:
-        """timers: where the time goes; None makes a timer that does nothing, for levels that are off."""
+        """timers: gets the time; None makes a timer that does nothing, for levels that are off."""
         self.name = name
         self.seconds = 0.0
         """The last span, from start to stop."""
@@ -38,12 +37,12 @@ class Timer:
         self._started: float | None = None
 
     def start(self, barrier: bool = False) -> None:
-        """Begin. `barrier` is accepted as in Megatron and ignored: waiting would change what is measured."""
+        """Start the clock. Megatron's argument `barrier` is ignored: a barrier would change the measured time."""
         assert self._started is None, f"timer {self.name!r} is already running"
         self._started = time.perf_counter()
 
     def stop(self, barrier: bool = False) -> None:
-        """End, add the time, and record an Event of kind `timer`."""
+        """Stop the clock, add the time, and record an Event of kind `timer`."""
         assert self._started is not None, f"timer {self.name!r} was not started"
         start, end, self._started = self._started, time.perf_counter(), None
         self.seconds = end - start
@@ -62,7 +61,7 @@ class Timers:
     """All timers of one rank: `with timers("optimizer", log_level=1): ...`."""
 
     def __init__(self, log_level: int = 0) -> None:
-        """log_level: 0, 1 or 2; timers of a finer level cost one comparison."""
+        """log_level: 0, 1 or 2; a timer of a finer level costs one comparison."""
         if log_level not in (0, 1, 2):
             raise ValueError(
                 f"train.timing_log_level is {log_level}; choose 0 (steps), 1 (phases) or 2 (single operations)"
@@ -71,25 +70,25 @@ class Timers:
         self.phase: Callable[[str], AbstractContextManager[Any]] = (
             partial(self, log_level=1) if log_level >= 1 else nullcontext
         )
-        """Makes the timer of a phase of the step, at level 1; at level 0 a context that does nothing."""
+        """Makes the timer of a phase of the step from level 1 on, and at level 0 a context that does nothing."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._timers: dict[str, Timer] = {}
 
     def __call__(self, name: str, log_level: int = 0) -> Timer:
-        """The timer of that name, which does nothing if its level is finer than the one asked for."""
+        """Return the timer of that name. It does nothing if its level is finer than the level of `Timers`."""
         if log_level > self.log_level:
             return Timer(name, None)
         return self._timers.setdefault(name, Timer(name, self))
 
     def add(self, name: str, start: float, end: float) -> None:
-        """Add `end - start` seconds to `name` and show the span in the recorded Events."""
+        """Add `end - start` seconds to `name` and record the span as an Event."""
         self._seconds[name] += end - start
         recorder = active_recorder()
         if recorder is not None:
             recorder.add(name, "timer", start, end)
 
     def feed(self, events: Iterable[Event]) -> None:
-        """At level 2, add recorded Events to the sum of their kind."""
+        """At level 2, add the seconds of recorded Events to the sum of their kind."""
         if self.log_level < 2:
             return
         for event in events:
@@ -97,23 +96,23 @@ class Timers:
                 self._seconds[event.kind] += event.duration
 
     def take(self) -> dict[str, float]:
-        """Seconds by name since the last call."""
+        """Return the seconds by name since the last call."""
         taken = dict(self._seconds)
         self._seconds.clear()
         return taken
 
 
 def min_max_over_ranks(seconds_by_rank: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, float]]:
-    """Smallest and largest seconds of each timer over the ranks that ran it, in order of first appearance."""
+    """Return (least, most) seconds of each timer over the ranks that ran it, in order of first appearance."""
     names = dict.fromkeys(name for seconds in seconds_by_rank for name in seconds)
     found = {name: [seconds[name] for seconds in seconds_by_rank if name in seconds] for name in names}
     return {name: (min(values), max(values)) for name, values in found.items()}
 
 
 def scalars(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every number of a line of metrics by itself, as `{"step": 3, "tag": "timers/step/max", "value": 0.5}`.
+    """Yield every number of a line of metrics, such as `{"step": 3, "tag": "timers/step/max", "value": 0.5}`.
 
-    Lists become `tag/0`, `tag/1`, ..; a timer's pair `tag/min` and `tag/max`. Texts are left out.
+    A list becomes `tag/0`, `tag/1`, .., and a timer's pair `tag/min` and `tag/max`. Texts are left out.
     """
     for name, value in line.items():
         if name != "step":
@@ -134,26 +133,26 @@ def _numbers(tag: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def strict(record: Mapping[str, Any]) -> dict[str, Any]:
-    """`record` without numbers that are not finite; see `JsonLines.write`."""
+    """Return `record` with null for numbers that are not finite; see `JsonLines.write`."""
     bad = {name: str(value) for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
     return {**record, **dict.fromkeys(bad), "not_finite": bad} if bad else dict(record)
 
 
 class JsonLines:
-    """Appends one JSON object a line to a file, or does nothing without a path."""
+    """Writes one JSON object a line to a file, or does nothing without a path."""
 
     def __init__(self, path: Path | None) -> None:
-        """Start the file anew; folders on the way are made."""
+        """Create or empty the file, and create its folders."""
         self._file: IO[str] | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("w")
 
     def write(self, *records: Mapping[str, Any]) -> None:
-        """Write a line for each and flush, so that a run that dies leaves what it had.
+        """Write a line for each record and flush, so that the lines of a run that dies are kept.
 
-        JSON has no word for a number that is not finite: its place holds null, and `not_finite` its name, as in
-        `{"grad_norm": null, "not_finite": {"grad_norm": "inf"}}`.
+        JSON has no numbers that are not finite. Their value is null, and `not_finite` names them: `{"grad_norm": null,
+        "not_finite": {"grad_norm": "inf"}}`.
         """
         if self._file is not None:
             self._file.writelines(json.dumps(strict(record), allow_nan=False) + "\n" for record in records)

@@ -1,13 +1,12 @@
-"""The folder of a run: who writes there, whether the run ended, and with which configuration.
+"""The folder of a run: its lock, its state and its configuration. Needs no torch.
 
     run.json       what became of the run; locked by the process that writes the other files
     config.yaml    the resolved configuration: `labkit train --config FOLDER/config.yaml` trains the same again
     metrics.jsonl, scalars.jsonl, events.jsonl    see `reporting.py`
 
-The lock is the kernel's (flock) and goes with the process that holds it, so a killed run leaves no lock. The killed
-run does leave the word `unfinished` in run.json, and its folder is refused as a finished one is: nothing here is
-written over unless `train.overwrite` says so. Linux carries the lock to the server of an NFS mount. A file system
-without locks is used all the same, with a warning. Needs no torch.
+The kernel releases the lock (flock) when its process ends, so a killed run leaves no lock. A killed run leaves the word
+`unfinished` in run.json. A folder with a run, finished or not, is refused without `train.overwrite`. On an NFS mount
+Linux locks the file on the server. On a file system without locks the run prints a warning and continues.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from labkit.config.errors import shown
 STATE = "run.json"
 CONFIG = "config.yaml"
 WRITTEN = ("metrics.jsonl", "scalars.jsonl", "events.jsonl")
-"""Files that grow as the run goes."""
+"""Files that grow during the run."""
 _PATIENCE = 1.0
-"""Seconds for which a run tries again to lock its folder: another launch may look at it for a moment."""
+"""Seconds for which a run tries to lock its folder: another launch may hold the lock for a moment to look."""
 
 
 def folder_problem(train: TrainConfig) -> str:
-    """Why a run cannot write into `train.output_dir`, or an empty string. Leaves no trace in the folder."""
+    """Return why a run cannot write into `train.output_dir`, or an empty string. Leaves no file behind."""
     if train.output_dir is None:
         return ""
     folder = Path(train.output_dir)
@@ -49,7 +48,7 @@ def _sentence(train: TrainConfig, problem: str) -> str:
 
 
 def _unwritable(folder: Path) -> str:
-    """Try it, since permissions alone do not tell (a read-only mount, root). Folders made for it are removed again."""
+    """Try to write, since permissions do not tell (a read-only mount, root). Folders made for the test are removed."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +68,7 @@ def _cannot(error: OSError) -> str:
 
 
 def _holds(folder: Path, *, overwrite: bool) -> str:
-    """Why what the folder holds must not be touched, or an empty string."""
+    """Return why this run must not use the files in the folder, or an empty string."""
     try:
         descriptor = os.open(folder / STATE, os.O_RDWR)
     except FileNotFoundError:
@@ -85,7 +84,7 @@ def _holds(folder: Path, *, overwrite: bool) -> str:
 
 
 def _locked(descriptor: int, kind: int) -> bool:
-    """Take the lock, or say that somebody else has it."""
+    """Take the lock. Return False if another process has it."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -105,7 +104,7 @@ def _busy(descriptor: int) -> str:
 
 
 def _left_over(folder: Path, descriptor: int | None, *, overwrite: bool) -> str:
-    """Files that an earlier run has left, once nobody writes there."""
+    """Return why the files of an earlier run must stay, or an empty string. No other process writes there now."""
     state = {} if descriptor is None else _read(descriptor)
     if not state and (folder / CONFIG).exists():
         return f"its {CONFIG} was not written by a run, and this run would replace it; move it, or name another folder"
@@ -118,7 +117,7 @@ def _left_over(folder: Path, descriptor: int | None, *, overwrite: bool) -> str:
 
 
 def _read(descriptor: int) -> dict[str, Any]:
-    """The contents of run.json; nothing in it, or half of it, is a run that was killed as it began."""
+    """Return the contents of run.json. An incomplete file is from a run that was killed at its start: unfinished."""
     text = os.pread(descriptor, 1 << 16, 0)
     if not text:
         return {}
@@ -133,15 +132,17 @@ class RunFolder:
     """The folder of one run, in the process that writes its files: `claim`, then `finish` or `let_go`."""
 
     def __init__(self, config: RunConfig, world_size: int) -> None:
-        """world_size: stored with the state, because no configuration holds it."""
+        """world_size: stored with the state, because the configuration does not have it."""
         assert config.train.output_dir is not None, "without a folder nothing is written"
         self._world_size = world_size
         self._config, self._folder = config, Path(config.train.output_dir)
         self._descriptor = -1
 
     def claim(self) -> None:
-        """Make and lock the folder, remove the files of an earlier run where `train.overwrite` allows it, and store the
-        configuration. Raises ConfigError where the folder cannot be written, is locked, or holds a run."""
+        """Make and lock the folder, remove files of an earlier run with `train.overwrite`, store the configuration.
+
+        Raises ConfigError if the folder cannot be written, is locked, or has a run.
+        """
         if problem := self._opened():
             self.let_go()
             raise ConfigError([_sentence(self._config.train, problem)])
@@ -152,7 +153,7 @@ class RunFolder:
         (self._folder / CONFIG).write_text(again.to_yaml(), encoding="utf-8")
 
     def _opened(self) -> str:
-        """Open and lock run.json; why that cannot be, or why what is there must stay."""
+        """Open and lock run.json. Return why that fails or why the present files must stay, or an empty string."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self._folder / STATE, os.O_RDWR | os.O_CREAT, 0o666)
@@ -166,7 +167,7 @@ class RunFolder:
         return _left_over(self._folder, self._descriptor, overwrite=self._config.train.overwrite)
 
     def _write(self, state: str) -> None:
-        """In place: a new file of that name would not be the locked one."""
+        """Write run.json in place: a new file of that name would not have the lock."""
         parent = multiprocessing.parent_process()  # of a rank: the process that launched it, which a user sees
         pid = os.getpid() if parent is None or parent.pid is None else parent.pid
         words = {
@@ -181,12 +182,12 @@ class RunFolder:
         os.ftruncate(self._descriptor, len(text))
 
     def finish(self) -> None:
-        """The run has ended as it should."""
+        """Mark the run as finished and release the lock."""
         self._write("finished")
         self.let_go()
 
     def let_go(self) -> None:
-        """Give up the lock; what run.json says stays."""
+        """Release the lock; run.json stays as it is."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -1,9 +1,9 @@
-"""A finished step in one line for people: its values with their units, the most important first.
+"""A finished step as one line of text: its values with their units, the most important first.
 
     step 12 of 100: loss 5.8054  0.420 s/step  ETA 0:37  1,234 tokens/s  0.0123 TFLOP/s/rank  lr 3.00e-04
       grad norm 1.23  memory 0.41 GiB
 
-The values bear the names that they have in metrics.jsonl, so that a line of that file can be shown as it is.
+The values have their names from metrics.jsonl, so a line of that file can be shown unchanged.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 
 def duration(seconds: float) -> str:
-    """`0:37`, `12:05`, `1:02:03`: minutes and seconds, with hours where there are any."""
+    """Return `0:37`, `12:05` or `1:02:03`: minutes and seconds, with hours if there are any."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def digits(value: float) -> str:
-    """Three significant digits below a thousand, whole numbers with commas above."""
+    """Return three significant digits below a thousand, and a whole number with commas above."""
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:#.3g}".rstrip(".")
 
 
@@ -41,7 +41,7 @@ FIELDS: dict[str, Callable[[Any], str]] = {
 
 
 def step_words(values: Mapping[str, Any]) -> list[str]:
-    """`step 12 of 100:` and the words of each field that `values` has; without `steps` the total is left out.
+    """Return `step 12 of 100:` and the words of each field in `values`; without `steps` the total is left out.
 
     A number that was not finite is None in metrics.jsonl; its field is left out.
     """
@@ -51,7 +51,7 @@ def step_words(values: Mapping[str, Any]) -> list[str]:
 
 
 def one_line(values: Mapping[str, Any], width: int) -> str:
-    """As many fields as fit into `width` columns, in order of importance; step and first field are always there."""
+    """Return a line of as many fields as fit into `width` columns, by importance; step and first field always stay."""
     head, *fields = step_words(values)
     line = " ".join([head, *fields[:1]])
     for field in fields[1:]:
@@ -62,7 +62,7 @@ def one_line(values: Mapping[str, Any], width: int) -> str:
 
 
 def all_lines(values: Mapping[str, Any], width: int | None = None) -> list[str]:
-    """All fields, on as many lines of `width` columns as they need; without a width on one line.
+    """Return all fields, on as many lines of `width` columns as they need; without a width on one line.
 
     Later lines are indented by two. A field wider than the terminal stays whole.
     """

@@ -1,12 +1,12 @@
-"""Records of a run: a line of metrics per step, all ranks' Events, rates, and progress for whoever launched the run.
+"""Records of a run: a line of metrics per step, Events of all ranks, rates, and progress for the launching process.
 
     metrics.jsonl   a line a step: loss, norm, rates, memory, timers, and of experts the numbers of `router_metrics`;
                     lines of evaluations; with CUDA graphs a line ahead of that of the step that captured them
     scalars.jsonl   the same numbers one by one, as TensorBoard takes them: {"step": 3, "tag": "loss", "value": 2.5}
     events.jsonl    an Event a line, if `train.write_events` asks
 
-Steps count from 1: a line of step N is written when N steps are finished, an evaluation's as well.
-All grow as the run goes, so that a run that dies leaves what it had, and memory does not grow with the steps.
+Steps count from 1: a line of step N, also of an evaluation, is written when N steps are finished. All files grow during
+the run, so the lines of a run that dies are kept, and memory does not grow with the steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from labkit.train.stepping import StepResult
 
 
 class Throughput:
-    """Turns the seconds of a step into rates, and knows when a run will end."""
+    """Turns the seconds of a step into rates, and predicts the end of the run."""
 
     def __init__(self, config: RunConfig, world_size: int) -> None:
         train = config.train
@@ -47,11 +47,11 @@ class Throughput:
         self._first: tuple[int, float] | None = None
 
     def rates(self, seconds: float) -> dict[str, float]:
-        """Of steps that took `seconds` each.
+        """Return the rates of steps that took `seconds` each.
 
-        `tokens_per_second` is of the whole run. `tflops_per_rank` is what Megatron calls TFLOP/s/GPU: the operations of
-        `labkit.models.counts.step_flops`, which counts what the model needs, nothing that is recomputed, and all S^2
-        pairs of attention. It is of the configured GPT, also where a model provider builds another model.
+        `tokens_per_second` counts the tokens of all ranks. `tflops_per_rank` is Megatron's TFLOP/s/GPU, with the
+        operations of `labkit.models.counts.step_flops`: all S^2 pairs of attention, nothing that is recomputed. The
+        operations are those of the configured GPT, also if a model provider builds another model.
         """
         return {
             "step_time": seconds,
@@ -60,9 +60,10 @@ class Throughput:
         }
 
     def time_left(self, step: int, step_time: float) -> float:
-        """Seconds from now, where `step` (counted from 1) has just finished, to the end of the last step.
+        """Return the seconds from now to the end of the last step. `step` (counted from 1) has just finished.
 
-        By the mean wall time since the end of the first step, validations included: the first step also warms up.
+        The prediction takes the mean wall time since the end of the first step, which also warms up. Validations are
+        included.
         """
         now = time.perf_counter()
         if self._first is None:
@@ -73,7 +74,7 @@ class Throughput:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes so far: of a GPU what torch allocated on it in this process, else the process's resident set."""
+    """Return the most bytes so far: torch's allocations on a GPU in this process, else the process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts bytes there, KiB on Linux
@@ -91,8 +92,8 @@ class Report:
         recorder: EventRecorder | None,
         routers: RouterMetrics | None,
     ) -> None:
-        """recorder: what this rank does lands there; after each step it is added to the timers and moved on.
-        routers: of a model with experts."""
+        """recorder: gets this rank's Events; after each step the report adds them to the timers and takes them.
+        routers: the routers of a model with experts."""
         self.losses: list[float] = []
         self.metrics: list[dict[str, Any]] = []
         self._events_of_steps: deque[list[Event]] = deque(maxlen=config.train.keep_event_steps)
@@ -115,14 +116,14 @@ class Report:
 
     @property
     def events(self) -> list[Event]:
-        """Events of this rank in the last `train.keep_event_steps` steps, in order of end."""
+        """Events of this rank in the last `train.keep_event_steps` steps, in order of their ends."""
         return [event for events in self._events_of_steps for event in events]
 
     def __enter__(self) -> Report:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the files. After an error nobody is waited for: rank 0 adds what it did itself since the last step."""
+        """Close the files. After an error no rank waits for others: rank 0 adds its own Events since the last step."""
         if kind is None:
             self._take_events(ends_step=False)
         elif self._recorder is not None:
@@ -132,7 +133,7 @@ class Report:
 
     @contextmanager
     def naming_what_is_kept(self) -> Iterator[None]:
-        """An evaluation that fails loses no training: the error says how far it came and where that is written."""
+        """Add a note to the error of a failed evaluation: the training steps done, and the folder of their metrics."""
         try:
             yield
         except Exception as error:
@@ -143,7 +144,7 @@ class Report:
             raise
 
     def begin_step(self, step: int) -> None:
-        """Events from here on belong to `step`, counted from 1."""
+        """Assign the Events from now on to `step`, counted from 1."""
         if self._recorder is not None:
             self._recorder.step = step
 
@@ -151,10 +152,11 @@ class Report:
         """Take in a finished step; every `log_interval` steps, write a line with the spread of the timers.
 
         step: counted from 1, so it is the number of finished steps.
-        Times and rates of a line are those of the slowest rank over the steps since the line before, memory is that of
-        the fullest rank. Progress is reported after every step, with what rank 0 knows without asking the others.
-        `skipped_steps` counts from the start of the run; `skipped_because` names what was not finite in the last step
-        that was skipped since the line before.
+
+        Times and rates of a line are those of the slowest rank over the steps since the last line. Memory is that of
+        the fullest rank. After every step rank 0 reports progress from its own numbers. `skipped_steps` counts from the
+        start of the run. `skipped_because` names the gradient that was not finite in the last skipped step since the
+        last line.
         """
         self._take_events(ends_step=True)
         self.losses.append(result.loss)
@@ -182,7 +184,7 @@ class Report:
         )
 
     def _write_line(self, values: dict[str, Any]) -> None:
-        """A line of metrics with `values` of the last step and what all ranks did since the line before."""
+        """Write a line: `values` of the last step; times, memory and routers of all ranks since the last line."""
         timers, routers = self._over_ranks()
         because = {"skipped_because": self._skipped_because} if self._skipped_because else {}
         rates = self._throughput.rates(timers["step"][1] / self._since_last_line)
@@ -191,13 +193,16 @@ class Report:
         self._add({**values, **because, **rates, **memory, **routers, "timers": timers})
 
     def evaluation(self, step: int, name: str, loss: float) -> None:
-        """Write a line `{"step": ..., name: loss}`, name being `validation_loss` or `test_loss`."""
+        """Write a line `{"step": ..., name: loss}` with the name `validation_loss` or `test_loss`."""
         self._add({"step": step, name: loss})
         self._progress(**{"step": step, name: loss})
 
     def graphs(self, step: int, graphs: StepGraphs) -> None:
-        """Once after each capture, a line with what the graphs hold: (least, most) over ranks of their number, and of
-        the bytes of static inputs and of the pools at their peak. Nothing where the implementation cannot tell."""
+        """Write a line about the graphs once after each capture, unless the implementation does not know their memory.
+
+        The line has (least, most) over ranks: number of graphs, bytes of static inputs, bytes of the pools at their
+        peak.
+        """
         if graphs.num_captures == self._captures_told:
             return
         self._captures_told = graphs.num_captures
@@ -213,7 +218,7 @@ class Report:
             self._add({"step": step, "graphs": min_max_over_ranks(by_rank)})
 
     def _take_events(self, *, ends_step: bool) -> None:
-        """Feed what was recorded since the last call to the timers; keep it and write it where that is asked for."""
+        """Add the Events since the last call to the timers; keep and write them if the config asks for that."""
         if self._recorder is None:
             return
         recorded = self._recorder.events[:]
@@ -245,8 +250,10 @@ class Report:
             report_progress(values)
 
     def _over_ranks(self) -> tuple[dict[str, tuple[float, float]], dict[str, Any]]:
-        """Since the last line: (minimum, maximum) seconds of each timer over all ranks, and what the routers did. The
-        peak of memory becomes that of all ranks."""
+        """Return (least, most) seconds of each timer over all ranks and the routers' metrics, since the last line.
+
+        The peak of memory becomes that of all ranks.
+        """
         of_routers = {} if self._routers is None else self._routers.take()
         own: tuple[dict[str, float], LayerMetrics, int] = self._timers.take(), of_routers, self._peak_memory
         with comm_scope(layer="timers", phase="report"):

@@ -1,7 +1,7 @@
-"""Numbers of the routers, as lines of metrics: load of the experts, dropped tokens, losses and biases, layer by layer.
+"""Metrics of the routers: load of the experts, dropped tokens, losses and biases, layer by layer.
 
-Routers count on their device (`labkit.moe.statistics`). Where a line is due, the ranks of a stage add their counts up,
-and every rank gets the layers of all stages. A line is about the steps since the line before.
+Routers count on their device (`labkit.moe.statistics`). Before each line the ranks of a stage add up their counts, and
+every rank gets the layers of all stages. A line is about the steps since the last line.
 
     moe/load_balancing_loss   mean over layers and microbatches, without its coefficient: 1 where the load is even
     moe/z_loss                the same of the mean squared log-sum-exp of the logits
@@ -10,7 +10,7 @@ and every rank gets the layers of all stages. A line is about the steps since th
     moe/dropped_share         choices that exceeded a capacity, of all choices of all layers
     moe/layers.3/...          the same of one layer, and there tokens_per_expert and expert_bias, both by expert
 
-A loss without coefficient is not computed and not named, nor are drops without a capacity.
+The line has no loss without coefficient, and no drops without a capacity.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from labkit.moe.statistics import RouterSummary, summarize
 from labkit.parallel.groups import ParallelGroups
 
 LayerMetrics = dict[str, dict[str, Any]]
-"""Layer, as `layers.3`, to what its line says by name."""
+"""Layer, such as `layers.3` -> its metrics by name."""
 
 
 class RouterMetrics:
     """The routers of one rank."""
 
     def __init__(self, chunks: Iterable[nn.Module], groups: ParallelGroups) -> None:
-        """chunks: of this rank."""
+        """chunks: model chunks of this rank."""
         self._routers, self._groups = list(routers_of(chunks)), groups
 
     def take(self) -> LayerMetrics:
-        """The layers of this rank's stages over tp x dp x cp, since the last call; called by all ranks."""
+        """Return the metrics of this rank's layers over tp x dp x cp since the last call. All ranks call this."""
         summaries = summarize([router.statistics for router in self._routers], self._groups)
         for router in self._routers:
             router.statistics.reset()
@@ -62,7 +62,7 @@ def _of_layer(router: TopKRouter, summary: RouterSummary) -> dict[str, Any]:
 
 
 def router_line(by_rank: Iterable[LayerMetrics]) -> dict[str, Any]:
-    """The part of a metrics line about all layers of the model, from what each rank has; empty without experts."""
+    """Return the part of a metrics line about all layers, from the metrics of all ranks; empty without experts."""
     layers = {name: layer for rank in by_rank for name, layer in rank.items()}
     if not layers:
         return {}
