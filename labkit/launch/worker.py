@@ -98,7 +98,7 @@ def rank_main(spec: LaunchSpec, rank: int, connection: Connection) -> None:
     except BaseException as error:
         send("failed", time.monotonic(), describe(error))
         while True:
-            signal.pause()  # without a group no call can be answered: the launcher ends this process
+            signal.pause()  # no group, so no calls: the launcher ends this process
     slot.clear()
     send("joined")
     while True:
@@ -108,10 +108,10 @@ def rank_main(spec: LaunchSpec, rank: int, connection: Connection) -> None:
             os._exit(1)  # the launcher has gone
         if message[0] == "stop":
             break
-        slot.clear()  # a wait of an earlier call explains nothing here
+        slot.clear()  # forget the waits of earlier calls
         number, failed_calls = message[1:]
         reply = _answer(spec, rank, number, failed_calls)
-        with contextlib.suppress(Exception):  # in a broken group the next call fails and tells the reason
+        with contextlib.suppress(Exception):  # if the group is broken, the next call fails and reports why
             info.tidy_between_calls(failed_calls)
         send(*reply)
     with contextlib.suppress(Exception):
@@ -122,10 +122,10 @@ def rank_main(spec: LaunchSpec, rank: int, connection: Connection) -> None:
 
 def _prepare(spec: LaunchSpec, rank: int) -> None:
     """Make the forked process a rank: signals, process group, lifeline, output, environment, stacks."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter interrupts the whole group; the launcher ends the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter interrupts all processes; the launcher ends the ranks
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    os.setpgid(0, 0)  # so that children of a rank end with it
+    os.setpgid(0, 0)  # the children of a rank end with it
     parent = multiprocessing.parent_process()
     assert parent is not None, "a rank is started by the launcher"
     guard.die_with(parent.sentinel)
@@ -157,7 +157,7 @@ def _join(spec: LaunchSpec, rank: int) -> None:
     torch.set_num_threads(1)
     if spec.debug:
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-    # torch read the variable when the fork server imported it
+    # torch read the variable when the fork server imported torch
     dist.set_debug_level_from_env()  # pyright: ignore[reportPrivateImportUsage]
     info.set_launcher_limit(spec.limit)
     with status.waiting("rendezvous of all ranks"):

@@ -79,6 +79,6 @@ def _check_embedding_group(schedule: Schedule, groups: ParallelGroups) -> None:
     if len(ranks) > 1 and groups.rank in ranks and groups.embd.ranks != ranks:
         raise ValueError(
             f"{schedule.name} has the tied word embedding on pipeline ranks {ends[0]} and {ends[1]}, and groups.embd "
-            "joins others: make the groups by initialize_model_parallel(parallel, ends=(rank of the first stage, rank "
-            "of the last)), as pretrain does, or set model.untie_embeddings_and_output_weights"
+            "joins other ranks: make the groups by initialize_model_parallel(parallel, ends=(rank of the first stage, "
+            "rank of the last)), as pretrain does, or set model.untie_embeddings_and_output_weights"
         )

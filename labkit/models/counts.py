@@ -77,7 +77,7 @@ def _equal_share(num_layers: int, stage: int, num_stages: int, standalone_embedd
     """Layers s L / S to (s + 1) L / S of stage s of S. A standalone embedding stage has none and is not counted."""
     if standalone_embedding_stage:
         if num_stages == 1:
-            raise ValueError("standalone_embedding_stage needs a second stage; with one no rank is left for layers")
+            raise ValueError("standalone_embedding_stage needs a second stage for the layers; set pp to 2 or more")
         if stage == 0:
             return range(0)
         stage, num_stages = stage - 1, num_stages - 1

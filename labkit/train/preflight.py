@@ -96,8 +96,8 @@ def check_schedule(schedule: Schedule, config: RunConfig, world_size: int) -> No
     if parallel.vpp > 1 and held != {parallel.vpp}:
         words = " or ".join(str(number) for number in sorted(held)) + (" stage" if held == {1} else " stages")
         raise ValueError(
-            f"{schedule.name} has {words} a rank, but parallel.vpp is {parallel.vpp}; leave vpp at 1, and the "
-            "schedule alone says how many model chunks there are"
+            f"{schedule.name} has {words} a rank, but parallel.vpp is {parallel.vpp}; set vpp to 1: then "
+            "the schedule decides the number of model chunks"
         )
     if config.model.transformer_impl == "transformer_engine" and (schedule.kinds == KINDS.index("W")).any():
         raise ValueError(
@@ -132,7 +132,7 @@ def _checked_schedule(
         transport = transport_of(config)
         if not given and (own.path is not None or transport == "even_odd"):
             verify(schedule, transport)
-            verify(without_backward(schedule), transport)  # what a validation runs
+            verify(without_backward(schedule), transport)  # validations run it
     except (ValueError, OSError) as error:
         return None, f"{'' if given else named}{error}"
     return schedule, ""

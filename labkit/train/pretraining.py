@@ -248,7 +248,7 @@ def build_optimizer(
     """
     groups = parameter_groups(chunks, no_wd_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult)
     if not groups and (layout is None or layout.pp.size == 1 or named_parameters(chunks)):
-        raise ValueError("the optimizer got no parameter: the model chunks of this rank have none that need a gradient")
+        raise ValueError("the optimizer got no parameter: no parameter of this rank's model chunks needs a gradient")
     if not optim.distributed_optimizer:
         return Optimizer(groups, optim, layout=layout)
     return DistributedOptimizer(groups, chunks, layout or single_process_groups(), optim)
@@ -306,9 +306,9 @@ def train(
         Report(config, run.groups, timers, recorder, pipeline.router_metrics) as report,
     ):
         for done in range(config.train.steps):
-            step = done + 1  # as people count: metrics, messages and the screen name the first step 1
+            step = done + 1  # metrics, messages and the screen count steps from 1
             report.begin_step(step)
-            lr = lr_schedule(done - report.skipped_steps)  # a skipped step uses up nothing of the schedule
+            lr = lr_schedule(done - report.skipped_steps)  # a skipped step does not advance the learning rate
             with timers("step"):
                 result = train_step(
                     pipeline, optimizer, timers, data.train,

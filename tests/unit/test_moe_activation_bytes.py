@@ -166,5 +166,5 @@ def test_parts_in_words_are_all_of_it() -> None:
 
 
 def test_a_capacity_that_drops_an_unknown_number_is_refused() -> None:
-    with pytest.raises(ValueError, match="only the routing tells; set pad_to_capacity"):
+    with pytest.raises(ValueError, match="only the routing decides the number of rows; set pad_to_capacity"):
         layer_activation_bytes(GATED, share(), replace(PLAIN, capacity_factor=1.0))

@@ -66,7 +66,7 @@ def moe_saved(model: ModelConfig, moe: MoEConfig, share: Share) -> dict[str, int
     tokens, e, h = share.tokens_between(model), share.element_bytes, model.hidden
     sent, rows = _rows(moe, share, tokens)
     inner = expert_width(model, moe) // share.etp
-    jitter = 2 if moe.input_jitter else 0  # the numbers drawn, and their product with the input, which takes its place
+    jitter = 2 if moe.input_jitter else 0  # random factors, and the product that replaces the input
     input_is_kept = not jitter or moe.shared_expert_ffn_hidden is not None
     permuted = rows if moe.dispatcher == "allgather" else sent
     return {
@@ -90,8 +90,8 @@ def _rows(moe: MoEConfig, share: Share, tokens: int) -> tuple[int, int]:
         return moe.num_experts * capacity, moe.num_experts * capacity * share.etp
     if moe.capacity_factor is not None:
         raise ValueError(
-            "moe.capacity_factor without moe.pad_to_capacity leaves a number of rows that only the routing tells; set "
-            "pad_to_capacity, or leave the capacity out for the most that can be kept"
+            "with moe.capacity_factor and without moe.pad_to_capacity only the routing decides the number of rows; set "
+            "pad_to_capacity, or remove capacity_factor for an upper limit"
         )
     sent = tokens * moe.top_k
     return sent, sent * share.etp if share.expert_rows is None else share.expert_rows
@@ -106,7 +106,7 @@ def _router(moe: MoEConfig, share: Share, tokens: int) -> int:
     """Bytes of scores, choice, and what losses and a capacity add: T E elements each, or T for sums over experts."""
     wide, experts = max(_router_bytes(moe, share), 4), moe.num_experts
     sinkhorn = moe.load_balancing == "sinkhorn"
-    summed = moe.score_function == "sigmoid" and not sinkhorn  # sigmoids are divided by their sum
+    summed = moe.score_function == "sigmoid" and not sinkhorn  # the router divides sigmoids by their sum
     divided = summed and moe.top_k > 1
     kept = experts * (wide + 1) + ((experts + 1) * wide if divided else 0)
     if moe.z_loss_coeff:
@@ -245,7 +245,7 @@ def _core_attention(model: ModelConfig, share: Share) -> dict[str, int]:
     if fused:
         scaled = repeated * share.wide // e
         if e >= 4 and not grouped and model.position != "rope":
-            scaled += tokens * 2 * h // t * e  # q and k are scaled into copies, and v is a part of what they came from
+            scaled += tokens * 2 * h // t * e  # scaled copies of q and k; v is a view of q, k, v
         return {"q, k, v": scaled, "probabilities": 3 * probabilities * share.wide}
     return {"q, k, v": repeated, "probabilities": probabilities * (2 * e + 1 if p else e)}
 

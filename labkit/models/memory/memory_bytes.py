@@ -132,7 +132,7 @@ def _activations(config: RunConfig, schedule: Schedule, pp_rank: int, device: Li
     row = slice(schedule.offsets[pp_rank], schedule.offsets[pp_rank + 1])
     kinds, stages = schedule.kinds[row], schedule.stages[row]
     sizes = kept[_whole(config, schedule, pp_rank), stages]
-    signs = np.array([1, -1, 0, -1])[kinds]  # F keeps; B lets go, or W where the backward is split
+    signs = np.array([1, -1, 0, -1])[kinds]  # F keeps activations; B frees them, or W of a split backward
     peak = int(np.cumsum(signs * sizes).max())
     return peak + max(_beside(config, share, holds, moe) for holds in held.values())
 

@@ -58,7 +58,7 @@ class SavedTensors:
         known = self._kept.get(storage._cdata)
         if storage.data_ptr() not in self._own and (known is None or known[0].expired()):
             self._kept[storage._cdata] = StorageWeakRef(storage), self._inside[-1] if self._inside else ""
-        return tensor if tensor.is_leaf else tensor.detach()  # an operation's own output would keep the operation alive
+        return tensor if tensor.is_leaf else tensor.detach()  # an operation must not keep its own output alive
 
     @property
     def by_module(self) -> dict[str, int]:

@@ -142,7 +142,7 @@ def plan_buckets(
     ranges: dict[str, tuple[int, int]] = {}
     buckets: list[Bucket] = []
     names: list[str] = []
-    start = end = 0  # of the open bucket, so far
+    start = end = 0  # of the open bucket
 
     def close() -> None:
         nonlocal start, end
@@ -267,7 +267,7 @@ def owned_bytes(plan: BucketLayout, dp: int, rank: int, bytes_per_element: int) 
     return total * bytes_per_element, (total - owned) * bytes_per_element
 
 
-# ---- without padding: closed forms of what a parameter costs ----
+# ---- bytes of a parameter in closed form, without padding ----
 
 ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """`optim.precision` -> bytes of one element."""
@@ -314,7 +314,7 @@ def bytes_per_parameter(
     if stage not in STAGES:
         raise ValueError(f"stage is {stage!r}; ZeRO has stages {', '.join(map(str, STAGES))}")
     if dp < 1:
-        raise ValueError(f"dp is {dp}: at least one rank holds the parameters")
+        raise ValueError(f"dp is {dp}; it must be at least 1")
     weight, gradient = ELEMENT_BYTES[param_dtype], ELEMENT_BYTES[grad_dtype]
     updated = max(weight, 4)  # AdamW runs in fp32 at least
     shared = Fraction(1, dp)

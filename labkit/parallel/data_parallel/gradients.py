@@ -248,7 +248,7 @@ def clip_grad_norm(chunks: Sequence[nn.Module], groups: ParallelGroups, max_norm
         ValueError: max_norm is not positive.
     """
     if not max_norm > 0:
-        raise ValueError(f"max_norm must be positive, got {max_norm}; leave clipping out instead of clipping to zero")
+        raise ValueError(f"max_norm is {max_norm}; it must be above 0; for no clipping leave the call out")
     norm = global_grad_norm(chunks, groups)
     if (factor := clip_factor(norm, max_norm)) < 1.0:
         scale_gradients(chunks, factor)

@@ -1,6 +1,6 @@
 """The folder of a run: its lock, its state and its configuration. Needs no torch.
 
-    run.json       what became of the run; locked by the process that writes the other files
+    run.json       state of the run; locked by the process that writes the other files
     config.yaml    the resolved configuration: `labkit train --config FOLDER/config.yaml` trains the same again
     metrics.jsonl, scalars.jsonl, events.jsonl    see `reporting.py`
 
@@ -149,7 +149,7 @@ class RunFolder:
         for name in WRITTEN:
             (self._folder / name).unlink(missing_ok=True)
         self._write("unfinished")
-        again = self._config.replaced({"train.overwrite": False})  # that was said of this launch, not of the run
+        again = self._config.replaced({"train.overwrite": False})  # overwrite is for this launch only
         (self._folder / CONFIG).write_text(again.to_yaml(), encoding="utf-8")
 
     def _opened(self) -> str:
@@ -168,7 +168,7 @@ class RunFolder:
 
     def _write(self, state: str) -> None:
         """Write run.json in place: a new file of that name would not have the lock."""
-        parent = multiprocessing.parent_process()  # of a rank: the process that launched it, which a user sees
+        parent = multiprocessing.parent_process()  # the launching process, which users see
         pid = os.getpid() if parent is None or parent.pid is None else parent.pid
         words = {
             "state": state,

@@ -227,7 +227,7 @@ class Report:
         if self._config.train.record_events:
             self._keep_events(recorded, ends_step=ends_step)
         if self._config.train.write_events:
-            with recording(self._groups.rank), comm_scope(layer="events", phase="report"):  # not itself an Event
+            with recording(self._groups.rank), comm_scope(layer="events", phase="report"):  # no Events of the gather
                 by_rank = gather_objects(recorded, self._groups.world)
             self._write_events(event for rank in by_rank for event in rank)
 

@@ -3,7 +3,7 @@
 Routers count on their device (`labkit.moe.statistics`). Before each line the ranks of a stage add up their counts, and
 every rank gets the layers of all stages. A line is about the steps since the last line.
 
-    moe/load_balancing_loss   mean over layers and microbatches, without its coefficient: 1 where the load is even
+    moe/load_balancing_loss   mean over layers and microbatches, without its coefficient; 1 for an even load
     moe/z_loss                the same of the mean squared log-sum-exp of the logits
     moe/max_over_mean         load of the fullest expert over the mean load, in the worst layer
     moe/load_entropy          entropy of the load over that of an even one, in the worst layer
