@@ -92,27 +92,37 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
     problems, given, entries, rest = arguments.problems, Given(), list[Entry](), list(argv)
     while rest:
         token = rest.pop(0)
-        token = "--parameter" if token == "-p" and "parameter" in by_name else token
         if not token.startswith("-") or token == "-":
             arguments.words.append(token)
             continue
+        token = "--parameter" if token == "-p" and "parameter" in by_name else token
         written, equals, text = token.lstrip("-").partition("=")
         option = by_name.get(written.replace("-", "_")) if token.startswith("--") else None
         dotted, why = resolve(written) if command.configurable and option is None else (None, "")
-        if option is None and dotted is None:
+        spec = option or SPECS.get(str(dotted))
+        if spec is None:
             problems.append(f"{token.partition('=')[0]}: {_unknown(written.replace('-', '_'), command, why)}")
             if not equals and rest and not rest[0].startswith("-"):
                 rest.pop(0)  # the value of the unknown option
             continue
-        pairs, spec = option is not None and option.pairs, option or SPECS[str(dotted)]
-        value = text if equals else _value(rest, spec.kind, pairs=pairs, words=bool(command.words))
-        if value is None:
+        pairs = option is not None and option.pairs
+        taken = [text] if equals else _take(rest, 2 if pairs else 1, is_bool=spec.kind == "bool", words=command.words)
+        if not taken:
             problems.append(f"--{written}: needs {'a name and a value' if pairs else 'a value'} after it")
         elif option is None:
-            entries.append(Entry(f"--{written}", str(dotted), value))
+            entries.append(Entry(f"--{written}", spec.dotted, taken[0]))
+        elif pairs:
+            name, value = taken[0], "".join(taken[1:])
+            values[option.key].append((name, value))
+            problems += given.add(f"-{option.name[0]} {name}", value, shown(value))
         else:
-            problems += _set(values, option, written, value, given)
-    if arguments.words and not command.words:
+            words = f"--{written} {shown(taken[0])}"
+            try:
+                values[option.key] = option.convert(taken[0], text=True)
+                problems += given.add(f"--{option.name}", values[option.key], words)
+            except BadValueError as rule:
+                problems.append(f"{words}: {rule}")
+    if not command.words:
         rule = f"labkit {command.name} takes no such word; options begin with --"
         problems += [f"{shown(word)}: {rule}" for word in arguments.words]
     if command.configurable:
@@ -120,42 +130,28 @@ def read(command: Command, argv: Sequence[str]) -> Arguments:
     return arguments
 
 
-def _value(rest: list[str], kind: str, *, pairs: bool, words: bool) -> str | None:
-    """The words that belong to an option, taken off `rest`; None where they are missing.
+def _take(rest: list[str], count: int, *, is_bool: bool, words: str) -> list[str]:
+    """The words that belong to an option, taken off `rest`; empty where they are missing.
 
     A bool may stand alone. A word after it is its value, unless the command takes `words`: then only `true`, `false`
     and `null` are.
     """
-    if kind == "bool":
-        alone = not rest or rest[0].startswith("-") or (words and rest[0].lower() not in ("true", "false", "null"))
-        return "true" if alone else rest.pop(0)
-    count = 2 if pairs else 1
+    if is_bool and (
+        not rest or rest[0].startswith("-") or (words and rest[0].lower() not in ("true", "false", "null"))
+    ):
+        return ["true"]
     if len(rest) < count or any(word.startswith("--") for word in rest[:count]):
-        return None
+        return []
     taken, rest[:count] = rest[:count], []
-    return "\0".join(taken)
-
-
-def _set(values: dict[str, Any], option: Option, written: str, text: str, given: Given) -> list[str]:
-    """Keep the value of an option; returns its problems."""
-    if option.pairs:
-        name, _, value = text.partition("\0")
-        values[option.key].append((name, value))
-        return given.add(f"-{option.name[0]} {name}", value, shown(value))
-    try:
-        values[option.key] = option.convert(text, text=True)
-    except BadValueError as rule:
-        return [f"--{written} {shown(text)}: {rule}"]
-    return given.add(f"--{option.name}", values[option.key], f"--{written} {shown(text)}")
+    return taken
 
 
 def _unknown(key: str, command: Command, why: str) -> str:
     """Why there is no option of this name, with the nearest name."""
+    if why and "unknown field" not in why:
+        return why.partition(": ")[2]
     names = [name.replace("_", "-") for option in command.all_options for name in option.names]
-    if command.configurable:
-        if why and "unknown field" not in why:
-            return why.partition(": ")[2]
-        names += list(KNOWN_NAMES)
+    names += KNOWN_NAMES if command.configurable else ()
     hint = nearest(key, [f"--{name}" for name in names]) or nearest(key.replace("_", "-"), names)
     return f"unknown option{hint or f'; labkit {command.name} --help lists them'}"
 
@@ -175,10 +171,8 @@ def _read_config(arguments: Arguments, entries: Sequence[Entry]) -> None:
     except ConfigError as error:
         problems += [f"--preset {shown(preset)}: {p}" for p in error.problems]
     try:
-        if path is not None:
-            written, bad_keys = yaml_text.parse(yaml_text.read_file(path))
-            values, bad_values = fields.convert_entries(written)
-            problems += [f"{path}: {p}" for p in bad_keys + bad_values]
+        values, bad = yaml_text.read(path) if path is not None else ({}, [])
+        problems += [f"{path}: {p}" for p in bad]
     except ConfigError as error:
         problems += [f"--config {shown(path, 200)}: {p}" for p in error.problems]
     newer, bad = fields.convert_entries(entries, text=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 
 class ConfigError(ValueError):
@@ -20,11 +21,7 @@ class ConfigError(ValueError):
 
     def __reduce__(self) -> tuple:
         # An exception is rebuilt from its message by default; this one travels between ranks with its list.
-        return _rebuild, (self.problems, self.source)
-
-
-def _rebuild(problems: list[str], source: str) -> ConfigError:
-    return ConfigError(problems, source=source)
+        return partial(ConfigError, source=self.source), (self.problems,)
 
 
 def shown(value: object, limit: int = 60) -> str:

@@ -7,7 +7,7 @@ Megatron-LM (`tensor_model_parallel_size`). `-` and `_` are the same.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from labkit.config.errors import kind_of, nearest, shown
@@ -96,34 +96,31 @@ class Entry(NamedTuple):
     """A prefix for messages, such as `line 4: `."""
 
 
-class Pairs(list[tuple[str, Any, Any]]):
-    """The items of a mapping as a text gives them: where, key, value."""
+def rows(written: Mapping[Any, object]) -> Iterator[tuple[str, str | None, object, object]]:
+    """Line (none), section, key and value of each item; a whole section gives the items inside."""
+    for key, value in written.items():
+        section = SECTIONS.get(key) if isinstance(key, str) else None
+        if section is not None and isinstance(value, Mapping | section):
+            inside = value if isinstance(value, Mapping) else vars(value)
+            yield from (("", key, name, inner) for name, inner in inside.items())
+        else:
+            yield "", None, key, value
 
 
-def flatten(written: Mapping[Any, object] | Pairs) -> tuple[list[Entry], list[str]]:
-    """Fields of a mapping whose keys are fields or whole sections, and a sentence for each key that is neither."""
+def read(written: Iterable[tuple[str, str | None, object, object]]) -> tuple[dict[str, Any], list[str]]:
+    """Typed values by dotted name of `rows`, and a sentence for each mistake."""
     entries: list[Entry] = []
     problems: list[str] = []
-    for where, key, value in _pairs(written):
-        if not (isinstance(key, str) and key in SECTIONS):
-            fields = [(where, str(key), resolve(key), value)]
-        elif isinstance(value, Mapping | Pairs | SECTIONS[key]):
-            inside = _pairs(value if isinstance(value, Mapping | Pairs) else vars(value))
-            fields = [(w, f"{key}.{inner}", resolve(inner, key), v) for w, inner, v in inside]
+    for where, section, key, value in written:
+        dotted, problem = resolve(key, section)
+        if section is None and isinstance(key, str) and key in SECTIONS:
+            problems.append(f"{where}{key} = {shown(value)}: a section holds fields, as in `{key}: {{field: value}}`")
+        elif dotted is None:
+            problems.append(where + problem)
         else:
-            rule = f"a section holds fields, as in `{key}: {{field: value}}`"
-            problems.append(f"{where}{key} = {shown(value)}: {rule}")
-            continue
-        for place, name, (dotted, problem), inner_value in fields:
-            if dotted is None:
-                problems.append(place + problem)
-            else:
-                entries.append(Entry(name, dotted, inner_value, place))
-    return entries, problems
-
-
-def _pairs(written: Mapping[Any, object] | Pairs) -> Pairs:
-    return written if isinstance(written, Pairs) else Pairs(("", key, value) for key, value in written.items())
+            entries.append(Entry(f"{section}.{key}" if section else str(key), dotted, value, where))
+    values, bad = convert_entries(entries)
+    return values, problems + bad
 
 
 class Given:

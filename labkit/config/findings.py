@@ -1,23 +1,43 @@
-"""Problems of a configuration as they are found. First each field by itself, then each field that nothing reads."""
+"""Problems of a configuration as they are found, and the forms that many rules share."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, cast
 
 from labkit.config.errors import shown
 from labkit.config.fields import SPECS, as_yaml
-from labkit.config.sections import REASONS, Sections
+from labkit.config.sections import REASONS, SECTIONS, Sections
+
+
+class UnsoundError(Exception):
+    """A rule reads a field that is known to be bad."""
+
+
+class _Section:
+    """A section as rules see it: reading a bad field raises UnsoundError."""
+
+    def __init__(self, found: Findings, name: str) -> None:
+        self._found, self._name = found, name
+
+    def __getattr__(self, field: str) -> Any:
+        computed = getattr(SECTIONS[self._name], field, None)
+        return computed.__get__(self) if isinstance(computed, property) else self._found.value(f"{self._name}.{field}")
 
 
 class Findings:
-    """Problems so far, and which fields are known to be bad.
+    """Problems so far, and which fields are known to be bad. First each field is looked at by itself.
 
-    A rule between fields is skipped where one of its fields is bad already, so one mistake is reported once.
+    A rule that reads a bad field ends there, so one mistake is reported once. The forms that rules share, from
+    `multiple` to `excludes`, look at no bad field either.
     """
 
-    def __init__(self, config: Sections) -> None:
-        self.config = config
+    def __init__(self, config: Sections, world_size: int | None = None) -> None:
         self.values = {name: getattr(getattr(config, spec.section), spec.name) for name, spec in SPECS.items()}
+        self.values["world_size"] = world_size
+        self.config = cast(Sections, SimpleNamespace(**{name: _Section(self, name) for name in SECTIONS}))
         self.microbatches: int | None = None
         """Microbatches of one step on one data-parallel rank; None where no world size is given or it is not sound."""
         self.problems: list[str] = []
@@ -25,14 +45,26 @@ class Findings:
         for name, spec in SPECS.items():
             if rule := spec.broken(self.values[name]):
                 self.add(name, rule)
-        for name in SPECS:
-            if self.changed(name) and (why := self._unread(name)):
-                self.no_effect(name, why)
+        for name in filter(self.changed, SPECS):
+            with suppress(UnsoundError):
+                self._refuse_unread(name)
+
+    def check(self, *rules: Callable[[Findings], None]) -> None:
+        """Apply `rules` one after the other; each ends where it reads a bad field."""
+        for rule in rules:
+            with suppress(UnsoundError):
+                rule(self)
 
     def add(self, name: str, rule: str, *, value: Any = ...) -> None:
-        """Note that `name` breaks `rule`; `value` where it is no field of the configuration."""
+        """Note that `name` breaks `rule`; `value` where the field's own value is not the one that breaks it."""
         self.problems.append(f"{name} = {shown(self.values[name] if value is ... else value)}: {rule}")
         self._bad.add(name)
+
+    def value(self, name: str) -> Any:
+        """Value of the field, or of `world_size`; UnsoundError if it is known to be bad."""
+        if name in self._bad:
+            raise UnsoundError
+        return self.values[name]
 
     def sound(self, *names: str) -> bool:
         """Nothing is known against any of `names`."""
@@ -48,6 +80,12 @@ class Findings:
         if self.sound(name) and size is not None and size % of:
             self.add(name, f"must be a multiple of {words} = {of}{why}; {advice.format(up=up(size, of))}")
 
+    def multiple_of(self, name: str, other: str, why: str = "") -> None:
+        """Refuse a size that is no multiple of another field."""
+        if self.sound(name, other) and self.values[name]:
+            choice = f"{other.partition('.')[2]} from {divisors(self.values[name])}"
+            self.multiple(name, self.values[other], other, why=why, advice=f"choose {choice}, or {name} = {{up}}")
+
     def divisor(self, name: str, of: int, words: str, *, why: str = "") -> None:
         """Refuse a size that is given, sound and does not divide `of`."""
         size = self.values[name]
@@ -55,30 +93,37 @@ class Findings:
             self.add(name, f"must divide {words} = {of}{why}; choose {divisors(of)}")
 
     def at_most(self, name: str, other: str, advice: str = "") -> None:
-        """Refuse a number above that of another field."""
-        if self.sound(name, other) and self.values[name] > self.values[other]:
-            self.add(name, f"must be at most {other} = {self.values[other]:g}{advice}")
+        """Refuse a number above that of another field, where both are given."""
+        value, limit = self.values[name], self.values[other]
+        if self.sound(name, other) and None not in (value, limit) and value > limit:
+            self.add(name, f"must be at most {other} = {limit:g}{advice}")
 
-    def no_effect(self, name: str, why: str) -> None:
-        """Refuse a field that nothing reads: somebody set it and expects an effect.
+    def excludes(self, condition: str, others: str, rule: str) -> None:
+        """Refuse the field of `condition` if all conditions hold; `others` are written with spaces between them."""
+        with suppress(UnsoundError):
+            if all(map(self._holds, [condition, *others.split()])):
+                self.add(condition.partition("=")[0], rule)
 
-        why: the reason and the way out, as in `with optim.fp8 = none; set that to e4m3`.
-        """
-        self.add(name, f"has no effect {why}, or leave this out")
+    def _holds(self, condition: str) -> bool:
+        """`optim.fp8=e4m3|hybrid` holds for these values, `train.output_dir` for any value but the default."""
+        name, _, words = condition.partition("=")
+        value = self.value(name)
+        return as_yaml(value) in words.split("|") if words else value != SPECS[name].default
 
-    def _unread(self, name: str) -> str:
-        """Why nothing reads the field: the first of its `needs` that does not hold."""
+    def _refuse_unread(self, name: str) -> None:
+        """Refuse a field that nothing reads, as the first of its `needs` that does not hold says: somebody set the
+        field and expects an effect."""
         for need in SPECS[name].needs:
+            if self._holds(need):
+                continue
             other, _, words = need.partition("=")
-            value, wanted = as_yaml(self.values[other]), words.replace("|", " or ")
             reason = f", {REASONS[need]}" if need in REASONS else ""
-            if not self.sound(other):
-                return ""
-            if value not in words.split("|") and (words or value in ("null", "0")):
-                if value == "null" and not words:
-                    return f"without {other}{reason}; set that"
-                return f"with {other} = {value}{reason}; set that {f'to {wanted}' if words else 'above 0'}"
-        return ""
+            wanted = f"to {words.replace('|', ' or ')}" if words else f"above {SPECS[other].default}"
+            why = f"with {other} = {as_yaml(self.values[other])}{reason}; set that {wanted}"
+            if not words and self.values[other] is None:
+                why = f"without {other}{reason}; set that"
+            self.add(name, f"has no effect {why}, or leave this out")
+            return
 
 
 def divisors(number: int) -> str:

@@ -21,17 +21,17 @@ _RECOMPUTED_WITH = {"core_attn": "attn", "mlp": "mlp", "moe": "moe", "shared_exp
 def graph_rules(found: Findings) -> None:
     """All rules of the section; the first that the scope breaks is told."""
     graph = found.config.graph
-    if not found.sound("graph.cuda_graph_impl", SCOPE):
-        return
     if rule := _scope_rule(graph.cuda_graph_scope):
         found.add(SCOPE, rule)
-    elif graph.cuda_graph_impl == "none":
-        if graph.cuda_graph_scope:
-            found.add(SCOPE, "nothing is captured with graph.cuda_graph_impl = none; set that, or leave this out")
-    else:
-        for check in (_full_iteration, _parts_there, _experts, _split_backwards, _recompute, _precision):
-            if found.sound(SCOPE):
-                check(found, frozenset(graph.cuda_graph_scope))
+    elif graph.cuda_graph_impl != "none":
+        found.check(_full_iteration, _parts_there, _experts, _split_backwards, _recompute, _constant_loss_scale)
+    elif graph.cuda_graph_scope:
+        found.add(SCOPE, "nothing is captured with graph.cuda_graph_impl = none; set that, or leave this out")
+
+
+def _scope(found: Findings) -> frozenset[str]:
+    """The parts to capture, as long as the scope breaks no rule."""
+    return frozenset(found.config.graph.cuda_graph_scope)
 
 
 def _scope_rule(scope: tuple[str, ...]) -> str:
@@ -50,39 +50,37 @@ def _scope_rule(scope: tuple[str, ...]) -> str:
     return ""
 
 
-def _full_iteration(found: Findings, scope: frozenset[str]) -> None:
+def _full_iteration(found: Findings) -> None:
     """One graph of all microbatches of a step."""
     pp = found.config.parallel.pp
-    if "full_iteration" not in scope:
+    if "full_iteration" not in _scope(found):
         return
     if found.config.graph.cuda_graph_impl == "transformer_engine":
         rule = "full_iteration is not to be had from Transformer Engine, which captures layer by layer"
         found.add(SCOPE, f"{rule}; set graph.cuda_graph_impl to local or emulated")
-    elif found.sound("parallel.pp") and pp > 1:
+    elif pp > 1:
         rule = f"full_iteration would hold messages between parallel.pp = {pp} stages, which wait for other ranks"
         found.add(SCOPE, f"{rule}; capture parts of layers, as in attn,mlp, or set pp = 1")
 
 
-def _parts_there(found: Findings, scope: frozenset[str]) -> None:
+def _parts_there(found: Findings) -> None:
     """A named part must be in some layer."""
-    experts, with_experts = found.config.moe.num_experts, sorted(scope & {"moe", "moe_router"})
-    if not found.sound("moe.num_experts", "moe.layer_freq"):
-        return
-    if with_experts and not experts:
+    moe, scope = found.config.moe, _scope(found)
+    with_experts = sorted(scope & {"moe", "moe_router"})
+    if with_experts and not moe.num_experts:
         rule = f"{with_experts[0]} is a part of layers with experts, but moe.num_experts = 0"
         found.add(SCOPE, f"{rule}; set the number of experts, or name attn and mlp")
-    elif "mlp" in scope and experts and 0 not in found.config.moe.layer_freq:
+    elif "mlp" in scope and moe.num_experts and 0 not in moe.layer_freq:
         rule = "mlp is that of a dense layer, and moe.layer_freq has none"
         found.add(SCOPE, f"{rule}; name moe_router and moe_preprocess")
 
 
-def _experts(found: Findings, scope: frozenset[str]) -> None:
+def _experts(found: Findings) -> None:
     """Shapes of a layer with experts must be known before routing."""
-    moe, whole = found.config.moe, _holds(scope, "moe")
-    names = ("num_experts", "capacity_factor", "pad_to_capacity", "dispatcher", "load_balancing")
-    if not found.sound(*(f"moe.{name}" for name in names)) or not moe.num_experts:
+    moe, scope = found.config.moe, _scope(found)
+    if not moe.num_experts:
         return
-    padded = moe.capacity_factor is not None and moe.pad_to_capacity
+    whole, padded = _holds(scope, "moe"), moe.capacity_factor is not None and moe.pad_to_capacity
     if whole and not padded:
         part = "moe" if "moe" in scope else "full_iteration" if scope else "the whole layer (an empty scope)"
         rule = f"{part} holds the experts, and how many rows each of them gets is known only after routing"
@@ -96,11 +94,9 @@ def _experts(found: Findings, scope: frozenset[str]) -> None:
         found.add(SCOPE, f"{rule}; choose another, or leave {'moe' if whole else 'moe_router'} out")
 
 
-def _split_backwards(found: Findings, scope: frozenset[str]) -> None:
+def _split_backwards(found: Findings) -> None:
     """Weight gradients that are put off read tensors that graphs have handed to eager code."""
-    moe, s = found.config.moe, found.config.schedule
-    if not found.sound("schedule.name", "schedule.path", "moe.num_experts", "moe.layer_freq"):
-        return
+    moe, s, scope = found.config.moe, found.config.schedule, _scope(found)
     if "full_iteration" in scope or s.path is not None or s.name not in SPLIT_BACKWARDS:
         return
     kinds = set(moe.layer_freq) if moe.num_experts else {0}
@@ -110,19 +106,15 @@ def _split_backwards(found: Findings, scope: frozenset[str]) -> None:
         rule = f"schedule.name = {s.name} splits backwards into input and weight gradients, which the engine computes"
         found.add("graph.cuda_graph_impl", f"{rule} together; {advice}, or set this to local")
     elif scope and not needed <= scope:
-        rule = (
-            f"schedule.name = {s.name} splits backwards, and of these layers a part stays eager: its weight gradients"
-        )
-        rule += " would read outputs of graphs that others have overwritten by then"
-        found.add(SCOPE, f"{rule}; capture whole layers (an empty scope), or {advice}")
+        rule = f"schedule.name = {s.name} splits backwards, and of these layers a part stays eager"
+        why = "its weight gradients would read outputs of graphs that others have overwritten by then"
+        found.add(SCOPE, f"{rule}: {why}; capture whole layers (an empty scope), or {advice}")
 
 
-def _recompute(found: Findings, scope: frozenset[str]) -> None:
+def _recompute(found: Findings) -> None:
     """A recomputed part lies in a graph or outside, and draws no random number in one."""
-    m = found.config.model
-    if not found.sound("model.recompute_granularity", "model.recompute_modules") or m.recompute_granularity == "none":
-        return
-    modules = m.recompute_modules
+    m, scope = found.config.model, _scope(found)
+    modules = m.recompute_modules if m.recompute_granularity == "selective" else ()
     if m.recompute_granularity == "full" and "full_iteration" not in scope:
         rule = "model.recompute_granularity = full recomputes across layers, each of which would be a graph"
         found.add(SCOPE, f"{rule}; set it to selective, or the scope to full_iteration")
@@ -134,14 +126,13 @@ def _recompute(found: Findings, scope: frozenset[str]) -> None:
     elif "layernorm" in modules:
         rule = "model.recompute_modules has layernorm, which frees the norm's output and fills it again elsewhere"
         found.add(SCOPE, f"{rule}, but a graph has fixed its address; leave layernorm out")
-    else:
-        captured = [name for name in modules if _holds(scope, _RECOMPUTED_WITH[name])]
+    elif captured := [name for name in modules if _holds(scope, _RECOMPUTED_WITH[name])]:
         if "core_attn" in captured:
             _draws(found, "core_attn is", ["model.attention_dropout"], ", or leave attn out")
         if "moe" in captured:
             _draws(found, "moe is", ["moe.input_jitter"])
         name = "model.num_microbatches_with_partial_activation_checkpoints"
-        if captured and "full_iteration" not in scope and found.changed(name):
+        if "full_iteration" not in scope and found.changed(name):
             rule = f"{captured[0]} is recomputed inside graphs of layers, for all microbatches alike, but {name} ="
             advice = "leave that out, or capture other parts"
             found.add(SCOPE, f"{rule} {found.values[name]} is to keep some whole; {advice}")
@@ -149,24 +140,18 @@ def _recompute(found: Findings, scope: frozenset[str]) -> None:
 
 def _draws(found: Findings, subject: str, names: list[str], advice: str = "") -> None:
     """A graph that recomputes a part cannot draw the numbers of forward again, so `names` are all 0."""
-    experts = found.config.moe.num_experts
-    drawing = [name for name in names if found.values[name] and (experts or not name.startswith("moe."))]
-    if drawing and found.sound(*names, "moe.num_experts"):
+    if drawing := [name for name in names if found.value(name)]:
         numbers = " and ".join(f"{name} = {found.values[name]:g}" for name in drawing)
         rule = f"{subject} recomputed in a graph and would draw random numbers ({numbers})"
         found.add(SCOPE, f"{rule}: a graph cannot draw the same again; set them to 0, or recompute less{advice}")
 
 
-def _precision(found: Findings, scope: frozenset[str]) -> None:
+def _constant_loss_scale(found: Findings) -> None:
     """Numbers that Python keeps are those of the capture."""
-    o, warm_up = found.config.optim, "graph.cuda_graph_warmup_steps"
-    if found.sound("optim.loss_scale") and "full_iteration" in scope and o.precision == "fp16" and o.loss_scale is None:
+    o = found.config.optim
+    if "full_iteration" in _scope(found) and o.precision == "fp16" and o.loss_scale is None:
         rule = "full_iteration multiplies the loss inside the graph, by the loss scale at capture, and fp16's adapts"
         found.add(SCOPE, f"{rule}; set optim.loss_scale to a constant, or optim.precision to bf16")
-    delayed = found.sound("optim.fp8", "optim.fp8_recipe") and o.fp8 != "none" and o.fp8_recipe == "delayed"
-    if delayed and found.sound(warm_up) and found.config.graph.cuda_graph_warmup_steps == 0:
-        rule = "must be at least 1 with optim.fp8_recipe = delayed: the first step has no history yet to scale by"
-        found.add(warm_up, rule)
 
 
 def _holds(scope: frozenset[str], part: str) -> bool:

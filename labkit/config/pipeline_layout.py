@@ -16,9 +16,6 @@ MOST_SIGNS = 100_000
 _TIMES = re.compile(r"[\s,]*\*[\s,]*([0-9]{1,9})")
 _FORM = "write E (embedding), t (a layer), L (loss) and | between stages, as in Ettt|tttt|tttL"
 
-Sign = tuple[str, int]
-"""A letter and its position in the text."""
-
 
 class LayoutError(ValueError):
     """A text that is no layout; the message is the rule, with the position where there is one."""
@@ -27,12 +24,19 @@ class LayoutError(ValueError):
 def parse_layout(text: str) -> list[str]:
     """The stages of `text`, repetitions written out: `Et*2|(t|)*2L` gives `Ett`, `t`, `t`, `L`.
 
-    Raises LayoutError for a letter that is none, brackets that do not match, and an embedding or loss that is not where
-    the model begins or ends. Megatron reads `|Ett|L` and embeds in stage 0 all the same; here it is refused.
+    Raises LayoutError for another letter, for brackets that do not match, and for an embedding or loss out of place.
+    Megatron reads `|Ett|L` and embeds in stage 0 all the same; labkit refuses it.
     """
     signs = _written_out(text, 0, len(text))
-    stages = "".join(letter for letter, _ in signs).split("|")
-    _check_ends([sign for sign in signs if sign[0] != "|"])
+    for letter, part, where, place in (
+        ("E", "embedding", "first", text.rfind("E")),
+        ("L", "loss", "last", text.find("L")),
+    ):
+        if letter not in signs:
+            raise LayoutError(f"has no {letter}: the {part} comes {where}, as in Ettt|tttt|tttL")
+        if signs.count(letter) > 1 or signs.replace("|", "")[0 if letter == "E" else -1] != letter:
+            raise LayoutError(f"the {letter} at position {place} is out of place: one {part}, and it comes {where}")
+    stages = signs.split("|")
     last = len(stages) - 1
     if not stages[0]:
         raise LayoutError(f"stage 0 of {last + 1} is empty: the first stage embeds the tokens, so write E before any |")
@@ -41,17 +45,16 @@ def parse_layout(text: str) -> list[str]:
     return stages
 
 
-def _written_out(text: str, start: int, end: int) -> list[Sign]:
+def _written_out(text: str, start: int, end: int) -> str:
     """The signs of `text[start:end]` without repetitions, spaces and commas."""
-    found: list[Sign] = []
-    position = start
+    found, position = "", start
     while position < end:
         letter, here = text[position], position
         position += 1
         if letter.isspace() or letter == ",":
             continue
         if letter in "EtL|":
-            unit = [(letter, here)]
+            unit = letter
         elif letter != "(":
             raise LayoutError(f"{letter!r} at position {here} is no part of a stage; {_FORM}")
         elif (close := text.find(")", here, end)) < 0:
@@ -67,14 +70,3 @@ def _written_out(text: str, start: int, end: int) -> list[Sign]:
         position = star.end() if star else position
         found += unit * times
     return found
-
-
-def _check_ends(signs: list[Sign]) -> None:
-    """One embedding, first; one loss, last."""
-    for letter, part, place, where in (("E", "embedding", 0, "first"), ("L", "loss", len(signs) - 1, "last")):
-        at = [number for number, sign in enumerate(signs) if sign[0] == letter]
-        if not at:
-            raise LayoutError(f"has no {letter}: the {part} comes {where}, as in Ettt|tttt|tttL")
-        if at != [place]:
-            wrong = next(signs[number][1] for number in at if number != place)
-            raise LayoutError(f"the {letter} at position {wrong} is out of place: one {part}, and it comes {where}")

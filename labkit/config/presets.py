@@ -19,9 +19,9 @@ from labkit.config.sections import ModelConfig, MoEConfig, OptimConfig, Parallel
 def tiny() -> RunConfig:
     """A GPT-2 of 0.5 million parameters for parity and lessons.
 
-    Every layout up to tp 8, pp 8 divides it; its vocabulary is the bundled tokenizer's and needs no padding at any of
-    these; a global batch is 16 microbatches. AdamW's epsilon is 1e-5, so that a gradient of pure noise (a key bias)
-    moves its parameter by nothing that parity could see.
+    Every layout up to tp 8, pp 8 divides it. Its vocabulary is the bundled tokenizer's and needs no padding at any of
+    these layouts. A global batch is 16 microbatches. AdamW's epsilon is 1e-5: a gradient of pure noise (a key bias)
+    then moves its parameter by nothing that parity could see.
     """
     return RunConfig(
         model=ModelConfig(layers=8, hidden=64, heads=8, vocab_size=1024, seq_length=64),
@@ -124,8 +124,8 @@ def _mixtral_experts() -> MoEConfig:
 def deepseek_tiny() -> RunConfig:
     """`llama_tiny` with DeepSeek-V3's experts (arXiv 2412.19437), attention apart.
 
-    The first layer is dense. The others have 16 narrow experts in 4 groups, of which a token visits 4 in 2 groups,
-    chosen by sigmoid scores with a bias that evens the load, and a shared expert for all tokens.
+    The first layer is dense. The others have 16 narrow experts in 4 groups, and a shared expert for all tokens. A token
+    visits 4 experts in 2 groups. Sigmoid scores choose them, with a bias that evens the load.
     """
     moe = MoEConfig(
         num_experts=16,
@@ -148,8 +148,8 @@ def deepseek_moe_16b() -> RunConfig:
     """DeepSeekMoE 16B (arXiv 2401.06066; 16.4 billion parameters, 2.8 billion of them for a token) in bf16, on 8 GPUs
     or more.
 
-    The first layer is dense; the others have 64 narrow experts, of which a token visits 6, and two shared ones, which
-    are one of twice the width. Its vocabulary needs a tokenizer file in `data.tokenizer`.
+    The first layer is dense. The others have 64 narrow experts, of which a token visits 6, and two shared experts,
+    built as one of twice the width. The vocabulary needs a tokenizer file in `data.tokenizer`.
     """
     model = ModelConfig(
         layers=28,

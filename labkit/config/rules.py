@@ -1,7 +1,8 @@
 """Rules of a sound configuration; each broken one becomes a sentence of field, value, rule and way out.
 
-`Findings` looks at single fields first. Here follow the rules between fields that every run has: model, layout, batch.
-The rules of a topic have a module of their own. `problems` asks them where the configuration uses the topic.
+`Findings` looks at single fields first. Here follow tables of rules that have one form, and the rules that every run
+has: model, layout, batch. The rules of a topic have a module of their own. `problems` asks them where the configuration
+uses the topic.
 """
 
 from __future__ import annotations
@@ -11,85 +12,116 @@ from collections.abc import Callable, Mapping
 
 from labkit.config.errors import nearest, shown
 from labkit.config.field_spec import SIZE
+from labkit.config.fields import SPECS
 from labkit.config.findings import Findings, divisors, up
 from labkit.config.graph_rules import graph_rules
 from labkit.config.moe_rules import moe_rules
-from labkit.config.pipeline_rules import pipeline_rules, split_rules
-from labkit.config.sections import ParallelConfig, ScheduleConfig, Sections
+from labkit.config.pipeline_rules import pipeline_rules
+from labkit.config.sections import ParallelConfig, Sections
 from labkit.config.training_rules import data_rules, optimizer_rules, training_rules
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 """Axes that an order string may name."""
 TOPICS: dict[Callable[[Findings], None], tuple[str, ...]] = {
-    pipeline_rules: (
-        "parallel.pp", "parallel.vpp", "parallel.pipeline_layout", "parallel.standalone_embedding_stage",
-        *(f"schedule.{name}" for name in vars(ScheduleConfig())),
-    ),
-    moe_rules: ("moe.num_experts", "parallel.ep", "parallel.etp", "model.recompute_modules"),
-    graph_rules: ("graph.cuda_graph_impl", "graph.cuda_graph_scope"),
-    optimizer_rules: (
-        "optim.min_lr", "optim.min_loss_scale", "optim.initial_loss_scale", "optim.warmup_steps", "optim.lr_schedule",
-    ),
-    training_rules: (
-        "model.recompute_granularity", "model.transformer_impl", "model.attention_dropout", "optim.fp8",
-        "optim.average_in_collective",
-    ),
+    pipeline_rules: ("parallel.pp", "parallel.vpp", "parallel.pipeline", "parallel.standalone", "schedule."),
+    moe_rules: ("moe.num_experts", "parallel.ep", "parallel.etp", "model.recompute"),
+    graph_rules: ("graph.",),
+    optimizer_rules: ("optim.warmup_steps", "optim.lr_schedule"),
+    training_rules: ("model.recompute",),
     data_rules: ("data.split", "train.output_dir"),
-}  # fmt: skip
-"""Rules of a topic -> the fields that use it. With all of these at their defaults no such rule is broken."""
+}
+"""Rules of a topic -> starts of the fields that use it. With all of these at their defaults no such rule is broken."""
+# fmt: off
+MULTIPLES = (
+    ("model.hidden", "model.heads"),
+    ("model.heads", "parallel.tp", ", which splits it over ranks"),
+    ("model.ffn_hidden", "parallel.tp", ", which splits it over ranks"),
+    ("moe.shared_expert_ffn_hidden", "parallel.tp", ", which splits it over ranks"),
+    ("train.global_batch_size", "train.micro_batch_size"),
+)
+"""A size, another that must divide it, and why. The MLP's usual width, 4 x hidden, follows from the heads."""
+LARGEST = (
+    ("optim.min_lr", "optim.lr", ", from which the rate decays; lower it"),
+    ("optim.min_loss_scale", "optim.initial_loss_scale", "; lower it"),
+    ("model.recompute_num_layers", "model.layers", "; recompute fewer"),
+    ("moe.group_topk", "moe.num_groups", "; choose fewer"),
+)
+"""A number, another that it must not exceed, and the advice."""
+EXCLUSIONS = (
+    ("optim.fp8=e4m3|hybrid", "optim.precision=fp16",
+     "fp8 goes with optim.precision bf16, fp32 or (for parity) fp64, not fp16"),
+    ("optim.fp8=e4m3|hybrid", "moe.num_experts",
+     ("experts do not compute in fp8: their products take as many rows as are routed to them; set it to none, or "
+      "moe.num_experts to 0")),
+    ("optim.average_in_collective=true", "optim.calculate_per_token_loss=true",
+     "excludes optim.calculate_per_token_loss, which divides once by tokens; set one of them to false"),
+    ("model.attention_dropout", "parallel.cp",
+     ("must be 0 with parallel.cp above 1: blocks of a ring are joined by log-sum-exps, and the kernels that give them "
+      "drop nothing; set it to 0, or parallel.cp = 1")),
+    ("model.transformer_impl=transformer_engine", "optim.precision=fp64",
+     "Transformer Engine has no fp64; set optim.precision, or local layers"),
+    ("model.attention_backend=unfused", "model.transformer_impl=transformer_engine",
+     "Transformer Engine chooses its kernels; set it to fused, or local layers"),
+    ("parallel.standalone_embedding_stage=true", "parallel.pipeline_layout",
+     "the text of parallel.pipeline_layout says where the embedding is; leave this false"),
+    ("schedule.use_ring_exchange_p2p=true", "",
+     "torch has no ring exchange (it was a patched build of NVIDIA's); use batch_p2p_comm"),
+    ("schedule.overlap_p2p_comm=true", "schedule.batch_p2p_comm=true",
+     "a batch is waited for as a whole, so it cannot overlap; set this or schedule.batch_p2p_comm to false"),
+    ("moe.load_balancing=seq_aux_loss|global_aux_loss", "moe.aux_loss_coeff=0|0.0",
+     "has no weight; set moe.aux_loss_coeff above 0, as in 0.01"),
+    ("moe.capacity_factor", "moe.dispatcher=allgather",
+     ("needs a dispatcher that drops before it sends, and allgather gives every rank all tokens; set moe.dispatcher to "
+      "alltoall, or leave this out")),
+    ("graph.cuda_graph_warmup_steps=0", "graph.cuda_graph_impl optim.fp8=e4m3|hybrid optim.fp8_recipe=delayed",
+     "must be at least 1 with optim.fp8_recipe = delayed: the first step has no history yet to scale by"),
+)
+"""A field's values, the values of other fields with which they do not go, and the rule that the refusal gives."""
+# fmt: on
 
 
 def problems(config: Sections, world_size: int | None = None) -> list[str]:
     """Every broken rule of `config`, for `world_size` ranks where that is given."""
-    found = Findings(config)
-    _model(found)
-    _layout(found, world_size)
-    _batch(found, world_size)
-    for rules, fields in TOPICS.items():
-        if any(map(found.changed, fields)):
-            rules(found)
+    found = Findings(config, world_size)
+    for form, table in ((found.multiple_of, MULTIPLES), (found.at_most, LARGEST), (found.excludes, EXCLUSIONS)):
+        for entry in table:
+            form(*entry)
+    found.check(_heads, _sequence, *_LAYOUT, _batch)
+    changed = [name for name in SPECS if found.changed(name)]
+    for rules, starts in TOPICS.items():
+        if any(name.startswith(starts) for name in changed):
+            found.check(rules)
     return found.problems
 
 
 def layout_problems(parallel: ParallelConfig, world_size: int | None = None) -> list[str]:
     """Every broken rule of a layout by itself, without a model."""
-    found = Findings(Sections(parallel=parallel))
-    _layout(found, world_size)
+    found = Findings(Sections(parallel=parallel), world_size)
+    found.check(*_LAYOUT)
     return found.problems
 
 
-_DENSE = ("parallel.tp", "parallel.cp", "parallel.pp")
-
-
-def _model(found: Findings) -> None:
-    """Heads divide the width, and everything that tensor parallelism splits is a multiple of tp, or copied evenly."""
+def _heads(found: Findings) -> None:
+    """Rotary encoding turns pairs, and tensor parallelism splits key/value heads or copies them evenly."""
     m, tp = found.config.model, found.config.parallel.tp
-    if found.sound("model.heads"):
-        found.multiple("model.hidden", m.heads, "model.heads")
-        found.divisor("model.kv_heads", m.heads, "model.heads")
-        if found.sound("model.hidden") and m.position == "rope" and m.hidden // m.heads % 2:
-            rule = f"rotary position encoding turns pairs, so hidden / heads = {m.hidden // m.heads} must be even"
-            found.add("model.position", f"{rule}; change model.heads or model.hidden")
-    if not found.sound("parallel.tp"):
-        return
-    for name, value in (("model.heads", m.heads), ("model.ffn_hidden", m.ffn_hidden)):
-        advice = f"choose tp from {divisors(value)}, or {name} = {{up}}" if found.sound(name) and value else ""
-        found.multiple(name, tp, "parallel.tp", why=", which splits it over ranks", advice=advice)
-    # The MLP's usual width, 4 x hidden, follows: heads divides hidden and tp divides heads.
-    if found.sound("model.heads", "model.kv_heads") and m.kv_heads is not None and m.kv_heads % tp and tp % m.kv_heads:
+    found.divisor("model.kv_heads", m.heads, "model.heads")
+    if m.position == "rope" and (width := m.hidden // m.heads) % 2:
+        rule = f"rotary position encoding turns pairs, so hidden / heads = {width} must be even"
+        found.add("model.position", f"{rule}; change model.heads or model.hidden")
+    if m.kv_heads is not None and m.kv_heads % tp and tp % m.kv_heads:
         rule = f"must be a multiple or a divisor of parallel.tp = {tp}: each rank has whole key/value heads, its own or"
         advice = f"choose kv_heads from {divisors(tp)}, or tp from {divisors(m.kv_heads)}"
         found.add("model.kv_heads", f"{rule} a copy of one; {advice}")
-    if found.sound("model.seq_length", "parallel.cp", "parallel.sequence_parallel"):
-        _sequence(found, m.seq_length, found.config.parallel)
 
 
-def _sequence(found: Findings, length: int, p: ParallelConfig) -> None:
+def _sequence(found: Findings) -> None:
     """Context parallelism and sequence parallelism cut a sequence evenly."""
+    p = found.config.parallel
     if p.cp > 1:
         why = ": context parallelism cuts a sequence into 2 x cp chunks"
         found.multiple("model.seq_length", 2 * p.cp, "2 x cp", why=why)
-    if found.sound("model.seq_length") and p.sequence_parallel and length // p.cp % p.tp:
+    length = found.config.model.seq_length
+    if p.sequence_parallel and length // p.cp % p.tp:
         part = f"seq_length / cp = {length // p.cp}" if p.cp > 1 else "it"
         rule = f"with parallel.sequence_parallel {part} must be a multiple of parallel.tp = {p.tp}"
         step = math.lcm(2 * p.cp, p.cp * p.tp) if p.cp > 1 else p.tp
@@ -110,67 +142,81 @@ def order_problem(order: str, sizes: Mapping[str, int]) -> str:
     return f"{missing[0]} is missing although its size is {sizes[missing[0]]}; add it or make it 1" if missing else ""
 
 
-def _layout(found: Findings, world_size: int | None) -> None:
-    """The world factors into both generators' sizes, and the order string names every axis in use."""
+def _world_size(found: Findings) -> None:
+    """The world factors into the sizes of both generators."""
+    world = found.values["world_size"]
+    if world is None:
+        return
+    if rule := SIZE.broken(world):
+        found.add("world_size", rule)
+        return
     p = found.config.parallel
-    if world_size is not None and (problem := SIZE.broken(world_size)):
-        found.add("world_size", problem, value=world_size)
-    if not found.sound(*_DENSE, "parallel.ep", "parallel.etp"):
-        return
-    etp, dp, edp = p.expert_tp, 1, 1
-    dense, expert = p.tp * p.cp * p.pp, etp * p.ep * p.pp
-    if world_size is not None and found.sound("world_size"):
-        words_of = {
-            expert: f"etp x ep x pp = {etp} x {p.ep} x {p.pp}",
-            dense: f"tp x cp x pp = {p.tp} x {p.cp} x {p.pp}",
-        }
-        for product, words in words_of.items():
-            if world_size % product:
-                step = p.smallest_world_size
-                rule = f"must be a multiple of {words} = {product}; launch {step}, {2 * step} or {3 * step} ranks"
-                found.add("world_size", rule, value=world_size)
-        if found.sound("world_size"):
-            dp, edp = world_size // dense, world_size // expert
-            _instances(found, dp * p.cp, edp)
-    if found.sound("parallel.order"):
-        used = {"tp": max(p.tp, etp), "cp": p.cp, "ep": p.ep, "dp": max(dp, edp), "pp": p.pp}
-        if problem := order_problem(p.order, used):
-            found.add("parallel.order", problem)
-        elif world_size is not None and found.sound("world_size") and p.pp > 1:
-            sizes = {"tp": p.tp, "cp": p.cp, "dp": dp}, {"tp": etp, "ep": p.ep, "dp": edp}
-            _same_pipelines(found, p.order.lower(), *sizes)
-    if found.changed("parallel.split_rank"):
-        split_rules(found)
+    products = {
+        p.expert_tp * p.ep * p.pp: f"etp x ep x pp = {p.expert_tp} x {p.ep} x {p.pp}",
+        p.tp * p.cp * p.pp: f"tp x cp x pp = {p.tp} x {p.cp} x {p.pp}",
+    }
+    for product, words in products.items():
+        if world % product:
+            step = p.smallest_world_size
+            rule = f"must be a multiple of {words} = {product}; launch {step}, {2 * step} or {3 * step} ranks"
+            found.add("world_size", rule)
 
 
-def _instances(found: Findings, dp_cp: int, edp: int) -> None:
+def _replicas(found: Findings) -> tuple[int, int]:
+    """dp and edp; 1 and 1 where no sound world size is known."""
+    world, p = found.values["world_size"], found.config.parallel
+    if world is None or not found.sound("world_size"):
+        return 1, 1
+    return world // (p.tp * p.cp * p.pp), world // (p.expert_tp * p.ep * p.pp)
+
+
+def _instances(found: Findings) -> None:
     """Instances of the distributed optimizer cut the replicas of every parameter into equal groups."""
-    found.divisor("optim.num_distributed_optimizer_instances", dp_cp, "dp x cp")
-    if found.config.moe.num_experts:
-        words, why = "edp = world size / (etp x ep x pp)", ", the replicas of an expert"
-        found.divisor("optim.num_distributed_optimizer_instances", edp, words, why=why)
+    name, (dp, edp) = "optim.num_distributed_optimizer_instances", _replicas(found)
+    if found.value("world_size") is not None:
+        found.divisor(name, dp * found.config.parallel.cp, "dp x cp")
+        if found.config.moe.num_experts:
+            found.divisor(name, edp, "edp = world size / (etp x ep x pp)", why=", the replicas of an expert")
 
 
-def _same_pipelines(found: Findings, order: str, dense: dict[str, int], expert: dict[str, int]) -> None:
-    """Both generators must give the same pipeline groups. For pp > 1 they do exactly if pp has one stride in both:
-    a rank's group is then fixed by (rank // (stride pp), rank % stride)."""
-    faster = order.split("-")[: order.split("-").index("pp")]
-    stride, expert_stride = (math.prod(sizes.get(axis, 1) for axis in faster) for sizes in (dense, expert))
-    if stride != expert_stride:
-        rule = "the pipeline groups of dense and expert layers must be the same, but neighbouring stages are"
-        advice = "end the order with pp, or choose etp x ep to match"
-        found.add("parallel.order", f"{rule} {stride} ranks apart in one and {expert_stride} in the other; {advice}")
+def _order(found: Findings) -> None:
+    """The order string names every axis in use, and both generators give the same pipeline groups.
+
+    For pp > 1 the groups are the same exactly if pp has one stride in both: rank and stride give a rank's group.
+    """
+    p, (dp, edp) = found.config.parallel, _replicas(found)
+    dense, expert = {"tp": p.tp, "cp": p.cp, "dp": dp}, {"tp": p.expert_tp, "ep": p.ep, "dp": edp}
+    sizes = {axis: max(dense.get(axis, 1), expert.get(axis, 1)) for axis in AXES} | {"pp": p.pp}
+    if problem := order_problem(p.order, sizes):
+        found.add("parallel.order", problem)
+    elif p.pp > 1 and found.value("world_size") is not None:
+        faster = p.order.lower().partition("pp")[0].split("-")
+        stride, other = (math.prod(size for axis, size in of.items() if axis in faster) for of in (dense, expert))
+        if stride != other:
+            rule = "the pipeline groups of dense and expert layers must be the same, but neighbouring stages are"
+            advice = "end the order with pp, or choose etp x ep to match"
+            found.add("parallel.order", f"{rule} {stride} ranks apart in one and {other} in the other; {advice}")
 
 
-def _batch(found: Findings, world_size: int | None) -> None:
+def _encoder_decoder(found: Findings) -> None:
+    """An encoder-decoder pipeline has stages in both halves and one chunk a rank."""
+    name, p = "parallel.split_rank", found.config.parallel
+    if p.split_rank is not None and p.split_rank >= p.pp:
+        advice = f"choose 1 to {p.pp - 1}" if p.pp > 1 else "leave it out, or set parallel.pp"
+        found.add(name, f"must be below parallel.pp = {p.pp}, so that both halves have stages; {advice}")
+    elif p.split_rank is not None and p.vpp > 1:
+        rule = "an encoder-decoder is not interleaved: its halves exchange tensors of other shapes, and the encoder's"
+        found.add(name, f"{rule} output would have to visit every chunk; set parallel.vpp = 1")
+
+
+_LAYOUT = (_world_size, _instances, _order, _encoder_decoder)
+
+
+def _batch(found: Findings) -> None:
     """The global batch is cut evenly into micro batches, and these over data-parallel ranks."""
-    p, t, batch = found.config.parallel, found.config.train, "train.global_batch_size"
-    if not found.sound("train.micro_batch_size"):
-        return
-    found.multiple(batch, t.micro_batch_size, "train.micro_batch_size")
-    if world_size is not None and found.sound("world_size", *_DENSE, batch):
-        if (dp := world_size // (p.tp * p.cp * p.pp)) == 0:
-            return  # another field of the layout is bad, so the world size has not been checked
+    t, name = found.config.train, "train.global_batch_size"
+    if found.value("world_size") is not None:
+        dp, _ = _replicas(found)
         step = t.micro_batch_size * dp
-        found.multiple(batch, step, f"micro_batch_size x dp = {t.micro_batch_size} x {dp}")
-        found.microbatches = t.global_batch_size // step if found.sound(batch) else None
+        found.multiple(name, step, f"micro_batch_size x dp = {t.micro_batch_size} x {dp}")
+        found.microbatches = t.global_batch_size // step

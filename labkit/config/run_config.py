@@ -25,14 +25,10 @@ class RunConfig(Sections):
         """
         from labkit.config import yaml_text
 
-        entries, problems = yaml_text.parse(yaml_text.read_file(path))
-        values, bad_values = fields.convert_entries(entries)
-        changed, bad_keys = fields.flatten(overrides or {})
-        newer, bad_overrides = fields.convert_entries(changed)
-        problems += bad_values + bad_keys + bad_overrides
+        values, problems = yaml_text.read(path)
+        newer, bad_overrides = fields.read(fields.rows(overrides or {}))
         config = RunConfig().replaced(values | newer)
-        problems += config.problems()
-        if problems:
+        if problems := [*problems, *bad_overrides, *config.problems()]:
             raise ConfigError(problems, source=os.fspath(path))
         return config
 
@@ -51,10 +47,9 @@ class RunConfig(Sections):
         Raises ConfigError with every unknown key and every value of a wrong type. Rules between fields are left to
         `validate`, so that changes may be made one after the other.
         """
-        entries, problems = fields.flatten(changes)
-        values, bad_values = fields.convert_entries(entries)
-        if problems or bad_values:
-            raise ConfigError(problems + bad_values, source="the override")
+        values, problems = fields.read(fields.rows(changes))
+        if problems:
+            raise ConfigError(problems, source="the override")
         return self.replaced(values)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
@@ -74,8 +69,7 @@ class RunConfig(Sections):
         """`to_yaml` with the help of each section and field, and the values it may take, in a comment above it."""
         from labkit.config import yaml_text
 
-        comments = {section: str(cls.__doc__) for section, cls in SECTIONS.items()}
-        return yaml_text.dump_commented(self.to_dict(), comments | {n: s.help for n, s in fields.SPECS.items()})
+        return yaml_text.dump_commented(self.to_dict())
 
     def problems(self, world_size: int | None = None) -> list[str]:
         """One sentence for each rule that is broken; empty for a sound configuration.
@@ -86,8 +80,7 @@ class RunConfig(Sections):
 
     def validate(self, world_size: int | None = None) -> RunConfig:
         """This configuration, or a ConfigError that lists every problem."""
-        found = self.problems(world_size)
-        if found:
+        if found := self.problems(world_size):
             raise ConfigError(found)
         return self
 

@@ -16,9 +16,14 @@ from labkit.config.field_spec import field
 
 _ADAPTIVE = "optim.precision=fp16 optim.loss_scale=null"
 _DELAYED = "optim.fp8=e4m3|hybrid optim.fp8_recipe=delayed"
+_ROUTED = "moe.load_balancing=aux_loss|seq_aux_loss|global_aux_loss|none"
+_INTERLEAVED = "parallel.vpp schedule.path=null schedule.name=auto|interleaved"
 REASONS = {
     "model.recompute_granularity=selective|full": "which recomputes nothing",
     "moe.dispatcher=alltoall": "which has no all-to-all to hide",
+    _ROUTED: "which assigns by itself",
+    "moe.score_function=sigmoid": "as the bias moves sigmoid scores",
+    **dict.fromkeys(_INTERLEAVED.split(), "and only the interleaved schedule reads this"),
     "optim.precision=fp16": "which scales no loss",
     "optim.loss_scale=null": "a constant that never moves",
     "optim.data_parallel=bucketed": "which has no gradient buckets",
@@ -138,10 +143,11 @@ class ScheduleConfig:
     path: str | None = field(None, "A CSV file with a schedule of one's own; takes the place of `name`.", file=True)
     microbatch_group_size: int | None = field(None,
         "Microbatches a rank runs on one chunk before the next (interleaving); None means pp.", ge=1,
-        aliases="microbatch_group_size_per_vp_stage microbatch_group_size_per_virtual_pipeline_stage")
+        aliases="microbatch_group_size_per_vp_stage microbatch_group_size_per_virtual_pipeline_stage",
+        needs=_INTERLEAVED)
     all_warmup: bool = field(False,
         "Interleaving with as many microbatches as pp: every rank runs all forwards before its first backward, as "
-        "Megatron-LM did in 2023.")
+        "Megatron-LM did in 2023.", needs=_INTERLEAVED)
     overlap_p2p_comm: bool = field(False,
         "Interleaving: post receives ahead and let sends run behind the computation; not with batch_p2p_comm = true.")
     batch_p2p_comm: bool | None = field(None,
@@ -167,17 +173,17 @@ class MoEConfig:
         "layer in 2, is [1, 0], and its '[0]*1+[1]*3' is [0, 1, 1, 1]")
     top_k: int = field(2, "Experts a token is sent to.", ge=1, aliases="moe_router_topk")
     score_function: str = field("softmax", "Scores from logits: `softmax` or `sigmoid` (arXiv 2412.19437).",
-        choices="softmax sigmoid", aliases="moe_router_score_function")
+        choices="softmax sigmoid", aliases="moe_router_score_function", needs=_ROUTED)
     pre_softmax: bool = field(False,
         "Softmax over all experts before the top-k; False: top-k on logits, softmax over the chosen (as Mixtral).",
-        aliases="moe_router_pre_softmax")
+        aliases="moe_router_pre_softmax", needs=f"{_ROUTED} moe.score_function=softmax")
     num_groups: int | None = field(None, "Group-limited routing: groups of experts; a token uses group_topk of them.",
-        ge=1, aliases="moe_router_num_groups")
+        ge=1, aliases="moe_router_num_groups", needs=_ROUTED)
     group_topk: int | None = field(None, "Groups of a token; given with num_groups.", ge=1,
-        aliases="moe_router_group_topk")
+        aliases="moe_router_group_topk", needs=_ROUTED)
     topk_scaling_factor: float | None = field(None,
         "Multiplies the weights of the chosen experts; DeepSeek-V3 has 2.5 (arXiv 2412.19437). None is 1.", gt=0,
-        aliases="moe_router_topk_scaling_factor")
+        aliases="moe_router_topk_scaling_factor", needs=_ROUTED)
     router_dtype: str = field("fp32",
         "Type of the router's product and scores; `model` is that of the activations. With optim.precision fp64 the "
         "type is fp64.", choices="fp32 fp64 model", aliases="moe_router_dtype")
@@ -195,12 +201,13 @@ class MoEConfig:
         aliases="moe_z_loss_coeff")
     expert_bias: bool = field(False,
         "A bias on sigmoid scores that only the choice of experts sees, moved after each step against the load "
-        "(loss-free balancing, arXiv 2408.15664).", aliases="moe_router_enable_expert_bias")
+        "(loss-free balancing, arXiv 2408.15664).", aliases="moe_router_enable_expert_bias",
+        needs=f"{_ROUTED} moe.score_function=sigmoid")
     expert_bias_update_rate: float = field(1e-3, "Step of that bias.", gt=0, aliases="moe_router_bias_update_rate",
         needs="moe.expert_bias=true")
     capacity_factor: float | None = field(None,
         "An expert takes at most ceil(tokens x top_k / experts x capacity_factor) tokens of a rank; None: all.", gt=0,
-        aliases="moe_expert_capacity_factor")
+        aliases="moe_expert_capacity_factor", needs=_ROUTED)
     drop_policy: str = field("probs", "A full expert keeps its best tokens (`probs`) or its first (`position`).",
         choices="probs position", aliases="moe_token_drop_policy", needs="moe.capacity_factor")
     pad_to_capacity: bool = field(False,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
 try:
@@ -20,8 +20,9 @@ except ModuleNotFoundError:
         "a configuration as YAML text needs PyYAML (pip install PyYAML); presets and override() do without", name="yaml"
     ) from None
 
+from labkit.config import fields
 from labkit.config.errors import ConfigError, shown
-from labkit.config.fields import Entry, Pairs, flatten
+from labkit.config.fields import SPECS
 from labkit.config.sections import SECTIONS
 
 MAX_BYTES = 100_000
@@ -72,9 +73,6 @@ for _tag, _pattern, _first in (
 class _Dumper(yaml.SafeDumper):
     """SafeDumper that also quotes text which our reader would take for a number."""
 
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
 
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
@@ -84,89 +82,85 @@ def dump(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=WIDTH)
 
 
-def dump_commented(values: dict[str, dict[str, Any]], comments: Mapping[str, str]) -> str:
-    """`dump` of sections with a comment above each section and field, and an empty line between sections.
+def dump_commented(values: dict[str, dict[str, Any]]) -> str:
+    """`dump` of sections with the help above each section and field, and an empty line between sections."""
+    lines: list[str] = []
+    section = ""
+    for line in dump(values).splitlines():
+        if key := re.match(r"( {0,2})(\w+):", line):
+            indent, name = key.groups()
+            section = section if indent else name
+            text = SPECS[f"{section}.{name}"].help if indent else str(SECTIONS[name].__doc__)
+            room = WIDTH - len(indent) - 2
+            comment = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False)
+            lines += [] if indent or not lines else [""]
+            lines += [f"{indent}# {words}" for words in comment]
+        lines.append(line)
+    return "\n".join([*lines, ""])
 
-    comments: by section, and by `section.field`.
+
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[str]]:
+    """Typed values by dotted name of the file at `path`, and a sentence for each mistake in it.
+
+    Raises ConfigError for a file that cannot be read.
     """
-    parts: list[str] = []
-    for section, fields in values.items():
-        lines = [*_comment(comments[section], ""), f"{section}:"]
-        for name, value in fields.items():
-            text = dump({section: {name: value}})
-            lines += [*_comment(comments[f"{section}.{name}"], "  "), text.partition("\n")[2].rstrip("\n")]
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
-
-
-def _comment(text: str, indent: str) -> list[str]:
-    mark = f"{indent}# "
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=mark, subsequent_indent=mark, break_long_words=False, break_on_hyphens=False
-    )
-
-
-def read_file(path: str | os.PathLike[str]) -> str:
-    """Text of the file at `path`; ConfigError says what is in the way."""
     name = shown(str(path), 200)[1:-1]
     try:
         with open(os.fspath(path), "rb") as file:
             data = file.read(MAX_BYTES + 1)
+        if len(data) <= MAX_BYTES:
+            return parse(data.decode("utf-8-sig"))
+        problem = f"is larger than {MAX_BYTES:,} bytes; this is no configuration file"
     except FileNotFoundError:
-        raise ConfigError(["no such file; give the path of a YAML file"], source=name) from None
-    except (OSError, ValueError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError([f"cannot be read: {reason}"], source=name) from None
-    if len(data) > MAX_BYTES:
-        raise ConfigError([f"is larger than {MAX_BYTES:,} bytes; this is no configuration file"], source=name)
-    try:
-        return data.decode("utf-8-sig")
+        problem = "no such file; give the path of a YAML file"
     except UnicodeDecodeError as error:
-        raise ConfigError([f"is not UTF-8 text (byte {error.start})"], source=name) from None
+        problem = f"is not UTF-8 text (byte {error.start})"
+    except (OSError, ValueError, TypeError) as error:
+        problem = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    raise ConfigError([problem], source=name)
 
 
-def parse(text: str) -> tuple[list[Entry], list[str]]:
-    """The fields that `text` sets, and a sentence for each key that is no field or is given twice."""
+def parse(text: str) -> tuple[dict[str, Any], list[str]]:
+    """Typed values by dotted name, and a sentence for each mistake in `text`."""
     try:
         loader = _StrictLoader(text)
         try:
             node = loader.get_single_node()
             if node is None or node.tag == "tag:yaml.org,2002:null":
-                return [], []  # an empty file sets nothing
+                return {}, []  # an empty file sets nothing
             if not isinstance(node, yaml.MappingNode):
-                return [], ["a configuration is a mapping of sections, as in `parallel: {tp: 2}`"]
+                return {}, ["a configuration is a mapping of sections, as in `parallel: {tp: 2}`"]
             twice: list[str] = []
-            entries, problems = flatten(_pairs(loader, node, "", twice))
-            return entries, twice + problems
+            values, problems = fields.read(_rows(loader, node, twice))
+            return values, twice + problems
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f"line {mark.line + 1}: " if mark else ""
-        return [], [f"{line}not valid YAML: {error.problem or error.context}"]
+        return {}, [f"{line}not valid YAML: {error.problem or error.context}"]
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        return [], [f"not valid YAML: {str(error).splitlines()[0]}"]
+        return {}, [f"not valid YAML: {str(error).splitlines()[0]}"]
 
 
-def _pairs(loader: _StrictLoader, node: Any, section: str, twice: list[str]) -> Pairs:
-    """The items of a mapping with their lines; a section's are `Pairs` again. Keys given twice go to `twice`."""
+def _rows(
+    loader: _StrictLoader, node: Any, twice: list[str], section: str | None = None
+) -> Iterator[tuple[str, str | None, object, object]]:
+    """`fields.rows` with lines; a sentence for each key that is given twice goes to `twice`."""
     seen: dict[Any, int] = {}
-    pairs = Pairs()
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         key = _plain(loader, key_node) if isinstance(key_node, yaml.ScalarNode) else "<a collection>"
         if key in seen:
-            name = shown(f"{section}{key}")
+            name = shown(f"{section}.{key}" if section else str(key))
             twice.append(f"line {line}: {name}: given twice, first in line {seen[key]}; keep one")
             continue
         seen[key] = line
-        if isinstance(value_node, yaml.MappingNode) and not section and key in SECTIONS:
-            value = _pairs(loader, value_node, f"{key}.", twice)
-        else:
-            value = _plain(loader, value_node)
-            value = Pairs() if value is None and key in SECTIONS else value  # `model:` alone sets nothing
-        pairs.append((f"line {line}: ", key, value))
-    return pairs
+        is_section = section is None and key in SECTIONS
+        if is_section and isinstance(value_node, yaml.MappingNode):
+            yield from _rows(loader, value_node, twice, key)
+        elif (value := _plain(loader, value_node)) is not None or not is_section:  # `model:` alone sets nothing
+            yield f"line {line}: ", section, key, value
 
 
 def _plain(loader: _StrictLoader, node: Any) -> Any:

@@ -106,5 +106,5 @@ def test_wrong_positions_are_found_at_the_embedding():
 
 
 def test_dropout_of_attention_is_refused():
-    with pytest.raises(ValueError, match=r"attention_dropout.*must be 0 with parallel.cp = 2"):
+    with pytest.raises(ValueError, match=r"attention_dropout.*must be 0 with parallel.cp above 1"):
         small(cp=2, attention_dropout=0.1).validate(2)

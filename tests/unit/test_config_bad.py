@@ -77,7 +77,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"parallel.distributed_backend": "NCCL"}, None, "parallel.distributed_backend", 'did you mean "nccl"?'),
     ({"optim.precision": "fp12"}, None, "optim.precision", "must be one of fp32, bf16, fp16, fp64"),
     # the model's shape
-    ({"model.hidden": 60}, None, "model.hidden", "multiple of model.heads = 8; try 64"),
+    ({"model.hidden": 60}, None, "model.hidden", "multiple of model.heads = 8; choose heads from 1, 2, 3, 4"),
     ({"model.kv_heads": 3}, None, "model.kv_heads", "must divide model.heads = 8; choose 1, 2, 4 or 8"),
     ({"model.kv_heads": 16}, None, "model.kv_heads", "must divide model.heads = 8"),
     ({"model.position": "rope", "model.hidden": 24}, None, "model.position", "must be even"),
@@ -156,8 +156,8 @@ RULES: list[tuple[dict, object, str, str]] = [
      "parallel.standalone_embedding_stage", "says where the embedding is"),
     ({"split_rank": 1, "pp": 2, "vpp": 2}, None, "parallel.split_rank", "an encoder-decoder is not interleaved"),
     ({"schedule.path": "/nowhere/s.csv"}, None, "schedule.path", "no such file"),
-    ({"all_warmup": True, "pp": 2}, None, "schedule.all_warmup", "has no effect: only the interleaved schedule"),
-    ({"all_warmup": True, "pp": 2, "schedule.name": "zbv"}, None, "schedule.all_warmup", "leave it out"),
+    ({"all_warmup": True, "pp": 2}, None, "schedule.all_warmup", "= 1, and only the interleaved schedule reads"),
+    ({"all_warmup": True, "pp": 2, "schedule.name": "zbv"}, None, "schedule.all_warmup", "set that above 1, or"),
     ({"all_warmup": True, "pp": 2, "vpp": 2}, 2, "schedule.all_warmup", "parallel.pp = 2, and there are 16; leave it"),
     ({"pp": 4, "vpp": 2, "microbatch_group_size": 2}, 4, "schedule.microbatch_group_size", "at least parallel.pp = 4"),
     ({"pp": 2, "vpp": 2, "microbatch_group_size": 17}, 2, "schedule.microbatch_group_size", "16 microbatches"),
@@ -197,16 +197,16 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({**MOE, "num_groups": 4}, None, "moe.group_topk", "must be given together with moe.num_groups; set both, or none"),
     ({**MOE, "group_topk": 1}, None, "moe.num_groups", "must be given together with moe.group_topk; set both, or none"),
     ({**GROUPS, "num_groups": 3}, None, "moe.num_groups", "divide moe.num_experts = 8; choose 1, 2, 4 or 8"),
-    ({**GROUPS, "group_topk": 5}, None, "moe.group_topk", "at most moe.num_groups = 4; choose 1 to 4"),
+    ({**GROUPS, "group_topk": 5}, None, "moe.group_topk", "at most moe.num_groups = 4; choose fewer"),
     ({**GROUPS, "top_k": 3}, None, "moe.group_topk", "must divide moe.top_k = 3, as a group is judged by its best"),
     ({**GROUPS, "top_k": 6}, None, "moe.group_topk", "groups of 2 experts hold 4, and moe.top_k = 6; raise it, or"),
     *[({**MOE, "load_balancing": kind}, None, "moe.load_balancing", "set moe.aux_loss_coeff above 0, as in 0.01")
       for kind in ("seq_aux_loss", "global_aux_loss")],
     *[({**MOE, "load_balancing": kind, "aux_loss_coeff": 0.1}, None, "moe.aux_loss_coeff",
        f"no effect with moe.load_balancing = {kind}; set that to aux_loss") for kind in ("sinkhorn", "none")],
-    ({**MOE, "expert_bias": True}, None, "moe.expert_bias", "moves sigmoid scores; set moe.score_function to sigmoid"),
+    ({**MOE, "expert_bias": True}, None, "moe.expert_bias", "as the bias moves sigmoid scores; set that to sigmoid"),
     ({**MOE, "expert_bias_update_rate": 0.1}, None, "moe.expert_bias_update_rate", "with moe.expert_bias = false"),
-    *[({**SINKHORN, **changes}, None, f"moe.{name}", "sinkhorn, which assigns by itself; choose another, or leave this")
+    *[({**SINKHORN, **changes}, None, f"moe.{name}", "sinkhorn, which assigns by itself; set that to aux_loss or")
       for name, changes in (
         ("score_function", {"score_function": "sigmoid"}), ("pre_softmax", {"pre_softmax": True}),
         ("topk_scaling_factor", {"topk_scaling_factor": 2.5}), ("num_groups", {"num_groups": 4, "group_topk": 2}),
@@ -242,7 +242,7 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"cuda_graph_scope": ["moe", "moe_router"]}, None, "graph.cuda_graph_scope", "moe contains moe_router"),
     ({"cuda_graph_scope": ["moe_preprocess"]}, None, "graph.cuda_graph_scope", "add moe_router"),
     # sequence and context parallelism, recomputation
-    ({"cp": 2, "attention_dropout": 0.1}, None, "model.attention_dropout", "must be 0 with parallel.cp = 2"),
+    ({"cp": 2, "attention_dropout": 0.1}, None, "model.attention_dropout", "must be 0 with parallel.cp above 1"),
     ({"cp_comm_type": "a2a"}, None, "parallel.cp_comm_type", "must be one of p2p, all_gather"),
     ({"recompute_granularity": "partial"}, None, "model.recompute_granularity", "must be one of none, selective, full"),
     ({**FULL, "recompute_method": "blok"}, None, "model.recompute_method", 'did you mean "block"?'),
@@ -315,8 +315,8 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"lr_schedule": "wsd", "warmup_steps": 10, "wsd_decay_steps": 11}, None, "optim.wsd_decay_steps", "at most 10"),
     ({"wsd_decay_steps": 2}, None, "optim.wsd_decay_steps", "no effect with optim.lr_schedule = cosine; set that to"),
     ({"wsd_decay_style": "linear"}, None, "optim.wsd_decay_style", "no effect with optim.lr_schedule = cosine"),
-    ({"micro_batch_size": 3}, None, "train.global_batch_size", "micro_batch_size = 3; try 18"),
-    ({"micro_batch_size": 32}, None, "train.global_batch_size", "micro_batch_size = 32; try 32"),
+    ({"micro_batch_size": 3}, None, "train.global_batch_size", "= 3; choose micro_batch_size from 1, 2"),
+    ({"micro_batch_size": 32}, None, "train.global_batch_size", "or train.global_batch_size = 32"),
     ({}, 3, "train.global_batch_size", "micro_batch_size x dp = 1 x 3 = 3; try 18"),
     ({"micro_batch_size": 4}, 8, "train.global_batch_size", "4 x 8 = 32; try 32"),
     *[({"data.split": split}, None, "data.split", "three shares") for split in (
