@@ -40,7 +40,7 @@ MULTIPLES = (
     ("train.global_batch_size", "train.micro_batch_size"),
 )
 """A size, another that must divide it, and why. The MLP's usual width, 4 x hidden, follows from the heads."""
-LARGEST = (
+AT_MOST = (
     ("optim.min_lr", "optim.lr", ", from which the rate decays; lower it"),
     ("optim.min_loss_scale", "optim.initial_loss_scale", "; lower it"),
     ("model.recompute_num_layers", "model.layers", "; recompute fewer"),
@@ -83,7 +83,7 @@ EXCLUSIONS = (
 def problems(config: Sections, world_size: int | None = None) -> list[str]:
     """Every broken rule of `config`, for `world_size` ranks where that is given."""
     found = Findings(config, world_size)
-    for form, table in ((found.multiple_of, MULTIPLES), (found.at_most, LARGEST), (found.excludes, EXCLUSIONS)):
+    for form, table in ((found.multiple_of, MULTIPLES), (found.at_most, AT_MOST), (found.excludes, EXCLUSIONS)):
         for entry in table:
             form(*entry)
     found.check(_heads, _sequence, *_LAYOUT, _batch)
