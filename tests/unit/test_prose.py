@@ -12,7 +12,6 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import prose  # noqa: E402
 
-
 FOUND = list(prose.findings())
 
 
