@@ -79,13 +79,6 @@ def resolve(key: object, section: str | None = None) -> tuple[str | None, str]:
     return None, f"{shown(f'{section}.{key}')}: unknown field{hint}"
 
 
-def as_yaml(value: object) -> str:
-    """A field's value as YAML writes it: `null`, `true`, `[1, 0]`."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(list(value) if isinstance(value, tuple) else value)
-
-
 class Entry(NamedTuple):
     """One value as it was written."""
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from labkit.config.errors import shown
-from labkit.config.fields import SPECS, as_yaml
+from labkit.config.fields import SPECS
 from labkit.config.sections import REASONS, SECTIONS, Sections
 
 
@@ -124,6 +124,13 @@ class Findings:
                 why = f"without {other}{reason}; set that"
             self.add(name, f"has no effect {why}, or leave this out")
             return
+
+
+def as_yaml(value: object) -> str:
+    """A field's value as YAML writes it: `null`, `true`, `[1, 0]`."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(list(value) if isinstance(value, tuple) else value)
 
 
 def divisors(number: int) -> str:

@@ -42,12 +42,15 @@ def test_a_rank_knows_its_place():
 
 
 def test_ranks_inherit_torch_instead_of_importing_it():
-    """The fork server passes over an import that fails, and then every rank pays a second for its own."""
+    """The fork server passes over an import that fails, and then every rank pays a second for its own. The module that
+    freezes all others comes last."""
     found = subprocess.run(
-        [sys.executable, "-c", f"import {forkserver._modules[0]}, sys; print(*sys.modules)"],
+        [sys.executable, "-c", f"import {forkserver._modules[-1]}, sys; print(*sys.modules)"],
         capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
-    assert {"torch", "torch.distributed", "cloudpickle", "numpy"} <= set(found.stdout.split())
+    wanted = {"torch", "torch.distributed", "cloudpickle", "numpy"}
+    wanted |= set() if torch.backends.cuda.is_built() else {"torch._dynamo"}  # for torch's optimizers
+    assert wanted <= set(found.stdout.split())
 
 
 def test_lambdas_closures_and_this_modules_functions_travel():
