@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from labkit.config import presets
-from labkit.config.fields import SPECS, as_yaml
+from labkit.config.fields import SPECS
+from labkit.config.findings import as_yaml
 from labkit.config.sections import SECTIONS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "config.md"
