@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 
-def public_names(package: str, file: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__all__`, `__getattr__` and `__dir__` for the package whose `__init__.py` is `file`."""
-    blocks = [node for node in ast.parse(Path(file).read_text(encoding="utf-8")).body if isinstance(node, ast.If)]
+def public_names(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__all__`, `__getattr__` and `__dir__` for the package whose `__init__.py` calls this."""
+    body = ast.parse(inspect.getsource(sys.modules[package])).body  # also from a zip
+    blocks = [node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
     module_of = {alias.name: str(node.module) for node in imports for alias in node.names}
     namespace = vars(sys.modules[package])

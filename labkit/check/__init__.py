@@ -17,4 +17,4 @@ if TYPE_CHECKING:
     from labkit.check.scoring import exercises as exercises
     from labkit.check.scoring import holds as holds
 
-__all__, __getattr__, __dir__ = public_names(__name__, __file__)
+__all__, __getattr__, __dir__ = public_names(__name__)

@@ -9,4 +9,4 @@ from labkit.lazy import public_names
 if TYPE_CHECKING:
     from labkit.cli.command_line import main as main
 
-__all__, __getattr__, __dir__ = public_names(__name__, __file__)
+__all__, __getattr__, __dir__ = public_names(__name__)

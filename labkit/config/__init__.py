@@ -25,4 +25,4 @@ if TYPE_CHECKING:
     from labkit.config.sections import ScheduleConfig as ScheduleConfig
     from labkit.config.sections import TrainConfig as TrainConfig
 
-__all__, __getattr__, __dir__ = public_names(__name__, __file__)
+__all__, __getattr__, __dir__ = public_names(__name__)

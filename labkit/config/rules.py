@@ -25,9 +25,9 @@ AXES = ("tp", "cp", "ep", "dp", "pp")
 TOPICS: dict[Callable[[Findings], None], tuple[str, ...]] = {
     pipeline_rules: ("parallel.pp", "parallel.vpp", "parallel.pipeline", "parallel.standalone", "schedule."),
     moe_rules: ("moe.num_experts", "parallel.ep", "parallel.etp", "model.recompute"),
+    training_rules: ("model.recompute",),  # before graphs, which look up what is recomputed
     graph_rules: ("graph.",),
     optimizer_rules: ("optim.warmup_steps", "optim.lr_schedule"),
-    training_rules: ("model.recompute",),
     data_rules: ("data.split", "train.output_dir"),
 }
 """Rules of a topic -> starts of the fields that use it. With all of these at their defaults no such rule is broken."""
@@ -68,7 +68,7 @@ EXCLUSIONS = (
      "torch has no ring exchange (it was a patched build of NVIDIA's); use batch_p2p_comm"),
     ("schedule.overlap_p2p_comm=true", "schedule.batch_p2p_comm=true",
      "a batch is waited for as a whole, so it cannot overlap; set this or schedule.batch_p2p_comm to false"),
-    ("moe.load_balancing=seq_aux_loss|global_aux_loss", "moe.aux_loss_coeff=0|0.0",
+    ("moe.load_balancing=seq_aux_loss|global_aux_loss", "moe.aux_loss_coeff=0|0.0|-0.0",
      "has no weight; set moe.aux_loss_coeff above 0, as in 0.01"),
     ("moe.capacity_factor", "moe.dispatcher=allgather",
      ("needs a dispatcher that drops before it sends, and allgather gives every rank all tokens; set moe.dispatcher to "

@@ -108,8 +108,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[str]]:
     try:
         with open(os.fspath(path), "rb") as file:
             data = file.read(MAX_BYTES + 1)
-        if len(data) <= MAX_BYTES:
-            return parse(data.decode("utf-8-sig"))
+        text = data.decode("utf-8-sig") if len(data) <= MAX_BYTES else None
         problem = f"is larger than {MAX_BYTES:,} bytes; this is no configuration file"
     except FileNotFoundError:
         problem = "no such file; give the path of a YAML file"
@@ -117,6 +116,9 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[str]]:
         problem = f"is not UTF-8 text (byte {error.start})"
     except (OSError, ValueError, TypeError) as error:
         problem = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    else:
+        if text is not None:
+            return parse(text)
     raise ConfigError([problem], source=name)
 
 

@@ -14,4 +14,4 @@ if TYPE_CHECKING:
     from labkit.data.text import bundled_text as bundled_text
     from labkit.data.text import load_tokenizer as load_tokenizer
 
-__all__, __getattr__, __dir__ = public_names(__name__, __file__)
+__all__, __getattr__, __dir__ = public_names(__name__)

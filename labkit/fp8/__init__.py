@@ -12,4 +12,4 @@ if TYPE_CHECKING:
     from labkit.fp8.scaling import Float8Scaling as Float8Scaling
     from labkit.fp8.scaling import Float8Spec as Float8Spec
 
-__all__, __getattr__, __dir__ = public_names(__name__, __file__)
+__all__, __getattr__, __dir__ = public_names(__name__)

@@ -47,4 +47,4 @@ if TYPE_CHECKING:
     from labkit.parallel.communication.capturing import GraphCaptureError as GraphCaptureError
     from labkit.parallel.communication.capturing import is_graph_capturing as is_graph_capturing
 
-__all__, __getattr__, __dir__ = public_names(__name__, __file__)
+__all__, __getattr__, __dir__ = public_names(__name__)

@@ -35,4 +35,4 @@ if TYPE_CHECKING:
     from labkit.launch.status import waiting as waiting
     from labkit.launch.torchrun import join as join
 
-__all__, __getattr__, __dir__ = public_names(__name__, __file__)
+__all__, __getattr__, __dir__ = public_names(__name__)

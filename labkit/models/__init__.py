@@ -25,4 +25,4 @@ if TYPE_CHECKING:
     from labkit.models.synthetic_load import SleepingStage as SleepingStage
     from labkit.models.synthetic_load import sleep_through as sleep_through
 
-__all__, __getattr__, __dir__ = public_names(__name__, __file__)
+__all__, __getattr__, __dir__ = public_names(__name__)

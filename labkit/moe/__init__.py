@@ -43,4 +43,4 @@ if TYPE_CHECKING:
     from labkit.moe.statistics import RouterSummary as RouterSummary
     from labkit.moe.statistics import summarize as summarize
 
-__all__, __getattr__, __dir__ = public_names(__name__, __file__)
+__all__, __getattr__, __dir__ = public_names(__name__)

@@ -152,4 +152,4 @@ if TYPE_CHECKING:
     from labkit.parallel.vocab.vocab_parallel import padded_vocab_size as padded_vocab_size
     from labkit.parallel.vocab.vocab_parallel import parallel_lm_logits as parallel_lm_logits
 
-__all__, __getattr__, __dir__ = public_names(__name__, __file__)
+__all__, __getattr__, __dir__ = public_names(__name__)

@@ -57,4 +57,4 @@ if TYPE_CHECKING:
     from labkit.schedules.zero_bubble import zbv as zbv
     from labkit.schedules.zero_bubble import zero_bubble_h1 as zero_bubble_h1
 
-__all__, __getattr__, __dir__ = public_names(__name__, __file__)
+__all__, __getattr__, __dir__ = public_names(__name__)

@@ -60,7 +60,8 @@ class Execution:
         device = setup.p2p.groups.device
         self.span = StreamClock(device).span if device.type == "cuda" and active_recorder() is not None else span
         """Makes an Event: by the host's clock, or on a GPU of when the work ran there."""
-        self.graphed = [[m for m in chunk.modules() if "current_microbatch" in vars(m)] for chunk in setup.chunks]
+        has_graphs = lambda m: "current_microbatch" in vars(m) or hasattr(type(m), "current_microbatch")  # noqa: E731
+        self.graphed = [list(filter(has_graphs, chunk.modules())) for chunk in setup.chunks]
         """By chunk, the modules that have one CUDA graph for each microbatch, and so must know the next microbatch."""
 
     def loop(self, iterator: Any, count: int) -> None:

@@ -10,4 +10,4 @@ if TYPE_CHECKING:
     from labkit.te.engine import EngineFloat8 as EngineFloat8
     from labkit.te.spec import EngineSpec as EngineSpec
 
-__all__, __getattr__, __dir__ = public_names(__name__, __file__)
+__all__, __getattr__, __dir__ = public_names(__name__)

@@ -27,4 +27,4 @@ if TYPE_CHECKING:
     from labkit.train.reporting.metrics import Timers as Timers
     from labkit.train.reporting.metrics import min_max_over_ranks as min_max_over_ranks
 
-__all__, __getattr__, __dir__ = public_names(__name__, __file__)
+__all__, __getattr__, __dir__ = public_names(__name__)

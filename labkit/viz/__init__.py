@@ -66,4 +66,4 @@ if TYPE_CHECKING:
     from labkit.viz.tp_layer import dropout_masks as dropout_masks
     from labkit.viz.tp_layer import tensor_parallel_block as tensor_parallel_block
 
-__all__, __getattr__, __dir__ = public_names(__name__, __file__)
+__all__, __getattr__, __dir__ = public_names(__name__)

@@ -239,3 +239,18 @@ def test_notes_are_those_of_each_call_and_good_ids_pass_unchanged(dtype: torch.d
     assert all(x.isnan() for x in ids.alarm())
     with pytest.raises(TokenIdError, match=r"label id 2147483647 at position \(1,\) of \(3,\) .* 0\.\.49"):
         ids.look()
+
+
+class OnGpu(Tensor):
+    """A host tensor that says it lies on a GPU, where anybody may capture: torch.cuda.graph, Transformer Engine."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_ids_go_unchecked_in_a_capture_that_labkit_did_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_ids, "is_graph_capturing", lambda: True)
+    ids = torch.tensor([-1, 50]).as_subclass(OnGpu)
+    assert check_token_ids(ids, 50) is ids, "nobody can look, so the capture goes on"
+    with as_on_a_gpu(), checked_late("cpu") as checks:
+        assert check_token_ids(ids, 50) is ids
+    assert checks.alarm() == [], "a note would be read from memory that no replay has written"

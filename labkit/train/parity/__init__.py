@@ -13,4 +13,4 @@ if TYPE_CHECKING:
     from labkit.train.parity.comparison import differences as differences
     from labkit.train.parity.comparison import tensor_difference as tensor_difference
 
-__all__, __getattr__, __dir__ = public_names(__name__, __file__)
+__all__, __getattr__, __dir__ = public_names(__name__)
