@@ -24,14 +24,13 @@ from labkit.schedules import one_f_one_b
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.pipeline import Pipeline
 from labkit.train.pretraining import Run, layer_spec_with, setup_model_and_optimizer
+from labkit.train.reporting.device_peaks import known_peak
 from labkit.train.reporting.metrics import Timers
 from labkit.train.stepping import train_step
 
 DEVICE = torch.device("cuda", 0)
 LOAD = float(os.cpu_count() or 1)
 """The host only launches kernels: its load matters where it has no core left."""
-PEAKS = {"H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "A100": 312.0}
-"""Dense bf16 TFLOP/s of the data sheets, by what the GPU's name holds; the first that fits counts."""
 PLAIN: dict[str, Any] = {"embedding_dropout": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
 PLAIN["use_cpu_initialization"] = False
 """Of models that are timed: no dropout, as peers have none, and weights drawn on the device, which takes no minutes."""
@@ -71,9 +70,9 @@ def gemm_rate(device: torch.device = DEVICE) -> float:
 
 
 def peak_rate(device: torch.device = DEVICE) -> float:
-    """Operations per second in dense bf16 by the GPU's data sheet; NaN where `PEAKS` does not know it."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return next((1e12 * peak for part, peak in PEAKS.items() if part in name), float("nan"))
+    """Operations per second in dense bf16 by the GPU's data sheet; NaN where labkit does not know it."""
+    peak = known_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return float("nan") if peak is None else 1e12 * peak.half
 
 
 def rates(found: Comparison, flops: float, gemm_rate: float, peak: float) -> Comparison:
