@@ -1,6 +1,6 @@
 """`labkit SUBCOMMAND ...`: import the one subcommand, run it, and turn errors into messages and exit codes.
 
-Exit codes: 0 done, 1 failed, 2 the request was wrong, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 the request was wrong, 75 stopped by SIGTERM (run the same again), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ COMMANDS = {
     "groups": ("groups_command", "print the rank groups of a layout of any size"),
     "order": ("order_command", "print a pipeline schedule, or check your own"),
     "train": ("train_command", "train a model under a layout"),
+    "watch": ("watch_command", "show live or finished runs from their folders"),
+    "checkpoint": ("checkpoint_command", "list, verify, export, import checkpoints"),
     "parity": ("parity_command", "compare layouts with one process, tensor by tensor"),
     "run": ("run_command", "run chapters as notebooks, with parameters"),
 }

@@ -1,9 +1,9 @@
 """The progress of a training run on standard error, from the reports of rank 0.
 
-On a terminal of 60 columns or more, one line is drawn again and again. It has a bar if there is room, then as many
-values as fit. A narrower terminal, a terminal of unknown width, and a file get whole lines with all values. These show
-the first step, the last, and some between: a line a second at first, and a line a minute after a hundred minutes. An
-evaluation always has its own line.
+On a terminal of 60 columns or more, one line is drawn again and again. It has as many values as fit, the most important
+first, and from 80 columns on a bar in the rest of the line. A narrower terminal, a terminal of unknown width, and a
+file get whole lines with all values. These show the first step, the last, and some between: a line a second at first,
+and a line a minute after a hundred minutes. An evaluation always has its own line.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from labkit.train.reporting.progress_line import all_lines, one_line
 
 NARROWEST = 60
 """Fewest columns of a terminal for one line that is drawn again and again."""
-WITH_BAR = 150
-"""Fewest columns for a bar beside all values."""
-_BAR = "{percentage:3.0f}%|{bar:10}| "
-_BAR_COLUMNS = 17
+WITH_BAR = 80
+"""Fewest columns for a bar behind the values."""
+_BAR, _LEAST_BAR = "  {percentage:3.0f}%|{bar}|", 12
+"""Form of the bar, and columns of the shortest."""
 
 
 def columns(stream: TextIO) -> int | None:
@@ -48,8 +48,8 @@ class ProgressBar:
             from tqdm.auto import tqdm
 
             self._bar = tqdm(
-                total=self._steps, file=self._stream, mininterval=0.1, miniters=1, dynamic_ncols=True,
-                bar_format=self._bar_format(), desc=f"step 0 of {self._steps}: starting",
+                total=self._steps, file=self._stream, mininterval=0.1, miniters=1, ncols=NARROWEST, bar_format="{desc}",
+                desc=f"step 0 of {self._steps}: starting",
             )  # fmt: skip
         return self
 
@@ -61,6 +61,10 @@ class ProgressBar:
 
     def update(self, values: dict[str, Any]) -> None:
         """Show a finished step, or an evaluation after it."""
+        if "message" in values:
+            self._show_rest()
+            self._print(values["message"])
+            return
         values = {"steps": self._steps, **values}
         if "loss" not in values:
             self._show_rest()
@@ -73,18 +77,11 @@ class ProgressBar:
                 self._show_rest()
 
     def _redraw(self, values: dict[str, Any]) -> None:
-        self._bar.bar_format = self._bar_format()
-        width = (columns(self._stream) or NARROWEST) - 1  # a character in the last column may break the line
-        if self._has_bar():
-            width -= _BAR_COLUMNS
-        self._bar.set_description_str(one_line(values, width), refresh=False)
+        wide = columns(self._stream) or NARROWEST
+        width, bar = wide - 1, _BAR if wide >= WITH_BAR else ""  # a character in the last column may break the line
+        self._bar.ncols, self._bar.bar_format = width, "{desc}" + bar
+        self._bar.set_description_str(one_line(values, width - _LEAST_BAR if bar else width), refresh=False)
         self._bar.update(values["step"] - self._bar.n)
-
-    def _has_bar(self) -> bool:
-        return (columns(self._stream) or 0) >= WITH_BAR
-
-    def _bar_format(self) -> str:
-        return f"{_BAR if self._has_bar() else ''}{{desc}}"
 
     def _is_due(self) -> bool:
         """True if a whole line is due. In a longer run lines are rarer."""
@@ -98,7 +95,9 @@ class ProgressBar:
             self._shown_at, self._unshown = time.monotonic(), None
 
     def _write(self, values: dict[str, Any]) -> None:
-        text = "\n".join(all_lines(values, columns(self._stream) or None))
+        self._print("\n".join(all_lines(values, columns(self._stream) or None)))
+
+    def _print(self, text: str) -> None:
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:

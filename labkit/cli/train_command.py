@@ -10,6 +10,7 @@ from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 from labkit.cli.arguments import Arguments, Command, Option
+from labkit.cli.command_line import CommandFailedError
 from labkit.config import ConfigError, RunConfig
 from labkit.config.errors import nearest, shown
 from labkit.events import Event
@@ -31,6 +32,18 @@ class Refusal(NamedTuple):
     problems: list[str]
 
 
+class NoCheckpoint(NamedTuple):
+    """A checkpoint could not be saved or loaded; all ranks say the same."""
+
+    error: str
+
+
+class Stopped(NamedTuple):
+    """The run was asked to end before its last step."""
+
+    said: str
+
+
 class Trained(NamedTuple):
     """The part of a rank's result that the command needs."""
 
@@ -38,6 +51,8 @@ class Trained(NamedTuple):
     metrics: list[dict[str, Any]]
     events: Sequence[Event] = ()
     """For --trace."""
+    resumed_after: int = 0
+    """Steps that a checkpoint had finished."""
 
 
 def execute(arguments: Arguments) -> int:
@@ -51,7 +66,7 @@ def execute(arguments: Arguments) -> int:
     arguments.refuse(config.problems(world_size))
     assert world_size is not None, "a sound layout has a smallest world"
     from labkit.cli.progress_bar import ProgressBar
-    from labkit.train import preflight
+    from labkit.train import interruption, preflight
 
     arguments.refuse([*preflight.problems(config, world_size, device), data_problem(config)])
     trace = arguments.options["trace"]
@@ -61,12 +76,17 @@ def execute(arguments: Arguments) -> int:
         f"{microbatches} microbatches each"
     )
     recorded = config.override({"train.record_events": trace is not None})
-    with ProgressBar(config.train.steps, shown=first_rank()) as bar:
+    with ProgressBar(config.train.steps, shown=first_rank()) as bar, interruption.passing_on():
         results = launch(train_on_rank, world_size, recorded, timeout, device, bar.update)
     refuse_if_any(results)
+    if failed := [result.error for result in results if isinstance(result, NoCheckpoint)]:
+        raise CommandFailedError(failed[0])
+    if isinstance(results[0], Stopped):  # then on every rank
+        on_first_rank(results[0].said)
+        return interruption.EXIT_CODE
     for line in final_lines(results[0], config):
         on_first_rank(line)
-    if trace is not None and first_rank():
+    if trace is not None and results[0].losses and first_rank():
         write_trace_of(results, Path(trace))
     return 0
 
@@ -178,10 +198,11 @@ def refusing_arguments() -> Iterator[None]:
         raise ConfigError([str(error)], source="the launch") from error
 
 
-def train_on_rank(config: RunConfig) -> Trained | Refusal:
+def train_on_rank(config: RunConfig) -> Trained | Refusal | NoCheckpoint | Stopped:
     """Runs inside a rank. Data come first: what is wrong with them is the same on every rank, so all of them return."""
     from labkit.data import build_gpt_datasets
-    from labkit.train import pretrain
+    from labkit.train import RunInterrupted, pretrain
+    from labkit.train.checkpoint.manifest import CheckpointError
 
     try:
         datasets = build_gpt_datasets(config)
@@ -191,7 +212,11 @@ def train_on_rank(config: RunConfig) -> Trained | Refusal:
         result = pretrain(config, datasets_provider=lambda _: datasets)
     except ConfigError as error:  # the same on every rank as well: what a machine cannot do
         return Refusal(error.problems)
-    return Trained(result.losses, result.metrics, result.events)
+    except CheckpointError as error:
+        return NoCheckpoint(str(error))
+    except RunInterrupted as stop:
+        return Stopped(str(stop))
+    return Trained(result.losses, result.metrics, result.events, result.resumed_after)
 
 
 def refuse_if_any(results: list[Any]) -> None:
@@ -203,7 +228,13 @@ def refuse_if_any(results: list[Any]) -> None:
 
 def final_lines(result: Trained, config: RunConfig) -> list[str]:
     """The final losses, the load of experts, and where the files are."""
-    lines = [f"step {len(result.losses)} of {config.train.steps}: training loss {result.losses[-1]:.4f}"]
+    if not result.losses:
+        saved = config.checkpoint.load or config.checkpoint.dir
+        return [
+            f"nothing to do: {saved} has a checkpoint of all {result.resumed_after} steps; to go on, raise train.steps"
+        ]
+    done = result.resumed_after + len(result.losses)
+    lines = [f"step {done} of {config.train.steps}: training loss {result.losses[-1]:.4f}"]
     skipped = [(line["skipped_steps"], line.get("skipped_because")) for line in result.metrics if "loss_scale" in line]
     if skipped and (count := skipped[-1][0]):
         because = [reason for _, reason in skipped if reason][-1]
@@ -218,6 +249,8 @@ def final_lines(result: Trained, config: RunConfig) -> list[str]:
     if config.train.output_dir is not None:
         files = "metrics and events" if config.train.write_events else "metrics"
         lines.append(f"{files}: {config.train.output_dir}")
+    if config.checkpoint.dir is not None:
+        lines.append(f"checkpoints: {config.checkpoint.dir}")
     return lines
 
 

@@ -317,8 +317,8 @@ class OptimConfig:
         "Data-parallel ranks are cut into so many groups: reduce-scatter and shards within a group, all-reduce across.",
         ge=1, needs="optim.distributed_optimizer=true")
     check_for_nan_in_grad: bool = field(True,
-        "Name the parameter and the rank where a gradient is not finite. Either way all ranks skip the step; ten of "
-        "them in a row, with no smaller loss scale to try, end the run.", aliases="check_for_nan_in_loss_and_grad")
+        "Name the parameter and the rank where a gradient of a skipped step is not finite.",
+        aliases="check_for_nan_in_loss_and_grad")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +329,9 @@ class TrainConfig:
     micro_batch_size: int = field(1, "Samples of one forward pass on one data-parallel rank.", ge=1)
     global_batch_size: int = field(16, "Samples of one optimizer step over all ranks.", ge=1)
     seed: int = field(1234, "Of weights, dropout and data order.", ge=0, le=2**32 - 1, aliases="random_seed")
+    on_not_finite: str = field("stop",
+        "A loss or gradient that is not finite ends the run (`stop`), or all ranks skip the step (`skip`) and ten such "
+        "steps in a row end the run. Adaptive loss scales always skip a gradient's overflow.", choices="stop skip")
     label_smoothing: float = field(0.0, "Share of the target given to all tokens but padding.", ge=0, lt=1)
     eval_interval: int = field(0, "Steps between validations; 0 validates only at the end.", ge=0)
     eval_steps: int = field(0, "Global batches of one validation; 0 does none.", ge=0, aliases="eval_iters")
@@ -343,9 +346,27 @@ class TrainConfig:
     output_dir: str | None = field(None,
         "Folder for metrics.jsonl and scalars.jsonl; None writes nothing. One run at a time writes into it, and a "
         "folder that holds a run already is refused.")
+    tensorboard_dir: str | None = field(None,
+        "Folder for TensorBoard, which gets the numbers of scalars.jsonl; needs the package tensorboard.")
     overwrite: bool = field(False, "Replace the files of an earlier run in output_dir; other files there stay.",
         needs="train.output_dir")
     allow_oversubscription: bool = field(False, "Start a run that is predicted to need more memory than there is.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Saved states of a run, from which it or another run goes on, under any layout."""
+
+    dir: str | None = field(None,
+        "Folder of the run's checkpoints; None saves nothing. One run at a time saves into it.", aliases="save")
+    interval: int = field(100, "Steps between checkpoints; the last step always has one.", ge=1,
+        aliases="save_interval", needs="checkpoint.dir")
+    keep: int = field(2, "The newest so many stay, older ones are removed.", ge=1, needs="checkpoint.dir")
+    asynchronous: bool = field(False, "Copy the state and write it behind the next steps.", aliases="async_save",
+        needs="checkpoint.dir")
+    load: str | None = field(None,
+        "`none` starts anew; `latest` resumes from checkpoint.dir; else a folder of checkpoints, or one of its steps. "
+        "None resumes if checkpoint.dir holds a checkpoint.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,6 +381,7 @@ class Sections:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
 
 
 SECTIONS: dict[str, type] = {name: type(section) for name, section in vars(Sections()).items()}

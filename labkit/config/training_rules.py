@@ -44,8 +44,8 @@ def optimizer_rules(found: Findings) -> None:
 
 
 def data_rules(found: Findings) -> None:
-    """Shares of the text, and the folder of the results."""
-    found.check(_shares, _folder)
+    """Shares of the text, and the folders of the results."""
+    found.check(_shares, _folders)
 
 
 def _shares(found: Findings) -> None:
@@ -63,7 +63,8 @@ def _shares(found: Findings) -> None:
         found.add(name, f"{rule}; raise it, or set train.eval_steps to 0")
 
 
-def _folder(found: Findings) -> None:
-    folder = found.config.train.output_dir
-    if folder and os.path.exists(folder) and not os.path.isdir(folder):
-        found.add("train.output_dir", "is a file; name a folder")
+def _folders(found: Findings) -> None:
+    for name in ("output_dir", "tensorboard_dir"):
+        folder = getattr(found.config.train, name)
+        if folder and os.path.exists(folder) and not os.path.isdir(folder):
+            found.add(f"train.{name}", "is a file; name a folder")

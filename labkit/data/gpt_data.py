@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -166,9 +167,9 @@ def microbatch_positions(config: RunConfig, *, dp: int, dp_rank: int, step: int)
 
 
 def data_iterator(
-    dataset: GPTDataset, config: RunConfig, groups: ParallelGroups, *, start_step: int = 0
+    dataset: GPTDataset, config: RunConfig, groups: ParallelGroups, *, consumed_samples: int = 0
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Microbatches of this rank, without end, from the first of `start_step` on; see the rule at the top.
+    """Microbatches of this rank, without end, from the first behind `consumed_samples` on; see the rule at the top.
 
     Yields `tokens_BS` and `labels_BS` (int64) and `loss_mask_BS` (float32, all ones), on the rank's device. Under
     context parallelism S is S / cp: chunks cp_rank and 2 cp - 1 - cp_rank of every sample (`zigzag_split`).
@@ -179,18 +180,19 @@ def data_iterator(
     if len(dataset) == 0:
         raise ValueError(f"data: the {dataset.name} split is empty; give it a share in data.split")
     microbatch_positions(config, dp=groups.dp.size, dp_rank=groups.dp.rank, step=0)  # refuse now, not at the first next
-    return _microbatches(dataset, config, groups, start_step)
+    return _microbatches(dataset, config, groups, consumed_samples)
 
 
 def _microbatches(
-    dataset: GPTDataset, config: RunConfig, groups: ParallelGroups, step: int
+    dataset: GPTDataset, config: RunConfig, groups: ParallelGroups, consumed: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     import torch
 
     from labkit.parallel.context.zigzag import get_batch_on_this_cp_rank
 
-    while True:
-        for positions in microbatch_positions(config, dp=groups.dp.size, dp_rank=groups.dp.rank, step=step):
+    for step in count():
+        own = microbatch_positions(config, dp=groups.dp.size, dp_rank=groups.dp.rank, step=step)
+        for positions in consumed + own:
             rows = np.stack([dataset.ordered(int(position)) for position in positions])
             samples = torch.from_numpy(rows)
             if groups.device.type == "cuda":  # a copy from memory that is not pinned makes the host wait for the GPU
@@ -201,7 +203,6 @@ def _microbatches(
                 "loss_mask_BS": torch.ones(samples[:, 1:].shape, device=groups.device),
             }
             yield get_batch_on_this_cp_rank(batch, groups.cp) if groups.cp.size > 1 else batch
-        step += 1
 
 
 def unigram_entropy(tokens: Any) -> float:

@@ -123,22 +123,21 @@ class Float8Scaling(Precision):
         self._amax_M3.zero_()
         self._steps += 1
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """State for a resumed run: history [L, 3] and scales [3] by layer, and the number of steps so far."""
-        histories = {name: self._history_LM3[:, index].clone() for index, name in enumerate(self._members)}
-        scales = {f"{name}.scale": self._scale_M3[index].clone() for index, name in enumerate(self._members)}
-        return histories | scales | {"steps": torch.tensor(self._steps)}
+    def layer_states(self) -> dict[str, Tensor]:
+        """State of a checkpoint: history [L, 3] and scales [3] of each layer, as copies."""
+        histories = {f"{name}.history": self._history_LM3[:, index].clone() for index, name in enumerate(self._members)}
+        return histories | {f"{name}.scale": self._scale_M3[index].clone() for index, name in enumerate(self._members)}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """The inverse of `state_dict`; layers of other chunks in `state` are ignored.
+    def load_layer_states(self, state: Mapping[str, Tensor], *, steps: int) -> None:
+        """The inverse of `layer_states`, after `steps` steps. Layers of other chunks in `state` are ignored.
 
         Raises:
             KeyError: a layer of this chunk is missing.
         """
         for index, name in enumerate(self._members):
-            self._history_LM3[:, index] = state[name]
+            self._history_LM3[:, index] = state[f"{name}.history"]
             self._scale_M3[index] = state[f"{name}.scale"]
-        self._steps = int(state["steps"])
+        self._steps = steps
 
     def _agreed(self, peaks_P: Tensor, group: Group | None, index: int, kind: str) -> Tensor:
         """The largest magnitude over the ranks of `group`, [1]; over one rank the peaks themselves."""

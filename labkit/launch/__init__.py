@@ -10,7 +10,7 @@
 | `worker`         | runs in a rank                                                                     |
 | `rank_pool`      | starts, watches and ends the ranks from outside                                    |
 | `launcher`       | has `run` and `Ranks`                                                              |
-| `status`         | has the slot in which a rank notes its present wait                                |
+| `status`         | has the slot in which a rank notes its present wait, and the request to stop       |
 | `watch`          | finds ranks that wait too long                                                     |
 | `failure_report` | puts a failure into words                                                          |
 

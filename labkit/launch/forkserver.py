@@ -2,8 +2,8 @@
 
 It is the standard library's fork server with three differences. First, labkit has its own instance, so no other user of
 `multiprocessing` decides on its imports. Second, a rank never imports the caller's `__main__`, so a script needs no
-`if __name__ == "__main__":` guard. Third, the server starts with SIGINT blocked: Jupyter interrupts the whole process
-group, and a rank must not die of that before it can report.
+`if __name__ == "__main__":` guard. Third, the server starts with SIGINT and SIGTERM blocked: Jupyter interrupts the
+whole process group, and a scheduler signals every process of a job. The server must not die of that before its ranks.
 
 The first launch starts the server, which ends with the process that started it.
 """
@@ -45,7 +45,7 @@ def ensure_running() -> None:
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     resource_tracker.ensure_running()  # else the server starts it, and it unblocks SIGINT (CPython 3.11)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         _server.ensure_running()
     finally:

@@ -15,6 +15,7 @@ from labkit.launch import guard
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 BACKENDS = ("auto", "gloo", "nccl")
 DEVICES = ("auto", "cpu", "cuda")
@@ -83,6 +84,17 @@ def report_progress(values: Mapping[str, Any]) -> None:
     """
     if _receiver is not None:
         _receiver(dict(values))
+
+
+def announce(sentence: str) -> None:
+    """Tell the user a sentence during the run: the launch's `progress` callback gets it as `{"message": sentence}`.
+
+    Without a callback the sentence goes to standard error.
+    """
+    if _receiver is not None:
+        _receiver({"message": sentence})
+    else:
+        print(sentence, file=sys.stderr, flush=True)
 
 
 def send_progress_to(receiver: Callable[[dict[str, Any]], None] | None) -> None:
@@ -171,10 +183,13 @@ def loopback_interface() -> str:
 
 
 def join_group(
-    *, init_method: str, rank: int, world_size: int, local_rank: int, local_world_size: int, backend: str, device: str,
-    timeout: float,
+    *, meeting: str | Store, rank: int, world_size: int, local_rank: int, local_world_size: int, backend: str,
+    device: str, timeout: float,
 ) -> RankInfo:  # fmt: skip
-    """Initialise torch.distributed on this rank and store its place. `timeout` limits a collective, in seconds."""
+    """Initialise torch.distributed on this rank and store its place.
+
+    meeting: the store in which the ranks find each other, or its address. timeout: limit of a collective, in seconds.
+    """
     import torch
     import torch.distributed as dist
 
@@ -182,9 +197,10 @@ def join_group(
     backend = choose_backend(backend, where, local_world_size)
     if where.type == "cuda":
         torch.cuda.set_device(where)
+    place: dict[str, Any] = {"init_method": meeting} if isinstance(meeting, str) else {"store": meeting}
     dist.init_process_group(
         backend,
-        init_method=init_method,
+        **place,
         rank=rank,
         world_size=world_size,
         timeout=torch_timeout(timeout, backend),

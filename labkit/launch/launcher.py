@@ -22,6 +22,7 @@ NOTEBOOK_LIMIT, SCRIPT_LIMIT = 60.0, 600.0
 _LONGEST = 7 * 24 * 3600.0
 """Seconds, a week: the longest limit for torch, the same as for `parallel.distributed_timeout_minutes`."""
 _pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
+_stop_asked = False
 
 
 def run(
@@ -194,6 +195,8 @@ class Ranks:
             _pools.add(pool)
             self._pool, self._finalizer = pool, weakref.finalize(self, _end, pool)
             try:
+                if _stop_asked:
+                    pool.ask_to_stop(True)
                 pool.start()
             except BaseException:
                 self._give_up()
@@ -211,6 +214,18 @@ class Ranks:
             pool.replay()
         finally:
             _end(pool)
+
+
+def ask_to_stop(asked: bool = True) -> None:
+    """Ask the ranks of all launches of this process to stop, also of a launch that starts later.
+
+    A function that does not look at `StatusSlot.asked_to_stop` goes on. `asked=False` takes the request back. May be
+    called by the handler of a signal.
+    """
+    global _stop_asked
+    _stop_asked = asked
+    for pool in list(_pools):
+        pool.ask_to_stop(asked)
 
 
 def _end(pool: RankPool) -> None:

@@ -18,7 +18,7 @@ from labkit.launch import guard, pickling
 from labkit.launch.failure_report import Outcome, RankError, compose, trim
 from labkit.launch.forkserver import RankProcess
 from labkit.launch.guard import LaunchFolder
-from labkit.launch.status import create_slots, read_slot
+from labkit.launch.status import ask_to_stop, create_slots, read_slot
 from labkit.launch.watch import HangWatch
 from labkit.launch.worker import LaunchSpec, rank_main
 
@@ -160,6 +160,11 @@ class RankPool:
             path.unlink(missing_ok=True)
             for handle in self.handles:
                 self.spec.file("result", handle.rank, number).unlink(missing_ok=True)
+
+    def ask_to_stop(self, asked: bool) -> None:
+        """Ask the ranks to stop, or take the request back."""
+        with contextlib.suppress(OSError):  # the folder is gone with its ranks
+            ask_to_stop(self.spec.slots, asked)
 
     @property
     def in_step(self) -> bool:

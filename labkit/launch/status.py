@@ -2,12 +2,16 @@
 
 Every launch has one small file with one record per rank, and all ranks map the file into memory. `waiting` writes a
 record in about a microsecond, without a system call, so that each collective can afford it. When a rank hangs, holds
-the GIL or is stopped by a signal, the launcher reads its record from outside.
+the GIL or is stopped by a signal, the launcher reads its record from outside. A rank also adds up its finished waits.
+
+The last byte of the file goes the other way: the launcher writes it to ask all ranks to stop. A rank that starts later
+reads it as well, which a signal could not promise.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import time
 from dataclasses import dataclass
@@ -36,11 +40,22 @@ _Wait = tuple[bytes, float]
 class StatusSlot:
     """This rank's record in the shared file."""
 
-    def __init__(self, path: Path, rank: int) -> None:
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), 0)
+    def __init__(self, path: Path | None, rank: int) -> None:
+        """path: None for a rank without a launcher of labkit; then nobody else reads the record."""
+        if path is None:
+            self._map, rank = mmap.mmap(-1, RECORD_BYTES + 1), 0
+        else:
+            with path.open("r+b") as file:
+                self._map = mmap.mmap(file.fileno(), 0)
         self._start = rank * RECORD_BYTES
         self._current: _Wait | None = None
+        self.waited = 0.0
+        """Seconds of all finished waits; a wait inside another counts once."""
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """True if the launcher has asked all ranks to stop (`ask_to_stop`)."""
+        return self._map[-1] == 1
 
     def enter(self, text: str) -> _Wait | None:
         """Write that the rank waits for `text`. Return the surrounding wait, for `leave`."""
@@ -55,10 +70,12 @@ class StatusSlot:
         _RECORD.pack_into(self._map, self._start, 0, 0.0, b"")
 
     def leave(self, outer: _Wait | None) -> None:
-        """Mark the wait as over, or write the surrounding wait again."""
-        self._current = outer
+        """Mark the wait as over and add its time, or write the surrounding wait again."""
+        ended, self._current = self._current, outer
         if outer is None:
             self._map[self._start] = 0
+            if ended is not None:
+                self.waited += time.monotonic() - ended[1]
         else:
             encoded, since = outer
             _RECORD.pack_into(self._map, self._start, 1, since, encoded)
@@ -94,9 +111,21 @@ def attach(slot: StatusSlot | None) -> None:
     current = slot
 
 
+def waited_seconds() -> float:
+    """Return the seconds that this rank has waited for others so far; 0 outside a rank."""
+    return current.waited if current is not None else 0.0
+
+
 def create_slots(path: Path, world_size: int) -> None:
     """Create the file of empty records that the ranks of one launch share."""
-    path.write_bytes(bytes(RECORD_BYTES * world_size))
+    path.write_bytes(bytes(RECORD_BYTES * world_size + 1))
+
+
+def ask_to_stop(path: Path, asked: bool) -> None:
+    """Ask all ranks of a launch to stop, or take the request back."""
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([asked]))
 
 
 def read_slot(path: Path, rank: int) -> Status:

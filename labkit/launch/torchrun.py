@@ -1,19 +1,33 @@
-"""`labkit.launch.run` on ranks of torchrun (`python -m torch.distributed.run --nproc-per-node N script.py`)."""
+"""`labkit.launch.run` on ranks of torchrun (`python -m torch.distributed.run --nproc-per-node N script.py`).
+
+torchrun starts all ranks again after one has died (`--max-restarts`). An *attempt* is one such set of ranks. All
+attempts talk to the same store, where the addresses of dead ranks still lie. So the ranks of an attempt agree on a name
+of its own (`attempt_store`), and their process groups use only keys under this name.
+"""
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import ipaddress
 import os
 import pickle
+import signal
 import sys
-from collections.abc import Callable
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from labkit.launch import info, machine
+from labkit.launch import info, machine, status
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+_ADVICE = "; torchrun's output on each machine says why (parallel.distributed_timeout_minutes is the limit)"
 
 
 def run_here(
@@ -63,9 +77,12 @@ def join(
 def _join(backend: str, device: str, debug: bool, group_timeout: float) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
     if dist.is_initialized():
         return
+    _answer_for_stacks()
+    status.attach(status.StatusSlot(None, 0))
     if _is_loopback(os.environ["MASTER_ADDR"]):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", info.loopback_interface())
         os.environ.setdefault("NCCL_SOCKET_IFNAME", info.loopback_interface())
@@ -76,12 +93,74 @@ def _join(backend: str, device: str, debug: bool, group_timeout: float) -> None:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     if os.environ["LOCAL_RANK"] == "0" and (warning := machine.crowding(here)):
         print(warning, file=sys.stderr, flush=True)
+    rank, world_size, limit = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=group_timeout)
+    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=limit))
+    store.set_timeout(limit)
     info.join_group(
-        init_method="env://", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
+        meeting=attempt_store(store, rank, world_size, group_timeout), rank=rank, world_size=world_size,
         local_rank=int(os.environ["LOCAL_RANK"]), backend=backend, device=device, timeout=group_timeout,
         local_world_size=here,
     )  # fmt: skip
     atexit.register(_leave)
+
+
+def attempt_store(store: Store, rank: int, world_size: int, limit: float) -> Store:
+    """Return the part of `store` that belongs to this attempt. All ranks call this within `limit` seconds.
+
+    TORCHELASTIC_RESTART_COUNT cannot be the name: each machine counts its own restarts, and two machines may differ.
+    So rank 0 draws a name and publishes it. Each other rank greets under the published name with a token of its own.
+    Rank 0 lists the tokens of all ranks. A rank that does not find its token has read the name of an earlier attempt,
+    and looks for a newer name. torchrun ends all ranks of an attempt before it starts the next.
+
+    Raises TimeoutError with the ranks that are missing.
+    """
+    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+    base = PrefixStore(f"labkit/{os.environ.get('TORCHELASTIC_RUN_ID', '')}", store)
+    name = _open_attempt(base, world_size, limit) if rank == 0 else _join_attempt(base, rank, limit)
+    return PrefixStore(name, base)
+
+
+def _open_attempt(base: Store, world_size: int, limit: float) -> str:
+    """Publish a new name, wait for the greetings of all other ranks, and list their tokens."""
+    name, others = uuid.uuid4().hex, range(1, world_size)
+    base.set("newest", name)
+    missing = list(others)
+    for _ in _looks(limit):
+        missing = [rank for rank in missing if not base.check([f"{name}/{rank}"])]
+        if not missing:
+            base.set(f"{name}/all", " ".join(base.get(f"{name}/{rank}").decode() for rank in others))
+            return name
+    words = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+    raise TimeoutError(f"{words} of {world_size} did not join rank 0 within {limit:g} s{_ADVICE}")
+
+
+def _join_attempt(base: Store, rank: int, limit: float) -> str:
+    """Greet under each name that appears, until one lists this rank's token."""
+    name, token = "", uuid.uuid4().hex
+    for _ in _looks(limit):
+        newest = base.get("newest").decode() if base.check(["newest"]) else ""
+        if newest != name:
+            name = newest
+            base.set(f"{name}/{rank}", token)
+        if name and base.check([f"{name}/all"]) and token in base.get(f"{name}/all").decode().split():
+            return name
+    raise TimeoutError(f"rank {rank} waited {limit:g} s for rank 0 and all other ranks to join{_ADVICE}")
+
+
+def _looks(limit: float) -> Iterator[None]:
+    """Yield until the limit, in seconds, with pauses that grow to a quarter of a second."""
+    deadline, pause = time.monotonic() + limit, 0.005
+    while time.monotonic() < deadline:
+        yield
+        time.sleep(pause)
+        pause = min(2 * pause, 0.25)
+
+
+def _answer_for_stacks() -> None:
+    """Have SIGUSR1 print the stacks of all threads to stderr, as in the ranks of labkit's own launcher."""
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def _leave() -> None:

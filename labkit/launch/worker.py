@@ -124,7 +124,7 @@ def _prepare(spec: LaunchSpec, rank: int) -> None:
     """Make the forked process a rank: signals, process group, lifeline, output, environment, stacks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Jupyter interrupts all processes; the launcher ends the ranks
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # the fork server blocks both
     os.setpgid(0, 0)  # the children of a rank end with it
     parent = multiprocessing.parent_process()
     assert parent is not None, "a rank is started by the launcher"
@@ -162,7 +162,7 @@ def _join(spec: LaunchSpec, rank: int) -> None:
     info.set_launcher_limit(spec.limit)
     with status.waiting("rendezvous of all ranks"):
         info.join_group(
-            init_method=(spec.folder / "store").as_uri(), rank=rank, world_size=spec.world_size, local_rank=rank,
+            meeting=(spec.folder / "store").as_uri(), rank=rank, world_size=spec.world_size, local_rank=rank,
             local_world_size=spec.world_size, backend=spec.backend, device=spec.device, timeout=spec.group_timeout,
         )  # fmt: skip
 

@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from labkit.models.convert import full_state_to_hugging_face as full_state_to_hugging_face
     from labkit.models.convert import gather_full_state as gather_full_state
     from labkit.models.convert import load_full_state as load_full_state
-    from labkit.models.convert import model_config_from_hugging_face as model_config_from_hugging_face
-    from labkit.models.convert import moe_config_from_hugging_face as moe_config_from_hugging_face
     from labkit.models.counts import stage_contents as stage_contents
     from labkit.models.counts import stage_layers as stage_layers
     from labkit.models.gpt import GPTModel as GPTModel
+    from labkit.models.hugging_face_config import config_to_hugging_face as config_to_hugging_face
+    from labkit.models.hugging_face_config import model_config_from_hugging_face as model_config_from_hugging_face
+    from labkit.models.hugging_face_config import moe_config_from_hugging_face as moe_config_from_hugging_face
     from labkit.models.memory.activation_bytes import Share as Share
     from labkit.models.memory.activation_bytes import layer_activation_bytes as layer_activation_bytes
     from labkit.models.memory.activation_bytes import layer_parts as layer_parts

@@ -23,14 +23,16 @@ Shapes: H hidden, D head dimension, g key/value heads, r query heads per key/val
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig, MoEConfig
+from labkit.models.counts import expert_width, fc1_width, ffn_width, gate_and_up, qkv_width
+from labkit.models.hugging_face_config import family_of
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.parameters.parameter_record import name_of, record_of
 from labkit.parallel.parameters.weights import gather_expert_parameter, gather_parameter, tensor_part
@@ -84,12 +86,6 @@ def _local_part(full: Tensor, like: nn.Parameter, groups: ParallelGroups) -> Ten
 
 State = dict[str, Tensor]
 
-GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-"""Hugging Face's `activation_function` -> ours."""
-
-ROPE_THETA = {"llama": 1e4, "mixtral": 1e6}
-"""`rope_theta` of a `config.json` that does not give it."""
-
 GATE_UP = ("gate_proj", "up_proj")
 """Llama's names of the halves of fc1."""
 EXPERTS = "block_sparse_moe.experts"
@@ -113,121 +109,81 @@ LLAMA_PARTS = {
 """Our part of a layer -> Llama's or Mixtral's, for parts with the same tensor."""
 
 
-def model_config_from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
-    """Our config of the model that a `config.json` of type gpt2, llama or mixtral describes (without dropout).
+class HuggingFaceState(Mapping[str, Tensor]):
+    """The whole model's tensors under our names, each made of theirs when somebody asks for it.
 
-    Raises:
-        ValueError: another type, or an option that our model does not have.
+    So a state that reads its tensors from a file is converted one tensor after the other.
     """
-    kind = config.get("model_type")
-    if kind == "gpt2":
-        return _gpt2_config(config)
-    if kind in ("llama", "mixtral"):
-        return _llama_config(config)
-    raise ValueError(f"model_type is {kind!r}; weights can be converted from gpt2, llama and mixtral")
 
+    IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+    """Ends of names of tensors that follow from the configuration."""
 
-def moe_config_from_hugging_face(config: Mapping[str, Any]) -> MoEConfig:
-    """Our config of its experts: none, or those of type mixtral, without options of its training (losses, jitter)."""
-    if config.get("model_type") != "mixtral":
-        return MoEConfig()
-    return MoEConfig(num_experts=config["num_local_experts"], top_k=config["num_experts_per_tok"])
+    def __init__(self, config: ModelConfig, state: Mapping[str, Tensor], moe: MoEConfig | None = None) -> None:
+        """state: of `GPT2LMHeadModel` or `LlamaForCausalLM`; with experts in `moe`, of `MixtralForCausalLM`.
 
+        Raises:
+            ValueError: a model of another family; tensors that are missing or have no place in our model, by name.
+        """
+        self._state = state
+        self._names = {_short(name): name for name in state if not name.endswith(self.IGNORED)}
+        is_gpt2 = family_of(config, moe) == "gpt2"
+        recipes = _from_gpt2(config) if is_gpt2 else _from_llama(config, moe or MoEConfig(), self._names)
+        self._recipes: dict[str, _Recipe] = {}
+        unused = dict(self._names)
+        if not config.untie_embeddings_and_output_weights:
+            unused.pop("lm_head.weight", None)  # the embedding once more
+        for recipe in recipes:
+            for part in recipe.parts:
+                if part not in self._names:
+                    some = ", ".join(list(self._names)[:3])
+                    raise ValueError(
+                        f"the checkpoint has no tensor {part!r}; it holds {len(self._names)}, such as {some}"
+                    )
+                unused.pop(part, None)
+            self._recipes[recipe.name] = recipe
+        if unused:
+            first = ", ".join(list(unused)[:5])
+            raise ValueError(f"no place for the tensors {first}; is the model config the right one?")
 
-def _gpt2_config(config: Mapping[str, Any]) -> ModelConfig:
-    activation = config.get("activation_function", "gelu_new")
-    if activation not in GPT2_ACTIVATIONS:
-        raise ValueError(f"activation_function is {activation!r}; choose one of {', '.join(GPT2_ACTIVATIONS)}")
-    return ModelConfig(
-        layers=config["n_layer"],
-        hidden=config["n_embd"],
-        heads=config["n_head"],
-        ffn_hidden=config.get("n_inner") or None,
-        vocab_size=config["vocab_size"],
-        seq_length=config["n_positions"],
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
-        activation=GPT2_ACTIVATIONS[activation],
-    )
+    def __getitem__(self, name: str) -> Tensor:
+        recipe = self._recipes[name]
+        return recipe.join(*(self._state[self._names[part]] for part in recipe.parts))
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._recipes
 
-def _llama_config(config: Mapping[str, Any]) -> ModelConfig:
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    unknown = {
-        "rope_type": kind not in ("default", None) and kind,
-        "attention_bias": config.get("attention_bias", False),
-        "mlp_bias": config.get("mlp_bias", False),
-        "hidden_act": config.get("hidden_act", "silu") != "silu" and config["hidden_act"],
-        "head_dim": head_dim * config["num_attention_heads"] != config["hidden_size"] and head_dim,
-        "sliding_window": (config.get("sliding_window") or math.inf) < config["max_position_embeddings"]
-        and config["sliding_window"],
-    }
-    for name, value in unknown.items():
-        if value:
-            raise ValueError(
-                f"{name} = {value!r} has no counterpart in GPTModel; only plain Llama and Mixtral can be converted"
-            )
-    return ModelConfig(
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        heads=config["num_attention_heads"],
-        kv_heads=config.get("num_key_value_heads"),
-        ffn_hidden=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
-        seq_length=config["max_position_embeddings"],
-        position="rope",
-        rope_theta=config.get("rope_theta") or rope.get("rope_theta") or ROPE_THETA[config["model_type"]],
-        norm="rmsnorm",
-        norm_eps=config["rms_norm_eps"],
-        activation="swiglu",
-        bias=False,
-        untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
-    )
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._recipes)
+
+    def __len__(self) -> int:
+        return len(self._recipes)
 
 
 def full_state_from_hugging_face(
     config: ModelConfig, state: Mapping[str, Tensor], moe: MoEConfig | None = None
 ) -> State:
-    """The whole model's tensors under our names, from a state dict of `GPT2LMHeadModel` or `LlamaForCausalLM`.
-
-    With `moe` the state dict is that of `MixtralForCausalLM`.
-
-    Raises:
-        ValueError: tensors that are missing, or that have no place in our model, by name.
-    """
-    source = _Source(state)
-    is_gpt2 = "wte.weight" in source.state
-    full = _from_gpt2(config, source) if is_gpt2 else _from_llama(config, source, moe or MoEConfig())
-    if source.unused():
-        raise ValueError(
-            f"no place for the tensors {', '.join(source.unused()[:5])}; is the model config the right one?"
-        )
-    return full
+    """All tensors of a `HuggingFaceState` at once. Raises ValueError as it does."""
+    return dict(HuggingFaceState(config, state, moe))
 
 
-class _Source:
-    """A state dict without its outer prefix; it remembers the tensors that were taken."""
+def _short(name: str) -> str:
+    """Their name without the outer prefix, which some files have and some have not."""
+    return name.removeprefix("transformer.").removeprefix("model.").replace(".block_sparse_moe.", ".mlp.")
 
-    IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
-    def __init__(self, state: Mapping[str, Tensor]) -> None:
-        short = {
-            name.removeprefix("transformer.").removeprefix("model.").replace(".block_sparse_moe.", ".mlp."): value
-            for name, value in state.items()
-        }
-        self.state = {name: value for name, value in short.items() if not name.endswith(self.IGNORED)}
-        self.taken: set[str] = set()
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
-    def take(self, name: str) -> Tensor:
-        if name not in self.state:
-            raise ValueError(f"the checkpoint has no tensor {name!r}; it holds {len(self.state)}, such as "
-                             f"{', '.join(list(self.state)[:3])}")  # fmt: skip
-        self.taken.add(name)
-        return self.state[name]
 
-    def unused(self) -> list[str]:
-        return [name for name in self.state if name not in self.taken]
+class _Recipe(NamedTuple):
+    """One of our tensors as made of theirs."""
+
+    name: str
+    """Our name."""
+    parts: tuple[str, ...]
+    """Their short names."""
+    join: Callable[..., Tensor] = _same
+    """Makes ours of theirs."""
 
 
 def interleave_heads(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
@@ -236,62 +192,105 @@ def interleave_heads(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
     return torch.cat(groups, dim=1).flatten(0, 1)
 
 
-def _from_gpt2(config: ModelConfig, source: _Source) -> State:
-    full = {
-        "embedding.word.weight": source.take("wte.weight"),
-        "embedding.position.weight": source.take("wpe.weight"),
-        "final_norm.weight": source.take("ln_f.weight"),
-        "final_norm.bias": source.take("ln_f.bias"),
-    }
-    source.taken.add("lm_head.weight")  # the embedding once more
+def _transposed(tensor: Tensor) -> Tensor:
+    """GPT-2's matrices are [input, output]; its norms and biases have one dimension."""
+    return tensor.t() if tensor.dim() == 2 else tensor
+
+
+def _from_gpt2(config: ModelConfig) -> Iterator[_Recipe]:
+    yield _Recipe("embedding.word.weight", ("wte.weight",))
+    yield _Recipe("embedding.position.weight", ("wpe.weight",))
     for i in range(config.layers):
-        theirs, ours = f"h.{i}", f"layers.{i}"
         for name, layer in GPT2_PARTS.items():
-            weight = source.take(f"{theirs}.{layer}.weight")
-            full[f"{ours}.{name}.weight"] = weight.t() if weight.dim() == 2 else weight
-            full[f"{ours}.{name}.bias"] = source.take(f"{theirs}.{layer}.bias")
-        for part in ("weight", "bias"):
-            name = f"{ours}.attention.qkv.{part}"
-            q, k, v = full[name].chunk(3)
-            full[name] = interleave_heads(q, k, v, config.heads)
-    return full
+            join = partial(_heads_of_gpt2, heads=config.heads) if name == "attention.qkv" else _transposed
+            for part in ("weight", "bias"):
+                yield _Recipe(f"layers.{i}.{name}.{part}", (f"h.{i}.{layer}.{part}",), join)
+    yield _Recipe("final_norm.weight", ("ln_f.weight",))
+    yield _Recipe("final_norm.bias", ("ln_f.bias",))
+    yield from _output(config)
 
 
-def _from_llama(config: ModelConfig, source: _Source, moe: MoEConfig) -> State:
-    full = {
-        "embedding.word.weight": source.take("embed_tokens.weight"),
-        "final_norm.weight": source.take("norm.weight"),
-    }
+def _heads_of_gpt2(mixed: Tensor, *, heads: int) -> Tensor:
+    q, k, v = _transposed(mixed).chunk(3)
+    return interleave_heads(q, k, v, heads)
+
+
+def _output(config: ModelConfig) -> Iterator[_Recipe]:
     if config.untie_embeddings_and_output_weights:
-        full["output.weight"] = source.take("lm_head.weight")
-    source.taken.add("lm_head.weight")
+        yield _Recipe("output.weight", ("lm_head.weight",))
+
+
+def _from_llama(config: ModelConfig, moe: MoEConfig, names: Container[str]) -> Iterator[_Recipe]:
+    yield _Recipe("embedding.word.weight", ("embed_tokens.weight",))
+    heads = partial(interleave_heads, kv_heads=config.kv_heads or config.heads)
     for i in range(config.layers):
-        theirs, ours = f"layers.{i}", f"layers.{i}"
-        q, k, v = (source.take(f"{theirs}.self_attn.{part}_proj.weight") for part in "qkv")
-        full[f"{ours}.attention.norm.weight"] = source.take(f"{theirs}.input_layernorm.weight")
-        full[f"{ours}.attention.qkv.weight"] = interleave_heads(q, k, v, config.kv_heads or config.heads)
-        full[f"{ours}.attention.proj.weight"] = source.take(f"{theirs}.self_attn.o_proj.weight")
-        full[f"{ours}.mlp.norm.weight"] = source.take(f"{theirs}.post_attention_layernorm.weight")
+        layer = f"layers.{i}"
+        yield _Recipe(f"{layer}.attention.norm.weight", (f"{layer}.input_layernorm.weight",))
+        qkv = tuple(f"{layer}.self_attn.{part}_proj.weight" for part in "qkv")
+        yield _Recipe(f"{layer}.attention.qkv.weight", qkv, heads)
+        yield _Recipe(f"{layer}.attention.proj.weight", (f"{layer}.self_attn.o_proj.weight",))
+        yield _Recipe(f"{layer}.mlp.norm.weight", (f"{layer}.post_attention_layernorm.weight",))
         if moe.is_moe_layer(i):
-            full |= _from_mixtral_experts(f"{ours}.mlp", source, moe.num_experts)
+            yield from _from_mixtral(f"{layer}.mlp", moe.num_experts, names)
         else:
-            full[f"{ours}.mlp.fc1.weight"] = torch.cat([source.take(f"{theirs}.mlp.{part}.weight") for part in GATE_UP])
-            full[f"{ours}.mlp.fc2.weight"] = source.take(f"{theirs}.mlp.down_proj.weight")
-    return full
+            yield _Recipe(f"{layer}.mlp.fc1.weight", tuple(f"{layer}.mlp.{half}.weight" for half in GATE_UP), _joined)
+            yield _Recipe(f"{layer}.mlp.fc2.weight", (f"{layer}.mlp.down_proj.weight",))
+    yield _Recipe("final_norm.weight", ("norm.weight",))
+    yield from _output(config)
 
 
-def _from_mixtral_experts(name: str, source: _Source, experts: int) -> State:
+def _joined(*parts: Tensor) -> Tensor:
+    return torch.cat(parts)
+
+
+def _from_mixtral(name: str, experts: int, names: Container[str]) -> Iterator[_Recipe]:
     """Router and experts of one layer, stacked or each by itself."""
-    full = {f"{name}.router.weight": source.take(f"{name}.gate.weight")}
-    if f"{name}.experts.gate_up_proj" in source.state:
-        full[f"{name}.experts.fc1.weight"] = source.take(f"{name}.experts.gate_up_proj")
-        full[f"{name}.experts.fc2.weight"] = source.take(f"{name}.experts.down_proj")
-        return full
-    w1, w2, w3 = (
-        torch.stack([source.take(f"{name}.experts.{e}.{part}.weight") for e in range(experts)])
-        for part in ("w1", "w2", "w3")
-    )
-    return full | {f"{name}.experts.fc1.weight": torch.cat([w1, w3], dim=1), f"{name}.experts.fc2.weight": w2}
+    yield _Recipe(f"{name}.router.weight", (f"{name}.gate.weight",))
+    if f"{name}.experts.gate_up_proj" in names:
+        yield _Recipe(f"{name}.experts.fc1.weight", (f"{name}.experts.gate_up_proj",))
+        yield _Recipe(f"{name}.experts.fc2.weight", (f"{name}.experts.down_proj",))
+        return
+    w1, w2, w3 = (tuple(f"{name}.experts.{e}.{part}.weight" for e in range(experts)) for part in ("w1", "w2", "w3"))
+    yield _Recipe(f"{name}.experts.fc1.weight", w1 + w3, _gates_and_ups)
+    yield _Recipe(f"{name}.experts.fc2.weight", w2, _stacked_experts)
+
+
+def _stacked_experts(*each: Tensor) -> Tensor:
+    return torch.stack(each)
+
+
+def _gates_and_ups(*each: Tensor) -> Tensor:
+    """E gates [G, H] and E ups [G, H] -> [E, 2G, H]."""
+    half = len(each) // 2
+    return torch.cat([torch.stack(each[:half]), torch.stack(each[half:])], dim=1)
+
+
+def full_shapes(config: ModelConfig, moe: MoEConfig | None = None) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor of a whole GPT-2, Llama or Mixtral."""
+    moe, hidden, vocabulary = moe or MoEConfig(), config.hidden, (config.vocab_size, config.hidden)
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": vocabulary}
+    if config.position == "learned":
+        shapes["embedding.position.weight"] = (config.seq_length, hidden)
+    linear = {"attention.qkv": (qkv_width(config), hidden), "attention.proj": (hidden, hidden)}
+    dense = {"mlp.fc1": (fc1_width(config), hidden), "mlp.fc2": (hidden, ffn_width(config))}
+    experts, width = moe.num_experts, expert_width(config, moe)
+    routed = {
+        "mlp.router": (experts, hidden),
+        "mlp.experts.fc1": (experts, width * gate_and_up(config), hidden),
+        "mlp.experts.fc2": (experts, hidden, width),
+    }
+    for i in range(config.layers):
+        matrices = linear | (routed if moe.is_moe_layer(i) else dense)
+        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in matrices.items()}
+        shapes |= {f"layers.{i}.{name}.bias": shape[:1] for name, shape in matrices.items() if config.bias}
+        shapes |= _norm_shapes(f"layers.{i}.attention.norm", config) | _norm_shapes(f"layers.{i}.mlp.norm", config)
+    shapes |= _norm_shapes("final_norm", config)
+    return shapes | ({"output.weight": vocabulary} if config.untie_embeddings_and_output_weights else {})
+
+
+def _norm_shapes(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    parts = ("weight", "bias") if config.norm == "layernorm" else ("weight",)
+    return {f"{name}.{part}": (config.hidden,) for part in parts}
 
 
 # ---- the other way ----
@@ -305,35 +304,14 @@ def full_state_to_hugging_face(config: ModelConfig, full: Mapping[str, Tensor], 
     Raises:
         ValueError: a model of another family, or a tensor that has no place in the family.
     """
-    shape = (config.position, config.norm, config.bias)
-    is_gpt2 = shape == ("learned", "layernorm", True) and config.activation in GPT2_ACTIVATIONS.values()
-    is_llama = shape == ("rope", "rmsnorm", False) and config.activation == "swiglu"
-    if not is_gpt2 and not is_llama:
-        raise ValueError(
-            f"a model with position {config.position}, norm {config.norm}, activation {config.activation} and bias "
-            f"{config.bias} is neither a GPT-2 nor a Llama"
-        )
-    if moe is not None and moe.num_experts:
-        _check_mixtral(moe, is_llama)
+    to_theirs = _to_gpt2 if family_of(config, moe) == "gpt2" else _to_llama
     theirs: State = {}
     for name, tensor in full.items():
-        theirs |= _to_gpt2(config, name, tensor) if is_gpt2 else _to_llama(config, name, tensor)
+        try:
+            theirs |= to_theirs(config, name, tensor)
+        except (KeyError, ValueError):
+            raise ValueError(f"{name} has no place in a {family_of(config, moe)} of Hugging Face") from None
     return theirs
-
-
-def _check_mixtral(moe: MoEConfig, is_llama: bool) -> None:
-    plain = ("score_function", "pre_softmax", "num_groups", "topk_scaling_factor", "expert_bias", "capacity_factor",
-             "shared_expert_ffn_hidden")  # fmt: skip
-    other = [name for name in plain if getattr(moe, name) != getattr(MoEConfig(), name)]
-    if moe.load_balancing == "sinkhorn":
-        other.append("load_balancing")
-    if 0 in moe.layer_freq:
-        other.append("layer_freq")
-    if other or not is_llama:
-        raise ValueError(
-            "Mixtral is a Llama with experts in every layer and a softmax over the chosen ones; here "
-            + (f"{', '.join(f'moe.{name} = {getattr(moe, name)}' for name in other)}" if other else "it is a GPT-2")
-        )
 
 
 def split_heads(mixed: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -347,6 +325,8 @@ def split_heads(mixed: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Ten
 def _to_gpt2(config: ModelConfig, name: str, tensor: Tensor) -> State:
     ends = {"embedding.word": "wte", "embedding.position": "wpe", "final_norm": "ln_f"}
     layer, part = name.rsplit(".", 1)
+    if layer == "output":
+        return {f"lm_head.{part}": tensor.contiguous()}
     if layer in ends:
         return {f"transformer.{ends[layer]}.{part}": tensor.contiguous()}
     _, index, module = layer.split(".", 2)

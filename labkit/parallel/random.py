@@ -19,10 +19,12 @@ which has them as well. Initial weights come from no state: each weight is drawn
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -153,16 +155,25 @@ class RngTracker:
             self._states[name].set_state(state)  # in place: graphs hold these generators
 
 
+def seed_default_generators(seed: int, groups: ParallelGroups) -> int:
+    """Seed torch's default generators, Python's `random` and numpy's, as Megatron does. Return their common seed."""
+    own = seed + 100 * groups.pp.rank
+    torch.manual_seed(own)  # every device
+    random.seed(own)
+    np.random.seed(own % 2**32)  # noqa: NPY002 (code that runs inside a rank may draw from it)
+    return own
+
+
 def model_parallel_seed(seed: int, groups: ParallelGroups, *, device: torch.device | str | None = None) -> RngTracker:
     """Seed torch's default generator and make the three named states for this rank, by the table of this module.
+
 
     Args:
         seed: seed of the run.
         groups: give pp_rank, tp_rank, ep_rank and etp_rank.
         device: device of the generator that `fork` switches; None is `groups.device` if it has one, else the host.
     """
-    own = seed + 100 * groups.pp.rank
-    torch.manual_seed(own)  # every device
+    own = seed_default_generators(seed, groups)
     tracker = RngTracker(device if device is not None else getattr(groups, "device", None))
     tracker.add(DATA_PARALLEL, own)
     tracker.add(MODEL_PARALLEL, own + 2718 + groups.tp.rank)

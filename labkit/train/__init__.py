@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from labkit.parallel.data_parallel.optimizer import MegatronOptimizer as MegatronOptimizer
     from labkit.parallel.data_parallel.optimizer import Optimizer as Optimizer
     from labkit.parallel.data_parallel.optimizer import parameter_groups as parameter_groups
+    from labkit.train.interruption import RunInterrupted as RunInterrupted
     from labkit.train.lr_schedule import LearningRate as LearningRate
     from labkit.train.lr_schedule import build_lr_schedule as build_lr_schedule
     from labkit.train.parity.comparison import ParityReport as ParityReport

@@ -11,6 +11,7 @@ A scaler has Python numbers only. All ranks agree on the argument of `update`, s
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -47,6 +48,14 @@ class LossScaler(Protocol):
         """Take in a step. `found_inf`: a gradient was not finite on some rank."""
         ...
 
+    def state(self) -> dict[str, float]:
+        """The numbers that steps move, for a checkpoint."""
+        ...
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Set the numbers that `state` returned; a scaler of another kind in the checkpoint leaves this one as new."""
+        ...
+
 
 class ConstantLossScaler:
     """A constant scale; 1 does not scale."""
@@ -69,6 +78,14 @@ class ConstantLossScaler:
     def update(self, found_inf: bool) -> None:
         """Count hopeless steps; the scale stays."""
         self.hopeless_steps = self.hopeless_steps + 1 if found_inf else 0
+
+    def state(self) -> dict[str, float]:
+        """The count of hopeless steps."""
+        return {"hopeless_steps": self.hopeless_steps}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Set the count of hopeless steps."""
+        self.hopeless_steps = int(state.get("hopeless_steps", 0))
 
 
 class DynamicLossScaler:
@@ -136,6 +153,19 @@ class DynamicLossScaler:
             self.hysteresis_left = self.hysteresis
             grown = self.scale * self.growth_factor
             self.scale = grown if grown <= LARGEST_SCALE else self.scale
+
+    def state(self) -> dict[str, float]:
+        """Scale, counts of good and hopeless steps, and the hysteresis that is left."""
+        return {name: getattr(self, name) for name in _MOVING}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Set them, if they are those of an adaptive scale."""
+        if state.keys() >= set(_MOVING):
+            self.scale = float(state["scale"])
+            self.good_steps, self.hysteresis_left, self.hopeless_steps = (int(state[name]) for name in _MOVING[1:])
+
+
+_MOVING = ("scale", "good_steps", "hysteresis_left", "hopeless_steps")
 
 
 def _lower(name: str, value: float, how: str) -> str:

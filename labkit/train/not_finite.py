@@ -1,4 +1,12 @@
-"""Search for the loss, parameter or gradient that is not finite, and for its rank.
+"""Search for the loss, parameter or gradient that is not finite, and for its rank. Does it end the run?
+
+| not finite  | `train.on_not_finite: stop` | `skip`            | adaptive loss scale (fp16)              |
+|-------------|-----------------------------|-------------------|-----------------------------------------|
+| a weight    | ends the run                | ends the run      | ends the run                            |
+| a loss      | ends the run                | skips the step    | as `on_not_finite` says                 |
+| a gradient  | ends the run                | skips the step    | skips the step, and the scale shrinks   |
+
+No weight changes in such a step. `train_step` counts skipped steps, and the tenth in a row ends the run.
 
 Nothing here runs in a good step. When all ranks know that a number is not finite (`gradient_statistics`), each rank
 searches its losses, parameters and gradients. The findings of all ranks make one sentence, the same on every rank. The
@@ -22,9 +30,12 @@ from labkit.parallel.collectives import comm_scope, gather_objects
 from labkit.parallel.data_parallel.gradients import is_expert
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.parameters.parameter_record import main_grad_of, name_of, record_of
+from labkit.parallel.vocab.token_ids import TokenIdChecks
+from labkit.train.pipeline import Pipeline
 
 KINDS = ("parameter", "loss", "gradient")
 """Kinds of findings, causes first: a bad parameter makes a bad loss, and a bad loss makes bad gradients."""
+_ADVICE_TO_SKIP = ". train.on_not_finite = skip leaves such steps out"
 NAMED = 3
 """Most names in a sentence; the others are counted."""
 
@@ -47,6 +58,37 @@ class Finding:
     """(stage, place in the stage), from the input to the output."""
     received: bool = False
     """True if the data-parallel reduction brought it to this rank."""
+
+
+def cause_of_skip(
+    reports: Sequence[dict[str, Any]], ids: TokenIdChecks, pipeline: Pipeline, *, step: int, lr: float
+) -> str:
+    """Return the number that is not finite, and its rank, for a step that is skipped. All ranks call this.
+
+    Raises on all ranks: TokenIdError if the cause is a token id, FloatingPointError if the table above ends the run.
+    """
+    if ids.late:
+        ids.look_together(pipeline.groups.world)
+    optim, stops = pipeline.config.optim, pipeline.config.train.on_not_finite == "stop"
+    adapts = optim.precision == "fp16" and optim.loss_scale is None
+    named = optim.check_for_nan_in_grad or (stops and not adapts)  # before the end of a run, a search costs nothing
+    stages = pipeline.schedule.stages_of(pipeline.groups.pp.rank)
+    found = find(reports, pipeline.chunks, stages, pipeline.groups, gradients=named)
+    said = sentence(found) if found or named else "a gradient is not finite (optim.check_for_nan_in_grad names it)"
+    losses = [finding.values for finding in found if finding.kind == "loss"]
+    if any(finding.kind == "parameter" for finding in found):
+        what, advice = "a weight is not finite", ""
+    elif stops and losses:
+        what, advice = f"the loss is {'nan' if 'NaN' in ''.join(losses) else 'inf'}", _ADVICE_TO_SKIP
+    elif stops and not adapts:
+        scale = f". {pipeline.loss_scaler.advice}" if optim.precision == "fp16" else ""
+        what, advice = "a gradient is not finite", f"{_ADVICE_TO_SKIP}{scale}"
+    else:
+        return said
+    raise FloatingPointError(
+        f"{what} at step {step + 1} (learning rate {lr:.3g}): {said}; no weight was changed in this step. Lower "
+        f"optim.lr, lengthen optim.warmup_steps, or look for bad samples in the data{advice}"
+    )
 
 
 def find(

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from labkit.config import ConfigError, RunConfig
@@ -31,7 +32,9 @@ from labkit.schedules.builders import build_schedule, without_backward
 from labkit.schedules.ir import KINDS, Schedule
 from labkit.schedules.lowering import Transport
 from labkit.schedules.verifier import verify
-from labkit.train.reporting.output_folder import RunFolder, folder_problem
+from labkit.train.checkpoint import resume
+from labkit.train.reporting.output_folder import RunFolder, folder_problem, unwritable
+from labkit.train.reporting.tensorboard_writer import tensorboard_problem
 
 if TYPE_CHECKING:
     import torch
@@ -256,10 +259,25 @@ def problems(
     schedule, problem = _checked_schedule(config, world_size, schedule)
     found = [problem, *_layer_and_device_problems(config, world_size, device)]
     if not info.under_torchrun():  # under torchrun each rank checks its machine, and rank 0 the folder
-        found.append(folder_problem(config.train))
+        found += [*folder_problems(config), *checkpoint_problems(config)]
         if not own_model and schedule is not None:
             found.append(memory_problem(config, world_size, device, schedule=schedule))
     return [problem for problem in found if problem]
+
+
+def _continues(config: RunConfig) -> bool:
+    """True if the run resumes the run whose files are in `train.output_dir`."""
+    given = config.checkpoint
+    return (given.dir is not None or given.load is not None) and resume.continues_folder(config)
+
+
+def checkpoint_problems(config: RunConfig) -> list[str]:
+    """Return why the run cannot save its checkpoints or resume from one, as far as files tell without a model."""
+    given = config.checkpoint
+    if given.dir is None and given.load is None:
+        return []
+    cannot = unwritable(Path(given.dir)) if given.dir is not None else ""
+    return [f"checkpoint.dir = {shown(given.dir, 200)}: {cannot}"] if cannot else resume.problems(config)
 
 
 def machine_problems(config: RunConfig, world_size: int, device: str) -> list[str]:
@@ -271,6 +289,13 @@ def machine_problems(config: RunConfig, world_size: int, device: str) -> list[st
 def _layer_and_device_problems(config: RunConfig, world_size: int, device: str) -> tuple[str, ...]:
     asked_for = device_problem(device, config.parallel.distributed_backend, world_size)
     return asked_for, layer_problem(config), graph_problem(config, device)
+
+
+def folder_problems(config: RunConfig) -> list[str]:
+    """Return why the folders of a run cannot be written; empty sentences count for nothing."""
+    train = config.train
+    found = [] if train.output_dir is None else [folder_problem(train, continues=_continues(config))]
+    return found if train.tensorboard_dir is None else [*found, tensorboard_problem(train)]
 
 
 def device_problem(device: str, backend: str, world_size: int) -> str:
@@ -330,8 +355,8 @@ def look(config: RunConfig, groups: ParallelGroups, schedule: Schedule, *, own_m
     for graphs that cannot be captured, a folder that cannot be written, or too little memory.
     """
     found = [graph_problem(config, groups.device.type)]
-    if groups.world.rank == 0 and config.train.output_dir is not None:
-        found.append(folder_problem(config.train))
+    if groups.world.rank == 0:
+        found += folder_problems(config)
     skipped = own_model or config.train.allow_oversubscription
     kind = "cuda" if groups.device.type == "cuda" else "cpu"
     memory = None if skipped else rank_memory(config, groups.world.size, schedule, groups.pp.rank, kind)
@@ -365,13 +390,18 @@ def _places_too_small(config: RunConfig, seen: list[_Seen]) -> list[str]:
 
 
 @contextmanager
-def run_folder(config: RunConfig, groups: ParallelGroups) -> Iterator[None]:
+def run_folder(config: RunConfig, groups: ParallelGroups, *, continues_after: int | None = None) -> Iterator[None]:
     """Rank 0 locks `train.output_dir`, if there is one, and marks the run as finished if the block ends without an
-    exception. All ranks call this. Raises ConfigError on all ranks if rank 0 cannot lock the folder."""
+    exception. All ranks call this. Raises ConfigError on all ranks if rank 0 cannot lock the folder.
+
+    continues_after: the run resumes the run in the folder, after so many of its steps.
+    """
     if config.train.output_dir is None:
         yield
         return
-    folder, problems = RunFolder(config, groups.world.size) if groups.world.rank == 0 else None, []
+    folder, problems = None, []
+    if groups.world.rank == 0:
+        folder = RunFolder(config, groups.world.size, continues_after=continues_after)
     try:
         if folder is not None:
             folder.claim()

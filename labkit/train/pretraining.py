@@ -12,10 +12,10 @@ A plain call elsewhere trains on one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -39,17 +39,23 @@ from labkit.parallel.data_parallel.optimizer import (
 )
 from labkit.parallel.data_parallel.param_gather import finish_param_sync
 from labkit.parallel.groups import ParallelGroups, initialize_model_parallel, single_process_groups
+from labkit.parallel.random import seed_default_generators
 from labkit.schedules.ir import Schedule
 from labkit.schedules.runtime import chunks_of
 from labkit.te.spec import EngineSpec
+from labkit.train.checkpoint.resume import Progress, continues_folder
 from labkit.train.evaluation import ProcessNonLossData, evaluate, validate, validates_after
 from labkit.train.forward_step import Batch, ForwardStep, gpt_forward_step
+from labkit.train.interruption import RunInterrupted, listening
 from labkit.train.lr_schedule import LearningRate, build_lr_schedule
 from labkit.train.pipeline import Pipeline
 from labkit.train.preflight import check_schedule, look, not_yet_trainable, problems, refuse, run_folder, schedule_of
 from labkit.train.reporting.metrics import Timers
 from labkit.train.reporting.report import Report
 from labkit.train.stepping import Observer, train_step
+
+if TYPE_CHECKING:
+    from labkit.train.checkpoint.checkpoints import Checkpoints
 
 DatasetsProvider = Callable[[RunConfig], tuple[GPTDataset, GPTDataset, GPTDataset]]
 ModelProvider = Callable[[RunConfig, ParallelGroups], nn.Module | Sequence[nn.Module]]
@@ -60,13 +66,15 @@ class TrainResult:
     """Result of `pretrain` on one rank."""
 
     losses: list[float]
-    """Training loss by step; the same on every rank."""
+    """Training loss of each step of this call; the same on every rank."""
     events: list[Event]
     """Events of this rank in the last `train.keep_event_steps` steps; empty without `train.record_events`."""
     metrics: list[dict[str, Any]]
     """The lines of metrics.jsonl; the same on every rank."""
     skipped_steps: int = 0
-    """Steps that changed no weight because a gradient was not finite."""
+    """Steps that changed no weight because a number was not finite."""
+    resumed_after: int = 0
+    """Steps that the checkpoint had finished from which this call went on."""
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """Return (step, value) of every metrics line with `name`, such as `validation_loss`; steps count from 1."""
@@ -136,14 +144,16 @@ def pretrain(
     `pretrain` closes the process groups at the end, also after an error. A model that you keep can then compute only if
     it needs no other rank.
 
+    SIGTERM to any rank ends the run after the current step (`labkit.train.interruption`).
+
     Raises ValueError for a configuration that cannot be trained, and for functions whose result the loop cannot use.
     `run(pretrain, ...)` raises a ConfigError with all problems of the configuration before any process starts. Raises
-    FloatingPointError for a loss that is not finite.
+    FloatingPointError for a number that is not finite, by `train.on_not_finite`, and RunInterrupted after SIGTERM.
     """
     if process_non_loss_data is not None and process_non_loss_data_func is not None:
         raise ValueError("process_non_loss_data and process_non_loss_data_func are two names of one argument; give one")
     run = initialize(config, schedule=schedule, own_model=model_provider is not None)
-    with run.groups:
+    with run.groups, listening():
         chunks, optimizer, lr_schedule = setup_model_and_optimizer(
             run, model_provider, no_wd_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult
         )
@@ -178,6 +188,7 @@ def initialize(config: RunConfig, *, schedule: Schedule | None = None, own_model
     except BaseException:
         groups.close()
         raise
+    seed_default_generators(config.train.seed, groups)  # for code of the user that draws
     return Run(config, groups, schedule, Timers(config.train.timing_log_level))
 
 
@@ -258,8 +269,8 @@ def build_optimizer(
 class Data:
     """The sources of a rank's batches."""
 
-    train: Iterator[Batch]
-    """Endless microbatches of this rank."""
+    train: Callable[[int], Iterator[Batch]]
+    """Makes the endless microbatches of this rank behind so many consumed samples."""
     validation: Callable[[], Iterator[Batch]]
     """Makes a new iterator, so that every validation sees the same batches."""
     test: Callable[[], Iterator[Batch]] | None
@@ -277,8 +288,9 @@ def build_data_iterators(run: Run, datasets_provider: DatasetsProvider | None = 
     if config.train.eval_steps > 0:
         for needed in (validation, test) if tested else (validation,):
             data_iterator(needed, config, groups)
+    data_iterator(train, config, groups)
     return Data(
-        data_iterator(train, config, groups),
+        lambda consumed: data_iterator(train, config, groups, consumed_samples=consumed),
         partial(data_iterator, validation, config, groups),
         partial(data_iterator, test, config, groups) if tested else None,
     )
@@ -294,41 +306,91 @@ def train(
     process_non_loss_data: ProcessNonLossData | None = None,
     observer: Observer | None = None,
 ) -> TrainResult:
-    """Step 4: run `train.steps` optimizer steps, a validation every `eval_interval`, validation and test at the end."""
-    config, timers = run.config, run.timers
+    """Step 4: run `train.steps` optimizer steps, a validation every `eval_interval`, validation and test at the end.
+
+    The steps begin behind the checkpoint that `checkpoint.load` names, if there is one.
+    """
+    config = run.config
     pipeline = Pipeline(config, run.groups, chunks, forward_step, run.schedule)
     if observer is not None:
         observer.on_model(run.groups, chunks, run.schedule)
+    with checkpoints_of(run, chunks, optimizer) as checkpoints:
+        start = checkpoints.load(pipeline.loss_scaler) if checkpoints is not None else Progress()
+        return _train_from(
+            start, run, pipeline, optimizer, lr_schedule, data, checkpoints, process_non_loss_data, observer
+        )
+
+
+def checkpoints_of(
+    run: Run, chunks: Sequence[DataParallel], optimizer: MegatronOptimizer
+) -> AbstractContextManager[Checkpoints | None]:
+    """Return the checkpoints of a run; None without `checkpoint.dir` and `checkpoint.load`."""
+    given = run.config.checkpoint
+    if given.dir is None and given.load is None:
+        return nullcontext()
+    from labkit.train.checkpoint.checkpoints import Checkpoints  # needs libraries that other runs do without
+
+    return Checkpoints(run.config, run.groups, chunks, optimizer, say=info.announce)
+
+
+def _train_from(
+    start: Progress,
+    run: Run,
+    pipeline: Pipeline,
+    optimizer: MegatronOptimizer,
+    lr_schedule: LearningRate,
+    data: Data,
+    checkpoints: Checkpoints | None,
+    process_non_loss_data: ProcessNonLossData | None,
+    observer: Observer | None,
+) -> TrainResult:
+    """Run the steps behind `start`."""
+    config, timers, chunks = run.config, run.timers, pipeline.chunks
+    continues = start.step > 0 and continues_folder(config)
+    batches, samples = data.train(start.consumed_samples), config.train.global_batch_size
     with (
-        run_folder(config, run.groups),
+        run_folder(config, run.groups, continues_after=start.step if continues else None),
         closing(pipeline.graphs) if pipeline.graphs is not None else nullcontext(),
         recording(run.groups.rank) if _records(config) else nullcontext() as recorder,
-        Report(config, run.groups, timers, recorder, pipeline.router_metrics) as report,
-    ):
-        for done in range(config.train.steps):
+        Report(
+            config, run.groups, timers, recorder, pipeline.router_metrics,
+            resumed_after=start.step, skipped_steps=start.skipped_steps, append=continues,
+        ) as report,
+    ):  # fmt: skip
+        for done in range(start.step, config.train.steps):
             step = done + 1  # metrics, messages and the screen count steps from 1
             report.begin_step(step)
             lr = lr_schedule(done - report.skipped_steps)  # a skipped step does not advance the learning rate
             with timers("step"):
                 result = train_step(
-                    pipeline, optimizer, timers, data.train,
+                    pipeline, optimizer, timers, batches,
                     step=done, lr=lr, clip_grad=config.optim.clip_grad, observer=observer,
                 )  # fmt: skip
             if pipeline.graphs is not None:
                 report.graphs(step, pipeline.graphs)
             report.step(step, result, lr)
+            if result.stop and step < config.train.steps:  # no time for a validation; after the last step all is done
+                finish_param_sync(chunks)
+                saved = None
+                if checkpoints is not None:
+                    saved = checkpoints.save_now(start.after(step, samples, report.skipped_steps), pipeline.loss_scaler)
+                raise RunInterrupted(step, config.train.steps, saved)
             if config.train.eval_steps > 0 and validates_after(config.train, step):
                 with report.naming_what_is_kept():
                     validate(pipeline, data.validation(), report, step, process_non_loss_data)
                 if pipeline.graphs is not None:
                     report.graphs(step, pipeline.graphs)
-        if config.train.eval_steps > 0 and data.test is not None:
+            if checkpoints is not None:
+                checkpoints.poll()
+                if checkpoints.due(step):
+                    checkpoints.save(start.after(step, samples, report.skipped_steps), pipeline.loss_scaler)
+        if start.step < config.train.steps and config.train.eval_steps > 0 and data.test is not None:
             with report.naming_what_is_kept():
                 test_loss = evaluate(pipeline, data.test(), config.train.eval_steps)
                 report.evaluation(config.train.steps, "test_loss", test_loss)
         if config.optim.distributed_optimizer:
             finish_param_sync(chunks)
-    return TrainResult(report.losses, report.events, report.metrics, report.skipped_steps)
+    return TrainResult(report.losses, report.events, report.metrics, report.skipped_steps, start.step)
 
 
 def _records(config: RunConfig) -> bool:

@@ -6,9 +6,10 @@ agree whether everything is finite, move the biases of routers against their loa
 Every rank reports the same loss, to the bit: the mean over the tokens of the global batch.
 
 One exchange carries the gradient norm and a flag that some loss or gradient on some rank, replicas included, is not
-finite. So all ranks update, or none. A loss that is not finite ends the run. A gradient that is not finite skips the
-step; under fp16 the loss scale then shrinks. The tenth skipped step in a row that shrinks no scale ends the run. On a
-GPU the same exchange reports bad token ids.
+finite. So all ranks update, or none. By `train.on_not_finite` a number that is not finite ends the run or skips the
+step. Under fp16 a gradient that overflows skips the step, and the loss scale then shrinks. The tenth skipped step in a
+row that shrinks no scale ends the run. The same exchange tells all ranks that one of them was asked to end the run. On
+a GPU it reports bad token ids.
 
 Shapes: B micro batch, S sequence.
 """
@@ -36,7 +37,8 @@ from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.vocab.token_ids import TokenIdChecks, token_ids_checked_late
 from labkit.schedules.ir import Schedule
 from labkit.train.forward_step import Batch
-from labkit.train.not_finite import find, sentence
+from labkit.train.interruption import stop_requested
+from labkit.train.not_finite import cause_of_skip
 from labkit.train.pipeline import Pipeline
 from labkit.train.reporting.metrics import Timers
 
@@ -70,11 +72,13 @@ class StepResult:
     grad_norm: float
     """Global norm before clipping, without the loss scale."""
     skipped: bool = False
-    """A gradient was not finite on some rank, so no rank changed a weight."""
+    """A number was not finite on some rank, so no rank changed a weight."""
     loss_scale: float = 1.0
     """The factor of this step's loss in its backward."""
     not_finite: str | None = None
-    """For a skipped step, the gradient that was not finite and its rank; the same on every rank."""
+    """For a skipped step, the number that was not finite and its rank; the same on every rank."""
+    stop: bool = False
+    """Some rank was asked to end the run; the same on every rank."""
 
 
 def train_step(
@@ -91,9 +95,9 @@ def train_step(
     """Run one optimizer step; `clip_grad` 0 does not clip.
 
     step: the number of steps before this one. Errors name the step as people count it, from 1.
-    Raises before any weight changes. FloatingPointError on every rank, if a loss is not finite on any rank, or for the
-    `GIVE_UP_AFTER`th gradient in a row that is not. TokenIdError for an id outside the vocabulary. A GPU raises it on
-    all ranks as the step ends; a CPU raises it at once, on the ranks that read the id.
+    Raises before any weight changes. FloatingPointError on every rank, for a number that is not finite on any rank, by
+    `cause_of_skip`, or for the `GIVE_UP_AFTER`th in a row. TokenIdError for an id outside the vocabulary. A GPU raises
+    it on all ranks as the step ends; a CPU raises it at once, on the ranks that read the id.
     """
     chunks, scaler = pipeline.chunks, pipeline.loss_scaler
     for chunk in chunks:
@@ -106,9 +110,9 @@ def train_step(
         pipeline.finalize_grads()
         if observer is not None:
             observer.on_gradients(step, chunks)
-        norm, finite = _norm_and_finite(optimizer, reports, ids, device)
+        norm, finite, stop = _norm_and_finite(optimizer, reports, ids, device)
     norm /= scale
-    fault = None if finite else _fault(reports, ids, pipeline, step=step, lr=lr)
+    fault = None if finite else cause_of_skip(reports, ids, pipeline, step=step, lr=lr)
     scaler.update(found_inf=not finite)
     if pipeline.router_metrics is not None:
         finish_router_step(chunks, pipeline.groups, move_biases=finite)
@@ -125,34 +129,17 @@ def train_step(
         )
     if observer is not None:
         observer.on_update(step, chunks)
-    return StepResult(loss, norm, not finite, scale, fault)
+    return StepResult(loss, norm, not finite, scale, fault, stop)
 
 
 def _norm_and_finite(
     optimizer: MegatronOptimizer, reports: Sequence[dict[str, Any]], ids: TokenIdChecks, device: torch.device
 ) -> GradientStatistics:
-    """The norm of the finalised gradients; losses and the alarm of token ids must be finite as well."""
+    """The exchange of all ranks; losses and the alarm of token ids must be finite as well."""
     losses = [torch.as_tensor(report["loss_sum"]).detach().to(device, torch.float64) for report in reports]
     others = [*optimizer.uncounted_pieces(), *losses, *ids.alarm()]
-    return gradient_statistics(optimizer.gradient_pieces(), others, optimizer.norm_groups, device)
-
-
-def _fault(reports: Sequence[dict[str, Any]], ids: TokenIdChecks, pipeline: Pipeline, *, step: int, lr: float) -> str:
-    """The gradient that is not finite, and its rank. Called by all ranks; raises on all if the cause is a token id, or
-    if a loss or a weight is not finite."""
-    if ids.late:
-        ids.look_together(pipeline.groups.world)
-    stages = pipeline.schedule.stages_of(pipeline.groups.pp.rank)
-    named = pipeline.config.optim.check_for_nan_in_grad
-    found = find(reports, pipeline.chunks, stages, pipeline.groups, gradients=named)
-    losses = [finding.values for finding in found if finding.kind == "loss"]
-    if losses or any(finding.kind == "parameter" for finding in found):
-        what = f"the loss is {'nan' if 'NaN' in ''.join(losses) else 'inf'}" if losses else "a weight is not finite"
-        raise FloatingPointError(
-            f"{what} at step {step + 1} (learning rate {lr:.3g}): {sentence(found)}; no weight was changed in this "
-            "step. Lower optim.lr, lengthen optim.warmup_steps, or look for bad samples in the data"
-        )
-    return sentence(found) if named else "a gradient is not finite (optim.check_for_nan_in_grad names it)"
+    counted, groups = optimizer.gradient_pieces(), optimizer.norm_groups
+    return gradient_statistics(counted, others, groups, device, stop=stop_requested())
 
 
 def global_loss(reports: Sequence[dict[str, Any]], pipeline: Pipeline) -> float:

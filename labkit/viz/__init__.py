@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from labkit.viz.pipeline.timeline import gantt as gantt
     from labkit.viz.pipeline.timeline import gantt_overlay as gantt_overlay
     from labkit.viz.pipeline.trace import write_trace as write_trace
+    from labkit.viz.run_curves import training_curves as training_curves
+    from labkit.viz.run_curves import watch_runs as watch_runs
     from labkit.viz.tp_layer import dropout_masks as dropout_masks
     from labkit.viz.tp_layer import tensor_parallel_block as tensor_parallel_block
 

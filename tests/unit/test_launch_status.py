@@ -66,13 +66,52 @@ def test_any_text_is_cut_to_the_record_and_never_breaks_it(tmp_path_factory, tex
     seen = status.read_slot(path, 0).text
     whole = text.encode(errors="replace")
     assert seen == text if len(whole) <= 200 else text.startswith(seen[:50])
-    assert path.stat().st_size == 2 * status.RECORD_BYTES
+    assert path.stat().st_size == 2 * status.RECORD_BYTES + 1
+    assert not slot.asked_to_stop
     assert status.read_slot(path, 1) == status.Status("", False, 0.0)
+
+
+def test_the_seconds_of_waits_add_up_and_nested_ones_count_once(slots, monkeypatch):
+    now = 10.0
+    monkeypatch.setattr(status.time, "monotonic", lambda: now)
+    with waiting("outer"):
+        now += 1.0
+        with waiting("inner"):
+            now += 2.0
+        now += 4.0
+        assert status.waited_seconds() == 0.0, "the wait is not over"
+    now += 8.0
+    with waiting("another"):
+        now += 16.0
+    assert status.waited_seconds() == 7.0 + 16.0
+    status.current.clear()
+    assert status.waited_seconds() == 23.0
+
+
+def test_the_launcher_asks_all_ranks_to_stop_also_those_that_start_later(slots):
+    assert not status.current.asked_to_stop
+    status.ask_to_stop(slots, True)
+    assert status.current.asked_to_stop and status.StatusSlot(slots, 3).asked_to_stop
+    with waiting("a wait leaves the request alone"):
+        assert status.current.asked_to_stop
+    status.ask_to_stop(slots, False)
+    assert not status.current.asked_to_stop
+
+
+def test_a_rank_without_a_launcher_has_a_record_of_its_own():
+    status.attach(status.StatusSlot(None, 3))
+    try:
+        with waiting("recv"):
+            pass
+        assert status.waited_seconds() > 0 and not status.current.asked_to_stop
+    finally:
+        status.attach(None)
 
 
 def test_outside_a_rank_it_does_nothing():
     with waiting("nobody listens"):
         report_progress({"step": 1})
+    assert status.waited_seconds() == 0.0
 
 
 def test_it_costs_few_calls(slots):

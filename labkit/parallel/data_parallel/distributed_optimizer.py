@@ -22,7 +22,7 @@ then also reduced over the instances, and gathered inside each instance.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,7 @@ from labkit.parallel.data_parallel.bucket_layout import Piece, pieces_of_rank
 from labkit.parallel.data_parallel.distributed_data_parallel import DistributedDataParallel
 from labkit.parallel.data_parallel.grad_buffers import GradBuffer, own_part
 from labkit.parallel.data_parallel.gradients import counted_elements, split_gradient
-from labkit.parallel.data_parallel.optimizer import ParameterGroup, adamw
+from labkit.parallel.data_parallel.optimizer import ParameterGroup, UpdatedPart, adamw
 from labkit.parallel.data_parallel.param_gather import finish_param_sync, param_gathers
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.parameters.parameter_record import main_grad_of
@@ -53,6 +53,8 @@ class OwnedPiece:
     """Tensor that AdamW updates: in the parameter buffer, or in the fp32 copy of this rank's parts."""
     counted: int
     """Number of elements, from the first on, that this rank counts in the global norm."""
+    instances: Group
+    """The ranks that update the same elements, one in each instance."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,13 @@ class DistributedOptimizer:
 
     def _all_pieces(self) -> list[OwnedPiece]:
         return [owned for pieces in self.pieces for owned in pieces]
+
+    def updated_parts(self) -> Iterator[UpdatedPart]:
+        """This rank's pieces, with a copy in each instance."""
+        for owned in self._all_pieces():
+            instances = owned.instances
+            first = owned.piece.offset_in_parameter
+            yield UpdatedPart(owned.parameter, first, owned.master, instances.rank, instances.size)
 
     def gradient_pieces(self) -> list[Tensor]:
         """Gradients of this rank that count in the norm: no copy of a tied weight, no replica over tp, one instance."""
@@ -209,6 +218,7 @@ def _pieces(shard: _Shard, layout: ParallelGroups) -> list[OwnedPiece]:
                 buffer.grad_data[piece.start : piece.end],
                 master[start : start + piece.numel],
                 min(max(counted - piece.offset_in_parameter, 0), piece.numel),
+                buffer.reduction.across,
             )
         )
     return owned

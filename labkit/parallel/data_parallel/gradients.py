@@ -173,28 +173,37 @@ def counted_gradients(parameters: Iterable[nn.Parameter], groups: ParallelGroups
 
 
 class GradientStatistics(NamedTuple):
-    """Norm and finiteness of the gradient of the whole model, bit-identical on all ranks."""
+    """Norm and finiteness of the gradient of the whole model, and the wish to stop; bit-identical on all ranks."""
 
     norm: float
     """L2 norm; infinite or NaN if a counted gradient is not finite."""
     finite: bool
     """True if every gradient on every rank is finite, counted or not."""
+    stop: bool = False
+    """True if a rank was asked to end the run."""
 
 
 def gradient_statistics(
-    counted: Sequence[Tensor], uncounted: Sequence[Tensor], norm_groups: Sequence[Group], device: torch.device
+    counted: Sequence[Tensor],
+    uncounted: Sequence[Tensor],
+    norm_groups: Sequence[Group],
+    device: torch.device,
+    *,
+    stop: bool = False,
 ) -> GradientStatistics:
     """Return norm and finiteness of the gradient over all ranks, by one small collective per group.
 
     Squares are added in float64, over each group of `norm_groups` in the order of its ranks. `uncounted` gradients
-    count for `finite` only (see `MegatronOptimizer` in `optimizer.py`). The host waits for the device once.
+    count for `finite` only (see `MegatronOptimizer` in `optimizer.py`). `stop`: this rank was asked to end the run. The
+    host waits for the device once.
     """
-    total = torch.stack([_sum_of_squares(counted, device), _sum_of_squares(uncounted, device)])
+    asked = torch.full((), float(stop), dtype=torch.float64, device=device)
+    total = torch.stack([_sum_of_squares(counted, device), _sum_of_squares(uncounted, device), asked])
     with comm_scope(layer="norm", phase="gradients"):
         for group in norm_groups:
-            total = _in_order(collectives.all_gather(total, group).view(-1, 2).unbind(0))
-    squares, others = total.tolist()
-    return GradientStatistics(math.sqrt(squares), math.isfinite(squares) and math.isfinite(others))
+            total = _in_order(collectives.all_gather(total, group).view(-1, 3).unbind(0))
+    squares, others, ranks = total.tolist()
+    return GradientStatistics(math.sqrt(squares), math.isfinite(squares) and math.isfinite(others), ranks > 0)
 
 
 def _in_order(rows: Sequence[Tensor]) -> Tensor:

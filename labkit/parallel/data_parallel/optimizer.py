@@ -14,7 +14,7 @@ Every data-parallel rank keeps the whole state with `Optimizer`, and a share of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from labkit.config import OptimConfig
 from labkit.parallel.data_parallel.gradients import counted_elements, is_first_replica, split_gradient
 from labkit.parallel.groups import Group, ParallelGroups, single_process_groups
-from labkit.parallel.parameters.parameter_record import main_grad_of, name_of
+from labkit.parallel.parameters.parameter_record import main_grad_of, name_of, record_of
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 Condition = Callable[[str, nn.Parameter], bool]
@@ -93,6 +93,22 @@ def parameter_groups(
     return [group for group in groups.values() if group.params]
 
 
+@dataclass(frozen=True, slots=True)
+class UpdatedPart:
+    """Elements of a parameter that this rank updates: the part of the optimizer's state that a checkpoint stores."""
+
+    parameter: nn.Parameter
+    """The parameter."""
+    first: int
+    """First of the elements in the rank's flattened parameter."""
+    master: Tensor
+    """The tensor that AdamW updates, and the key of its moments: as the parameter, or flat."""
+    copy: int
+    """Place of this rank among the data-parallel ranks that update the same elements."""
+    copies: int
+    """Number of these ranks."""
+
+
 class MegatronOptimizer(Protocol):
     """The methods that `train_step` needs of an optimizer, sharded or not."""
 
@@ -100,6 +116,12 @@ class MegatronOptimizer(Protocol):
     """The updated parameters, in the given order."""
     norm_groups: tuple[Group, ...]
     """Groups over which the global norm is summed, one after the other. Together they connect all ranks."""
+    adamw: torch.optim.AdamW
+    """torch's optimizer over the masters."""
+
+    def updated_parts(self) -> Iterator[UpdatedPart]:
+        """All elements that this rank updates."""
+        ...
 
     def gradient_pieces(self) -> list[Tensor]:
         """Finalised gradients that this rank counts in the global norm.
@@ -140,6 +162,13 @@ class Optimizer:
         self.norm_groups = (self._layout.dp_cp, self._layout.mp)
         self.masters: list[list[torch.Tensor]] = [[_master(p) for p in group.params] for group in self.groups]
         self.adamw = adamw(self.groups, self.masters, optim)
+
+    def updated_parts(self) -> Iterator[UpdatedPart]:
+        """Every parameter as a whole, with a copy on each data-parallel rank."""
+        for group, masters in zip(self.groups, self.masters):
+            for param, master in zip(group.params, masters):
+                copies = self._layout.dp_cp if record_of(param).allreduce else self._layout.edp
+                yield UpdatedPart(param, 0, master, copies.rank, copies.size)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [param for group in self.groups for param in group.params]

@@ -41,11 +41,14 @@ def _common(config: RunConfig, steps: int, dtype: str) -> dict[str, Any]:
         "keep_event_steps",
         "timing_log_level",
         "output_dir",
+        "tensorboard_dir",
         "overwrite",
         "write_events",
     )
+    checkpoints = ("dir", "interval", "keep", "asynchronous", "load")
     return {
         **_usual(*(f"optim.{name}" for name in scales), *(f"train.{name}" for name in reports)),
+        **_usual(*(f"checkpoint.{name}" for name in checkpoints)),
         "optim.precision": PRECISIONS[dtype][0],
         "optim.eps": max(optim.eps, 1e-5),
         "optim.lr": min(optim.lr, 1e-3),

@@ -141,12 +141,12 @@ def strict(record: Mapping[str, Any]) -> dict[str, Any]:
 class JsonLines:
     """Writes one JSON object a line to a file, or does nothing without a path."""
 
-    def __init__(self, path: Path | None) -> None:
-        """Create or empty the file, and create its folders."""
+    def __init__(self, path: Path | None, *, append: bool = False) -> None:
+        """Create or empty the file, and create its folders. append: keep what is in the file."""
         self._file: IO[str] | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w")
+            self._file = path.open("a" if append else "w")
 
     def write(self, *records: Mapping[str, Any]) -> None:
         """Write a line for each record and flush, so that the lines of a run that dies are kept.

@@ -35,20 +35,26 @@ _PATIENCE = 1.0
 """Seconds for which a run tries to lock its folder: another launch may hold the lock for a moment to look."""
 
 
-def folder_problem(train: TrainConfig) -> str:
-    """Return why a run cannot write into `train.output_dir`, or an empty string. Leaves no file behind."""
+def folder_problem(train: TrainConfig, *, continues: bool = False) -> str:
+    """Return why a run cannot write into `train.output_dir`, or an empty string. Leaves no file behind.
+
+    continues: the run resumes the run whose files are there.
+    """
     if train.output_dir is None:
         return ""
     folder = Path(train.output_dir)
-    return _sentence(train, _unwritable(folder) or _holds(folder, overwrite=train.overwrite))
+    return _sentence(train, unwritable(folder) or _holds(folder, overwrite=train.overwrite or continues))
 
 
 def _sentence(train: TrainConfig, problem: str) -> str:
     return f"train.output_dir = {shown(train.output_dir, 200)}: {problem}" if problem else ""
 
 
-def _unwritable(folder: Path) -> str:
-    """Try to write, since permissions do not tell (a read-only mount, root). Folders made for the test are removed."""
+def unwritable(folder: Path) -> str:
+    """Return why nothing can be written into the folder, or an empty string.
+
+    The function tries, since permissions do not tell (a read-only mount, root). It removes folders that it made.
+    """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +119,7 @@ def _left_over(folder: Path, descriptor: int | None, *, overwrite: bool) -> str:
     replace = "name another folder, or let --overwrite (train.overwrite) replace its files"
     if state.get("state") == "finished":
         return f"holds a finished run; {replace}"
-    return f"holds a run that did not finish, and none can be continued yet; {replace}"
+    return f"holds a run that did not finish, and no checkpoint of it is resumed (checkpoint.dir); {replace}"
 
 
 def _read(descriptor: int) -> dict[str, Any]:
@@ -128,18 +134,38 @@ def _read(descriptor: int) -> dict[str, Any]:
     return state if isinstance(state, dict) and state else {"state": "unfinished"}
 
 
+def cut_after(path: Path, step: int) -> None:
+    """Remove the lines of later steps from a file of JSON lines, and a line that was cut off in the middle."""
+    if not path.exists():
+        return
+    kept = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                written = json.loads(line).get("step") or 0
+            except ValueError:
+                break
+            if written > step:
+                break
+            kept += len(line)
+    os.truncate(path, kept)
+
+
 class RunFolder:
     """The folder of one run, in the process that writes its files: `claim`, then `finish` or `let_go`."""
 
-    def __init__(self, config: RunConfig, world_size: int) -> None:
-        """world_size: stored with the state, because the configuration does not have it."""
+    def __init__(self, config: RunConfig, world_size: int, *, continues_after: int | None = None) -> None:
+        """world_size: stored with the state, because the configuration does not have it.
+        continues_after: the run resumes the run whose files are there, after so many of its steps."""
         assert config.train.output_dir is not None, "without a folder nothing is written"
-        self._world_size = world_size
+        self._world_size, self._continues_after = world_size, continues_after
         self._config, self._folder = config, Path(config.train.output_dir)
         self._descriptor = -1
 
     def claim(self) -> None:
         """Make and lock the folder, remove files of an earlier run with `train.overwrite`, store the configuration.
+
+        A resumed run keeps the files, and removes only lines of steps that the checkpoint does not have.
 
         Raises ConfigError if the folder cannot be written, is locked, or has a run.
         """
@@ -147,7 +173,10 @@ class RunFolder:
             self.let_go()
             raise ConfigError([_sentence(self._config.train, problem)])
         for name in WRITTEN:
-            (self._folder / name).unlink(missing_ok=True)
+            if self._continues_after is None:
+                (self._folder / name).unlink(missing_ok=True)
+            else:
+                cut_after(self._folder / name, self._continues_after)
         self._write("unfinished")
         again = self._config.replaced({"train.overwrite": False})  # overwrite is for this launch only
         (self._folder / CONFIG).write_text(again.to_yaml(), encoding="utf-8")
@@ -164,7 +193,8 @@ class RunFolder:
             if time.monotonic() > deadline:
                 return _busy(self._descriptor)
             time.sleep(0.02)
-        return _left_over(self._folder, self._descriptor, overwrite=self._config.train.overwrite)
+        replaces = self._config.train.overwrite or self._continues_after is not None
+        return _left_over(self._folder, self._descriptor, overwrite=replaces)
 
     def _write(self, state: str) -> None:
         """Write run.json in place: a new file of that name would not have the lock."""

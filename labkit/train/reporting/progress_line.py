@@ -1,6 +1,6 @@
 """A finished step as one line of text: its values with their units, the most important first.
 
-    step 12 of 100: loss 5.8054  0.420 s/step  ETA 0:37  1,234 tokens/s  0.0123 TFLOP/s/rank  lr 3.00e-04
+    step 12 of 100: loss 5.8054  0.420 s/step  ETA 0:37  1,234 tokens/s  12.3 GFLOP/s/rank  lr 3.00e-04
       grad norm 1.23  memory 0.41 GiB
 
 The values have their names from metrics.jsonl, so a line of that file can be shown unchanged.
@@ -24,15 +24,22 @@ def digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:#.3g}".rstrip(".")
 
 
+def teraflops(rate: float) -> str:
+    """Return `412 TFLOP/s`, or `12.3 GFLOP/s` for a slow device."""
+    return f"{digits(rate)} TFLOP/s" if rate >= 0.1 else f"{digits(1000 * rate)} GFLOP/s"
+
+
 FIELDS: dict[str, Callable[[Any], str]] = {
     "loss": lambda loss: f"loss {loss:.4f}",
     "validation_loss": lambda loss: f"validation loss {loss:.4f}",
+    "slow_ranks": "; ".join,
     "test_loss": lambda loss: f"test loss {loss:.4f}",
     "skipped_steps": lambda count: f"skipped {count}" if count else "",
     "step_time": lambda seconds: f"{digits(seconds)} s/step",
     "eta": lambda seconds: f"ETA {duration(seconds)}",
     "tokens_per_second": lambda rate: f"{digits(rate)} tokens/s",
-    "tflops_per_rank": lambda rate: f"{digits(rate)} TFLOP/s/rank",
+    "tflops_per_rank": lambda rate: f"{teraflops(rate)}/rank",
+    "mfu": lambda share: f"MFU {share:.1%}",
     "learning_rate": lambda rate: f"lr {rate:.2e}",
     "grad_norm": lambda norm: f"grad norm {digits(norm)}",
     "peak_memory_bytes": lambda size: f"memory {size / 2**30:.2f} GiB",

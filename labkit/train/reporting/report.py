@@ -2,7 +2,8 @@
 
     metrics.jsonl   a line a step: loss, norm, rates, memory, timers, and of experts the numbers of `router_metrics`;
                     lines of evaluations; with CUDA graphs a line ahead of that of the step that captured them
-    scalars.jsonl   the same numbers one by one, as TensorBoard takes them: {"step": 3, "tag": "loss", "value": 2.5}
+    scalars.jsonl   the same numbers one by one, as TensorBoard takes them: {"step": 3, "tag": "loss", "value": 2.5};
+                    `train.tensorboard_dir` gives them to TensorBoard itself
     events.jsonl    an Event a line, if `train.write_events` asks
 
 Steps count from 1: a line of step N, also of an evaluation, is written when N steps are finished. All files grow during
@@ -15,7 +16,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -29,8 +30,11 @@ from labkit.launch import report_progress
 from labkit.models.counts import step_flops
 from labkit.parallel.collectives import comm_scope, gather_objects
 from labkit.parallel.groups import ParallelGroups
+from labkit.train.reporting.device_peaks import peak_of_a_rank
 from labkit.train.reporting.metrics import JsonLines, Timers, min_max_over_ranks, scalars
 from labkit.train.reporting.router_metrics import LayerMetrics, RouterMetrics, router_line
+from labkit.train.reporting.slow_ranks import Pace, PaceWatch
+from labkit.train.reporting.tensorboard_writer import TensorBoard
 from labkit.train.step_graphs import StepGraphs
 from labkit.train.stepping import StepResult
 
@@ -38,12 +42,14 @@ from labkit.train.stepping import StepResult
 class Throughput:
     """Turns the seconds of a step into rates, and predicts the end of the run."""
 
-    def __init__(self, config: RunConfig, world_size: int) -> None:
+    def __init__(self, config: RunConfig, world_size: int, peak: float | None = None) -> None:
+        """peak: TFLOP/s that a rank can reach, None if it is unknown."""
         train = config.train
         self._steps = train.steps
         self._tokens = train.global_batch_size * config.model.seq_length
         flops = step_flops(config.model, samples=train.global_batch_size, moe=config.moe).total
         self._teraflops = flops / 1e12 / world_size
+        self._peak = peak
         self._first: tuple[int, float] | None = None
 
     def rates(self, seconds: float) -> dict[str, float]:
@@ -51,13 +57,15 @@ class Throughput:
 
         `tokens_per_second` counts the tokens of all ranks. `tflops_per_rank` is Megatron's TFLOP/s/GPU, with the
         operations of `labkit.models.counts.step_flops`: all S^2 pairs of attention, nothing that is recomputed. The
-        operations are those of the configured GPT, also if a model provider builds another model.
+        operations are those of the configured GPT, also if a model provider builds another model. `mfu` is their share
+        of the peak; it is left out where `reporting.device_peaks` does not know the device.
         """
-        return {
+        rates = {
             "step_time": seconds,
             "tokens_per_second": self._tokens / seconds,
             "tflops_per_rank": self._teraflops / seconds,
         }
+        return rates if self._peak is None else rates | {"mfu": rates["tflops_per_rank"] / self._peak}
 
     def time_left(self, step: int, step_time: float) -> float:
         """Return the seconds from now to the end of the last step. `step` (counted from 1) has just finished.
@@ -91,28 +99,40 @@ class Report:
         timers: Timers,
         recorder: EventRecorder | None,
         routers: RouterMetrics | None,
+        *,
+        resumed_after: int = 0,
+        skipped_steps: int = 0,
+        append: bool = False,
     ) -> None:
         """recorder: gets this rank's Events; after each step the report adds them to the timers and takes them.
-        routers: the routers of a model with experts."""
+        routers: the routers of a model with experts.
+        resumed_after, skipped_steps: steps that were done, and skipped, before this process resumed the run.
+        append: go on in the files that are there."""
         self.losses: list[float] = []
         self.metrics: list[dict[str, Any]] = []
         self._events_of_steps: deque[list[Event]] = deque(maxlen=config.train.keep_event_steps)
         self._recorder = recorder
         self._config, self._groups, self._timers, self._routers = config, groups, timers, routers
         self._writes = groups.world.rank == 0
+        self._resumed_after, self._append = resumed_after, append
         self._folder = Path(config.train.output_dir) if config.train.output_dir is not None else None
         self._lines = self._file("metrics.jsonl")
         self._scalar_lines = self._file("scalars.jsonl")
         self._event_lines = self._file("events.jsonl") if config.train.write_events else JsonLines(None)
-        self._throughput = Throughput(config, groups.world.size)
+        board = config.train.tensorboard_dir
+        self._tensorboard = TensorBoard(board) if board is not None and self._writes else None
+        peak = peak_of_a_rank(groups, config.optim) if groups.device.type == "cuda" else None
+        self._throughput = Throughput(config, groups.world.size, peak)
+        self._pace = PaceWatch(groups)
         self._peak_memory = 0
-        self.skipped_steps = 0
+        self.skipped_steps = skipped_steps
         self._skipped_because: str | None = None
         self._since_last_line = 0
         self._captures_told = 0
 
     def _file(self, name: str) -> JsonLines:
-        return JsonLines(self._folder / name if self._folder is not None and self._writes else None)
+        path = self._folder / name if self._folder is not None and self._writes else None
+        return JsonLines(path, append=self._append)
 
     @property
     def events(self) -> list[Event]:
@@ -130,6 +150,8 @@ class Report:
             self._write_events(self._recorder.events)
         for lines in (self._lines, self._scalar_lines, self._event_lines):
             lines.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
     @contextmanager
     def naming_what_is_kept(self) -> Iterator[None]:
@@ -137,7 +159,7 @@ class Report:
         try:
             yield
         except Exception as error:
-            done, steps = len(self.losses), self._config.train.steps
+            done, steps = self._resumed_after + len(self.losses), self._config.train.steps
             count = f"all {steps}" if done == steps else f"{done} of {steps}"
             where = f"metrics are in {self._folder}" if self._folder is not None else "train.output_dir was not set"
             error.add_note(f"{count} training steps were done, the last with a loss of {self.losses[-1]:.4f}; {where}")
@@ -145,8 +167,11 @@ class Report:
 
     def begin_step(self, step: int) -> None:
         """Assign the Events from now on to `step`, counted from 1."""
+        self._pace.begin_step()
         if self._recorder is not None:
             self._recorder.step = step
+        if self._tensorboard is not None:
+            self._tensorboard.begin(step)
 
     def step(self, step: int, result: StepResult, lr: float) -> None:
         """Take in a finished step; every `log_interval` steps, write a line with the spread of the timers.
@@ -155,9 +180,10 @@ class Report:
 
         Times and rates of a line are those of the slowest rank over the steps since the last line. Memory is that of
         the fullest rank. After every step rank 0 reports progress from its own numbers. `skipped_steps` counts from the
-        start of the run. `skipped_because` names the gradient that was not finite in the last skipped step since the
-        last line.
+        start of the run. `skipped_because` names the number that was not finite in the last skipped step since the
+        last line. `slow_ranks` names ranks that compute longer than their peers (`slow_ranks.py`).
         """
+        self._pace.end_step(self._timers("step").seconds)
         self._take_events(ends_step=True)
         self.losses.append(result.loss)
         self.skipped_steps += result.skipped
@@ -185,12 +211,15 @@ class Report:
 
     def _write_line(self, values: dict[str, Any]) -> None:
         """Write a line: `values` of the last step; times, memory and routers of all ranks since the last line."""
-        timers, routers = self._over_ranks()
+        timers, routers, paces = self._over_ranks()
+        slow = {"slow_ranks": news} if (news := self._pace.news(values["step"], paces)) else {}
         because = {"skipped_because": self._skipped_because} if self._skipped_because else {}
         rates = self._throughput.rates(timers["step"][1] / self._since_last_line)
         self._since_last_line, self._skipped_because = 0, None
         memory = {"peak_memory_bytes": self._peak_memory}
-        self._add({**values, **because, **rates, **memory, **routers, "timers": timers})
+        self._add({**values, **because, **rates, **memory, **routers, "timers": timers, **slow})
+        if slow:
+            self._progress(step=values["step"], **slow)
 
     def evaluation(self, step: int, name: str, loss: float) -> None:
         """Write a line `{"step": ..., name: loss}` with the name `validation_loss` or `test_loss`."""
@@ -243,20 +272,25 @@ class Report:
     def _add(self, line: dict[str, Any]) -> None:
         self.metrics.append(line)
         self._lines.write(line)
-        self._scalar_lines.write(*scalars(line))
+        numbers = list(scalars(line))
+        self._scalar_lines.write(*numbers)
+        if self._tensorboard is not None:
+            self._tensorboard.write(numbers)
 
     def _progress(self, **values: Any) -> None:
         if self._writes:
             report_progress(values)
 
-    def _over_ranks(self) -> tuple[dict[str, tuple[float, float]], dict[str, Any]]:
-        """Return (least, most) seconds of each timer over all ranks and the routers' metrics, since the last line.
+    def _over_ranks(self) -> tuple[dict[str, tuple[float, float]], dict[str, Any], Sequence[Pace]]:
+        """Return (least, most) seconds of each timer over all ranks, the routers' metrics since the last line, and the
+        pace of each rank.
 
         The peak of memory becomes that of all ranks.
         """
         of_routers = {} if self._routers is None else self._routers.take()
-        own: tuple[dict[str, float], LayerMetrics, int] = self._timers.take(), of_routers, self._peak_memory
+        own: tuple[dict[str, float], LayerMetrics, int, Pace]
+        own = self._timers.take(), of_routers, self._peak_memory, self._pace.pace()
         with comm_scope(layer="timers", phase="report"):
-            timers, routers, peaks = zip(*gather_objects(own, self._groups.world))
+            timers, routers, peaks, paces = zip(*gather_objects(own, self._groups.world))
         self._peak_memory = max(peaks)
-        return min_max_over_ranks(timers), router_line(routers) if any(routers) else {}
+        return min_max_over_ranks(timers), router_line(routers) if any(routers) else {}, paces

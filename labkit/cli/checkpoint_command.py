@@ -1,0 +1,197 @@
+"""`labkit checkpoint`: list and verify the checkpoints of a run, export and import weights in Hugging Face's form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from labkit.cli.arguments import Arguments, Command, Option
+from labkit.cli.command_line import CommandFailedError
+from labkit.config.errors import nearest, shown
+from labkit.train.checkpoint.inventory import checkpoints_at, chosen, row_of, size_words, strays
+from labkit.train.checkpoint.manifest import MANIFEST, CheckpointError, latest_step, remains_in
+
+WEIGHTS = "model.safetensors"
+"""Name of the weights in a folder that transformers loads."""
+DTYPES = ("fp32", "bf16", "fp16")
+"""Words of --dtype."""
+
+
+def execute(arguments: Arguments) -> int:
+    """Check the words and options of the action, and do it."""
+    words = arguments.words
+    if not words or words[0] not in ACTIONS:
+        given = f"{shown(words[0])}: there is no such action" if words else "no action named"
+        hint = nearest(words[0], ACTIONS) if words else ""
+        arguments.refuse([f"{given}; give one of {', '.join(ACTIONS)}, as in {COMMAND.example}{hint}"])
+    action = ACTIONS[words[0]]
+    problems = []
+    if len(words) - 1 != len(action.words):
+        rule = f"takes {' and '.join(action.words)}, and {len(words) - 1} words are given"
+        problems.append(f"{words[0]} {rule}: labkit checkpoint {words[0]} {' '.join(action.words)}")
+    for option in COMMAND.options:
+        value = arguments.options[option.key]
+        given = value is not None and value is not False
+        if given and option.key not in action.options:
+            users = " and ".join(name for name, other in ACTIONS.items() if option.key in other.options)
+            problems.append(f"--{option.name}: only {users} reads it; leave it out")
+        elif given and (rule := option.broken(value)):
+            problems.append(f"--{option.name} {shown(value)}: {rule}")
+    arguments.refuse(problems)
+    return action.do(arguments, *map(Path, words[1:]))
+
+
+def _list(arguments: Arguments, folder: Path) -> int:
+    """One line for each checkpoint."""
+    rows = [row_of(path) for path in _found(arguments, folder)]
+    facts = [row.facts for row in rows if row.facts]
+    widths = [max(map(len, column)) for column in zip(*facts)]
+    latest = latest_step(folder)
+    for row in rows:
+        words = [f"{fact:<{width}}" for fact, width in zip(row.facts, widths)]
+        state = f"damaged: {row.damage}" if row.damage else "complete"
+        mark = ["latest"] if latest is not None and row.folder.name == f"step_{latest:08d}" else []
+        print("   ".join([row.folder.name, *words, state, *mark]))
+    return 0
+
+
+def _verify(arguments: Arguments, folder: Path) -> int:
+    """Read every byte of each checkpoint; fail with each file and tensor that is not as it was written."""
+    bad = []
+    for path in _found(arguments, folder):
+        problems = list(_problems(path))
+        bad += problems
+        if problems:
+            print(f"{path}: damaged", flush=True)
+    for cut in remains_in(folder):
+        print(f"{cut}: a checkpoint that was never finished; no run reads it, and the next run here removes it")
+    if bad:
+        raise CommandFailedError("\n  ".join([f"{len(bad)} problem{'s' if len(bad) > 1 else ''}", *bad]))
+    return 0
+
+
+def _problems(path: Path) -> Iterator[str]:
+    """A sentence for each problem of one checkpoint; a good one is printed."""
+    from labkit.train.checkpoint.shard_files import Reader
+
+    try:
+        reader = Reader(path)
+    except CheckpointError as error:
+        yield str(error)
+        return
+    stored, problems = reader.manifest, reader.problems()
+    reader.close()
+    problems += [f"{path / name} does not belong to the checkpoint; remove it" for name in strays(path, stored)]
+    yield from problems
+    if not problems:
+        size = size_words(sum(file.size for file in stored.files.values()))
+        files = f"{len(stored.files)} file{'' if len(stored.files) == 1 else 's'}"
+        print(f"{path}: good, {files}, {len(stored.tensors)} tensors, {size}", flush=True)
+
+
+def _export(arguments: Arguments, folder: Path, out: Path) -> int:
+    """Write the weights of one checkpoint in Hugging Face's names."""
+    options = arguments.options
+    as_file = out.suffix == ".safetensors" and not out.is_dir()
+    target = out if as_file else out / WEIGHTS
+    arguments.refuse(_in_the_way(out, target, as_file=as_file, overwrite=options["overwrite"]))
+    from labkit.train.checkpoint.exchange import PRECISIONS, Export, export_folder, export_weights
+    from labkit.train.checkpoint.shard_files import Reader
+
+    try:
+        path = chosen(folder, options["step"])
+    except CheckpointError as error:
+        arguments.refuse([str(error)])
+        raise
+    try:
+        reader = Reader(path)
+        if problems := reader.problems():
+            raise CheckpointError(f"{'; '.join(problems[:3])}; --step exports another checkpoint")
+        export = Export(reader, PRECISIONS.get(options["dtype"]))
+        written = export_weights(export, target) if as_file else export_folder(export, out, WEIGHTS)
+    except (CheckpointError, OSError) as error:
+        raise CommandFailedError(f"export of {path} to {target}: {error}") from error
+    beside = "" if as_file else ", with config.json"
+    size = size_words(written.size)
+    print(f"{target}: {len(export.likes)} tensors of a {export.family}, {size}, from {path.name}{beside}")
+    return 0
+
+
+def _in_the_way(out: Path, target: Path, *, as_file: bool, overwrite: bool) -> list[str]:
+    """Problems of the place of an export."""
+    name = shown(str(out), 200)
+    if as_file and not out.parent.is_dir():
+        return [f"OUT {name}: there is no folder {shown(str(out.parent), 200)}; make it first"]
+    if not as_file and out.exists() and not out.is_dir():
+        return [f"OUT {name}: is a file; give a folder, or a name that ends with .safetensors"]
+    if (target.parent / MANIFEST).exists():
+        return [f"OUT {name}: lies in a checkpoint, whose files stay as they are; give another place"]
+    there = [path for path in (target, out / "config.json") if path.exists()]
+    if there and not overwrite:
+        return [f"OUT {shown(str(there[0]), 200)}: exists; --overwrite replaces it"]
+    return []
+
+
+def _import(arguments: Arguments, folder: Path, source: Path) -> int:
+    """Write a model's weights as a checkpoint, and print its fields as YAML for the configuration of a run."""
+    from labkit.config import yaml_text
+    from labkit.train.checkpoint.exchange import Import, import_weights
+
+    if folder.exists() and not folder.is_dir():
+        arguments.refuse([f"DIR {shown(str(folder), 200)}: is a file; give a folder"])
+    try:
+        manifest = import_weights(Import(source), folder)
+    except CheckpointError as error:
+        arguments.refuse([str(error)])
+        raise
+    except OSError as error:
+        raise CommandFailedError(f"import to {folder}: {error}") from error
+    size = size_words(sum(file.size for file in manifest.files.values()))
+    start = f"a run of this model starts from them by --checkpoint.load {folder}"
+    print(f"# {len(manifest.tensors)} tensors, {size}: {start}")
+    print(yaml_text.dump(manifest.config), end="")
+    return 0
+
+
+def _found(arguments: Arguments, folder: Path) -> list[Path]:
+    try:
+        return checkpoints_at(folder)
+    except CheckpointError as error:
+        arguments.refuse([str(error)])
+        raise
+
+
+class Action(NamedTuple):
+    """One of the things that the command does."""
+
+    do: Callable[..., int]
+    """Takes the arguments and a path for each of `words`."""
+    words: tuple[str, ...]
+    """Names of the paths."""
+    options: tuple[str, ...] = ()
+    """The options that it reads."""
+
+
+ACTIONS: dict[str, Action] = {
+    "list": Action(_list, ("DIR",)),
+    "verify": Action(_verify, ("DIR",)),
+    "export": Action(_export, ("DIR", "OUT"), ("step", "dtype", "overwrite")),
+    "import": Action(_import, ("DIR", "SOURCE")),
+}
+
+COMMAND = Command(
+    name="checkpoint",
+    summary="Checkpoints of a run: `list DIR` shows them, `verify DIR` reads every byte, `export DIR OUT` writes the "
+    "weights in Hugging Face's names (OUT.safetensors, or a folder with config.json), and `import DIR SOURCE` makes a "
+    "checkpoint of a model's folder or safetensors file. DIR is checkpoint.dir of a run; verify and export also take "
+    "one step in it.",
+    options=(
+        Option("step", "int", "export the checkpoint of this step; the latest where not given", ge=0),
+        Option("dtype", "str", "type of exported weights; that of the stored ones where not given", choices=DTYPES),
+        Option("overwrite", "bool", "export over existing files", False),
+    ),
+    execute=execute,
+    example="labkit checkpoint export runs/a model.safetensors --dtype bf16",
+    words="list|verify|export|import DIR [OUT|SOURCE]",
+)

@@ -1,0 +1,120 @@
+"""The checkpoints under a path, and the facts that their manifests tell. Needs no torch and reads no tensor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from labkit.train.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    latest_step,
+    read_manifest,
+    remains_in,
+    step_folder,
+    steps_in,
+)
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoints in the folder of a run, oldest first; or `path` itself, if it is a checkpoint, damaged or not.
+
+    Raises CheckpointError if there is none.
+    """
+    if steps := steps_in(path):
+        return [step_folder(path, step) for step in steps]
+    here = path.resolve()
+    if path.is_dir() and here in [step_folder(here.parent, step) for step in steps_in(here.parent)]:
+        return [path]
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no folder; give the folder of a run's checkpoints, or one of its steps")
+    cut = f"; {remains_in(path)[0].name} was never finished" if remains_in(path) else ""
+    raise CheckpointError(
+        f"{path} holds no checkpoint{cut}; give a folder with step_00000001 or similar in it, or one of these"
+    )
+
+
+def chosen(path: Path, step: int | None) -> Path:
+    """The checkpoint of `step` under `path`, or the one that a run would resume from. Raises CheckpointError."""
+    found = checkpoints_at(path)
+    if step is None:
+        latest = latest_step(path)
+        return found[0] if latest is None else step_folder(path, latest)
+    for folder in found:
+        if folder.name == step_folder(path, step).name:
+            return folder
+    raise CheckpointError(f"{path} has no checkpoint of step {step}; it has {', '.join(f.name for f in found)}")
+
+
+def strays(folder: Path, manifest: Manifest) -> list[str]:
+    """Names in the folder of a checkpoint that its manifest does not list."""
+    return sorted({path.name for path in folder.iterdir()} - {MANIFEST, *manifest.files})
+
+
+@dataclass(frozen=True)
+class Row:
+    """One checkpoint in a list."""
+
+    folder: Path
+    """The checkpoint."""
+    facts: tuple[str, ...]
+    """Size, ranks and layout, precision, date; empty without a manifest."""
+    damage: str
+    """The first thing that is wrong, as far as manifest and sizes of files tell; empty for a complete checkpoint."""
+
+
+def row_of(folder: Path) -> Row:
+    """The row of a checkpoint."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return Row(folder, (), str(error))
+    size = sum(file.size for file in manifest.files.values())
+    date = time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / MANIFEST).stat().st_mtime))
+    facts = (size_words(size), layout_words(manifest), _precision(manifest), date)
+    return Row(folder, facts, next(_wrong_sizes(folder, manifest), ""))
+
+
+def _wrong_sizes(folder: Path, manifest: Manifest) -> Iterator[str]:
+    for name, file in manifest.files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            yield f"{name} cannot be found ({error.strerror or error})"
+            continue
+        if size != file.size:
+            yield f"{name} has {size:,} bytes where {file.size:,} were written"
+
+
+def size_words(size: int) -> str:
+    """`812 bytes`, `1.3 MB`, `94.0 GB`."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size} bytes"
+
+
+def layout_words(manifest: Manifest) -> str:
+    """`8 ranks: tp2 x pp2 x dp2`, or `imported`."""
+    layout: dict[str, Any] = manifest.config.get("parallel", {})
+    if not layout:
+        return "imported"
+    ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size:,} ranks"
+    sizes = {axis: layout.get(axis) or 1 for axis in ("tp", "cp", "pp")}
+    sizes["dp"] = manifest.world_size // (sizes["tp"] * sizes["cp"] * sizes["pp"])
+    sizes |= {axis: layout.get(axis) or 1 for axis in ("vpp", "ep")}
+    words = " x ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
+    return f"{ranks}: {words}" if words else ranks
+
+
+def _precision(manifest: Manifest) -> str:
+    """The run's precision; of imported weights the types of the tensors."""
+    optim = manifest.config.get("optim")
+    if optim is None:
+        return " ".join(sorted({tensor.dtype for tensor in manifest.tensors.values()}))
+    fp8 = optim.get("fp8", "none")
+    return f"{optim.get('precision')}{'' if fp8 == 'none' else f' fp8 {fp8}'}"

@@ -1,0 +1,205 @@
+"""The choice of the checkpoint with which a run begins, and the fields that may differ from it. Needs no torch.
+
+`checkpoint.load` says where to look:
+
+    (nothing)   resume from checkpoint.dir if it holds a checkpoint, else start anew
+    latest      resume from checkpoint.dir, which must hold one
+    none        start anew; refused if checkpoint.dir holds checkpoints, since the two runs would mix
+    PATH        a folder of checkpoints or one of its steps; checkpoint.dir comes first if it holds a checkpoint by now,
+                so that a restarted run goes on from where it was
+
+A resumed run may have another layout, precision, batch size, schedule or number of steps: each difference is said. It
+must have the same model: fields of `MODEL_FIELDS` are refused one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from labkit.config import RunConfig
+from labkit.config.errors import shown
+from labkit.train.checkpoint.manifest import CheckpointError, Manifest, lock_folder, newest_first, read_manifest
+
+MODEL_FIELDS = (
+    "model.family",
+    "model.layers",
+    "model.hidden",
+    "model.heads",
+    "model.kv_heads",
+    "model.ffn_hidden",
+    "model.vocab_size",
+    "model.position",
+    "model.rope_theta",
+    "model.norm",
+    "model.norm_eps",
+    "model.activation",
+    "model.bias",
+    "model.untie_embeddings_and_output_weights",
+    "moe.num_experts",
+    "moe.ffn_hidden",
+    "moe.layer_freq",
+    "moe.top_k",
+    "moe.score_function",
+    "moe.pre_softmax",
+    "moe.num_groups",
+    "moe.group_topk",
+    "moe.topk_scaling_factor",
+    "moe.expert_bias",
+    "moe.shared_expert_ffn_hidden",
+    "moe.shared_expert_gate",
+)
+"""Fields that change the tensors of a model, or what it computes from them."""
+_OF_THIS_LAUNCH = ("checkpoint.", "train.output_dir", "train.overwrite", "train.allow_oversubscription")
+"""Fields whose difference says nothing about the training."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of the training loop, the same on all ranks."""
+
+    step: int = 0
+    """Finished steps."""
+    consumed_samples: int = 0
+    """Training samples that these steps read."""
+    skipped_steps: int = 0
+    """Steps that changed no weight."""
+
+    def after(self, step: int, samples: int, skipped_steps: int) -> Progress:
+        """The state after `step` steps, of which those behind this state read `samples` each."""
+        return Progress(step, self.consumed_samples + (step - self.step) * samples, skipped_steps)
+
+
+def to_try(config: RunConfig) -> list[Path]:
+    """The checkpoints from which the run may begin, in the order in which it tries them; empty to start anew.
+
+    Raises CheckpointError if `checkpoint.load` names nothing, or would mix two runs.
+    """
+    given = config.checkpoint
+    own = newest_first(Path(given.dir)) if given.dir is not None else []
+    if given.load == "none":
+        if own:
+            raise CheckpointError(
+                f"checkpoint.load = 'none' starts a new run, and checkpoint.dir = {shown(given.dir, 200)} holds the "
+                f"checkpoints of another, {own[0].name} the latest; name another checkpoint.dir, or remove them"
+            )
+        return []
+    if given.load == "latest" and not own:
+        raise CheckpointError(
+            f"checkpoint.load = 'latest': checkpoint.dir = {shown(given.dir, 200)} holds no checkpoint; name the "
+            "folder that does, or leave checkpoint.load out to start anew"
+        )
+    if given.load in (None, "latest"):
+        return own
+    path = Path(given.load)
+    inside = given.dir is not None and path.absolute().is_relative_to(Path(given.dir).absolute())
+    if own and not inside:
+        return own
+    found = newest_first(path) or ([path] if (path / "manifest.json").exists() else [])
+    if not found:
+        raise CheckpointError(
+            f"checkpoint.load = {shown(given.load, 200)} holds no checkpoint; name a folder with step_00000001 or "
+            "similar in it, one of these, latest, or none"
+        )
+    return found
+
+
+def busy(config: RunConfig) -> str:
+    """The sentence for a folder that another run has locked."""
+    return (
+        f"checkpoint.dir = {shown(config.checkpoint.dir, 200)}: another run saves its checkpoints there; name another "
+        "folder, or wait until that run has ended"
+    )
+
+
+def problems(config: RunConfig) -> list[str]:
+    """Sentences for everything that keeps the run from its checkpoints, as far as manifests and the lock tell."""
+    given = config.checkpoint.dir
+    if given is not None and Path(given).is_dir():
+        held = lock_folder(Path(given))
+        if held is None:
+            return [busy(config)]
+        os.close(held)
+    try:
+        paths = to_try(config)
+    except CheckpointError as error:
+        return [str(error)]
+    failed = []
+    for path in paths:
+        try:
+            return model_differences(read_manifest(path), config)
+        except CheckpointError as error:
+            failed.append(str(error))
+    return failed
+
+
+def model_differences(manifest: Manifest, config: RunConfig) -> list[str]:
+    """A sentence for each field with which the checkpoint's model is another one than the configured."""
+    fields = [*MODEL_FIELDS]
+    if config.model.position == "learned":
+        fields.append("model.seq_length")  # the rows of the position table
+    return [
+        f"{name} = {shown(new)}: the checkpoint of step {manifest.step} has {shown(old)}, and resuming needs the same "
+        f"model; set it to {shown(old)}, or start anew with checkpoint.load = none and another checkpoint.dir"
+        for name, old, new in _changed(_spelled_out(manifest.config), _spelled_out(config.to_dict()))
+        if name in fields
+    ]
+
+
+def _spelled_out(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with the sizes for which None stands: key/value heads, the widths of MLP and experts."""
+    model, moe = dict(config.get("model", {})), dict(config.get("moe", {}))
+    if model.get("kv_heads") is None and "heads" in model:
+        model["kv_heads"] = model["heads"]
+    if model.get("ffn_hidden") is None and "hidden" in model:
+        model["ffn_hidden"] = 4 * model["hidden"]
+    if moe.get("ffn_hidden") is None and moe.get("num_experts"):
+        moe["ffn_hidden"] = model.get("ffn_hidden")
+    return {**config, "model": model, "moe": moe}
+
+
+def other_differences(manifest: Manifest, config: RunConfig) -> list[str]:
+    """`train.global_batch_size 16 -> 32` for each other field that has changed; the new values hold."""
+    fields = (*MODEL_FIELDS, *_OF_THIS_LAUNCH)
+    return [
+        f"{name} {shown(old)} -> {shown(new)}"
+        for name, old, new in _changed(manifest.config, config.to_dict())
+        if not name.startswith(fields)
+    ]
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(field, value in the checkpoint, value now); fields that one of the two does not know are left out."""
+    for section, values in before.items():
+        for name, old in values.items():
+            new = now.get(section, {}).get(name, old)
+            if new != old:
+                yield f"{section}.{name}", old, new
+
+
+def same_layout(manifest: Manifest, config: RunConfig, world_size: int) -> bool:
+    """True if every rank has the place that it had in the run that saved."""
+    layout = manifest.config.get("parallel")
+    return manifest.world_size == world_size and layout == config.to_dict()["parallel"]
+
+
+def continues_folder(config: RunConfig) -> bool:
+    """True if the run resumes from a checkpoint of a run that wrote into the same `train.output_dir`."""
+    if config.train.output_dir is None:
+        return False
+    manifest = first_readable(config)
+    before = manifest and manifest.config.get("train", {}).get("output_dir")
+    return bool(before) and Path(before).absolute() == Path(config.train.output_dir).absolute()
+
+
+def first_readable(config: RunConfig) -> Manifest | None:
+    """The manifest with which the run will probably begin; tensors are not looked at."""
+    with contextlib.suppress(CheckpointError):
+        for path in to_try(config):
+            with contextlib.suppress(CheckpointError):
+                return read_manifest(path)
+    return None
