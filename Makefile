@@ -17,7 +17,7 @@ ENGINE := transformer_engine==2.20.2
 BENCHMARKS = $(filter-out benchmarks/gpu.py,$(shell grep -l __main__ benchmarks/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help run lab test sweep chapters gpu bench clean
+.PHONY: help run lab test sweep faults chapters gpu bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## */\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -34,6 +34,9 @@ test: $(INSTALLED_DEV)  ## everything that must pass: lint, types, layers, tests
 
 sweep: $(INSTALLED_DEV)  ## the long matrices that `make test` covers by a subset; PART=list names its parts, PART=faults runs one
 	$(BIN)/python scripts/sweep.py $(PART)
+
+faults: $(INSTALLED_DEV)  ## kill, stop, damage and fill what a run needs, hundreds of times; results in docs/survival.md; PART as for sweep
+	$(BIN)/python scripts/survival.py $(PART)
 
 chapters: $(INSTALLED_DEV)  ## execute every chapter again and store its outputs
 	$(BIN)/python scripts/run_chapters.py

@@ -13,7 +13,7 @@ import pytest
 PACKAGES = {
     "hypothesis": "hypothesis", "papermill": "papermill", "nbformat": "nbformat", "nbval": "nbval",
     "IPython": "jupyterlab", "ipywidgets": "ipywidgets", "matplotlib": "matplotlib", "yaml": "PyYAML",
-    "tokenizers": "tokenizers", "safetensors": "safetensors",
+    "tokenizers": "tokenizers", "safetensors": "safetensors", "xxhash": "xxhash",
     "transformers": "transformers", "megatron": "megatron-core",
 }  # fmt: skip
 """Module -> package, of all that labkit names and a bare machine may lack."""

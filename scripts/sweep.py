@@ -23,6 +23,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 STATE = ROOT / "build" / "sweep"
 PARALLEL = "tests/parallel"
+SURVIVAL = f"{PARALLEL}/survival"
 PARTS: dict[str, list[str]] = {
     "faults": [f"{PARALLEL}/test_planted_faults.py", "-k", "not float32"],
     "faults-float32": [f"{PARALLEL}/test_planted_faults.py", "-k", "float32"],
@@ -34,6 +35,12 @@ PARTS: dict[str, list[str]] = {
     "gpu-suite": [f"{PARALLEL}/test_gpu_suite_bare.py"],
     "chapters": ["tests/notebooks"],
     "browser": ["tests/browser"],
+    "survival-saves": [f"{SURVIVAL}/test_killed_saves.py"],
+    "survival-ranks": [f"{SURVIVAL}/test_{name}.py" for name in ("killed_ranks", "silent_ranks", "one_folder")],
+    "survival-files": [f"{SURVIVAL}/test_damaged_files.py", f"{SURVIVAL}/test_no_room.py"],
+    "survival-layouts": [f"{SURVIVAL}/test_resumed_layouts.py"],
+    "survival-signals": [f"{SURVIVAL}/test_signals.py"],
+    "survival-soak": [f"{SURVIVAL}/test_soak.py"],
 }
 """pytest's arguments by part; what none of them names is the part `rest`."""
 NAMED = sorted({word for words in PARTS.values() for word in words if word.startswith("tests/")})

@@ -34,6 +34,8 @@ GENTLE_BASES = ("gpipe", "gpipe_split", "forward_only")
 
 def swap(rng, rows):
     """Two cells of a row."""
+    if all(len(row) < 2 for row in rows):
+        return  # earlier mutations have left nothing to swap
     row = rng.choice([row for row in rows if len(row) > 1])
     i, j = rng.sample(range(len(row)), 2)
     row[i], row[j] = row[j], row[i]
@@ -41,6 +43,8 @@ def swap(rng, rows):
 
 def swap_neighbours(rng, rows):
     """A cell and the next one."""
+    if all(len(row) < 2 for row in rows):
+        return  # earlier mutations have left nothing to swap
     row = rng.choice([row for row in rows if len(row) > 1])
     i = rng.randrange(len(row) - 1)
     row[i], row[i + 1] = row[i + 1], row[i]

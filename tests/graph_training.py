@@ -29,7 +29,7 @@ class Training:
     def __init__(self, config: RunConfig, forward_step=gpt_forward_step) -> None:
         run = initialize(config)
         chunks, self.optimizer, self.lr = setup_model_and_optimizer(run)
-        self.timers, self.batches = run.timers, build_data_iterators(run).train
+        self.timers, self.batches = run.timers, build_data_iterators(run).train(0)
         self.pipeline = Pipeline(config, run.groups, chunks, forward_step, run.schedule)
         self.step = 0
 

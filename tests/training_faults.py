@@ -217,6 +217,20 @@ PRECISION = [
         "tests/parallel/test_numerical_faults.py -k planted",
     ),
     Fault(
+        "only the rank that was asked leaves the loop",
+        "gradient_statistics",
+        "ranks > 0",
+        "stop",
+        "tests/parallel/test_gradients.py -k counts_every_element",
+    ),
+    Fault(
+        "a loss that is not finite ends a run that should skip",
+        "cause_of_skip",
+        "stops and losses",
+        "losses",
+        "tests/parallel/test_numerical_faults.py -k may_skip",
+    ),
+    Fault(
         "scaled gradients reach the optimizer",
         "train_step",
         "clip_factor(norm, clip_grad or math.inf) / scale",

@@ -14,6 +14,8 @@ from labkit.launch import rank_info, run
 from labkit.models import GPTModel
 from labkit.parallel import all_reduce, initialize_model_parallel, record_of, single_process_groups
 from labkit.parallel.parameters.weights import gather_parameter
+from labkit.train import TrainResult
+from labkit.train.reporting.device_peaks import known_peak
 
 pytestmark = pytest.mark.gpu
 
@@ -71,7 +73,7 @@ def test_bf16_is_float32_but_for_rounding(config: ModelConfig) -> None:
         assert error < 0.1, (name, error)
 
 
-def train_in_bf16() -> tuple[str, list[float]]:
+def train_in_bf16() -> tuple[str, TrainResult]:
     from labkit.train import pretrain
 
     model = ModelConfig(layers=2, hidden=64, heads=4, vocab_size=1024, seq_length=64)
@@ -80,13 +82,16 @@ def train_in_bf16() -> tuple[str, list[float]]:
         optim=OptimConfig(precision="bf16", lr=2e-3),
         train=TrainConfig(steps=8, micro_batch_size=4, global_batch_size=8),
     )
-    return f"{rank_info().backend} {rank_info().device.type}", pretrain(config).losses
+    return f"{rank_info().backend} {rank_info().device.type}", pretrain(config)
 
 
 def test_bf16_steps_lower_the_loss_on_one_nccl_rank() -> None:
-    [(where, losses)] = run(train_in_bf16, 1, device="cuda", timeout=180)
+    [(where, result)] = run(train_in_bf16, 1, device="cuda", timeout=180)
     assert where == "nccl cuda"
-    assert losses[-1] < losses[0] - 0.3
+    assert result.losses[-1] < result.losses[0] - 0.3
+    known = known_peak(torch.cuda.get_device_name()) is not None
+    assert ["mfu" in line for line in result.metrics if "loss" in line] == [known] * 8
+    assert all(0 < share < 1 for _, share in result.series("mfu"))
 
 
 def shared_gpu(config: ModelConfig, tp: int, sequence_parallel: bool) -> tuple[str, dict[str, Tensor]]:

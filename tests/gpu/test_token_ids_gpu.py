@@ -35,7 +35,7 @@ def made(**changes: Any) -> tuple[Pipeline, Any, Iterator[dict[str, Tensor]]]:
     assert run.groups.device.type == "cuda"
     chunks, optimizer, _ = setup_model_and_optimizer(run)
     pipeline = Pipeline(config, run.groups, chunks, gpt_forward_step, run.schedule)
-    return pipeline, optimizer, build_data_iterators(run).train
+    return pipeline, optimizer, build_data_iterators(run).train(0)
 
 
 @contextmanager

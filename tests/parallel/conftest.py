@@ -9,7 +9,7 @@ from labkit.launch import Ranks, preload
 
 # A rank that makes an optimizer imports torch's compiler, which takes a second, and labkit itself another tenth. The
 # fork server imports both once, so that each of the thousands of ranks here starts with them.
-preload("torch._dynamo", "labkit.train.parity", "labkit.train.pretraining")
+preload("torch._dynamo", "labkit.train.parity", "labkit.train.pretraining", "labkit.train.checkpoint.checkpoints")
 
 
 @pytest.fixture(scope="module")

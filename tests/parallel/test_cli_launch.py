@@ -30,8 +30,10 @@ SMALL = ["--preset", "tiny", "--layers", "2", "--hidden", "16", "--heads", "2", 
 
 def test_train_prints_the_final_losses_and_writes_metrics(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--tensor-model-parallel-size", "2", "--steps", "2", "--eval-steps", "1", "--output-dir", str(tmp_path)]
-    assert main(["train", *SMALL, *words]) == 0  # two ranks: the fewest that the layout allows
+    board = tmp_path / "board"
+    assert main(["train", *SMALL, *words, "--tensorboard-dir", str(board)]) == 0  # two ranks: the fewest of the layout
     out, err = capfd.readouterr()
+    assert len(list(board.iterdir())) == 1, "rank 0 alone writes for TensorBoard"
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     final = [line["loss"] for line in lines if "loss" in line][-1]
     assert out.startswith("2 ranks: tp 2 x cp 1 x dp 1 x pp 1, 2 steps of 4 samples")
@@ -41,7 +43,7 @@ def test_train_prints_the_final_losses_and_writes_metrics(tmp_path: Path, capfd:
     last = [line for line in lines if "loss" in line][-1]
     assert f"step 2 of 2: loss {final:.4f}  " in err and f"lr {last['learning_rate']:.2e}" in err and " tokens/s" in err
     assert re.search(r"^step 2 of 2: validation loss \d", err, re.M) and "\r" not in err
-    names = ["config.yaml", "metrics.jsonl", "run.json", "scalars.jsonl"]
+    names = ["board", "config.yaml", "metrics.jsonl", "run.json", "scalars.jsonl"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
@@ -176,6 +178,8 @@ def test_two_runs_into_one_folder_and_one_that_is_killed(tmp_path: Path, capfd: 
         for more in ([], ["--overwrite"]):
             assert main([*words, "1", *more]) == 2
             assert f"process {first.pid} on " in capfd.readouterr().err
+        assert main(["watch", str(tmp_path)]) == 0
+        assert re.match(r"\S+  running     step \d+ of 100000: loss \d.*  ETA \d", capfd.readouterr().out)
         assert first.poll() is None
     finally:
         first.send_signal(signal.SIGKILL)
@@ -185,6 +189,8 @@ def test_two_runs_into_one_folder_and_one_that_is_killed(tmp_path: Path, capfd: 
     while (said := folder_problem(RunConfig().override({"output_dir": str(tmp_path)}).train)).endswith("has ended"):
         time.sleep(0.05)  # its ranks are being killed
     assert "holds a run that did not finish" in said
+    assert main(["watch", str(tmp_path)]) == 0
+    assert re.match(r"\S+  unfinished  step \d+ of 100000: loss ", capfd.readouterr().out)
     assert main([*words, "1"]) == 2 and "did not finish" in capfd.readouterr().err
     assert main([*words, "1", "--overwrite"]) == 0
     assert len(metrics.read_text().splitlines()) == 1

@@ -181,7 +181,10 @@ def counted(layout: dict[str, int]) -> tuple[int, int, float, float, dict[str, i
     if others:
         others[-1].view(-1)[0] = math.nan if groups.rank == groups.world_size - 1 else 0.0
     spoiled = gradient_statistics(pieces, others, optimizer.norm_groups, groups.device)
-    assert spoiled == (statistics.norm, False), "a replica that is not finite stops every rank and changes no norm"
+    assert spoiled[:2] == (statistics.norm, False), "a replica that is not finite stops every rank and changes no norm"
+    for asking in range(groups.world_size):  # to stop the run
+        asked = gradient_statistics(pieces, others, optimizer.norm_groups, groups.device, stop=groups.rank == asking)
+        assert asked.stop and asked.norm == statistics.norm and not statistics.stop, "every rank hears of it"
     sizes = {name: math.prod(record_of(p).full_shape) for name, p in wrapped.module.named_parameters()}
     names = {name if name == "table" else f"{groups.pp.rank}.{name}": size for name, size in sizes.items()}
     elements = (sum(x.numel() for x in pieces), sum(x.numel() for x in others))

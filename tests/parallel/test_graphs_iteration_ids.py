@@ -109,7 +109,7 @@ def computed(config: RunConfig) -> tuple[str, int]:
     run = initialize(config)
     chunks, optimizer, _ = setup_model_and_optimizer(run)
     pipeline = Pipeline(config, run.groups, chunks, rolled_forward_step, run.schedule)
-    batches = spoiled(other_ids(build_data_iterators(run).train), "other_BS", 1100, BAD_STEP)
+    batches = spoiled(other_ids(build_data_iterators(run).train(0)), "other_BS", 1100, BAD_STEP)
     ended = 0
     before = []
     try:

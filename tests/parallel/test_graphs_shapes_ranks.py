@@ -47,7 +47,7 @@ def losses(config: RunConfig, by_replica) -> tuple[list[float], list[int], list[
     chunks, optimizer, _ = setup_model_and_optimizer(run)
     pipeline = Pipeline(config, run.groups, chunks, gpt_forward_step, run.schedule)
     lengths = by_replica if isinstance(by_replica, list) else by_replica[run.groups.dp.rank]
-    batches, found = cut(build_data_iterators(run).train, lengths), ([], [], [])
+    batches, found = cut(build_data_iterators(run).train(0), lengths), ([], [], [])
     for step in range(config.train.steps):
         made = train_step(pipeline, optimizer, run.timers, batches, step=step, lr=1e-3, clip_grad=1.0)
         found[0].append(made.loss)

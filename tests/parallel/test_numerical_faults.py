@@ -121,9 +121,23 @@ def test_one_bad_gradient_on_one_rank_stops_the_step_everywhere(on_ranks, world_
     """The last rank is the second of every axis: a replica, and one that counts nothing in the norm but its shards."""
     rank = world_size - 1
     planter = Planter("gradient", rank, "layers.1.mlp.fc2.bias", math.nan)
-    results = on_ranks(outcome, world_size, small(**layout), planter)
+    results = on_ranks(outcome, world_size, small(on_not_finite="skip", **layout), planter)
     check_skipped(results, "layers.1.mlp.fc2.bias", rank)
     assert "1 NaN of 32" in results[0]["because"][1]
+
+
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS[:4], ids=lambda value: str(value))
+def test_one_bad_gradient_on_one_rank_ends_the_run_everywhere(on_ranks, world_size: int, layout: dict) -> None:
+    """The default. The error names the step, the rank and the first bad tensor; the bad step changes no weight."""
+    rank = world_size - 1
+    planter = Planter("gradient", rank, "layers.1.mlp.fc2.bias", math.nan)
+    results = on_ranks(outcome, world_size, small(check_for_nan_in_grad=False, **layout), planter)
+    assert len({result["error"] for result in results}) == 1
+    named = f"the gradient of layers.1.mlp.fc2.bias is not finite on rank {rank} ("
+    step = f"step {BAD + 1} (learning rate 0.00075)"
+    assert results[0]["error"].startswith(f"a gradient is not finite at {step}: {named}")
+    assert "train.on_not_finite = skip" in results[0]["error"] and "loss scale" not in results[0]["error"]
+    assert all(len(result["weights"]) == BAD for result in results), "no update after the bad gradient"
 
 
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -133,7 +147,7 @@ def test_one_bad_gradient_on_one_rank_stops_the_step_everywhere(on_ranks, world_
     value=st.sampled_from([math.nan, math.inf, -math.inf]),
 )
 def test_wherever_it_is_planted_all_ranks_agree(on_ranks, rank: int, name: str, value: float) -> None:
-    results = on_ranks(outcome, 4, small(tp=2), Planter("gradient", rank, name, value))
+    results = on_ranks(outcome, 4, small(tp=2, on_not_finite="skip"), Planter("gradient", rank, name, value))
     check_skipped(results, name, rank)
 
 
@@ -148,7 +162,7 @@ def bad_slope(config: RunConfig, rank: int) -> dict[str, Any]:
 )
 def test_the_replica_it_came_from_is_named_and_not_those_that_received_it(on_ranks, how: dict) -> None:
     """All gradients are NaN on rank 1, and by the reduction on all ranks: the one nearest to the loss is named."""
-    results = on_ranks(bad_slope, 4, small(global_batch_size=8, **how), 1)
+    results = on_ranks(bad_slope, 4, small(global_batch_size=8, on_not_finite="skip", **how), 1)
     check_skipped(results, "final_norm.bias", 1)
     assert "on rank 0" not in results[0]["because"][1] and "on rank 2" not in results[0]["because"][1]
 
@@ -167,9 +181,34 @@ def test_one_bad_loss_on_one_rank_ends_the_run_on_all(on_ranks, layout: dict, ra
     assert all(len(result["weights"]) == BAD for result in results), "no update after the bad loss"
 
 
-def test_a_bad_weight_is_named_before_the_losses_it_spoils(on_ranks) -> None:
+@pytest.mark.parametrize(("layout", "rank"), [({"tp": 2}, 1), ({"pp": 2}, 1)], ids=str)
+def test_one_bad_loss_on_one_rank_may_skip_the_step_on_all(on_ranks, layout: dict, rank: int) -> None:
+    results = on_ranks(bad_loss, 2, small(on_not_finite="skip", **layout), rank)
+    for result in results:
+        assert result["changed"] == [False, True] and result["counts"] == [0, 1, 1]
+        assert [math.isfinite(loss) for loss in result["losses"]][::2] == [True, True]
+        assert result["because"] == [None, results[0]["because"][1], None]
+        assert result["because"][1].startswith(f"the loss of microbatch 2 is not finite on rank {rank}")
+
+
+def only_bad_losses(config: RunConfig) -> dict[str, Any]:
+    def forward_step(data_iterator: Any, model: nn.Module) -> Any:
+        output, loss = gpt_forward_step(data_iterator, model)
+        return output, lambda loss_BS: loss(loss_BS * math.nan)
+
+    return outcome(config, forward_step=forward_step)
+
+
+def test_losses_that_never_are_finite_end_the_run(on_ranks) -> None:
+    results = on_ranks(only_bad_losses, 2, small(steps=20, on_not_finite="skip"))
+    assert len({result["error"] for result in results}) == 1
+    assert "10 steps in a row were skipped, the last being step 10, because the loss of" in results[0]["error"]
+
+
+@pytest.mark.parametrize("word", ["stop", "skip"])
+def test_a_bad_weight_ends_the_run_and_is_named_before_the_losses_it_spoils(on_ranks, word: str) -> None:
     planter = Planter("parameter", 0, "layers.0.mlp.fc1.weight", math.inf)
-    results = on_ranks(outcome, 2, small(pp=2), planter)
+    results = on_ranks(outcome, 2, small(pp=2, on_not_finite=word), planter)
     assert len({result["error"] for result in results}) == 1
     named = "parameter layers.0.mlp.fc1.weight is not finite on rank 0 (pp 0): 1 infinite of 4096"
     assert named in results[0]["error"]
@@ -183,22 +222,32 @@ def hopeless(config: RunConfig) -> dict[str, Any]:
     return outcome(config, forward_step=forward_step)
 
 
-@pytest.mark.parametrize("changes", [{}, {"precision": "fp16", "initial_loss_scale": 2.0}], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(
+    "changes", [{"on_not_finite": "skip"}, {"precision": "fp16", "initial_loss_scale": 2.0}], ids=["fp32", "fp16"]
+)
 def test_a_gradient_that_never_is_finite_ends_the_run(on_ranks, changes: dict) -> None:
     """fp16 first lowers its scale to the minimum: one step of patience, one that lowers, then ten in vain."""
     results = on_ranks(hopeless, 2, small(steps=20, **changes))
     assert len({result["error"] for result in results}) == 1
-    last = 10 + (2 if changes else 0)
+    last = 10 + (2 if "precision" in changes else 0)
     assert f"10 steps in a row were skipped, the last being step {last}, because the gradient of" in results[0]["error"]
     first = results[0]["weights"][0]
     assert all(torch.equal(first[name], later[name]) for later in results[0]["weights"] for name in first)
 
 
-def test_a_constant_scale_that_is_too_large_ends_the_run_and_is_named(on_ranks) -> None:
-    results = on_ranks(outcome, 2, small(steps=20, precision="fp16", loss_scale=2.0**40))
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("skip", "10 steps in a row were skipped, the last being step 10, because the gradient of"),
+        ("stop", "a gradient is not finite at step 1 (learning rate 0.001): the gradient of"),
+    ],
+)
+def test_a_constant_scale_that_is_too_large_ends_the_run_and_is_named(on_ranks, word: str, said: str) -> None:
+    config = small(steps=20, precision="fp16", loss_scale=2.0**40, on_not_finite=word)
+    results = on_ranks(outcome, 2, config)
     assert len({result["error"] for result in results}) == 1
     error = results[0]["error"]
-    assert "10 steps in a row were skipped, the last being step 10, because the gradient of" in error
+    assert said in error
     assert error.endswith("optim.loss_scale = 1.099511628e+12 may be too large for fp16: lower it, or set it to null "
                           "for a scale that adapts")  # fmt: skip
 

@@ -55,7 +55,7 @@ def pipeline_of(config: RunConfig) -> tuple[Pipeline, Any, Iterator[dict[str, Te
     run = initialize(config)
     chunks, optimizer, _ = setup_model_and_optimizer(run)
     pipeline = Pipeline(config, run.groups, chunks, gpt_forward_step, run.schedule)
-    return pipeline, optimizer, build_data_iterators(run).train
+    return pipeline, optimizer, build_data_iterators(run).train(0)
 
 
 def spoiled(batches: Iterator[dict[str, Tensor]], key: str, value: int) -> Iterator[dict[str, Tensor]]:

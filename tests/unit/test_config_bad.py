@@ -328,7 +328,8 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"data.path": "/nowhere/text.txt"}, None, "data.path", "no such file"),
     ({"data.path": "/tmp"}, None, "data.path", "is a directory; give a file"),
     ({"data.tokenizer": "/nowhere/t.json"}, None, "data.tokenizer", "no such file"),
-    ({"output_dir": sys.executable}, None, "train.output_dir", "is a file; name a folder"),
+    *[({name: sys.executable}, None, f"train.{name}", "is a file; name a folder") for name in (
+        "output_dir", "tensorboard_dir")],
     ({"write_events": True}, None, "train.write_events", "no effect without train.output_dir; set that"),
     ({"overwrite": True}, None, "train.overwrite", "no effect without train.output_dir; set that"),
 ]  # fmt: skip
@@ -403,7 +404,7 @@ TEXTS: list[tuple[str, str]] = [
 COMMANDS: list[tuple[list[str], str]] = [
     (
         ["grops"],
-        "unknown command 'grops'; commands: doctor, groups, order, train, parity, run; did you mean \"groups\"?",
+        "unknown command 'grops'; commands: doctor, groups, order, train, watch, parity, run; did you mean \"groups\"?",
     ),
     (["--worldsize"], "unknown option '--worldsize'"),
     (["groups"], "--world-size: is missing"),

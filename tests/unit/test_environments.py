@@ -24,8 +24,13 @@ CONDA_NAMES = {
         "torch": "pytorch-gpu",
         "transformer-engine": "transformer-engine-torch",
         "playwright": "playwright-python",
+        "xxhash": "python-xxhash",
     },
-    "environment-cpu.yml": {"torch": "pytorch-cpu", "playwright": "playwright-python"},
+    "environment-cpu.yml": {
+        "torch": "pytorch-cpu",
+        "playwright": "playwright-python",
+        "xxhash": "python-xxhash",
+    },
 }
 """Where conda-forge calls a distribution by another name than the Python index, apart from upper case."""
 

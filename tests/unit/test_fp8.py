@@ -336,13 +336,13 @@ def test_a_resumed_history_scales_like_the_one_that_was_saved() -> None:
         step(layer, seed=seed, std=seed)
         layer.plan.gemms._scaling.end_step()
     resumed = linear("delayed")
-    resumed.plan.gemms._scaling.load_state_dict(layer.plan.gemms._scaling.state_dict())
+    resumed.plan.gemms._scaling.load_layer_states(layer.plan.gemms._scaling.layer_states(), steps=2)
     for _ in range(2):
         assert torch.equal(step(layer)[1], step(resumed)[1])
         for each in (layer, resumed):
             each.plan.gemms._scaling.end_step()
     with pytest.raises(KeyError, match="fc"):
-        resumed.plan.gemms._scaling.load_state_dict({"steps": torch.tensor(1)})
+        resumed.plan.gemms._scaling.load_layer_states({}, steps=1)
 
 
 # ---- the rest ----

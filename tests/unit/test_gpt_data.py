@@ -170,11 +170,13 @@ def test_batch_holds_inputs_labels_and_mask():
     assert bool((batch["loss_mask_BS"] == 1).all())
 
 
-def test_start_step_resumes_where_the_stream_was():
+def test_consumed_samples_resume_where_the_stream_was():
     config = config_of(micro=2, batch=8)
     train, _, _ = build_gpt_datasets(config)
     whole = take(data_iterator(train, config, groups_of(2, 1)), 10)
-    resumed = take(data_iterator(train, config, groups_of(2, 1), start_step=3), 4)
+    resumed = take(
+        data_iterator(train, config, groups_of(2, 1), consumed_samples=3 * config.train.global_batch_size), 4
+    )
     for a, b in zip(whole[6:], resumed):
         assert torch.equal(a["tokens_BS"], b["tokens_BS"])
 

@@ -21,6 +21,7 @@ def fresh(code):
         "import labkit.launch",
         "from labkit.launch import run, Ranks, RankError, rank_info, waiting, report_progress, preload",
         "import labkit; labkit.events; labkit.launch; labkit.config; labkit.schedules",
+        "from labkit.train.reporting.run_records import RunRecords; from labkit.viz import training_curves",
         "from labkit.graphs import plan_buffers, check_plan; check_plan(plan_buffers([1, -1], 2), [1, -1])",
     ],
 )

@@ -14,7 +14,9 @@ TEXTS = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "docs/checkpoints.md",
     "docs/log.md",
+    "docs/running.md",
     "docs/schedules.md",
     "labkit/data/bundled/PROVENANCE.md",
 ]
@@ -64,6 +66,8 @@ def test_command_is_understood(command, tmp_path, monkeypatch, capsys):
     assert main(["train", "--preset", "tiny", "--print_config"]) == 0
     (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
     (tmp_path / "mine.csv").write_text(zero_bubble_h1(4, 8).to_csv())
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
     words = shlex.split(command.split(" > ")[0])[1:]
     if words[0] in ("train", "parity") and "--print-config" not in words:
         words.append("--print_config")

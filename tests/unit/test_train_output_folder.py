@@ -96,7 +96,7 @@ os._exit(9)
 def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
     died = subprocess.run([sys.executable, "-c", CLAIM_AND_DIE, str(tmp_path)], timeout=120, check=False)
     assert died.returncode == 9
-    assert "holds a run that did not finish, and none can be continued yet" in problem(tmp_path)
+    assert "holds a run that did not finish, and no checkpoint of it is resumed" in problem(tmp_path)
     claimed(tmp_path, overwrite=True).finish()
 
 

@@ -50,6 +50,7 @@ GIVEN = {
     "optim.min_lr": [1e-4],
     "data.split": ["80,10,10"],
     "train.output_dir": ["/tmp/nothing-is-written"],
+    "train.tensorboard_dir": ["/tmp/nothing-is-written"],
 }
 FILES = ("schedule.path", "data.path", "data.tokenizer")
 NEVER = ("schedule.use_ring_exchange_p2p",)

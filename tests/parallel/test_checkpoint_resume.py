@@ -1,0 +1,219 @@
+"""Checkpoints under every layout: what was saved comes back to the bit, and a cut run ends as one that was never cut.
+
+Tensors are compared as the files have them, put together by safetensors alone, not by the code that loads.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from labkit.config import ConfigError, RunConfig, presets
+from labkit.launch import info, run
+from labkit.train import pretrain
+from labkit.train.checkpoint.checkpoints import Checkpoints
+from labkit.train.loss_scaler import build_loss_scaler
+from labkit.train.pretraining import initialize, setup_model_and_optimizer
+
+SMALL = {"hidden": 32, "heads": 4, "seq_length": 16, "global_batch_size": 8, "layers": 4, "vocab_size": 1024}
+DROPOUT = dict.fromkeys(("hidden_dropout", "attention_dropout", "embedding_dropout"), 0.1)
+SIGMOID = {"moe.score_function": "sigmoid", "moe.expert_bias": True, "moe.shared_expert_ffn_hidden": 32}
+PLAIN = presets.tiny().override(SMALL)
+LLAMA = presets.llama_tiny().override(
+    SMALL | {"kv_heads": 2, "model.ffn_hidden": 64, "make_vocab_size_divisible_by": 100}
+)
+EXPERTS = presets.tiny_moe().override(SMALL | SIGMOID | {"moe.num_experts": 4, "moe.ffn_hidden": 32})
+ZERO = {"optim.distributed_optimizer": True}
+
+CHAINS = {
+    "dense": (
+        PLAIN,
+        [
+            {"tp": 2, "pp": 2},
+            {"pp": 4},
+            {},
+            {"tp": 4, "sequence_parallel": True},
+            ZERO,
+            {"cp": 2, "tp": 2},
+            {"pp": 2, "vpp": 2},
+            {"pp": 2, "tp": 2, **ZERO},
+            {"pp": 4, "pipeline_layout": "Et|tt|t|L"},
+            {"cp": 4, **ZERO, "optim.bucket_size": 1000},
+            {"pp": 2, "schedule.name": "zbv"},
+            {**ZERO, "optim.num_distributed_optimizer_instances": 2},
+            {"optim.data_parallel": "naive"},
+            {"optim.precision": "bf16", "tp": 2, **ZERO},
+            {"optim.precision": "bf16", "pp": 2},
+            {"optim.precision": "fp16", "cp": 2},
+        ],
+    ),
+    "grouped heads, swiglu, padding": (
+        LLAMA,
+        [{"tp": 4}, {"pp": 2}, {"tp": 2, **ZERO}, {"tp": 4, **ZERO, "sequence_parallel": True}, {"tp": 2, "cp": 2}],
+    ),
+    "experts": (
+        EXPERTS,
+        [
+            {"ep": 2},
+            {"ep": 4, **ZERO},
+            {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
+            {"tp": 2, "pp": 2, "etp": 2, "sequence_parallel": True},
+            {"pp": 2, "ep": 2, "vpp": 2, **ZERO},
+            {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True, **ZERO},
+            {"ep": 4, "pp": 1, "etp": 1, "cp": 2},
+        ],
+    ),
+}
+"""Name -> (configuration, layouts of four ranks). Each layout loads what the one before it saved; the first as well."""
+
+
+def stored(step: Path) -> dict[str, np.ndarray]:
+    """Every whole tensor of a checkpoint by its manifest; rows of no box would stay NaN or -1."""
+    tensors = json.loads((step / "manifest.json").read_bytes())["tensors"]
+    whole = {}
+    for name, tensor in tensors.items():
+        kind = np.dtype(tensor["dtype"])
+        whole[name] = np.full(tensor["shape"], np.nan if kind.kind == "f" else -1 if kind.kind == "i" else 255, kind)
+        for offset, shape, file, _ in tensor["boxes"]:
+            with safe_open(step / file, "numpy") as opened:
+                place = tuple(slice(first, first + size) for first, size in zip(offset, shape))
+                whole[name][place] = opened.get_tensor(f"{name}@{','.join(map(str, offset))}")
+    return whole
+
+
+def differing(one: Path, other: Path, *, but: tuple[str, ...] = ()) -> list[str]:
+    """Names of tensors that differ in a bit, or that one checkpoint has alone."""
+    a, b = stored(one), stored(other)
+    names = {name for name in a.keys() | b.keys() if not name.startswith(but)}
+    return sorted(n for n in names if n not in a or n not in b or a[n].tobytes() != b[n].tobytes())
+
+
+def convert(configs: list[RunConfig]) -> list[tuple[int, int]]:
+    """In each layout after the other: build the model, load, and save what was loaded."""
+    progress = []
+    for config in configs:
+        begun = initialize(config)
+        with begun.groups:
+            chunks, optimizer, _ = setup_model_and_optimizer(begun)
+            scaler = build_loss_scaler(config.optim)
+            with Checkpoints(config, begun.groups, chunks, optimizer, say=info.announce) as checkpoints:
+                found = checkpoints.load(scaler)
+                checkpoints.last = None  # save although the step is the loaded one
+                checkpoints.save(found, scaler)
+                progress.append((found.step, found.consumed_samples))
+    return progress
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_parameters_and_moments_pass_through_every_layout_unchanged(name, tmp_path, on_ranks):
+    config, layouts = CHAINS[name]
+    trained = config.override({**layouts[0], "steps": 2, "checkpoint.dir": str(tmp_path / "0")})
+    on_ranks(pretrain, 4, trained)
+    chain = [
+        config.override(
+            {**layout, "checkpoint.dir": str(tmp_path / str(i)), "checkpoint.load": str(tmp_path / str(i - 1))}
+        )
+        for i, layout in enumerate([*layouts[1:], layouts[0]], start=1)
+    ]
+    assert set(on_ranks(convert, 4, chain)[0]) == {(2, 16)}
+    first = tmp_path / "0" / "step_00000002"
+    assert len([n for n in stored(first) if n.startswith("exp_avg_sq.")]) > 10
+    for i, step in enumerate(chain, start=1):
+        assert differing(first, tmp_path / str(i) / "step_00000002", but=("rng.",)) == [], step.parallel
+
+
+RESUMED = {
+    "tp2 pp2, dropout": PLAIN.override({"tp": 2, "pp": 2, **DROPOUT}),
+    "zero, dropout, bf16": PLAIN.override({**ZERO, "optim.precision": "bf16", **DROPOUT, "overlap_param_gather": True}),
+    "fp16 with a moving scale": PLAIN.override({"cp": 2, "precision": "fp16", "loss_scale_window": 2}),
+    "fp8 with a history": PLAIN.override({"tp": 2, "optim.fp8": "hybrid"}),
+    "experts": EXPERTS.override({"ep": 2, "tp": 2, "etp": 1, "sequence_parallel": True, "moe.input_jitter": 0.01}),
+    "vpp, asynchronous": PLAIN.override(
+        {"pp": 2, "vpp": 2, **DROPOUT, "checkpoint.dir": "x", "checkpoint.asynchronous": True}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_cut_run_ends_as_one_that_was_never_cut(name, tmp_path, on_ranks):
+    config = RESUMED[name].override({"steps": 6, "interval": 2, "keep": 9, "decay_steps": 6, "warmup_steps": 3})
+    straight, cut = (config.override({"checkpoint.dir": str(tmp_path / folder)}) for folder in ("straight", "cut"))
+    whole = on_ranks(pretrain, 4, straight)
+    before = on_ranks(pretrain, 4, cut.override({"steps": 4}))
+    after = on_ranks(pretrain, 4, cut)
+    assert [r.resumed_after for r in after] == [4] * 4
+    assert [before[0].losses + after[0].losses] * 4 == [r.losses for r in whole]
+    assert differing(tmp_path / "straight" / "step_00000006", tmp_path / "cut" / "step_00000006") == []
+    assert sorted(p.name for p in (tmp_path / "cut").iterdir()) == ["latest", *(f"step_0000000{n}" for n in (2, 4, 6))]
+    if "fp16" in name:
+        scales = [
+            json.loads((tmp_path / "cut" / f"step_0000000{n}" / "manifest.json").read_text())["training"]
+            for n in (2, 6)
+        ]
+        assert scales[0]["loss_scaler"]["scale"] != scales[1]["loss_scaler"]["scale"]
+
+
+def test_another_layout_goes_on_with_the_same_samples_and_losses(tmp_path, on_ranks):
+    """In float64 the losses of a run that changed its layout in the middle are those of one that did not."""
+    config = PLAIN.override({"precision": "fp64", "steps": 6, "decay_steps": 6, "eps": 1e-5})
+    straight = on_ranks(pretrain, 4, config)[0].losses
+    folder = {"checkpoint.dir": str(tmp_path / "run")}
+    on_ranks(pretrain, 4, config.override({"tp": 2, "pp": 2, "steps": 3, **folder}))
+    resumed = on_ranks(pretrain, 4, config.override({"cp": 2, **ZERO, **folder}))[0]
+    assert resumed.losses == pytest.approx(straight[3:], rel=1e-10)
+    # Without learning, two steps of half a batch see the samples of one step.
+    still = config.override({"checkpoint.load": folder["checkpoint.dir"], "lr": 0.0})
+    one = on_ranks(pretrain, 4, still.override({"steps": 7}))[0].losses
+    two = on_ranks(pretrain, 4, still.override({"steps": 8, "global_batch_size": 4}))[0].losses
+    assert len(one) == 1 and len(two) == 2 and two[0] != two[1]
+    assert sum(two) / 2 == pytest.approx(one[0], rel=1e-10)
+
+
+MODEL_CHANGES = {"layers": 2, "hidden": 16, "kv_heads": 2, "activation": "gelu", "seq_length": 8, "num_experts": 4}
+
+
+def test_another_model_is_refused_field_by_field_before_any_rank_starts(tmp_path, on_ranks):
+    saved = PLAIN.override({"steps": 1, "checkpoint.dir": str(tmp_path)})
+    on_ranks(pretrain, 4, saved)
+    with pytest.raises(ConfigError) as refused:
+        on_ranks(pretrain, 4, saved.override(MODEL_CHANGES))
+    problems = refused.value.problems
+    widths = {"model.ffn_hidden": 64, "moe.ffn_hidden": 64}  # they follow from the hidden size
+    for name, value in (MODEL_CHANGES | widths).items():
+        assert [p for p in problems if f"{name} = {value!r}: the checkpoint of step 1 has" in p], name
+    assert len(problems) == len(MODEL_CHANGES | widths)
+
+
+def test_what_differs_otherwise_is_said_and_used(tmp_path):
+    said = []
+    config = PLAIN.override({"steps": 1, "checkpoint.dir": str(tmp_path), "record_events": False})
+    run(pretrain, 1, config)
+    changed = config.override({"steps": 2, "lr": 0.5, "global_batch_size": 4, "tp": 2})
+    run(pretrain, 2, changed, progress=said.append)
+    sentence = said[0]["message"]
+    assert sentence.startswith(f"resumed from {tmp_path}/step_00000001: parallel.tp 1 -> 2; optim.lr 0.001 -> 0.5; ")
+    assert "train.steps 1 -> 2" in sentence and "train.global_batch_size 8 -> 4" in sentence
+    assert sentence.endswith("random states are derived from seed, step and rank, since the layout is another")
+    assert [line["learning_rate"] for line in said[1:] if "loss" in line] == [pytest.approx(0.25)]
+
+
+def test_a_run_goes_on_in_its_output_folder_with_one_line_a_step(tmp_path):
+    folders = {"checkpoint.dir": str(tmp_path / "saved"), "output_dir": str(tmp_path / "out"), "interval": 2}
+    config = PLAIN.override({"steps": 6, "decay_steps": 6, "eval_steps": 1, "eval_interval": 2, **folders})
+    run(pretrain, 2, config.override({"steps": 5}))
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    before = metrics.read_text().splitlines()
+    (tmp_path / "saved" / "step_00000005" / "manifest.json").unlink()  # as if the run had died in step 5
+    result = run(pretrain, 2, config)[0]
+    after = metrics.read_text().splitlines()
+    assert result.resumed_after == 4
+    kept = [line for line in before if json.loads(line)["step"] <= 4]
+    assert after[: len(kept)] == kept
+    assert [json.loads(line)["step"] for line in after if '"loss"' in line] == [1, 2, 3, 4, 5, 6]
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["state"] == "finished"
+    there = sorted(path.name for path in (tmp_path / "saved").iterdir())
+    assert there == ["latest", "step_00000004", "step_00000005", "step_00000006"]  # the damaged one does not count
+    again = run(pretrain, 2, config)[0]
+    assert (again.resumed_after, again.losses) == (6, []) and metrics.read_text().splitlines() == after

@@ -1,0 +1,33 @@
+"""Folders of runs as tests write them: locked by this process, with lines of any kind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from labkit.config import presets
+from labkit.train.reporting.metrics import strict
+from labkit.train.reporting.output_folder import RunFolder
+from labkit.train.reporting.run_records import METRICS
+
+
+def append(folder: Path, *records: Mapping[str, Any]) -> None:
+    """Write lines behind those that are there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / METRICS).open("a") as file:
+        file.writelines(json.dumps(strict(record), allow_nan=False) + "\n" for record in records)
+
+
+def begun(folder: Path, *records: Mapping[str, Any], steps: int = 9, tp: int = 1) -> RunFolder:
+    """A run that goes on, with these lines; `finish` or `let_go` ends it."""
+    run = RunFolder(presets.tiny().override({"output_dir": str(folder), "steps": steps, "tp": tp}), tp)
+    run.claim()
+    append(folder, *records)
+    return run
+
+
+def finished(folder: Path, *records: Mapping[str, Any], tp: int = 1) -> None:
+    """A run that is over, of as many steps as the last line says."""
+    begun(folder, *records, steps=records[-1]["step"], tp=tp).finish()

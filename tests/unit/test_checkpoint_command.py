@@ -1,0 +1,217 @@
+"""`labkit checkpoint`: the words of list and verify, damage that verify names, requests that are refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from labkit.cli import main
+from labkit.config import presets
+from labkit.train import pretrain
+
+MODEL = {"hidden": 32, "heads": 4, "layers": 2, "seq_length": 16, "global_batch_size": 2}
+NAME = "layers.1.mlp.fc2.weight"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of a run of four steps in one process."""
+    folder = tmp_path_factory.mktemp("run") / "ckpt"
+    config = presets.tiny().override(MODEL | {"steps": 4, "eval_steps": 0, "optim.precision": "bf16"})
+    pretrain(config.override({"checkpoint.dir": str(folder), "checkpoint.interval": 2}))
+    return folder
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def test_list_has_a_line_for_each_checkpoint(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "list", str(saved)]) == 0
+    line = r"step_0000000{}   \d{{3}}\.\d kB   1 rank   bf16   \d{{4}}-\d\d-\d\d \d\d:\d\d   complete{}"
+    expected = [line.format(2, ""), line.format(4, "   latest")]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(re.fullmatch(*pair) for pair in zip(expected, lines)), lines
+    assert main(["checkpoint", "list", str(saved / "step_00000002")]) == 0
+    assert re.fullmatch(expected[0], capsys.readouterr().out.strip())
+
+
+def test_list_follows_latest_and_sees_files_that_are_missing_or_cut(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "latest").write_text("step_00000002\n")
+    (run / "step_00000004" / "rank_00000.safetensors").write_bytes(b"1234")
+    shutil.copytree(run / "step_00000002", run / "step_00000003")
+    shutil.copytree(run / "step_00000002", run / "step_00000005")
+    (run / "step_00000005" / "manifest.json").unlink()
+    assert main(["checkpoint", "list", str(run)]) == 0
+    second, third, fourth, fifth = capsys.readouterr().out.splitlines()
+    assert second.endswith("complete   latest")
+    assert "damaged: " in third and "its manifest is that of step 2" in third
+    assert re.search(r"damaged: rank_00000\.safetensors has 4 bytes where \d+,\d+ were written$", fourth)
+    assert fifth.startswith("step_00000005   damaged: ") and "has no manifest.json" in fifth
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "words"),
+    [
+        ({"tp": 2, "cp": 1, "pp": 2, "vpp": 2, "ep": 1, "etp": None}, 8, "8 ranks: tp2 x pp2 x dp2 x vpp2"),
+        ({"tp": 1, "cp": 2, "pp": 1, "vpp": 1, "ep": 4, "etp": 1}, 4, "4 ranks: cp2 x dp2 x ep4"),
+    ],
+)
+def test_a_layout_in_words(parallel: dict, world_size: int, words: str) -> None:
+    from labkit.train.checkpoint.inventory import layout_words
+    from labkit.train.checkpoint.manifest import Manifest
+
+    assert layout_words(Manifest(1, {}, {}, {}, {"parallel": parallel}, world_size, {})) == words
+
+
+def test_list_needs_no_torch(saved: Path) -> None:
+    code = (
+        "import sys; from labkit.cli import main;"
+        f"main(['checkpoint', 'list', {str(saved)!r}]); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[1:] and done.stdout.splitlines()[-1] == "False"
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def flip_a_bit_of(name: str, step: Path) -> None:
+    """In the last byte of a tensor."""
+    path = step / "rank_00000.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    flip(path, 8 + length + header[f"{name}@0,0"]["data_offsets"][1] - 1)
+
+
+def replace(text: bytes, by: bytes) -> Callable[[Path], None]:
+    def change(step: Path) -> None:
+        data = (step / "manifest.json").read_bytes()
+        assert text in data
+        (step / "manifest.json").write_bytes(data.replace(text, by, 1))
+
+    return change
+
+
+FILE = "step_00000002/rank_00000.safetensors"
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a weight": (lambda s: flip_a_bit_of(NAME, s), f"{FILE}: {NAME} at [0, 0] is not what was written (checksum)"),
+    "a moment": (lambda s: flip_a_bit_of(f"exp_avg.{NAME}", s), f"{FILE}: exp_avg.{NAME} at [0, 0] is not what"),
+    "the header": (lambda s: flip(s / "rank_00000.safetensors", 20), f"{FILE}: the header is not the one"),
+    "the length of the header": (lambda s: flip(s / "rank_00000.safetensors", 7), f"{FILE}: the header is not the one"),
+    "a cut file": (
+        lambda s: (s / "rank_00000.safetensors").write_bytes((s / "rank_00000.safetensors").read_bytes()[:-1]),
+        f"{FILE} has ",
+    ),
+    "no file": (lambda s: (s / "rank_00000.safetensors").unlink(), f"{FILE} is missing"),
+    "no manifest": (lambda s: (s / "manifest.json").unlink(), "step_00000002: has no manifest.json"),
+    "the manifest": (replace(b'"step": 2', b'"step": 3'), "step_00000002/manifest.json is damaged: its checksum"),
+    "the manifest's checksum": (lambda s: flip(s / "manifest.json", 14), "step_00000002/manifest.json is damaged"),
+    "a foreign file": (
+        lambda s: (s / "rank_00001.safetensors").write_bytes(b""),
+        "step_00000002/rank_00001.safetensors does not belong to the checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_verify_names_what_is_damaged(damage: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hurt, words = DAMAGE[damage]
+    hurt(run / "step_00000002")
+    for place in (run, run / "step_00000002"):
+        assert main(["checkpoint", "verify", str(place)]) == 1
+        out, err = capsys.readouterr()
+        assert err.startswith("labkit checkpoint: 1 problem\n") and words in err and err.count("\n") == 2
+        assert f"{run / 'step_00000002'}: damaged\n" in out
+        assert ("step_00000004: good, 1 file, " in out) == (place == run)
+
+
+def test_verify_counts_what_is_good_and_mentions_what_was_cut_off(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / ".step_00000006.partial").mkdir()
+    (run / ".step_00000006.partial" / "rank_00000.safetensors").write_bytes(b"12")
+    assert main(["checkpoint", "verify", str(run)]) == 0
+    out, err = capsys.readouterr()
+    tensors = json.loads((run / "step_00000004" / "manifest.json").read_text())["tensors"]
+    assert len([name for name in tensors if name.startswith("exp_avg_sq.")]) > 20
+    assert f"step_00000004: good, 1 file, {len(tensors)} tensors, " in out and err == ""
+    assert ".step_00000006.partial: a checkpoint that was never finished" in out
+
+
+REQUESTS = [
+    ("", "no action named; give one of list, verify, export, import"),
+    ("lst DIR", "there is no such action; give one of list, verify, export, import, as in labkit checkpoint"),
+    ("list", "list takes DIR, and 0 words are given"),
+    ("export DIR", "export takes DIR and OUT, and 1 words are given"),
+    ("verify DIR --step 2", "--step: only export reads it; leave it out"),
+    ("list DIR --overwrite --dtype fp32", "--dtype: only export reads it"),
+    ("export DIR DIR/../x --dtype fp8", "--dtype 'fp8': must be one of fp32, bf16, fp16"),
+    ("export DIR DIR/../x --step -1", "--step -1: must be at least 0"),
+    ("export DIR DIR/../x --step 3", "has no checkpoint of step 3; it has step_00000002, step_00000004"),
+    ("list EMPTY", "holds no checkpoint; give a folder with step_00000001 or similar in it"),
+    ("verify EMPTY", "holds no checkpoint"),
+    ("export EMPTY x.safetensors", "holds no checkpoint"),
+    ("verify EMPTY/nothing", "is no folder; give the folder of a run's checkpoints, or one of its steps"),
+    ("list DIR/latest", "is no folder"),
+    ("export DIR nowhere/x.safetensors", "there is no folder 'nowhere'; make it first"),
+    ("export DIR DIR/latest", "is a file; give a folder, or a name that ends with .safetensors"),
+    ("export DIR DIR/step_00000002/x.safetensors", "lies in a checkpoint, whose files stay as they are"),
+    ("export DIR DIR/step_00000002", "lies in a checkpoint, whose files stay as they are"),
+    ("export DIR EMPTY/there.safetensors", "exists; --overwrite replaces it"),
+    ("import DIR/latest EMPTY", "is a file; give a folder"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), REQUESTS, ids=[line for line, _ in REQUESTS])
+def test_wrong_requests_are_refused(
+    line: str, words: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "there.safetensors").write_bytes(b"kept")
+    places = {"DIR": str(saved), "EMPTY": str(tmp_path)}
+    given = [re.sub("DIR|EMPTY", lambda match: places[match[0]], word) for word in line.split()]
+    assert main(["checkpoint", *given]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("labkit checkpoint: ") and words in err, err
+    assert [path.name for path in tmp_path.iterdir()] == ["there.safetensors"]
+
+
+def test_an_export_of_a_damaged_checkpoint_is_refused_and_another_step_exported(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip_a_bit_of(NAME, run / "step_00000004")
+    assert main(["checkpoint", "export", str(run), str(tmp_path / "hf")]) == 1
+    err = capsys.readouterr().err
+    assert f"step_00000004/rank_00000.safetensors: {NAME} at [0, 0]" in err and "--step exports another" in err
+    assert not (tmp_path / "hf").exists()
+    assert main(["checkpoint", "export", str(run), str(tmp_path / "hf"), "--step", "2"]) == 0
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_an_export_that_cannot_be_written_leaves_nothing(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    for out in ("hf", "one.safetensors"):
+        assert main(["checkpoint", "export", str(saved), str(tmp_path / out)]) == 1
+        assert "No space left on device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
