@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from labkit.data.gpt_data import build_gpt_datasets as build_gpt_datasets
     from labkit.data.gpt_data import data_iterator as data_iterator
     from labkit.data.gpt_data import unigram_entropy as unigram_entropy
+    from labkit.data.indexed import IndexedDataset as IndexedDataset
+    from labkit.data.indexed import IndexedDatasetBuilder as IndexedDatasetBuilder
     from labkit.data.text import bundled_text as bundled_text
     from labkit.data.text import load_tokenizer as load_tokenizer
 

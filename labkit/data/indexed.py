@@ -1,0 +1,329 @@
+"""Megatron's indexed datasets: `PREFIX.bin` holds the token ids of all documents, `PREFIX.idx` says where each begins.
+
+`PREFIX.bin` is the ids alone, one sequence after the other. `PREFIX.idx` has these parts, little-endian:
+
+    9 bytes    MMIDIDX and two zeros
+    uint64     version: 1
+    uint8      code of the type of the ids (`DTYPES`)
+    uint64     n, the number of sequences
+    uint64     d, the number of document indices, one more than documents
+    n x int32  tokens of each sequence
+    n x int64  byte of `PREFIX.bin` at which each sequence begins
+    d x int64  the first sequence of each document, and n behind the last
+
+A GPT's documents are one sequence each. BERT and T5 keep a sentence as a sequence. Source: `_IndexWriter` and
+`_IndexReader` of megatron/core/datasets/indexed_dataset.py, megatron-core 0.16.1.
+
+A reader maps both files and copies nothing. When it opens them, it compares every count, length and position with the
+sizes of the files, block by block. So it refuses a file that is cut off, damaged or foreign before training begins. No
+number in a file decides how much memory the reader takes.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+"""Code of a type in the header -> the type of the ids."""
+CODES = {np.dtype(name): code for code, name in DTYPES.items()}
+LARGEST_UINT16 = 65500
+"""Vocabularies below this size are stored as uint16, others as int32: Megatron's `DType.optimal_dtype`."""
+_HEADER = struct.Struct("<9sQBQQ")
+_BLOCK = 1 << 20
+"""Entries of the index that are checked or written at a time."""
+_ADVICE = "make the files again, or copy them again from where they were made"
+
+
+def dtype_for(vocab_size: int) -> np.dtype:
+    """Smallest type that Megatron takes for the ids of a vocabulary: uint16 or int32."""
+    return np.dtype("<u2" if vocab_size < LARGEST_UINT16 else "<i4")
+
+
+def file_names(prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """`PREFIX.idx` and `PREFIX.bin`; a prefix may have dots of its own."""
+    return Path(f"{os.fspath(prefix)}.idx"), Path(f"{os.fspath(prefix)}.bin")
+
+
+class IndexedDataset(Sequence[np.ndarray]):
+    """Sequences of token ids: `dataset[i]` is sequence i as a read-only view of the mapped file."""
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        """Map and check `PREFIX.idx` and `PREFIX.bin`.
+
+        Raises:
+            FileNotFoundError: one of the files is missing.
+            ValueError: a file is foreign, cut off or contradicts itself or the other; the message names the file, the
+                sequence and its document.
+        """
+        self.prefix = os.fspath(prefix)
+        self.idx_path, self.bin_path = file_names(prefix)
+        for path in (self.idx_path, self.bin_path):
+            if not path.is_file():
+                rule = "an indexed dataset is a pair PREFIX.idx and PREFIX.bin, named by its prefix"
+                raise FileNotFoundError(f"{path}: there is no such file; {rule}")
+        count, document_count = self._read_header()
+        at = _HEADER.size
+        buffer = np.memmap(self.idx_path, mode="r", dtype=np.uint8)
+        self.sequence_lengths = np.frombuffer(buffer, "<i4", count, at)
+        """Tokens of each sequence, int32."""
+        self.sequence_pointers = np.frombuffer(buffer, "<i8", count, at + 4 * count)
+        """Byte of the .bin file at which each sequence begins, int64."""
+        self.document_indices = np.frombuffer(buffer, "<i8", document_count, at + 12 * count)
+        """First sequence of each document, and behind the last the number of sequences; int64."""
+        self._check_documents()
+        self._check_sequences()
+        size = self.bin_path.stat().st_size
+        self.tokens = np.memmap(self.bin_path, mode="r", dtype=self.dtype) if size else np.empty(0, self.dtype)
+        """Ids of all sequences, one after the other."""
+        self.tokens.flags.writeable = False
+
+    # ---- checks at open ----
+
+    def _refuse(self, path: Path, rule: str) -> None:
+        raise ValueError(f"{path}: {rule}; {_ADVICE}")
+
+    def _read_header(self) -> tuple[int, int]:
+        """Set `dtype`; return the counts of sequences and document indices, which fit the size of the file."""
+        size = self.idx_path.stat().st_size
+        with open(self.idx_path, "rb") as file:
+            header = file.read(_HEADER.size)
+        if header[: len(MAGIC)] != MAGIC[: len(header)] or not header:
+            self._refuse(self.idx_path, f"is not the index of an indexed dataset, which begins with {MAGIC[:7]!r}")
+        if len(header) < _HEADER.size:
+            self._refuse(self.idx_path, f"ends after {size} bytes, inside the header of {_HEADER.size}")
+        _, version, code, count, document_count = _HEADER.unpack(header)
+        if version != VERSION:
+            self._refuse(self.idx_path, f"has version {version}; labkit and Megatron read version {VERSION}")
+        if code not in DTYPES:
+            self._refuse(self.idx_path, f"has type code {code}; known are 1 to {max(DTYPES)}")
+        self.dtype = np.dtype(DTYPES[code])
+        """Type of the ids."""
+        wanted = _HEADER.size + 12 * count + 8 * document_count
+        if size == wanted + count and count:
+            rule = f"holds a mode for each of {count} sequences, as multimodal datasets do; labkit reads text alone"
+            raise ValueError(f"{self.idx_path}: {rule}")
+        if size != wanted:
+            claim = f"{count} sequences and {document_count} document indices take {wanted} bytes"
+            self._refuse(self.idx_path, f"has {size} bytes, but {claim}")
+        return count, document_count
+
+    def _check_documents(self) -> None:
+        """Document indices begin with 0, never fall, and end with the number of sequences."""
+        found, count = self.document_indices, len(self)
+        if len(found) == 0 or found[0] != 0 or found[-1] != count:
+            ends = f"from {found[0]} to {found[-1]}" if len(found) else "not at all"
+            self._refuse(self.idx_path, f"documents run {ends}; they must run from sequence 0 to {count}, the last")
+        for start in range(0, len(found), _BLOCK):
+            block = found[start : start + _BLOCK + 1]
+            if (falls := np.flatnonzero(block[1:] < block[:-1])).size:
+                document = start + int(falls[0])
+                words = f"from sequence {found[document]} to {found[document + 1]}"
+                self._refuse(self.idx_path, f"document {document} runs backwards, {words}")
+
+    def _check_sequences(self) -> None:
+        """Lengths are not negative, each sequence begins where the one before ends, and the last ends the .bin file."""
+        size, end = self.bin_path.stat().st_size, 0
+        for start in range(0, len(self), _BLOCK):
+            lengths = self.sequence_lengths[start : start + _BLOCK]
+            pointers = self.sequence_pointers[start : start + _BLOCK]
+            if (bad := np.flatnonzero(lengths < 0)).size:
+                where = self._named(start + int(bad[0]))
+                self._refuse(self.idx_path, f"{where} has {lengths[bad[0]]} tokens")
+            ends = end + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+            if (bad := np.flatnonzero(pointers != np.concatenate([[end], ends[:-1]]))).size:
+                at, where = int(bad[0]), self._named(start + int(bad[0]))
+                before = ends[at - 1] if at else end
+                self._refuse(
+                    self.idx_path, f"{where} begins at byte {pointers[at]}, but the one before ends at {before}"
+                )
+            end = int(ends[-1])
+            if end > size:
+                where = self._named(start + int(np.flatnonzero(ends > size)[0]))
+                self._refuse(self.bin_path, f"has {size} bytes and ends before the end of {where}")
+        if end != size:
+            self._refuse(
+                self.bin_path, f"has {size} bytes, but the {len(self)} sequences of {self.idx_path} have {end}"
+            )
+
+    def _named(self, sequence: int) -> str:
+        """`sequence 7 (document 3)`."""
+        document = int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
+        return f"sequence {sequence} (document {document})"
+
+    # ---- reading ----
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.sequence_lengths)
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return len(self.document_indices) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return len(self.tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
+    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
+        """Sequence `index`, or the list of sequences of a slice without a step."""
+        if isinstance(index, slice):
+            return [self.get(one) for one in range(*index.indices(len(self)))]
+        return self.get(index)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens `offset` to `offset + length` of sequence `index`, by default to its end; a read-only view.
+
+        Raises:
+            IndexError: there is no such sequence, or the part leaves it.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {self.prefix}, which has {len(self)}")
+        whole = int(self.sequence_lengths[index])
+        length = whole - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > whole:
+            raise IndexError(f"tokens {offset} to {offset + length} of {self._named(index)}, which has {whole}")
+        start = int(self.sequence_pointers[index]) // self.dtype.itemsize + offset
+        return self.tokens[start : start + length]
+
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
+        """Another process maps the files itself."""
+        return IndexedDataset, (self.prefix,)
+
+
+class IndexedDatasetBuilder:
+    """Writes an indexed dataset in a `with` block: `add_document` for each document.
+
+    Both files have names of their own until the block ends without an error; then they take their final names. An
+    error, Ctrl-C included, removes them.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike = np.int32, *, overwrite: bool = False) -> None:
+        """dtype: type of the stored ids, one of `DTYPES`. overwrite: replace files of this prefix.
+
+        Raises:
+            ValueError: Megatron's format has no such type.
+            FileExistsError: a dataset of this name exists and `overwrite` is false.
+            FileNotFoundError: the folder is missing.
+        """
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in CODES:
+            known = ", ".join(np.dtype(name).name for name in DTYPES.values())
+            raise ValueError(f"an indexed dataset holds no {np.dtype(dtype).name}; choose one of {known}")
+        self.idx_path, self.bin_path = file_names(prefix)
+        for path in (self.idx_path, self.bin_path):
+            if path.exists() and not overwrite:
+                raise FileExistsError(f"{path}: exists; overwrite it, or choose another prefix")
+        if not self.bin_path.parent.is_dir():
+            raise FileNotFoundError(f"{self.bin_path.parent}: there is no such folder; make it first")
+        ending = f".{os.getpid()}-{secrets.token_hex(4)}.partial"
+        self._partial_idx, self._partial_bin = Path(f"{self.idx_path}{ending}"), Path(f"{self.bin_path}{ending}")
+        self._lengths, self._documents = array("i"), array("q", [0])
+        self._bin: BinaryIO = open(self._partial_bin, "xb")  # noqa: SIM115 - closed by finalize or abort
+        self._done = False
+
+    @property
+    def num_documents(self) -> int:
+        """Documents added so far."""
+        return len(self._documents) - 1
+
+    def add_document(self, tokens: ArrayLike, lengths: Sequence[int] | None = None) -> None:
+        """Append a document of the ids `tokens`; `lengths` cuts it into sequences, by default it is one sequence.
+
+        Raises:
+            ValueError: an id does not fit the type, or the lengths do not add up.
+        """
+        ids = np.asarray(tokens).reshape(-1)
+        stored = ids.astype(self.dtype)
+        if not np.array_equal(stored, ids):
+            wrong = ids[np.flatnonzero(stored != ids)[0]]
+            rule = f"an id of document {self.num_documents} is {wrong}, which {self.dtype.name} cannot hold"
+            raise ValueError(f"{self.bin_path}: {rule}; choose a wider type")
+        lengths = [stored.size] if lengths is None else lengths
+        if sum(lengths) != stored.size or min(lengths, default=0) < 0:
+            rule = f"the sequences of document {self.num_documents} have {sum(lengths)} tokens, not {stored.size}"
+            raise ValueError(f"{self.bin_path}: {rule}; give the tokens of each sequence")
+        self._bin.write(stored.tobytes())
+        self._lengths.extend(lengths)
+        self._documents.append(len(self._lengths))
+
+    def add_index(self, prefix: str | os.PathLike[str]) -> None:
+        """Append all documents of another indexed dataset of the same type.
+
+        Raises:
+            FileNotFoundError, ValueError: as `IndexedDataset` does, or the types differ.
+        """
+        other = IndexedDataset(prefix)
+        if other.dtype != self.dtype:
+            raise ValueError(f"{other.bin_path}: holds {other.dtype.name}, not {self.dtype.name}; prepare both alike")
+        with open(other.bin_path, "rb") as file:
+            shutil.copyfileobj(file, self._bin, 1 << 22)
+        before = len(self._lengths)
+        self._lengths.frombytes(other.sequence_lengths.tobytes())
+        self._documents.frombytes((other.document_indices[1:] + before).tobytes())
+
+    def finalize(self) -> None:
+        """Bring both files to the disk and give them their names."""
+        self._sync(self._bin)
+        with open(self._partial_idx, "xb") as file:
+            file.write(_HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(self._lengths), len(self._documents)))
+            for part in self._parts_of_index():
+                file.write(part.tobytes())
+            self._sync(file)
+        self.idx_path.unlink(missing_ok=True)  # no reader shall find an old index beside new tokens
+        os.replace(self._partial_bin, self.bin_path)
+        os.replace(self._partial_idx, self.idx_path)
+        self._done = True
+
+    def _parts_of_index(self) -> Iterator[np.ndarray]:
+        """Lengths, pointers and document indices, in blocks."""
+        lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, np.int32)
+        yield lengths.astype("<i4", copy=False)
+        end = 0
+        for start in range(0, len(lengths), _BLOCK):
+            ends = end + np.cumsum(lengths[start : start + _BLOCK], dtype=np.int64) * self.dtype.itemsize
+            yield np.concatenate([[end], ends[:-1]]).astype("<i8")
+            end = int(ends[-1])
+        yield np.frombuffer(self._documents, dtype=np.int64).astype("<i8", copy=False)
+
+    @staticmethod
+    def _sync(file: BinaryIO) -> None:
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+
+    def abort(self) -> None:
+        """Remove what was written. After `finalize` nothing is left to remove."""
+        self._bin.close()
+        if not self._done:
+            for path in (self._partial_bin, self._partial_idx):
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+
+    def __enter__(self) -> IndexedDatasetBuilder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None and not self._done:
+                self.finalize()
+        finally:
+            self.abort()
