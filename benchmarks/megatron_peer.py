@@ -154,13 +154,15 @@ def their_part(tensor: Tensor, like: nn.Parameter, tp: Group) -> Tensor:
 
 
 def copy_weights(ours: GPTModel, theirs: nn.Module) -> None:
-    """Give megatron's chunk (unwrapped) our weights."""
+    """Give megatron's chunk (unwrapped) our weights, and the marks by which our gradient norm counts each once."""
     first_layer = min((int(index) for index in ours.layers), default=0)
     source = {parameter.full_name: parameter for parameter in ours.parameters()}  # type: ignore[attr-defined]
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             own = source.pop(our_name(name, first_layer))
             parameter.copy_(their_part(own, own, ours.group))
+            record, like = record_of(parameter), record_of(own)
+            record.tensor_model_parallel, record.shared = like.tensor_model_parallel, like.shared
     assert not source, f"megatron's model has no {', '.join(source)}"
 
 

@@ -70,6 +70,10 @@ dist.destroy_process_group()
 }
 
 
+class ProgramFailed(RuntimeError):
+    """One of the programs ended with an error."""
+
+
 def program(folder: Path, name: str) -> Callable[[], None]:
     """Write one of the programs; what runs it in a fresh interpreter."""
     text, launcher = PROGRAMS[name]
@@ -79,7 +83,7 @@ def program(folder: Path, name: str) -> Callable[[], None]:
     def start() -> None:
         done = subprocess.run([sys.executable, *launcher, path.name], cwd=folder, capture_output=True, text=True)
         if done.returncode != 0:
-            raise RuntimeError(f"{name} failed:\n{done.stderr}")
+            raise ProgramFailed(f"{name} failed:\n{done.stderr}")
 
     return start
 
@@ -111,8 +115,22 @@ def import_time(repetitions: int) -> Comparison:
     return comparison
 
 
-def two_ranks(repetitions: int) -> Comparison:
-    """From the start of a fresh interpreter to its end, with one training step on two ranks in between."""
+def two_ranks(repetitions: int, attempts: int = 4) -> Comparison:
+    """From the start of a fresh interpreter to its end, with one training step on two ranks in between.
+
+    Processes of torchrun abort now and then while they end: then the measurement begins anew and says so.
+    """
+    for left in reversed(range(attempts)):
+        try:
+            return _two_ranks(repetitions)
+        except ProgramFailed as error:
+            if not left or str(error).startswith("labkit"):
+                raise
+            print(f"begun anew: {str(error).splitlines()[0]} {str(error).splitlines()[1]}", flush=True)
+    raise AssertionError("each attempt returns or raises")
+
+
+def _two_ranks(repetitions: int) -> Comparison:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "step.py").write_text(STEP)

@@ -26,8 +26,10 @@ GRACE = 0.25
 """Seconds that the other ranks get to report after the first failure."""
 _END = 5.0
 """Seconds that ranks get to leave the group and end."""
-_STACK_WAIT = 0.75
-"""Seconds that a hung rank gets to write its stack."""
+_STACK_WAIT = 2.0
+"""Seconds that a hung rank gets to write its stack, on a machine with more to do."""
+_STACK_STILL = 5
+"""A stack is whole once so many looks, 10 ms apart, found the same text: the main thread is written last."""
 _REPLAY_LIMIT = 1 << 20
 """Most bytes of output that are replayed for a rank and call."""
 
@@ -222,14 +224,15 @@ class RankPool:
                 handle.ask_for_stack()
                 guard.send_signal(handle.pid, signal.SIGCONT)
         deadline = time.monotonic() + _STACK_WAIT
-        waiting = [handle for handle in silent if handle.outcome.phase != "starting"]
-        while waiting and time.monotonic() < deadline:
+        same = {handle: 0 for handle in silent if handle.outcome.phase != "starting"}
+        while same and time.monotonic() < deadline:
             time.sleep(0.01)
-            for handle in list(waiting):
+            for handle in list(same):
                 text = handle.stack()
-                if text and text == handle.outcome.stack:  # it has stopped growing
-                    waiting.remove(handle)
+                same[handle] = same[handle] + 1 if text and text == handle.outcome.stack else 0
                 handle.outcome.stack = text
+                if same[handle] == _STACK_STILL:
+                    del same[handle]
         for handle in silent:
             handle.outcome.stack = trim(handle.outcome.stack)
 

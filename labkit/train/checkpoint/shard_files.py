@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,15 @@ def checksum_of(tensor: Tensor) -> str:
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> tuple[StoredFile, dict[str, str]]:
     """Write contiguous tensors of the host to `path` and bring them to the disk. Return the file and the checksum of
-    each tensor. Raises OSError, for example on a full disk."""
-    sums = {key: checksum_of(tensor) for key, tensor in tensors.items()}
+    each tensor, computed while the disk works. Raises OSError, for example on a full disk."""
     try:
         save_file(dict(tensors), path)
     except SafetensorError as error:
         raise OSError(str(error)) from error
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    with path.open("rb") as file, ThreadPoolExecutor(1) as disk:
+        synced = disk.submit(os.fsync, file.fileno())
+        sums = {key: checksum_of(tensor) for key, tensor in tensors.items()}
+        synced.result()
         return StoredFile(path.stat().st_size, checksum(_header(file))), sums
 
 
