@@ -26,6 +26,7 @@ CONTEXTS: tuple[dict[str, Any], ...] = (
     {"parallel.tp": 2},
     {"train.eval_steps": 1},
     {"train.output_dir": "/tmp/nothing-is-written"},
+    {"checkpoint.dir": "/tmp/nothing-is-written"},
     {"moe.num_experts": 4},
     {"moe.num_experts": 4, "parallel.ep": 2},
     {"moe.num_experts": 4, "parallel.tp": 2, "parallel.sequence_parallel": True},
@@ -50,6 +51,8 @@ GIVEN = {
     "optim.min_lr": [1e-4],
     "data.split": ["80,10,10"],
     "train.output_dir": ["/tmp/nothing-is-written"],
+    "checkpoint.dir": ["/tmp/nothing-is-written"],
+    "checkpoint.load": ["none"],
     "train.tensorboard_dir": ["/tmp/nothing-is-written"],
 }
 FILES = ("schedule.path", "data.path", "data.tokenizer")
