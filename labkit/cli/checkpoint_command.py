@@ -10,7 +10,8 @@ from labkit.cli.arguments import Arguments, Command, Option
 from labkit.cli.command_line import CommandFailedError
 from labkit.config.errors import nearest, shown
 from labkit.train.checkpoint.inventory import checkpoints_at, chosen, row_of, size_words, strays
-from labkit.train.checkpoint.manifest import MANIFEST, CheckpointError, latest_step, remains_in
+from labkit.train.checkpoint.manifest import MANIFEST, CheckpointError
+from labkit.train.checkpoint.step_folders import latest_step, remains_in, step_folder
 
 WEIGHTS = "model.safetensors"
 """Name of the weights in a folder that transformers loads."""
@@ -51,7 +52,7 @@ def _list(arguments: Arguments, folder: Path) -> int:
     for row in rows:
         words = [f"{fact:<{width}}" for fact, width in zip(row.facts, widths)]
         state = f"damaged: {row.damage}" if row.damage else "complete"
-        mark = ["latest"] if latest is not None and row.folder.name == f"step_{latest:08d}" else []
+        mark = ["latest"] if latest is not None and row.folder.name == step_folder(folder, latest).name else []
         print("   ".join([row.folder.name, *words, state, *mark]))
     return 0
 

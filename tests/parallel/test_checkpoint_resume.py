@@ -146,7 +146,11 @@ def test_a_cut_run_ends_as_one_that_was_never_cut(name, tmp_path, on_ranks):
     assert [r.resumed_after for r in after] == [4] * 4
     assert [before[0].losses + after[0].losses] * 4 == [r.losses for r in whole]
     assert differing(tmp_path / "straight" / "step_00000006", tmp_path / "cut" / "step_00000006") == []
-    assert sorted(p.name for p in (tmp_path / "cut").iterdir()) == ["latest", *(f"step_0000000{n}" for n in (2, 4, 6))]
+    assert sorted(p.name for p in (tmp_path / "cut").iterdir()) == [
+        ".lock",
+        "latest",
+        *(f"step_0000000{n}" for n in (2, 4, 6)),
+    ]
     if "fp16" in name:
         scales = [
             json.loads((tmp_path / "cut" / f"step_0000000{n}" / "manifest.json").read_text())["training"]
@@ -214,6 +218,12 @@ def test_a_run_goes_on_in_its_output_folder_with_one_line_a_step(tmp_path):
     assert [json.loads(line)["step"] for line in after if '"loss"' in line] == [1, 2, 3, 4, 5, 6]
     assert json.loads((tmp_path / "out" / "run.json").read_text())["state"] == "finished"
     there = sorted(path.name for path in (tmp_path / "saved").iterdir())
-    assert there == ["latest", "step_00000004", "step_00000005", "step_00000006"]  # the damaged one does not count
+    assert there == [
+        ".lock",
+        "latest",
+        "step_00000004",
+        "step_00000005",
+        "step_00000006",
+    ]  # the damaged one does not count
     again = run(pretrain, 2, config)[0]
     assert (again.resumed_after, again.losses) == (6, []) and metrics.read_text().splitlines() == after

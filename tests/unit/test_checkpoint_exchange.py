@@ -33,7 +33,8 @@ from labkit.parallel import record_of, single_process_groups
 from labkit.parallel.parameters.parameter_record import name_of
 from labkit.train import pretrain
 from labkit.train.checkpoint import exchange
-from labkit.train.checkpoint.manifest import lock_folder, read_manifest
+from labkit.train.checkpoint.manifest import read_manifest
+from labkit.train.checkpoint.step_folders import lock_folder
 
 SMALL = {"hidden": 32, "heads": 4, "layers": 3, "seq_length": 16, "vocab_size": 99}
 GPT2 = presets.tiny().override(SMALL)
@@ -329,7 +330,7 @@ def test_an_import_spares_other_checkpoints_and_leaves_nothing_after_an_error(
     assert "a run saves its checkpoints there" in capsys.readouterr().err
     os.close(held)
     assert main(words) == 0
-    assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == ["latest", "step_00000000"]
+    assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == [".lock", "latest", "step_00000000"]
     before = sorted((tmp_path / "ours").rglob("*"))
     assert main(words) == 2
     assert "holds checkpoints already" in capsys.readouterr().err

@@ -5,7 +5,7 @@ A save has three stages, so that a kill at any moment leaves the last complete c
     collect    each rank takes the tensors that it writes; asynchronously, it copies them to the host
     write      each rank writes one file into `.step_N.partial` and brings it to the disk; asynchronously, in a thread
     commit     the ranks exchange checksums; rank 0 writes the manifest, renames the folder to `step_N`, lets `latest`
-               name it, and removes checkpoints beyond `checkpoint.keep`
+               name it (`step_folders.py`), and removes checkpoints beyond `checkpoint.keep`
 
 While an asynchronous save is under way, each step ends with a question to all ranks: are the files written? If so,
 the ranks commit. Threads never communicate.
@@ -34,8 +34,18 @@ from labkit.config import RunConfig
 from labkit.parallel.collectives import comm_scope, gather_objects
 from labkit.parallel.data_parallel.optimizer import MegatronOptimizer
 from labkit.parallel.groups import ParallelGroups
-from labkit.train.checkpoint import manifest as disk
-from labkit.train.checkpoint.manifest import CheckpointError, Manifest, StoredBox, StoredFile, StoredTensor
+from labkit.train.checkpoint import step_folders as disk
+from labkit.train.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    StoredBox,
+    StoredFile,
+    StoredTensor,
+    covering_problem,
+    key_of,
+    write_manifest,
+)
 from labkit.train.checkpoint.rank_state import Piece, RankState
 from labkit.train.checkpoint.resume import (
     Progress,
@@ -120,9 +130,12 @@ class Checkpoints:
             if held is None:
                 return busy(self._config)
             self._lock = held
-            disk.remove_remains(self._folder)
+            for problem in disk.settle(self._folder):
+                self._say(problem)
         except OSError as error:
             return f"checkpoint.dir = {str(self._folder)!r} cannot be written ({error.strerror or error})"
+        except CheckpointError as error:
+            return str(error)
         return ""
 
     def close(self) -> None:
@@ -153,6 +166,9 @@ class Checkpoints:
                 continue
             if damaged:
                 self._say(f"not used, because damaged: {'; '.join(damaged)}")
+            if newer := [step for step in disk.passed_over(path.parent) if step > reader.manifest.step]:
+                steps = ", ".join(map(str, newer))
+                self._say(f"not used, because {path.parent / disk.LATEST} names an earlier checkpoint: step {steps}")
             return self._loaded(reader, scaler)
         raise CheckpointError("no checkpoint can be used: " + "; ".join(damaged))
 
@@ -212,7 +228,7 @@ class Checkpoints:
         self.finish()
         asynchronous = self._config.checkpoint.asynchronous
         pieces = self._mine(progress)
-        tensors = {disk.key_of(piece.name, piece.box): piece.values for piece in pieces}
+        tensors = {key_of(piece.name, piece.box): piece.values for piece in pieces}
         held = self._staged(tensors) if asynchronous else {key: _on_host(values) for key, values in tensors.items()}
         save = _Save(progress, _training(progress, scaler), None)
         partial = disk.partial_folder(self._folder, progress.step)
@@ -283,10 +299,10 @@ class Checkpoints:
         return f"the checkpoint of step {step} could not be written ({'; '.join(failed)}); {kept}"
 
     def _completed(self, save: _Save, parts: Sequence[_Written]) -> str:
-        """Rank 0: write the manifest, let the checkpoint appear, remove old ones. Return why that failed."""
+        """Rank 0: write the manifest, let the checkpoint appear, remove old ones. Return why there is no checkpoint."""
         assert self._folder is not None
         step = save.progress.step
-        partial, final = disk.partial_folder(self._folder, step), disk.step_folder(self._folder, step)
+        partial = disk.partial_folder(self._folder, step)
         tensors, problem = _merged(parts)
         if problem:
             return self._not_saved(step, [problem])
@@ -295,18 +311,14 @@ class Checkpoints:
             step, tensors, files, save.training, self._config.to_dict(), self._groups.world.size, versions()
         )
         try:
-            for stray in {path.name for path in partial.iterdir()} - {disk.MANIFEST, *files}:
+            for stray in {path.name for path in partial.iterdir()} - {MANIFEST, *files}:
                 (partial / stray).unlink()
-            disk.write_manifest(partial, made)
-            if final.exists():  # from a run that went on from an earlier step
-                disk.remove_step(self._folder, step)
-            os.rename(partial, final)
-            disk.sync_folder(self._folder)
-            disk.name_latest(self._folder, step)
-            for old in disk.superseded(self._folder, step, self._config.checkpoint.keep):
-                disk.remove_step(self._folder, old)
+            write_manifest(partial, made)
+            disk.appear(self._folder, step)
         except OSError as error:
             return self._not_saved(step, [f"rank 0: {error}"])
+        for problem in disk.remove_superseded(self._folder, step, self._config.checkpoint.keep):
+            self._say(problem)
         return ""
 
     # ---- agreement ----
@@ -339,7 +351,7 @@ def _write(partial: Path, file: str, pieces: Sequence[Piece], held: dict[str, Te
     boxes = []
     for piece in pieces:
         dtype = str(piece.values.dtype).removeprefix("torch.")
-        boxes.append((piece.name, dtype, piece.full_shape, piece.box, sums[disk.key_of(piece.name, piece.box)]))
+        boxes.append((piece.name, dtype, piece.full_shape, piece.box, sums[key_of(piece.name, piece.box)]))
     return _Written(stored, boxes)
 
 
@@ -355,7 +367,7 @@ def _merged(parts: Sequence[_Written]) -> tuple[dict[str, StoredTensor], str]:
                     f"{name} is {dtype} {list(shape)} on rank {rank} and {there.dtype} {list(there.shape)} elsewhere",
                 )
             tensors[name] = replace(there, boxes=(*there.boxes, StoredBox(box, shard_name(rank), digits)))
-    found = (disk.covering_problem(name, tensor) for name, tensor in tensors.items())
+    found = (covering_problem(name, tensor) for name, tensor in tensors.items())
     problem = next(filter(None, found), "")
     advice = "; give parameters of a model provider names of the whole model (labkit.parallel.tag_parameter)"
     return tensors, f"{problem}{advice}" if problem else ""

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,18 @@ from labkit.models.hugging_face_config import (
     model_config_from_hugging_face,
     moe_config_from_hugging_face,
 )
-from labkit.train.checkpoint import manifest as disk
+from labkit.train.checkpoint import step_folders as disk
 from labkit.train.checkpoint.boxes import whole
 from labkit.train.checkpoint.checkpoints import versions
-from labkit.train.checkpoint.manifest import CheckpointError, Manifest, StoredBox, StoredFile, StoredTensor
+from labkit.train.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    StoredBox,
+    StoredFile,
+    StoredTensor,
+    key_of,
+    write_manifest,
+)
 from labkit.train.checkpoint.resume import MODEL_FIELDS
 from labkit.train.checkpoint.shard_files import Reader
 from labkit.train.checkpoint.weight_files import WeightFiles, read_json, write_tensors
@@ -225,14 +233,15 @@ def import_weights(source: Import, folder: Path) -> Manifest:
     try:
         if disk.steps_in(folder):
             raise CheckpointError(f"{folder} holds checkpoints already; name another folder, or remove them")
-        disk.remove_remains(folder)
+        disk.settle(folder)
         return _written(source, folder)
+    except BaseException:
+        if made:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     finally:
         shutil.rmtree(disk.partial_folder(folder, 0), ignore_errors=True)
         os.close(lock)
-        if made:
-            with suppress(OSError):  # it holds the checkpoint
-                folder.rmdir()
 
 
 def _written(source: Import, folder: Path) -> Manifest:
@@ -242,7 +251,7 @@ def _written(source: Import, folder: Path) -> Manifest:
     tensors: dict[str, StoredTensor] = {}
     for number, names in enumerate(_shared_out(source.likes)):
         file = f"weights_{number:05d}.safetensors"
-        keys = {name: disk.key_of(name, whole(source.likes[name].shape)) for name in names}
+        keys = {name: key_of(name, whole(source.likes[name].shape)) for name in names}
         plan = {keys[name]: source.likes[name] for name in names}
         files[file], sums = write_tensors(partial / file, plan, ((keys[name], source.tensors[name]) for name in names))
         for name in names:
@@ -251,9 +260,8 @@ def _written(source: Import, folder: Path) -> Manifest:
             tensors[name] = StoredTensor(str(like.dtype).removeprefix("torch."), tuple(like.shape), (box,))
     training = {"step": 0, "consumed_samples": 0, "skipped_steps": 0}
     made = Manifest(0, tensors, files, training, source.sections(), 1, versions())
-    disk.write_manifest(partial, made)
-    os.rename(partial, disk.step_folder(folder, 0))
-    disk.name_latest(folder, 0)
+    write_manifest(partial, made)
+    disk.appear(folder, 0)
     return made
 
 

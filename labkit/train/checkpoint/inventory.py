@@ -8,16 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labkit.train.checkpoint.manifest import (
-    MANIFEST,
-    CheckpointError,
-    Manifest,
-    latest_step,
-    read_manifest,
-    remains_in,
-    step_folder,
-    steps_in,
-)
+from labkit.train.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
+from labkit.train.checkpoint.step_folders import latest_step, remains_in, step_folder, steps_in
 
 
 def checkpoints_at(path: Path) -> list[Path]:

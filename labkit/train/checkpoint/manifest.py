@@ -1,27 +1,18 @@
-"""The manifest of a checkpoint, and the folder of a run's checkpoints. Needs no torch.
+"""The manifest of a checkpoint. Needs no torch.
 
-    DIR/latest                          name of the newest checkpoint: `step_00000003`
-    DIR/step_00000003/manifest.json     what is stored, where, with its checksums; written last
-    DIR/step_00000003/*.safetensors     the tensors, one file a rank
-    DIR/.step_00000006.partial          a checkpoint that is being written, or was cut off; no reader looks at it
-    DIR/.step_00000001.old              a checkpoint that is being removed
+    step_00000003/manifest.json     what is stored, where, with its checksums; written last
+    step_00000003/*.safetensors     the tensors, one file a rank
 
-A checkpoint appears by one rename, after all its files are on the disk. So a step folder is complete, or something
-changed it afterwards, and the checksums show what. The first line of manifest.json is the checksum of all that follows.
+The first line of manifest.json is the checksum of all that follows.
 
 A tensor is stored as boxes (`boxes.py`), each under the key `NAME@OFFSET` of a safetensors file.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import json
 import os
 import re
-import shutil
-import time
 from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,11 +25,9 @@ FORMAT = 1
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
     "float8_e4m3fn", "float8_e5m2")  # fmt: skip
 """Types of stored tensors, by torch's names."""
-PATIENCE = 2.0
-"""Seconds for which a run tries to lock its folder: ranks of a killed run may just be ending."""
-MANIFEST, LATEST = "manifest.json", "latest"
-_STEP = re.compile(r"step_(\d{8,15})")
-_REMAINS = re.compile(r"\.step_\d{8,15}\.(partial|old)")
+MANIFEST = "manifest.json"
+STEP_NAME = re.compile(r"step_(\d{8,15})")
+"""Name of a checkpoint: its finished steps."""
 _FILE = re.compile(r"[\w.-]+\.safetensors")
 _HEAD = re.compile(rb'\{"checksum": "([0-9a-f]{16})",\n')
 
@@ -147,12 +136,11 @@ def to_json(manifest: Manifest) -> bytes:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write manifest.json, and bring it and the names in the folder to the disk."""
+    """Write manifest.json, and bring it to the disk."""
     with (folder / MANIFEST).open("wb") as file:
         file.write(to_json(manifest))
         file.flush()
         os.fsync(file.fileno())
-    sync_folder(folder)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -178,7 +166,7 @@ def read_manifest(folder: Path) -> Manifest:
                 "install the labkit that wrote it or a newer one"
             )
         manifest = _parsed(content)
-        if (named := _STEP.fullmatch(folder.name)) and int(named[1]) != manifest.step:
+        if (named := STEP_NAME.fullmatch(folder.name)) and int(named[1]) != manifest.step:
             raise CheckpointError(f"{folder}: its manifest is that of step {manifest.step}; use another checkpoint")
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
@@ -256,115 +244,3 @@ def covering_problem(name: str, tensor: StoredTensor) -> str:
     if held != tensor.numel:
         return f"{name} has {tensor.numel} elements, and {held} are stored"
     return ""
-
-
-# ---- the folder of a run's checkpoints ----
-
-
-def step_folder(folder: Path, step: int) -> Path:
-    """Folder of the checkpoint after `step` steps."""
-    return folder / f"step_{step:08d}"
-
-
-def partial_folder(folder: Path, step: int) -> Path:
-    """Folder in which that checkpoint is written."""
-    return folder / f".step_{step:08d}.partial"
-
-
-def lock_folder(folder: Path) -> int | None:
-    """Lock the folder for one run. Return the descriptor that holds the lock, or None if another run has it.
-
-    The kernel releases the lock when the process ends. The function tries for `PATIENCE`. A file system without locks
-    locks nothing. Raises OSError if there is no folder.
-    """
-    descriptor, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + PATIENCE
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                return descriptor
-        if time.monotonic() > deadline:
-            os.close(descriptor)
-            return None
-        time.sleep(0.02)
-
-
-def steps_in(folder: Path) -> list[int]:
-    """Steps of the checkpoints in `folder`, complete or damaged, in ascending order."""
-    try:
-        names = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)))
-
-
-def latest_step(folder: Path) -> int | None:
-    """The step that the file `latest` names, if that checkpoint is there; else the highest step, or None."""
-    steps = steps_in(folder)
-    try:
-        named = _STEP.fullmatch((folder / LATEST).read_text().strip())
-    except (OSError, UnicodeDecodeError):
-        named = None
-    if named and int(named[1]) in steps:
-        return int(named[1])
-    return steps[-1] if steps else None
-
-
-def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints of a run in the order in which a resuming run tries them: `latest`, then those before it."""
-    last = latest_step(folder)
-    return [step_folder(folder, step) for step in reversed(steps_in(folder)) if last is not None and step <= last]
-
-
-def superseded(folder: Path, step: int, keep: int) -> list[int]:
-    """Steps before the last `keep` checkpoints up to `step`. A checkpoint without a sound manifest does not count."""
-    steps = [one for one in steps_in(folder) if one <= step]
-    sound = 0
-    for place, one in reversed([*enumerate(steps)]):
-        with contextlib.suppress(CheckpointError):
-            read_manifest(step_folder(folder, one))
-            sound += 1
-        if sound == keep:
-            return steps[:place]
-    return []
-
-
-def name_latest(folder: Path, step: int) -> None:
-    """Make `latest` name the checkpoint of `step`, by one rename."""
-    draft = folder / f".{LATEST}.partial"
-    with draft.open("w") as file:
-        file.write(f"{step_folder(folder, step).name}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, folder / LATEST)
-    sync_folder(folder)
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def remove_step(folder: Path, step: int) -> None:
-    """Remove a checkpoint: first from the names that readers look at."""
-    aside = folder / f".{step_folder(folder, step).name}.old"
-    shutil.rmtree(aside, ignore_errors=True)
-    os.rename(step_folder(folder, step), aside)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def remove_remains(folder: Path) -> None:
-    """Remove what a run left that was cut off in a save. Only a run that holds the lock may do so."""
-    for path in remains_in(folder):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def remains_in(folder: Path) -> list[Path]:
-    """Folders of checkpoints whose writing or removal was cut off, or is under way."""
-    return sorted(path for path in folder.iterdir() if _REMAINS.fullmatch(path.name))

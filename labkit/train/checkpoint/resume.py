@@ -15,7 +15,6 @@ must have the same model: fields of `MODEL_FIELDS` are refused one by one.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,8 @@ from typing import Any
 
 from labkit.config import RunConfig
 from labkit.config.errors import shown
-from labkit.train.checkpoint.manifest import CheckpointError, Manifest, lock_folder, newest_first, read_manifest
+from labkit.train.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
+from labkit.train.checkpoint.step_folders import is_locked, newest_first
 
 MODEL_FIELDS = (
     "model.family",
@@ -99,7 +99,7 @@ def to_try(config: RunConfig) -> list[Path]:
     inside = given.dir is not None and path.absolute().is_relative_to(Path(given.dir).absolute())
     if own and not inside:
         return own
-    found = newest_first(path) or ([path] if (path / "manifest.json").exists() else [])
+    found = newest_first(path) or ([path] if (path / MANIFEST).exists() else [])
     if not found:
         raise CheckpointError(
             f"checkpoint.load = {shown(given.load, 200)} holds no checkpoint; name a folder with step_00000001 or "
@@ -119,11 +119,8 @@ def busy(config: RunConfig) -> str:
 def problems(config: RunConfig) -> list[str]:
     """Sentences for everything that keeps the run from its checkpoints, as far as manifests and the lock tell."""
     given = config.checkpoint.dir
-    if given is not None and Path(given).is_dir():
-        held = lock_folder(Path(given))
-        if held is None:
-            return [busy(config)]
-        os.close(held)
+    if given is not None and is_locked(Path(given)):
+        return [busy(config)]
     try:
         paths = to_try(config)
     except CheckpointError as error:

@@ -4,21 +4,17 @@
     config.yaml    the resolved configuration: `labkit train --config FOLDER/config.yaml` trains the same again
     metrics.jsonl, scalars.jsonl, events.jsonl    see `reporting.py`
 
-The kernel releases the lock (flock) when its process ends, so a killed run leaves no lock. A killed run leaves the word
-`unfinished` in run.json. A folder with a run, finished or not, is refused without `train.overwrite`. On an NFS mount
-Linux locks the file on the server. On a file system without locks the run prints a warning and continues.
+The lock ends with its process (`train/file_lock.py`), so a killed run leaves none. A killed run leaves the word
+`unfinished` in run.json. A folder with a run, finished or not, is refused without `train.overwrite`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import multiprocessing
 import os
 import socket
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +22,7 @@ from typing import Any
 
 from labkit.config import ConfigError, RunConfig, TrainConfig
 from labkit.config.errors import shown
+from labkit.train import file_lock
 
 STATE = "run.json"
 CONFIG = "config.yaml"
@@ -82,25 +79,11 @@ def _holds(folder: Path, *, overwrite: bool) -> str:
     except OSError as error:
         return f"{STATE} in it cannot be read ({error.strerror or error}); name another folder"
     try:
-        if not _locked(descriptor, fcntl.LOCK_SH):
+        if not file_lock.lock(descriptor, file_lock.SHARED, folder / STATE):
             return _busy(descriptor)
         return _left_over(folder, descriptor, overwrite=overwrite)
     finally:
         os.close(descriptor)
-
-
-def _locked(descriptor: int, kind: int) -> bool:
-    """Take the lock. Return False if another process has it."""
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        print(
-            f"labkit: {STATE} cannot be locked ({error.strerror}); see to it that no second run writes into its folder",
-            file=sys.stderr,
-        )
-    return True
 
 
 def _busy(descriptor: int) -> str:
@@ -188,11 +171,8 @@ class RunFolder:
             self._descriptor = os.open(self._folder / STATE, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             return _cannot(error)
-        deadline = time.monotonic() + _PATIENCE
-        while not _locked(self._descriptor, fcntl.LOCK_EX):
-            if time.monotonic() > deadline:
-                return _busy(self._descriptor)
-            time.sleep(0.02)
+        if not file_lock.lock(self._descriptor, file_lock.EXCLUSIVE, self._folder / STATE, patience=_PATIENCE):
+            return _busy(self._descriptor)
         replaces = self._config.train.overwrite or self._continues_after is not None
         return _left_over(self._folder, self._descriptor, overwrite=replaces)
 

@@ -15,8 +15,6 @@ Without run.json, or on a file system without locks, the age of the files decide
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import time
@@ -28,6 +26,7 @@ from statistics import fmean
 from typing import IO, Any, Literal
 
 from labkit.config import ConfigError, yaml_text
+from labkit.train import file_lock
 from labkit.train.reporting.output_folder import CONFIG, STATE
 from labkit.train.reporting.progress_line import FIELDS
 
@@ -204,10 +203,9 @@ def _is_locked(state: Path) -> bool | None:
         return None
     with file:  # closing gives the lock back
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            return True if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
-    return False
+            return not file_lock.try_lock(file.fileno(), file_lock.SHARED)
+        except OSError:
+            return None
 
 
 # ---- folders ----

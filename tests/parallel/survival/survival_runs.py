@@ -19,8 +19,8 @@ from typing import Any
 from labkit.config import RunConfig, presets
 from labkit.launch import run
 from labkit.train import TrainResult, pretrain
-from labkit.train.checkpoint.manifest import newest_first, step_folder
 from labkit.train.checkpoint.shard_files import Reader
+from labkit.train.checkpoint.step_folders import newest_first, step_folder
 
 STEPS = 3
 SIZES = {"layers": 2, "hidden": 16, "heads": 4, "seq_length": 8, "global_batch_size": 2}
@@ -68,7 +68,7 @@ class Course:
             assert result.losses == self.losses[after:], f"other losses after step {after}"
         folder = Path(config.checkpoint.dir or "")
         assert differing_files(self.end, folder / self.end.name) == []
-        assert sorted(path.name for path in folder.iterdir()) == ["latest", self.end.name]
+        assert sorted(path.name for path in folder.iterdir()) == [".lock", "latest", self.end.name]
         return after
 
 

@@ -17,6 +17,7 @@ from labkit.train import pretrain
 from labkit.train.checkpoint.checkpoints import Checkpoints
 from labkit.train.checkpoint.manifest import CheckpointError
 from labkit.train.checkpoint.shard_files import Reader
+from labkit.train.checkpoint.step_folders import latest_step, passed_over, step_folder
 from labkit.train.loss_scaler import build_loss_scaler
 from labkit.train.pretraining import initialize, setup_model_and_optimizer
 
@@ -90,7 +91,7 @@ def test_nothing_is_half_loaded_when_every_checkpoint_is_damaged(saved, tmp_path
             assert f"{STEP_1}/{SECOND}" in str(error.value) and f"{STEP_2}/{SECOND}" in str(error.value)
         assert all(torch.equal(before[name], p) for name, p in named_parameters(chunks).items())
         assert not any(optimizer.adamw.state[part.master] for part in optimizer.updated_parts())
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", STEP_1, STEP_2]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [".lock", "latest", STEP_1, STEP_2]
 
 
 def test_a_model_of_another_size_is_refused_before_any_rank_starts(saved):
@@ -108,6 +109,7 @@ def test_a_model_of_another_size_is_refused_before_any_rank_starts(saved):
         (b"step_00000002", 2),
         (b"step_00000003\n", 2),
         (b"step_00000001\n", 1),
+        (b"step_00000000\n", 2),
         (b"../../etc/passwd\n", 2),
         (b"\xff\xfe\x00", 2),
         (b"step_" + b"9" * 5000, 2),
@@ -115,7 +117,8 @@ def test_a_model_of_another_size_is_refused_before_any_rank_starts(saved):
     ],
     ids=lambda value: repr(value)[:24],
 )
-def test_any_text_in_latest_finds_a_complete_checkpoint(saved, losses, tmp_path, text, after):
+def test_any_text_in_latest_finds_a_complete_checkpoint(saved, losses, tmp_path, capfd, text, after):
+    """Only a step that is there counts. A newer one is then not used, which is said."""
     folder = tmp_path / "run"
     shutil.copytree(saved, folder)
     (folder / "latest").unlink()
@@ -124,8 +127,18 @@ def test_any_text_in_latest_finds_a_complete_checkpoint(saved, losses, tmp_path,
     result = pretrain(saving(TINY, folder))
     assert result.resumed_after == after
     assert (folder / "latest").read_text() == "step_00000003\n"
+    said = f"not used, because {folder}/latest names an earlier checkpoint: step 2\n"
+    assert (said in capfd.readouterr().err) == (after == 1)
     if after == 1:
         assert result.losses == losses
+
+
+def test_a_named_checkpoint_that_is_gone_gives_way_to_the_one_before_it(tmp_path):
+    """A run went on from step 10 and left 20 and 30 behind; its own step 15 was set aside for a better one."""
+    for step in (10, 20, 30):
+        step_folder(tmp_path, step).mkdir()
+    (tmp_path / "latest").write_text("step_00000015\n")
+    assert (latest_step(tmp_path), passed_over(tmp_path)) == (10, [20, 30])
 
 
 # ---- single bits ----

@@ -125,6 +125,26 @@ def test_the_system_refuses_to_write(tally, course, tmp_path, monkeypatch, layou
             fail_in_save(counts, course(layout), folder, SaveFault(2, rank, prepare=refusal), REFUSALS[refusal])
 
 
+@pytest.mark.parametrize("refused", ["rename", "rmdir"])
+def test_an_old_checkpoint_that_cannot_be_removed_is_said_and_the_run_goes_on(
+    course, tmp_path, monkeypatch, capfd, refused
+):
+    """The new checkpoint is complete. The next save tries to remove the old one again."""
+    original, refusals = getattr(os, refused), []
+
+    def refuse(path, *args, **named):
+        if str(args[0] if args else path).endswith("step_00000001.old") and not refusals:
+            refusals.append(path)
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return original(path, *args, **named)
+
+    found = course("1 rank")
+    monkeypatch.setattr(os, refused, refuse)
+    assert found.finish(found.copy(tmp_path / "run")) == 1
+    said = [line for line in capfd.readouterr().err.splitlines() if "cannot be removed (Permission denied)" in line]
+    assert len(said) == len(refusals) == 1 and "step_00000001" in said[0], said
+
+
 SCRIPT = """
 mount -t tmpfs -o size={size} none {folder} || exit 99
 cd {folder}

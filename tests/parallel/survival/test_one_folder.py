@@ -15,7 +15,7 @@ from survival_runs import TINY, alive, complete_steps, on_this_machine, saving, 
 from labkit.config import ConfigError
 from labkit.launch import RankError, run
 from labkit.train import pretrain
-from labkit.train.checkpoint.manifest import PATIENCE
+from labkit.train.checkpoint.step_folders import PATIENCE
 
 MANY = 60
 BUSY = "another run saves its checkpoints there"

@@ -1,0 +1,222 @@
+"""The folder of a run's checkpoints: their names, their order, the lock. Needs no torch.
+
+    DIR/latest                          name of the newest checkpoint: `step_00000003`
+    DIR/step_00000003/                  a checkpoint (`manifest.py`)
+    DIR/.lock                           locked by the run that saves here
+    DIR/.latest.partial                 the next content of `latest`
+    DIR/.step_00000006.partial          a checkpoint that is being written, or was cut off; no reader looks at it
+    DIR/.step_00000001.old              a checkpoint that is being removed
+
+A checkpoint appears by one rename, after all its files are on the disk. So a step folder is complete, or something
+changed it afterwards, and the checksums show what.
+
+`latest` decides, not the highest number. A run that went on from an earlier step leaves later checkpoints behind, which
+belong to another course of training. The rename and the change of `latest` are two operations, and a kill may come
+between them. So `.latest.partial` names the checkpoint before it appears, and counts once the checkpoint is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+from labkit.train import file_lock
+from labkit.train.checkpoint.manifest import STEP_NAME, CheckpointError, read_manifest
+
+LATEST, LOCK = "latest", ".lock"
+_DRAFT = f".{LATEST}.partial"
+PATIENCE = 2.0
+"""Seconds for which a run tries to lock its folder: ranks of a killed run may just be ending."""
+_REMAINS = re.compile(r"\.step_\d{8,15}\.(partial|old)")
+
+
+# ---- names and order ----
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Folder of the checkpoint after `step` steps."""
+    return folder / f"step_{step:08d}"
+
+
+def partial_folder(folder: Path, step: int) -> Path:
+    """Folder in which that checkpoint is written."""
+    return folder / f".step_{step:08d}.partial"
+
+
+def step_of(name: str) -> int | None:
+    """The step in the name of a checkpoint; None for another name."""
+    match = STEP_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps of the checkpoints in `folder`, complete or damaged, in ascending order. Raises CheckpointError."""
+    return sorted(step for name in _names_in(folder) if (step := step_of(name)) is not None)
+
+
+def remains_in(folder: Path) -> list[Path]:
+    """Folders of checkpoints whose writing or removal was cut off, or is under way. Raises CheckpointError."""
+    return sorted(folder / name for name in _names_in(folder) if _REMAINS.fullmatch(name))
+
+
+def _names_in(folder: Path) -> list[str]:
+    """Names in a folder, none if there is no folder. Raises CheckpointError for a folder that cannot be read."""
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from None
+
+
+def latest_step(folder: Path) -> int | None:
+    """The step of the newest checkpoint, None without one.
+
+    This is the step that `latest` names. If that checkpoint is gone, the highest step below counts. Without a step in
+    `latest` the highest of all counts.
+    """
+    steps = steps_in(folder)
+    if (begun := _named_in(folder / _DRAFT)) in steps:
+        return begun
+    named = _named_in(folder / LATEST)
+    below = [step for step in steps if named is None or step <= named]
+    return (below or steps or [None])[-1]
+
+
+def _named_in(file: Path) -> int | None:
+    """The step that the file names."""
+    try:
+        return step_of(file.read_text().strip())
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The checkpoints of a run in the order in which a resuming run tries them: `latest`, then those before it."""
+    last = latest_step(folder)
+    return [step_folder(folder, step) for step in reversed(steps_in(folder)) if last is not None and step <= last]
+
+
+def passed_over(folder: Path) -> list[int]:
+    """Steps above the one that `latest` names: no run begins there by itself."""
+    last = latest_step(folder)
+    return [step for step in steps_in(folder) if last is not None and step > last]
+
+
+# ---- changes; only by a run that holds the lock ----
+
+
+def lock_folder(folder: Path) -> int | None:
+    """Lock the folder for one run. Return the descriptor that holds the lock, or None if another run has it.
+
+    Raises OSError if there is no folder, or if nothing can be written there.
+    """
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    if file_lock.lock(descriptor, file_lock.EXCLUSIVE, folder / LOCK, patience=PATIENCE):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def is_locked(folder: Path) -> bool:
+    """True if a run saves into the folder. Leaves no file behind. Raises OSError for a lock that cannot be opened."""
+    if not (folder / LOCK).exists():
+        return False
+    held = lock_folder(folder)
+    if held is not None:
+        os.close(held)
+    return held is None
+
+
+def appear(folder: Path, step: int) -> None:
+    """Let the partial folder of `step`, whose files are on the disk, appear as the checkpoint that `latest` names.
+
+    A checkpoint of this step that is there already is set aside. Raises OSError.
+    """
+    final = step_folder(folder, step)
+    sync_folder(partial_folder(folder, step))
+    if final.exists():
+        set_aside(folder, step)
+    with (folder / _DRAFT).open("w") as file:
+        file.write(f"{final.name}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(partial_folder(folder, step), final)
+    sync_folder(folder)
+    os.replace(folder / _DRAFT, folder / LATEST)
+    sync_folder(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def set_aside(folder: Path, step: int) -> None:
+    """Take a checkpoint out of the names that readers look at; `remove_remains` removes it. Raises OSError."""
+    aside = folder / f".{step_folder(folder, step).name}.old"
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(step_folder(folder, step), aside)
+
+
+def settle(folder: Path) -> list[str]:
+    """End what a save began that was cut off, and remove what is left of others. Return what cannot be removed.
+
+    Raises OSError and CheckpointError for a folder that cannot be changed or read.
+    """
+    if _named_in(folder / _DRAFT) in steps_in(folder):
+        os.replace(folder / _DRAFT, folder / LATEST)
+        sync_folder(folder)
+    (folder / _DRAFT).unlink(missing_ok=True)
+    return remove_remains(folder)
+
+
+def remove_superseded(folder: Path, step: int, keep: int) -> list[str]:
+    """Remove the checkpoints before the last `keep` up to `step`, and what is left of others. No save is under way.
+
+    Return a sentence for each that cannot be removed. Nothing depends on its removal, so there is no error.
+    """
+    found = []
+    try:
+        for old in _superseded(folder, step, keep):
+            try:
+                set_aside(folder, old)
+            except OSError as error:
+                found.append(_stays(step_folder(folder, old), error))
+        return found + remove_remains(folder)
+    except CheckpointError as error:
+        return [*found, str(error)]
+
+
+def _superseded(folder: Path, step: int, keep: int) -> list[int]:
+    """Steps to remove. A checkpoint without a sound manifest does not count as one of `keep`."""
+    steps, sound = [one for one in steps_in(folder) if one <= step], 0
+    for place, one in reversed([*enumerate(steps)]):
+        with contextlib.suppress(CheckpointError):
+            read_manifest(step_folder(folder, one))
+            sound += 1
+        if sound == keep:
+            return steps[:place]
+    return []
+
+
+def remove_remains(folder: Path) -> list[str]:
+    """Remove folders whose writing or removal was cut off. Return a sentence for each that cannot be removed."""
+    found = []
+    for path in remains_in(folder):
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            found.append(_stays(path, error))
+    return found
+
+
+def _stays(path: Path, error: OSError) -> str:
+    return f"{path} cannot be removed ({error.strerror or error}), and no run needs it; remove it by hand"
