@@ -89,6 +89,17 @@ def tally(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str], Tally
     assert all(one.attempts for one in made), "nothing was tried"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """A run of one rank may go on in this process: it must add up in the order of a rank, which has one thread."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def no_rank_left() -> Iterator[None]:
     """After the test no rank lives that it has started."""
