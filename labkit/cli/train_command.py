@@ -137,7 +137,7 @@ def data_problem(config: RunConfig) -> str:
 
     data = config.data
     try:
-        if data.path is not None and os.path.getsize(data.path) > MOST_READ_TWICE:
+        if data.path is not None and not data.sources and os.path.getsize(data.path) > MOST_READ_TWICE:
             check_vocabulary(data, config.model.vocab_size)
         else:
             build_gpt_datasets(config)

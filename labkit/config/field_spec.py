@@ -76,6 +76,8 @@ class FieldSpec:
     must be given and not be 0. A field that nothing reads must have its default."""
     file: bool = False
     """The field names an existing file."""
+    ending: str = ""
+    """The name of a file may lack this ending."""
     hint: str = ""
     """Advice for a list that Megatron-LM writes in another form."""
 
@@ -92,7 +94,7 @@ class FieldSpec:
             return str(rule)
         if value is None:
             return ""
-        if self.file and not os.path.isfile(value):
+        if self.file and not (os.path.isfile(value) or (self.ending and os.path.isfile(value + self.ending))):
             is_folder = os.path.isdir(value)
             return "is a directory; give a file" if is_folder else "no such file; give an existing file or leave it out"
         if self.choices and value not in self.choices:

@@ -28,7 +28,7 @@ TOPICS: dict[Callable[[Findings], None], tuple[str, ...]] = {
     training_rules: ("model.recompute",),  # before graphs, which look up what is recomputed
     graph_rules: ("graph.",),
     optimizer_rules: ("optim.warmup_steps", "optim.lr_schedule"),
-    data_rules: ("data.split", "train.output_dir", "train.tensorboard_dir"),
+    data_rules: ("data.", "train.output_dir", "train.tensorboard_dir"),
 }
 """Rules of a topic -> starts of the fields that use it. With all of these at their defaults no such rule is broken."""
 # fmt: off

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass
 
 from labkit.config.field_spec import field
@@ -249,10 +250,29 @@ class GraphConfig:
 class DataConfig:
     """The source of the tokens."""
 
-    path: str | None = field(None, "A UTF-8 text file; None: the bundled text.", aliases="data_path", file=True)
+    path: str | None = field(None,
+        "A UTF-8 text file, or the prefix of an indexed dataset PREFIX.bin and PREFIX.idx; None: the bundled text.",
+        aliases="data_path", file=True, ending=".idx")
+    blend: tuple[str, ...] = field((),
+        "Indexed datasets, mixed by weight: weights and prefixes in turn, as in `0.3,books,0.7,news`.")
     tokenizer: str | None = field(None, "A `tokenizers` JSON file; None: the bundled byte-level BPE.",
         aliases="tokenizer_model", file=True)
-    split: str = field("90,5,5", "Shares of the text for training, validation and test; without a share, no test runs.")
+    split: str = field("90,5,5",
+        "Shares of the text, or of the documents of an indexed dataset, for training, validation and test; without a "
+        "share, no test runs.")
+    num_samples: int | None = field(None,
+        "Samples that are shuffled for training from an indexed dataset; None: train.steps x global_batch_size. A run "
+        "that reads its documents more than once and is prolonged keeps its order only if this number stays.", ge=1)
+    cache: str | None = field(None,
+        "Folder for the index arrays of indexed datasets; None: PREFIX.cache, if that can be written.",
+        aliases="data_cache_path")
+
+    @property
+    def sources(self) -> list[tuple[float, str]]:
+        """Weight and prefix of each indexed dataset; empty where a text is read."""
+        if self.path is not None and not os.path.isfile(self.path) and os.path.isfile(f"{self.path}.idx"):
+            return [(1.0, self.path)]
+        return [(float(weight), prefix) for weight, prefix in zip(self.blend[::2], self.blend[1::2])]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import re
 
 from labkit.config.errors import nearest, shown
 from labkit.config.findings import Findings
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
 """Parts of a layer that `model.recompute_modules` may name."""
+_WEIGHT = re.compile(r"[0-9]*\.?[0-9]+", re.ASCII)
 
 
 def training_rules(found: Findings) -> None:
@@ -44,8 +46,25 @@ def optimizer_rules(found: Findings) -> None:
 
 
 def data_rules(found: Findings) -> None:
-    """Shares of the text, and the folders of the results."""
-    found.check(_shares, _folders)
+    """Indexed datasets, shares of the text, and the folders of the results."""
+    found.check(_indexed, _shares, _folders)
+
+
+def _indexed(found: Findings) -> None:
+    """Indexed datasets are named by their prefixes, and some fields are read with such datasets alone."""
+    data = found.config.data
+    prefix, ending = os.path.splitext(data.path or "")
+    if data.blend and data.path is not None:
+        found.add("data.blend", "excludes data.path; leave one of them out")
+    elif len(data.blend) % 2 or not all(_WEIGHT.fullmatch(word) and float(word) > 0 for word in data.blend[::2]):
+        found.add("data.blend", "must be weights above 0 and prefixes in turn, as in 0.3,books,0.7,news")
+    elif missing := [name for name in data.blend[1::2] if not os.path.isfile(f"{name}.idx")]:
+        found.add("data.blend", f"there is no {missing[0]}.idx; give the prefixes of indexed datasets")
+    elif ending in (".bin", ".idx") and os.path.isfile(f"{prefix}.idx"):
+        found.add("data.path", f"is one of the two files of an indexed dataset; give their prefix {prefix}")
+    elif not data.blend and not os.path.isfile(f"{data.path}.idx"):
+        for name in filter(found.changed, ("data.num_samples", "data.cache")):
+            found.add(name, "has no effect on a text; give an indexed dataset in data.path, or leave this out")
 
 
 def _shares(found: Findings) -> None:

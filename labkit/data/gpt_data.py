@@ -18,10 +18,10 @@ Shapes: B micro batch, S sequence (this rank's part of it under context parallel
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -34,6 +34,23 @@ if TYPE_CHECKING:
     from labkit.parallel.groups import ParallelGroups
 
 SPLITS = ("train", "valid", "test")
+
+
+class Samples(Protocol):
+    """Samples of one split, in the order in which a run reads them."""
+
+    @property
+    def name(self) -> str:
+        """Name of the split, for messages."""
+        ...
+
+    def __len__(self) -> int:
+        """Number of samples; 0 for a split that is not to be read."""
+        ...
+
+    def ordered(self, position: int) -> np.ndarray:
+        """Sample `position` of the run, `seq_length + 1` ids, int64; positions have no end."""
+        ...
 
 
 @dataclass(eq=False)
@@ -125,15 +142,19 @@ def load_tokens(data: DataConfig, vocab_size: int) -> np.ndarray:
     return encode(load_tokenizer(data.tokenizer), text)
 
 
-def build_gpt_datasets(config: RunConfig) -> tuple[GPTDataset, GPTDataset, GPTDataset]:
+def build_gpt_datasets(config: RunConfig) -> tuple[Samples, Samples, Samples]:
     """Train, validation and test split of the configured text, in this order of the text. Train is shuffled.
 
+    Indexed datasets (`data.path` with a prefix, `data.blend`) follow Megatron's order: `labkit.data.indexed_gpt`.
+
     Raises:
-        FileNotFoundError, ValueError: see `load_tokens` and `parse_split`; also ValueError where a split with a share
-            of its own is too short for one sample.
+        FileNotFoundError, ValueError: see `load_tokens`, `parse_split` and `IndexedDataset`; also ValueError where a
+            split with a share of its own is too short for one sample.
     """
-    tokens = load_tokens(config.data, config.model.vocab_size)
     shares = parse_split(config.data.split)
+    if config.data.sources:
+        return _indexed_splits(config, shares)
+    tokens = load_tokens(config.data, config.model.vocab_size)
     bounds = [0, *(round(len(tokens) * sum(shares[: index + 1])) for index in range(len(SPLITS)))]
     need = config.model.seq_length + 1
     datasets = []
@@ -149,6 +170,22 @@ def build_gpt_datasets(config: RunConfig) -> tuple[GPTDataset, GPTDataset, GPTDa
         )
     train, valid, test = datasets
     return train, valid, test
+
+
+def _indexed_splits(config: RunConfig, shares: Sequence[float]) -> tuple[Samples, Samples, Samples]:
+    """The splits of indexed datasets, with as many samples as the run reads; empty where it reads none."""
+    from labkit.data.indexed_gpt import IndexedSource  # a run of a text does without
+
+    source, evaluated = IndexedSource(config), config.train.eval_steps * config.train.global_batch_size
+
+    def split(number: int, samples: int) -> Samples:
+        name = SPLITS[number]
+        if samples == 0 or shares[number] == 0:
+            return GPTDataset(np.empty(0, np.int64), config.model.seq_length, name=name)
+        return source.split(name, sum(shares[:number]), sum(shares[: number + 1]), samples)
+
+    train = config.data.num_samples or config.train.steps * config.train.global_batch_size
+    return split(0, train), split(1, evaluated), split(2, evaluated)
 
 
 def microbatch_positions(config: RunConfig, *, dp: int, dp_rank: int, step: int) -> np.ndarray:
@@ -167,7 +204,7 @@ def microbatch_positions(config: RunConfig, *, dp: int, dp_rank: int, step: int)
 
 
 def data_iterator(
-    dataset: GPTDataset, config: RunConfig, groups: ParallelGroups, *, consumed_samples: int = 0
+    dataset: Samples, config: RunConfig, groups: ParallelGroups, *, consumed_samples: int = 0
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Microbatches of this rank, without end, from the first behind `consumed_samples` on; see the rule at the top.
 
@@ -184,7 +221,7 @@ def data_iterator(
 
 
 def _microbatches(
-    dataset: GPTDataset, config: RunConfig, groups: ParallelGroups, consumed: int
+    dataset: Samples, config: RunConfig, groups: ParallelGroups, consumed: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     import torch
 

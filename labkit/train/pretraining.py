@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from labkit.config import ModelConfig, OptimConfig, RunConfig
-from labkit.data.gpt_data import GPTDataset, build_gpt_datasets, data_iterator, parse_split
+from labkit.data.gpt_data import Samples, build_gpt_datasets, data_iterator, parse_split
 from labkit.events import Event, recording
 from labkit.fp8.recipe import Float8Recipe, float8_recipe
 from labkit.fp8.scaling import Float8Spec
@@ -57,7 +57,7 @@ from labkit.train.stepping import Observer, train_step
 if TYPE_CHECKING:
     from labkit.train.checkpoint.checkpoints import Checkpoints
 
-DatasetsProvider = Callable[[RunConfig], tuple[GPTDataset, GPTDataset, GPTDataset]]
+DatasetsProvider = Callable[[RunConfig], tuple[Samples, Samples, Samples]]
 ModelProvider = Callable[[RunConfig, ParallelGroups], nn.Module | Sequence[nn.Module]]
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
-from labkit.data import IndexedDataset, IndexedDatasetBuilder
+from labkit.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from labkit.data import IndexedDataset, IndexedDatasetBuilder, build_gpt_datasets
 from labkit.data.indexed import DTYPES
+from labkit.data.sample_index import build_blending_indices, epochs_for, normalized
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # megatron-core says which optional packages are missing
@@ -78,3 +81,108 @@ def test_joined_datasets_are_the_same_bits(tmp_path: Path) -> None:
     peer.finalize(str(tmp_path / "theirs.idx"))
     for ending in ("bin", "idx"):
         assert (tmp_path / f"ours.{ending}").read_bytes() == (tmp_path / f"theirs.{ending}").read_bytes()
+
+
+# ---- samples for GPT ----
+
+
+class Tokenizer:
+    """As much of a tokenizer as megatron-core's datasets ask for."""
+
+    unique_identifiers: ClassVar[dict[str, str]] = {"class": "Tokenizer"}
+    vocab_size = 1000
+    eod = 0
+    pad = -1
+
+
+def corpus(prefix: Path, *, seed: int, documents: int, longest: int = 60) -> Path:
+    """Random documents, empty ones among them."""
+    random = np.random.default_rng(seed)
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for _ in range(documents):
+            builder.add_document(random.integers(1, 1000, random.integers(0, longest)))
+    return prefix
+
+
+def their_splits(sizes: list[int], *, seq_length: int, seed: int, split: str, blend: tuple[Any, Any]) -> list[Any]:
+    """Training, validation and test dataset of megatron-core."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    config = GPTDatasetConfig(
+        random_seed=seed, sequence_length=seq_length, blend=blend, split=split, tokenizer=Tokenizer(),
+        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False,
+        path_to_cache=str(Path(blend[0][0]).parent / "their_cache"), num_dataset_builder_threads=1,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:  # a cache is written by rank 0 of torch.distributed alone
+        patch.setattr(torch.distributed, "get_rank", lambda: 0)
+        return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+
+
+def our_splits(steps: int, *, eval_steps: int = 0, seq_length: int, seed: int, split: str, **data: Any) -> list[Any]:
+    config = RunConfig(
+        model=ModelConfig(seq_length=seq_length),
+        data=DataConfig(split=split, **data),
+        train=TrainConfig(steps=steps, global_batch_size=4, eval_steps=eval_steps, seed=seed),
+    )
+    return list(build_gpt_datasets(config.validate()))
+
+
+def same_samples(ours: Any, theirs: Any) -> None:
+    assert len(ours) == len(theirs)
+    for index in range(len(ours)):
+        sample = theirs[index]
+        np.testing.assert_array_equal(ours[index][:-1], sample["tokens"])
+        np.testing.assert_array_equal(ours[index][1:], sample["labels"])
+
+
+@pytest.mark.parametrize("samples", [4, 200, 396, 400, 640, 720, 760, 800, 4000])
+@pytest.mark.parametrize(("seq_length", "documents"), [(7, 100), (7, 1001), (64, 100), (500, 100)])
+def test_index_arrays_are_megatrons(samples: int, seq_length: int, documents: int, tmp_path: Path) -> None:
+    """One epoch or many, the last of them shuffled with the others or by itself."""
+    prefix = str(corpus(tmp_path / "corpus", seed=documents, documents=documents))
+    settings = {"seq_length": seq_length, "seed": samples, "split": "80,10,10"}
+    peer, *_ = their_splits([samples, 0, 0], blend=([prefix], None), **settings)
+    ours, *_ = our_splits(samples // 4, path=prefix, **settings)
+    for name in ("document_index", "sample_index", "shuffle_index"):
+        here, there = getattr(ours, name), getattr(peer, name)
+        assert here.dtype == there.dtype
+        np.testing.assert_array_equal(here, there)
+    if samples <= 400:
+        same_samples(ours, peer)
+
+
+def test_both_forms_of_the_last_epoch_were_seen() -> None:
+    """The cases above have the last epoch shuffled by itself, and with the others."""
+    forms = {epochs_for(2900, 7, samples).separate_last for samples in (640, 720, 760, 800)}
+    assert forms == {True, False}
+
+
+@pytest.mark.parametrize("split", ["969,30,1", "90,5,5", "1,1,1", "3,1,0", "98,1,1"])
+def test_splits_and_a_blend_are_megatrons(split: str, tmp_path: Path) -> None:
+    prefixes = [str(corpus(tmp_path / f"c{n}", seed=n, documents=2000 + 500 * n)) for n in range(3)]
+    weights = [0.5, 3.0, 0.2]
+    sizes = [400, 40, 40]
+    settings = {"seq_length": 32, "seed": 7, "split": split}
+    theirs = their_splits(sizes, blend=(prefixes, weights), **settings)
+    words = tuple(word for pair in zip(map(str, weights), prefixes) for word in pair)
+    ours = our_splits(100, eval_steps=10, blend=words, **settings)
+    for here, there in zip(ours, theirs):
+        if there is None:
+            assert len(here) == 0
+            continue
+        np.testing.assert_array_equal(here.dataset_index, there.dataset_index)
+        np.testing.assert_array_equal(here.dataset_sample_index, there.dataset_sample_index)
+        same_samples(here, there)
+
+
+@pytest.mark.parametrize("weights", [[1.0], [0.5, 0.5], [0.1, 0.2, 0.7], [1 / 3] * 3, [5, 1, 1, 1, 1, 1], [1e-6, 1]])
+def test_blending_indices_are_megatrons(weights: list[float]) -> None:
+    from megatron.core.datasets import helpers
+
+    size, shares = 20_000, normalized(weights)
+    dataset, sample = np.zeros(size, np.int16), np.zeros(size, np.int64)
+    helpers.build_blending_indices(dataset, sample, shares, len(shares), size, False)
+    ours = build_blending_indices(shares, size)
+    np.testing.assert_array_equal(ours["dataset_index"], dataset)
+    np.testing.assert_array_equal(ours["dataset_sample_index"], sample)

@@ -37,6 +37,7 @@ CONTEXTS: tuple[dict[str, Any], ...] = (
     {"moe.num_experts": 4, "moe.score_function": "sigmoid", "moe.expert_bias": True},
     {"moe.num_experts": 4, "moe.shared_expert_ffn_hidden": 64},
     {"graph.cuda_graph_impl": "local"},
+    {"data.blend": ("1", "PATH")},
 )
 """What makes a field count for something: one of these goes with every field."""
 GIVEN = {
@@ -50,6 +51,8 @@ GIVEN = {
     "model.recompute_modules": [("mlp",), ("core_attn", "layernorm")],
     "optim.min_lr": [1e-4],
     "data.split": ["80,10,10"],
+    "data.blend": [("1", "PATH")],
+    "data.cache": ["/tmp/nothing-is-written"],
     "train.output_dir": ["/tmp/nothing-is-written"],
     "checkpoint.dir": ["/tmp/nothing-is-written"],
     "checkpoint.load": ["none"],
@@ -76,6 +79,9 @@ def candidates(name: str) -> list[Any]:
 def sound_changes(name: str, path: str) -> list[dict[str, Any]]:
     values = [path] if name in FILES else candidates(name)
     tried = [{**context, name: value} for value in values for context in CONTEXTS]
+    for changes in tried:
+        if blend := changes.get("data.blend"):
+            changes["data.blend"] = tuple(path if word == "PATH" else word for word in blend)
     return [changes for changes in tried if not BASE.replaced(changes).problems()]
 
 
@@ -95,6 +101,7 @@ def launched(monkeypatch):
 def test_every_sound_value_of_a_field_is_planned_or_refused_in_the_users_terms(name, launched, tmp_path):
     path = tmp_path / "file"
     path.write_text("0F0\n")
+    (tmp_path / "file.idx").touch()
     changes = sound_changes(name, str(path))
     assert changes, f"no context makes {name} sound: add one"
     for changed in changes:

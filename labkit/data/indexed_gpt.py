@@ -1,0 +1,181 @@
+"""Samples for GPT from indexed datasets, one or a blend of several, with Megatron's order of samples.
+
+`sample_index.py` has the arrays and their rules, `index_cache.py` keeps them on disk, beside the data or in
+`data.cache`. A rank holds no token: a sample is cut from the mapped files when a microbatch needs it. The position of a
+run is one number, the samples consumed so far. So a run continues after any change of its layout.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from labkit.config import RunConfig
+from labkit.data.index_cache import cached, checksum
+from labkit.data.indexed import IndexedDataset
+from labkit.data.sample_index import TooFewTokensError, build_blending_indices, build_indices, normalized
+
+SURPLUS = 0.005
+"""Share of samples that each dataset of a blend has more than its weight asks for: Megatron's
+`mid_level_dataset_surplus`."""
+
+
+class IndexedGPTDataset:
+    """Samples of `seq_length + 1` tokens from the documents of one split: `dataset[i]` is the i-th to train on."""
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        documents: range | None = None,
+        *,
+        seq_length: int,
+        num_samples: int | None = None,
+        seed: int = 1234,
+        name: str = "train",
+        cache: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """documents: sequences of the split, by default all. num_samples: build so many epochs that there are at least
+        so many samples; None builds one epoch. name: of the split. cache: a folder for the index arrays.
+
+        Raises:
+            ValueError: the ids are no integers, or the documents are too short for one sample.
+            OSError: the cache cannot be written.
+        """
+        if indexed.dtype.kind == "f":
+            raise ValueError(f"{indexed.idx_path}: holds {indexed.dtype.name}; token ids are integers")
+        self.indexed, self.seq_length, self.name = indexed, seq_length, name
+        documents = range(len(indexed)) if documents is None else documents
+        numbers = {"seq_length": seq_length, "num_samples": num_samples, "seed": seed}
+        lengths = indexed.sequence_lengths
+        key = {
+            "sequence_lengths": checksum(lengths[documents.start : documents.stop]),
+            "documents": [documents.start, documents.stop],
+            **numbers,
+        }
+        arrays = cached(cache, key, lambda: build_indices(lengths, documents, **numbers))
+        self.document_index = arrays["document_index"]
+        """Order of documents in the stream of all epochs."""
+        self.sample_index = arrays["sample_index"]
+        """Place in `document_index` and offset of the first token of each sample, and behind the last."""
+        self.shuffle_index = arrays["shuffle_index"]
+        """Order of the samples."""
+
+    def __len__(self) -> int:
+        """Samples of all epochs; at least `num_samples`."""
+        return len(self.sample_index) - 1
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Sample `index` in the order of training: `seq_length + 1` ids, int64.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of the {self.name} split of {self.indexed.prefix}, which has {len(self)}")
+        at = int(self.shuffle_index[index])
+        (first, offset), (last, end) = self.sample_index[at : at + 2].tolist()
+        documents = self.document_index[first : last + 1].tolist()
+        if first == last:
+            return self.indexed.get(documents[0], offset, end + 1 - offset).astype(np.int64)
+        parts = [self.indexed.get(documents[0], offset), *map(self.indexed.get, documents[1:-1])]
+        return np.concatenate([*parts, self.indexed.get(documents[-1], 0, end + 1)], dtype=np.int64)
+
+    def ordered(self, position: int) -> np.ndarray:
+        """Sample `position` of a run; behind the last sample the order begins again."""
+        return self[position % len(self)]
+
+
+class BlendedDataset:
+    """Samples of several datasets, mixed by weight."""
+
+    def __init__(
+        self,
+        datasets: Sequence[IndexedGPTDataset],
+        weights: Sequence[float],
+        size: int,
+        *,
+        cache: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """size: samples of the blend. weights: shares of the datasets; only their ratios count.
+
+        Raises:
+            ValueError: a dataset has fewer samples than the blend takes from it.
+        """
+        self.datasets, self.name = list(datasets), datasets[0].name
+        weights = normalized(weights)
+        arrays = cached(cache, {"blend": weights, "size": size}, lambda: build_blending_indices(weights, size))
+        self.dataset_index = arrays["dataset_index"]
+        """Dataset of each sample."""
+        self.dataset_sample_index = arrays["dataset_sample_index"]
+        """Sample of that dataset."""
+        for number, taken in enumerate(np.bincount(self.dataset_index, minlength=len(self.datasets))):
+            if taken > len(self.datasets[number]):
+                prefix, there = self.datasets[number].indexed.prefix, len(self.datasets[number])
+                raise ValueError(f"the blend takes {taken} samples of {prefix}, which has {there}; build more of it")
+
+    def __len__(self) -> int:
+        """Samples of the blend."""
+        return len(self.dataset_index)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Sample `index` in the order of training: `seq_length + 1` ids, int64."""
+        return self.datasets[self.dataset_index[index]][int(self.dataset_sample_index[index])]
+
+    def ordered(self, position: int) -> np.ndarray:
+        """Sample `position` of a run; behind the last sample the order begins again."""
+        return self[position % len(self)]
+
+
+# ---- from a configuration ----
+
+
+class IndexedSource:
+    """The indexed datasets of a configuration, opened once; `split` makes the dataset of each split."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Raises FileNotFoundError and ValueError as `IndexedDataset` does."""
+        self.config = config
+        self.indexed = [IndexedDataset(prefix) for _, prefix in config.data.sources]
+
+    def split(self, name: str, begin: float, end: float, samples: int) -> IndexedGPTDataset | BlendedDataset:
+        """The documents from share `begin` to share `end`, with at least `samples` samples.
+
+        Raises:
+            ValueError: the documents are too short for one sample.
+            OSError: `data.cache` cannot be written.
+        """
+        if not self.config.data.blend:
+            return self._part(self.indexed[0], name, begin, end, samples)
+        weights = normalized([weight for weight, _ in self.config.data.sources])
+        targets = [math.ceil(samples * weight) for weight in weights]
+        built = [math.ceil(target * (1 + SURPLUS)) for target in targets]
+        parts = [self._part(one, name, begin, end, most) for one, most in zip(self.indexed, built)]
+        return BlendedDataset(parts, weights, sum(targets), cache=self._cache(self.indexed[0]))
+
+    def _part(self, indexed: IndexedDataset, name: str, begin: float, end: float, samples: int) -> IndexedGPTDataset:
+        """One split of one dataset. Megatron rounds the borders of splits to whole sequences."""
+        try:
+            return IndexedGPTDataset(
+                indexed,
+                range(round(begin * len(indexed)), round(end * len(indexed))),
+                seq_length=self.config.model.seq_length,
+                num_samples=samples,
+                seed=self.config.train.seed,
+                name=name,
+                cache=self._cache(indexed),
+            )
+        except TooFewTokensError as error:
+            part = f"the {name} split ({end - begin:.0%} of {len(indexed)} documents) of {indexed.prefix}"
+            advice = "give more documents, a shorter model.seq_length or another data.split"
+            raise ValueError(f"data: {part} has {error}; {advice}") from None
+
+    def _cache(self, indexed: IndexedDataset) -> str | None:
+        """The folder of the index arrays; None where none is given and none can be made beside the data."""
+        if self.config.data.cache is not None:
+            return self.config.data.cache
+        beside = f"{indexed.prefix}.cache"
+        place = beside if os.path.isdir(beside) else os.path.dirname(beside) or "."
+        return beside if os.access(place, os.W_OK) else None

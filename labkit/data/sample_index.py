@@ -1,0 +1,155 @@
+"""The three index arrays of a GPT's data, equal to megatron-core's for the same seed, and the indices of a blend.
+
+A GPT reads one long stream: the documents of all epochs in a shuffled order, one after the other. Sample k is the
+`seq_length + 1` tokens of the stream from token `k x seq_length` on, so neighbouring samples share one token. No token
+is copied; three arrays say where each sample lies:
+
+    document_index  int32, one entry for each document of each epoch: the stream's order of documents
+    sample_index    one row more than samples: the place in `document_index` and the offset in that document, of the
+                    first token of each sample
+    shuffle_index   the order in which training visits the samples
+
+Three documents have 5, 3 and 4 tokens in this order, and `seq_length` is 4. Their 12 tokens hold (12 - 1) // 4 = 2
+samples, and `sample_index` is (0, 0), (0, 4), (2, 0).
+
+Megatron shuffles the documents of all epochs together. If the run needs less than 80% of the last epoch, the last epoch
+is shuffled by itself and comes last. numpy's RandomState, whose results numpy never changes, draws in Megatron's order:
+documents, then samples. Source: megatron/core/datasets/gpt_dataset.py and helpers.cpp, megatron-core 0.16.1. Megatron's
+loops in C++ are array operations here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+LAST_EPOCH_SHARE = 0.80
+"""Share of the last epoch's samples below which that epoch is shuffled by itself."""
+
+
+class TooFewTokensError(ValueError):
+    """One epoch is too short for one sample; the message counts the tokens."""
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """Passes of the stream over the documents."""
+
+    count: int
+    """Number of epochs, at least 1."""
+    samples: int
+    """Samples in the stream of all epochs."""
+    shuffled_together: int
+    """The first so many samples are shuffled among themselves, the others too."""
+
+    @property
+    def separate_last(self) -> bool:
+        """The last epoch is shuffled by itself."""
+        return self.shuffled_together < self.samples
+
+
+def epochs_for(tokens: int, seq_length: int, num_samples: int | None) -> Epochs:
+    """Fewest epochs of `tokens` tokens that hold `num_samples` samples; None is one epoch.
+
+    Raises:
+        TooFewTokensError: one epoch is too short for one sample.
+    """
+    if tokens <= seq_length:
+        raise TooFewTokensError(f"{tokens} tokens, but one sample needs seq_length + 1 = {seq_length + 1}")
+    count = 1 if num_samples is None else max(1, math.ceil((num_samples * seq_length + 1) / tokens))
+    samples = (count * tokens - 1) // seq_length
+    if num_samples is None or count == 1:
+        return Epochs(count, samples, samples)
+    before_last = ((count - 1) * tokens - 1) // seq_length
+    of_one_epoch = (tokens - 1) // seq_length
+    separate = num_samples - before_last < int(LAST_EPOCH_SHARE * of_one_epoch)
+    return Epochs(count, samples, before_last if separate else samples)
+
+
+def build_document_index(documents: range, epochs: Epochs, random: np.random.RandomState) -> np.ndarray:
+    """Numbers of `documents`, once for each epoch, shuffled; int32."""
+
+    def shuffled(count: int) -> np.ndarray:
+        index = np.tile(np.arange(documents.start, documents.stop, dtype=np.int32), count)
+        random.shuffle(index)
+        return index
+
+    if not epochs.separate_last:
+        return shuffled(epochs.count)
+    return np.concatenate([shuffled(epochs.count - 1), shuffled(1)])
+
+
+def build_sample_index(lengths: np.ndarray, seq_length: int, samples: int) -> np.ndarray:
+    """First token of each of `samples` samples, and behind the last; shape (samples + 1, 2), int32 where that suffices.
+
+    lengths: tokens of the documents in the order of the stream, int32. The stream holds more than
+    `samples x seq_length` tokens.
+    """
+    index = np.empty((samples + 1, 2), dtype=np.int32 if len(lengths) <= np.iinfo(np.int32).max else np.int64)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    starts = np.arange(0, (samples + 1) * seq_length, seq_length, dtype=np.int64)
+    place = np.searchsorted(ends, starts, side="right")
+    index[:, 0] = place
+    index[:, 1] = starts - (ends[place] - lengths[place])
+    index[0] = 0  # Megatron begins at the first document, even if that is empty
+    return index
+
+
+def build_shuffle_index(epochs: Epochs, random: np.random.RandomState) -> np.ndarray:
+    """Numbers of all samples in the order of training; uint32 where that suffices."""
+    kind = np.uint32 if epochs.samples < np.iinfo(np.uint32).max - 1 else np.int64
+    index = np.arange(epochs.samples, dtype=kind)
+    random.shuffle(index[: epochs.shuffled_together])
+    if epochs.separate_last:
+        random.shuffle(index[epochs.shuffled_together :])
+    return index
+
+
+def build_indices(
+    sequence_lengths: np.ndarray, documents: range, *, seq_length: int, num_samples: int | None, seed: int
+) -> dict[str, np.ndarray]:
+    """Build `document_index`, `sample_index` and `shuffle_index` of some of the sequences of an indexed dataset.
+
+    sequence_lengths: of the whole dataset. documents: the sequences of one split. num_samples: as many as training
+    reads; None builds one epoch.
+
+    Raises:
+        TooFewTokensError: the documents are too short for one sample.
+    """
+    tokens = int(sequence_lengths[documents.start : documents.stop].sum(dtype=np.int64))
+    epochs, random = epochs_for(tokens, seq_length, num_samples), np.random.RandomState(seed)
+    document_index = build_document_index(documents, epochs, random)
+    sample_index = build_sample_index(sequence_lengths[document_index], seq_length, epochs.samples)
+    return {
+        "document_index": document_index,
+        "sample_index": sample_index,
+        "shuffle_index": build_shuffle_index(epochs, random),
+    }
+
+
+def normalized(weights: Sequence[float]) -> list[float]:
+    """Weights that sum to 1, divided as Megatron's `normalize` divides them."""
+    given = np.array(weights, dtype=np.float64)
+    return (given / given.sum()).tolist()
+
+
+def build_blending_indices(weights: Sequence[float], size: int) -> dict[str, np.ndarray]:
+    """`dataset_index` (int16) and `dataset_sample_index` (int64): sample i of a blend comes from this dataset, and is
+    this sample of it.
+
+    weights: sum to 1. Each sample comes from the dataset that is furthest behind its share, `weight x samples so far`
+    minus its samples; of several, from the first. Megatron-core's `build_blending_indices` is the same loop.
+    """
+    dataset_index = np.empty(size, dtype=np.int16)
+    dataset_sample_index = np.empty(size, dtype=np.int64)
+    taken = [0] * len(weights)
+    for sample in range(size):
+        so_far = float(max(sample, 1))
+        behind = [weight * so_far - count for weight, count in zip(weights, taken)]
+        chosen = behind.index(max(behind))
+        dataset_index[sample], dataset_sample_index[sample] = chosen, taken[chosen]
+        taken[chosen] += 1
+    return {"dataset_index": dataset_index, "dataset_sample_index": dataset_sample_index}
