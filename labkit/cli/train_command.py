@@ -133,14 +133,15 @@ def trace_problems(path: str | None) -> list[str]:
 
 def data_problem(config: RunConfig) -> str:
     """Why there would be nothing to train on, or an empty string."""
-    from labkit.data.gpt_data import build_gpt_datasets, check_vocabulary
+    from labkit.data.datasets import build_datasets
+    from labkit.data.gpt_data import check_vocabulary
 
     data = config.data
     try:
         if data.path is not None and not data.sources and os.path.getsize(data.path) > MOST_READ_TWICE:
             check_vocabulary(data, config.model.vocab_size)
         else:
-            build_gpt_datasets(config)
+            build_datasets(config)
     except (ValueError, OSError) as error:
         return str(error)
     return ""
@@ -200,12 +201,12 @@ def refusing_arguments() -> Iterator[None]:
 
 def train_on_rank(config: RunConfig) -> Trained | Refusal | NoCheckpoint | Stopped:
     """Runs inside a rank. Data come first: what is wrong with them is the same on every rank, so all of them return."""
-    from labkit.data import build_gpt_datasets
+    from labkit.data.datasets import build_datasets
     from labkit.train import RunInterrupted, pretrain
     from labkit.train.checkpoint.manifest import CheckpointError
 
     try:
-        datasets = build_gpt_datasets(config)
+        datasets = build_datasets(config)
     except (ValueError, OSError) as error:
         return Refusal([str(error)])
     try:

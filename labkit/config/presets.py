@@ -191,6 +191,15 @@ def _large_moe(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig) -> 
     )
 
 
+def bert_tiny() -> RunConfig:
+    """A BERT of 0.5 million parameters for parity and lessons, with the norms of figure 7b of Megatron-LM's paper.
+
+    Its vocabulary has room for the bundled tokenizer's 1,024 tokens and BERT's own, and needs no padding up to tp 8.
+    """
+    config, vocabulary = tiny(), {"vocab_size": 1152, "make_vocab_size_divisible_by": 16}
+    return replace(config, model=replace(config.model, family="bert", activation="gelu", **vocabulary))
+
+
 class Row(NamedTuple):
     """One model of the paper's tables."""
 
@@ -219,6 +228,14 @@ TABLE_2: dict[str, Row] = {
 """Models that were trained; model-parallel sizes are those of Table 1."""
 
 
+TABLE_4: dict[str, Row] = {
+    "336M": Row(24, 1024, 16, 1, 128),
+    "1.3B": Row(24, 2048, 32, 2, 256),
+    "3.9B": Row(48, 2560, 40, 4, 512),
+}
+"""BERT models that were trained. The paper gives no model-parallel sizes for them; these leave 128 replicas."""
+
+
 def table1(row: str, *, data_parallel: bool = False) -> RunConfig:
     """A row of Table 1 (`1.2B`, `2.5B`, `4.2B`, `8.3B`): batch 8 on `tp` GPUs, or batch 512 on 64 times as many."""
     r = _row(TABLE_1, row, "Table 1")
@@ -230,6 +247,36 @@ def table2(row: str) -> RunConfig:
     """A row of Table 2 (`355M`, `2.5B`, `8.3B`): batch 512, 300,000 steps."""
     r = _row(TABLE_2, row, "Table 2")
     return _gpt2(layers=r.layers, hidden=r.hidden, heads=r.heads, tp=r.tp, global_batch=512, padded_to=1024)
+
+
+def table4(row: str) -> RunConfig:
+    """A row of Table 4 (`336M`, `1.3B`, `3.9B`), with the training of sections 4 and 4.2.
+
+    It has fp16 with a dynamic loss scale, every layer recomputed, batch 1,024, linear decay over two million steps.
+    Its vocabulary of 30,522 needs a tokenizer file of that size in `data.tokenizer`. The paper trained the largest row
+    for 1.5 million steps.
+    """
+    r = _row(TABLE_4, row, "Table 4")
+    return RunConfig(
+        model=ModelConfig(
+            family="bert",
+            layers=r.layers,
+            hidden=r.hidden,
+            heads=r.heads,
+            vocab_size=30522,
+            seq_length=512,
+            activation="gelu",
+            embedding_dropout=0.1,
+            attention_dropout=0.1,
+            hidden_dropout=0.1,
+            recompute_granularity="full",
+        ),
+        parallel=ParallelConfig(tp=r.tp),
+        optim=OptimConfig(lr=1e-4, lr_schedule="linear", warmup_steps=10_000, beta2=0.999, precision="fp16"),
+        train=TrainConfig(
+            steps=2_000_000, micro_batch_size=8, global_batch_size=1024, log_interval=100, record_events=False
+        ),
+    )
 
 
 def _row(table: dict[str, Row], row: str, name: str) -> Row:
@@ -245,10 +292,12 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
     "tiny_moe": tiny_moe,
     "mixtral_tiny": mixtral_tiny,
     "mixtral_8x7b": mixtral_8x7b,
+    "bert_tiny": bert_tiny,
     "deepseek_tiny": deepseek_tiny,
     "deepseek_moe_16b": deepseek_moe_16b,
     **{f"table1_{row.lower().replace('.', '_')}": partial(table1, row) for row in TABLE_1},
     **{f"table2_{row.lower().replace('.', '_')}": partial(table2, row) for row in TABLE_2},
+    **{f"table4_{row.lower().replace('.', '_')}": partial(table4, row) for row in TABLE_4},
 }
 """Every preset by its name on the command line."""
 

@@ -40,7 +40,8 @@ REASONS = {
 class ModelConfig:
     """Shape of the model. Defaults give a small GPT-2."""
 
-    family: str = field("gpt", "Kind of model; BERT and T5 arrive with their chapters.", choices="gpt bert t5")
+    family: str = field("gpt", "`gpt`, `bert` (arXiv 1810.04805) or `t5`, which is not built yet.",
+        choices="gpt bert t5")
     layers: int = field(4, "Transformer layers of the whole model, over all stages.", ge=1, aliases="num_layers")
     hidden: int = field(128, "Width of the residual stream.", ge=1, aliases="hidden_size")
     heads: int = field(4, "Query heads; a head is hidden / heads wide.", ge=1, aliases="num_attention_heads")
@@ -59,6 +60,13 @@ class ModelConfig:
     rope_theta: float = field(10000.0, "Base of the rotary frequencies.", gt=0, aliases="rotary_base")
     norm: str = field("layernorm", "`layernorm` or `rmsnorm` (arXiv 1910.07467).", choices="layernorm rmsnorm",
         aliases="normalization", synonyms={"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})
+    norm_placement: str = field("pre",
+        "`pre`: norms before attention and MLP, and a final one (arXiv 1909.08053, figure 7b). `post`: behind each "
+        "residual addition and behind the embedding, no final one (figure 7a, the original BERT).",
+        choices="pre post", needs="model.family=bert")
+    bert_binary_head: bool = field(True,
+        "BERT learns the order of two sentences beside the masked words; False: it has no token types either.",
+        needs="model.family=bert")
     norm_eps: float = field(1e-5, "Added to the norm's variance.", gt=0, aliases="norm_epsilon layernorm_epsilon")
     activation: str = field("gelu_tanh",
         "`gelu` (erf), `gelu_tanh` (GPT-2's) or `swiglu` (arXiv 2002.05202).", choices="gelu gelu_tanh swiglu")

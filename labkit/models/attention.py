@@ -35,7 +35,7 @@ def kv_copies(config: ModelConfig, tp: int) -> int:
 
 
 class ParallelAttention(nn.Module):
-    """Causal self-attention on the normalised input; whole heads on each rank (arXiv 1909.08053, section 3).
+    """Self-attention on the normalised input; whole heads on each rank (arXiv 1909.08053, section 3).
 
     One all-reduce forward (after `proj`), one backward (before `qkv`), none between heads. The copies of a key/value
     head add up their gradients once a step (`finalize_model_grads`).
@@ -65,16 +65,16 @@ class ParallelAttention(nn.Module):
         proj = build.linear(std=build.residual_std)
         self.proj = build.spec.row_parallel(f"{name}.proj", config.hidden, config.hidden, **proj)
 
-    def forward(self, x_SBH: Tensor, rotary: Rotary | None = None) -> Tensor:
-        """[S, B, H] -> [S, B, H], to be added to x."""
+    def forward(self, x_SBH: Tensor, rotary: Rotary | None = None, *mask: Tensor) -> Tensor:
+        """[S, B, H] -> [S, B, H], to be added to x. `mask` is that of `CoreAttention`, or nothing."""
         if self.recomputes_norm:
             mixed = self.recompute.norm(self.norm, x_SBH, lambda y_SBH: self.qkv(y_SBH)[0])
         else:
             mixed, _ = self.qkv(self.norm(x_SBH))
-        output, _ = self.proj(self.attend(mixed, rotary))
+        output, _ = self.proj(self.attend(mixed, rotary, *mask))
         return output
 
-    def attend(self, mixed: Tensor, rotary: Rotary | None = None) -> Tensor:
+    def attend(self, mixed: Tensor, rotary: Rotary | None = None, *mask: Tensor) -> Tensor:
         """softmax(q k^T / sqrt(D)) v of this rank's heads, from `qkv` [S, B, (heads + 2 kv_heads) D] -> [S, B, H/t]."""
         length, batch, _ = mixed.shape
         per_group = mixed.view(length, batch * self.kv_heads, self.queries_per_kv + 2, self.head_dim)
@@ -87,5 +87,6 @@ class ParallelAttention(nn.Module):
         rows = (length, -1, self.head_dim)
         q, k, v = q.reshape(rows), k.reshape(rows), v.reshape(rows)
         q, k, v = q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
-        attended = self.recompute.part("core_attn", self.core, q, k, v) if self.recomputes_core else self.core(q, k, v)
+        inputs = (q, k, v, *mask)
+        attended = self.recompute.part("core_attn", self.core, *inputs) if self.recomputes_core else self.core(*inputs)
         return attended.transpose(1, 2).reshape(length, batch, -1)

@@ -65,13 +65,13 @@ class TransformerLayer(nn.Module):
         self.recomputes_norm, self.recomputes_mlp = (self.recompute.selects(p) for p in ("layernorm", self.part))
         self._build = build
 
-    def forward(self, x_SBH: Tensor, rotary: Rotary | None = None) -> Tensor:
+    def forward(self, x_SBH: Tensor, rotary: Rotary | None = None, *mask: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, H]."""
-        return self.forward_mlp(self.forward_attention(x_SBH, rotary))
+        return self.forward_mlp(self.forward_attention(x_SBH, rotary, *mask))
 
-    def forward_attention(self, x_SBH: Tensor, rotary: Rotary | None) -> Tensor:
+    def forward_attention(self, x_SBH: Tensor, rotary: Rotary | None, *mask: Tensor) -> Tensor:
         """The first half: x + attention(norm(x))."""
-        return x_SBH + self.dropout(self.attention(x_SBH, rotary))
+        return x_SBH + self.dropout(self.attention(x_SBH, rotary, *mask))
 
     def forward_mlp(self, x_SBH: Tensor) -> Tensor:
         """The second half: x + mlp(norm(x)). Backward computes norm or MLP again where configured."""

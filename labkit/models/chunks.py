@@ -48,12 +48,12 @@ def build_model_chunks(
         _check_embedding_group(schedule, groups)
     rng = model_parallel_seed(config.train.seed, groups) if random else None
     contents = stage_contents(config, schedule.num_stages)
-    chunks: list[GPTModel] = []
+    kind, chunks = model_type(model.family), list[GPTModel]()
     for stage in schedule.stages_of(groups.pp.rank):
         held = contents[stage]
         first = chunks[0].embedding if chunks else None
         tied = held.loss and not model.untie_embeddings_and_output_weights
-        chunk = GPTModel(
+        chunk = kind(
             model,
             groups,
             layers=held.layers,
@@ -70,6 +70,15 @@ def build_model_chunks(
         )
         chunks.append(chunk)
     return chunks
+
+
+def model_type(family: str) -> type[GPTModel]:
+    """The class of the models of a family."""
+    if family == "bert":
+        from labkit.models.bert.bert_model import BertModel  # a GPT does without
+
+        return BertModel
+    return GPTModel
 
 
 def _check_embedding_group(schedule: Schedule, groups: ParallelGroups) -> None:

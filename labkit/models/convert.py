@@ -14,6 +14,7 @@ The formats differ:
   and experts stacked.
 - GPT-2 stores linear weights as [input, output], and q, k, v as three blocks.
 - Llama stores q, k, v, gate and up apart. Mixtral stores each expert by itself: w1 is its gate, w3 its up, w2 its down.
+- BERT stores q, k and v apart, each with its bias (`bert/hugging_face_bert.py`).
 - transformers 5 stacks Mixtral's experts in memory, as [gate; up]. This module reads both forms; files hold the first.
 
 All rotate features i and i + D/2.
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.config import ModelConfig, MoEConfig
+from labkit.models.bert.hugging_face_bert import BIAS, DECODER, bert_end_shapes, bert_names
 from labkit.models.counts import expert_width, fc1_width, ffn_width, gate_and_up, qkv_width
 from labkit.models.hugging_face_config import family_of
 from labkit.parallel.groups import ParallelGroups
@@ -115,23 +117,29 @@ class HuggingFaceState(Mapping[str, Tensor]):
     So a state that reads its tensors from a file is converted one tensor after the other.
     """
 
-    IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+    IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", ".embeddings.position_ids")
     """Ends of names of tensors that follow from the configuration."""
 
     def __init__(self, config: ModelConfig, state: Mapping[str, Tensor], moe: MoEConfig | None = None) -> None:
-        """state: of `GPT2LMHeadModel` or `LlamaForCausalLM`; with experts in `moe`, of `MixtralForCausalLM`.
+        """state: of `GPT2LMHeadModel`, `LlamaForCausalLM` or `BertForPreTraining`; with experts in `moe`, of
+            `MixtralForCausalLM`.
 
         Raises:
             ValueError: a model of another family; tensors that are missing or have no place in our model, by name.
         """
         self._state = state
         self._names = {_short(name): name for name in state if not name.endswith(self.IGNORED)}
-        is_gpt2 = family_of(config, moe) == "gpt2"
-        recipes = _from_gpt2(config) if is_gpt2 else _from_llama(config, moe or MoEConfig(), self._names)
+        family = family_of(config, moe)
+        recipes = _from_llama(config, moe or MoEConfig(), self._names)
+        if family == "gpt2":
+            recipes = _from_gpt2(config)
+        elif config.family == "bert":
+            recipes = _from_bert(config)
         self._recipes: dict[str, _Recipe] = {}
         unused = dict(self._names)
-        if not config.untie_embeddings_and_output_weights:
-            unused.pop("lm_head.weight", None)  # the embedding once more
+        again = (BIAS,) if config.untie_embeddings_and_output_weights else ("lm_head.weight", *DECODER)
+        for name in again:  # the embedding once more, or a bias that nothing reads
+            unused.pop(name, None)
         for recipe in recipes:
             for part in recipe.parts:
                 if part not in self._names:
@@ -167,7 +175,8 @@ def full_state_from_hugging_face(
 
 
 def _short(name: str) -> str:
-    """Their name without the outer prefix, which some files have and some have not."""
+    """Their name without the outer prefix, which some files have and some have not; BERT's oldest files say `gamma`."""
+    name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
     return name.removeprefix("transformer.").removeprefix("model.").replace(".block_sparse_moe.", ".mlp.")
 
 
@@ -239,6 +248,12 @@ def _from_llama(config: ModelConfig, moe: MoEConfig, names: Container[str]) -> I
     yield from _output(config)
 
 
+def _from_bert(config: ModelConfig) -> Iterator[_Recipe]:
+    heads = partial(interleave_heads, kv_heads=config.heads)
+    for name, theirs in bert_names(config):
+        yield _Recipe(name, theirs, _same if len(theirs) == 1 else heads)
+
+
 def _joined(*parts: Tensor) -> Tensor:
     return torch.cat(parts)
 
@@ -266,7 +281,7 @@ def _gates_and_ups(*each: Tensor) -> Tensor:
 
 
 def full_shapes(config: ModelConfig, moe: MoEConfig | None = None) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each tensor of a whole GPT-2, Llama or Mixtral."""
+    """Name and shape of each tensor of a whole GPT-2, Llama, Mixtral or BERT."""
     moe, hidden, vocabulary = moe or MoEConfig(), config.hidden, (config.vocab_size, config.hidden)
     shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": vocabulary}
     if config.position == "learned":
@@ -284,7 +299,9 @@ def full_shapes(config: ModelConfig, moe: MoEConfig | None = None) -> dict[str, 
         shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in matrices.items()}
         shapes |= {f"layers.{i}.{name}.bias": shape[:1] for name, shape in matrices.items() if config.bias}
         shapes |= _norm_shapes(f"layers.{i}.attention.norm", config) | _norm_shapes(f"layers.{i}.mlp.norm", config)
-    shapes |= _norm_shapes("final_norm", config)
+    shapes |= _norm_shapes("final_norm" if config.norm_placement == "pre" else "embedding.norm", config)
+    if config.family == "bert":
+        shapes |= bert_end_shapes(config) | _norm_shapes("lm_head.norm", config)
     return shapes | ({"output.weight": vocabulary} if config.untie_embeddings_and_output_weights else {})
 
 
@@ -305,6 +322,8 @@ def full_state_to_hugging_face(config: ModelConfig, full: Mapping[str, Tensor], 
         ValueError: a model of another family, or a tensor that has no place in the family.
     """
     to_theirs = _to_gpt2 if family_of(config, moe) == "gpt2" else _to_llama
+    if config.family == "bert":
+        to_theirs = _to_bert
     theirs: State = {}
     for name, tensor in full.items():
         try:
@@ -355,3 +374,9 @@ def _to_llama(config: ModelConfig, name: str, tensor: Tensor) -> State:
     else:
         parts = {LLAMA_PARTS[module]: tensor}
     return {f"model.layers.{index}.{part}.weight": value.contiguous() for part, value in parts.items()}
+
+
+def _to_bert(config: ModelConfig, name: str, tensor: Tensor) -> State:
+    theirs = dict(bert_names(config))[name]
+    parts = (tensor,) if len(theirs) == 1 else split_heads(tensor, config)
+    return {each: part.contiguous() for each, part in zip(theirs, parts)}

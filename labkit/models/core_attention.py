@@ -6,6 +6,8 @@ kept as well, S x S for every head: the term 5 a s / h of arXiv 2205.05198.
 Under context parallelism a rank holds S / cp positions, and keys and values come from all ranks of `cp`
 (`parallel/context/ring_attention.py`). No form keeps probabilities there.
 
+A GPT's attention is causal. BERT's looks both ways, under a mask that hides padding.
+
 Shapes: n = batch x query heads on this rank, m = batch x key/value heads, S queries, T keys, D head dimension.
 """
 
@@ -28,14 +30,14 @@ class CoreAttention(nn.Module):
     """Attention of this rank's heads; no parameters.
 
     Args:
-        config: `attention_backend` and `attention_dropout`.
+        config: `attention_backend`, `attention_dropout`, and `family`: all but BERT's attention is causal.
         rng: random states; needed where attention drops.
         cp: context-parallel group; None is this rank alone.
         cp_comm_type: `p2p` (the ring) or `all_gather`.
         name: of the attention block, under which the ledger books what it communicates over cp.
 
     Raises:
-        ValueError: dropout of probabilities that no rank has whole.
+        ValueError: context parallelism with a family or a dropout that it does not have.
     """
 
     def __init__(
@@ -48,44 +50,54 @@ class CoreAttention(nn.Module):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        self.name = name
+        self.name, self.causal = name, config.family != "bert"
         self.fused, self.dropout, self.rng = config.attention_backend == "fused", config.attention_dropout, rng
         self.cp = cp if cp is not None and cp.size > 1 else None
         self.over_ranks = ring_attention if cp_comm_type == "p2p" else all_gather_attention
+        if self.cp is not None and not self.causal:
+            raise ValueError("BERT has no context parallelism: its rings carry no padding mask; set parallel.cp to 1")
         if self.cp is not None and self.dropout:
             raise ValueError(
                 f"attention_dropout {self.dropout:g} is not to be had with context parallelism: the kernels that hand "
                 "out log-sum-exps drop nothing. Set model.attention_dropout to 0, or parallel.cp to 1"
             )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [1, n, S, D], k and v [1, m, S, D] with n a multiple of m -> [1, n, S, D]; causal.
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """q [1, n, S, D], k and v [1, m, S, D] with n a multiple of m -> [1, n, S, D].
 
+        mask: added to the scores, of the same type and a shape that broadcasts to [1, n, S, S]; not for causal ones.
         Under context parallelism S is this rank's part of the sequence, cut zigzag.
         """
         if self.cp is not None:
             with comm_scope(layer=self.name):
                 return self.over_ranks(q, k, v, self.cp, causal=True, fused=self.fused)
         if not (self.dropout and self.training):
-            return self._attend(q, k, v, 0.0)
+            return self._attend(q, k, v, mask, 0.0)
         assert self.rng is not None, "attention dropout needs the random states of model_parallel_seed"
         with self.rng.fork("model-parallel-rng"):  # ranks hold different heads, so they drop different probabilities
-            return self._attend(q, k, v, self.dropout)
+            return self._attend(q, k, v, mask, self.dropout)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Tensor:
         if self.fused:
             grouped = q.shape[1] > k.shape[1]
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p, enable_gqa=grouped)
-        return unfused_attention(q, k, v, dropout_p=p)
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=self.causal, dropout_p=p, enable_gqa=grouped
+            )
+        return unfused_attention(q, k, v, mask, causal=self.causal, dropout_p=p)
 
 
-def unfused_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float = 0.0) -> Tensor:
-    """`F.scaled_dot_product_attention(q, k, v, is_causal=True)`, one operation after the other."""
+def unfused_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = True, dropout_p: float = 0.0
+) -> Tensor:
+    """`F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)`, one operation after the other."""
     repeats = q.shape[1] // k.shape[1]
     if repeats > 1:
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
     scores = (q @ k.transpose(-1, -2)) * (1.0 / math.sqrt(q.shape[-1]))  # not q first: that would keep another q
     # Added, not filled in: an addition keeps no mask for backward.
-    later = scores.new_full(scores.shape[-2:], -math.inf).triu(1)
-    probabilities = (scores + later).softmax(dim=-1)
+    if causal:
+        scores = scores + scores.new_full(scores.shape[-2:], -math.inf).triu(1)
+    if mask is not None:
+        scores = scores + mask
+    probabilities = scores.softmax(dim=-1)
     return drop(probabilities, dropout_p) @ v

@@ -1,4 +1,4 @@
-"""The layers of each stage, and the cost of a GPT in closed form: parameters, operations, bytes. No torch.
+"""The layers of each stage, and the cost of a GPT or BERT in closed form: parameters, operations, bytes. No torch.
 
 The schedule places a stage on a rank (`Schedule.placement`). The number of a stage alone decides its layers, so any
 placement trains the same model.
@@ -24,6 +24,8 @@ from labkit.schedules import Schedule, build_schedule
 
 DENSE = MoEConfig()
 """No layer has experts."""
+NUM_TOKENTYPES = 2
+"""Token types of a BERT with the sentence-order head: tokens of the first sentence, tokens of the second."""
 
 
 # ---- stages ----
@@ -208,6 +210,24 @@ def layer_parameters(
     return attention_parameters(model, tp) + mlp + 2 * norm_parameters(model)
 
 
+def first_parameters(model: ModelConfig) -> int:
+    """Parameters before the first layer beside the words: positions, token types, the norm of BERT's layout `post`."""
+    total = model.seq_length * model.hidden if model.position == "learned" else 0
+    if model.family == "bert" and model.bert_binary_head:
+        total += NUM_TOKENTYPES * model.hidden
+    return total + (norm_parameters(model) if model.norm_placement == "post" else 0)
+
+
+def last_parameters(model: ModelConfig) -> int:
+    """Parameters behind the last layer that every rank holds whole: final norm, dense layers of BERT's heads."""
+    total = norm_parameters(model) if model.norm_placement == "pre" else 0
+    if model.family != "bert":
+        return total
+    dense = model.hidden * (model.hidden + 1)
+    order = dense + 2 * (model.hidden + 1) if model.bert_binary_head else 0
+    return total + dense + norm_parameters(model) + order
+
+
 def stage_parameters(
     model: ModelConfig,
     *,
@@ -228,9 +248,9 @@ def stage_parameters(
     indices = _indices(model, layers)
     total = sum(layer_parameters(model, tp, moe=moe, index=index, ep=ep, etp=etp) for index in indices)
     if pre_process:
-        total += table + (model.seq_length * model.hidden if model.position == "learned" else 0)
+        total += table + first_parameters(model)
     if post_process:
-        total += norm_parameters(model)
+        total += last_parameters(model) + (padded_vocab(model, tp) // tp if model.family == "bert" else 0)
         if not pre_process or model.untie_embeddings_and_output_weights:
             total += table
     return total
@@ -239,9 +259,9 @@ def stage_parameters(
 def model_parameters(model: ModelConfig, moe: MoEConfig = DENSE) -> int:
     """Parameters of the whole model without padding, tied weights counted once: the number in a model's name."""
     unpadded = model.vocab_size * model.hidden * (2 if model.untie_embeddings_and_output_weights else 1)
-    positions = model.seq_length * model.hidden if model.position == "learned" else 0
+    unpadded += model.vocab_size if model.family == "bert" else 0  # the bias of its output layer
     layers = sum(layer_parameters(model, moe=moe, index=index) for index in range(model.layers))
-    return unpadded + positions + layers + norm_parameters(model)
+    return unpadded + first_parameters(model) + layers + last_parameters(model)
 
 
 def active_parameters(model: ModelConfig, moe: MoEConfig = DENSE) -> int:
@@ -293,7 +313,7 @@ class Flops:
     attention: int
     """The two products q k^T and probabilities x v."""
     logits: int
-    """The GEMM of the output layer."""
+    """The GEMM of the output layer, and those of BERT's heads."""
     experts: int = 0
     """GEMMs of the routed experts, k for each token."""
 
@@ -324,7 +344,7 @@ def forward_flops(
         causal: count only the S (S + 1) / 2 pairs a head that a causal mask leaves. False counts all S^2, as arXiv
             2104.04473 and torch's counter do.
         layers: indices of the layers to count, or the number of first layers; None counts all.
-        logits: count the output layer too, without the columns of padding.
+        logits: count the output layer too, without the columns of padding, and the heads of a BERT.
         moe: the experts. Every token meets k of them; a capacity that drops or pads is not considered.
     """
     tokens, h = samples * model.seq_length, model.hidden
@@ -338,9 +358,17 @@ def forward_flops(
     return Flops(
         linear=2 * tokens * weights,
         attention=4 * samples * pairs * h * count,
-        logits=2 * tokens * h * model.vocab_size if logits else 0,
+        logits=2 * tokens * h * model.vocab_size + _head_flops(model, samples) if logits else 0,
         experts=2 * tokens * with_experts * moe.top_k * expert_parameters(model, moe),
     )
+
+
+def _head_flops(model: ModelConfig, samples: int) -> int:
+    """Operations of BERT's dense layers behind the last layer: at every position, and at the first for the order."""
+    if model.family != "bert":
+        return 0
+    order = samples * model.hidden * (model.hidden + 2) if model.bert_binary_head else 0
+    return 2 * (samples * model.seq_length * model.hidden**2 + order)
 
 
 def step_flops(

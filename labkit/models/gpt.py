@@ -11,6 +11,8 @@ Shapes: S sequence, B batch, H hidden, V this rank's columns of the padded vocab
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -56,6 +58,10 @@ class GPTModel(nn.Module):
         ValueError: sizes that tp does not divide, or an option this model does not have.
     """
 
+    family: ClassVar[str] = "gpt"
+    """The value of `model.family`; BERT (`models/bert`) has parts of its own in the places of these."""
+    embedding_type: ClassVar[type[Embedding]] = Embedding
+
     def __init__(
         self,
         config: ModelConfig,
@@ -75,7 +81,7 @@ class GPTModel(nn.Module):
         tied_weight_VH: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
-        _check(config, spec)
+        _check(type(self), config, spec)
         if (copies := kv_copies(config, groups.tp.size)) > 1:  # a rank without a layer joins in making the group
             cut_group(groups, groups.tp, groups.tp.size // copies)
         moe = moe or MoEConfig()
@@ -104,8 +110,9 @@ class GPTModel(nn.Module):
         self.pre_process, self.post_process = pre_process, post_process
         self.label_smoothing, self.fusion = label_smoothing, gradient_accumulation_fusion
         self.padded_vocab = padded_vocab(config, groups.tp.size)
-        self.embedding = Embedding(build) if pre_process else None
-        self.layers = nn.ModuleDict({str(index): TransformerLayer(index, build) for index in layers})
+        self._build = build
+        self.embedding = self.embedding_type(build) if pre_process else None
+        self.layers = nn.ModuleDict({str(index): self.new_layer(index, build) for index in layers})
         self.final_norm = build.norm("final_norm") if post_process else None
         self._tied_weight: tuple[nn.Parameter, ...] = ()  # in a tuple, so that it is no parameter of this module
         if tied_weight_VH is not None:
@@ -125,6 +132,10 @@ class GPTModel(nn.Module):
             return self._tied_weight[0]
         assert self.embedding is not None, "only a stage with post_process has an output layer"
         return self.embedding.word.weight
+
+    def new_layer(self, index: int, build: Build) -> TransformerLayer:
+        """Make layer `index` of the whole model."""
+        return TransformerLayer(index, build)
 
     def set_input_tensor(self, x_SBH: Tensor | None) -> None:
         """Give the output of the previous stage; the next `forward` starts from it. The first stage ignores it."""
@@ -195,8 +206,8 @@ class GPTModel(nn.Module):
         )
         return loss_SB.t()
 
-    def _first_hidden(self, tokens_BS: Tensor | None, position_ids_BS: Tensor | None) -> Tensor:
-        """The embedded tokens, or what the previous stage sent."""
+    def _first_hidden(self, tokens_BS: Tensor | None, *with_tokens: Tensor | None) -> Tensor:
+        """The embedded tokens, or what the previous stage sent. with_tokens: further arguments of the embedding."""
         if self.embedding is None:
             if self._input_SBH is None:
                 raise ValueError("this stage does not embed tokens; give it set_input_tensor(x_SBH) before forward")
@@ -211,7 +222,7 @@ class GPTModel(nn.Module):
                 f"sequence parallelism cuts a sequence over tp = {parts} ranks, and {length} tokens are no multiple of "
                 f"it; pad them to {-(-length // parts) * parts}"
             )
-        return self.embedding(tokens_BS, position_ids_BS)
+        return self.embedding(tokens_BS, *with_tokens)
 
     def _own_positions(self, tokens_BS: Tensor | None) -> Tensor | None:
         """Positions [1, S] of this rank's two pieces of a sequence (`zigzag.py`); None where it holds the whole."""
@@ -232,11 +243,11 @@ def draws(config: ModelConfig, moe: MoEConfig) -> bool:
     return bool(drops or (moe.num_experts and moe.input_jitter))
 
 
-def _check(config: ModelConfig, spec: LayerSpec) -> None:
-    allowed = {"family": ("gpt",), "position": ("learned", "rope"), "norm": ("layernorm", "rmsnorm")}
+def _check(model: type[GPTModel], config: ModelConfig, spec: LayerSpec) -> None:
+    allowed = {"family": (model.family,), "position": ("learned", "rope"), "norm": ("layernorm", "rmsnorm")}
     for name, choices in allowed.items():
         if getattr(config, name) not in choices:
-            raise ValueError(f"GPTModel has no {name} {getattr(config, name)!r}; choose {' or '.join(choices)}")
+            raise ValueError(f"{model.__name__} has no {name} {getattr(config, name)!r}; choose {' or '.join(choices)}")
     if config.transformer_impl != spec.transformer_impl:
         raise ValueError(
             f"model.transformer_impl is {config.transformer_impl}, and the given layers are {spec.transformer_impl}: "

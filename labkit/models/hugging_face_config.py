@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json` and our configuration of a model, both ways: GPT-2, Llama and Mixtral.
+"""Hugging Face's `config.json` and our configuration of a model, both ways: GPT-2, Llama, Mixtral and BERT.
 
     read = json.loads(Path("config.json").read_text())
     config, moe = model_config_from_hugging_face(read), moe_config_from_hugging_face(read)
@@ -14,22 +14,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from labkit.config import ModelConfig, MoEConfig
+from labkit.models.bert.hugging_face_bert import KINDS, bert_config, bert_fields, bert_kind
 from labkit.models.counts import expert_width
 
 GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 """Hugging Face's `activation_function` -> ours."""
 ROPE_THETA = {"llama": 1e4, "mixtral": 1e6}
 """`rope_theta` of a `config.json` that does not give it."""
-ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM"}
+ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "bert": "BertForPreTraining",
+    "megatron-bert": "MegatronBertForPreTraining",
+}
 """Family -> transformers' class of its language model."""
 
 
 def family_of(config: ModelConfig, moe: MoEConfig | None = None) -> str:
-    """The family of a model: `gpt2`, `llama` or `mixtral`.
+    """The family of a model: `gpt2`, `llama`, `mixtral`, `bert` or `megatron-bert`.
 
     Raises:
         ValueError: a model of no such family.
     """
+    if config.family == "bert":
+        return bert_kind(config)
     shape = (config.position, config.norm, config.bias)
     is_gpt2 = shape == ("learned", "layernorm", True) and config.activation in GPT2_ACTIVATIONS.values()
     is_llama = shape == ("rope", "rmsnorm", False) and config.activation == "swiglu"
@@ -68,7 +77,7 @@ def _check_mixtral(moe: MoEConfig, is_llama: bool) -> None:
 
 
 def model_config_from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
-    """Our config of the model that a `config.json` of type gpt2, llama or mixtral describes (without dropout).
+    """Our config of the model that a `config.json` of one of these types describes (without dropout).
 
     Raises:
         ValueError: another type, or an option that our model does not have.
@@ -78,7 +87,11 @@ def model_config_from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
         return _gpt2_config(config)
     if kind in ("llama", "mixtral"):
         return _llama_config(config)
-    raise ValueError(f"model_type is {kind!r}; weights can be converted from gpt2, llama and mixtral")
+    if kind in KINDS.values():
+        model, other = bert_config(config)
+        _refuse(other)
+        return model
+    raise ValueError(f"model_type is {kind!r}; weights can be converted from {', '.join(ARCHITECTURES)}")
 
 
 def moe_config_from_hugging_face(config: Mapping[str, Any]) -> MoEConfig:
@@ -146,8 +159,8 @@ def _refuse(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if value:
             raise ValueError(
-                f"{name} = {value!r} has no counterpart in GPTModel; only plain GPT-2, Llama and Mixtral can be "
-                "converted"
+                f"{name} = {value!r} has no counterpart in labkit's models; only plain GPT-2, Llama, Mixtral and BERT "
+                "can be converted"
             )
 
 
@@ -177,6 +190,8 @@ def config_to_hugging_face(
     }
     if kind == "gpt2":
         return shared | _gpt2_fields(config)
+    if config.family == "bert":
+        return shared | bert_fields(config)
     return shared | _llama_fields(config, moe or MoEConfig())
 
 

@@ -16,8 +16,8 @@ from typing import Any, Literal, overload
 from torch import Tensor, nn
 
 Batch = dict[str, Tensor]
-ForwardStep = Callable[[Iterator[Batch], nn.Module], tuple[Tensor, Any]]
-"""(data iterator, model chunk) -> (output tensor, loss function).
+ForwardStep = Callable[[Iterator[Batch], nn.Module], tuple[Any, Any]]
+"""(data iterator, model chunk) -> (output, loss function).
 
 The last stage alone calls the loss function with the output. It returns `(sum of losses, number of tokens, metrics)` of
 this rank's positions, or `(mean loss, metrics)`. With parallel.cp > 1 only the first form is taken. There the runtime,
@@ -33,6 +33,15 @@ def gpt_forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[
     batch = next(data_iterator)
     output = model(batch["tokens_BS"], position_ids=batch.get("position_ids_BS"), labels_BS=batch["labels_BS"])
     return output, partial(masked_loss, batch["loss_mask_BS"])
+
+
+def forward_step_of(family: str) -> ForwardStep:
+    """The default `forward_step` of a model family."""
+    if family == "bert":
+        from labkit.train.bert_step import bert_forward_step  # a GPT does without
+
+        return bert_forward_step
+    return gpt_forward_step
 
 
 @overload

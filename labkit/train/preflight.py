@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 _LATER: dict[str, tuple[Any, str]] = {
     "parallel.rank_offset": (0, "has no layout that does not start at rank 0"),
     "parallel.split_rank": (None, "has no encoder to split off from a GPT"),
-    "model.family": ("gpt", "does not run this model family"),
 }
 """Valid fields -> the only value that the training loop supports yet, and what is missing."""
 

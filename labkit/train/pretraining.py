@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from labkit.config import ModelConfig, OptimConfig, RunConfig
-from labkit.data.gpt_data import Samples, build_gpt_datasets, data_iterator, parse_split
+from labkit.data.datasets import build_datasets, data_iterator
+from labkit.data.gpt_data import parse_split
 from labkit.events import Event, recording
 from labkit.fp8.recipe import Float8Recipe, float8_recipe
 from labkit.fp8.scaling import Float8Spec
@@ -45,7 +46,7 @@ from labkit.schedules.runtime import chunks_of
 from labkit.te.spec import EngineSpec
 from labkit.train.checkpoint.resume import Progress, continues_folder
 from labkit.train.evaluation import ProcessNonLossData, evaluate, validate, validates_after
-from labkit.train.forward_step import Batch, ForwardStep, gpt_forward_step
+from labkit.train.forward_step import Batch, ForwardStep, forward_step_of, gpt_forward_step
 from labkit.train.interruption import RunInterrupted, listening
 from labkit.train.lr_schedule import LearningRate, build_lr_schedule
 from labkit.train.pipeline import Pipeline
@@ -57,7 +58,7 @@ from labkit.train.stepping import Observer, train_step
 if TYPE_CHECKING:
     from labkit.train.checkpoint.checkpoints import Checkpoints
 
-DatasetsProvider = Callable[[RunConfig], tuple[Samples, Samples, Samples]]
+DatasetsProvider = Callable[[RunConfig], tuple[Any, Any, Any]]
 ModelProvider = Callable[[RunConfig, ParallelGroups], nn.Module | Sequence[nn.Module]]
 
 
@@ -122,8 +123,8 @@ def pretrain(
 
     datasets_provider: config -> (train, validation, test); default: datasets of the configured text.
     model_provider: (config, groups) -> this rank's model chunks, one for each stage that the schedule runs here, or a
-        single module for a single stage; default: GPT.
-    forward_step: (data iterator, chunk) -> (output, loss function); default: next-token prediction. The loss function
+        single module for a single stage; default: that of `model.family`.
+    forward_step: (data iterator, chunk) -> (output, loss function); default: that of `model.family`. The loss function
         takes the output of the last stage and returns `(sum of losses, number of tokens, metrics)`, or `(mean loss,
         metrics)`. Two items are refused for cp > 1: a rank then holds a part of each sample and cannot compute the
         mean. The dict `metrics` has `loss_sum`, the sum of the losses of this rank's tokens, and `tokens`, the number
@@ -159,7 +160,7 @@ def pretrain(
         )
         data = build_data_iterators(run, datasets_provider)
         return train(
-            run, chunks, optimizer, lr_schedule, data, forward_step or gpt_forward_step,
+            run, chunks, optimizer, lr_schedule, data, forward_step or forward_step_of(config.model.family),
             process_non_loss_data or process_non_loss_data_func, observer,
         )  # fmt: skip
 
@@ -283,7 +284,7 @@ def build_data_iterators(run: Run, datasets_provider: DatasetsProvider | None = 
     Raises ValueError for a needed split without samples now, not after the last training step.
     """
     config, groups = run.config, run.groups
-    train, validation, test = (datasets_provider or build_gpt_datasets)(config)
+    train, validation, test = (datasets_provider or build_datasets)(config)
     tested = parse_split(config.data.split)[2] > 0
     if config.train.eval_steps > 0:
         for needed in (validation, test) if tested else (validation,):

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labkit.config import ModelConfig
-from labkit.models import GPTModel
+from labkit.models import BertModel, GPTModel
 from labkit.models.memory.activation_bytes import (
     Share,
     end_activation_bytes,
@@ -37,6 +37,12 @@ MODELS = {
     "grouped rope": replace(GPT2, kv_heads=2, position="rope", untie_embeddings_and_output_weights=True),
     "gated": replace(GPT2, activation="swiglu", ffn_hidden=96, bias=False),
     "rms": replace(GPT2, norm="rmsnorm", activation="swiglu", bias=False),
+}
+BERT = replace(GPT2, family="bert", activation="gelu")
+BERTS = {
+    "pre": BERT,
+    "post": replace(BERT, norm_placement="post"),
+    "words alone": replace(BERT, bert_binary_head=False),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 SELECTIVE: tuple[tuple[str, ...], ...] = (("core_attn",), ("layernorm",), ("core_attn", "mlp", "layernorm"))
@@ -148,6 +154,20 @@ def test_embedding_and_loss(name: str, dtype: str) -> None:
     assert saved.bytes == pytest.approx(end_activation_bytes(config, share(kind)), rel=0.01)
     loss.mean().backward()
     assert saved.bytes == ids.nbytes, "a backward lets everything go but what the caller holds"
+
+
+@pytest.mark.parametrize("backend", ["fused", "unfused"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", BERTS)
+def test_a_whole_bert(name: str, dtype: str, backend: str) -> None:
+    """Both ends, two layers, and the mask that the layers share."""
+    config, kind = replace(BERTS[name], layers=2, attention_backend=backend), DTYPES[dtype]
+    model = BertModel(config, GROUPS, layers=range(2), seed=1, dtype=kind)
+    ids, types = torch.randint(0, 301, (BATCH, 32)), torch.ones(BATCH, 32, dtype=torch.int64)
+    with SavedTensors(model) as saved:
+        made = model(ids, types, torch.ones(BATCH, 32), ids)
+    expected = layers_activation_bytes(config, share(kind)) + end_activation_bytes(config, share(kind))
+    assert made[0].shape == ids.shape and saved.bytes == pytest.approx(expected, rel=0.01)
 
 
 # ---- the paper's table, arXiv 2205.05198 ----

@@ -264,7 +264,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is no JSON"),
     "a list": (lambda f: (f / "config.json").write_text("[]"), "config.json holds no JSON object"),
     "deep": (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json is no JSON"),
-    "another family": (edit(model_type="bert"), "model_type is 'bert'"),
+    "another family": (edit(model_type="opt"), "model_type is 'opt'"),
     "no hidden_size": (edit(hidden_size=None), "has no field 'hidden_size'"),
     "text for a number": (edit(num_hidden_layers="3"), "model.layers"),
     "no heads": (edit(num_attention_heads=0), "config.json describes no model that labkit"),

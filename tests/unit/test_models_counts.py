@@ -14,7 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from labkit.config import ModelConfig, ParallelConfig, RunConfig, presets
-from labkit.models import GPTModel, build_model_chunks, counts
+from labkit.models import build_model_chunks, counts
+from labkit.models.chunks import model_type
 from labkit.parallel import initialize_model_parallel, single_process_groups
 from labkit.schedules import Schedule
 
@@ -23,6 +24,8 @@ GPT2 = ModelConfig(layers=2, hidden=64, heads=4, vocab_size=301, make_vocab_size
 GATED = replace(GPT2, activation="swiglu", ffn_hidden=96, bias=False)
 GROUPED = replace(GPT2, kv_heads=2, position="rope", untie_embeddings_and_output_weights=True)
 RMS = replace(GROUPED, norm="rmsnorm")
+BERT = replace(GPT2, family="bert", activation="gelu")
+POST = replace(BERT, norm_placement="post", bert_binary_head=False)
 
 
 # ---- parameters ----
@@ -30,8 +33,8 @@ RMS = replace(GROUPED, norm="rmsnorm")
 
 @pytest.mark.parametrize(
     "config",
-    [GPT2, GATED, GROUPED, RMS, replace(GROUPED, kv_heads=1)],
-    ids=["gpt2", "gated", "grouped", "rms", "one kv head"],
+    [GPT2, GATED, GROUPED, RMS, replace(GROUPED, kv_heads=1), BERT, POST],
+    ids=["gpt2", "gated", "grouped", "rms", "one kv head", "bert", "post-LN bert"],
 )
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
 def test_parameters_of_every_rank(config: ModelConfig, tp: int, pp: int) -> None:
@@ -89,6 +92,9 @@ def test_parameters_of_all_ranks_are_the_model_and_its_copies(layers, heads, voc
         ("table2_355m", 0.355, 3),
         ("table2_2_5b", 2.5, 1),
         ("table2_8_3b", 8.3, 1),
+        ("table4_336m", 0.336, 3),
+        ("table4_1_3b", 1.3, 1),
+        ("table4_3_9b", 3.9, 1),
     ],
 )
 def test_the_papers_models_have_their_size(name: str, billions: float, places: int) -> None:
@@ -102,7 +108,7 @@ def test_parameters_of_every_preset(name: str) -> None:
     model = config.model
     if model.hidden > 1600:  # too large to draw in a test: the same shape at an eighth of the width
         model = replace(model, hidden=model.hidden // 8, vocab_size=1000)
-    one = GPTModel(replace(model, layers=1), GROUPS, layers=range(1), seed=1)
+    one = model_type(model.family)(replace(model, layers=1), GROUPS, layers=range(1), seed=1)
     by_part = {part: sum(p.numel() for n, p in one.named_parameters() if n.startswith(part)) for part in ("layers", "")}
     assert by_part["layers"] == counts.layer_parameters(model)
     assert by_part[""] == counts.stage_parameters(model, layers=1)
@@ -112,18 +118,18 @@ def test_parameters_of_every_preset(name: str) -> None:
 
 
 def counted(config: ModelConfig, *, backward: bool) -> int:
-    gpt = GPTModel(config, GROUPS, layers=range(config.layers), seed=1)
+    model = model_type(config.family)(config, GROUPS, layers=range(config.layers), seed=1)
     ids = torch.zeros(3, config.seq_length, dtype=torch.long)
     # torch counts no CPU flash attention (its plain form does the same GEMMs) and no addmm_ in place.
     also = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=also) as counter:
-        loss = gpt(ids, labels_BS=ids).mean()
-        if backward:
-            loss.backward()
+        made = model(ids, labels_BS=ids)
+        if backward:  # of a BERT from both of its outputs
+            sum(x.mean() for x in (made if isinstance(made, tuple) else (made,)) if x is not None).backward()
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("config", [GPT2, GATED, GROUPED], ids=["gpt2", "gated", "grouped"])
+@pytest.mark.parametrize("config", [GPT2, GATED, GROUPED, BERT, POST], ids=["gpt2", "gated", "grouped", "bert", "post"])
 def test_operations_equal_torchs_counter(config: ModelConfig) -> None:
     assert counted(config, backward=False) == counts.forward_flops(config, samples=3).total
     assert counted(config, backward=True) == counts.step_flops(config, samples=3).total

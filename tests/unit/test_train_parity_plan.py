@@ -38,6 +38,7 @@ CONTEXTS: tuple[dict[str, Any], ...] = (
     {"moe.num_experts": 4, "moe.shared_expert_ffn_hidden": 64},
     {"graph.cuda_graph_impl": "local"},
     {"data.blend": ("1", "PATH")},
+    {"model.family": "bert"},
 )
 """What makes a field count for something: one of these goes with every field."""
 GIVEN = {

@@ -321,12 +321,23 @@ def layers_activation_bytes(
     layers: indices in the model, or the number of first layers; None takes all.
     """
     each = _bytes_of(model, share, layers, moe)
+    mask = _mask_bytes(model, share) if each else 0
     if model.recompute_granularity != "full":
-        return sum(each)
+        return sum(each) + mask
     if model.recompute_method == "uniform":
-        return -(-len(each) // model.recompute_num_layers) * layer_input_bytes(model, share)
+        return -(-len(each) // model.recompute_num_layers) * layer_input_bytes(model, share) + mask
     front = min(model.recompute_num_layers, len(each))
-    return front * layer_input_bytes(model, share) + sum(each[front:])
+    return front * layer_input_bytes(model, share) + sum(each[front:]) + mask
+
+
+def _mask_bytes(model: ModelConfig, share: Share) -> int:
+    """Bytes of BERT's padding mask, a row of S scores for each sample and head, which all layers of a chunk share.
+
+    Separate operations add the mask and keep no more than the sum.
+    """
+    if model.family != "bert" or (model.attention_backend == "unfused" and model.recompute_granularity == "none"):
+        return 0
+    return share.tokens(model) * model.heads // share.tp * share.element_bytes
 
 
 def _bytes_of(model: ModelConfig, share: Share, layers: int | range | None, moe: MoEConfig) -> list[int]:
@@ -364,19 +375,34 @@ def end_activation_bytes(
 
     The embedding keeps its ids (8 bytes), for t > 1 the mask of ids of other ranks, and its dropout mask. The last
     stage keeps the final norm's input and output, and for each token the exponentials of this rank's real columns with
-    their scale. The exponentials are float32, or float64 in fp64.
+    their scale. The exponentials are float32, or float64 in fp64. A BERT also keeps its token types, and what
+    its heads read.
     """
     share = share or Share()
     tokens, outside, total = share.tokens(model), share.tokens_between(model), 0
     if pre_process:
         total += tokens * 8 + (tokens if share.tp > 1 else 0)
         total += outside * model.hidden if model.embedding_dropout else 0
+        total += tokens * 8 if model.family == "bert" and model.bert_binary_head else 0
+        total += _norm_bytes(model, share) if model.norm_placement == "post" else 0
     if post_process:
         width = padded_vocab(model, share.tp) // share.tp
         columns = min(max(model.vocab_size - tp_rank * width, 0), width)
-        total += _norm_bytes(model, share) + outside * model.hidden * share.element_bytes
-        total += tokens * (columns + 1) * share.wide
+        total += _norm_bytes(model, share) if model.norm_placement == "pre" else 0
+        total += outside * model.hidden * share.element_bytes + tokens * (columns + 1) * share.wide
+        total += _head_bytes(model, share) if model.family == "bert" else 0
     return total
+
+
+def _head_bytes(model: ModelConfig, share: Share) -> int:
+    """Bytes that BERT's heads keep: the inputs of activation, norm and output layer, and the output of the pooler.
+
+    Under sequence parallelism the first positions of all ranks are kept, too.
+    """
+    h, e = model.hidden, share.element_bytes
+    gathered = share.tp if share.sequence_parallel and share.tp > 1 else 0
+    order = share.samples * h * (1 + gathered) * e if model.bert_binary_head else 0
+    return 2 * share.tokens_between(model) * h * e + _norm_bytes(model, share) + order
 
 
 def paper_layer_bytes(model: ModelConfig, share: Share, recompute: Literal["none", "selective", "full"]) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -233,20 +233,22 @@ def vocab_parallel_cross_entropy(
 class _LinearCrossEntropy(Function):
     """The output layer and its loss in one: logits appear chunk by chunk, and only their exponentials are kept.
 
-    forward   l = h W^T, L = log sum_v exp(l_v) - l_label    [N, H] x [V, H] -> [N]; MAX of [N], SUM of [2, N]
+    forward   l = h W^T + b, L = log sum_v exp(l_v) - l_label    [N, H] x [V, H] -> [N]; MAX of [N], SUM of [2, N]
     dgrad     dl = dL (softmax - onehot), dh = sum_r dl W_r  [N, V] x [V, H] -> [N, H], all-reduce started (f)
-    wgrad     dW_r = dl^T h                                  [V, N] x [N, H] -> [V, H], while it runs
+    wgrad     dW_r = dl^T h, db_r = sum dl                   [V, N] x [N, H] -> [V, H], while it runs
 
     Under sequence parallelism h is gathered from [N/t, H] in forward and again for wgrad, and dh is reduce-scattered. A
     chunk then takes the same tokens of every rank's part, so that each of its sums is a chunk too.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, shard: _Shard, plan: LinearPlan) -> Tensor:
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, shard: _Shard, plan: LinearPlan
+    ) -> Tensor:
         whole_NH = collectives.all_gather(hidden_NH, shard.group) if plan.sequence_parallel else hidden_NH
         tokens, dtype = whole_NH.shape[0], _working_dtype(hidden_NH.dtype)
         real_VH = weight_VH[: shard.columns]
-        keeps = any(ctx.needs_input_grad[:2])
+        keeps = any(ctx.needs_input_grad[:3])
         exp_NV = hidden_NH.new_empty((tokens if keeps else 0, shard.columns), dtype=dtype)
         statistics = exp_NV.new_zeros((4, tokens))
         for rows in _chunks(tokens, shard.columns, chunk_sizes(hidden_NH.device).forward, 64):
@@ -256,18 +258,21 @@ class _LinearCrossEntropy(Function):
                 logits = exp_NV[rows].copy_(whole_NH[rows] @ real_VH.t())
             else:
                 logits = (whole_NH[rows] @ real_VH.t()).to(dtype)
+            if bias_V is not None:
+                logits += bias_V[: shard.columns]
             _local_statistics(logits, shard, rows, statistics[:, rows])
             del logits  # before the next chunk takes its memory
         loss_N, scale_N = _combine(statistics, shard)
         ctx.save_for_backward(hidden_NH, weight_VH, exp_NV, scale_N)
-        ctx.shard, ctx.plan, ctx.weight_parameter = shard, plan, weight_VH
+        ctx.shard, ctx.plan, ctx.parameters = shard, plan, (weight_VH, bias_V)
         return loss_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         hidden_NH, weight_VH, exp_NV, scale_N = ctx.saved_tensors
-        shard, plan, parameter, grad_N = ctx.shard, ctx.plan, ctx.weight_parameter, grads[0].reshape(-1)
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        shard, plan, (weight, bias), grad_N = ctx.shard, ctx.plan, ctx.parameters, grads[0].reshape(-1)
+        wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        weight, bias = weight if wants_weight else None, bias if wants_bias else None
         parts = shard.group.size if plan.sequence_parallel else 1
         # By the width with padding, which is that of every rank: each chunk is a sum over all of them.
         columns, elements = parts * weight_VH.shape[0], chunk_sizes(hidden_NH.device).gradient
@@ -276,34 +281,38 @@ class _LinearCrossEntropy(Function):
         def dlogits(rows: slice) -> Tensor:
             return _logit_gradient(exp_NV, scale_N, grad_N, shard, _rows_of_parts(rows, parts)).to(hidden_NH.dtype)
 
-        def wgrad(rows: slice, dlogits_NV: Tensor, whole_NH: Tensor, into_VH: Tensor) -> None:
+        def wgrad(rows: slice, dlogits_NV: Tensor, whole_NH: Tensor, into: _Accumulators) -> None:
             with span(f"{plan.name} weight_grad", "weight_grad"):
-                chosen_NH = _rows_of_parts(rows, parts)(whole_NH).flatten(0, -2)
-                weight_gradient(dlogits_NV, chosen_NH, into_VH[: shard.columns])
+                if into.weight is not None:
+                    chosen_NH = _rows_of_parts(rows, parts)(whole_NH).flatten(0, -2)
+                    weight_gradient(dlogits_NV, chosen_NH, into.weight[: shard.columns])
+                if into.bias is not None:
+                    into.bias[: shard.columns] += dlogits_NV.sum(0)
 
         def gathering() -> Pending | None:
             return collectives.all_gather_async(hidden_NH, shard.group) if plan.sequence_parallel else None
 
-        def all_wgrad() -> tuple[Tensor | None]:
+        def all_wgrad() -> tuple[Tensor | None, Tensor | None]:
             """Makes the logit gradients again from the exponentials, which takes no GEMM."""
-            regathering, (target, returned) = gathering(), _accumulator(parameter, plan)
+            regathering, into = gathering(), _accumulators(weight, bias, plan)
             for rows in chunks:
-                wgrad(rows, dlogits(rows), hidden_NH if regathering is None else regathering.wait(), target)
-            return (returned,)
+                wgrad(rows, dlogits(rows), hidden_NH if regathering is None else regathering.wait(), into)
+            return into.returned
 
         with plan.booked("backward"):
-            now = wants_weight and not deferred((parameter,), all_wgrad)
-            regathering = gathering() if now else None
-            target, returned = _accumulator(parameter, plan) if now else (None, None)
+            trains = weight is not None or bias is not None
+            into = _accumulators(weight, bias, plan) if trains and not deferred((weight, bias), all_wgrad) else None
+            regathering = gathering() if into is not None else None
             dgrad = _InputGradient(hidden_NH, weight_VH[: shard.columns], plan) if wants_hidden else None
             for rows in chunks:
                 dlogits_NV = dlogits(rows)
                 if dgrad is not None:
                     dgrad.start(rows, dlogits_NV)
-                if target is not None:
-                    wgrad(rows, dlogits_NV, hidden_NH if regathering is None else regathering.wait(), target)
+                if into is not None:
+                    wgrad(rows, dlogits_NV, hidden_NH if regathering is None else regathering.wait(), into)
                 del dlogits_NV  # before the next chunk takes its memory
-            return None if dgrad is None else dgrad.wait(), returned, None, None
+            returned = (None, None) if into is None else into.returned
+            return None if dgrad is None else dgrad.wait(), *returned, None, None
 
 
 def _rows_of_parts(rows: slice, parts: int) -> Pick:
@@ -335,17 +344,28 @@ class _InputGradient:
         return self._grad_NH
 
 
-def _accumulator(parameter: Tensor, plan: LinearPlan) -> tuple[Tensor, Tensor | None]:
-    """The tensor that adds up a weight gradient, and the gradient for autograd: None if the first is `main_grad`."""
-    main_grad: Tensor | None = getattr(parameter, "main_grad", None) if plan.accumulate else None
+class _Accumulators(NamedTuple):
+    """Tensors that add up the gradients of weight and bias; None for one that wants none."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    returned: tuple[Tensor | None, Tensor | None]
+    """Both gradients for autograd: None for a weight whose gradient is in `main_grad`."""
+
+
+def _accumulators(weight: Tensor | None, bias: Tensor | None, plan: LinearPlan) -> _Accumulators:
+    bias_grad = None if bias is None else torch.zeros_like(bias)
+    if weight is None:
+        return _Accumulators(None, bias_grad, (None, bias_grad))
+    main_grad: Tensor | None = getattr(weight, "main_grad", None) if plan.accumulate else None
     if main_grad is not None:
-        record = record_of(parameter)
+        record = record_of(weight)
         if not record.has_gradient:
             main_grad.zero_()
             record.has_gradient = True
-        return main_grad, None
-    zeros = torch.zeros_like(parameter)
-    return zeros, zeros
+        return _Accumulators(main_grad, bias_grad, (None, bias_grad))
+    zeros = torch.zeros_like(weight)
+    return _Accumulators(zeros, bias_grad, (zeros, bias_grad))
 
 
 def linear_cross_entropy(
@@ -356,13 +376,14 @@ def linear_cross_entropy(
     *,
     vocab_size: int,
     padded_vocab_size: int | None = None,
+    bias_V: Tensor | None = None,
     label_smoothing: float = 0.0,
     gradient_accumulation_fusion: bool = False,
     sequence_parallel: bool = False,
     check_ids: bool = True,
     name: str = "output",
 ) -> Tensor:
-    """Cross-entropy per token of `hidden @ weight.T`, without ever gathering logits or keeping them twice.
+    """Cross-entropy per token of `hidden @ weight.T + bias`, without ever gathering logits or keeping them twice.
 
     The operator f is included, as in `ColumnParallelLinear`: `hidden` is whole and alike on every rank, and its
     gradient is complete. With `sequence_parallel` it is this rank's part of the sequence, [S/t, B, H], while labels and
@@ -375,5 +396,5 @@ def linear_cross_entropy(
     shard = _shard(weight_VH.shape[0], labels_SB, group, vocab_size, padded_vocab_size, label_smoothing, check_ids)
     plan = LinearPlan(name, group, sequence_parallel and group.size > 1, gradient_accumulation_fusion)
     with plan.booked() if group.size > 1 else nullcontext():
-        loss_N: Tensor = _LinearCrossEntropy.apply(hidden_SBH.flatten(0, -2), weight_VH, shard, plan)  # type: ignore
+        loss_N: Tensor = _LinearCrossEntropy.apply(hidden_SBH.flatten(0, -2), weight_VH, bias_V, shard, plan)  # type: ignore
     return loss_N.view(labels_SB.shape)

@@ -36,6 +36,8 @@ MODEL_FIELDS = (
     "model.position",
     "model.rope_theta",
     "model.norm",
+    "model.norm_placement",
+    "model.bert_binary_head",
     "model.norm_eps",
     "model.activation",
     "model.bias",

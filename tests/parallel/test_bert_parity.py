@@ -1,0 +1,96 @@
+"""BERT under every layout against one process, in both layouts of its norms: loss, gradients, parameters over steps;
+and its checkpoints from one layout to another."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from labkit.config import RunConfig, presets
+from labkit.launch import run
+from labkit.train import compare, pretrain
+
+MATRIX = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "parity_matrix.py"))
+ZERO, SP, FULL, MEGATRON = (MATRIX[name] for name in ("ZERO", "SEQUENCE_PARALLEL", "FULL", "MEGATRON"))
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")}
+SUBSET = {
+    "pre": [
+        {"tp": 2, "pp": 2, "world_size": 8, **SP, **MEGATRON},
+        {"tp": 4, **FULL},
+        {"pp": 2, "vpp": 2, "schedule.name": "interleaved", **SELECTIVE},
+        {"tp": 2, "optim.data_parallel": "naive", "world_size": 4},
+    ],
+    "post": [
+        {"tp": 2, "pp": 2, **SP, **FULL},
+        {"pp": 4, "world_size": 8, **ZERO},
+        {"tp": 2, "pp": 2, "schedule.name": "zero_bubble_h1"},
+        {"pp": 2, "schedule.name": "zbv", **SP, "tp": 2},
+    ],
+}
+"""Every axis and every option, in few layouts."""
+SWEEP = [layout | more for layout in MATRIX["LAYOUTS"] for more in ({}, SP, FULL) if more != SP or layout["tp"] > 1]
+
+
+def small(placement: str) -> RunConfig:
+    changes = {"layers": 4, "hidden": 32, "heads": 4, "seq_length": 32, "global_batch_size": 8}
+    return presets.bert_tiny().override({"model.norm_placement": placement, **changes})
+
+
+def check(config, layouts, steps):
+    report = compare(config, layouts, steps=steps, dtype="float64")
+    assert report.ok, f"\n{report}"
+    assert max(row.largest for row in report.rows) <= 1e-10
+
+
+@pytest.mark.parametrize("placement", ["pre", "post"])
+def test_float64(placement):
+    check(small(placement), SUBSET[placement], steps=3)
+
+
+def test_padding_of_the_vocabulary_rotary_positions_an_untied_output_and_no_order():
+    """One of four ranks has no real column of the vocabulary."""
+    config = small("pre").override({"position": "rope", "untie_embeddings_and_output_weights": True})
+    config = config.override({"make_vocab_size_divisible_by": 384, "bert_binary_head": False, "label_smoothing": 0.1})
+    check(config, [{"tp": 4, **SP}, {"tp": 2, "pp": 2}], steps=2)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("placement", ["pre", "post"])
+def test_every_layout(placement):
+    check(small(placement), SWEEP, steps=5)
+
+
+FAULTS = [
+    ({"operation": "all_gather", "layer": "binary_head"}, {"tp": 2, **SP}, "binary_head.pooler.weight gradient (tp"),
+    ({"operation": "all_reduce", "layer": "finalize"}, {"tp": 2, **SP}, "lm_head.norm.bias gradient"),
+    ({"operation": "all_reduce", "group": "embd"}, {"pp": 2}, "embedding.word.weight gradient"),
+]
+
+
+@pytest.mark.parametrize(("fault", "layout", "named"), FAULTS, ids=["first position", "partial sums", "tied words"])
+def test_a_collective_left_out_is_found_at_the_tensor_it_should_have_completed(fault, layout, named):
+    report = compare(small("post"), [layout], steps=2, fault=fault)
+    assert not report.ok and report.rows[0].first_difference.startswith(named), f"\n{report}"
+
+
+LAYOUTS = [
+    (1, {}),
+    (4, {"tp": 2, "pp": 2, **SP, **ZERO}),
+    (2, {"pp": 2, "vpp": 2}),
+    (2, {"distributed_optimizer": True}),
+]
+
+
+def test_a_checkpoint_goes_on_under_other_layouts(tmp_path):
+    """Saved on tp 2 x pp 2, resumed on others: the losses are those of a run that never stopped, to rounding."""
+    config = small("post").override({"precision": "fp64", "steps": 4, "checkpoint.dir": str(tmp_path), "interval": 2})
+    whole = run(pretrain, 1, config.override({"checkpoint.dir": None, "checkpoint.interval": 100}))[0].losses
+    ranks, layout = LAYOUTS[1]
+    first = run(pretrain, ranks, config.override({"steps": 2, "optim.decay_steps": 4, **layout}))[0]
+    assert first.losses == pytest.approx(whole[:2], rel=1e-12)
+    for ranks, layout in (LAYOUTS[0], LAYOUTS[2], LAYOUTS[3]):
+        here = {"checkpoint.dir": None, "checkpoint.interval": 100, "checkpoint.load": str(tmp_path)}
+        resumed = run(pretrain, ranks, config.override({"optim.decay_steps": 4, **here, **layout}))[0]
+        assert resumed.resumed_after == 2
+        assert resumed.losses == pytest.approx(whole[2:], rel=1e-12)
