@@ -24,6 +24,8 @@ COMMANDS = {
     "train": ("train_command", "train a model under a layout"),
     "watch": ("watch_command", "show live or finished runs from their folders"),
     "checkpoint": ("checkpoint_command", "list, verify, export, import checkpoints"),
+    "eval": ("eval_command", "score checkpoints: perplexity, LAMBADA"),
+    "generate": ("generate_command", "continue prompts with a checkpoint"),
     "parity": ("parity_command", "compare layouts with one process, tensor by tensor"),
     "run": ("run_command", "run chapters as notebooks, with parameters"),
 }

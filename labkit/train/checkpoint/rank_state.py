@@ -53,14 +53,80 @@ class Piece:
     """True if this rank is the one that writes it."""
 
 
-class RankState:
+class RankWeights:
+    """Parameters and buffers of one rank: as much as an evaluation needs."""
+
+    def __init__(self, chunks: Sequence[nn.Module], groups: ParallelGroups) -> None:
+        """chunks: the rank's model chunks, wrapped for data parallelism or not."""
+        self._models = [getattr(chunk, "module", chunk) for chunk in chunks]
+        self._groups = groups
+        self._names = {id(p): name for name, p in named_parameters(self._models).items()}
+
+    def whole_pieces(self) -> Iterator[Piece]:
+        """All elements of the rank's parameters, also those that other ranks update, and its buffers."""
+        for parameter in self._parameters():
+            yield from self._pieces(parameter, "", parameter, 0, False)
+        yield from self._buffer_pieces()
+
+    def load_weights(self, reader: Reader) -> None:
+        """Fill parameters and buffers from a checkpoint that has no `misfits`."""
+        for piece in self.whole_pieces():
+            reader.read(piece.name, piece.box, piece.values)
+
+    def misfits(self, reader: Reader) -> str:
+        """Why the checkpoint's tensors are not those of this rank's model, or an empty string."""
+        stored, problems = reader.manifest.tensors, dict[str, None]()
+        for piece in self.whole_pieces():
+            there = stored.get(piece.name)
+            if there is None:
+                problems[f"{piece.name} is missing"] = None
+            elif there.shape != piece.full_shape:
+                problems[f"{piece.name} has shape {list(there.shape)}, the model's is {list(piece.full_shape)}"] = None
+        if not problems:
+            return ""
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        return (
+            f"{reader.folder} does not fit the model: {'; '.join(list(problems)[:5])}{more}; load a checkpoint of this "
+            "model, or change the configuration"
+        )
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return list(named_parameters(self._models).values())
+
+    def _pieces(self, parameter: nn.Parameter, before: str, values: Tensor, first: int, mine: bool) -> Iterator[Piece]:
+        """The boxes of `values`: elements `first` and following of the rank's flattened parameter."""
+        record, shape, values = record_of(parameter), tuple(parameter.shape), values.detach()
+        name, full = before + self._names[id(parameter)], full_shape_of(record, parameter.shape, self._groups)
+        leads = record.replicated is None or self._groups.tp.rank % record.replicated.ranks == 0
+        places = placements(record, shape, self._groups)
+        if tuple(values.shape) == shape:
+            parts = [(whole(shape), values)]
+        else:
+            runs = boxes_of_run(shape, first, first + values.numel())
+            parts = [(box, values[at - first : at - first + box.numel].view(box.shape)) for box, at in runs]
+        for box, held in parts:
+            for place in filter(None, (place.of(box) for place in places)):
+                view = box.view(held, place.local)
+                yield Piece(name, full, place.box, view, mine and (leads or not place.alike))
+
+    def _buffer_pieces(self) -> Iterator[Piece]:
+        """Persistent buffers by their names in the whole model; every rank of a stage has the same."""
+        first = self._groups.tp.rank == 0 and self._groups.dp_cp.rank == 0
+        for model in self._models:
+            for path, module in model.named_modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    if name not in module._non_persistent_buffers_set:
+                        named = f"{path}.{name}" if path else name
+                        yield Piece(named, tuple(buffer.shape), whole(buffer.shape), buffer, first)
+
+
+class RankState(RankWeights):
     """Parameters, optimizer state, buffers, fp8 scales and random states of one rank."""
 
     def __init__(self, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, groups: ParallelGroups) -> None:
         """chunks: the rank's wrapped model chunks."""
-        self._models = [getattr(chunk, "module", chunk) for chunk in chunks]
-        self._optimizer, self._groups = optimizer, groups
-        self._names = {id(p): name for name, p in named_parameters(self._models).items()}
+        super().__init__(chunks, groups)
+        self._optimizer = optimizer
 
     # ---- tensors that a layout cuts ----
 
@@ -79,9 +145,7 @@ class RankState:
                 copies = self._groups.dp_cp if record_of(parameter).allreduce else self._groups.edp
                 mine = self._is_mine(parameter, copies.rank, copies.size, parameter.nbytes, turns)
                 yield from self._pieces(parameter, "", parameter, 0, mine)
-        first = self._groups.tp.rank == 0 and self._groups.dp_cp.rank == 0
-        for name, buffer in self._buffers():
-            yield Piece(name, tuple(buffer.shape), whole(buffer.shape), buffer, first)
+        yield from self._buffer_pieces()
 
     def load(self, reader: Reader, *, with_moments: bool) -> None:
         """Fill parameters, moments and buffers from a checkpoint of any layout and precision that has no `misfits`.
@@ -90,30 +154,8 @@ class RankState:
         """
         if with_moments:
             self._make_moments()
-        for piece in [*self.pieces(with_moments=with_moments), *self._whole_parameters()]:
+        for piece in [*self.pieces(with_moments=with_moments), *self.whole_pieces()]:
             reader.read(piece.name, piece.box, piece.values)
-
-    def misfits(self, reader: Reader) -> str:
-        """Why the checkpoint's tensors are not those of this rank's model, or an empty string."""
-        stored, problems = reader.manifest.tensors, dict[str, None]()
-        for piece in [*self.pieces(with_moments=False), *self._whole_parameters()]:
-            there = stored.get(piece.name)
-            if there is None:
-                problems[f"{piece.name} is missing"] = None
-            elif there.shape != piece.full_shape:
-                problems[f"{piece.name} has shape {list(there.shape)}, the model's is {list(piece.full_shape)}"] = None
-        if not problems:
-            return ""
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        return (
-            f"{reader.folder} does not fit the model: {'; '.join(list(problems)[:5])}{more}; load a checkpoint of this "
-            "model, or change the configuration"
-        )
-
-    def _whole_parameters(self) -> Iterator[Piece]:
-        """All elements of the rank's parameters, also those that other ranks update."""
-        for parameter in self._parameters():
-            yield from self._pieces(parameter, "", parameter, 0, False)
 
     def _make_moments(self) -> None:
         for part in self._optimizer.updated_parts():
@@ -126,9 +168,6 @@ class RankState:
             made = torch.tensor(float(steps), dtype=torch.float32, device=part.master.device)
             self._optimizer.adamw.state[part.master]["step"] = made
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return list(named_parameters(self._models).values())
-
     def _is_mine(self, parameter: nn.Parameter, copy: int, copies: int, size: int, turns: _Turns) -> bool:
         """True if this rank writes the elements. `copy` of `copies` counts data-parallel replicas."""
         record = record_of(parameter)
@@ -139,30 +178,6 @@ class RankState:
             copy, copies = group.rank * copies + copy, group.size * copies
         kind = (record.allreduce, record.tensor_model_parallel, copies)
         return turns.take(kind, copies, size) == copy
-
-    def _pieces(self, parameter: nn.Parameter, before: str, values: Tensor, first: int, mine: bool) -> Iterator[Piece]:
-        """The boxes of `values`: elements `first` and following of the rank's flattened parameter."""
-        record, shape, values = record_of(parameter), tuple(parameter.shape), values.detach()
-        name, full = before + self._names[id(parameter)], full_shape_of(record, parameter.shape, self._groups)
-        leads = record.replicated is None or self._groups.tp.rank % record.replicated.ranks == 0
-        places = placements(record, shape, self._groups)
-        if tuple(values.shape) == shape:
-            parts = [(whole(shape), values)]
-        else:
-            runs = boxes_of_run(shape, first, first + values.numel())
-            parts = [(box, values[at - first : at - first + box.numel].view(box.shape)) for box, at in runs]
-        for box, held in parts:
-            for place in filter(None, (place.of(box) for place in places)):
-                view = box.view(held, place.local)
-                yield Piece(name, full, place.box, view, mine and (leads or not place.alike))
-
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Persistent buffers by their names in the whole model."""
-        for model in self._models:
-            for path, module in model.named_modules():
-                for name, buffer in module.named_buffers(recurse=False):
-                    if name not in module._non_persistent_buffers_set:
-                        yield f"{path}.{name}" if path else name, buffer
 
     # ---- fp8 ----
 

@@ -1,0 +1,150 @@
+"""`labkit eval wikitext|lambada`: perplexity or accuracy of checkpoints, one row each."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from labkit.cli.arguments import Arguments, Command, Option
+from labkit.cli.model_options import (
+    MODEL_OPTIONS,
+    broken_options,
+    checkpoint_of,
+    launch,
+    layout_of,
+    refusing,
+    tokenizer_of,
+)
+from labkit.cli.train_command import first_rank
+from labkit.config.errors import nearest, shown
+from labkit.train.checkpoint.inventory import checkpoints_at
+from labkit.train.checkpoint.manifest import CheckpointError
+
+TASKS = ("wikitext", "lambada")
+"""The words that the command takes."""
+_ONLY = {"stride": "wikitext", "raw": "wikitext", "loose": "lambada"}
+"""Option -> the task that reads it."""
+
+
+def execute(arguments: Arguments) -> int:
+    """Check words and options, evaluate each checkpoint, print its row."""
+    options, words = arguments.options, arguments.words
+    problems = broken_options(arguments, COMMAND)
+    if words not in [[task] for task in TASKS]:
+        given = shown(" ".join(words)) if words else "no task named"
+        problems.append(f"{given}: give one of {', '.join(TASKS)}{nearest(words[0], TASKS) if words else ''}")
+    if options["path"] is None:
+        problems.append("--path: give the file to score")
+    for name, task in _ONLY.items():
+        if words and words[0] != task and options[name] not in (None, False):
+            problems.append(f"--{name}: only {task} reads it; leave it out")
+    if options["all"] and options["step"] is not None:
+        problems.append("--all and --step: give one of the two")
+    arguments.refuse(problems)
+    checkpoints = _checkpoints(arguments)
+    task = {
+        "name": words[0],
+        "path": options["path"],
+        "tokenizer": tokenizer_of(arguments, Path(checkpoints[-1])),
+        "stride": options["stride"] or 32,
+        "detokenize": not options["raw"],
+        "strict": not options["loose"],
+        "micro_batch_size": options["micro_batch_size"],
+        "precision": options["precision"],
+    }
+    with _Bar(shown=first_rank() and not options["json"]) as bar:
+        rows = launch(
+            evaluate_on_rank, arguments, checkpoints, layout_of(arguments), task, options["out"], progress=bar.update
+        )
+    for row in rows if first_rank() else []:
+        print(json.dumps(row) if options["json"] else line_of(row), flush=True)
+    return 0
+
+
+def _checkpoints(arguments: Arguments) -> list[str]:
+    """The checkpoints to evaluate, oldest first."""
+    if not arguments.options["all"]:
+        return [str(checkpoint_of(arguments))]
+    try:
+        return [str(path) for path in checkpoints_at(Path(arguments.options["checkpoint"]))]
+    except CheckpointError as error:
+        arguments.refuse([f"--checkpoint: {error}"])
+        raise
+
+
+def evaluate_on_rank(checkpoints: list[str], layout: dict[str, int], task: dict[str, Any], out: str | None) -> Any:
+    """Runs inside a rank: the row of each checkpoint, or a `Refused`."""
+    from labkit.evaluate.model import CheckpointModel
+    from labkit.evaluate.records import Records
+    from labkit.evaluate.tasks import Task, evaluate
+
+    def work() -> list[dict[str, Any]]:
+        records, settings = Records(out) if out is not None else None, Task(**task)
+        rows = []
+        for path in checkpoints:
+            known = records.finished(settings.key(Path(path))) if records is not None else None
+            model = None if known else CheckpointModel(path, layout, precision=settings.precision)
+            rows.append(known or evaluate(model, settings, records))  # type: ignore[arg-type]
+        return rows
+
+    return refusing(work)
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A result in words."""
+    if row["task"] == "lambada":
+        share = f"{100 * row['accuracy']:.2f}% right (95%: {100 * row['low']:.2f} to {100 * row['high']:.2f})"
+        return f"{row['checkpoint']}: {share}, {row['right']:,} of {row['passages']:,} passages"
+    return (
+        f"{row['checkpoint']}: perplexity {row['perplexity']:.4g} (95%: {row['low']:.4g} to {row['high']:.4g}) by "
+        f"{row['original_words']:,} words; Megatron's adjusted {row['adjusted_perplexity']:.4g}; "
+        f"{row['token_perplexity']:.4g} a token, {row['tokens']:,} tokens"
+    )
+
+
+class _Bar:
+    """A progress bar for each checkpoint, on a terminal."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown, self._bar, self._name = shown, None, ""
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self, values: dict[str, Any]) -> None:
+        """Show how many windows or passages are scored."""
+        if not self._shown or "count" not in values:
+            return
+        from tqdm.auto import tqdm
+
+        if self._name != values["checkpoint"]:
+            self.__exit__()
+            self._name = values["checkpoint"]
+            self._bar: Any = tqdm(total=values["count"], desc=self._name, file=sys.stderr, disable=None)
+        self._bar.update(values["done"] - self._bar.n)
+
+
+COMMAND = Command(
+    name="eval",
+    summary="Score checkpoints: perplexity of WikiText-103's test text, or accuracy on LAMBADA (arXiv 1909.08053, "
+    "section 5.3).",
+    options=(
+        Option("path", "str", "the text (wikitext), or passages as JSON lines (lambada)", file=True),
+        *MODEL_OPTIONS,
+        Option("all", "bool", "every checkpoint of the folder", False),
+        Option("out", "str", "add rows to this file of JSON lines; a cut evaluation goes on, a finished one is read"),
+        Option("micro-batch-size", "int", "windows or passages of one forward pass", 4, ge=1),
+        Option("stride", "int", "wikitext: tokens by which the window moves; 32, the paper's", ge=1),
+        Option("raw", "bool", "wikitext: the text as it is, not detokenised", False),
+        Option("loose", "bool", "lambada: only the last token of the last word counts", False),
+    ),
+    execute=execute,
+    example="labkit eval wikitext --path wiki.test.tokens --checkpoint runs/a --tp 2 --out results.jsonl",
+    words="TASK",
+)

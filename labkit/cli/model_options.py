@@ -1,0 +1,109 @@
+"""What `labkit eval` and `labkit generate` share: options that name a checkpoint and a layout, and the launch.
+
+Neither takes a configuration: the checkpoint's manifest has the model, and the layout is tp x pp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from labkit.cli.arguments import Arguments, Command, Option
+from labkit.cli.command_line import CommandFailedError
+from labkit.cli.train_command import device_problems, refusing_arguments, started_by_torchrun
+from labkit.config import ConfigError
+from labkit.train.checkpoint.inventory import chosen
+from labkit.train.checkpoint.manifest import CheckpointError, read_manifest
+
+PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+MODEL_OPTIONS = (
+    Option("checkpoint", "str", "folder of a run's checkpoints, or one of its steps"),
+    Option("step", "int", "the checkpoint of this step; the latest where not given", ge=0),
+    Option("tokenizer", "str", "the tokenizer's file; where not given, that of the run", file=True),
+    Option("tp", "int", "tensor parallel size", 1, ge=1),
+    Option("pp", "int", "pipeline parallel size", 1, ge=1),
+    Option("precision", "str", "type of the computation", "fp32", choices=PRECISIONS),
+    Option("device", "str", "where tensors live: auto, cpu or cuda", "auto"),
+    Option("json", "bool", "print results as JSON lines", False),
+)
+"""Options of both commands."""
+
+
+class Refused(NamedTuple):
+    """What the ranks refused; all of them the same."""
+
+    problems: list[str]
+    failed: bool = False
+    """The request was right, and the checkpoint is not."""
+
+
+def layout_of(arguments: Arguments) -> dict[str, int]:
+    """The layout, as `CheckpointModel` takes it."""
+    return {name: arguments.options[name] for name in ("tp", "pp")}
+
+
+def broken_options(arguments: Arguments, command: Command) -> list[str]:
+    """A sentence for each option whose value breaks its own rule."""
+    problems = device_problems(arguments.options["device"])
+    for option in command.options:
+        value = arguments.options[option.key]
+        if value is not None and (rule := option.broken(value)):
+            problems.append(f"--{option.name} {value}: {rule}")
+    if arguments.options["checkpoint"] is None:
+        problems.append("--checkpoint: give the folder of a run's checkpoints, or one of its steps")
+    return problems
+
+
+def checkpoint_of(arguments: Arguments) -> Path:
+    """The checkpoint that the options name. ConfigError if there is none."""
+    try:
+        return chosen(Path(arguments.options["checkpoint"]), arguments.options["step"])
+    except CheckpointError as error:
+        arguments.refuse([f"--checkpoint: {error}"])
+        raise
+
+
+def tokenizer_of(arguments: Arguments, checkpoint: Path) -> str | None:
+    """The tokenizer's file: --tokenizer, or that of the run; None is the bundled one.
+
+    ConfigError for a checkpoint that names none, such as an imported one.
+    """
+    given = arguments.options["tokenizer"]
+    if given is not None:
+        return given
+    try:
+        config = read_manifest(checkpoint).config
+    except CheckpointError as error:
+        raise CommandFailedError(str(error)) from error
+    if "data" not in config:
+        arguments.refuse([f"--tokenizer: {checkpoint} names no tokenizer; give the file of the model's"])
+    return config["data"].get("tokenizer")
+
+
+def launch(fn: Callable[..., Any], arguments: Arguments, *args: Any, progress: Callable[[dict[str, Any]], None]) -> Any:
+    """Run `fn` on tp x pp ranks, or on torchrun's, and return rank 0's result. Raises what the ranks refused."""
+    from labkit.launch import run
+
+    world_size = arguments.options["tp"] * arguments.options["pp"]
+    with refusing_arguments():
+        [result, *_] = run(fn, world_size, *args, device=arguments.options["device"], progress=progress)
+    if isinstance(result, Refused):
+        if result.failed:
+            raise CommandFailedError("; ".join(result.problems))
+        raise ConfigError(result.problems, source=arguments.source)
+    return result
+
+
+def refusing(work: Callable[[], Any]) -> Any:
+    """In a rank: the result of `work`, or a `Refused` with the errors that all ranks have alike."""
+    try:
+        return work()
+    except ConfigError as error:
+        return Refused(error.problems)
+    except CheckpointError as error:
+        return Refused([str(error)], failed=True)
+    except (ValueError, OSError) as error:
+        if started_by_torchrun():
+            raise
+        return Refused([str(error)])

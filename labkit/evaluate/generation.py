@@ -1,0 +1,102 @@
+"""`generate`: continue prompts token by token, with a cache of keys and values, on tp x pp ranks.
+
+Prompts of unequal length stand at the right end, with padding before them that nobody looks at; positions count from
+the first real token. The first pass takes all prompts at once. Each further pass takes the one token that was chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from labkit.evaluate.kv_cache import caching
+from labkit.evaluate.model import CheckpointModel
+from labkit.evaluate.sampling import Sampler, Sampling
+from labkit.parallel.vocab.token_ids import check_token_ids
+
+
+def generate(
+    model: CheckpointModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    end: int | None = None,
+    on_tokens: Callable[[list[int | None]], None] | None = None,
+) -> list[list[int]]:
+    """Return the new token ids of each prompt, the same on all ranks. All ranks call this together.
+
+    prompts: token ids of each sample; lengths may differ.
+    max_new_tokens: most tokens to add to each prompt.
+    sampling: choice of tokens; None is greedy.
+    end: the token that ends a sample; it is the last one returned. None: each sample gets `max_new_tokens`.
+    on_tokens: called on every rank after each pass, with the new token of each sample, None for one that has ended.
+
+    Raises:
+        ValueError: no prompt, an empty one, or more tokens than model.seq_length.
+        TokenIdError: an id outside the vocabulary.
+    """
+    tokens_BS, padding_B = _aligned(model, prompts, max_new_tokens)
+    batch, length = tokens_BS.shape
+    sampler = Sampler(sampling or Sampling())
+    occurred = _Occurred(model, tokens_BS, padding_B) if sampler.sampling.repetition_penalty != 1 else None
+    made: list[list[int]] = [[] for _ in prompts]
+    open_B = torch.ones(batch, dtype=torch.bool, device=model.device)
+    positions_BS = (torch.arange(length, device=model.device) - padding_B[:, None]).clamp(min=0)
+
+    def pick(logits_B1V: Tensor) -> Tensor:
+        return sampler(logits_B1V[:, 0], None if occurred is None else occurred.seen_BV)[:, None]
+
+    with caching(model.chunk, length + max_new_tokens, padding_B if bool(padding_B.any()) else None):
+        for _ in range(max_new_tokens):
+            last_B1 = torch.full((batch, 1), tokens_BS.shape[1] - 1, device=model.device)
+            tokens_BS = model.choose(tokens_BS, last_B1, pick, position_ids_BS=positions_BS)
+            if occurred is not None:
+                occurred.add(tokens_BS)
+            chosen = [token if is_open else None for token, is_open in zip(tokens_BS[:, 0].tolist(), open_B.tolist())]
+            for ids, token in zip(made, chosen, strict=True):
+                ids += [] if token is None else [token]
+            if on_tokens is not None:
+                on_tokens(chosen)
+            if end is not None:
+                open_B &= tokens_BS[:, 0] != end
+                if not bool(open_B.any()):
+                    break
+            positions_BS = positions_BS[:, -1:] + 1
+    return made
+
+
+def _aligned(model: CheckpointModel, prompts: Sequence[Sequence[int]], new: int) -> tuple[Tensor, Tensor]:
+    """(tokens [B, S] with padding at the left, number of padded positions [B])."""
+    lengths = [len(prompt) for prompt in prompts]
+    if not lengths:
+        raise ValueError("generate needs at least one prompt")
+    if 0 in lengths:
+        raise ValueError(f"prompt {lengths.index(0)} has no token; give at least one, such as the end-of-text token")
+    if new < 1:
+        raise ValueError(f"max_new_tokens is {new}; it must be 1 or more")
+    longest, most = max(lengths), model.seq_length
+    if longest + new > most:
+        raise ValueError(
+            f"prompt {lengths.index(longest)} and {new} new tokens are {longest + new} tokens in all; "
+            f"the model's sequence has {most} (model.seq_length): shorten the prompt, or ask for fewer tokens"
+        )
+    rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    tokens_BS = check_token_ids(torch.tensor(rows), model.config.model.vocab_size).to(model.device)
+    return tokens_BS, torch.tensor([longest - length for length in lengths], device=model.device)
+
+
+class _Occurred:
+    """The tokens that occurred in each sample, for the repetition penalty."""
+
+    def __init__(self, model: CheckpointModel, tokens_BS: Tensor, padding_B: Tensor) -> None:
+        real_BS = torch.arange(tokens_BS.shape[1], device=model.device) >= padding_B[:, None]
+        shape = (len(tokens_BS), model.config.model.vocab_size)
+        counts_BV = torch.zeros(shape, dtype=torch.int64, device=model.device)
+        self.seen_BV = counts_BV.scatter_add_(1, tokens_BS, real_BS.long()) > 0
+
+    def add(self, tokens_B1: Tensor) -> None:
+        """One token more of each sample."""
+        self.seen_BV.scatter_(1, tokens_B1, True)

@@ -1,0 +1,84 @@
+"""Keys and values of the tokens so far, so that a new token costs one position and not the whole sequence.
+
+`caching` puts a `CachedAttention` in the place of each layer's core attention and takes it out again. The layers
+themselves know nothing of it: they call their core with the queries, keys and values of the new positions.
+
+Prompts of unequal length stand at the right end, with padding before them. All samples then write the same position of
+the cache, and a mask hides the padding.
+
+Shapes: B samples, n = B x query heads, m = B x key/value heads of this rank, S new positions, T positions so far with
+the new ones, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from labkit.models.attention import ParallelAttention
+
+
+class CachedAttention(nn.Module):
+    """softmax(q k^T / sqrt(D)) v over the positions so far and the new ones; causal.
+
+    Args:
+        longest: positions for which there is room.
+        padding_B: padded positions at the left end of each sample; None where no sample has any.
+    """
+
+    def __init__(self, longest: int, padding_B: Tensor | None) -> None:
+        super().__init__()
+        self.longest, self.padding_B = longest, padding_B
+        self.used = 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [1, n, S, D], k and v [1, m, S, D] of the new positions -> [1, n, S, D]."""
+        first, self.used = self.used, self.used + q.shape[2]
+        keys, values = self._appended(k, v, first)
+        mask = self._mask(first, q.shape[1]) if self.padding_B is not None else None
+        return F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=mask, is_causal=mask is None and first == 0 and q.shape[2] > 1,
+            enable_gqa=q.shape[1] > k.shape[1],
+        )  # fmt: skip
+
+    def _appended(self, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values; return all so far."""
+        if self.keys is None or self.values is None:
+            shape = (1, k.shape[1], self.longest, k.shape[3])
+            self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
+        self.keys[:, :, first : self.used] = k
+        self.values[:, :, first : self.used] = v
+        return self.keys[:, :, : self.used], self.values[:, :, : self.used]
+
+    def _mask(self, first: int, heads: int) -> Tensor:
+        """True where a query may look: at itself, and at earlier positions that are not padding; [1, n, S, T].
+
+        A padded position looks at itself alone. Its result is never used, and a row without any key would be nan.
+        """
+        assert self.padding_B is not None
+        new = torch.arange(first, self.used, device=self.padding_B.device)
+        all_T = torch.arange(self.used, device=self.padding_B.device)
+        earlier_ST = all_T <= new[:, None]
+        real_BT = all_T >= self.padding_B[:, None]
+        mask_BST = (earlier_ST & real_BT[:, None]) | (all_T == new[:, None])
+        return mask_BST.repeat_interleave(heads // len(self.padding_B), dim=0)[None]
+
+
+@contextmanager
+def caching(chunk: nn.Module, longest: int, padding_B: Tensor | None = None) -> Iterator[None]:
+    """The attention layers of `chunk` keep keys and values during the block; each forward continues the one before."""
+    layers = [module for module in chunk.modules() if isinstance(module, ParallelAttention)]
+    cores = [layer.core for layer in layers]
+    for layer in layers:
+        layer.core = CachedAttention(longest, padding_B)
+    try:
+        yield
+    finally:
+        for layer, core in zip(layers, cores, strict=True):
+            layer.core = core

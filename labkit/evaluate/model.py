@@ -1,0 +1,190 @@
+"""`CheckpointModel`: the weights of a checkpoint in a model that computes losses and chooses tokens, on tp x pp ranks.
+
+    model = CheckpointModel("runs/a", {"tp": 2, "pp": 2})        # in every rank of a launch
+    loss_BS = model.losses(tokens_BS, labels_BS)                 # the same on all ranks
+
+Each pipeline rank holds one stage. A batch passes through the stages once: a stage receives hidden states, runs its
+layers and sends them on. The last stage computes losses, or logits at the positions that are asked for, and broadcasts
+the result. The layout is chosen here and has nothing to do with the layout that saved the checkpoint.
+
+Shapes: B samples, S positions, P asked-for positions of each sample, V vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from labkit.config import ConfigError, ModelConfig, RunConfig
+from labkit.models.chunks import DTYPES, build_model_chunks
+from labkit.models.gpt import GPTModel
+from labkit.parallel.collectives import all_gather, broadcast, gather_objects, irecv, isend
+from labkit.parallel.groups import ParallelGroups, initialize_model_parallel
+from labkit.train.checkpoint.exchange import model_of
+from labkit.train.checkpoint.inventory import chosen
+from labkit.train.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from labkit.train.checkpoint.rank_state import RankWeights
+from labkit.train.checkpoint.shard_files import Reader
+
+PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+"""Types in which an evaluation computes."""
+_TRAINING_ONLY = (
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "num_microbatches_with_partial_activation_checkpoints",
+    "transformer_impl",
+    "embedding_dropout",
+    "attention_dropout",
+    "hidden_dropout",
+)
+"""Fields of the model that an evaluation leaves at their defaults."""
+
+
+def evaluation_config(manifest: Manifest, layout: Mapping[str, int], precision: str) -> RunConfig:
+    """The configuration under which the model of a checkpoint is evaluated: its shape, and the given layout.
+
+    layout: sizes of `tp` and `pp`.
+
+    Raises:
+        CheckpointError: the manifest describes no model of labkit.
+        ConfigError: the layout does not fit the model, with all problems.
+    """
+    model, moe = model_of(manifest)
+    model = replace(model, **{name: getattr(ModelConfig(), name) for name in _TRAINING_ONLY})
+    made = RunConfig(model=model, moe=replace(moe, input_jitter=0.0))
+    return made.override({"optim.precision": precision, **layout})
+
+
+def _layout_problems(config: RunConfig, groups: ParallelGroups) -> list[str]:
+    """Everything that is wrong with the layout of an evaluation."""
+    tp, pp = groups.tp.size, groups.pp.size
+    if groups.world_size != tp * pp:
+        return [f"{groups.world_size} ranks, and tp {tp} x pp {pp}: start {tp * pp} ranks, or raise tp or pp"]
+    if config.moe.num_experts and tp > 1:
+        return [f"tp {tp}: experts under tp need the sequence cut over it, and a single new token cannot be; use pp"]
+    return config.problems(groups.world_size)
+
+
+class CheckpointModel:
+    """The model of a checkpoint on this rank. All ranks make it, and call its methods, together."""
+
+    def __init__(
+        self, checkpoint: str | Path, layout: Mapping[str, int] | None = None, *, step: int | None = None,
+        precision: str = "fp32",
+    ) -> None:  # fmt: skip
+        """checkpoint: the folder of a run's checkpoints, of which `step` or the latest is read; or one of its steps.
+
+        layout: sizes of `tp` and `pp`, such as {"tp": 2}. Without torch.distributed there is one rank.
+
+        Raises:
+            CheckpointError: no checkpoint, a damaged one, or one of another model; the same on all ranks.
+            ConfigError: a layout that the model or the number of ranks does not allow.
+        """
+        self.folder = chosen(Path(checkpoint), step)
+        """The checkpoint, `.../step_00000020`."""
+        self.manifest = read_manifest(self.folder)
+        self.config = evaluation_config(self.manifest, layout or {}, precision)
+        self.groups: ParallelGroups = initialize_model_parallel(self.config.parallel)
+        if problems := _layout_problems(self.config, self.groups):
+            raise ConfigError(problems, source="the evaluation's layout")
+        [self.chunk] = build_model_chunks(self.config, self.groups)
+        self.chunk.eval().requires_grad_(False)
+        self._load()
+
+    @property
+    def seq_length(self) -> int:
+        """Longest sequence of the model."""
+        return self.config.model.seq_length
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of this rank live."""
+        return self.groups.device
+
+    def _load(self) -> None:
+        """Look at every byte, each rank at its share of the files, and fill parameters and buffers."""
+        reader = Reader(self.folder)
+        share = sorted(reader.manifest.files)[self.groups.world.rank :: self.groups.world.size]
+        state = RankWeights([self.chunk], self.groups)
+        own = [*reader.problems(share), *filter(None, [state.misfits(reader)])]
+        if found := dict.fromkeys(word for words in gather_objects(own, self.groups.world) for word in words):
+            raise CheckpointError("; ".join(found))
+        state.load_weights(reader)
+        reader.close()
+
+    # ---- a batch through the stages ----
+
+    @torch.inference_mode()
+    def losses(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+        """Loss of each token in nats, -log p(label), [B, S], float32 at least; the same on all ranks."""
+        loss_BS = self._through(tokens_BS, None, lambda chunk: chunk(tokens_BS, None, labels_BS))
+        wide = torch.promote_types(torch.float32, DTYPES[self.config.optim.precision])
+        return self._from_last(loss_BS, tokens_BS.shape, wide)
+
+    @torch.inference_mode()
+    def choose(
+        self, tokens_BS: Tensor, positions_BP: Tensor, pick: Callable[[Tensor], Tensor],
+        *, position_ids_BS: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Ids [B, P] that `pick` chooses from the logits at `positions_BP`; the same on all ranks.
+
+        pick: logits [B, P, V] -> ids [B, P], int64. Runs on all ranks of the last stage, which have the same logits.
+        """
+
+        def run(chunk: GPTModel) -> Tensor:
+            with _only(chunk, positions_BP):
+                return chunk(tokens_BS, position_ids_BS)
+
+        logits_PBV = self._through(tokens_BS, position_ids_BS, run)
+        ids_BP = None
+        if logits_PBV is not None:
+            whole = all_gather(logits_PBV, self.groups.tp, dim=-1)[..., : self.config.model.vocab_size]
+            ids_BP = pick(whole.transpose(0, 1).float() if whole.dtype != torch.float64 else whole.transpose(0, 1))
+        return self._from_last(ids_BP, positions_BP.shape, torch.int64)
+
+    def _through(
+        self, tokens_BS: Tensor, position_ids_BS: Tensor | None, last: Callable[[GPTModel], Tensor]
+    ) -> Tensor | None:
+        """Run this rank's stage; the last stage runs `last` and returns its result, the others None."""
+        pp, (batch, length) = self.groups.pp, tokens_BS.shape
+        if pp.rank > 0:
+            shape, dtype = (length, batch, self.config.model.hidden), DTYPES[self.config.optim.precision]
+            received = torch.empty(shape, dtype=dtype, device=self.device)
+            self.chunk.set_input_tensor(irecv(received, pp, pp.ranks[pp.rank - 1]).wait())
+        if pp.rank == pp.size - 1:
+            return last(self.chunk)
+        hidden_SBH = self.chunk(tokens_BS, position_ids_BS)
+        isend(hidden_SBH.contiguous(), pp, pp.ranks[pp.rank + 1]).wait()
+        return None
+
+    def _from_last(self, result: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """The result of the last stage, on every rank."""
+        pp = self.groups.pp
+        if result is None:
+            result = torch.empty(shape, dtype=dtype, device=self.device)
+        return broadcast(result.to(dtype).contiguous(), pp, src=pp.size - 1)
+
+
+@contextmanager
+def _only(chunk: GPTModel, positions_BP: Tensor) -> Iterator[None]:
+    """The chunk computes its logits at these positions of each sample alone, not at all of them."""
+
+    def pick(_: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+        hidden_SBH = args[0]
+        index_PB1 = positions_BP.t().unsqueeze(-1)
+        return (hidden_SBH.gather(0, index_PB1.expand(-1, -1, hidden_SBH.shape[-1])),)
+
+    assert chunk.final_norm is not None, "only the last stage has logits"
+    handle = chunk.final_norm.register_forward_pre_hook(pick)
+    try:
+        yield
+    finally:
+        handle.remove()

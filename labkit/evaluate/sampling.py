@@ -1,0 +1,95 @@
+"""The choice of the next token from logits: greedy, or drawn after temperature, repetition penalty, top-k and top-p.
+
+The order of the steps and their meaning are those of `transformers`: repetition penalty (arXiv 1909.05858),
+temperature, top-k (arXiv 1805.04833), top-p (arXiv 1904.09751). Draws are made on the host from a generator with a
+seed, so they do not depend on the layout. Logits of two layouts differ by rounding, which changes a draw only at a tie.
+
+Shapes: B samples, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is chosen; the defaults take the most likely one.
+
+    Raises ValueError with all that is wrong.
+    """
+
+    temperature: float = 0.0
+    """Logits are divided by it before a draw. 0 takes the most likely token."""
+    top_k: int = 0
+    """Draw from so many of the most likely tokens; 0 from all."""
+    top_p: float = 1.0
+    """Draw from the fewest most likely tokens whose probabilities add up to at least this."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens that occurred are divided by it, negative ones multiplied."""
+    seed: int = 1234
+    """Of the draws."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            ("temperature", self.temperature, "must be 0 (greedy) or above", 0 <= self.temperature < math.inf),
+            ("top_k", self.top_k, "must be 0 (all tokens) or above", self.top_k >= 0),
+            ("top_p", self.top_p, "must be above 0 and at most 1", 0 < self.top_p <= 1),
+            ("repetition_penalty", self.repetition_penalty, "must be above 0", 0 < self.repetition_penalty < math.inf),
+            ("seed", self.seed, "must be from 0 to 2^63 - 1", 0 <= self.seed < 2**63),
+        ]
+        if self.temperature == 0 and (self.top_k or self.top_p < 1):
+            problems.append(("temperature", 0, "takes the most likely token; top_k and top_p need one above 0", False))
+        if found := [f"{name} = {value:g} {rule}" for name, value, rule, right in problems if not right]:
+            raise ValueError("; ".join(found))
+
+
+class Sampler:
+    """Chooses the tokens of one batch, step by step."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self._generator = torch.Generator().manual_seed(sampling.seed)
+
+    def __call__(self, logits_BV: Tensor, seen_BV: Tensor | None = None) -> Tensor:
+        """Ids [B] from logits. seen_BV: True for tokens that occurred in a sample; needed by the repetition penalty."""
+        how = self.sampling
+        if how.repetition_penalty != 1 and seen_BV is not None:
+            logits_BV = penalised(logits_BV, seen_BV, how.repetition_penalty)
+        if how.temperature == 0:
+            return logits_BV.argmax(dim=-1)
+        kept_BV = within_top_p(within_top_k(logits_BV / how.temperature, how.top_k), how.top_p)
+        probabilities_BV = kept_BV.double().softmax(dim=-1).cpu()
+        draws_B1 = torch.rand(len(probabilities_BV), 1, generator=self._generator, dtype=torch.float64)
+        ids_B1 = torch.searchsorted(probabilities_BV.cumsum(dim=-1), draws_B1, right=True)
+        last_B1 = (probabilities_BV > 0).long().mul(torch.arange(probabilities_BV.shape[-1])).amax(-1, keepdim=True)
+        return torch.minimum(ids_B1, last_B1)[:, 0].to(logits_BV.device)  # a sum below 1 by rounding ends at the last
+
+
+def penalised(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
+    """Logits of the tokens that occurred, made less likely."""
+    lower_BV = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
+    return torch.where(seen_BV, lower_BV, logits_BV)
+
+
+def within_top_k(logits_BV: Tensor, k: int) -> Tensor:
+    """-inf for all but the k largest logits of each sample; 0 keeps all."""
+    if not 0 < k < logits_BV.shape[-1]:
+        return logits_BV
+    least_B1 = logits_BV.topk(k, dim=-1).values[:, -1:]
+    return logits_BV.masked_fill(logits_BV < least_B1, -math.inf)
+
+
+def within_top_p(logits_BV: Tensor, p: float) -> Tensor:
+    """-inf for all but the fewest largest logits whose probabilities add up to at least p."""
+    if p >= 1:
+        return logits_BV
+    sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True)
+    before_BV = sorted_BV.softmax(dim=-1).cumsum(dim=-1) - sorted_BV.softmax(dim=-1)
+    return logits_BV.masked_fill(
+        torch.empty_like(order_BV, dtype=torch.bool).scatter_(1, order_BV, before_BV >= p), -math.inf
+    )

@@ -1,0 +1,138 @@
+"""One evaluation of one checkpoint as a task: its key, the items to score, and the row of its result.
+
+`labkit eval` and the chapter on evaluation both call `evaluate` inside ranks. WikiText's text and LAMBADA's passages
+become the same kind of task, so progress, resuming and rows are written once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from labkit.data.text import load_tokenizer, read_text
+from labkit.evaluate.lambada import Accuracy, read_passages, score_passages
+from labkit.evaluate.model import CheckpointModel
+from labkit.evaluate.records import Key, Records, digest_of
+from labkit.evaluate.wikitext import detokenized, perplexity_of, score_windows
+from labkit.launch import info
+from labkit.train.checkpoint.manifest import MANIFEST
+
+KEEP_EVERY = 10.0
+"""Seconds between two stores of what is scored so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """The settings of an evaluation; picklable, so that a launcher can send it to ranks."""
+
+    name: str
+    """`wikitext` or `lambada`."""
+    path: str
+    """The text, or the passages."""
+    tokenizer: str | None = None
+    """File of the tokenizer; None is the bundled one."""
+    stride: int = 32
+    """wikitext: tokens by which the window moves."""
+    detokenize: bool = True
+    """wikitext: undo the tokenised form of WikiText's files."""
+    strict: bool = True
+    """lambada: the target is the whole last word, not its last token alone."""
+    micro_batch_size: int = 4
+    """Windows or passages of one forward pass."""
+    precision: str = "fp32"
+    """Type of the computation."""
+
+    def key(self, checkpoint: Path) -> Key:
+        """Everything that the result depends on."""
+        settings = {k: v for k, v in asdict(self).items() if k not in ("path", "tokenizer", "micro_batch_size")}
+        tokenizer = "bundled" if self.tokenizer is None else digest_of(self.tokenizer)
+        checkpoint = checkpoint.resolve()
+        return {
+            **settings,
+            "file": digest_of(self.path),
+            "tokenizer": tokenizer,
+            "checkpoint": str(checkpoint),
+            "manifest": digest_of(checkpoint / MANIFEST),
+        }
+
+
+def evaluate(model: CheckpointModel, task: Task, records: Records | None = None) -> dict[str, Any]:
+    """Score the checkpoint of `model` and return its row; the same on all ranks, which call this together.
+
+    records: rank 0 adds the row there, and stores what is scored so far every few seconds. A row that is there
+        already is returned as it stands.
+
+    Raises ValueError for a text that cannot be scored.
+    """
+    key, first = task.key(model.folder), model.groups.world.rank == 0
+    if records is not None and (row := records.finished(key)) is not None:
+        return row
+    done = records.done(key) if records is not None else []
+    keeper = _Keeper(records if first else None, key, model.folder.name)
+    found = _TASKS[task.name](model, task, done, keeper)
+    row = {"checkpoint": model.folder.name, "step": model.manifest.step, "task": task.name, **found, "key": key}
+    if records is not None and first:
+        records.add(row)
+    return row
+
+
+class _Keeper:
+    """Tells the user how far an evaluation is, and stores it now and then."""
+
+    def __init__(self, records: Records | None, key: Key, name: str) -> None:
+        self._records, self._key, self._name, self._kept = records, key, name, time.monotonic()
+
+    def __call__(self, scored: list[Any], count: int) -> None:
+        info.report_progress({"checkpoint": self._name, "done": len(scored), "count": count})
+        if self._records is not None and time.monotonic() - self._kept > KEEP_EVERY:
+            self._records.keep(self._key, scored)
+            self._kept = time.monotonic()
+
+
+def _wikitext(model: CheckpointModel, task: Task, done: Sequence[Any], keeper: Callable[..., None]) -> dict[str, Any]:
+    text = read_text(task.path)
+    ids = encoder(model, task.tokenizer)(detokenized(text) if task.detokenize else text)
+    blocks = [(float(loss), int(count)) for loss, count in done]
+    blocks = score_windows(
+        model, ids, stride=task.stride, micro_batch_size=task.micro_batch_size, done=blocks, on_blocks=keeper
+    )
+    found = perplexity_of(blocks, tokens=len(ids), original_words=len(text.split()))
+    low, high = found.interval
+    return {
+        "perplexity": found.perplexity,
+        "low": low,
+        "high": high,
+        "adjusted_perplexity": found.adjusted_perplexity,
+        "token_perplexity": found.token_perplexity,
+        "loss": found.loss,
+        "tokens": found.tokens,
+        "original_words": found.original_words,
+    }
+
+
+def _lambada(model: CheckpointModel, task: Task, done: Sequence[Any], keeper: Callable[..., None]) -> dict[str, Any]:
+    passages = read_passages(task.path, encoder(model, task.tokenizer), strict=task.strict)
+    results = score_passages(
+        model, passages, micro_batch_size=task.micro_batch_size, done=[bool(each) for each in done], on_results=keeper
+    )
+    found = Accuracy(sum(results), len(results))
+    low, high = found.interval
+    return {"accuracy": found.accuracy, "low": low, "high": high, "right": found.right, "passages": found.passages}
+
+
+_TASKS = {"wikitext": _wikitext, "lambada": _lambada}
+
+
+def encoder(model: CheckpointModel, tokenizer: str | None) -> Callable[[str], list[int]]:
+    """Text -> token ids, without special tokens. Raises ValueError if the model's vocabulary is too small for it."""
+    loaded = load_tokenizer(tokenizer)
+    size, most = loaded.get_vocab_size(), model.config.model.vocab_size
+    if size > most:
+        raise ValueError(
+            f"the tokenizer has {size:,} tokens, and the model's vocabulary {most:,} (model.vocab_size): give the "
+            "tokenizer that the model was trained with (--tokenizer)"
+        )
+    return lambda text: loaded.encode(text, add_special_tokens=False).ids

@@ -1,0 +1,165 @@
+"""Perplexity of a long text, as the Megatron-LM paper computes it for WikiText-103 (arXiv 1909.08053, section 5.3).
+
+A window of `seq_length` tokens moves over the text by `stride`. In the first window every token is scored; in each
+later one only the last `stride`, which have the rest of the window as their context. So every token of the text, except
+its first, is scored once.
+
+Two perplexities are reported. `perplexity`, the paper's, divides the sum of losses by the number of original words,
+T_o, so that models with other tokenizers can be compared. `adjusted_perplexity` is that of Megatron's code: the mean
+loss a token, times (T - 1) / (T_o - 1). They differ by the one token that nobody scores.
+
+WikiText's files stand in a tokenised form (`Mr. Smith 's dog , @-@`). `detokenized` undoes that before the tokenizer
+reads the text; T_o counts the words of the file as it is.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from labkit.evaluate.model import CheckpointModel
+
+Blocks = list[tuple[float, int]]
+"""(sum of losses, number of scored tokens) of each window, in order."""
+
+_JOINED = (
+    ("s '", "s'"),
+    *((f" @{mark}@ ", mark) for mark in "-,."),  # inside numbers and words
+    *((f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
+)
+_PAIRS = ("()", "[]", "{}", '""', "''")
+_REST = (
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" ° ", "°"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+)
+
+
+def detokenized(text: str) -> str:
+    """Text of WikiText as people write it: no blanks before punctuation, none inside brackets and quotes.
+
+    The replacements and their order are those of Megatron-LM (`tasks/zeroshot_gpt/detokenizer.py`).
+    """
+    for old, new in _JOINED:
+        text = text.replace(old, new)
+    for left, right in _PAIRS:
+        inside = f"[^{re.escape(right)}]*?"
+        text = re.sub(rf"{re.escape(left)}\s*({inside})\s*{re.escape(right)}", rf"{left}\1{right}", text)
+    for old, new in _REST:
+        text = text.replace(old, new)
+    return text
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """The result."""
+
+    loss_sum: float
+    """Sum of the losses of all scored tokens, nats."""
+    scored: int
+    """Scored tokens."""
+    tokens: int
+    """Tokens of the text, T."""
+    original_words: int
+    """Words of the file, T_o."""
+    standard_error: float
+    """Of the mean loss a token; windows are taken as independent."""
+
+    @property
+    def loss(self) -> float:
+        """Mean loss a token, nats."""
+        return self.loss_sum / self.scored
+
+    @property
+    def perplexity(self) -> float:
+        """exp(sum of losses / T_o), the paper's."""
+        return math.exp(min(20.0, self.loss_sum / self.original_words))
+
+    @property
+    def adjusted_perplexity(self) -> float:
+        """exp(mean loss x (T - 1) / (T_o - 1)), Megatron's."""
+        return math.exp(min(20.0, self.loss * (self.tokens - 1) / max(1, self.original_words - 1)))
+
+    @property
+    def token_perplexity(self) -> float:
+        """exp(mean loss a token)."""
+        return math.exp(min(20.0, self.loss))
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95% interval of `perplexity`."""
+        half = 1.96 * self.standard_error * self.scored
+        low, high = ((self.loss_sum + sign * half) / self.original_words for sign in (-1, 1))
+        return math.exp(min(20.0, low)), math.exp(min(20.0, high))
+
+
+def window_starts(tokens: int, seq_length: int, stride: int) -> range:
+    """First tokens of the windows that score every token of the text but its first.
+
+    Raises ValueError for a text of fewer than two tokens and a stride that is not from 1 to seq_length.
+    """
+    if not 1 <= stride <= seq_length:
+        raise ValueError(f"stride {stride} must be from 1 to the model's sequence of {seq_length} tokens")
+    if tokens < 2:
+        raise ValueError(f"the text has {tokens} tokens; at least 2 are needed, of which the second is scored")
+    further = max(0, tokens - 1 - seq_length)
+    return range(0, stride * math.ceil(further / stride) + 1, stride)
+
+
+def score_windows(
+    model: CheckpointModel,
+    tokens: Sequence[int],
+    *,
+    stride: int = 32,
+    micro_batch_size: int = 4,
+    done: Blocks | None = None,
+    on_blocks: Callable[[Blocks, int], None] | None = None,
+) -> Blocks:
+    """Score every window of the text. All ranks call this together and get the same.
+
+    done: windows that an earlier call has scored; this one goes on behind them.
+    on_blocks: called on every rank after each batch, with all windows so far and the number of all windows.
+    """
+    starts = window_starts(len(tokens), model.seq_length, stride)
+    blocks = list(done or [])
+    text = torch.as_tensor(tokens, dtype=torch.int64)
+    while len(blocks) < len(starts):
+        batch = starts[len(blocks) : len(blocks) + micro_batch_size]
+        rows = [_window(text, start, model.seq_length, stride) for start in batch]
+        inputs_BS, labels_BS, counted_BS = (torch.stack(part).to(model.device) for part in zip(*rows, strict=True))
+        loss_BS = model.losses(inputs_BS, labels_BS).double() * counted_BS
+        blocks += list(zip(loss_BS.sum(dim=1).tolist(), counted_BS.sum(dim=1).tolist()))
+        if on_blocks is not None:
+            on_blocks(blocks, len(starts))
+    return blocks
+
+
+def _window(
+    text: torch.Tensor, start: int, seq_length: int, stride: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(tokens, labels, True where the label is scored) of one window; behind the end of the text stands padding."""
+    piece = text[start : start + seq_length + 1]
+    real = len(piece) - 1
+    inputs, labels = torch.zeros(2, seq_length, dtype=torch.int64)
+    inputs[:real], labels[:real] = piece[:-1], piece[1:]
+    counted = torch.zeros(seq_length, dtype=torch.bool)
+    counted[0 if start == 0 else seq_length - stride : real] = True
+    return inputs, labels, counted
+
+
+def perplexity_of(blocks: Blocks, *, tokens: int, original_words: int) -> Perplexity:
+    """The perplexity of scored windows, with the standard error of a ratio of sums."""
+    total, scored = sum(loss for loss, _ in blocks), sum(count for _, count in blocks)
+    mean, count = total / scored, len(blocks)
+    spread = sum((loss - mean * number) ** 2 for loss, number in blocks)
+    error = math.sqrt(spread * count / max(1, count - 1)) / scored
+    return Perplexity(total, scored, tokens, original_words, error)

@@ -1,0 +1,209 @@
+"""Perplexity, LAMBADA, sampling and generation beside plain loops over transformers' models with the same weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from labkit.cli import main
+from labkit.data import load_tokenizer
+from labkit.evaluate import CheckpointModel, Sampling, generate
+from labkit.evaluate.lambada import passage_of, score_passages
+from labkit.evaluate.sampling import Sampler, penalised, within_top_k, within_top_p
+from labkit.evaluate.wikitext import detokenized, perplexity_of, score_windows
+from labkit.launch import RankError, run
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+pytestmark = pytest.mark.oracle
+
+LENGTH = 48
+PLAIN = {"hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 40,
+         "max_position_embeddings": LENGTH}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", {"n_layer": 4, "n_embd": 48, "n_head": 4, "n_positions": LENGTH}),
+    "llama": ("LlamaForCausalLM", PLAIN | {"num_key_value_heads": 2, "rms_norm_eps": 1e-5}),
+    "mixtral": ("MixtralForCausalLM",
+                PLAIN | {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}),
+}  # fmt: skip
+LAYOUTS: dict[str, dict[str, int]] = {"one rank": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "tp2 pp2": {"tp": 2, "pp": 2}}
+TEXT = Path(__file__).parents[2] / "labkit" / "data" / "bundled" / "jargon.txt"
+PASSAGES = (
+    "A hacker is somebody who enjoys exploring the details of programmable systems",
+    "The term bug was used for a defect in a machine long before the first computers",
+    "Foo is the canonical metasyntactic variable and its companion is always called bar " * 4,
+)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def both(request, tmp_path_factory) -> tuple[Any, str]:
+    """(a model of transformers with random weights, the folder with our checkpoint of it)."""
+    kind, options = MODELS[request.param]
+    torch.manual_seed(3)
+    made_config = getattr(transformers, kind).config_class(vocab_size=1024, initializer_range=0.3, **options)
+    made_config._experts_implementation = "eager"  # the grouped product of transformers knows no float64
+    theirs = getattr(transformers, kind)(made_config).eval()
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs.save_pretrained(folder / "hf")
+    assert main(["checkpoint", "import", str(folder / "ours"), str(folder / "hf")]) == 0
+    return theirs, str(folder / "ours")
+
+
+def encode(text: str) -> list[int]:
+    return load_tokenizer().encode(text).ids
+
+
+PROMPTS = [encode(text)[:8] for text in PASSAGES[:2]] + [encode(PASSAGES[2])[:3]]
+
+
+def everything(folder: str, layout: dict[str, int], tokens: list[int]) -> dict[str, Any]:
+    """In a rank: all that is compared, computed by labkit."""
+    model = CheckpointModel(folder, layout, precision="fp64")
+    passages = [passage_of(text, encode, strict=strict) for text in PASSAGES for strict in (True, False)]
+    seen: list[list[int | None]] = []
+    drawn = Sampling(temperature=0.7, top_k=40, top_p=0.9, repetition_penalty=1.2, seed=5)
+    return {
+        "blocks": score_windows(model, tokens, stride=7, micro_batch_size=3),
+        "lambada": score_passages(model, passages, micro_batch_size=4),
+        "greedy": generate(model, PROMPTS, max_new_tokens=20, on_tokens=seen.append),
+        "seen": seen,
+        "penalised": generate(model, PROMPTS, max_new_tokens=20, sampling=Sampling(repetition_penalty=1.3)),
+        "drawn": generate(model, PROMPTS, max_new_tokens=20, sampling=drawn),
+        "alike": generate(model, [PROMPTS[0], PROMPTS[0]], max_new_tokens=5),
+    }
+
+
+def their_losses(theirs: Any, tokens: list[int], stride: int) -> tuple[float, int]:
+    """(sum of losses, scored tokens): a plain loop, a window at a time."""
+    total, scored, end = 0.0, 0, 1
+    for start in range(0, len(tokens), stride):
+        piece = torch.tensor(tokens[start : start + LENGTH + 1])
+        with torch.no_grad():
+            logits = theirs(piece[None, :-1]).logits[0]
+        losses = torch.nn.functional.cross_entropy(logits, piece[1:], reduction="none")
+        new = start + len(piece) - end  # tokens behind those that earlier windows scored
+        total, scored, end = total + float(losses[len(losses) - new :].sum()), scored + new, end + new
+        if end == len(tokens):
+            return total, scored
+    raise AssertionError("some token was never scored")
+
+
+def their_right(theirs: Any, context: list[int], target: list[int]) -> bool:
+    ids = torch.tensor([(context + target)[-LENGTH - 1 :]])
+    with torch.no_grad():
+        return theirs(ids[:, :-1]).logits[0].argmax(-1)[-len(target) :].tolist() == target
+
+
+def their_text(theirs: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    longest = max(map(len, prompts))
+    rows = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
+    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
+    made = theirs.generate(
+        rows, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None, **options
+    )
+    return made[:, longest:].tolist()
+
+
+def test_every_layout_computes_what_transformers_computes(both):
+    theirs, folder = both
+    theirs.double()
+    tokens = encode(TEXT.read_text()[20_000:20_800])
+    found = {}
+    for name, layout in LAYOUTS.items():
+        if "tp" in layout and theirs.config.model_type == "mixtral":
+            with pytest.raises(RankError, match="experts under tp need the sequence cut over it"):
+                run(CheckpointModel, math.prod(layout.values()), folder, layout, device="cpu")
+            continue
+        results = run(everything, math.prod(layout.values()), folder, layout, tokens, device="cpu")
+        assert all(result == results[0] for result in results), "every rank returns the same"
+        found[name] = results[0]
+    total, scored = their_losses(theirs, tokens, 7)
+    passages = [passage_of(text, encode, strict=strict) for text in PASSAGES for strict in (True, False)]
+    right = [their_right(theirs, passage.context, passage.target) for passage in passages]
+    greedy = their_text(theirs, PROMPTS)
+    penalised_text = their_text(theirs, [PROMPTS[2]], repetition_penalty=1.3)[0]
+    words = len(TEXT.read_text()[20_000:20_800].split())
+    for name, ours in found.items():
+        result = perplexity_of(ours["blocks"], tokens=len(tokens), original_words=words)
+        assert (result.scored, len(tokens)) == (scored, scored + 1), name
+        assert result.loss_sum == pytest.approx(total, rel=1e-7), name  # their rotary tables are fp32
+        assert result.perplexity == pytest.approx(math.exp(min(20, total / words))), name
+        assert ours["lambada"] == right, name
+        assert ours["greedy"] == greedy == [list(ids) for ids in zip(*ours["seen"])], name
+        assert ours["penalised"][2] == penalised_text, name
+        assert ours["drawn"] == found["one rank"]["drawn"], f"{name}: draws do not depend on the layout"
+        assert ours["alike"][0] == ours["alike"][1] == greedy[0][:5], name
+    assert found["one rank"]["drawn"] != greedy
+
+
+def test_a_target_that_the_model_predicts_is_right(both):
+    """Random weights predict no word of a person; so the target here is what the model says."""
+    theirs, folder = both
+    theirs.double()
+    model = CheckpointModel(folder, precision="fp64")
+    said = their_text(theirs, [PROMPTS[0]])[0]
+    passage = type(passage_of("a b", encode))
+    passages = [passage(PROMPTS[0], said[:3]), passage(PROMPTS[0], [*said[:2], (said[2] + 1) % 1024])]
+    assert score_passages(model, passages) == [True, False]
+
+
+def test_logits_are_cut_as_transformers_cuts_them():
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 50, (4, 6), generator=torch.Generator().manual_seed(1))
+    seen = torch.zeros(4, 50, dtype=torch.bool).scatter_(1, ids, True)
+    logits_of = transformers.generation.logits_process
+    for k in (1, 3, 50):
+        assert torch.equal(within_top_k(logits, k), logits_of.TopKLogitsWarper(k)(ids, logits))
+    for p in (0.05, 0.5, 0.95):
+        assert torch.equal(within_top_p(logits, p), logits_of.TopPLogitsWarper(p)(ids, logits))
+    for penalty in (0.5, 1.7):
+        expected = logits_of.RepetitionPenaltyLogitsProcessor(penalty)(ids, logits)
+        assert torch.equal(penalised(logits, seen, penalty), expected)
+
+
+def test_draws_follow_the_probabilities():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    sampler, counts = Sampler(Sampling(temperature=0.5, top_k=3)), torch.zeros(4)
+    for _ in range(4000):
+        counts[sampler(logits)] += 1
+    expected = torch.tensor([2.0, 1.0, 0.0, -math.inf]).div(0.5).softmax(0)
+    assert counts[3] == 0
+    sigma = (expected * (1 - expected) / 4000).sqrt()
+    assert bool(((counts / 4000 - expected).abs() <= 4 * sigma).all()), counts
+
+
+def test_the_commands_print_what_the_library_computes(both, tmp_path, capsys):
+    theirs, folder = both
+    theirs.float()
+    text = tmp_path / "wiki.txt"
+    text.write_text(" = Jargon = \n\n The hacker 's dog , a @-@ well @-@ known one , sat . " * 20)
+    passages = tmp_path / "lambada.jsonl"
+    passages.write_text("".join(json.dumps({"text": passage}) + "\n" for passage in PASSAGES))
+    tokenizer = str(TEXT.parent / "tokenizer.json")
+    common = ["--checkpoint", folder, "--tokenizer", tokenizer, "--json"]
+    out = ["--out", str(tmp_path / "rows.jsonl")]
+    assert main(["eval", "wikitext", "--path", str(text), "--stride", "16", *common, *out]) == 0
+    row = json.loads(capsys.readouterr().out)
+    tokens = encode(detokenized(text.read_text()))
+    total, scored = their_losses(theirs, tokens, 16)
+    assert row["loss"] == pytest.approx(total / scored, abs=1e-4)
+    assert row["tokens"] == len(tokens) and row["original_words"] == len(text.read_text().split())
+    assert main(["eval", "wikitext", "--path", str(text), "--stride", "16", *common, *out]) == 0
+    assert json.loads(capsys.readouterr().out) == row
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 1, "a finished row is read, not computed again"
+    assert main(["eval", "lambada", "--path", str(passages), "--loose", *common]) == 0
+    row = json.loads(capsys.readouterr().out)
+    loose = [passage_of(passage, encode, strict=False) for passage in PASSAGES]
+    assert row["right"] == sum(their_right(theirs, p.context, p.target) for p in loose) and row["passages"] == 3
+    assert main(["generate", PASSAGES[0], "--max-new-tokens", "20", *common]) == 0
+    row = json.loads(capsys.readouterr().out)
+    end = load_tokenizer().token_to_id("<|endoftext|>")
+    expected = theirs.generate(
+        torch.tensor([encode(PASSAGES[0])]), max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=end
+    )
+    assert row["tokens"] == expected[0, len(encode(PASSAGES[0])) :].tolist()
+    assert row["text"] == load_tokenizer().decode(row["tokens"])

@@ -1,0 +1,221 @@
+"""Windows, texts, passages and records of evaluations, and what their commands refuse; oracles hold the numbers."""
+
+import json
+import math
+
+import pytest
+
+from labkit.cli import main
+from labkit.config import presets
+from labkit.data import load_tokenizer
+from labkit.evaluate import CheckpointModel, Records, Sampling, Task, evaluate, generate, tasks
+from labkit.evaluate.lambada import Accuracy, passage_of
+from labkit.evaluate.wikitext import detokenized, perplexity_of, window_starts
+from labkit.train import pretrain
+
+TINY = presets.tiny().override(
+    {"layers": 1, "hidden": 16, "heads": 2, "seq_length": 16, "global_batch_size": 1, "steps": 2, "interval": 1}
+)
+TEXT = " = Bug = \n\n A bug in the machine 's code , found by a well @-@ known hacker ( 1947 ) . \n" * 3
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    pretrain(TINY.override({"checkpoint.dir": str(folder), "eval_steps": 0}))
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "wiki.txt").write_text(TEXT)
+    return str(tmp_path / "wiki.txt")
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 16, 17, 18, 32, 33, 100])
+@pytest.mark.parametrize(("seq_length", "stride"), [(16, 16), (16, 5), (16, 1), (7, 3)])
+def test_windows_score_every_token_but_the_first_once(tokens, seq_length, stride):
+    scored = []
+    for start in window_starts(tokens, seq_length, stride):
+        labels = range(start + 1, min(start + seq_length, tokens - 1) + 1)
+        scored += labels if start == 0 else [at for at in labels if at > start + seq_length - stride]
+    assert scored == list(range(1, tokens))
+
+
+def test_windows_that_score_nothing_are_refused():
+    with pytest.raises(ValueError, match="stride 17 must be from 1 to the model's sequence of 16 tokens"):
+        window_starts(100, 16, 17)
+    with pytest.raises(ValueError, match="the text has 1 tokens"):
+        window_starts(1, 16, 4)
+
+
+@pytest.mark.parametrize(
+    ("tokenised", "written"),
+    [
+        ("a 12 @,@ 345 @.@ 5 m well @-@ known house", "a 12,345.5 m well-known house"),
+        ("he came , saw ; and won : all . then", "he came, saw; and won: all. then"),
+        ("the dogs ' tails wag", "the dogs' tails wag"),
+        ("the dog 's tail wags", "the dog's tail wags"),
+        ("( 1947 – 1950 ) and [ see ] and { this }", "(1947 – 1950) and [see] and {this}"),
+        ('the " Great War " is', 'the "Great War" is'),
+        (" = = Head = = \n text \n", " == Head ==\ntext\n"),
+        ("at 20 ° C", "at 20°C"),
+    ],
+)
+def test_text_is_written_as_people_write_it(tokenised, written):
+    assert detokenized(tokenised) == written
+
+
+def test_perplexity_by_hand():
+    found = perplexity_of([(2.0, 2), (6.0, 2)], tokens=5, original_words=3)
+    assert (found.loss, found.token_perplexity) == (2.0, math.exp(2.0))
+    assert found.perplexity == pytest.approx(math.exp(8 / 3))
+    assert found.adjusted_perplexity == pytest.approx(math.exp(2.0 * 4 / 2))
+    assert found.standard_error == pytest.approx(math.sqrt(2 * (2**2 + 2**2)) / 4)
+    low, high = found.interval
+    assert math.log(high) - math.log(found.perplexity) == pytest.approx(1.96 * found.standard_error * 4 / 3)
+    assert low < found.perplexity < high
+
+
+def test_wilsons_interval_of_a_published_example():
+    """10 of 100: 0.0552 to 0.1744 (Brown, Cai and DasGupta, Interval Estimation for a Binomial Proportion, 2001)."""
+    assert Accuracy(10, 100).interval == pytest.approx((0.0552, 0.1744), abs=1e-4)
+    assert Accuracy(0, 10).interval[0] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_target_is_the_last_word_or_the_last_token():
+    def encode(text):
+        return load_tokenizer().encode(text).ids
+
+    strict, loose = (passage_of("the hacker knew the metasyntax", encode, strict=how) for how in (True, False))
+    assert strict.target == encode(" metasyntax") and len(strict.target) > 1
+    assert strict.context == encode("the hacker knew the")
+    assert loose.context + loose.target == encode("the hacker knew the metasyntax") and len(loose.target) == 1
+    with pytest.raises(ValueError, match="fewer than two words"):
+        passage_of("alone", encode)
+
+
+class Cut(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", ["wikitext", "lambada"])
+def test_an_evaluation_that_was_cut_goes_on(name, run_folder, tmp_path, text, monkeypatch):
+    path = text
+    if name == "lambada":
+        path = str(tmp_path / "passages.jsonl")
+        (tmp_path / "passages.jsonl").write_text('{"text": "the bug is in the code"}\n' * 7)
+    task = Task(name=name, path=path, stride=4, micro_batch_size=2)
+    model = CheckpointModel(run_folder)
+    whole = evaluate(model, task)
+    monkeypatch.setattr(tasks, "KEEP_EVERY", 0.0)
+    seen = []
+
+    def cut_after_two(values):
+        seen.append(values["done"])
+        if values["done"] == 4:
+            raise Cut
+
+    monkeypatch.setattr(tasks.info, "report_progress", cut_after_two)
+    with pytest.raises(Cut):
+        evaluate(model, task, Records(tmp_path / "rows.jsonl"))
+    assert not (tmp_path / "rows.jsonl").exists() and (tmp_path / "rows.jsonl.partial").exists()
+    monkeypatch.setattr(tasks.info, "report_progress", lambda values: seen.append(values["done"]))
+    resumed = evaluate(model, task, Records(tmp_path / "rows.jsonl"))
+    assert seen[:4] == [2, 4, 4, 6], "the second batch was under way when it was cut"
+    assert resumed == whole
+    assert not (tmp_path / "rows.jsonl.partial").exists()
+    seen.clear()
+    assert evaluate(model, task, Records(tmp_path / "rows.jsonl")) == whole and seen == []
+    other = Task(name=name, path=path, stride=5, micro_batch_size=2)
+    evaluate(model, other, Records(tmp_path / "rows.jsonl"))
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 2, "another setting is another row"
+
+
+def test_rows_of_another_file_are_refused(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("no json\n")
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 1, is no row of results; name another file"):
+        Records(tmp_path / "rows.jsonl")
+
+
+def test_prompts_that_cannot_be_continued_are_refused(run_folder):
+    model = CheckpointModel(run_folder)
+    for prompts, new, words in (
+        ([], 1, "at least one prompt"),
+        ([[1], []], 1, "prompt 1 has no token"),
+        ([[1]], 0, "max_new_tokens is 0"),
+        ([[1], [1] * 10], 7, "prompt 1 and 7 new tokens are 17 tokens in all; the model's sequence has 16"),
+        ([[1, 1024]], 1, "1024"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            generate(model, prompts, max_new_tokens=new)
+
+
+def test_a_sample_ends_with_the_token_that_ends_it(run_folder):
+    model = CheckpointModel(run_folder)
+    [free, other] = generate(model, [[5, 6], [7]], max_new_tokens=12)
+    end = free[0]
+    [ended, _] = generate(model, [[5, 6], [7]], max_new_tokens=12, end=end)
+    assert ended == [end] and len(free) == len(other) == 12
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"temperature": -1.0}, "temperature = -1"),
+        ({"top_k": 5}, "temperature = 0 takes the most likely token"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p = 0 must be above 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty = 0"),
+        ({"seed": -1}, "seed = -1"),
+    ],
+)
+def test_bad_sampling_is_refused(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        Sampling(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("eval --path FILE --checkpoint RUN", "no task named: give one of wikitext, lambada"),
+        ("eval wikitex --path FILE --checkpoint RUN", 'did you mean "wikitext"?'),
+        ("eval wikitext --checkpoint RUN", "--path: give the file to score"),
+        ("eval wikitext --path FILE", "--checkpoint: give the folder"),
+        ("eval wikitext --path FILE --checkpoint RUN --loose", "--loose: only lambada reads it"),
+        ("eval lambada --path FILE --checkpoint RUN --stride 3", "--stride: only wikitext reads it"),
+        ("eval wikitext --path FILE --checkpoint RUN --all --step 1", "--all and --step: give one of the two"),
+        ("eval wikitext --path FILE --checkpoint RUN --step 9", "has no checkpoint of step 9"),
+        ("eval wikitext --path none --checkpoint RUN", "--path none: no such file"),
+        ("generate a --checkpoint none", "none is no folder"),
+        ("generate a --checkpoint RUN --precision fp8", "--precision fp8: must be one of"),
+        ("generate a --checkpoint RUN --max-new-tokens 0", "--max-new-tokens 0: must be at least 1"),
+    ],
+)
+def test_bad_requests_are_refused_before_any_rank_starts(line, words, run_folder, text, capsys, monkeypatch):
+    monkeypatch.setattr("labkit.launch.run", lambda *_, **__: pytest.fail("ranks were started"))
+    words_of_line = [{"FILE": text, "RUN": str(run_folder)}.get(word, word) for word in line.split()]
+    assert main(words_of_line) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_rows_of_all_checkpoints_and_a_text_on_the_terminal(run_folder, text, tmp_path, capsys):
+    given = ["--path", text, "--checkpoint", str(run_folder), "--all", "--json", "--stride", "4"]
+    assert main(["eval", "wikitext", *given]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert main(["generate", "the bug", "--checkpoint", str(run_folder), "--max-new-tokens", "5", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert main(["generate", "the bug", "--checkpoint", str(run_folder), "--max-new-tokens", "5"]) == 0
+    assert capsys.readouterr().out == f"the bug{made['text']}\n"
+
+
+def test_a_damaged_checkpoint_is_named(run_folder, tmp_path, text, capsys):
+    import shutil
+
+    shutil.copytree(run_folder, tmp_path / "run")
+    shard = tmp_path / "run" / "step_00000002" / "rank_00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert main(["eval", "wikitext", "--path", text, "--checkpoint", str(tmp_path / "run")]) == 1
+    assert "rank_00000.safetensors" in capsys.readouterr().err
