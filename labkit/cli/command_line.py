@@ -23,9 +23,9 @@ COMMANDS = {
     "order": ("order_command", "print a pipeline schedule, or check your own"),
     "train": ("train_command", "train a model under a layout"),
     "watch": ("watch_command", "show live or finished runs from their folders"),
-    "checkpoint": ("checkpoint_command", "list, verify, export, import checkpoints"),
-    "eval": ("eval_command", "score checkpoints: perplexity, LAMBADA"),
-    "generate": ("generate_command", "continue prompts with a checkpoint"),
+    "checkpoint": ("checkpoints.checkpoint_command", "list, verify, export, import checkpoints"),
+    "eval": ("checkpoints.eval_command", "score checkpoints: perplexity, LAMBADA"),
+    "generate": ("checkpoints.generate_command", "continue prompts with a checkpoint"),
     "parity": ("parity_command", "compare layouts with one process, tensor by tensor"),
     "run": ("run_command", "run chapters as notebooks, with parameters"),
 }

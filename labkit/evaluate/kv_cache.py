@@ -6,8 +6,8 @@ themselves know nothing of it: they call their core with the queries, keys and v
 Prompts of unequal length stand at the right end, with padding before them. All samples then write the same position of
 the cache, and a mask hides the padding.
 
-Shapes: B samples, n = B x query heads, m = B x key/value heads of this rank, S new positions, T positions so far with
-the new ones, D head dimension.
+Shapes: B samples, n = B x query heads, m = B x key/value heads of this rank, D head dimension. S are the new positions,
+T all positions so far with the new ones.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class CheckpointModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors of this rank live."""
+        """The device of this rank's tensors."""
         return self.groups.device
 
     def _load(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is chosen; the defaults take the most likely one.
+    """The choice of a token; the defaults take the most likely one.
 
     Raises ValueError with all that is wrong.
     """

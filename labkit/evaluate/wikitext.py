@@ -1,8 +1,8 @@
 """Perplexity of a long text, as the Megatron-LM paper computes it for WikiText-103 (arXiv 1909.08053, section 5.3).
 
-A window of `seq_length` tokens moves over the text by `stride`. In the first window every token is scored; in each
-later one only the last `stride`, which have the rest of the window as their context. So every token of the text, except
-its first, is scored once.
+A window of `seq_length` tokens moves over the text by `stride`. The first window scores all its tokens. Each later one
+scores its last `stride` tokens, and the rest of it is their context. So every token of the text, except its first, is
+scored once.
 
 Two perplexities are reported. `perplexity`, the paper's, divides the sum of losses by the number of original words,
 T_o, so that models with other tokenizers can be compared. `adjusted_perplexity` is that of Megatron's code: the mean

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.cli.arguments import Arguments, Command, Option
-from labkit.cli.model_options import (
+from labkit.cli.checkpoints.model_options import (
     MODEL_OPTIONS,
     broken_options,
     checkpoint_of,

@@ -1,4 +1,4 @@
-"""What `labkit eval` and `labkit generate` share: options that name a checkpoint and a layout, and the launch.
+"""The common part of `labkit eval` and `labkit generate`: options for a checkpoint and a layout, and the launch.
 
 Neither takes a configuration: the checkpoint's manifest has the model, and the layout is tp x pp.
 """
@@ -31,7 +31,7 @@ MODEL_OPTIONS = (
 
 
 class Refused(NamedTuple):
-    """What the ranks refused; all of them the same."""
+    """The problems that the ranks refused, the same on all of them."""
 
     problems: list[str]
     failed: bool = False

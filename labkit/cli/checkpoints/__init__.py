@@ -1,0 +1,1 @@
+"""Subcommands that begin with a checkpoint: `checkpoint`, `eval`, `generate`."""
