@@ -50,12 +50,18 @@ def gpt2_124m() -> RunConfig:
     """GPT-2 small (124 million parameters) in bf16.
 
     Its vocabulary of 50,257 needs a tokenizer file of that size in `data.tokenizer`. Batch, rates and regularisation
-    are the paper's (section 4.1).
+    are the paper's (section 4.2).
     """
-    return _gpt2(layers=12, hidden=768, heads=12, tp=1, global_batch=512)
+    config = _gpt2(layers=12, hidden=768, heads=12, tp=1, global_batch=512, padded_to=128)
+    return replace(
+        config,
+        model=replace(config.model, recompute_granularity="none"),
+        optim=replace(config.optim, precision="bf16"),
+    )
 
 
-def _gpt2(*, layers: int, hidden: int, heads: int, tp: int, global_batch: int, padded_to: int = 128) -> RunConfig:
+def _gpt2(*, layers: int, hidden: int, heads: int, tp: int, global_batch: int, padded_to: int = 1024) -> RunConfig:
+    """A GPT-2 with the training of the paper's section 4.2: fp16 with a dynamic loss scale, every layer recomputed."""
     return RunConfig(
         model=ModelConfig(
             layers=layers,
@@ -67,10 +73,11 @@ def _gpt2(*, layers: int, hidden: int, heads: int, tp: int, global_batch: int, p
             embedding_dropout=0.1,
             attention_dropout=0.1,
             hidden_dropout=0.1,
+            recompute_granularity="full",
         ),
         parallel=ParallelConfig(tp=tp),
         optim=OptimConfig(
-            lr=1.5e-4, min_lr=1e-5, lr_schedule="cosine", warmup_steps=3_000, beta2=0.999, precision="bf16"
+            lr=1.5e-4, min_lr=1e-5, lr_schedule="cosine", warmup_steps=3_000, beta2=0.999, precision="fp16"
         ),
         train=TrainConfig(
             steps=300_000, micro_batch_size=8, global_batch_size=global_batch, log_interval=100, record_events=False
@@ -240,13 +247,13 @@ def table1(row: str, *, data_parallel: bool = False) -> RunConfig:
     """A row of Table 1 (`1.2B`, `2.5B`, `4.2B`, `8.3B`): batch 8 on `tp` GPUs, or batch 512 on 64 times as many."""
     r = _row(TABLE_1, row, "Table 1")
     batch = 512 if data_parallel else 8
-    return _gpt2(layers=r.layers, hidden=r.hidden, heads=r.heads, tp=r.tp, global_batch=batch, padded_to=1024)
+    return _gpt2(layers=r.layers, hidden=r.hidden, heads=r.heads, tp=r.tp, global_batch=batch)
 
 
 def table2(row: str) -> RunConfig:
     """A row of Table 2 (`355M`, `2.5B`, `8.3B`): batch 512, 300,000 steps."""
     r = _row(TABLE_2, row, "Table 2")
-    return _gpt2(layers=r.layers, hidden=r.hidden, heads=r.heads, tp=r.tp, global_batch=512, padded_to=1024)
+    return _gpt2(layers=r.layers, hidden=r.hidden, heads=r.heads, tp=r.tp, global_batch=512)
 
 
 def table4(row: str) -> RunConfig:

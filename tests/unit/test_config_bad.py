@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from labkit.cli import main
+from labkit.cli.command_line import COMMANDS as COMMAND_LINE
 from labkit.config import ConfigError, RunConfig, presets
 
 AT_ONCE = 5.0
@@ -404,7 +405,7 @@ TEXTS: list[tuple[str, str]] = [
 COMMANDS: list[tuple[list[str], str]] = [
     (
         ["grops"],
-        "unknown command 'grops'; commands: doctor, groups, order, train, watch, parity, run; did you mean \"groups\"?",
+        f"unknown command 'grops'; commands: {', '.join(COMMAND_LINE)}; did you mean \"groups\"?",
     ),
     (["--worldsize"], "unknown option '--worldsize'"),
     (["groups"], "--world-size: is missing"),
