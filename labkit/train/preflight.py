@@ -264,12 +264,6 @@ def problems(
     return [problem for problem in found if problem]
 
 
-def _continues(config: RunConfig) -> bool:
-    """True if the run resumes the run whose files are in `train.output_dir`."""
-    given = config.checkpoint
-    return (given.dir is not None or given.load is not None) and resume.continues_folder(config)
-
-
 def checkpoint_problems(config: RunConfig) -> list[str]:
     """Return why the run cannot save its checkpoints or resume from one, as far as files tell without a model."""
     given = config.checkpoint
@@ -292,9 +286,11 @@ def _layer_and_device_problems(config: RunConfig, world_size: int, device: str) 
 
 def folder_problems(config: RunConfig) -> list[str]:
     """Return why the folders of a run cannot be written; empty sentences count for nothing."""
-    train = config.train
-    found = [] if train.output_dir is None else [folder_problem(train, continues=_continues(config))]
-    return found if train.tensorboard_dir is None else [*found, tensorboard_problem(train)]
+    found = []
+    if config.train.output_dir is not None:
+        continues = resume.continues_folder(config, resume.first_readable(config))
+        found.append(folder_problem(config, continues=continues))
+    return found if config.train.tensorboard_dir is None else [*found, tensorboard_problem(config.train)]
 
 
 def device_problem(device: str, backend: str, world_size: int) -> str:
@@ -402,8 +398,8 @@ def run_folder(config: RunConfig, groups: ParallelGroups, *, continues_after: in
     if groups.world.rank == 0:
         folder = RunFolder(config, groups.world.size, continues_after=continues_after)
     try:
-        if folder is not None:
-            folder.claim()
+        if folder is not None and (said := folder.claim()):
+            info.announce(said)
     except ConfigError as error:
         problems = error.problems
     refuse(problem for found in _exchanged(problems, groups) for problem in found)

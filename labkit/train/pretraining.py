@@ -347,7 +347,7 @@ def _train_from(
 ) -> TrainResult:
     """Run the steps behind `start`."""
     config, timers, chunks = run.config, run.timers, pipeline.chunks
-    continues = start.step > 0 and continues_folder(config)
+    continues = checkpoints is not None and continues_folder(config, checkpoints.resumed)
     batches, samples = data.train(start.consumed_samples), config.train.global_batch_size
     with (
         run_folder(config, run.groups, continues_after=start.step if continues else None),
@@ -391,6 +391,8 @@ def _train_from(
                 report.evaluation(config.train.steps, "test_loss", test_loss)
         if config.optim.distributed_optimizer:
             finish_param_sync(chunks)
+        if checkpoints is not None:
+            checkpoints.finish()  # before the folder of the run counts as finished
     return TrainResult(report.losses, report.events, report.metrics, report.skipped_steps, start.step)
 
 

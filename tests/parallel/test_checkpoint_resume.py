@@ -11,9 +11,10 @@ import pytest
 from safetensors import safe_open
 
 from labkit.config import ConfigError, RunConfig, presets
-from labkit.launch import info, run
+from labkit.launch import RankError, info, run
 from labkit.train import pretrain
 from labkit.train.checkpoint.checkpoints import Checkpoints
+from labkit.train.checkpoint.manifest import CheckpointError
 from labkit.train.loss_scaler import build_loss_scaler
 from labkit.train.pretraining import initialize, setup_model_and_optimizer
 
@@ -201,6 +202,53 @@ def test_what_differs_otherwise_is_said_and_used(tmp_path):
     assert "train.steps 1 -> 2" in sentence and "train.global_batch_size 8 -> 4" in sentence
     assert sentence.endswith("random states are derived from seed, step and rank, since the layout is another")
     assert [line["learning_rate"] for line in said[1:] if "loss" in line] == [pytest.approx(0.25)]
+
+
+def failing_in_step(number: int):
+    """An observer that raises in this step, counted from 1."""
+
+    class Failing:
+        def on_model(self, groups, chunks, schedule): ...
+        def on_update(self, step, chunks): ...
+        def on_gradients(self, step, chunks):
+            if step + 1 == number:
+                raise KeyError("the rank dies")
+
+    return Failing()
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again_by_itself(tmp_path):
+    said, folders = [], {"checkpoint.dir": str(tmp_path / "saved"), "output_dir": str(tmp_path / "out")}
+    config = PLAIN.override({"steps": 5, "decay_steps": 5, **folders, "interval": 4})
+
+    def dies(config, number):
+        return pretrain(config, observer=failing_in_step(number))
+
+    with pytest.raises(RankError, match="the rank dies"):
+        run(dies, 2, config, 4)
+    with pytest.raises(ConfigError, match="holds a run that did not finish"):
+        run(pretrain, 2, config.override({"lr": 0.5}))
+    with pytest.raises(RankError, match="the rank dies"):
+        run(dies, 2, config, 5, progress=said.append)
+    assert said[0]["message"] == f"{tmp_path}/out: the run had ended before its first checkpoint, so it begins again"
+    result = run(pretrain, 2, config)[0]
+    assert (result.resumed_after, len(result.losses)) == (4, 1)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5]
+
+
+def test_a_run_whose_last_checkpoint_fails_is_not_finished(tmp_path, monkeypatch):
+    """Asynchronously the last checkpoint is written behind the last step."""
+    folders = {"checkpoint.dir": str(tmp_path / "saved"), "output_dir": str(tmp_path / "out")}
+    config = PLAIN.override({"steps": 2, **folders, "checkpoint.asynchronous": True})
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("labkit.train.checkpoint.checkpoints.write_shard", full)
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written \(rank 0: No space left on device"):
+        pretrain(config)
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["state"] == "unfinished"
 
 
 def test_a_run_goes_on_in_its_output_folder_with_one_line_a_step(tmp_path):

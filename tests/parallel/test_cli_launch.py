@@ -186,7 +186,7 @@ def test_two_runs_into_one_folder_and_one_that_is_killed(tmp_path: Path, capfd: 
         first.wait()
     written = [json.loads(line)["step"] for line in metrics.read_text().rpartition("\n")[0].splitlines()]
     assert written == list(range(written[0], written[0] + len(written))), "every step of the first run, and once"
-    while (said := folder_problem(RunConfig().override({"output_dir": str(tmp_path)}).train)).endswith("has ended"):
+    while (said := folder_problem(RunConfig().override({"output_dir": str(tmp_path)}))).endswith("has ended"):
         time.sleep(0.05)  # its ranks are being killed
     assert "holds a run that did not finish" in said
     assert main(["watch", str(tmp_path)]) == 0

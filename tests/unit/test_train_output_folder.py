@@ -13,7 +13,8 @@ import pytest
 
 from labkit.config import ConfigError, RunConfig, presets
 from labkit.train import pretrain
-from labkit.train.reporting.output_folder import CONFIG, STATE, WRITTEN, RunFolder, folder_problem
+from labkit.train.reporting.earlier_run import CONFIG, WRITTEN, cut_after
+from labkit.train.reporting.output_folder import STATE, RunFolder, folder_problem
 
 
 def config(folder: Path, **changes: object) -> RunConfig:
@@ -27,7 +28,7 @@ def claimed(folder: Path, **changes: object) -> RunFolder:
 
 
 def problem(folder: Path, **changes: object) -> str:
-    return folder_problem(config(folder, **changes).train)
+    return folder_problem(config(folder, **changes))
 
 
 def test_a_run_leaves_its_configuration_and_its_end(tmp_path: Path) -> None:
@@ -36,7 +37,7 @@ def test_a_run_leaves_its_configuration_and_its_end(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "new/run" / STATE).read_text())["state"] == "finished"
     again = RunConfig.from_yaml(tmp_path / "new/run" / CONFIG)
     assert again == asked.override({"overwrite": False}), "a repeat must not write over the original"
-    assert "holds a finished run" in folder_problem(again.train)
+    assert "holds a finished run" in folder_problem(again)
 
 
 def test_a_run_that_raises_is_unfinished(tmp_path: Path) -> None:
@@ -98,6 +99,65 @@ def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
     assert died.returncode == 9
     assert "holds a run that did not finish, and no checkpoint of it is resumed" in problem(tmp_path)
     claimed(tmp_path, overwrite=True).finish()
+
+
+SAVES = {"checkpoint.dir": "saved", "interval": 10, "steps": 50}
+BEGINS_AGAIN: dict[str, tuple[dict[str, object], int, bool]] = {
+    "the same": ({}, 9, True),
+    "killed in the first save": ({}, 10, True),
+    "killed before the first line": ({}, 0, True),
+    "behind the first save": ({}, 11, False),
+    "asynchronous, before the second save": ({"checkpoint.asynchronous": True}, 20, True),
+    "asynchronous, behind the second save": ({"checkpoint.asynchronous": True}, 21, False),
+    "without checkpoints": ({"checkpoint.dir": None, "interval": 100}, 9, False),
+}
+"""Name -> (fields of the run, steps that it had made when it was killed, whether it may begin again)."""
+
+
+@pytest.mark.parametrize("name", BEGINS_AGAIN)
+def test_a_run_that_had_no_checkpoint_yet_may_begin_again(tmp_path: Path, name: str) -> None:
+    changes, steps, may = BEGINS_AGAIN[name]
+    changes = SAVES | changes
+    claimed(tmp_path, **changes).let_go()
+    lines = "".join(f'{{"step": {step}}}\n' for step in range(1, steps + 1)) + '{"step": 7'
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    refused = "" if may else "holds a run that did not finish, and no checkpoint of it is resumed"
+    launched = changes | {"allow_oversubscription": True, "record_events": False, "distributed_timeout_minutes": 3.0}
+    assert problem(tmp_path, **changes) == problem(tmp_path, **launched)
+    assert problem(tmp_path, **changes).startswith(f"train.output_dir = {str(tmp_path)!r}: {refused}") or may
+    assert "did not finish" in problem(tmp_path, **changes, lr=0.5), "another configuration"
+    run = RunFolder(config(tmp_path, **changes), 1)
+    if not may:
+        with pytest.raises(ConfigError, match=refused.replace("(", r"\(")):
+            run.claim()
+        assert (tmp_path / "metrics.jsonl").read_text() == lines
+        return
+    assert run.claim() == f"{tmp_path}: the run had ended before its first checkpoint, so it begins again"
+    assert not (tmp_path / "metrics.jsonl").exists()
+    run.finish()
+    assert "holds a finished run" in problem(tmp_path, **changes)
+
+
+def test_a_run_that_was_killed_ahead_of_its_configuration_may_begin_again(tmp_path: Path) -> None:
+    claimed(tmp_path, **SAVES).let_go()
+    (tmp_path / CONFIG).unlink()
+    assert problem(tmp_path, **SAVES) == "" and "did not finish" in problem(tmp_path)
+
+
+@pytest.mark.parametrize("end", [b"", b'{"step": 3}', b'{"step": 5}\n', b"[]\n", b'{"st', b"\0\0\n"], ids=repr)
+def test_a_cut_leaves_whole_lines_alone(tmp_path: Path, end: bytes) -> None:
+    """A kill may leave a line without its end, also one that is JSON; the next line would go on in it."""
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"kind": "timer"}\n{"step": 3}\n' + end)
+    cut_after(tmp_path / "metrics.jsonl", 4)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"kind": "timer"}\n{"step": 3}\n'
+
+
+def test_a_disk_without_room_for_the_configuration_is_told_in_a_sentence(tmp_path: Path) -> None:
+    claimed(tmp_path, seed=7).let_go()
+    (tmp_path / f".{CONFIG}.partial").mkdir()  # stands for any error of the file system
+    with pytest.raises(ConfigError, match=r"train\.output_dir = .*: cannot be written \(Is a directory\)"):
+        claimed(tmp_path, overwrite=True)
+    assert RunConfig.from_yaml(tmp_path / CONFIG).train.seed == 7 and "did not finish" in problem(tmp_path)
 
 
 def test_overwrite_touches_labkits_files_alone(tmp_path: Path) -> None:

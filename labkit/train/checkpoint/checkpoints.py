@@ -100,6 +100,8 @@ class Checkpoints:
         self._staging: dict[str, Tensor] = {}
         self.last: Path | None = None
         """The newest checkpoint that this run has saved or loaded."""
+        self.resumed: Manifest | None = None
+        """The manifest of the loaded checkpoint."""
 
     # ---- the folder ----
 
@@ -205,7 +207,7 @@ class Checkpoints:
         if config.model.transformer_impl == "transformer_engine" and config.optim.fp8 != "none":
             said.append("Transformer Engine keeps its fp8 history to itself, so that starts anew")
         reader.close()
-        self.last = reader.folder
+        self.last, self.resumed = reader.folder, stored
         self._say(f"resumed from {reader.folder}{': ' if said else ''}{'; '.join(said)}")
         return Progress(training["step"], training["consumed_samples"], training["skipped_steps"])
 

@@ -186,13 +186,15 @@ def same_layout(manifest: Manifest, config: RunConfig, world_size: int) -> bool:
     return manifest.world_size == world_size and layout == config.to_dict()["parallel"]
 
 
-def continues_folder(config: RunConfig) -> bool:
-    """True if the run resumes from a checkpoint of a run that wrote into the same `train.output_dir`."""
-    if config.train.output_dir is None:
-        return False
-    manifest = first_readable(config)
+def continues_folder(config: RunConfig, manifest: Manifest | None) -> bool:
+    """True if the run that saved the checkpoint of `manifest` wrote into the same `train.output_dir`.
+
+    manifest: of the checkpoint from which the run resumes; None for a run that starts anew.
+    """
     before = manifest and manifest.config.get("train", {}).get("output_dir")
-    return bool(before) and Path(before).absolute() == Path(config.train.output_dir).absolute()
+    if not before or config.train.output_dir is None:
+        return False
+    return Path(before).absolute() == Path(config.train.output_dir).absolute()
 
 
 def first_readable(config: RunConfig) -> Manifest | None:

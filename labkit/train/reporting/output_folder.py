@@ -5,7 +5,7 @@
     metrics.jsonl, scalars.jsonl, events.jsonl    see `reporting.py`
 
 The lock ends with its process (`train/file_lock.py`), so a killed run leaves none. A killed run leaves the word
-`unfinished` in run.json. A folder with a run, finished or not, is refused without `train.overwrite`.
+`unfinished` in run.json. `earlier_run.py` says when a folder with a run is refused.
 """
 
 from __future__ import annotations
@@ -23,24 +23,22 @@ from typing import Any
 from labkit.config import ConfigError, RunConfig, TrainConfig
 from labkit.config.errors import shown
 from labkit.train import file_lock
+from labkit.train.reporting.earlier_run import CONFIG, WRITTEN, begins_again, cut_after, why_they_stay
 
 STATE = "run.json"
-CONFIG = "config.yaml"
-WRITTEN = ("metrics.jsonl", "scalars.jsonl", "events.jsonl")
-"""Files that grow during the run."""
 _PATIENCE = 1.0
 """Seconds for which a run tries to lock its folder: another launch may hold the lock for a moment to look."""
 
 
-def folder_problem(train: TrainConfig, *, continues: bool = False) -> str:
+def folder_problem(config: RunConfig, *, continues: bool = False) -> str:
     """Return why a run cannot write into `train.output_dir`, or an empty string. Leaves no file behind.
 
     continues: the run resumes the run whose files are there.
     """
-    if train.output_dir is None:
+    if config.train.output_dir is None:
         return ""
-    folder = Path(train.output_dir)
-    return _sentence(train, unwritable(folder) or _holds(folder, overwrite=train.overwrite or continues))
+    problem = unwritable(Path(config.train.output_dir)) or _holds(config, continues=continues)
+    return _sentence(config.train, problem)
 
 
 def _sentence(train: TrainConfig, problem: str) -> str:
@@ -70,18 +68,19 @@ def _cannot(error: OSError) -> str:
     return f"cannot be written ({error.strerror or error}); name a folder that can"
 
 
-def _holds(folder: Path, *, overwrite: bool) -> str:
+def _holds(config: RunConfig, *, continues: bool) -> str:
     """Return why this run must not use the files in the folder, or an empty string."""
+    state = Path(config.train.output_dir or "") / STATE
     try:
-        descriptor = os.open(folder / STATE, os.O_RDWR)
+        descriptor = os.open(state, os.O_RDWR)
     except FileNotFoundError:
-        return _left_over(folder, None, overwrite=overwrite)
+        return why_they_stay(config, {}, continues=continues)
     except OSError as error:
         return f"{STATE} in it cannot be read ({error.strerror or error}); name another folder"
     try:
-        if not file_lock.lock(descriptor, file_lock.SHARED, folder / STATE):
+        if not file_lock.lock(descriptor, file_lock.SHARED, state):
             return _busy(descriptor)
-        return _left_over(folder, descriptor, overwrite=overwrite)
+        return why_they_stay(config, _read(descriptor), continues=continues)
     finally:
         os.close(descriptor)
 
@@ -90,19 +89,6 @@ def _busy(descriptor: int) -> str:
     state = _read(descriptor)
     who = f"process {state['pid']} on {state['host']}" if {"pid", "host"} <= state.keys() else "another run"
     return f"{who} is writing there; name another folder, or wait until that run has ended"
-
-
-def _left_over(folder: Path, descriptor: int | None, *, overwrite: bool) -> str:
-    """Return why the files of an earlier run must stay, or an empty string. No other process writes there now."""
-    state = {} if descriptor is None else _read(descriptor)
-    if not state and (folder / CONFIG).exists():
-        return f"its {CONFIG} was not written by a run, and this run would replace it; move it, or name another folder"
-    if overwrite or not (state or any((folder / name).exists() for name in WRITTEN)):
-        return ""
-    replace = "name another folder, or let --overwrite (train.overwrite) replace its files"
-    if state.get("state") == "finished":
-        return f"holds a finished run; {replace}"
-    return f"holds a run that did not finish, and no checkpoint of it is resumed (checkpoint.dir); {replace}"
 
 
 def _read(descriptor: int) -> dict[str, Any]:
@@ -117,23 +103,6 @@ def _read(descriptor: int) -> dict[str, Any]:
     return state if isinstance(state, dict) and state else {"state": "unfinished"}
 
 
-def cut_after(path: Path, step: int) -> None:
-    """Remove the lines of later steps from a file of JSON lines, and a line that was cut off in the middle."""
-    if not path.exists():
-        return
-    kept = 0
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                written = json.loads(line).get("step") or 0
-            except ValueError:
-                break
-            if written > step:
-                break
-            kept += len(line)
-    os.truncate(path, kept)
-
-
 class RunFolder:
     """The folder of one run, in the process that writes its files: `claim`, then `finish` or `let_go`."""
 
@@ -145,36 +114,49 @@ class RunFolder:
         self._config, self._folder = config, Path(config.train.output_dir)
         self._descriptor = -1
 
-    def claim(self) -> None:
-        """Make and lock the folder, remove files of an earlier run with `train.overwrite`, store the configuration.
+    def claim(self) -> str:
+        """Make and lock the folder, remove or cut the files of the run that was there, store the configuration.
 
-        A resumed run keeps the files, and removes only lines of steps that the checkpoint does not have.
+        A resumed run keeps the files, and removes only lines of steps that the checkpoint does not have. Return a
+        sentence for the user where a run begins again that had no checkpoint yet, else an empty string.
 
         Raises ConfigError if the folder cannot be written, is locked, or has a run.
         """
-        if problem := self._opened():
+        said = ""
+        try:
+            problem = self._opened()
+            if not problem:
+                said = self._begin_files()
+        except OSError as error:
+            problem = _cannot(error)
+        if problem:
             self.let_go()
             raise ConfigError([_sentence(self._config.train, problem)])
-        for name in WRITTEN:
-            if self._continues_after is None:
-                (self._folder / name).unlink(missing_ok=True)
-            else:
-                cut_after(self._folder / name, self._continues_after)
-        self._write("unfinished")
-        again = self._config.replaced({"train.overwrite": False})  # overwrite is for this launch only
-        (self._folder / CONFIG).write_text(again.to_yaml(), encoding="utf-8")
+        return said
 
     def _opened(self) -> str:
         """Open and lock run.json. Return why that fails or why the present files must stay, or an empty string."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self._folder / STATE, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error:
-            return _cannot(error)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(self._folder / STATE, os.O_RDWR | os.O_CREAT, 0o666)
         if not file_lock.lock(self._descriptor, file_lock.EXCLUSIVE, self._folder / STATE, patience=_PATIENCE):
             return _busy(self._descriptor)
-        replaces = self._config.train.overwrite or self._continues_after is not None
-        return _left_over(self._folder, self._descriptor, overwrite=replaces)
+        return why_they_stay(self._config, _read(self._descriptor), continues=self._continues_after is not None)
+
+    def _begin_files(self) -> str:
+        """Cut or remove the files, write state and configuration. Return the sentence of `claim`."""
+        continues = self._continues_after is not None
+        again = not (continues or self._config.train.overwrite) and begins_again(self._config, _read(self._descriptor))
+        for name in WRITTEN:
+            if self._continues_after is not None:
+                cut_after(self._folder / name, self._continues_after)
+            else:
+                (self._folder / name).unlink(missing_ok=True)
+        self._write("unfinished")
+        stored = self._config.replaced({"train.overwrite": False})  # overwrite is for this launch only
+        draft = self._folder / f".{CONFIG}.partial"
+        draft.write_text(stored.to_yaml(), encoding="utf-8")
+        os.replace(draft, self._folder / CONFIG)
+        return f"{self._folder}: the run had ended before its first checkpoint, so it begins again" if again else ""
 
     def _write(self, state: str) -> None:
         """Write run.json in place: a new file of that name would not have the lock."""

@@ -27,10 +27,10 @@ from typing import IO, Any, Literal
 
 from labkit.config import ConfigError, yaml_text
 from labkit.train import file_lock
-from labkit.train.reporting.output_folder import CONFIG, STATE
+from labkit.train.reporting.earlier_run import CONFIG, METRICS
+from labkit.train.reporting.output_folder import STATE
 from labkit.train.reporting.progress_line import FIELDS
 
-METRICS = "metrics.jsonl"
 State = Literal["starting", "running", "stale", "unfinished", "finished"]
 GRACE = 60.0
 """Seconds without a new line after which a run may count as stale, or as over if nobody holds its lock."""
