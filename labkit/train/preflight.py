@@ -26,7 +26,7 @@ from labkit.launch import info, machine
 from labkit.launch.launcher import MOST_RANKS
 from labkit.launch.machine import GIB, why_no_transformer_engine
 from labkit.models.counts import stage_contents
-from labkit.models.memory.memory_bytes import RankMemory, rank_memory
+from labkit.models.memory.memory_bytes import RankMemory, checkpoint_bytes, rank_memory
 from labkit.parallel.rank_generator import rank_generators
 from labkit.schedules.builders import build_schedule, without_backward
 from labkit.schedules.ir import KINDS, Schedule
@@ -150,10 +150,6 @@ CUDA_BYTES = 500 << 20
 """GPU memory of a process that has made a CUDA context; not measured, 300 to 600 MB by generation and driver."""
 
 
-NOTHING = RankMemory(0, 0, 0, 0)
-"""Host memory for the tensors of a rank on a GPU."""
-
-
 @dataclass(frozen=True)
 class Need:
     """The memory that several processes need together."""
@@ -166,8 +162,10 @@ class Need:
     @property
     def parts(self) -> dict[str, int]:
         """Bytes of all processes, by use."""
-        names = ("weights", "gradients", "optimizer", "activations")
+        names = ("weights", "gradients", "optimizer", "activations", "checkpoint")
         sums = {name: sum(getattr(rank, name) for rank in self.ranks) for name in names}
+        if not sums["checkpoint"]:
+            del sums["checkpoint"]
         return sums | {"torch": self.torch_bytes * len(self.ranks)}
 
     @property
@@ -194,8 +192,8 @@ def memory_problem(
         return ""
     schedule, kind = schedule or schedule_of(config, world_size), info.device_kind(device)
     ranks, host = rank_memories(config, world_size, schedule, kind), machine.host_memory()
-    in_host = Need(ranks if kind == "cpu" else [NOTHING] * world_size, TORCH_BYTES)
-    found = too_much(config, in_host, host.available, host.words)
+    in_host = ranks if kind == "cpu" else _host_copies(config, world_size, schedule)
+    found = too_much(config, Need(in_host, TORCH_BYTES), host.available, host.words)
     if kind == "cpu":
         return found
     free = machine.free_gpu_memory()
@@ -207,12 +205,24 @@ def memory_problem(
 
 def rank_memories(config: RunConfig, world_size: int, schedule: Schedule, kind: info.DeviceKind) -> list[RankMemory]:
     """Return the memory of every rank. Ranks at one place of the pipeline need the same."""
+    by_place = [rank_memory(config, world_size, schedule, place, kind) for place in range(schedule.pp)]
+    return _by_rank(config, world_size, by_place)
+
+
+def _host_copies(config: RunConfig, world_size: int, schedule: Schedule) -> list[RankMemory]:
+    """Return the host memory for the tensors of every rank on a GPU: those of a checkpoint pass through the host."""
+    saves = config.checkpoint.dir is not None
+    saved = [checkpoint_bytes(config, world_size, schedule, place) if saves else 0 for place in range(schedule.pp)]
+    return _by_rank(config, world_size, [RankMemory(0, 0, 0, 0, size) for size in saved])
+
+
+def _by_rank(config: RunConfig, world_size: int, by_place: Sequence[RankMemory]) -> list[RankMemory]:
+    """Return the memory of every rank from that of each place in the pipeline."""
     parallel = config.parallel
     decoder, _ = rank_generators(
         world_size=world_size, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp, ep=parallel.ep, etp=parallel.etp,
         order=parallel.order,
     )  # fmt: skip
-    by_place = [rank_memory(config, world_size, schedule, place, kind) for place in range(schedule.pp)]
     return [by_place[decoder.coordinates(rank).get("pp", 0)] for rank in range(world_size)]
 
 
@@ -233,7 +243,12 @@ def _advice(config: RunConfig, need: Need) -> list[str]:
         recomputes = config.model.recompute_granularity == "full"
         return ["a smaller train.micro_batch_size", *([] if recomputes else ["model.recompute_granularity full"])]
     sharded = config.optim.distributed_optimizer or len(need.ranks) == 1
-    return ["a smaller model", *([] if sharded else ["optim.distributed_optimizer true with dp above 1"])]
+    copied = config.checkpoint.asynchronous and parts["weights"] > 0  # on a GPU each save passes through the host
+    return [
+        "a smaller model",
+        *(["checkpoint.asynchronous false"] if copied else []),
+        *([] if sharded else ["optim.distributed_optimizer true with dp above 1"]),
+    ]
 
 
 # ---- everything together ----

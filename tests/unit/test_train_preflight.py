@@ -29,6 +29,9 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool.LaunchFolder, "__init__", started)
 
 
+ASYNCHRONOUS = {"checkpoint.dir": "saved", "checkpoint.asynchronous": True}
+
+
 def available(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(machine, "host_memory", lambda: Memory(size, size, False))
 
@@ -68,6 +71,7 @@ def test_the_sum_adds_up_and_names_a_way_out(monkeypatch: pytest.MonkeyPatch) ->
         ({"hidden": 2048}, 1, "take a smaller model, or --allow"),
         ({"hidden": 2048}, 2, "take a smaller model, optim.distributed_optimizer true"),
         ({"hidden": 2048, "distributed_optimizer": True}, 2, "take a smaller model, or --allow"),
+        ({"hidden": 2048, **ASYNCHRONOUS}, 1, "take a smaller model, checkpoint.asynchronous false, or --allow"),
     ],
 )
 def test_advice_goes_by_the_largest_part(
@@ -75,6 +79,18 @@ def test_advice_goes_by_the_largest_part(
 ) -> None:
     available(monkeypatch, GIB // 4)
     assert advice in memory_problem(presets.tiny().override(changes), ranks, "cpu")
+
+
+def test_the_copy_of_an_asynchronous_save_is_in_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """12 bytes a parameter. On a GPU all tensors of a save pass through the host, also without `asynchronous`."""
+    available(monkeypatch, GIB // 4)
+    config = presets.tiny().override({"hidden": 512, "checkpoint.dir": "saved"})
+    parameters = 1024 * 512 + 64 * 512 + 8 * (12 * 512**2 + 13 * 512) + 2 * 512
+    copy = f"checkpoint {12 * parameters / GIB:.1f}, "
+    assert "checkpoint" not in memory_problem(config, 1, "cpu").partition(";")[0]
+    assert copy in memory_problem(config.override(ASYNCHRONOUS), 1, "cpu")
+    monkeypatch.setattr(machine, "free_gpu_memory", lambda: [80 * GIB])
+    assert copy in memory_problem(config, 1, "cuda")
 
 
 def test_ranks_that_share_a_gpu_are_summed_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,20 +38,22 @@ class RankMemory:
     """Adam's two moments, and float32 masters of 16-bit weights; a rank's share of both if they are sharded."""
     activations: int
     """Tensors that forwards keep for all microbatches in flight, and the temporaries of one backward."""
+    checkpoint: int = 0
+    """Copy of the state that an asynchronous save writes behind the next steps; it stays for the saves to come."""
 
     @property
     def total(self) -> int:
-        """Sum of the four."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+        """Sum of all."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.checkpoint
 
 
 def rank_memory(
     config: RunConfig, world_size: int, schedule: Schedule, pp_rank: int = 0, device: Literal["cpu", "cuda"] = "cpu"
 ) -> RankMemory:
-    """Return the bytes of a rank at place `pp_rank` of the pipeline.
+    """Return the bytes of a rank at place `pp_rank` of the pipeline, on its device.
 
     The formula takes the mean load of experts. It leaves out padding of buffers, messages under way and the training
-    text.
+    text. The copy for a checkpoint lies on the host, so it counts where the device is the CPU.
 
     schedule: the schedule of the run, such as `labkit.train.preflight.schedule_of(config, world_size)`.
     """
@@ -59,19 +61,38 @@ def rank_memory(
     activations = _activations(config, schedule, pp_rank, device)
     if device == "cpu" and config.optim.distributed_optimizer:
         activations = max(activations, _scattered_copy(config, world_size, gradients))
-    return RankMemory(weights, gradients, optimizer, activations)
+    copies = device == "cpu" and config.checkpoint.asynchronous
+    saved = checkpoint_bytes(config, world_size, schedule, pp_rank) if copies else 0
+    return RankMemory(weights, gradients, optimizer, activations, saved)
 
 
-def _state(config: RunConfig, world_size: int, schedule: Schedule, pp_rank: int) -> tuple[int, int, int]:
-    """Bytes of weights, gradients and optimizer state. edp ranks share experts; dp x cp ranks share everything else."""
-    parallel, optim, precision = config.parallel, config.optim, config.optim.precision
+def checkpoint_bytes(config: RunConfig, world_size: int, schedule: Schedule, pp_rank: int = 0) -> int:
+    """Return the bytes that a rank writes into a checkpoint: the updated copy of a weight and its two moments.
+
+    Replicas share this work, so the result is their mean. Random states and other small tensors are left out.
+    """
+    each = 3 * max(4, ELEMENT_BYTES[config.optim.precision])
+    shares = _parameters_and_replicas(config, world_size, schedule, pp_rank)
+    return sum(parameters * each // replicas for parameters, replicas in shares)
+
+
+def _parameters_and_replicas(
+    config: RunConfig, world_size: int, schedule: Schedule, pp_rank: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(parameters on a rank, ranks that hold the same) for dense layers and for routed experts."""
+    parallel = config.parallel
     etp = parallel.tp if parallel.etp is None else parallel.etp
     experts = _expert_parameters(config, schedule, pp_rank, etp)
     dense = rank_parameters(config, pp_rank=pp_rank, schedule=schedule) - experts
     replicas = config.data_parallel_size(world_size) * parallel.cp
-    expert_replicas = world_size // (etp * parallel.ep * parallel.pp)
+    return (dense, replicas), (experts, world_size // (etp * parallel.ep * parallel.pp))
+
+
+def _state(config: RunConfig, world_size: int, schedule: Schedule, pp_rank: int) -> tuple[int, int, int]:
+    """Bytes of weights, gradients and optimizer state. edp ranks share experts; dp x cp ranks share everything else."""
+    optim, precision = config.optim, config.optim.precision
     weights = gradients = optimizer = 0
-    for parameters, ranks in ((dense, replicas), (experts, expert_replicas)):
+    for parameters, ranks in _parameters_and_replicas(config, world_size, schedule, pp_rank):
         each = bytes_per_parameter(
             param_dtype=precision,
             grad_dtype="fp32" if ELEMENT_BYTES[precision] < 4 else precision,
