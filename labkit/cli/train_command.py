@@ -230,10 +230,7 @@ def refuse_if_any(results: list[Any]) -> None:
 def final_lines(result: Trained, config: RunConfig) -> list[str]:
     """The final losses, the load of experts, and where the files are."""
     if not result.losses:
-        saved = config.checkpoint.load or config.checkpoint.dir
-        return [
-            f"nothing to do: {saved} has a checkpoint of all {result.resumed_after} steps; to go on, raise train.steps"
-        ]
+        return [f"nothing to do: the checkpoint has all {result.resumed_after} steps; to go on, raise train.steps"]
     done = result.resumed_after + len(result.losses)
     lines = [f"step {done} of {config.train.steps}: training loss {result.losses[-1]:.4f}"]
     skipped = [(line["skipped_steps"], line.get("skipped_because")) for line in result.metrics if "loss_scale" in line]

@@ -4,18 +4,24 @@ Tensors are compared as the files have them, put together by safetensors alone, 
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
 
+from labkit.cli.train_command import train_on_rank
 from labkit.config import ConfigError, RunConfig, presets
 from labkit.launch import RankError, info, run
 from labkit.train import pretrain
+from labkit.train.checkpoint import checkpoints as checkpoints_module
 from labkit.train.checkpoint.checkpoints import Checkpoints
-from labkit.train.checkpoint.manifest import CheckpointError
+from labkit.train.checkpoint.manifest import CheckpointError, read_manifest, write_manifest
+from labkit.train.checkpoint.rank_state import RankState
 from labkit.train.loss_scaler import build_loss_scaler
+from labkit.train.preflight import rank_memories, schedule_of
 from labkit.train.pretraining import initialize, setup_model_and_optimizer
 
 SMALL = {"hidden": 32, "heads": 4, "seq_length": 16, "global_batch_size": 8, "layers": 4, "vocab_size": 1024}
@@ -143,7 +149,7 @@ def test_a_cut_run_ends_as_one_that_was_never_cut(name, tmp_path, on_ranks):
     straight, cut = (config.override({"checkpoint.dir": str(tmp_path / folder)}) for folder in ("straight", "cut"))
     whole = on_ranks(pretrain, 4, straight)
     before = on_ranks(pretrain, 4, cut.override({"steps": 4}))
-    after = on_ranks(pretrain, 4, cut)
+    after = on_ranks(pretrain, 4, cut.override({"distributed_timeout_minutes": 9.0}))  # no part of the layout
     assert [r.resumed_after for r in after] == [4] * 4
     assert [before[0].losses + after[0].losses] * 4 == [r.losses for r in whole]
     assert differing(tmp_path / "straight" / "step_00000006", tmp_path / "cut" / "step_00000006") == []
@@ -174,6 +180,86 @@ def test_another_layout_goes_on_with_the_same_samples_and_losses(tmp_path, on_ra
     two = on_ranks(pretrain, 4, still.override({"steps": 8, "global_batch_size": 4}))[0].losses
     assert len(one) == 1 and len(two) == 2 and two[0] != two[1]
     assert sum(two) / 2 == pytest.approx(one[0], rel=1e-10)
+
+
+def test_a_run_goes_on_on_another_device_with_derived_random_states(tmp_path, monkeypatch, capfd):
+    """A checkpoint of a GPU has states of 16 bytes, which no CPU can take; here they are made up."""
+    config = PLAIN.override({**DROPOUT, "steps": 2, "checkpoint.dir": str(tmp_path), "record_events": False})
+    own = RankState._random_states
+
+    def as_on_a_gpu(state):
+        of_gpu = {n: s[:16].clone() if n.startswith("tracker.") else s for n, s in own(state).items()}
+        return of_gpu | {"cuda": torch.zeros(16, dtype=torch.uint8)}
+
+    monkeypatch.setattr(RankState, "_random_states", as_on_a_gpu)
+    pretrain(config)
+    monkeypatch.setattr(RankState, "_random_states", own)
+    result = pretrain(config.override({"steps": 4}))
+    assert result.resumed_after == 2 and len(result.losses) == 2
+    assert "random states are derived from seed, step and rank, since the device is another" in capfd.readouterr().err
+
+
+def blind(config: RunConfig, rank: int) -> int:
+    """Steps after which the run goes on, where one rank finds an empty folder as on a machine that sees it late."""
+    if info.rank_info().rank == rank:
+        checkpoints_module.to_try = lambda _: []
+    return pretrain(config).resumed_after
+
+
+def test_all_ranks_go_on_from_the_checkpoint_that_rank_0_finds(tmp_path):
+    config = PLAIN.override({"tp": 2, "steps": 1, "checkpoint.dir": str(tmp_path)})
+    run(pretrain, 2, config)
+    assert run(blind, 2, config.override({"steps": 2}), 1, distributed_timeout_minutes=0.5) == [1, 1]
+
+
+def test_a_moment_that_one_stage_lacks_is_told_by_all_ranks(tmp_path):
+    """A rank that raised alone would leave the others in their next collective."""
+    config = PLAIN.override({"pp": 2, "steps": 1, "checkpoint.dir": str(tmp_path)})
+    run(pretrain, 2, config)
+    folder = tmp_path / "step_00000001"
+    stored = read_manifest(folder)
+    del stored.tensors["exp_avg.final_norm.weight"]
+    write_manifest(folder, stored)
+    results = run(train_on_rank, 2, config.override({"steps": 2}), distributed_timeout_minutes=0.5)
+    said = f"{folder} does not fit the model: exp_avg.final_norm.weight is missing"
+    assert [result.error[: len(said)] for result in results] == [said] * 2
+
+
+def test_a_step_of_ones_own_folder_is_where_the_run_begins_but_not_where_it_begins_again(tmp_path):
+    """`checkpoint.load` names an earlier step. Started again, the run goes on from its own checkpoints."""
+    own = {"checkpoint.dir": str(tmp_path / "own"), "interval": 1, "keep": 9}
+    config = PLAIN.override({**own, "steps": 3, "decay_steps": 9})
+    pretrain(config)
+    back = config.override({"lr": 0.5, "checkpoint.load": str(tmp_path / "link" / "step_00000001")})
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    assert pretrain(back.override({"steps": 2})).resumed_after == 1
+    assert pretrain(back.override({"steps": 2})).resumed_after == 2, "the same command again"
+    assert pretrain(back.override({"lr": 0.1, "steps": 2})).resumed_after == 1, "another command"
+    base = tmp_path / "own" / "base"  # a folder of checkpoints of its own, below the run's
+    shutil.copytree(tmp_path / "own" / "step_00000001", base / "step_00000001")
+    assert pretrain(config.override({"checkpoint.load": str(base)})).resumed_after == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "most"),
+    [
+        (PLAIN, 1.01),
+        (PLAIN.override({**ZERO, "precision": "bf16"}), 1.01),
+        (PLAIN.override({"precision": "fp64", "tp": 2}), 1.03),  # norms and biases lie on both
+        (LLAMA.override({"pp": 2, "vpp": 2}), 1.5),  # the last stage holds the embedding as well
+        (EXPERTS.override({"ep": 2}), 1.01),
+    ],
+    ids=["dp4", "zero bf16", "tp2 fp64", "pp2", "ep2"],
+)
+def test_the_memory_check_counts_the_copy_of_an_asynchronous_save(tmp_path, on_ranks, config, most):
+    """A rank copies what it writes, so all copies together are the parameters and moments of the checkpoint."""
+    config = config.override({"steps": 1, "checkpoint.dir": str(tmp_path), "checkpoint.asynchronous": True})
+    on_ranks(pretrain, 4, config)
+    written = sum(t.nbytes for name, t in stored(tmp_path / "step_00000001").items() if not name.startswith("rng."))
+    copies = [rank.checkpoint for rank in rank_memories(config, 4, schedule_of(config, 4), "cpu")]
+    assert written * 0.99 <= sum(copies) <= written * most
+    synchronous = config.override({"checkpoint.asynchronous": False})
+    assert {r.checkpoint for r in rank_memories(synchronous, 4, schedule_of(config, 4), "cpu")} == {0}
 
 
 MODEL_CHANGES = {"layers": 2, "hidden": 16, "kv_heads": 2, "activation": "gelu", "seq_length": 8, "num_experts": 4}

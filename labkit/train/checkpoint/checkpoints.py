@@ -15,15 +15,11 @@ Rank 0 holds a lock on the folder (flock), which the kernel releases when the pr
 
 from __future__ import annotations
 
-import contextlib
 import os
-import platform
 import shutil
-import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +40,10 @@ from labkit.train.checkpoint.manifest import (
     StoredTensor,
     covering_problem,
     key_of,
+    versions,
     write_manifest,
 )
-from labkit.train.checkpoint.rank_state import Piece, RankState
+from labkit.train.checkpoint.rank_state import Piece, RankState, fill
 from labkit.train.checkpoint.resume import (
     Progress,
     busy,
@@ -157,7 +154,7 @@ class Checkpoints:
 
         Raises CheckpointError on all ranks for a checkpoint of another model, and if every checkpoint is damaged.
         """
-        paths = to_try(self._config)
+        paths = self._to_try()
         if not paths:
             return Progress()
         damaged: list[str] = []
@@ -168,11 +165,24 @@ class Checkpoints:
                 continue
             if damaged:
                 self._say(f"not used, because damaged: {'; '.join(damaged)}")
-            if newer := [step for step in disk.passed_over(path.parent) if step > reader.manifest.step]:
-                steps = ", ".join(map(str, newer))
-                self._say(f"not used, because {path.parent / disk.LATEST} names an earlier checkpoint: step {steps}")
             return self._loaded(reader, scaler)
         raise CheckpointError("no checkpoint can be used: " + "; ".join(damaged))
+
+    def _to_try(self) -> list[Path]:
+        """The checkpoints to try, as rank 0 sees them: another machine may see the folder late, or not at all."""
+        found, problem = list[Path](), ""
+        if self._groups.world.rank == 0:
+            try:
+                found = to_try(self._config)
+                for newer in disk.passed_over(found[0].parent) if found else ():
+                    latest = found[0].parent / disk.LATEST
+                    self._say(f"not used, because {latest} names an earlier checkpoint: step {newer}")
+            except CheckpointError as error:
+                problem = str(error)
+        found, problem = self._gathered((found, problem))[0]
+        if problem:
+            raise CheckpointError(problem)
+        return found
 
     def _checked(self, path: Path) -> tuple[Reader | None, list[str]]:
         """A reader of the checkpoint and what is wrong with it. Each rank looks at its share of the files."""
@@ -191,17 +201,19 @@ class Checkpoints:
         training = stored.training
         updates = training["step"] - training["skipped_steps"]
         with_moments = any(name.startswith("exp_avg.") for name in stored.tensors)
-        self._agree(self._state.misfits(reader))
-        self._state.load(reader, with_moments=with_moments)
+        pieces = self._state.to_load(with_moments=with_moments)
+        self._agree(self._state.misfits(reader, pieces))
+        fill(pieces, reader)
         if with_moments:
             self._state.set_adam_steps(updates)
         scaler.restore(training.get("loss_scaler", {}))
         said = other_differences(stored, config)
-        if same_layout(stored, config, self._groups.world.size):
+        other = self._other_place(stored)
+        if not other:
             self._state.load_rng(reader)
         elif "parallel" in stored.config:  # else imported weights, which have no random states to go on with
             self._state.derive_rng(config.train.seed, stored.step)
-            said.append("random states are derived from seed, step and rank, since the layout is another")
+            said.append(f"random states are derived from seed, step and rank, since the {other} is another")
         if not self._state.load_fp8(reader, stored.step):
             said.append("the checkpoint has no fp8 history for this model, so that starts anew")
         if config.model.transformer_impl == "transformer_engine" and config.optim.fp8 != "none":
@@ -210,6 +222,13 @@ class Checkpoints:
         self.last, self.resumed = reader.folder, stored
         self._say(f"resumed from {reader.folder}{': ' if said else ''}{'; '.join(said)}")
         return Progress(training["step"], training["consumed_samples"], training["skipped_steps"])
+
+    def _other_place(self, stored: Manifest) -> str:
+        """`layout` or `device` if the random states of the checkpoint are not those of these ranks, else nothing."""
+        if not same_layout(stored, self._config, self._groups.world.size):
+            return "layout"
+        of_gpu = "rng.00000.cuda" in stored.tensors
+        return "" if of_gpu == (self._groups.device.type == "cuda") else "device"
 
     # ---- saving ----
 
@@ -382,22 +401,3 @@ def _training(progress: Progress, scaler: LossScaler) -> dict[str, Any]:
         "skipped_steps": progress.skipped_steps,
         "loss_scaler": scaler.state(),
     }
-
-
-@cache
-def versions() -> dict[str, str]:
-    """Versions of labkit and the libraries under it, for a manifest."""
-    import importlib.metadata
-
-    names = ("labkit", "torch", "safetensors", "numpy")
-    versions = {"python": platform.python_version()}
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    root = Path(__file__).resolve().parents[3]
-    if (root / ".git").exists():  # else a repository around an installed labkit would answer
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            asked = ["git", "-C", str(root), "rev-parse", "HEAD"]
-            done = subprocess.run(asked, capture_output=True, text=True, timeout=5, check=True)
-            versions["commit"] = done.stdout.strip()
-    return versions

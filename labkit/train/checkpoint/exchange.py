@@ -33,7 +33,6 @@ from labkit.models.hugging_face_config import (
 )
 from labkit.train.checkpoint import step_folders as disk
 from labkit.train.checkpoint.boxes import whole
-from labkit.train.checkpoint.checkpoints import versions
 from labkit.train.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -41,6 +40,7 @@ from labkit.train.checkpoint.manifest import (
     StoredFile,
     StoredTensor,
     key_of,
+    versions,
     write_manifest,
 )
 from labkit.train.checkpoint.resume import MODEL_FIELDS

@@ -10,11 +10,16 @@ A tensor is stored as boxes (`boxes.py`), each under the key `NAME@OFFSET` of a 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import platform
 import re
+import subprocess
 from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -190,8 +195,10 @@ def _parsed(content: Mapping[str, Any]) -> Manifest:
     files = {n: StoredFile(_count(f["size"]), _text(f["header_checksum"])) for n, f in content["files"].items()}
     training, config = content["training"], content["config"]
     done, skipped = _count(training["step"]), _count(training["skipped_steps"])
-    if done != content["step"] or skipped > done or not isinstance(training.get("loss_scaler", {}), dict):
+    if done != content["step"] or skipped > done:
         raise ValueError("the state of the loop is of another step, or incomplete")
+    if not all(type(value) in (int, float) and isfinite(value) for value in training.get("loss_scaler", {}).values()):
+        raise ValueError("the state of the loss scale is not made of numbers")
     _count(training["consumed_samples"])
     if not all(isinstance(section, dict) for section in (config, content["versions"], *config.values())):
         raise ValueError("the configuration is no table of tables")
@@ -244,3 +251,22 @@ def covering_problem(name: str, tensor: StoredTensor) -> str:
     if held != tensor.numel:
         return f"{name} has {tensor.numel} elements, and {held} are stored"
     return ""
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Versions of labkit and the libraries under it, for a manifest."""
+    import importlib.metadata
+
+    names = ("labkit", "torch", "safetensors", "numpy")
+    versions = {"python": platform.python_version()}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    root = Path(__file__).resolve().parents[3]
+    if (root / ".git").exists():  # else a repository around an installed labkit would answer
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            asked = ["git", "-C", str(root), "rev-parse", "HEAD"]
+            done = subprocess.run(asked, capture_output=True, text=True, timeout=5, check=True)
+            versions["commit"] = done.stdout.strip()
+    return versions

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,12 @@ class Piece:
     """True if this rank is the one that writes it."""
 
 
+def fill(pieces: Iterable[Piece], reader: Reader) -> None:
+    """Read the pieces from a checkpoint that has no `misfits`."""
+    for piece in pieces:
+        reader.read(piece.name, piece.box, piece.values)
+
+
 class RankWeights:
     """Parameters and buffers of one rank: as much as an evaluation needs."""
 
@@ -70,13 +76,15 @@ class RankWeights:
 
     def load_weights(self, reader: Reader) -> None:
         """Fill parameters and buffers from a checkpoint that has no `misfits`."""
-        for piece in self.whole_pieces():
-            reader.read(piece.name, piece.box, piece.values)
+        fill(self.whole_pieces(), reader)
 
-    def misfits(self, reader: Reader) -> str:
-        """Why the checkpoint's tensors are not those of this rank's model, or an empty string."""
+    def misfits(self, reader: Reader, pieces: Iterable[Piece] | None = None) -> str:
+        """Why the checkpoint's tensors are not those of this rank's model, or an empty string.
+
+        pieces: those to fill; parameters and buffers where not given.
+        """
         stored, problems = reader.manifest.tensors, dict[str, None]()
-        for piece in self.whole_pieces():
+        for piece in self.whole_pieces() if pieces is None else pieces:
             there = stored.get(piece.name)
             if there is None:
                 problems[f"{piece.name} is missing"] = None
@@ -147,15 +155,14 @@ class RankState(RankWeights):
                 yield from self._pieces(parameter, "", parameter, 0, mine)
         yield from self._buffer_pieces()
 
-    def load(self, reader: Reader, *, with_moments: bool) -> None:
-        """Fill parameters, moments and buffers from a checkpoint of any layout and precision that has no `misfits`.
+    def to_load(self, *, with_moments: bool) -> list[Piece]:
+        """All pieces that a checkpoint of any layout and precision fills. with_moments: AdamW gets moments, as zeros.
 
-        Padding of the vocabulary keeps its zeros.
+        Padding of the vocabulary is in no piece and keeps its zeros.
         """
         if with_moments:
             self._make_moments()
-        for piece in [*self.pieces(with_moments=with_moments), *self.whole_pieces()]:
-            reader.read(piece.name, piece.box, piece.values)
+        return [*self.pieces(with_moments=with_moments), *self.whole_pieces()]
 
     def _make_moments(self) -> None:
         for part in self._optimizer.updated_parts():

@@ -6,7 +6,8 @@
     latest      resume from checkpoint.dir, which must hold one
     none        start anew; refused if checkpoint.dir holds checkpoints, since the two runs would mix
     PATH        a folder of checkpoints or one of its steps; checkpoint.dir comes first if it holds a checkpoint by now,
-                so that a restarted run goes on from where it was
+                so that a restarted run goes on from where it was. A step of checkpoint.dir itself comes first until
+                the run has saved one
 
 A resumed run may have another layout, precision, batch size, schedule or number of steps: each difference is said. It
 must have the same model: fields of `MODEL_FIELDS` are refused one by one.
@@ -23,7 +24,7 @@ from typing import Any
 from labkit.config import RunConfig
 from labkit.config.errors import shown
 from labkit.train.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
-from labkit.train.checkpoint.step_folders import is_locked, newest_first
+from labkit.train.checkpoint.step_folders import is_locked, newest_first, step_folder, steps_in
 
 MODEL_FIELDS = (
     "model.family",
@@ -56,7 +57,14 @@ MODEL_FIELDS = (
     "moe.shared_expert_gate",
 )
 """Fields that change the tensors of a model, or what it computes from them."""
-_OF_THIS_LAUNCH = ("checkpoint.", "train.output_dir", "train.overwrite", "train.allow_oversubscription")
+_OF_THIS_LAUNCH = (
+    "checkpoint.",
+    "train.output_dir",
+    "train.overwrite",
+    "train.allow_oversubscription",
+    "train.record_events",
+    "parallel.distributed_timeout_minutes",
+)
 """Fields whose difference says nothing about the training."""
 
 
@@ -98,8 +106,7 @@ def to_try(config: RunConfig) -> list[Path]:
     if given.load in (None, "latest"):
         return own
     path = Path(given.load)
-    inside = given.dir is not None and path.absolute().is_relative_to(Path(given.dir).absolute())
-    if own and not inside:
+    if own and not (path.resolve() in _resolved_steps(own[0].parent) and not _repeats(own[0], config)):
         return own
     found = newest_first(path) or ([path] if (path / MANIFEST).exists() else [])
     if not found:
@@ -108,6 +115,20 @@ def to_try(config: RunConfig) -> list[Path]:
             "similar in it, one of these, latest, or none"
         )
     return found
+
+
+def _resolved_steps(folder: Path) -> list[Path]:
+    return [step_folder(folder, step).resolve() for step in steps_in(folder)]
+
+
+def _repeats(newest: Path, config: RunConfig) -> bool:
+    """True if a run of this configuration saved the checkpoint, and so the same command was started again."""
+    try:
+        before = read_manifest(newest).config
+    except CheckpointError:
+        return False
+    same_start = before.get("checkpoint", {}).get("load") == config.checkpoint.load
+    return same_start and all(name.startswith(_OF_THIS_LAUNCH) for name, *_ in _changed(before, config.to_dict()))
 
 
 def busy(config: RunConfig) -> str:
@@ -182,8 +203,10 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tupl
 
 def same_layout(manifest: Manifest, config: RunConfig, world_size: int) -> bool:
     """True if every rank has the place that it had in the run that saved."""
-    layout = manifest.config.get("parallel")
-    return manifest.world_size == world_size and layout == config.to_dict()["parallel"]
+    before, now = manifest.config.get("parallel"), config.to_dict()["parallel"]
+    if before is None or manifest.world_size != world_size:
+        return False
+    return all(before.get(name) == value for name, value in now.items() if not name.startswith("distributed_"))
 
 
 def continues_folder(config: RunConfig, manifest: Manifest | None) -> bool:

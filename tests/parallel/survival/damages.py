@@ -159,6 +159,11 @@ FORGED: dict[str, tuple[Damage, str]] = {
     "a step of another folder": (forged(lambda c: c.update(step=7)), "."),
     "no state of the loop": (forged(lambda c: c.update(training={})), "."),
     "a state of the loop below zero": (forged(lambda c: c["training"].update(step=-1)), "."),
+    "a loss scale of words": (
+        forged(lambda c: c["training"].update(loss_scaler={"hopeless_steps": "x"})),
+        "loss scale",
+    ),
+    "a loss scale without numbers": (forged(lambda c: c["training"].update(loss_scaler=[])), "no manifest of labkit"),
     "a huge number of samples": (forged(lambda c: c["training"].update(consumed_samples="many")), "."),
     "a world of no ranks": (forged(lambda c: c.update(world_size=0)), "."),
 }
