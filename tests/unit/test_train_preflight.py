@@ -38,9 +38,10 @@ def available(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 @pytest.mark.parametrize("name", presets.names())
 def test_presets_on_a_laptop(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Tiny ones run on 8 ranks in 2 GiB. The models of the papers do not fit 24 GiB, with three exceptions: GPT-2 small,
-    whose batch of 8 does (dropout on a CPU keeps three maps of probabilities a layer), and the smallest models of
-    tables 2 and 4, which recompute. The sum comes at once, also for 8.3B."""
+    """Tiny ones run on 8 ranks in 2 GiB. The papers' models do not fit 24 GiB, with three exceptions.
+
+    A batch of 8 of GPT-2 small fits (dropout on a CPU keeps three maps of probabilities a layer). So do the smallest
+    models of tables 2 and 4, which recompute. The sum comes at once, also for 8.3B."""
     config = presets.get(name)
     small = config.model.hidden == 64
     available(monkeypatch, 2 * GIB if small else 24 * GIB)
