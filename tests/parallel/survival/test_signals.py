@@ -156,7 +156,11 @@ def ranks_of(agent: int) -> list[int]:
     """Process ids of the ranks that an agent of torchrun has started."""
     found = []
     for task in Path(f"/proc/{agent}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
+        try:
+            children = (task / "children").read_text().split()
+        except OSError:  # the thread has ended
+            continue
+        for child in map(int, children):
             try:
                 if b"labkit.cli" in Path(f"/proc/{child}/cmdline").read_bytes():
                     found.append(child)
