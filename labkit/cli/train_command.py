@@ -229,6 +229,8 @@ def refuse_if_any(results: list[Any]) -> None:
 
 def final_lines(result: Trained, config: RunConfig) -> list[str]:
     """The final losses, the load of experts, and where the files are."""
+    from labkit.train.reporting.progress_line import with_perplexity
+
     if not result.losses:
         return [f"nothing to do: the checkpoint has all {result.resumed_after} steps; to go on, raise train.steps"]
     done = result.resumed_after + len(result.losses)
@@ -239,7 +241,7 @@ def final_lines(result: Trained, config: RunConfig) -> list[str]:
         lines.append(f"{count} of them skipped, no weight changed; the last because {because}")
     for name in ("validation_loss", "test_loss"):
         values = [line[name] for line in result.metrics if name in line]
-        lines += [f"{name.replace('_', ' ')} {values[-1]:.4f}"] if values else []
+        lines += [f"{name.replace('_', ' ')} {with_perplexity(values[-1])}"] if values else []
     worst = [line["moe/max_over_mean"] for line in result.metrics if "moe/max_over_mean" in line]
     lines += [f"the fullest expert has {worst[-1]:.2f} times the mean load"] if worst else []
     lines += [graph_words(line["graphs"]) for line in result.metrics if "graphs" in line][-1:]
