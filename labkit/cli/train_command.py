@@ -65,8 +65,8 @@ def execute(arguments: Arguments) -> int:
     arguments.problems += trace_problems(arguments.options["trace"])
     arguments.refuse(config.problems(world_size))
     assert world_size is not None, "a sound layout has a smallest world"
-    from labkit.cli.progress_bar import ProgressBar
     from labkit.train import interruption, preflight
+    from labkit.train.reporting.progress_bar import ProgressBar
 
     arguments.refuse([*preflight.problems(config, world_size, device), data_problem(config)])
     trace = arguments.options["trace"]

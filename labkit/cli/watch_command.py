@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from labkit.cli.arguments import Arguments, Command, Option
-from labkit.cli.progress_bar import columns
+from labkit.train.reporting.progress_bar import columns
 from labkit.train.reporting.progress_line import all_lines, one_line
 from labkit.train.reporting.run_records import RunRecords, names_of, runs_in
 

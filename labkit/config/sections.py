@@ -263,7 +263,8 @@ class DataConfig:
         aliases="data_path", file=True, ending=".idx")
     blend: tuple[str, ...] = field((),
         "Indexed datasets, mixed by weight: weights and prefixes in turn, as in `0.3,books,0.7,news`.")
-    tokenizer: str | None = field(None, "A `tokenizers` JSON file; None: the bundled byte-level BPE.",
+    tokenizer: str | None = field(None,
+        "A `tokenizers` JSON file, GPT-2's vocab.json (with merges.txt) or BERT's vocab.txt; None: the bundled BPE.",
         aliases="tokenizer_model", file=True)
     split: str = field("90,5,5",
         "Shares of the text, or of the documents of an indexed dataset, for training, validation and test; without a "

@@ -252,18 +252,26 @@ class IndexedDatasetBuilder:
             ValueError: an id does not fit the type, or the lengths do not add up.
         """
         ids = np.asarray(tokens).reshape(-1)
-        stored = ids.astype(self.dtype)
-        if not np.array_equal(stored, ids):
-            wrong = ids[np.flatnonzero(stored != ids)[0]]
-            rule = f"an id of document {self.num_documents} is {wrong}, which {self.dtype.name} cannot hold"
+        self.add_documents(ids, lengths := [ids.size] if lengths is None else lengths, [len(lengths)])
+
+    def add_documents(self, tokens: np.ndarray, lengths: Sequence[int], sequences: Sequence[int]) -> None:
+        """Append several documents at once; `sequences` says how many of `lengths` belong to each.
+
+        Raises:
+            ValueError: an id does not fit the type, or the lengths do not add up.
+        """
+        stored = tokens.astype(self.dtype, copy=False)
+        if stored is not tokens and not np.array_equal(stored, tokens):
+            wrong = tokens[np.flatnonzero(stored != tokens)[0]]
+            rule = f"an id behind document {self.num_documents - 1} is {wrong}, which {self.dtype.name} cannot hold"
             raise ValueError(f"{self.bin_path}: {rule}; choose a wider type")
-        lengths = [stored.size] if lengths is None else lengths
         if sum(lengths) != stored.size or min(lengths, default=0) < 0:
             rule = f"the sequences of document {self.num_documents} have {sum(lengths)} tokens, not {stored.size}"
             raise ValueError(f"{self.bin_path}: {rule}; give the tokens of each sequence")
         self._bin.write(stored.tobytes())
         self._lengths.extend(lengths)
-        self._documents.append(len(self._lengths))
+        for number in sequences:
+            self._documents.append(self._documents[-1] + number)
 
     def add_index(self, prefix: str | os.PathLike[str]) -> None:
         """Append all documents of another indexed dataset of the same type.

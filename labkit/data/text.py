@@ -3,7 +3,7 @@
 `bundled/PROVENANCE.md` names the source of the text; `scripts/make_bundled_data.py` makes the files, byte for byte. The
 token ids are bundled too: to tokenise 1.4 MB would cost every rank of every launch half a second. The bundled tokenizer
 is a byte-level BPE of 1,024 tokens, as a JSON file of the `tokenizers` library. This size is a multiple of 128 x 8, so
-the embedding table needs no padding at tp 1, 2, 4 or 8.
+the embedding table needs no padding at tp 1, 2, 4 or 8. Other tokenizers come from a file: GPT-2's, BERT's, or JSON.
 """
 
 from __future__ import annotations
@@ -71,8 +71,18 @@ END_OF_TEXT = "<|endoftext|>"
 """The token that closes a document, as in GPT-2; id 0 of the bundled tokenizer."""
 
 
+END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
+"""Names of the token that closes a document, the first that a vocabulary has counts."""
+SPECIAL_TOKENS = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")
+"""BERT's tokens that stand for no text."""
+
+
 def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
-    """The tokenizer of a `tokenizers` JSON file; None is the bundled tokenizer.
+    """Return the tokenizer of a file; None is the bundled tokenizer. The ending of its name says what it is.
+
+    `vocab.json`: GPT-2's byte-level BPE, with `merges.txt` beside it (`gpt2-vocab.json` has `gpt2-merges.txt`).
+    `vocab.txt`: BERT's WordPiece, a token a line, `##` before parts that continue a word. It lowers the text if no
+    token has a capital. Any other name: a JSON file of the library `tokenizers`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -90,6 +100,10 @@ def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
     file = BUNDLED / TOKENIZER_NAME if path is None else Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"data.tokenizer: no file at {str(path)!r}; leave it out to use the bundled tokenizer")
+    if file.name.endswith("vocab.json"):
+        return _byte_level(file)
+    if file.name.endswith("vocab.txt"):
+        return _word_piece(file)
     try:
         return Tokenizer.from_str(file.read_bytes().decode("utf-8"))
     except Exception as error:  # the library raises bare Exception
@@ -98,15 +112,62 @@ def load_tokenizer(path: str | Path | None = None) -> Tokenizer:
         ) from None
 
 
+def _byte_level(vocabulary: Path) -> Tokenizer:
+    """GPT-2's tokenizer from `vocab.json` and `merges.txt`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    merges = vocabulary.with_name(vocabulary.name.removesuffix("vocab.json") + "merges.txt")
+    if not merges.is_file():
+        raise FileNotFoundError(
+            f"data.tokenizer: {str(vocabulary)!r} needs {merges.name} beside it, which is not there"
+        )
+    try:
+        tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
+    except Exception as error:
+        raise ValueError(
+            f"data.tokenizer: {str(vocabulary)!r} and {merges.name} are no vocabulary and merges of GPT-2: {error}"
+        ) from None
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([token for token in END_TOKENS if tokenizer.token_to_id(token) is not None])
+    return tokenizer
+
+
+def _word_piece(vocabulary: Path) -> Tokenizer:
+    """BERT's tokenizer from `vocab.txt`."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    try:
+        lines = vocabulary.read_bytes().decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data.tokenizer: {str(vocabulary)!r} is not UTF-8: {error.reason}") from None
+    ids = {token: number for number, token in enumerate(lines)}
+    special = [token for token in SPECIAL_TOKENS if token in ids]
+    if "[UNK]" not in ids or len(ids) < len(lines):
+        wrong = "has a token twice" if "[UNK]" in ids else "has no [UNK]"
+        raise ValueError(f"data.tokenizer: {str(vocabulary)!r} {wrong}; a WordPiece vocabulary has one token a line")
+    lowers = not any(token != token.lower() for token in lines if token not in special and token[:1] != "[")
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=100))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowers)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
 def vocabulary_size(path: str | Path | None = None) -> int:
     """Number of tokens of a tokenizer, by default the bundled one; raises as `load_tokenizer` does."""
     return BUNDLED_SIZE if path is None else load_tokenizer(path).get_vocab_size()
 
 
+def end_token(tokenizer: Tokenizer) -> int | None:
+    """Id of the token that closes a document; None where the vocabulary has none of `END_TOKENS`."""
+    return next((end for name in END_TOKENS if (end := tokenizer.token_to_id(name)) is not None), None)
+
+
 def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Token ids of one document, int64, with the end-of-text token last if the vocabulary has it."""
+    """Token ids of one document, int64, with the end-of-text token last if the vocabulary has one."""
     import numpy as np
 
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    ids, end = tokenizer.encode(text, add_special_tokens=False).ids, end_token(tokenizer)
     return np.array(ids if end is None else [*ids, end], dtype=np.int64)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from labkit.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from labkit.data import IndexedDataset, IndexedDatasetBuilder, build_gpt_datasets
+from labkit.data import IndexedDataset, IndexedDatasetBuilder, build_gpt_datasets, bundled_text, load_tokenizer
 from labkit.data.indexed import DTYPES
 from labkit.data.sample_index import build_blending_indices, epochs_for, normalized
 
@@ -186,3 +186,38 @@ def test_blending_indices_are_megatrons(weights: list[float]) -> None:
     ours = build_blending_indices(shares, size)
     np.testing.assert_array_equal(ours["dataset_index"], dataset)
     np.testing.assert_array_equal(ours["dataset_sample_index"], sample)
+
+
+# ---- tokenizers by path ----
+
+
+def test_tokenizers_of_a_path_are_those_of_transformers(tmp_path: Path) -> None:
+    """GPT-2's two files and BERT's one, loaded by both; the vocabularies are trained on the text."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    text = bundled_text()[:200_000]
+    entries = [*text.split("\n\n"), "naïve café, ÜBER 3.14 東京 don't\tstop  \n", "x" * 150]
+    load_tokenizer().model.save(str(tmp_path))
+    pieces = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    pieces.normalizer, pieces.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=1000, special_tokens=special, show_progress=False)
+    pieces.train_from_iterator(entries, trainer)
+    (tmp_path / "bert").mkdir()
+    pieces.model.save(str(tmp_path / "bert"))
+    bert = tmp_path / "bert" / "vocab.txt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pairs = [
+            (
+                tmp_path / "vocab.json",
+                transformers.GPT2TokenizerFast(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt")),
+            ),
+            (bert, transformers.BertTokenizerFast(str(bert))),
+        ]
+    for path, theirs_of_path in pairs:
+        ours = load_tokenizer(path)
+        for entry in entries:
+            expected = theirs_of_path(entry, add_special_tokens=False)["input_ids"]
+            assert ours.encode(entry, add_special_tokens=False).ids == expected

@@ -17,11 +17,11 @@ from typing import Any, TextIO
 import pytest
 import torch
 
-from labkit.cli import progress_bar
-from labkit.cli.progress_bar import ProgressBar
 from labkit.config import presets
 from labkit.models.counts import step_flops
 from labkit.train import pretrain
+from labkit.train.reporting import progress_bar
+from labkit.train.reporting.progress_bar import ProgressBar
 from labkit.train.reporting.progress_line import FIELDS, all_lines, digits, duration, one_line, step_words
 from labkit.train.reporting.report import Throughput, peak_memory_bytes
 

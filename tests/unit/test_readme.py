@@ -68,6 +68,9 @@ def test_command_is_understood(command, tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.csv").write_text(zero_bubble_h1(4, 8).to_csv())
     (tmp_path / "runs" / "first").mkdir(parents=True)
     (tmp_path / "runs" / "first" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    (tmp_path / "books.jsonl").write_text('{"text": "a book"}\n')
+    if "--data.path corpus" in command:
+        assert main(["data", "prepare", "books.jsonl", "corpus", "--workers", "1"]) == 0
     words = shlex.split(command.split(" > ")[0])[1:]
     if words[0] in ("train", "parity") and "--print-config" not in words:
         words.append("--print_config")

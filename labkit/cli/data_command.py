@@ -1,0 +1,161 @@
+"""`labkit data`: make indexed datasets from text, show them, join them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple
+
+from labkit.cli.arguments import Arguments, Command, Option
+from labkit.cli.command_line import CommandFailedError
+from labkit.config.errors import nearest, shown
+
+
+def execute(arguments: Arguments) -> int:
+    """Check the words and options of the action, and do it."""
+    words = arguments.words
+    if not words or words[0] not in ACTIONS:
+        given = f"{shown(words[0])}: there is no such action" if words else "no action named"
+        hint = nearest(words[0], ACTIONS) if words else ""
+        arguments.refuse([f"{given}; give one of {', '.join(ACTIONS)}, as in {COMMAND.example}{hint}"])
+    action = ACTIONS[words[0]]
+    problems = []
+    if len(words) - 1 < action.least:
+        problems.append(f"{words[0]} takes {action.words}, and {len(words) - 1} words are given")
+    unread = [option for option in COMMAND.options if option.key not in action.options]
+    given = [option.name for option in unread if arguments.options[option.key] != option.default]
+    problems += [f"--{name}: {words[0]} does not read it; leave it out" for name in given]
+    for option in COMMAND.options:
+        value = arguments.options[option.key]
+        if value is not None and (rule := option.broken(value)):
+            problems.append(f"--{option.name} {shown(value)}: {rule}")
+    arguments.refuse(problems)
+    try:
+        return action.do(arguments, words[1:])
+    except ModuleNotFoundError as error:
+        raise CommandFailedError(str(error)) from error
+    except (ValueError, FileNotFoundError, FileExistsError) as error:
+        arguments.refuse([str(error)])
+        raise
+
+
+def _prepare(arguments: Arguments, words: Sequence[str]) -> int:
+    """Tokenise files of documents into PREFIX.bin and PREFIX.idx."""
+    from labkit.data.preparation import Recipe, prepare
+
+    *inputs, prefix = words
+    options = arguments.options
+    workers = options["workers"] or os.cpu_count() or 1
+    recipe = Recipe(options["tokenizer"], options["key"], options["append_eod"], options["sentences"])
+    with _bar(inputs) as advance, _sigterm_interrupts():
+        done = prepare(inputs, prefix, recipe, workers=workers, overwrite=options["overwrite"], progress=advance)
+    empty = f", {done.empty} without a token left out" if done.empty else ""
+    print(f"{prefix}: {done.documents} documents, {done.tokens} tokens{empty}")
+    print(f"train on it by --data.path {prefix}")
+    return 0
+
+
+def _show(_arguments: Arguments, words: Sequence[str]) -> int:
+    """Print the contents of indexed datasets, after the checks of every reader."""
+    from labkit.data.indexed import IndexedDataset
+
+    for prefix in words:
+        data = IndexedDataset(prefix)
+        longest = int(data.sequence_lengths.max()) if len(data) else 0
+        print(
+            f"{prefix}: {data.num_documents} documents, {len(data)} sequences of at most {longest} tokens, "
+            f"{data.num_tokens} tokens of {data.dtype.name}"
+        )
+    return 0
+
+
+def _merge(arguments: Arguments, words: Sequence[str]) -> int:
+    """Join indexed datasets of one type."""
+    from labkit.data.indexed import IndexedDataset, IndexedDatasetBuilder
+
+    *inputs, prefix = words
+    kind = IndexedDataset(inputs[0]).dtype
+    with (
+        _sigterm_interrupts(),
+        IndexedDatasetBuilder(prefix, kind, overwrite=arguments.options["overwrite"]) as builder,
+    ):
+        for one in inputs:
+            builder.add_index(one)
+    return _show(arguments, [prefix])
+
+
+@contextmanager
+def _bar(paths: Sequence[str]) -> Iterator[Callable[[int], Any]]:
+    """A bar of bytes on a terminal; gives the function that advances it."""
+    from tqdm.auto import tqdm
+
+    from labkit.data.documents import total_bytes
+
+    total = total_bytes(paths)
+    with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, disable=None, desc="tokenising") as bar:
+        yield bar.update
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Inside the block SIGTERM ends the command as Ctrl-C does, so that no half-written file stays."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt("ended by SIGTERM; nothing was written")
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+
+
+class Action(NamedTuple):
+    """One of the things that the command does."""
+
+    do: Callable[[Arguments, Sequence[str]], int]
+    words: str
+    """Names of its words."""
+    least: int
+    """Fewest words."""
+    options: tuple[str, ...] = ()
+    """The options that it reads."""
+
+
+ACTIONS: dict[str, Action] = {
+    "prepare": Action(
+        _prepare,
+        "FILE... PREFIX",
+        2,
+        ("tokenizer", "key", "append_eod", "sentences", "workers", "overwrite"),
+    ),
+    "show": Action(_show, "PREFIX...", 1),
+    "merge": Action(_merge, "PREFIX... OUT", 2, ("overwrite",)),
+}
+
+COMMAND = Command(
+    name="data",
+    summary="Indexed datasets in Megatron's format: `prepare FILE... PREFIX` tokenises .txt (one document a file), "
+    ".jsonl (one object a line) and .parquet files into PREFIX.bin and PREFIX.idx; `show PREFIX...` checks datasets "
+    "and counts their tokens; `merge PREFIX... OUT` joins datasets.",
+    options=(
+        Option(
+            "tokenizer",
+            "str",
+            "a `tokenizers` JSON file, GPT-2's vocab.json (with merges.txt) or BERT's vocab.txt; the bundled BPE where "
+            "not given",
+        ),
+        Option("key", "str", "key of the text in JSON lines, column in Parquet", "text"),
+        Option("append-eod", "bool", "close each document with the end token, if the vocabulary has one", True),
+        Option("sentences", "bool", "keep each sentence as a sequence, for BERT and T5", False),
+        Option("workers", "int", "processes that tokenise; one for each core where not given", ge=1),
+        Option("overwrite", "bool", "replace an existing dataset", False),
+    ),
+    execute=execute,
+    example="labkit data prepare books.jsonl news.jsonl corpus --tokenizer tokenizer.json",
+    words="prepare|show|merge WORDS",
+)

@@ -1,0 +1,135 @@
+"""Documents in files: plain text, JSON lines and Parquet, cut into pieces that processes tokenise side by side.
+
+    .txt                 one document, the whole file, UTF-8
+    .jsonl, .json        one JSON object a line; the text is the value of a key
+    .parquet             one document a row; the text is a column (needs the package pyarrow)
+
+A `Piece` is about a megabyte of one file. Reading a file into pieces is cheap; `texts` decodes a piece, in the process
+that tokenises it. Each mistake in a file is named with the file and the line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+PIECE_BYTES = 1 << 20
+"""Bytes of a file in one piece; a longer line, row group or text stays whole."""
+ENDINGS = (".txt", ".jsonl", ".json", ".parquet")
+_SENTENCE_END = re.compile(r"[.!?][\"')\]]*(?P<gap>\s+)(?=[\"'(\[]*[^\W_a-z])|(?P<paragraph>\n\s*\n)")
+
+
+class DocumentError(ValueError):
+    """A file of documents cannot be read; the message names the file, the place and the way out."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some documents of one file, not decoded yet."""
+
+    path: str
+    first: int
+    """Number of the first line or row, from 1."""
+    items: tuple[bytes | str, ...]
+    """A whole text, lines of JSON, or texts of rows."""
+    size: int
+    """Bytes of the file that this piece stands for."""
+
+    def texts(self, key: str) -> list[str]:
+        """Texts of the documents; blank lines are none.
+
+        Raises:
+            DocumentError: a line is not UTF-8 or not JSON, or has no text under `key`.
+        """
+        if Path(self.path).suffix in (".jsonl", ".json"):
+            numbered = enumerate(self.items, self.first)
+            return [self._text_of(line, number, key) for number, line in numbered if line.strip()]
+        return [self._decoded(item, self.first) if isinstance(item, bytes) else item for item in self.items]
+
+    def _decoded(self, item: bytes | str, line: int) -> str:
+        try:
+            return item.decode("utf-8") if isinstance(item, bytes) else item
+        except UnicodeDecodeError as error:
+            line += error.object[: error.start].count(b"\n")
+            rule = f"line {line} is not UTF-8 (byte 0x{error.object[error.start]:02x})"
+            raise DocumentError(f"{self.path}: {rule}; convert it, for example with `iconv -t utf-8`") from None
+
+    def _text_of(self, item: bytes | str, line: int, key: str) -> str:
+        try:
+            found = json.loads(self._decoded(item, line))
+        except (json.JSONDecodeError, RecursionError) as error:
+            rule = f"line {line} is not JSON ({error})"
+            raise DocumentError(f"{self.path}: {rule}; each line must be one object") from None
+        if not isinstance(found, dict) or not isinstance(found.get(key), str):
+            keys = ", ".join(map(repr, found)) if isinstance(found, dict) else f"a {type(found).__name__}"
+            rule = f"line {line} has no text under {key!r}, it has {keys or 'no key'}"
+            raise DocumentError(f"{self.path}: {rule}; name the right one by --key")
+        return found[key]
+
+
+def pieces_of(path: str | Path, key: str) -> Iterator[Piece]:
+    """Pieces of one file.
+
+    Raises:
+        DocumentError: the file is missing, of another kind, or damaged.
+        ModuleNotFoundError: a Parquet file without pyarrow.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DocumentError(f"{path}: there is no such file; give {', '.join(ENDINGS)} files")
+    if path.suffix == ".txt":
+        content = path.read_bytes()
+        yield Piece(str(path), 1, (content,), len(content))
+    elif path.suffix in (".jsonl", ".json"):
+        yield from _lines(path)
+    elif path.suffix == ".parquet":
+        yield from _rows(path, key)
+    else:
+        raise DocumentError(f"{path}: labkit reads {', '.join(ENDINGS)} files; convert it, or rename it")
+
+
+def _lines(path: Path) -> Iterator[Piece]:
+    first = 1
+    with open(path, "rb") as file:
+        while lines := file.readlines(PIECE_BYTES):
+            yield Piece(str(path), first, tuple(lines), sum(map(len, lines)))
+            first += len(lines)
+
+
+def _rows(path: Path, key: str) -> Iterator[Piece]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ModuleNotFoundError:
+        rule = f"{path}: Parquet files need the package pyarrow (pip install 'labkit[data]')"
+        raise ModuleNotFoundError(rule, name="pyarrow") from None
+    try:
+        file, first = parquet.ParquetFile(path), 1
+        if key not in file.schema_arrow.names:
+            columns = ", ".join(map(repr, file.schema_arrow.names))
+            raise DocumentError(f"{path}: has no column {key!r}, it has {columns}; name the right one by --key")
+        share = path.stat().st_size / max(1, file.metadata.num_rows)
+        for batch in file.iter_batches(batch_size=512, columns=[key]):
+            texts = batch.column(0).to_pylist()
+            if (bad := next((n for n, text in enumerate(texts) if not isinstance(text, str)), None)) is not None:
+                kind = type(texts[bad]).__name__
+                raise DocumentError(f"{path}: row {first + bad} has a {kind} under {key!r}, not text; leave it out")
+            yield Piece(str(path), first, tuple(texts), round(share * len(texts)))
+            first += len(texts)
+    except ArrowException as error:
+        raise DocumentError(f"{path}: is not a Parquet file, or it is damaged ({error}); make it again") from None
+
+
+def total_bytes(paths: Sequence[str | Path]) -> int:
+    """Bytes of all files, for a progress bar."""
+    return sum(Path(path).stat().st_size for path in paths if Path(path).is_file())
+
+
+def sentences_of(text: str) -> list[str]:
+    """Sentences of a text: cut behind `.`, `!` or `?` before a capital or digit, and at empty lines."""
+    ends = [match.start(match.lastgroup or 0) for match in _SENTENCE_END.finditer(text)]
+    parts = (text[start:end].strip() for start, end in pairwise([0, *ends, len(text)]))
+    return [part for part in parts if part]

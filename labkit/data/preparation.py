@@ -1,0 +1,172 @@
+"""From files of documents to an indexed dataset: read, tokenise in several processes, append the end token, write.
+
+The calling process reads pieces of about a megabyte (`documents.py`) and hands them to workers, at most two for each
+worker at a time. A worker returns the ids of a piece as one array. The caller writes the arrays in the order of the
+files, so the number of workers changes nothing in the result. Both files of the dataset get their names at the very
+end; an error or Ctrl-C leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from labkit.data.documents import DocumentError, Piece, pieces_of, sentences_of
+from labkit.data.indexed import IndexedDatasetBuilder, dtype_for
+from labkit.data.text import end_token, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The way from a text to token ids."""
+
+    tokenizer: str | None = None
+    """A file, see `load_tokenizer`; None is the bundled tokenizer."""
+    key: str = "text"
+    """Key or column of the text in JSON lines and Parquet."""
+    append_eod: bool = True
+    """Close each document with the end token, if the vocabulary has one (Megatron's `--append-eod`)."""
+    sentences: bool = False
+    """Keep each sentence as a sequence of its own, as BERT's samples need them (Megatron's `--split-sentences`)."""
+
+
+class Tokenised(NamedTuple):
+    """The documents of one piece."""
+
+    ids: np.ndarray
+    """Ids of all documents, one after the other."""
+    lengths: list[int]
+    """Tokens of each sequence."""
+    sequences: list[int]
+    """Sequences of each document."""
+    empty: int
+    """Documents without a token, which are left out."""
+    size: int
+    """Bytes of the piece."""
+
+
+class Prepared(NamedTuple):
+    """Counts of a finished preparation."""
+
+    documents: int
+    tokens: int
+    empty: int
+    """Documents without a token, which were left out."""
+
+
+class PieceTokenizer:
+    """Tokenises pieces by one recipe."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        """Raises what `load_tokenizer` raises."""
+        self.recipe, self.tokenizer = recipe, load_tokenizer(recipe.tokenizer)
+        self.dtype = dtype_for(self.tokenizer.get_vocab_size())
+        end = end_token(self.tokenizer) if recipe.append_eod else None
+        self._end = [] if end is None else [end]
+
+    def __call__(self, piece: Piece) -> Tokenised:
+        """Ids of the documents of a piece."""
+        texts = piece.texts(self.recipe.key)
+        parts = [sentences_of(text) if self.recipe.sentences else [text] for text in texts]
+        flat = [part for document in parts for part in document]
+        encoded = iter(self.tokenizer.encode_batch_fast(flat, add_special_tokens=False))
+        ids, lengths, sequences, empty = list[int](), list[int](), list[int](), 0
+        for document in parts:
+            found = [tokens for _ in document if (tokens := next(encoded).ids)]
+            if not found:
+                empty += 1
+                continue
+            found[-1] = found[-1] + self._end
+            for tokens in found:
+                ids += tokens
+            lengths += map(len, found)
+            sequences.append(len(found))
+        return Tokenised(np.array(ids, self.dtype), lengths, sequences, empty, piece.size)
+
+
+def prepare(
+    paths: Sequence[str | Path],
+    prefix: str | Path,
+    recipe: Recipe | None = None,
+    *,
+    workers: int = 1,
+    overwrite: bool = False,
+    progress: Callable[[int], None] = lambda size: None,
+) -> Prepared:
+    """Write the documents of `paths` as the indexed dataset `prefix`; `progress` gets the bytes of each finished piece.
+
+    Raises:
+        DocumentError: a file cannot be read, or no document has a token.
+        FileExistsError, FileNotFoundError, ValueError: see `IndexedDatasetBuilder` and `load_tokenizer`.
+        ChildProcessError: a worker died, for example for lack of memory.
+    """
+    recipe = recipe or Recipe()
+    tokenise = PieceTokenizer(recipe)
+    tokens = empty = 0
+    with IndexedDatasetBuilder(prefix, tokenise.dtype, overwrite=overwrite) as builder:
+        pieces = (piece for path in paths for piece in pieces_of(path, recipe.key))
+        results = map(tokenise, pieces) if workers == 1 else _side_by_side(recipe, pieces, workers)
+        for result in results:
+            builder.add_documents(result.ids, result.lengths, result.sequences)
+            tokens, empty = tokens + len(result.ids), empty + result.empty
+            progress(result.size)
+        if not tokens:
+            raise DocumentError(f"{', '.join(map(str, paths))}: no document has a token; there is nothing to write")
+        documents = builder.num_documents
+    return Prepared(documents, tokens, empty)
+
+
+def _side_by_side(recipe: Recipe, pieces: Iterator[Piece], workers: int) -> Iterator[Tokenised]:
+    """Results of all pieces in their order, from `workers` processes."""
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(recipe,))
+    waiting: deque[Future[Tokenised]] = deque()
+    try:
+        for piece in pieces:
+            waiting.append(pool.submit(_tokenised, piece))
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise ChildProcessError("a worker of the preparation died, perhaps for lack of memory; use fewer") from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_of_this_worker: PieceTokenizer | None = None
+
+
+def _begin(recipe: Recipe) -> None:
+    """Load the tokenizer of a worker. Ctrl-C reaches every process of a terminal; the caller alone acts on it."""
+    global _of_this_worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a worker
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _of_this_worker = PieceTokenizer(recipe)
+
+
+def _end_with_parent() -> None:
+    """End this worker when the caller was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        with suppress(OSError):
+            parent.join()
+        os._exit(1)
+
+
+def _tokenised(piece: Piece) -> Tokenised:
+    assert _of_this_worker is not None, "_begin ran in this process"
+    return _of_this_worker(piece)
