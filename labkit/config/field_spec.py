@@ -76,6 +76,8 @@ class FieldSpec:
     must be given and not be 0. A field that nothing reads must have its default."""
     file: bool = False
     """The field names an existing file."""
+    none: str = "none"
+    """A word for None on the command line beside `null`; empty where `none` is a value of the field."""
     ending: str = ""
     """The name of a file may lack this ending."""
     hint: str = ""
@@ -124,7 +126,7 @@ class FieldSpec:
 
     def convert(self, value: object, *, text: bool = False) -> Any:
         """`value` as the field's type; BadValueError says why it is none. `text`: it comes from the command line."""
-        if value is None or (text and self.optional and str(value).lower() in ("null", "none", "~", "")):
+        if value is None or (text and self.optional and str(value).lower() in ("null", self.none, "~", "")):
             if self.optional:
                 return None
             raise BadValueError(f"must be {self._kind_words}, not nothing (null)")

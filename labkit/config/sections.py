@@ -395,7 +395,7 @@ class CheckpointConfig:
         needs="checkpoint.dir")
     load: str | None = field(None,
         "`none` starts anew; `latest` resumes from checkpoint.dir; else a folder of checkpoints, or one of its steps. "
-        "None resumes if checkpoint.dir holds a checkpoint.")
+        "Without it (`null`) the run resumes if checkpoint.dir holds a checkpoint.", none="")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,6 +142,12 @@ def test_a_bool_stands_alone_or_takes_the_word_after_it(words: list[str], value:
     assert _config("--schedule.batch_p2p_comm", *words).schedule.batch_p2p_comm is value
 
 
+@pytest.mark.parametrize(("word", "value"), [("none", "none"), ("null", None), ("", None), ("latest", "latest")])
+def test_none_is_a_word_where_a_field_has_it(word: str, value: str | None) -> None:
+    """`checkpoint.load none` starts anew, and without a value the run resumes."""
+    assert _config(f"--checkpoint.load={word}").checkpoint.load == value
+
+
 @pytest.mark.parametrize("word", ["maybe", "1", "on"])
 def test_a_bool_refuses_other_words_by_its_own_name(word: str) -> None:
     problems = read(TRAIN, ["--preset", "tiny", "--schedule.batch_p2p_comm", word, "--bias", word]).problems

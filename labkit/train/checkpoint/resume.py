@@ -98,6 +98,8 @@ def to_try(config: RunConfig) -> list[Path]:
                 f"checkpoints of another, {own[0].name} the latest; name another checkpoint.dir, or remove them"
             )
         return []
+    if given.load == "latest" and given.dir is None:
+        raise CheckpointError("checkpoint.load = 'latest' needs the folder in checkpoint.dir, or give a path to load")
     if given.load == "latest" and not own:
         raise CheckpointError(
             f"checkpoint.load = 'latest': checkpoint.dir = {shown(given.dir, 200)} holds no checkpoint; name the "
