@@ -119,6 +119,7 @@ ZERO_LAYOUTS = [
 ]
 """The distributed optimizer, always over two replicas or more."""
 EXPERT_STEPS, EXPERT_BATCH, MOST_RANKS = 3, 16, 8
+BERT_STEPS = 5
 EXPERT_AXES: dict[str, tuple[Any, ...]] = {
     "ep": (1, 2, 4, 8),
     "etp": (1, 2),
@@ -189,6 +190,18 @@ DISPATCH_LAYOUTS = [
     *grid({"ep": 2, **ZERO, "num_distributed_optimizer_instances": 2}, [(1, 1, 1, 4)]),
 ]
 """Every way to send tokens and to compute experts, with what else touches their gradients."""
+BERT_LAYOUTS = [
+    *grid({}, [(2, 1, 1, 1), (4, 1, 1, 1), (1, 1, 2, 1), (1, 1, 4, 1), (2, 1, 2, 2), (1, 1, 1, 2)]),
+    *grid(SEQUENCE_PARALLEL, [(2, 1, 1, 1), (4, 1, 2, 1), (2, 1, 2, 2)]),
+    *grid(FULL, [(2, 1, 1, 1), (1, 1, 2, 1)]),
+    *grid({"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")}, [(2, 1, 2, 1)]),
+    *grid({"schedule.name": "interleaved", "vpp": 2}, [(1, 1, 2, 1), (2, 1, 2, 1)]),
+    *grid({"schedule.name": "zero_bubble_h1"}, [(1, 1, 2, 1)]),
+    *grid({"schedule.name": "zbv", **SEQUENCE_PARALLEL}, [(2, 1, 2, 1)]),
+    *grid(ZERO, [(1, 1, 1, 2), (1, 1, 4, 2)]),
+    *grid({**MEGATRON, **SEQUENCE_PARALLEL, **FULL}, [(2, 1, 2, 2)]),
+]
+"""Every axis that a BERT has, and what else touches its ends."""
 SAME_RANKS_LAYOUTS = [
     *grid({"ep": 8}, [(1, 8, 1, 1)]),
     *grid({"ep": 8, **ZERO}, [(1, 8, 1, 1)]),
@@ -215,8 +228,8 @@ pp4 vpp4 has 16 stages of one layer. The first table of schedules holds all sche
 the sequence, recomputation, gradient buckets and the distributed optimizer run {DATA_STEPS} steps with 4 layers and
 {DATA_BATCH} samples. Models with experts run {EXPERT_STEPS} steps with 4 layers and micro batches of 2 samples; all
 layers or every second layer have 8 or 16 experts. Their reference computes the experts one after the other and sends no
-token. In float32 the layouts replay the reference's choice of experts. `scripts/parity_matrix.py` writes this page;
-`make sweep` asserts the same rows.
+token. In float32 the layouts replay the reference's choice of experts. A BERT runs {BERT_STEPS} steps with 4 layers.
+`scripts/parity_matrix.py` writes this page; `make sweep` asserts the same rows.
 """
 
 
@@ -299,6 +312,18 @@ EXPERT_SWEEPS: dict[str, tuple[RunConfig, list[dict[str, Any]], str]] = {
 """Mixtures of experts. All layouts of the first table together have every four values of `EXPERT_AXES`."""
 
 
+def masked(placement: str) -> RunConfig:
+    """A BERT with the norms of one layout of its figure, at sizes that 8 ranks on two cores train in seconds."""
+    return small("bert_tiny").override({"global_batch_size": 8, "model.norm_placement": placement})
+
+
+BERT_SWEEPS: dict[str, tuple[RunConfig, list[dict[str, Any]], str]] = {
+    "BERT, norms before each half, float64": (masked("pre"), BERT_LAYOUTS, "float64"),
+    "BERT, norms behind each addition, float64": (masked("post"), BERT_LAYOUTS, "float64"),
+}
+"""BERT in both layouts of figure 7 of arXiv 1909.08053."""
+
+
 def section(title: str, about: str, report: ParityReport) -> str:
     """One table in Markdown."""
     head = (
@@ -325,6 +350,8 @@ def planned() -> list[tuple[str, str, RunConfig, list[dict[str, Any]], int, str]
         rows.append((title, "", config, layouts, DATA_STEPS, dtype))
     for title, (config, layouts, dtype) in EXPERT_SWEEPS.items():
         rows.append((title, "", config, layouts, EXPERT_STEPS, dtype))
+    for title, (config, layouts, dtype) in BERT_SWEEPS.items():
+        rows.append((title, "", config, layouts, BERT_STEPS, dtype))
     return rows
 
 

@@ -95,8 +95,6 @@ def read_layouts(
 
 
 def _read_layout(text: str, config: RunConfig, default_world_size: int | None) -> tuple[dict[str, Any], list[str]]:
-    from labkit.train.preflight import not_yet_trainable
-
     layout, problems = _read_items(text)
     if problems:
         return layout, problems
@@ -109,7 +107,7 @@ def _read_layout(text: str, config: RunConfig, default_world_size: int | None) -
     if made and world_size not in (None, made):
         return layout, [f"world_size = {world_size}: dp and the other sizes make {made}; keep one of them"]
     layout["world_size"] = world_size or made or default_world_size or parallel.smallest_world_size
-    return layout, [*changed.problems(layout["world_size"]), *not_yet_trainable(changed)]
+    return layout, changed.problems(layout["world_size"])
 
 
 def _read_items(text: str) -> tuple[dict[str, Any], list[str]]:

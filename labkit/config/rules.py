@@ -62,6 +62,8 @@ EXCLUSIONS = (
      "Transformer Engine has no fp64; set optim.precision, or local layers"),
     ("model.attention_backend=unfused", "model.transformer_impl=transformer_engine",
      "Transformer Engine chooses its kernels; set it to fused, or local layers"),
+    ("parallel.rank_offset", "", "a run's first rank is rank 0; leave it out"),
+    ("parallel.split_rank", "model.family=gpt|bert", "a GPT or BERT has no encoder to split off; leave it out"),
     ("model.family=t5", "", "T5 is not built yet; choose gpt or bert"),
     ("model.activation=swiglu", "model.family=bert", "BERT's masked-LM head has no gate; choose gelu or gelu_tanh"),
     ("model.transformer_impl=transformer_engine", "model.family=bert", "BERT runs local layers; set it to local"),

@@ -14,7 +14,6 @@ import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,25 +39,6 @@ if TYPE_CHECKING:
     import torch
 
     from labkit.parallel.groups import ParallelGroups
-
-# ---- can the loop carry it out? ----
-
-_LATER: dict[str, tuple[Any, str]] = {
-    "parallel.rank_offset": (0, "has no layout that does not start at rank 0"),
-    "parallel.split_rank": (None, "has no encoder to split off from a GPT"),
-}
-"""Valid fields -> the only value that the training loop supports yet, and what is missing."""
-
-
-def not_yet_trainable(config: RunConfig) -> list[str]:
-    """Return a sentence for each valid option that the training loop does not support yet."""
-    values = {name: attrgetter(name)(config) for name in _LATER}
-    return [
-        f"{name} = {shown(values[name])}: the training loop {missing} yet; leave it at {shown(usual)}"
-        for name, (usual, missing) in _LATER.items()
-        if values[name] != usual
-    ]
-
 
 # ---- does the schedule fit the run? ----
 
@@ -268,7 +248,7 @@ def problems(
     schedule: used instead of the configured schedule.
     own_model: true for a model that labkit did not build, whose memory it cannot predict.
     """
-    if broken := [*config.problems(world_size), *not_yet_trainable(config)]:
+    if broken := config.problems(world_size):
         return broken  # the other checks need valid sizes
     schedule, problem = _checked_schedule(config, world_size, schedule)
     found = [problem, *_layer_and_device_problems(config, world_size, device)]

@@ -50,7 +50,7 @@ from labkit.train.forward_step import Batch, ForwardStep, forward_step_of, gpt_f
 from labkit.train.interruption import RunInterrupted, listening
 from labkit.train.lr_schedule import LearningRate, build_lr_schedule
 from labkit.train.pipeline import Pipeline
-from labkit.train.preflight import check_schedule, look, not_yet_trainable, problems, refuse, run_folder, schedule_of
+from labkit.train.preflight import check_schedule, look, problems, refuse, run_folder, schedule_of
 from labkit.train.reporting.metrics import Timers
 from labkit.train.reporting.report import Report
 from labkit.train.stepping import Observer, train_step
@@ -170,9 +170,6 @@ def initialize(config: RunConfig, *, schedule: Schedule | None = None, own_model
 
     own_model: true for a model that labkit did not build, whose memory it cannot predict.
     """
-    unready = not_yet_trainable(config)
-    if unready:
-        raise ValueError("this configuration cannot be trained: " + "; ".join(unready))
     world_size = _world_size(config)
     config.validate(world_size)
     if schedule is None:

@@ -16,7 +16,6 @@ from labkit.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, p
 from labkit.config.fields import ALIASES, SPECS, resolve
 from labkit.config.sections import REASONS, SECTIONS
 from labkit.parallel.rank_generator import rank_generators
-from labkit.train.preflight import not_yet_trainable
 
 
 def test_every_field_has_its_string_and_every_section_a_docstring() -> None:
@@ -97,7 +96,6 @@ def test_tiny_presets_fit_every_layout(name: str) -> None:
     assert config.model.seq_length % 16 == 0 and config.model.vocab_size % (128 * 8) == 0
     assert config.num_microbatches(1) >= 16
     assert config.optim.eps == 1e-5 and config.optim.lr <= 1e-3
-    assert not_yet_trainable(config) == []
     for tp in (1, 2, 4):
         for pp in (1, 2, 4):
             for dp in (1, 2):
@@ -376,16 +374,12 @@ def test_smallest_world_size_and_derived_numbers() -> None:
     assert (config.data_parallel_size(8), config.num_microbatches(8)) == (2, 8)
 
 
-def test_not_yet_trainable_options_are_sound_but_named() -> None:
-    config = presets.tiny().override(
-        {"cp": 2, "sequence_parallel": True, "split_rank": 1, "pp": 2, "distributed_optimizer": True}
-    )
-    assert config.problems(4) == []
-    sentences = not_yet_trainable(config)
-    assert "has no encoder to split off from a GPT" in sentences[0]
-    assert [s.split(" = ")[0] for s in sentences] == [
-        "parallel.split_rank",
-    ]  # fmt: skip
+def test_layouts_that_no_model_trains_on_are_refused_when_they_are_read() -> None:
+    config = presets.tiny().override({"split_rank": 1, "pp": 2})
+    assert config.problems() == ["parallel.split_rank = 1: a GPT or BERT has no encoder to split off; leave it out"]
+    config = presets.tiny().override({"rank_offset": 2})
+    assert config.problems(4) == ["parallel.rank_offset = 2: a run's first rank is rank 0; leave it out"]
+    assert rules.layout_problems(ParallelConfig(split_rank=1, pp=2, rank_offset=2), 4) == [], "groups can"
 
 
 def test_config_imports_no_torch() -> None:

@@ -46,7 +46,12 @@ def test_the_committed_tables_are_those_of_the_script_but_for_the_numbers(tmp_pa
     monkeypatch.setattr(matrix, "TARGET", tmp_path / "parity.md")
     assert matrix.main() == 0
     written, committed = matrix.TARGET.read_text(), (ROOT / "docs" / "parity.md").read_text()
-    sweeps = [*matrix.SWEEPS.values(), *matrix.DATA_SWEEPS.values(), *matrix.EXPERT_SWEEPS.values()]
+    sweeps = [
+        *matrix.SWEEPS.values(),
+        *matrix.DATA_SWEEPS.values(),
+        *matrix.EXPERT_SWEEPS.values(),
+        *matrix.BERT_SWEEPS.values(),
+    ]
     layouts = len(matrix.PRESETS) * 2 * len(matrix.LAYOUTS) + sum(len(rows) for _, rows, _ in sweeps)
     assert len(re.findall(r"^\| tp\d ", committed, flags=re.MULTILINE)) == layouts
     assert _without_numbers(written).splitlines() == _without_numbers(committed).splitlines()

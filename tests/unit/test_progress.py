@@ -36,7 +36,10 @@ WORDS = ["step 12 of 100:", "loss 5.8054", "0.420 s/step", "ETA 0:37", "1,234 to
 
 def test_the_words_of_a_step_in_order_of_importance() -> None:
     assert step_words(VALUES) == WORDS
-    assert step_words({"step": 3, "steps": 9, "test_loss": 2.0}) == ["step 3 of 9:", "test loss 2.0000, perplexity 7.39"]
+    assert step_words({"step": 3, "steps": 9, "test_loss": 2.0}) == [
+        "step 3 of 9:",
+        "test loss 2.0000, perplexity 7.39",
+    ]
     assert step_words({"step": 3, "loss": 2.0, "skipped_steps": 2, "grad_norm": None}) == [
         "step 3:", "loss 2.0000", "skipped 2",
     ]  # fmt: skip

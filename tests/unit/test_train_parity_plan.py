@@ -60,8 +60,8 @@ GIVEN = {
     "train.tensorboard_dir": ["/tmp/nothing-is-written"],
 }
 FILES = ("schedule.path", "data.path", "data.tokenizer")
-NEVER = ("schedule.use_ring_exchange_p2p",)
-"""Has no sound value besides its default."""
+NEVER = ("schedule.use_ring_exchange_p2p", "parallel.rank_offset", "parallel.split_rank")
+"""Have no sound value besides their defaults."""
 
 
 def candidates(name: str) -> list[Any]:

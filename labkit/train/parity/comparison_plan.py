@@ -14,7 +14,7 @@ from labkit.config.errors import nearest, shown
 from labkit.config.fields import SPECS
 from labkit.graphs.scope import captures_layers, layer_scope
 from labkit.parallel.group_plan import GROUP_KINDS
-from labkit.train.preflight import not_yet_trainable, schedule_problem
+from labkit.train.preflight import schedule_problem
 
 PRECISIONS = {"float64": ("fp64", 1e-10), "float32": ("fp32", 1e-5)}
 """dtype -> (optim.precision, largest difference that is equal)."""
@@ -173,7 +173,7 @@ def plan_layout(
     changed = base.override({key: value for key, value in layout.items() if key != "world_size"})
     world_size = int(layout.get("world_size", changed.parallel.smallest_world_size))
     problems = _decided_by_the_comparison(base, changed, dtype) or list(filter(None, [_incomparable(changed, dtype)]))
-    problems = problems or changed.problems(world_size) or not_yet_trainable(changed)
+    problems = problems or changed.problems(world_size)
     if not problems and (problem := schedule_problem(changed, world_size)):
         problems = [problem]
     if not problems and (problem := _graphs(changed, dtype)):
