@@ -24,6 +24,7 @@ TOPICS = {
     "context_parallel": ("07",),
     "optimizer_shards": ("08",),
     "pipelines": ("10", "11", "12"),
+    "training_runs": ("13",),
     "token_dispatch": ("14",),
     "captured_graphs": ("16", "17", "18"),
 }

@@ -63,8 +63,8 @@ NAMES: dict[str, str] = {
         gantt gantt_overlay graph_memory Kept launch_timeline layer_placement live_bytes load_over_training
         loss_curves measured_ring order_traffic overlap_gantt padding_costs PaddingCost policy_loads pool_blocks
         rank_grid rank_neighbours readings replay_policies ring_timeline saved_waterfall send_matrix_figure
-        sequence_diagram skew_curve standard_policies tensor_parallel_block training_curves TransformerTraffic
-        watch_runs write_trace zero_stages
+        sequence_diagram skew_curve standard_policies stored_boxes tensor_parallel_block training_curves
+        TransformerTraffic watch_runs write_trace zero_stages
     """,
 }
 """Package -> the names that those pages and chapters call."""

@@ -1,0 +1,48 @@
+"""Chapter 13, exercise `13.reads`: reads(stored, offset, shape) -> (key, start there, start here, shape) by read."""
+
+Sizes = tuple[int, ...]
+Stored = list[tuple[str, Sizes, Sizes]]
+Reads = list[tuple[str, Sizes, Sizes, Sizes]]
+
+
+def _overlaps(stored: Stored, offset: Sizes, shape: Sizes) -> list[tuple[str, Sizes, Sizes, Sizes]]:
+    """(key, stored offset, first element of the overlap, its shape) of each stored box that has such an element."""
+    found = []
+    for key, at, size in stored:
+        first = tuple(map(max, at, offset))
+        ends = tuple(min(a + n, b + m) for a, n, b, m in zip(at, size, offset, shape))
+        common = tuple(end - start for end, start in zip(ends, first))
+        if all(length > 0 for length in common):
+            found.append((key, at, first, common))
+    return found
+
+
+def _minus(a: Sizes, b: Sizes) -> Sizes:
+    return tuple(x - y for x, y in zip(a, b))
+
+
+def solution(stored: Stored, offset: Sizes, shape: Sizes) -> Reads:
+    """Overlap of each pair of boxes, counted inside both of them."""
+    overlaps = _overlaps(stored, offset, shape)
+    return [(key, _minus(first, at), _minus(first, offset), size) for key, at, first, size in overlaps]
+
+
+def wrong_1(stored: Stored, offset: Sizes, shape: Sizes) -> Reads:
+    """Forgets that a file holds a box, not the whole tensor: its first element is not element 0."""
+    return [(key, first, _minus(first, offset), size) for key, _, first, size in _overlaps(stored, offset, shape)]
+
+
+def wrong_2(stored: Stored, offset: Sizes, shape: Sizes) -> Reads:
+    """Gives columns before rows, as a picture's x and y, where a tensor's shape begins with its rows."""
+    return [(key, a[::-1], b[::-1], size[::-1]) for key, a, b, size in solution(stored, offset, shape)]
+
+
+def wrong_3(stored: Stored, offset: Sizes, shape: Sizes) -> Reads:
+    """Reads boxes that only touch its own: an overlap of no element is none."""
+    found = []
+    for key, at, size in stored:
+        first = tuple(map(max, at, offset))
+        ends = tuple(min(a + n, b + m) for a, n, b, m in zip(at, size, offset, shape))
+        if all(end >= start for end, start in zip(ends, first)):
+            found.append((key, _minus(first, at), _minus(first, offset), _minus(ends, first)))
+    return found
