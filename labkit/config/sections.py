@@ -391,11 +391,9 @@ class CheckpointConfig:
     interval: int = field(100, "Steps between checkpoints; the last step always has one.", ge=1,
         aliases="save_interval", needs="checkpoint.dir")
     keep: int = field(2, "The newest so many stay, older ones are removed.", ge=1, needs="checkpoint.dir")
-    asynchronous: bool = field(False, "Copy the state and write it behind the next steps.", aliases="async_save",
-        needs="checkpoint.dir")
-    load: str | None = field(None,
-        "`none` starts anew; `latest` resumes from checkpoint.dir; else a folder of checkpoints, or one of its steps. "
-        "Without it (`null`) the run resumes if checkpoint.dir holds a checkpoint.", none="")
+    asynchronous: bool = field(False, "Write a copy behind later steps.", aliases="async_save", needs="checkpoint.dir")
+    load: str | None = field(None, "`none` starts anew; `latest` resumes from checkpoint.dir, null does if that has a "
+        "checkpoint; else a folder of checkpoints, or one of its steps.", none="")
 
 
 @dataclass(frozen=True, kw_only=True)
