@@ -28,6 +28,8 @@ _END = 5.0
 """Seconds that ranks get to leave the group and end."""
 _STACK_WAIT = 2.0
 """Seconds that a hung rank gets to write its stack, on a machine with more to do."""
+_ASKED_LATELY = 1.0
+"""Seconds for which an answer counts as new."""
 _STACK_STILL = 5
 """A stack is whole once so many looks, 10 ms apart, found the same text: the main thread is written last."""
 _REPLAY_LIMIT = 1 << 20
@@ -46,6 +48,7 @@ class RankHandle:
         self.hung_up = False
         self.replayed = {"out": 0, "err": 0}
         self._stack_file, self._stack_from = spec.file("stack", rank), 0
+        self._asked_at = -math.inf
 
     def start(self) -> None:
         """Fork the process."""
@@ -88,8 +91,15 @@ class RankHandle:
         self.outcome.phase, self.outcome.exit_code = "died", self.process.exitcode
 
     def ask_for_stack(self) -> None:
-        """Have the rank write the Python stacks of its threads. Before it runs the signal would end it."""
+        """Have the rank write the Python stacks of its threads. Before it runs the signal would end it.
+
+        A rank that was asked a moment ago is not asked again: the end of its answer would pass for the next one.
+        """
         assert self.outcome.phase != "starting", "the rank listens to the signal"
+        now = time.monotonic()
+        if now - self._asked_at < _ASKED_LATELY:
+            return
+        self._asked_at = now
         with contextlib.suppress(OSError):
             self._stack_from = self._stack_file.stat().st_size
         guard.send_signal(self.pid, signal.SIGUSR1)
