@@ -21,7 +21,7 @@ COMMANDS = {
     "doctor": ("doctor_command", "check that this machine can launch ranks"),
     "groups": ("groups_command", "print the rank groups of a layout of any size"),
     "order": ("order_command", "print a pipeline schedule, or check your own"),
-    "data": ("data_command", "make datasets from text: tokenise, show, join"),
+    "data": ("data_command", "make datasets from text: clean, tokenise, show, join"),
     "train": ("train_command", "train a model under a layout"),
     "watch": ("watch_command", "show live or finished runs from their folders"),
     "checkpoint": ("checkpoints.checkpoint_command", "list, verify, export, import checkpoints"),

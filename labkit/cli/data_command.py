@@ -1,4 +1,4 @@
-"""`labkit data`: make indexed datasets from text, show them, join them."""
+"""`labkit data`: clean text, make indexed datasets from it, show them, join them."""
 
 from __future__ import annotations
 
@@ -51,11 +51,34 @@ def _prepare(arguments: Arguments, words: Sequence[str]) -> int:
     options = arguments.options
     workers = options["workers"] or os.cpu_count() or 1
     recipe = Recipe(options["tokenizer"], options["key"], options["append_eod"], options["sentences"])
-    with _bar(inputs) as advance, _sigterm_interrupts():
+    with _bar(inputs, "tokenising") as advance, _sigterm_interrupts():
         done = prepare(inputs, prefix, recipe, workers=workers, overwrite=options["overwrite"], progress=advance)
     empty = f", {done.empty} without a token left out" if done.empty else ""
     print(f"{prefix}: {done.documents} documents, {done.tokens} tokens{empty}")
     print(f"train on it by --data.path {prefix}")
+    return 0
+
+
+def _clean(arguments: Arguments, words: Sequence[str]) -> int:
+    """Write the documents that pass all rules as JSON lines, and say how many did not."""
+    from labkit.data.cleaning import OVERLAP, Rules, clean
+
+    *inputs, target = words
+    options = arguments.options
+    names = ("key", "tokenizer", "min_tokens", "jaccard", "repair_newlines")
+    rules = Rules(**{name: options[name] for name in names})
+    with _bar(inputs, "cleaning") as advance, _sigterm_interrupts():
+        done = clean(inputs, target, rules, tests=options["tests"], overwrite=options["overwrite"], progress=advance)
+    print(
+        f"{target}: {done.kept} of {done.read} documents kept; {done.short} short, {done.evaluation} of the test sets, "
+        f"{done.duplicates} near-duplicates"
+    )
+    if options["tests"]:
+        share = done.overlapping / max(1, done.test_ngrams)
+        print(
+            f"{OVERLAP}-grams of the test sets in kept documents: "
+            f"{done.overlapping} of {done.test_ngrams} ({share:.1%})"
+        )
     return 0
 
 
@@ -89,14 +112,14 @@ def _merge(arguments: Arguments, words: Sequence[str]) -> int:
 
 
 @contextmanager
-def _bar(paths: Sequence[str]) -> Iterator[Callable[[int], Any]]:
+def _bar(paths: Sequence[str], words: str) -> Iterator[Callable[[int], Any]]:
     """A bar of bytes on a terminal; gives the function that advances it."""
     from tqdm.auto import tqdm
 
     from labkit.data.documents import total_bytes
 
     total = total_bytes(paths)
-    with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, disable=None, desc="tokenising") as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, disable=None, desc=words) as bar:
         yield bar.update
 
 
@@ -133,6 +156,12 @@ ACTIONS: dict[str, Action] = {
         2,
         ("tokenizer", "key", "append_eod", "sentences", "workers", "overwrite"),
     ),
+    "clean": Action(
+        _clean,
+        "FILE... OUT.jsonl",
+        2,
+        ("tokenizer", "key", "min_tokens", "jaccard", "tests", "repair_newlines", "overwrite"),
+    ),
     "show": Action(_show, "PREFIX...", 1),
     "merge": Action(_merge, "PREFIX... OUT", 2, ("overwrite",)),
 }
@@ -140,8 +169,9 @@ ACTIONS: dict[str, Action] = {
 COMMAND = Command(
     name="data",
     summary="Indexed datasets in Megatron's format: `prepare FILE... PREFIX` tokenises .txt (one document a file), "
-    ".jsonl (one object a line) and .parquet files into PREFIX.bin and PREFIX.idx; `show PREFIX...` checks datasets "
-    "and counts their tokens; `merge PREFIX... OUT` joins datasets.",
+    ".jsonl (one object a line) and .parquet files into PREFIX.bin and PREFIX.idx; `clean FILE... OUT.jsonl` leaves "
+    "out short documents, near-duplicates and test documents; `show PREFIX...` checks and counts; "
+    "`merge PREFIX... OUT` joins datasets.",
     options=(
         Option(
             "tokenizer",
@@ -153,9 +183,13 @@ COMMAND = Command(
         Option("append-eod", "bool", "close each document with the end token, if the vocabulary has one", True),
         Option("sentences", "bool", "keep each sentence as a sequence, for BERT and T5", False),
         Option("workers", "int", "processes that tokenise; one for each core where not given", ge=1),
+        Option("min-tokens", "int", "clean: fewest tokens of a document; 0 keeps short ones", 128, ge=0),
+        Option("jaccard", "float", "clean: similarity from which on a document is a near-duplicate", 0.7, gt=0, le=1),
+        Option("tests", "tuple[str, ...]", "clean: files of test documents, which are left out of the result", ()),
+        Option("repair-newlines", "bool", "clean: join the lines of a paragraph", True),
         Option("overwrite", "bool", "replace an existing dataset", False),
     ),
     execute=execute,
     example="labkit data prepare books.jsonl news.jsonl corpus --tokenizer tokenizer.json",
-    words="prepare|show|merge WORDS",
+    words="prepare|clean|show|merge WORDS",
 )

@@ -218,7 +218,7 @@ def test_the_command_prepares_shows_and_merges(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "no action named; give one of prepare, show, merge"),
+        ([], "no action named; give one of prepare, clean, show, merge"),
         (["prepar", "a"], 'there is no such action; .* did you mean "prepare"'),
         (["prepare", "a.txt"], r"prepare takes FILE... PREFIX, and 1 words are given"),
         (["show", "a", "--key", "b"], "--key: show does not read it; leave it out"),
