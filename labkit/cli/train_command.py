@@ -229,7 +229,7 @@ def refuse_if_any(results: list[Any]) -> None:
 
 def final_lines(result: Trained, config: RunConfig) -> list[str]:
     """The final losses, the load of experts, and where the files are."""
-    from labkit.train.reporting.progress_line import with_perplexity
+    from labkit.train.reporting.progress_line import FIELDS
 
     if not result.losses:
         return [f"nothing to do: the checkpoint has all {result.resumed_after} steps; to go on, raise train.steps"]
@@ -239,9 +239,10 @@ def final_lines(result: Trained, config: RunConfig) -> list[str]:
     if skipped and (count := skipped[-1][0]):
         because = [reason for _, reason in skipped if reason][-1]
         lines.append(f"{count} of them skipped, no weight changed; the last because {because}")
-    for name in ("validation_loss", "test_loss"):
-        values = [line[name] for line in result.metrics if name in line]
-        lines += [f"{name.replace('_', ' ')} {with_perplexity(values[-1])}"] if values else []
+    for name in ("validation", "test"):
+        last = next((line for line in reversed(result.metrics) if f"{name}_loss" in line), {})
+        fields = [field for field in (f"{name}_loss", f"{name}_perplexity") if field in last]
+        lines += [", ".join(FIELDS[field](last[field]) for field in fields)] if fields else []
     worst = [line["moe/max_over_mean"] for line in result.metrics if "moe/max_over_mean" in line]
     lines += [f"the fullest expert has {worst[-1]:.2f} times the mean load"] if worst else []
     lines += [graph_words(line["graphs"]) for line in result.metrics if "graphs" in line][-1:]

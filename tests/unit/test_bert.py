@@ -323,6 +323,7 @@ def test_training_learns(placement: str) -> None:
     result = pretrain(presets.bert_tiny().override(changes))
     assert np.mean(result.losses[-5:]) < np.mean(result.losses[:5]) - 0.5
     assert result.series("validation_loss")[-1][1] < result.losses[0]
+    assert result.series("validation_perplexity") == [], "the loss is not that of words alone"
 
 
 def test_the_papers_rows_are_as_section_4_trains_them() -> None:

@@ -36,10 +36,9 @@ WORDS = ["step 12 of 100:", "loss 5.8054", "0.420 s/step", "ETA 0:37", "1,234 to
 
 def test_the_words_of_a_step_in_order_of_importance() -> None:
     assert step_words(VALUES) == WORDS
-    assert step_words({"step": 3, "steps": 9, "test_loss": 2.0}) == [
-        "step 3 of 9:",
-        "test loss 2.0000, perplexity 7.39",
-    ]
+    assert step_words({"step": 3, "steps": 9, "test_loss": 2.0, "test_perplexity": 7.389}) == [
+        "step 3 of 9:", "test loss 2.0000", "perplexity 7.39",
+    ]  # fmt: skip
     assert step_words({"step": 3, "loss": 2.0, "skipped_steps": 2, "grad_norm": None}) == [
         "step 3:", "loss 2.0000", "skipped 2",
     ]  # fmt: skip
@@ -101,7 +100,7 @@ def run(stream: TextIO, steps: int = 3) -> None:
     with ProgressBar(steps, stream) as bar:
         for step in range(1, steps + 1):
             bar.update(VALUES | {"step": step, "steps": steps})
-        bar.update({"step": steps, "validation_loss": 5.5})
+        bar.update({"step": steps, "validation_loss": 5.5, "validation_perplexity": 244.7})
 
 
 @pytest.mark.parametrize("width", [200, 100, 60])
@@ -127,7 +126,7 @@ def test_a_narrow_terminal_and_one_without_a_width_lose_nothing(width: int) -> N
     words = re.sub(r"\s+", " ", text)
     for step in (1, 3):
         assert " ".join([f"step {step} of 3:", *WORDS[1:]]) in words, "first and last step"
-    assert "step 3 of 3: validation loss 5.5000, perplexity 245" in words
+    assert "step 3 of 3: validation loss 5.5000 perplexity 245" in words
     assert "\r" not in text.replace("\r\n", "")
     if width == 0:
         assert len(text.splitlines()) == 3
@@ -138,7 +137,7 @@ def test_a_file_has_whole_lines_and_no_carriage_return(tmp_path: Path) -> None:
         run(stream)
     first, last, validation = (tmp_path / "log").read_text().splitlines()
     assert first == "step 1 of 3: " + "  ".join(WORDS[1:]) and last == first.replace("1 of 3", "3 of 3")
-    assert validation == "step 3 of 3: validation loss 5.5000, perplexity 245"
+    assert validation == "step 3 of 3: validation loss 5.5000  perplexity 245"
 
 
 def test_lines_come_every_second_and_later_every_minute(monkeypatch: pytest.MonkeyPatch) -> None:

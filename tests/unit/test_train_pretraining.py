@@ -125,6 +125,7 @@ def test_validation_loss_is_the_mean_over_the_split():
     with torch.no_grad():
         expected = model(samples[:, :-1], labels_BS=samples[:, 1:]).mean().item()
     assert result.series("validation_loss")[0][1] == pytest.approx(expected, rel=1e-12)
+    assert result.series("validation_perplexity")[0][1] == pytest.approx(math.exp(expected), rel=1e-12)
 
 
 def test_process_non_loss_data_gets_what_the_loss_function_returns():

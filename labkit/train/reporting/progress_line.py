@@ -8,7 +8,6 @@ The values have their names from metrics.jsonl, so a line of that file can be sh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,16 +29,13 @@ def teraflops(rate: float) -> str:
     return f"{digits(rate)} TFLOP/s" if rate >= 0.1 else f"{digits(1000 * rate)} GFLOP/s"
 
 
-def with_perplexity(loss: float) -> str:
-    """Return `5.1234, perplexity 168`: the loss, and e to its power, the form in which papers give it."""
-    return f"{loss:.4f}, perplexity {digits(math.exp(min(loss, 50.0)))}"
-
-
 FIELDS: dict[str, Callable[[Any], str]] = {
     "loss": lambda loss: f"loss {loss:.4f}",
-    "validation_loss": lambda loss: f"validation loss {with_perplexity(loss)}",
+    "validation_loss": lambda loss: f"validation loss {loss:.4f}",
+    "validation_perplexity": lambda perplexity: f"perplexity {digits(perplexity)}",
     "slow_ranks": "; ".join,
-    "test_loss": lambda loss: f"test loss {with_perplexity(loss)}",
+    "test_loss": lambda loss: f"test loss {loss:.4f}",
+    "test_perplexity": lambda perplexity: f"perplexity {digits(perplexity)}",
     "skipped_steps": lambda count: f"skipped {count}" if count else "",
     "step_time": lambda seconds: f"{digits(seconds)} s/step",
     "eta": lambda seconds: f"ETA {duration(seconds)}",

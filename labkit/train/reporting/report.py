@@ -12,6 +12,7 @@ the run, so the lines of a run that dies are kept, and memory does not grow with
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
@@ -222,9 +223,15 @@ class Report:
             self._progress(step=values["step"], **slow)
 
     def evaluation(self, step: int, name: str, loss: float) -> None:
-        """Write a line `{"step": ..., name: loss}` with the name `validation_loss` or `test_loss`."""
-        self._add({"step": step, name: loss})
-        self._progress(**{"step": step, name: loss})
+        """Write a line `{"step": ..., name: loss}` with the name `validation_loss` or `test_loss`.
+
+        A GPT's line also has the perplexity, e to the power of the loss. BERT's loss has a second mean, over sentences.
+        """
+        line = {"step": step, name: loss}
+        if self._config.model.family == "gpt":
+            line[name.replace("loss", "perplexity")] = math.exp(min(loss, 50.0))
+        self._add(line)
+        self._progress(**line)
 
     def graphs(self, step: int, graphs: StepGraphs) -> None:
         """Write a line about the graphs once after each capture, unless the implementation does not know their memory.

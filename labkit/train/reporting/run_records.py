@@ -75,7 +75,7 @@ class RunRecords:
         if not self._last:
             return {}
         values = {"step": self._step, **self._last}
-        for name in ("validation_loss", "test_loss"):
+        for name in ("validation_loss", "validation_perplexity", "test_loss", "test_perplexity"):
             if points := self.series.get(name):
                 values[name] = points[-1][1]
         steps, times = self._config.get("train.steps"), self.series.get("step_time", [])[-_RECENT:]
