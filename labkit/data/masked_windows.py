@@ -2,8 +2,8 @@
 
 A sample is `[CLS] first part [SEP] second part [SEP]`, as the corpus has no marks of sentences. Each window of the text
 is cut at a random place, and in half of the samples the parts change places (sentence order, arXiv 1909.11942). 15% of
-the tokens are to be predicted. Of these, 80% become `[MASK]`, 10% a random token, and 10% stay (arXiv 1810.04805). One
-sample in ten is shorter, with padding behind, so that a model also sees padding.
+the tokens are to be predicted: n-grams of whole words (`masking.py`). One sample in ten is shorter, with padding
+behind, so that a model also sees padding.
 
 The layout of a batch is `labkit.train.bert_step`'s. Every choice depends on the seed and on the position in the order
 of samples alone, so each layout reads the same global batch. `gpt_data` has the rule that shares it over ranks.
@@ -14,13 +14,14 @@ Shapes: B micro batch, S sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from labkit.data.gpt_data import Samples, build_gpt_datasets, microbatch_positions
+from labkit.data.masking import continuations, mask_ngrams, words_of
 from labkit.data.text import load_tokenizer, vocabulary_size
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from labkit.config import DataConfig, RunConfig
     from labkit.parallel.groups import ParallelGroups
 
-MASKED, AS_MASK, AS_RANDOM = 0.15, 0.8, 0.1
-"""Share of the tokens that are predicted; of these, shares shown as `[MASK]` and as a random token."""
 SHORT = 0.1
 """Share of the samples that are shorter than the sequence (Megatron-LM's `short_seq_prob`)."""
 FEWEST = 5
@@ -71,6 +70,8 @@ class MaskedWindows:
     """Tokens of the text's vocabulary, of which a masked place may show a random one."""
     seed: int
     """Of every choice, together with the position of the sample."""
+    continues: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
+    """By id, True where a token continues a word; other tokens are words of their own."""
 
     @property
     def name(self) -> str:
@@ -91,33 +92,28 @@ class MaskedWindows:
         cut = int(draw.integers(1, len(window)))
         swapped = bool(draw.random() < 0.5)
         first, second = (window[cut:], window[:cut]) if swapped else (window[:cut], window[cut:])
-        cls, sep, _ = self.special
+        cls, sep, mask = self.special
         tokens = np.concatenate([[cls], first, [sep], second, [sep]])
-        shown, chosen = self._masked(tokens, draw)
+        masked = mask_ngrams(
+            tokens,
+            words_of(tokens.tolist(), self.continues, (cls, sep)),
+            np.random.RandomState(draw.integers(2**32)),
+            target_length=max(length - 3, 7),  # 15% of 7 is one token, which the shortest samples predict
+            mask=mask,
+            vocabulary=self.text_tokens,
+        )
+        chosen = np.zeros(len(tokens), dtype=bool)
+        chosen[masked.positions] = True
         types = np.repeat([0, 1], [len(first) + 2, len(second) + 1])
         rest = (0, length - len(tokens))
         return {
-            "tokens_BS": np.pad(shown, rest),
+            "tokens_BS": np.pad(masked.tokens, rest),
             "types_BS": np.pad(types, rest),
             "labels_BS": np.pad(np.where(chosen, tokens, 0), rest),
             "loss_mask_BS": np.pad(chosen.astype(np.float32), rest),
             "padding_mask_BS": np.pad(np.ones(len(tokens), dtype=np.int64), rest),
             "is_random_B": np.array(int(swapped)),
         }
-
-    def _masked(self, tokens: np.ndarray, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """(the tokens that the model sees, True where it predicts): 15% of the text's tokens, at least one."""
-        text = np.flatnonzero((tokens != self.special.cls) & (tokens != self.special.sep))
-        places = draw.permutation(text)[: max(1, round(MASKED * len(text)))]
-        kind, random = draw.random(len(places)), draw.integers(0, self.text_tokens, size=len(places))
-        shown, chosen = tokens.copy(), np.zeros(len(tokens), dtype=bool)
-        chosen[places] = True
-        shown[places] = np.select(
-            [kind < AS_MASK, kind < AS_MASK + AS_RANDOM],
-            [np.full_like(places, self.special.mask), random],
-            tokens[places],
-        )
-        return shown, chosen
 
 
 def build_bert_datasets(config: RunConfig) -> tuple[MaskedWindows, MaskedWindows, MaskedWindows]:
@@ -146,7 +142,9 @@ def build_bert_datasets(config: RunConfig) -> tuple[MaskedWindows, MaskedWindows
             f"have the ids {special.cls}, {special.sep} and {special.mask}; set it to {need} or more"
         )
     windows = build_gpt_datasets(config.replaced({"model.seq_length": length - 4}))  # these have a token more
-    train, valid, test = (MaskedWindows(each, special, text_tokens, config.train.seed) for each in windows)
+    none = np.zeros(0, dtype=bool)  # the bundled tokenizer marks no continuation, and its file need not be read
+    marked = none if config.data.tokenizer is None else continuations(load_tokenizer(config.data.tokenizer))
+    train, valid, test = (MaskedWindows(each, special, text_tokens, config.train.seed, marked) for each in windows)
     return train, valid, test
 
 

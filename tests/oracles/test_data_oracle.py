@@ -13,6 +13,7 @@ import torch
 from labkit.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from labkit.data import IndexedDataset, IndexedDatasetBuilder, build_gpt_datasets, bundled_text, load_tokenizer
 from labkit.data.indexed import DTYPES
+from labkit.data.masking import mask_ngrams, words_of
 from labkit.data.sample_index import build_blending_indices, epochs_for, normalized
 
 with warnings.catch_warnings():
@@ -221,3 +222,42 @@ def test_tokenizers_of_a_path_are_those_of_transformers(tmp_path: Path) -> None:
         for entry in entries:
             expected = theirs_of_path(entry, add_special_tokens=False)["input_ids"]
             assert ours.encode(entry, add_special_tokens=False).ids == expected
+
+
+# ---- masking for BERT ----
+
+
+def test_masked_tokens_are_megatrons_choice_for_choice(tmp_path: Path) -> None:
+    """A hundred samples of 62 to 509 tokens, from the same random state: the same ids, positions and n-grams."""
+    from types import SimpleNamespace
+
+    from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset
+
+    vocabulary = {n: f"##{n}" if n % 3 == 0 else str(n) for n in range(1000)} | {1000: "[CLS]", 1001: "[SEP]"}
+    tokenizer = SimpleNamespace(cls=1000, sep=1001, mask=1002, inv_vocab=vocabulary)
+    peer = SimpleNamespace(
+        config=SimpleNamespace(
+            tokenizer=tokenizer, masking_probability=0.15, masking_max_ngram=3, masking_do_full_word=True,
+            masking_do_permutation=False, masking_use_longer_ngrams=False, masking_use_geometric_distribution=False,
+        ),
+        token_lookup=list(vocabulary),
+    )  # fmt: skip
+    peer._get_token_mask = lambda state: BERTMaskedWordPieceDataset._get_token_mask(peer, state)
+    continues = np.arange(1000) % 3 == 0
+    ngrams = set()
+    for seed in range(100):
+        draw = np.random.default_rng(seed)
+        length = int(draw.integers(60, 508))
+        body = draw.integers(0, 1000, length)
+        tokens = [1000, *body[: length // 2].tolist(), 1001, *body[length // 2 :].tolist(), 1001]
+        theirs_masked, positions, _, _, spans = BERTMaskedWordPieceDataset._create_masked_lm_predictions(
+            peer, tokens, length, np.random.RandomState(seed)
+        )
+        words = words_of(tokens, continues, (1000, 1001))
+        ours = mask_ngrams(
+            np.array(tokens), words, np.random.RandomState(seed), target_length=length, mask=1002, vocabulary=1002
+        )
+        assert ours.tokens.tolist() == theirs_masked and ours.positions == positions
+        assert ours.spans == [indices for indices, _ in spans]
+        ngrams |= {len(span) for span in ours.spans}
+    assert {1, 2, 3, 4} <= ngrams

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from labkit.config import ConfigError, ModelConfig, RunConfig, presets
 from labkit.data.datasets import build_datasets, data_iterator
-from labkit.data.masked_windows import MASKED, MaskedWindows, build_bert_datasets
+from labkit.data.masked_windows import MaskedWindows, build_bert_datasets
+from labkit.data.masking import MASKED
 from labkit.models import BertModel, GPTModel
 from labkit.models.core_attention import CoreAttention
 from labkit.parallel import single_process_groups

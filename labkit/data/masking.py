@@ -1,0 +1,114 @@
+"""Masked n-grams of whole words, as megatron-core chooses them for BERT: the same choices from the same random state.
+
+15% of a sample's tokens are to be predicted. They are chosen as n-grams of 1 to 3 words, n with probability
+proportional to 1 / n. A word is all of its pieces, so no model sees
+half of a masked word. An n-gram that would exceed the 15% is tried with one word less; one that meets a chosen token is
+dropped. Of the chosen tokens 80% become `[MASK]`, 10% a random token, and 10% stay (arXiv 1810.04805).
+
+Source: `_create_masked_lm_predictions` of megatron/core/datasets/masked_dataset.py and `_get_token_mask` of
+bert_dataset.py, megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tokenizers import Tokenizer
+
+MASKED, AS_MASK, AS_RANDOM = 0.15, 0.8, 0.5
+"""Share of the tokens that are predicted, of these shown as `[MASK]`, and of the rest shown as a random token."""
+MAX_NGRAM = 3
+"""Words of the longest n-gram."""
+
+
+class Masked(NamedTuple):
+    """A sample with masked tokens."""
+
+    tokens: np.ndarray
+    """Ids that the model sees, int64."""
+    spans: list[list[int]]
+    """Positions of each masked n-gram, in the order of the text."""
+
+    @property
+    def positions(self) -> list[int]:
+        """Positions of all tokens that are to be predicted, rising."""
+        return [position for span in self.spans for position in span]
+
+
+def continuations(tokenizer: Tokenizer) -> np.ndarray:
+    """True for each id whose token continues a word: `##` stands before it. Other tokenizers mark no token so."""
+    found = np.zeros(max(tokenizer.get_vocab().values()) + 1, dtype=bool)
+    found[[number for token, number in tokenizer.get_vocab().items() if token.startswith("##")]] = True
+    return found
+
+
+def words_of(tokens: Sequence[int] | np.ndarray, continues: np.ndarray, special: Sequence[int]) -> list[list[int]]:
+    """Positions of each word of a sample, without special tokens.
+
+    continues: by id, see `continuations`; an id behind its end continues no word.
+    """
+    words: list[list[int]] = []
+    for position, token in enumerate(tokens):
+        if token in special:
+            continue
+        if token < len(continues) and continues[token] and words:
+            words[-1].append(position)
+        else:
+            words.append([position])
+    return words
+
+
+def most_masked(tokens: int, target_length: int) -> float:
+    """Bound of the masked tokens of a sample of `tokens` tokens; see `mask_ngrams` for `target_length`."""
+    return min(MASKED * target_length, max(1, round(tokens * MASKED)))
+
+
+def mask_ngrams(
+    tokens: np.ndarray,
+    words: Sequence[Sequence[int]],
+    random: np.random.RandomState,
+    *,
+    target_length: int,
+    mask: int,
+    vocabulary: int,
+) -> Masked:
+    """Choose and mask n-grams of `words`.
+
+    words: positions of each word (`words_of`). target_length: most tokens of the sample without special ones. mask: id
+    of `[MASK]`. vocabulary: a random token is below this id.
+    """
+    most, sizes = most_masked(len(tokens), target_length), np.arange(1, MAX_NGRAM + 1)
+    chances = 1.0 / sizes
+    chances = chances / chances.sum()
+    order = list(range(len(words)))
+    random.shuffle(order)
+    shown, chosen, spans = np.array(tokens, dtype=np.int64), set[int](), list[list[int]]()
+    for first in order:
+        if len(chosen) >= most:
+            break
+        n = int(random.choice(sizes, p=chances / chances.sum()))
+        span = _fitting(words, first, n, most - len(chosen))
+        if not span or not chosen.isdisjoint(span):
+            continue
+        for position in span:
+            if random.random_sample() < AS_MASK:
+                shown[position] = mask
+            elif random.random_sample() >= AS_RANDOM:
+                shown[position] = random.randint(0, vocabulary)
+        chosen.update(span)
+        spans.append(span)
+    return Masked(shown, sorted(spans))
+
+
+def _fitting(words: Sequence[Sequence[int]], first: int, n: int, left: float) -> list[int]:
+    """Positions of the longest n-gram of at most `n` words from word `first` on with at most `left` tokens; or none."""
+    for size in range(n, 0, -1):
+        span = [position for word in words[first : first + size] for position in word]
+        if len(span) <= left:
+            return span
+    return []
