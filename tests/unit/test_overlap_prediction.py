@@ -145,13 +145,14 @@ def test_a_picture_of_fixed_height_names_what_it_leaves_out_and_marks_where_it_i
 
 def test_sliders_redraw_the_step_in_a_picture_that_stays_where_it_is(monkeypatch):
     monkeypatch.setenv("JPY_SESSION_NAME", "somewhere")
-    box = explore_buckets(LAYERS, BACKWARD, bucket_mb=0.1, latency_us=5000.0, gigabytes_per_second=1.0)
+    layers = [ParameterSpec(f"p{i}", 100_000) for i in range(4)]  # 0.4 MB each
+    box = explore_buckets(layers, BACKWARD, bucket_mb=37.5, latency_us=5000.0, gigabytes_per_second=1.0)
     size, latency, bandwidth, words, picture = box.children
     units = [slider.description for slider in (size, latency, bandwidth)]
     assert units == ["bucket size (MB)", "latency (\u00b5s)", "bandwidth (GB/s)"]
-    assert "1 reduction," in words.value
+    assert "buckets of 37.5 MB or more: 1 reduction," in words.value, "the caller's size is one of the stops"
     before = picture.value
-    size.min, size.value = -4.0, 0.0004
+    size.value = 0.1
     assert "4 reductions, 3 of them start" in words.value and picture.value != before
     after = picture.value
     latency.value, bandwidth.value = 10.0, 0.1

@@ -244,11 +244,13 @@ def _buckets(count: int) -> str:
 _BUCKET_ROWS = 10
 """Rows for buckets, for any number of buckets: a growing picture would push the page below away."""
 _SLIDERS = {
-    "bucket_mb": ("bucket size (MB)", -1.0, 3.0),
-    "latency_us": ("latency (\u00b5s)", 0.0, 4.0),
-    "gigabytes_per_second": ("bandwidth (GB/s)", -1.0, 3.0),
+    "bucket_mb": ("bucket size (MB)", -1, 3),
+    "latency_us": ("latency (\u00b5s)", 0, 4),
+    "gigabytes_per_second": ("bandwidth (GB/s)", -1, 3),
 }
 """Setting -> (label of its slider, smallest and largest power of ten)."""
+_STOPS = (1, 2, 3, 4, 5, 6, 8)
+"""Stops of a slider in each power of ten: round numbers, and the one that the caller gave stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -296,14 +298,23 @@ def explore_buckets(
     return _controls(model, figure, start, time_limit) if is_live() else figure
 
 
+def _stops(start: float, low: int, high: int) -> list[float]:
+    """The values of a slider, `start` among them."""
+    powers = (float(f"{stop}e{power}") for power in range(low, high) for stop in _STOPS)
+    return sorted({*powers, float(f"1e{high}"), start})
+
+
 def _controls(model: _Model, figure: Figure, start: dict[str, float], limit: float | None) -> Any:
     import ipywidgets as widgets
 
     look: dict[str, Any] = {"style": {"description_width": "160px"}, "layout": widgets.Layout(width="460px")}
     inputs = {
-        name: widgets.FloatLogSlider(value=start[name], min=low, max=high, step=0.1, description=text, **look)
+        name: widgets.SelectionSlider(
+            options=[(f"{stop:g}", stop) for stop in _stops(start[name], low, high)], value=start[name],
+            description=text, continuous_update=False, **look,
+        )
         for name, (text, low, high) in _SLIDERS.items()
-    }
+    }  # fmt: skip
     shown = LiveFigure(figure)
     shown.follow(inputs, lambda setting: model.drawn(setting, limit))
     return widgets.VBox([*inputs.values(), *shown.parts])

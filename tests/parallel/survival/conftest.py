@@ -103,7 +103,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_rank_left() -> Iterator[None]:
     """After the test no rank lives that it has started."""
-    from survival_runs import soon
+    from survival_runs import on_this_machine, soon
 
     from labkit.launch import forkserver
 
@@ -113,7 +113,7 @@ def no_rank_left() -> Iterator[None]:
 
     before = ranks()
     yield
-    assert soon(lambda: ranks() <= before, 2.0), "a rank is still there"
+    assert soon(lambda: ranks() <= before, on_this_machine(2.0)), "a rank is still there"
 
 
 def _parents() -> Iterator[tuple[int, int]]:

@@ -80,6 +80,7 @@ def test_of_two_runs_that_start_at_once_one_trains(tally, tmp_path, attempts):
 
 
 @pytest.mark.sweep
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("attempts", [20])
 def test_a_run_whose_launcher_was_killed_can_be_started_again_at_once(tally, tmp_path, attempts):
     """The kernel lets go of the lock as the ranks end; the next run waits for that moment."""

@@ -87,8 +87,10 @@ def test_twenty_steps_are_ten_and_ten_with_a_kill_between(tally, tmp_path, name,
     """Losses, parameters, moments, random states and the order of the data, 0 ulp apart."""
     layout = layouts_of(name)[number]
     counts = tally("F19", f"20 steps against 10 and 10, {name}")
+    ring = {"attention_dropout": 0.0} if "cp" in layout else {}  # its kernels drop nothing
+    dropout = DROPOUT | ring
     config = CHAINS[name][0].override(
-        {**layout, **DROPOUT, "steps": STEPS, "decay_steps": STEPS, "interval": CUT, "keep": 9, "record_events": False}
+        {**layout, **dropout, "steps": STEPS, "decay_steps": STEPS, "interval": CUT, "keep": 9, "record_events": False}
         | {"checkpoint.dir": "later"}
     )
     straight, cut = (config.override({"checkpoint.dir": str(tmp_path / folder)}) for folder in ("straight", "cut"))
