@@ -21,7 +21,8 @@ from labkit.train.checkpoint.manifest import Manifest, StoredTensor, read_manife
 from labkit.viz.figure import Figure
 from labkit.viz.style import DPI, SEQUENCE, new_figure, styled, text_color
 
-_WIDTH, _HEIGHT = 7.2, 3.4
+_WIDTH, _HEIGHT, _PANEL = 7.2, 3.4, 4.2
+"""Most inches of a figure across, its height, and most inches of a panel across."""
 _MARGIN = 75
 """Pixels of a panel beside its axes."""
 _LETTER, _LINE = 6.0, 13.0
@@ -47,10 +48,11 @@ def stored_boxes(checkpoints: Mapping[str, str | os.PathLike[str]], tensor: str)
     stored = {title: _tensor_of(read_manifest(Path(folder)), tensor) for title, folder in checkpoints.items()}
     writers = sorted({_writer(part.file) for held in stored.values() for part in held.boxes}, key=_in_order)
     with styled():
-        fig = new_figure(_WIDTH, _HEIGHT)
+        width = min(_WIDTH, _PANEL * len(stored))
+        fig = new_figure(width, _HEIGHT)
         panels = fig.subplots(1, len(stored), squeeze=False)[0]
         for axes, (title, held) in zip(panels, stored.items()):
-            _draw(axes, title, held, writers, _WIDTH * DPI / len(stored) - _MARGIN)
+            _draw(axes, title, held, writers, width * DPI / len(stored) - _MARGIN)
         handles = [
             Patch(facecolor=fill, hatch=hatch, edgecolor="#FFFFFF", label=writer)
             for writer, (fill, hatch) in zip(writers, map(_style, range(len(writers))))
