@@ -141,7 +141,10 @@ def _side_by_side(recipe: Recipe, pieces: Iterator[Piece], workers: int) -> Iter
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        raise ChildProcessError("a worker of the preparation died, perhaps for lack of memory; use fewer") from None
+        rule = (
+            "a worker died, perhaps for lack of memory (use fewer), or as the calling script does its work outside of"
+        )
+        raise ChildProcessError(f"{rule} `if __name__ == '__main__':`") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
