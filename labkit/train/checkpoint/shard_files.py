@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,15 +41,14 @@ def checksum_of(tensor: Tensor) -> str:
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> tuple[StoredFile, dict[str, str]]:
     """Write contiguous tensors of the host to `path` and bring them to the disk. Return the file and the checksum of
-    each tensor, computed while the disk works. Raises OSError, for example on a full disk."""
+    each tensor. Raises OSError, for example on a full disk."""
+    sums = {key: checksum_of(tensor) for key, tensor in tensors.items()}
     try:
         save_file(dict(tensors), path)
     except SafetensorError as error:
         raise OSError(str(error)) from error
-    with path.open("rb") as file, ThreadPoolExecutor(1) as disk:
-        synced = disk.submit(os.fsync, file.fileno())
-        sums = {key: checksum_of(tensor) for key, tensor in tensors.items()}
-        synced.result()
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
         return StoredFile(path.stat().st_size, checksum(_header(file))), sums
 
 
