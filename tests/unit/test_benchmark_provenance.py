@@ -34,7 +34,9 @@ def test_each_benchmark_stores_through_the_harness_alone(path: Path) -> None:
     else:
         assert made & {"report", "origin"}, f"{path.name} stores nothing through harness.report"
         own = "dump" in made or ("dumps" in made and "origin" not in made)
-        assert not own or path.stem == "data", f"{path.name} writes JSON of its own"  # data.py: its input has JSON lines
+        assert not own or path.stem == "data", (
+            f"{path.name} writes JSON of its own"
+        )  # data.py: its input has JSON lines
 
 
 def test_both_ways_of_storing_name_commit_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
