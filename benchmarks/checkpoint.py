@@ -11,11 +11,9 @@ Loading reads files that the page cache holds, and copies into a model that exis
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import Comparison, interleave, report
+from harness import Comparison, interleave, peak_of, report
 
 from labkit.config import RunConfig, presets
 from labkit.train.checkpoint.checkpoints import Checkpoints
@@ -128,31 +126,6 @@ def loaders(state: State) -> dict[str, Callable[[], None]]:
         dcp.load(theirs, checkpoint_id=state.folder / "dcp", no_dist=True)
 
     return {"labkit": labkit, "torch.load": torch_load, "torch DCP": torch_dcp}
-
-
-def peak_of(step: Callable[[], None]) -> int:
-    """Largest growth of this process's own memory (without pages of files) during a call, in bytes."""
-    gc.collect()
-    before, most, ended = anonymous_bytes(), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not ended.is_set():
-            most = max(most, anonymous_bytes())
-            time.sleep(0.002)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    step()
-    ended.set()
-    watcher.join()
-    return max(0, most - before)
-
-
-def anonymous_bytes() -> int:
-    """RssAnon of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 def size_of(path: Path) -> int:

@@ -14,8 +14,6 @@ import json
 import multiprocessing
 import os
 import tempfile
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Comparison, interleave, report, until_quiet
+from harness import Comparison, interleave, peak_of, report, until_quiet
 
 from labkit.data import bundled_text, load_tokenizer
 from labkit.data.preparation import prepare
@@ -76,30 +74,6 @@ def tokenisation(megabytes: int, workers: int, repetitions: int, folder: Path) -
     found = interleave(f"tokenise {real:.0f} MB, {words}", alternatives, repetitions=repetitions, warmup=1)
     rates = {name: round(real / found.median(name), 2) for name in alternatives}
     return replace(found, facts={"mb_per_second": rates})
-
-
-def peak_of(step: Callable[[], object]) -> int:
-    """Largest growth of this process's own memory during a call, in bytes."""
-    before, most, ended = anonymous_bytes(), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not ended.is_set():
-            most = max(most, anonymous_bytes())
-            time.sleep(0.001)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    step()
-    ended.set()
-    watcher.join()
-    return max(0, most - before)
-
-
-def anonymous_bytes() -> int:
-    """RssAnon of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 def sample_index(tokens: int, repetitions: int) -> Comparison:

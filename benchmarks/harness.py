@@ -17,6 +17,7 @@ import json
 import os
 import re
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -146,6 +147,31 @@ def until_quiet(measure: Callable[[], Comparison], *, attempts: int = 4, pause: 
         time.sleep(pause)
         found = measure()
     return found
+
+
+def peak_of(step: Callable[[], Any]) -> int:
+    """Largest growth of this process's own memory (without pages of files) during a call, in bytes."""
+    gc.collect()
+    before, most, ended = anonymous_bytes(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not ended.is_set():
+            most = max(most, anonymous_bytes())
+            time.sleep(0.002)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    step()
+    ended.set()
+    watcher.join()
+    return max(0, most - before)
+
+
+def anonymous_bytes() -> int:
+    """RssAnon of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 def _barrier() -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,6 +88,22 @@ def tally(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str], Tally
     if problems:
         pytest.fail(f"{len(problems)} of {sum(one.attempts for one in made)} attempts:\n" + "\n".join(problems), False)
     assert all(one.attempts for one in made), "nothing was tried"
+
+
+@pytest.fixture(scope="module")
+def course(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """`course(layout)`: an undisturbed run (`survival_runs.Course`)."""
+    from survival_runs import LAYOUTS, TINY, undisturbed
+
+    made: dict[str, Any] = {}
+
+    def get(layout: str) -> Any:
+        if layout not in made:
+            ranks, changes = LAYOUTS[layout]
+            made[layout] = undisturbed(tmp_path_factory.mktemp("course"), ranks, TINY.override(changes))
+        return made[layout]
+
+    return get
 
 
 @pytest.fixture(autouse=True, scope="session")

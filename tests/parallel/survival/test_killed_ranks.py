@@ -7,27 +7,13 @@ from pathlib import Path
 
 import pytest
 from step_faults import Plant, count_calls, killed_at_call, kills_the_one_that_waits, planted_run
-from survival_runs import LAYOUTS, TINY, Course, alive, on_this_machine, open_ports, undisturbed
+from survival_runs import Course, alive, on_this_machine, open_ports
 
 from labkit.launch import RankError, run
 
 LAYOUT_OF_ROW = ("tp2", "pp2", "dp2 zero")
 END = 2.0
 """Seconds in which the survivors must have ended."""
-
-
-@pytest.fixture(scope="module")
-def course(tmp_path_factory):
-    """`course(layout)`: an undisturbed run."""
-    made: dict[str, Course] = {}
-
-    def get(layout: str) -> Course:
-        if layout not in made:
-            ranks, changes = LAYOUTS[layout]
-            made[layout] = undisturbed(tmp_path_factory.mktemp("course"), ranks, TINY.override(changes))
-        return made[layout]
-
-    return get
 
 
 @contextlib.contextmanager

@@ -11,26 +11,12 @@ from pathlib import Path
 
 import pytest
 from save_faults import SaveFault, calls_of_a_save, watched_run
-from survival_runs import LAYOUTS, TINY, Course, complete_steps, on_this_machine, saving, undisturbed
+from survival_runs import TINY, Course, complete_steps, on_this_machine, saving
 
 from labkit.launch import run
 
 SOON = 1.0
 """Seconds from the beginning of the save to the error."""
-
-
-@pytest.fixture(scope="module")
-def course(tmp_path_factory):
-    """`course(layout)`: an undisturbed run."""
-    made: dict[str, Course] = {}
-
-    def get(layout: str) -> Course:
-        if layout not in made:
-            ranks, changes = LAYOUTS[layout]
-            made[layout] = undisturbed(tmp_path_factory.mktemp("course"), ranks, TINY.override(changes))
-        return made[layout]
-
-    return get
 
 
 def fail_in_save(counts, course: Course, folder: Path, fault: SaveFault, words: str) -> None:
