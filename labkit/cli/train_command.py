@@ -231,10 +231,11 @@ def final_lines(result: Trained, config: RunConfig) -> list[str]:
     """The final losses, the load of experts, and where the files are."""
     from labkit.train.reporting.progress_line import FIELDS
 
-    if not result.losses:
-        return [f"nothing to do: the checkpoint has all {result.resumed_after} steps; to go on, raise train.steps"]
     done = result.resumed_after + len(result.losses)
-    lines = [f"step {done} of {config.train.steps}: training loss {result.losses[-1]:.4f}"]
+    lines = [f"step {done} of {config.train.steps}: training loss {loss:.4f}" for loss in result.losses[-1:]]
+    lines = lines or [f"no step to do: the checkpoint has all {done}; to go on, raise train.steps"]
+    if not result.metrics:
+        return lines
     skipped = [(line["skipped_steps"], line.get("skipped_because")) for line in result.metrics if "loss_scale" in line]
     if skipped and (count := skipped[-1][0]):
         because = [reason for _, reason in skipped if reason][-1]

@@ -95,6 +95,10 @@ class CheckpointModel:
         self.groups: ParallelGroups = initialize_model_parallel(self.config.parallel)
         if problems := _layout_problems(self.config, self.groups):
             raise ConfigError(problems, source="the evaluation's layout")
+        self.folder = gather_objects(self.folder, self.groups.world)[
+            0
+        ]  # a run may be saving: all read what rank 0 found
+        self.manifest = read_manifest(self.folder)
         [self.chunk] = build_model_chunks(self.config, self.groups)
         self.chunk.eval().requires_grad_(False)
         self._load()

@@ -355,6 +355,10 @@ def _train_from(
             resumed_after=start.step, skipped_steps=start.skipped_steps, append=continues,
         ) as report,
     ):  # fmt: skip
+        missing = report.missing_evaluations(start.step)
+        evaluates = config.train.eval_steps > 0
+        if evaluates and "validation_loss" in missing and validates_after(config.train, start.step):
+            validate(pipeline, data.validation(), report, start.step, process_non_loss_data)
         for done in range(start.step, config.train.steps):
             step = done + 1  # metrics, messages and the screen count steps from 1
             report.begin_step(step)
@@ -373,7 +377,7 @@ def _train_from(
                 if checkpoints is not None:
                     saved = checkpoints.save_now(start.after(step, samples, report.skipped_steps), pipeline.loss_scaler)
                 raise RunInterrupted(step, config.train.steps, saved)
-            if config.train.eval_steps > 0 and validates_after(config.train, step):
+            if evaluates and validates_after(config.train, step):
                 with report.naming_what_is_kept():
                     validate(pipeline, data.validation(), report, step, process_non_loss_data)
                 if pipeline.graphs is not None:
@@ -382,7 +386,8 @@ def _train_from(
                 checkpoints.poll()
                 if checkpoints.due(step):
                     checkpoints.save(start.after(step, samples, report.skipped_steps), pipeline.loss_scaler)
-        if start.step < config.train.steps and config.train.eval_steps > 0 and data.test is not None:
+        untested = start.step < config.train.steps or "test_loss" in missing
+        if untested and evaluates and data.test is not None:
             with report.naming_what_is_kept():
                 test_loss = evaluate(pipeline, data.test(), config.train.eval_steps)
                 report.evaluation(config.train.steps, "test_loss", test_loss)

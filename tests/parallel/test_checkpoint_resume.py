@@ -131,6 +131,37 @@ def test_parameters_and_moments_pass_through_every_layout_unchanged(name, tmp_pa
         assert differing(first, tmp_path / str(i) / "step_00000002", but=("rng.",)) == [], step.parallel
 
 
+def test_evaluations_that_an_end_cut_off_are_made_up_for(tmp_path):
+    folder = tmp_path / "run"
+    config = PLAIN.override(
+        {"steps": 4, "eval_interval": 2, "eval_steps": 1, "checkpoint.interval": 2, "output_dir": str(folder)}
+    ).override({"checkpoint.dir": str(tmp_path / "saved")})
+    pretrain(config)
+    metrics = folder / "metrics.jsonl"
+
+    def evaluations() -> list[tuple[int, dict[str, float]]]:
+        lines = map(json.loads, metrics.read_text().splitlines())
+        return [(line["step"], {k: v for k, v in line.items() if k.endswith("_loss")}) for line in lines]
+
+    whole = evaluations()
+    assert [list(values) for _, values in whole] == [
+        [],
+        [],
+        ["validation_loss"],
+        [],
+        [],
+        ["validation_loss"],
+        ["test_loss"],
+    ]
+    lines = metrics.read_text().splitlines(keepends=True)
+    for kept in (6, 5, 2):  # the end came before the test, before the last validation, before the first
+        metrics.write_text("".join(lines[:kept]))
+        if kept == 2:
+            shutil.rmtree(tmp_path / "saved" / "step_00000004")
+        pretrain(config)
+        assert evaluations() == whole, kept
+
+
 RESUMED = {
     "tp2 pp2, dropout": PLAIN.override({"tp": 2, "pp": 2, **DROPOUT}),
     "zero, dropout, bf16": PLAIN.override({**ZERO, "optim.precision": "bf16", **DROPOUT, "overlap_param_gather": True}),

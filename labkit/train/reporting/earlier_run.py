@@ -18,6 +18,7 @@ from labkit.config import ConfigError, RunConfig
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 WRITTEN = (METRICS, "scalars.jsonl", "events.jsonl")
 """Files that grow during the run."""
+EVALUATIONS = ("validation_loss", "test_loss")
 _OF_THIS_LAUNCH = {
     "train.overwrite": False,
     "train.allow_oversubscription": False,
@@ -73,6 +74,12 @@ def _same_run(config: RunConfig, stored: Path) -> bool:
     except (ConfigError, OSError):
         return False
     return before.replaced(_OF_THIS_LAUNCH) == config.replaced(_OF_THIS_LAUNCH)
+
+
+def evaluations_at(path: Path, step: int) -> set[str]:
+    """Return the evaluations, `validation_loss` and `test_loss`, that a metrics.jsonl has of this step."""
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.exists() else ()
+    return {name for line in lines if line.get("step") == step for name in EVALUATIONS if name in line}
 
 
 def cut_after(path: Path, step: int) -> None:

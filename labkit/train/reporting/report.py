@@ -32,6 +32,7 @@ from labkit.models.counts import step_flops
 from labkit.parallel.collectives import comm_scope, gather_objects
 from labkit.parallel.groups import ParallelGroups
 from labkit.train.reporting.device_peaks import peak_of_a_rank
+from labkit.train.reporting.earlier_run import EVALUATIONS, evaluations_at
 from labkit.train.reporting.metrics import JsonLines, Timers, min_max_over_ranks, scalars
 from labkit.train.reporting.router_metrics import LayerMetrics, RouterMetrics, router_line
 from labkit.train.reporting.slow_ranks import Pace, PaceWatch
@@ -163,7 +164,8 @@ class Report:
             done, steps = self._resumed_after + len(self.losses), self._config.train.steps
             count = f"all {steps}" if done == steps else f"{done} of {steps}"
             where = f"metrics are in {self._folder}" if self._folder is not None else "train.output_dir was not set"
-            error.add_note(f"{count} training steps were done, the last with a loss of {self.losses[-1]:.4f}; {where}")
+            last = f", the last with a loss of {self.losses[-1]:.4f}" if self.losses else ""
+            error.add_note(f"{count} training steps were done{last}; {where}")
             raise
 
     def begin_step(self, step: int) -> None:
@@ -232,6 +234,16 @@ class Report:
             line[name.replace("loss", "perplexity")] = math.exp(min(loss, 50.0))
         self._add(line)
         self._progress(**line)
+
+    def missing_evaluations(self, step: int) -> set[str]:
+        """Return the evaluations that the continued files do not have of `step`; the same on all ranks.
+
+        The earlier process may have been stopped between the step and its evaluations.
+        """
+        if not (self._append and step):
+            return set()
+        own = evaluations_at(self._folder / "metrics.jsonl", step) if self._folder and self._writes else set()
+        return set(EVALUATIONS) - gather_objects(own, self._groups.world)[0]
 
     def graphs(self, step: int, graphs: StepGraphs) -> None:
         """Write a line about the graphs once after each capture, unless the implementation does not know their memory.
