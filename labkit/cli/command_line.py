@@ -26,6 +26,7 @@ COMMANDS = {
     "watch": ("watch_command", "show live or finished runs from their folders"),
     "checkpoint": ("checkpoints.checkpoint_command", "list, verify, export, import checkpoints"),
     "eval": ("checkpoints.eval_command", "score checkpoints: perplexity, LAMBADA"),
+    "finetune": ("checkpoints.finetune_command", "fine-tune a BERT on MNLI, QQP, RACE or SQuAD"),
     "generate": ("checkpoints.generate_command", "continue prompts with a checkpoint"),
     "parity": ("parity_command", "compare layouts with one process, tensor by tensor"),
     "run": ("run_command", "run chapters as notebooks, with parameters"),

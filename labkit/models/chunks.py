@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from labkit.config import RunConfig
@@ -17,13 +19,19 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 def build_model_chunks(
-    config: RunConfig, groups: ParallelGroups, schedule: Schedule | None = None, *, spec: LayerSpec = LOCAL
+    config: RunConfig,
+    groups: ParallelGroups,
+    schedule: Schedule | None = None,
+    *,
+    spec: LayerSpec = LOCAL,
+    kind: Callable[..., GPTModel] | None = None,
 ) -> list[GPTModel]:
     """Build the model chunks of this rank: the stages that `schedule` runs here, in their order.
 
     schedule: places stages on ranks; None takes the schedule that `config.schedule` names.
     spec: parts of the layers and the precision of their products. A config with fp8 or Transformer Engine needs
         `labkit.train.layer_spec(config.model, config.optim)`, which `pretrain` gives.
+    kind: makes a chunk, in the place of the class of the model's family.
 
     Under a V schedule the first and the last stage are on one rank and share the tied weight. The weight is a parameter
     of the first chunk, and the last chunk refers to the same tensor. Its gradient is complete after the backwards of
@@ -48,7 +56,7 @@ def build_model_chunks(
         _check_embedding_group(schedule, groups)
     rng = model_parallel_seed(config.train.seed, groups) if random else None
     contents = stage_contents(config, schedule.num_stages)
-    kind, chunks = model_type(model.family), list[GPTModel]()
+    kind, chunks = kind or model_type(model.family), list[GPTModel]()
     for stage in schedule.stages_of(groups.pp.rank):
         held = contents[stage]
         first = chunks[0].embedding if chunks else None

@@ -27,6 +27,7 @@ NAMES: dict[str, str] = {
     """,
     "data": "build_gpt_datasets data_iterator unigram_entropy",
     "events": "Event recording",
+    "finetune": "finetune read_task Settings",
     "graphs": """
         BufferPlan calls_between check_plan CudaGraphHelper fill_store graph_counts graphable_modules
         GraphMemoryReport is_graph_capturing layer_memory LAYER_ORDER make_graphed_callables make_weak_ref

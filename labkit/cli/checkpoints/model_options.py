@@ -81,13 +81,21 @@ def tokenizer_of(arguments: Arguments, checkpoint: Path) -> str | None:
     return config["data"].get("tokenizer")
 
 
-def launch(fn: Callable[..., Any], arguments: Arguments, *args: Any, progress: Callable[[dict[str, Any]], None]) -> Any:
-    """Run `fn` on tp x pp ranks, or on torchrun's, and return rank 0's result. Raises what the ranks refused."""
+def launch(
+    fn: Callable[..., Any],
+    arguments: Arguments,
+    *args: Any,
+    progress: Callable[[dict[str, Any]], None],
+    world_size: int | None = None,
+) -> Any:
+    """Run `fn` on `world_size` ranks (tp x pp), or on torchrun's, and return rank 0's result.
+
+    Raises what the ranks refused."""
     from labkit.launch import run
 
-    world_size = arguments.options["tp"] * arguments.options["pp"]
+    ranks: int = world_size or arguments.options["tp"] * arguments.options["pp"]
     with refusing_arguments():
-        [result, *_] = run(fn, world_size, *args, device=arguments.options["device"], progress=progress)
+        [result, *_] = run(fn, ranks, *args, device=arguments.options["device"], progress=progress)
     if isinstance(result, Refused):
         if result.failed:
             raise CommandFailedError("; ".join(result.problems))

@@ -72,8 +72,12 @@ class SentenceOrderHead(nn.Module):
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """[S, B, H] -> [B, 2]."""
+        return self.dense(self.pooled(x_SBH))  # type: ignore[no-any-return]
+
+    def pooled(self, x_SBH: Tensor) -> Tensor:
+        """tanh(pooler(x)) of the first position: [S, B, H] -> [B, H], the same on all ranks."""
         first_BH = x_SBH[:1]
         if self.sequence_parallel:
             with comm_scope(layer="binary_head"):
                 first_BH = gather_from_sequence_parallel_region(first_BH, self.group, tensor_parallel_output_grad=False)
-        return self.dense(self.pooler(first_BH[0]).tanh())  # type: ignore[no-any-return]
+        return self.pooler(first_BH[0]).tanh()

@@ -42,6 +42,11 @@ def chosen(path: Path, step: int | None) -> Path:
     raise CheckpointError(f"{path} has no checkpoint of step {step}; it has {', '.join(f.name for f in found)}")
 
 
+def is_export(path: Path) -> bool:
+    """True for a model of Hugging Face: a file, or a folder with a `config.json`."""
+    return path.is_file() or (path / "config.json").is_file()
+
+
 def strays(folder: Path, manifest: Manifest) -> list[str]:
     """Names in the folder of a checkpoint that its manifest does not list."""
     return sorted({path.name for path in folder.iterdir()} - {MANIFEST, *manifest.files})

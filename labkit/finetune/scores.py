@@ -1,0 +1,131 @@
+"""Scores of predictions: accuracy, and SQuAD's exact match and F1 with questions that have no answer.
+
+SQuAD compares words after both texts lose capitals, punctuation, articles and further white space. F1 is the harmonic
+mean of precision and recall over words, counted as often as they occur. A question counts its best right answer. If
+the truth or the prediction is no answer, both scores are 1 if both are, else 0 (arXiv 1806.03822).
+
+All scores are shares from 0 to 1. The table of the paper has them times 100.
+
+Shapes: N samples, L labels, n scores of one label.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from labkit.finetune.task_files import LEVELS, Choice, Passage, TaskFiles
+from labkit.finetune.task_samples import Windows
+
+LONGEST_ANSWER = 30
+"""Tokens of the longest answer that is considered, as in the code of arXiv 1810.04805."""
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def scores_of(files: TaskFiles, split: str, logits_NLn: np.ndarray, windows: Windows | None) -> dict[str, float]:
+    """The scores of one split by name, such as `dev_accuracy` or `dev_f1`.
+
+    logits_NLn: of each sample, in the order of the file. windows: those of SQuAD.
+    """
+    if windows is None:
+        found = choice_scores(files.splits[split], logits_NLn.argmax(-1)[:, 0])
+    else:
+        passages: Sequence[Passage] = files.splits[split]
+        may_refuse = any(not passage.answers for passage in passages)
+        found = squad_scores(passages, answers(passages, windows, logits_NLn, may_refuse=may_refuse))
+    return {f"{split}_{name}": value for name, value in found.items()}
+
+
+# ---- choices ----
+
+
+def choice_scores(examples: Sequence[Choice], chosen_N: np.ndarray) -> dict[str, float]:
+    """Accuracy, for RACE that of each level as well."""
+    right_N = chosen_N == np.array([example.label for example in examples])
+    found = {"accuracy": float(right_N.mean())}
+    for level in LEVELS:
+        of_level_N = np.array([example.level == level for example in examples])
+        if of_level_N.any():
+            found[f"{level}_accuracy"] = float(right_N[of_level_N].mean())
+    return found
+
+
+# ---- spans ----
+
+
+def answers(
+    passages: Sequence[Passage], windows: Windows, logits_NLn: np.ndarray, *, may_refuse: bool
+) -> dict[str, str]:
+    """The predicted text of each question, by its id; empty for no answer.
+
+    logits_NLn: [windows, 2, S], scores of each position as the first and as the last token. A span scores the sum of
+    both. may_refuse: no answer scores as [CLS] in both places, in the window where that is lowest, and wins where it
+    is above all spans.
+    """
+    best: dict[int, tuple[float, int, int, int]] = {}
+    none: defaultdict[int, float] = defaultdict(lambda: np.inf)
+    for index, place in enumerate(windows.places):
+        first_n, last_n = logits_NLn[index, :, place.at : place.at + place.end - place.start].astype(np.float64)
+        none[place.passage] = min(none[place.passage], float(logits_NLn[index, :, 0].sum()))
+        if len(first_n) == 0:
+            continue
+        score, first, last = best_span(first_n, last_n)
+        if place.passage not in best or score > best[place.passage][0]:
+            best[place.passage] = score, index, first, last
+    found = {}
+    for number, passage in enumerate(passages):
+        refused = number not in best or (may_refuse and none[number] > best[number][0])
+        found[passage.id] = "" if refused else windows.text(*best[number][1:])
+    return found
+
+
+def best_span(first_n: np.ndarray, last_n: np.ndarray) -> tuple[float, int, int]:
+    """(score, first token, last token) of the best span of at most `LONGEST_ANSWER` tokens."""
+    sums_nn = first_n[:, None] + last_n[None]
+    places = np.arange(len(first_n))
+    length_nn = places[None] - places[:, None]
+    sums_nn[(length_nn < 0) | (length_nn >= LONGEST_ANSWER)] = -np.inf
+    at = int(sums_nn.argmax())
+    return float(sums_nn.flat[at]), at // len(first_n), at % len(first_n)
+
+
+def words_of_answer(text: str) -> list[str]:
+    """The words that SQuAD compares."""
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def exact_match(prediction: str, truth: str) -> float:
+    """1 if both have the same words in the same order."""
+    return float(words_of_answer(prediction) == words_of_answer(truth))
+
+
+def f1(prediction: str, truth: str) -> float:
+    """Harmonic mean of precision and recall over words."""
+    ours, theirs = words_of_answer(prediction), words_of_answer(truth)
+    if not ours or not theirs:
+        return float(ours == theirs)
+    common = sum((Counter(ours) & Counter(theirs)).values())
+    return 2 * common / (len(ours) + len(theirs))
+
+
+def squad_scores(passages: Sequence[Passage], predicted: Mapping[str, str]) -> dict[str, float]:
+    """F1 and exact match over all questions, and apart for those with and without an answer if there are both."""
+    by_kind: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for passage in passages:
+        texts = [text for text, _ in passage.answers if words_of_answer(text)] or [""]
+        text = predicted[passage.id]
+        pair = max(f1(text, truth) for truth in texts), max(exact_match(text, truth) for truth in texts)
+        by_kind[""].append(pair)
+        by_kind["answerable_" if passage.answers else "unanswerable_"].append(pair)
+    if len(by_kind) == 2:
+        by_kind = defaultdict(list, {"": by_kind[""]})
+    return {
+        f"{kind}{name}": float(np.mean([pair[at] for pair in pairs]))
+        for kind, pairs in by_kind.items()
+        for at, name in enumerate(("f1", "exact_match"))
+    }

@@ -1,0 +1,267 @@
+"""The files of four tasks as their authors publish them, read into examples.
+
+| task    | files in the folder                                                     | columns or keys          |
+|---------|-------------------------------------------------------------------------|--------------------------|
+| `mnli`  | `train.tsv`, `dev_matched.tsv`, `dev_mismatched.tsv` (GLUE's), or        | `sentence1` `sentence2`  |
+|         | `multinli_1.0_train.txt`, `.._dev_matched.txt`, `.._dev_mismatched.txt` | `gold_label`             |
+| `qqp`   | `train.tsv`, `dev.tsv` (GLUE's)                                         | `question1` `question2`  |
+|         |                                                                         | `is_duplicate`           |
+| `race`  | `train`, `dev` and `test`, in each `middle` and `high` with `*.txt`     | `article` `questions`    |
+|         |                                                                         | `options` `answers`      |
+| `squad` | `train-v1.1.json`, `dev-v1.1.json`, or the two of v2.0                  | `context` `qas` `id` ... |
+
+MNLI and QQP choose a class for a pair of texts. RACE chooses one of four pairs. Both are a `Choice`. SQuAD asks for a
+part of a text, a `Passage`.
+
+A file without a needed column or key is refused by name. QQP's file has a few rows with too few columns, and some
+answers of a file may not stand where they should. Such rows are left out and counted; more than 1% of them are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TASKS = ("mnli", "qqp", "race", "squad")
+"""The words that name a task."""
+MOST_LEFT_OUT = 0.01
+"""Largest share of rows that may be left out."""
+MNLI_CLASSES = ("contradiction", "entailment", "neutral")
+"""In the order of the logits."""
+LETTERS = "ABCD"
+"""RACE's names of the four options."""
+LEVELS = ("middle", "high")
+"""RACE's two levels of schools."""
+VERSIONS = ("1.1", "2.0")
+"""Of SQuAD."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Pairs of texts and the right answer: a class of the only pair, or the right one of several pairs."""
+
+    pairs: tuple[tuple[str, str], ...]
+    """(first text, second text) of each."""
+    label: int
+    """Class, or number of the right pair."""
+    level: str = ""
+    """RACE: `middle` or `high`."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A question about a text."""
+
+    id: str
+    question: str
+    context: str
+    answers: tuple[tuple[str, int], ...]
+    """(text, first character in `context`) of each right answer; empty where there is none."""
+
+
+@dataclass
+class TaskFiles:
+    """Everything that was read."""
+
+    row: str
+    """Name in Table 6: the task, for SQuAD with its version."""
+    train: Sequence[Any] = ()
+    """The examples to learn."""
+    splits: dict[str, Sequence[Any]] = field(default_factory=dict)
+    """Name -> examples to predict: `m` and `mm` of MNLI, else `dev`, and RACE's `test`."""
+    files: list[Path] = field(default_factory=list)
+    """Files that were read."""
+    left_out: int = 0
+    """Rows that could not be used."""
+
+    @property
+    def outputs(self) -> int | None:
+        """Scores of the head for one pair of texts; None where each token gets two, for the ends of a span."""
+        return {"mnli": len(MNLI_CLASSES), "qqp": 2, "race": 1}.get(self.row)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all files, the first 16 digits."""
+        sums = hashlib.sha256()
+        for path in self.files:
+            sums.update(hashlib.sha256(path.read_bytes()).digest())
+        return sums.hexdigest()[:16]
+
+
+def read_task(task: str, folder: str | Path, version: str | None = None) -> TaskFiles:
+    """Read the files of a task.
+
+    version: of SQuAD; None takes the one whose files are in the folder.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file has another form; the message names file, line and what is missing.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder; give the one with the files of {task}")
+    readers = {"mnli": _read_mnli, "qqp": _read_qqp, "race": _read_race}
+    found = readers[task](folder) if task in readers else _read_squad(folder, version)
+    for name, examples in {"training": found.train, **found.splits}.items():
+        if not examples:
+            raise ValueError(f"{folder}: the {name} examples of {task} are none; the files have only headers")
+    return found
+
+
+def _there(paths: Iterable[Path], task: str) -> None:
+    if missing := [path for path in paths if not path.is_file()]:
+        names = ", ".join(path.name for path in missing)
+        raise FileNotFoundError(f"{missing[0].parent} has no {names}, as {task} is published")
+
+
+# ---- MNLI and QQP: tables with tabs between columns ----
+
+
+def _read_mnli(folder: Path) -> TaskFiles:
+    def example(row: dict[str, str]) -> Choice | None:
+        if row["gold_label"] == "-":  # the annotators did not agree; the authors leave these out
+            return None
+        return Choice(((row["sentence1"], row["sentence2"]),), MNLI_CLASSES.index(row["gold_label"]))
+
+    glue = (folder / "train.tsv").is_file() or not (folder / "multinli_1.0_train.txt").is_file()
+    names = {"train": "train", "m": "dev_matched", "mm": "dev_mismatched"}
+    paths = {part: folder / (f"{name}.tsv" if glue else f"multinli_1.0_{name}.txt") for part, name in names.items()}
+    return _tables("mnli", paths, ("sentence1", "sentence2", "gold_label"), example)
+
+
+def _read_qqp(folder: Path) -> TaskFiles:
+    def example(row: dict[str, str]) -> Choice:
+        return Choice(((row["question1"], row["question2"]),), ("0", "1").index(row["is_duplicate"]))
+
+    paths = {part: folder / f"{part}.tsv" for part in ("train", "dev")}
+    return _tables("qqp", paths, ("question1", "question2", "is_duplicate"), example)
+
+
+def _tables(
+    row: str, paths: dict[str, Path], columns: Sequence[str], example: Callable[[dict[str, str]], Choice | None]
+) -> TaskFiles:
+    """The examples of several tables. columns: two texts and the label."""
+    _there(paths.values(), row)
+    found, parts = TaskFiles(row, files=list(paths.values())), dict[str, list[Choice]]()
+    for part, path in paths.items():
+        parts[part], rows, left_out = [], 0, 0
+        for number, cells in _rows(path, columns):
+            rows += 1
+            if cells is None or not (cells[columns[0]] and cells[columns[1]]):
+                left_out += 1
+                continue
+            try:
+                made = example(cells)
+            except ValueError:
+                raise ValueError(
+                    f"{path}, line {number}: {columns[2]} is {cells[columns[2]]!r}, which is no class of {row}"
+                ) from None
+            parts[part] += [] if made is None else [made]
+        _few(path, left_out, rows)
+        found.left_out += left_out
+    found.train, found.splits = parts.pop("train"), dict(parts)
+    return found
+
+
+def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str] | None]]:
+    """(line, its needed cells by column) of a table; None for a line with another number of cells than the header."""
+    with path.open(encoding="utf-8", newline="\n") as file:
+        header = file.readline().strip("\r\n").split("\t")
+        if missing := [column for column in columns if column not in header]:
+            raise ValueError(
+                f"{path} has no column {', '.join(missing)}; its first line must name the columns, with tabs between "
+                f"them, and it names {', '.join(header[:20])}"
+            )
+        for number, line in enumerate(file, 2):
+            cells = line.strip("\r\n").split("\t")
+            whole = dict(zip(header, cells)) if len(cells) == len(header) else None
+            yield number, whole and {column: " ".join(whole[column].split()) for column in columns}
+
+
+def _few(path: Path, left_out: int, rows: int) -> None:
+    if left_out > MOST_LEFT_OUT * rows:
+        raise ValueError(
+            f"{path}: {left_out} of {rows} rows cannot be used, and 1% may be; each row needs its texts and as many "
+            "cells as the header, and each answer must stand at its place in the text"
+        )
+
+
+# ---- RACE and SQuAD: JSON ----
+
+
+def _read_race(folder: Path) -> TaskFiles:
+    found, parts = TaskFiles("race"), dict[str, list[Choice]]()
+    for part in ("train", "dev", "test"):
+        files = [(level, path) for level in LEVELS for path in sorted((folder / part / level).glob("*.txt"))]
+        if not files and part != "test":
+            raise FileNotFoundError(f"{folder / part} has no {' or '.join(LEVELS)} with *.txt, as RACE has them")
+        found.files += [path for _, path in files]
+        parts[part] = [choice for level, path in files for choice in _race_file(path, level)]
+    found.train = parts.pop("train")
+    found.splits = {part: examples for part, examples in parts.items() if examples}
+    return found
+
+
+def _race_file(path: Path, level: str) -> Iterator[Choice]:
+    """The questions of one article. An option fills the gap of its question, else it stands behind the question."""
+    read = _json(path)
+    with _published(path):
+        article, asked = " ".join(read["article"].split()), (read["questions"], read["options"], read["answers"])
+        if len({len(values) for values in asked}) > 1:
+            raise ValueError(f"{path}: questions, options and answers differ in number")
+        for question, options, answer in zip(*asked):
+            if len(options) != len(LETTERS) or answer not in tuple(LETTERS):
+                raise ValueError(f"{path}: a question of RACE has four options and an answer from A to D")
+            filled = (question.replace("_", o) if "_" in question else f"{question} {o}" for o in options)
+            yield Choice(tuple((" ".join(text.split()), article) for text in filled), LETTERS.index(answer), level)
+
+
+def _read_squad(folder: Path, version: str | None) -> TaskFiles:
+    there = [v for v in VERSIONS if (folder / f"train-v{v}.json").is_file()]
+    if version is None and len(there) > 1:
+        raise ValueError(f"{folder} has SQuAD {' and '.join(there)}; say which by --squad-version")
+    version = version or (there[0] if there else VERSIONS[0])
+    paths = {part: folder / f"{part}-v{version}.json" for part in ("train", "dev")}
+    _there(paths.values(), f"SQuAD {version}")
+    found = TaskFiles(f"squad{version}", files=list(paths.values()))
+    parts = {part: list(_squad_file(path)) for part, path in paths.items()}
+    right = [p for p in parts["train"] if all(p.context[at : at + len(text)] == text for text, at in p.answers)]
+    found.left_out = len(parts["train"]) - len(right)
+    _few(found.files[0], found.left_out, len(parts["train"]))
+    found.train, found.splits = right, {"dev": parts["dev"]}
+    return found
+
+
+def _squad_file(path: Path) -> Iterator[Passage]:
+    read = _json(path)
+    with _published(path):
+        for paragraph in (paragraph for article in read["data"] for paragraph in article["paragraphs"]):
+            for asked in paragraph["qas"]:
+                impossible = asked.get("is_impossible", False)
+                answers = () if impossible else [(each["text"], each["answer_start"]) for each in asked["answers"]]
+                if not answers and not impossible:
+                    raise ValueError(f"{path}: question {asked['id']} has no answer, and is not marked is_impossible")
+                yield Passage(asked["id"], asked["question"], paragraph["context"], tuple(answers))
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+
+
+@contextmanager
+def _published(path: Path) -> Iterator[None]:
+    """Inside the block a missing key, or a value of another kind, becomes a ValueError that names the file."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"{path} has no key {error}; give the file as its authors publish it") from None
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{path} has another form than the published file: {error}") from None

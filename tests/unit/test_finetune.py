@@ -1,0 +1,329 @@
+"""Fine-tuning in one process: files and their refusals, windows, scores, learning, rows, and the command."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from labkit.cli import main
+from labkit.config import presets
+from labkit.evaluate import Records
+from labkit.finetune import Settings, finetune, read_task
+from labkit.finetune.repeated_runs import MAIN, summary
+from labkit.finetune.scores import LONGEST_ANSWER, answers, best_span, exact_match, f1, squad_scores
+from labkit.finetune.table6 import TABLE_6, rows_of, size_of
+from labkit.finetune.task_files import Passage
+from labkit.finetune.task_samples import Packer, TaskSamples, Windows
+from labkit.train import pretrain
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from task_folders import write_task
+
+SMALL = presets.bert_tiny().override(
+    {"layers": 1, "hidden": 32, "heads": 2, "seq_length": 80, "global_batch_size": 1, "steps": 1}
+)
+LEARNS = {"batch": 16, "lr": 4e-3, "dropout": 0.0, "seq_length": 80}
+CHANCE = {"mnli": 1 / 3, "qqp": 1 / 2, "race": 1 / 4, "squad1.1": 1 / 8, "squad2.0": 1 / 2}
+"""Score of a guess: of SQuAD 1.1 a word of the passage, of 2.0 always no answer."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A BERT that has learned nothing."""
+    folder = tmp_path_factory.mktemp("bert")
+    pretrain(SMALL.override({"checkpoint.dir": str(folder)}))
+    return str(folder)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Any:
+    def write(row: str, **options: Any) -> Path:
+        version = row.removeprefix("squad") or "1.1"
+        task = "squad" if row.startswith("squad") else row
+        return write_task(task, tmp_path / row, **{"version": version} if task == "squad" else {}, **options)
+
+    return write
+
+
+# ---- files ----
+
+
+def test_table_6_is_the_papers() -> None:
+    """As printed in appendix A, task by task, the three sizes in turn."""
+    printed = {
+        "mnli": [(128, 1e-5, 10)] * 3,
+        "qqp": [(128, 5e-5, 12), (128, 3e-5, 12), (256, 4e-5, 12)],
+        "squad1.1": [(64, 3e-5, 2), (48, 3e-5, 2), (48, 1e-5, 2)],
+        "squad2.0": [(48, 3e-5, 2), (64, 3e-5, 2), (48, 1e-5, 2)],
+        "race": [(32, 2e-5, 3), (16, 1e-5, 3), (32, 2e-5, 3)],
+    }
+    assert {task: [tuple(row) for row in rows.values()] for task, rows in TABLE_6.items()} == printed
+    assert [len(rows_of(task)) for task in TABLE_6] == [1, 3, 3, 3, 2]
+    assert [size_of(presets.table4(size).model) for size in ("336M", "1.3B", "3.9B")] == ["336M", "1.3B", "3.9B"]
+    assert size_of(SMALL.model) == "336M"
+
+
+def test_files_become_examples(folder: Any) -> None:
+    mnli = read_task("mnli", folder("mnli", train=5, dev=2))
+    assert {name: len(examples) for name, examples in mnli.splits.items()} == {"m": 2, "mm": 2}
+    assert len(mnli.train) == 5 and all(len(example.pairs) == 1 for example in mnli.train)
+    race = read_task("race", folder("race", train=8, dev=4))
+    assert [len(race.splits[split]) for split in ("dev", "test")] == [4, 4]
+    plain, gap = race.train[:2]
+    assert plain.pairs[0][0].startswith("which is ") and gap.pairs[1][0].endswith(" now") and "_" not in gap.pairs[1][0]
+    assert {example.level for example in race.train} == {"middle", "high"} and "right" in gap.pairs[gap.label][0]
+    squad = read_task("squad", folder("squad2.0", train=20, dev=4))
+    assert squad.row == "squad2.0" and {bool(passage.answers) for passage in squad.train} == {True, False}
+    assert squad.outputs is None and race.outputs == 1 and mnli.outputs == 3
+
+
+def test_rows_that_cannot_be_used_are_left_out_and_counted(folder: Any) -> None:
+    path = folder("qqp", train=300) / "train.tsv"
+    with path.open("a") as file:
+        file.write("broken by a tab\tand short\n1\t\tno first question\t1\n")
+    found = read_task("qqp", path.parent)
+    assert (found.left_out, len(found.train)) == (2, 300)
+    path = folder("mnli") / "train.tsv"
+    path.write_text(path.read_text() + "1\ta\tb\t-\n")
+    assert (read_task("mnli", path.parent).left_out, len(read_task("mnli", path.parent).train)) == (0, 48)
+
+
+def edited(change: Any) -> Any:
+    """A function that rewrites a JSON file."""
+
+    def edit(path: Path) -> None:
+        read = json.loads(path.read_text())
+        change(read)
+        path.write_text(json.dumps(read))
+
+    return edit
+
+
+def paragraph(read: Any) -> Any:
+    return read["data"][0]["paragraphs"][0]
+
+
+BROKEN: dict[str, tuple[str, str, Any, str]] = {
+    "no column": ("mnli", "dev_matched.tsv", lambda p: p.write_text(p.read_text().replace("gold_label", "label")),
+                  "dev_matched.tsv has no column gold_label"),
+    "no class": ("mnli", "train.tsv", lambda p: p.write_text(p.read_text() + "1\ta\tb\tmaybe\n"),
+                 "train.tsv, line 50: gold_label is 'maybe'"),
+    "short rows": ("qqp", "train.tsv", lambda p: p.write_text(p.read_text() + "1\ta\n"), "1 of 49 rows cannot be used"),
+    "only a header": ("qqp", "dev.tsv", lambda p: p.write_text("id\tquestion1\tquestion2\tis_duplicate\n"),
+                      "the dev examples of qqp are none"),
+    "no file": ("qqp", "dev.tsv", Path.unlink, "dev.tsv"),
+    "no options": ("race", "dev/high/0.txt", edited(lambda read: read.pop("options")), "no key 'options'"),
+    "answer E": ("race", "train/middle/0.txt", edited(lambda read: read.update(answers=["E", "A"])), "from A to D"),
+    "an answer less": ("race", "dev/middle/0.txt", edited(lambda read: read.update(answers=["A"])), "differ in number"),
+    "no JSON": ("race", "test/high/0.txt", lambda p: p.write_text("{"), "0.txt is no JSON"),
+    "no context": ("squad1.1", "dev-v1.1.json", edited(lambda read: paragraph(read).pop("context")), "key 'context'"),
+    "a list": ("squad1.1", "train-v1.1.json", lambda p: p.write_text("[]"), "another form than the published file"),
+    "elsewhere": ("squad1.1", "train-v1.1.json",
+                  edited(lambda read: paragraph(read)["qas"][0]["answers"][0].update(answer_start=1)),
+                  "1 of 48 rows cannot be used"),
+    "no answer": ("squad1.1", "dev-v1.1.json", edited(lambda read: paragraph(read)["qas"][0].update(answers=[])),
+                  "question q0 has no answer, and is not marked is_impossible"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_files_of_another_form_are_refused_by_name(fault: str, folder: Any) -> None:
+    row, file, damage, words = BROKEN[fault]
+    path = folder(row)
+    damage(path / file)
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        read_task("squad" if row.startswith("squad") else row, path)
+
+
+def test_a_folder_with_both_versions_of_squad_needs_the_version(folder: Any, tmp_path: Path) -> None:
+    for version in ("1.1", "2.0"):
+        write_task("squad", tmp_path / "both", version=version)
+    with pytest.raises(ValueError, match="--squad-version"):
+        read_task("squad", tmp_path / "both")
+    assert read_task("squad", tmp_path / "both", "2.0").row == "squad2.0"
+
+
+# ---- samples ----
+
+
+def test_a_pair_is_packed_and_its_end_is_cut() -> None:
+    packer = Packer(None, 10, 1152)
+    tokens, types, mask = packer.packed(np.arange(3), np.arange(50, 60))
+    assert tokens.tolist() == [packer.cls, 0, 1, 2, packer.sep, 50, 51, 52, 53, packer.sep]
+    assert types.tolist() == [0] * 5 + [1] * 5 and mask.tolist() == [1] * 10
+    tokens, types, mask = packer.packed(np.arange(2), np.arange(50, 51))
+    assert tokens.tolist() == [packer.cls, 0, 1, packer.sep, 50, packer.sep, 0, 0, 0, 0]
+    assert mask.tolist() == [1] * 6 + [0] * 4 and types.tolist() == [0] * 4 + [1] * 2 + [0] * 4
+    assert len(packer.packed(np.arange(40), np.arange(5))[0]) == 10
+    with pytest.raises(ValueError, match="need 1026 ids, and the checkpoint's model has 1000"):
+        Packer(None, 10, 1000)
+
+
+def test_windows_hold_each_token_and_point_at_the_answer() -> None:
+    draw, packer = random.Random(3), Packer(None, 80, 1152)
+    passages = []
+    for number in range(30):
+        words = [draw.choice(["bug", "hacker", "metasyntactic", "code"]) for _ in range(draw.choice([3, 40, 200]))]
+        at = draw.randrange(len(words))
+        begin = len(" ".join([*words[:at], ""]))
+        passages.append(Passage(str(number), "how many", " ".join(words), ((words[at], begin),)))
+    windows = Windows(passages, packer, 64)
+    assert len(windows.places) > len(passages)
+    found = dict.fromkeys(range(len(passages)), 0)
+    for index, place in enumerate(windows.places):
+        first, last = windows.sample(index)["labels_BL"].tolist()
+        assert windows.sample(index)["padding_mask_BCS"].sum() == place.at + place.end - place.start + 1
+        if (first, last) != (0, 0):
+            found[place.passage] += 1
+            assert windows.text(index, first - place.at, last - place.at) == passages[place.passage].answers[0][0]
+    assert all(found.values()), "each answer stands in a window"
+    for number, passage in enumerate(passages):
+        covered = {n for place in windows.places if place.passage == number for n in range(place.start, place.end)}
+        assert covered == set(range(len(packer.ids(passage.context))))
+    with pytest.raises(ValueError, match="raise --seq-length to 68"):
+        Windows(passages, Packer(None, 67, 1152), 64)
+
+
+def test_every_epoch_visits_each_sample_once_in_an_order_of_its_own() -> None:
+    samples = TaskSamples("train", 11, lambda index: {"index_B": np.array(index)}, seed=4)
+    epochs = [[int(samples.ordered(11 * epoch + place)["index_B"]) for place in range(11)] for epoch in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(11)) and epochs[0] != epochs[1] != list(range(11))
+
+
+# ---- scores; the oracle is in tests/oracles ----
+
+
+def test_answers_by_hand() -> None:
+    assert exact_match("The  Bug!", "a bug") == 1 and exact_match("bugs", "bug") == 0
+    assert f1("the big red bug", "a red bug") == pytest.approx(2 * 2 / (3 + 2))
+    assert f1("bug bug", "bug") == pytest.approx(2 / 3)
+    assert f1("", "") == exact_match("", "") == 1 and f1("", "bug") == f1("bug", "") == 0
+    passages = [Passage("a", "q", "c", (("red bug", 0), ("bug", 4))), Passage("b", "q", "c", ())]
+    found = squad_scores(passages, {"a": "bug", "b": "bug"})
+    assert found["f1"] == found["exact_match"] == 0.5
+    assert found["answerable_f1"] == 1 and found["unanswerable_exact_match"] == 0
+
+
+def test_the_best_span_is_the_best_of_all() -> None:
+    random_numbers = np.random.default_rng(5)
+    for size in (1, 5, 50):
+        first, last = random_numbers.normal(size=(2, size))
+        pairs = [(first[i] + last[j], i, j) for i in range(size) for j in range(i, min(size, i + LONGEST_ANSWER))]
+        assert best_span(first, last) == pytest.approx(max(pairs))
+
+
+def test_no_answer_wins_where_cls_scores_above_every_span() -> None:
+    passages, packer = [Passage("a", "how many", "the bug", ())], Packer(None, 80, 1152)
+    windows = Windows(passages, packer, 64)
+    logits = np.full((1, 2, 80), -9.0)
+    at, cls = windows.places[0].at, logits[0, :, 0]
+    logits[0, :, at] = 1.0
+    cls[:] = 0.9
+    assert answers(passages, windows, logits, may_refuse=True) == {"a": windows.text(0, 0, 0)} != {"a": ""}
+    cls[:] = 1.1
+    assert answers(passages, windows, logits, may_refuse=True) == {"a": ""}
+    assert answers(passages, windows, logits, may_refuse=False) != {"a": ""}
+
+
+def test_the_median_run_gives_the_test_scores() -> None:
+    common = {"task": "race", "checkpoint": "c", "batch": 1, "lr": 1.0, "epochs": 1}
+    dev, test = [0.5, 0.9, 0.7, 0.6, 0.8], [0.1, 0.2, 0.3, 0.4, 0.5]
+    rows = [
+        {**common, "seed": seed, "scores": {"dev_accuracy": d, "test_accuracy": t}}
+        for seed, (d, t) in enumerate(zip(dev, test))
+    ]
+    found = summary("race", rows)
+    assert found["median_seed"] == 2 and found["median"] == {"dev_accuracy": 0.7, "test_accuracy": 0.3}
+    assert summary("race", rows[:2])["median"]["dev_accuracy"] == 0.5, "of two the lower"
+
+
+# ---- learning ----
+
+EPOCHS = {"mnli": 16, "qqp": 8, "race": 8, "squad1.1": 12, "squad2.0": 12}
+
+
+@pytest.mark.parametrize("row", EPOCHS)
+def test_each_task_beats_chance(row: str, folder: Any, checkpoint: str, one_thread: None) -> None:
+    task = "squad" if row.startswith("squad") else row
+    path = str(folder(row, train=96, dev=48))
+    settings = Settings(task=task, path=path, checkpoint=checkpoint, epochs=EPOCHS[row], **LEARNS)
+    [result, last] = finetune(settings, seeds=(5,))
+    score, n = result["scores"][MAIN[task]], 48
+    chance = CHANCE[row]
+    assert score > chance + 4 * (chance * (1 - chance) / n) ** 0.5, result["scores"]
+    assert last["median"] == result["scores"] and result["last_loss"] < result["first_loss"]
+
+
+def test_a_sweep_an_ensemble_and_rows_that_are_read(
+    folder: Any, checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(folder("qqp", train=16, dev=8))
+    settings = Settings(task="qqp", path=path, checkpoint=checkpoint, epochs=1, batch=8, seq_length=32)
+    out = tmp_path / "rows.jsonl"
+    rows = finetune(settings, seeds=(1, 2), sweep=True, ensemble=True, records=Records(out))
+    assert [(row["lr"], row["seed"]) for row in rows[:3]] == [(5e-5, 1), (3e-5, 1), (4e-5, 1)]
+    assert len(rows) == 5 and "ensemble" in rows[-1] and rows[-1]["seeds"] == [1, 2]
+    assert [json.loads(line) for line in out.read_text().splitlines()] == rows
+    monkeypatch.setattr("labkit.finetune.repeated_runs.train_and_predict", lambda *_: pytest.fail("trained again"))
+    again = finetune(settings, seeds=(1, 2), sweep=True, records=Records(out))
+    assert again[:4] == rows[:4]
+
+
+# ---- the command ----
+
+
+def test_the_command_trains_and_prints(folder: Any, checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"finetune race --path {folder('race', train=8, dev=4)} --checkpoint {checkpoint} --epochs 0.5 --batch 4"
+    assert main([*line.split(), "--seq-length", "40", "--json"]) == 0
+    row, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (row["lr"], row["batch"], row["steps"]) == (2e-5, 4, 1), "what is not given is Table 6's"
+    assert set(row["scores"]) == {
+        f"{split}_{level}accuracy" for split in ("dev", "test") for level in ("", "middle_", "high_")
+    }
+    assert last["median"] == row["scores"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--path HERE --checkpoint RUN", "no task named: give one of mnli, qqp, race, squad"),
+        ("mnly --path HERE --checkpoint RUN", 'did you mean "mnli"?'),
+        ("mnli --checkpoint RUN", "--path: give the folder with the task's files"),
+        ("mnli --path nowhere --checkpoint RUN", "--path 'nowhere': no such folder"),
+        ("mnli --path HERE", "--checkpoint: give the folder"),
+        ("mnli --path HERE --checkpoint RUN --size 2B", "--size 2B: must be one of 336M, 1.3B, 3.9B"),
+        ("mnli --path HERE --checkpoint RUN --squad-version 2.0", "only squad reads it"),
+        ("mnli --path HERE --checkpoint RUN --ensemble", "needs the runs of several seeds"),
+        ("mnli --path HERE --checkpoint RUN --nproc 3 --tp 2", "--nproc 3: must be a multiple of tp 2 x pp 1"),
+        ("mnli --path HERE --checkpoint EXPORT", "names no tokenizer"),
+    ],
+)
+def test_bad_requests_are_refused_before_any_rank_starts(
+    line: str, words: str, checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("labkit.launch.run", lambda *_, **__: pytest.fail("ranks were started"))
+    (tmp_path / "config.json").write_text("{}")
+    given = {"HERE": str(tmp_path), "EXPORT": str(tmp_path), "RUN": checkpoint}
+    assert main(["finetune", *(given.get(word, word) for word in line.split())]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_what_the_ranks_see_is_refused_in_one_sentence(
+    folder: Any, checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpt = tmp_path / "gpt"
+    pretrain(presets.tiny().override({"layers": 1, "steps": 1, "global_batch_size": 1, "checkpoint.dir": str(gpt)}))
+    path = folder("qqp", train=8, dev=4)
+    assert main(["finetune", "qqp", "--path", str(path), "--checkpoint", str(gpt)]) == 1
+    assert "holds a gpt; the tasks of Table 6 need a BERT" in capsys.readouterr().err
+    (path / "dev.tsv").unlink()
+    assert main(["finetune", "qqp", "--path", str(path), "--checkpoint", checkpoint]) == 2
+    error = capsys.readouterr().err
+    assert "dev.tsv" in error and "Traceback" not in error
