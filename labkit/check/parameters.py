@@ -9,7 +9,7 @@ A line of the cell tagged `parameters` reads `name: type = value  # help (rule)`
     (tp-cp-ep-dp-pp in any order, pp last)   the same words, joined in another order
     (a folder)                               one that exists or can be made, and can be written
 
-An amount is a number, a parameter, or a product of both with at most one division: `64`, `4 tp pp`, `8 / world_size`.
+An amount is a number, a parameter, or a product of both with at most one division: `64`, `4 tp pp`, `world_size / 2`.
 `labkit run` reads the rules before it starts a kernel. Otherwise the chapter itself reads them by `check_parameters`.
 """
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import ast
 import io
 import linecache
+import math
 import os
 import re
 import tokenize
@@ -183,19 +184,20 @@ def _clause_holds(text: str, value: float, values: Mapping[str, Any]) -> bool:
 
 
 def _amount(text: str, values: Mapping[str, Any]) -> float | None:
-    """Return the number of an amount; None where a parameter is no number: its own rule refuses it."""
+    """Return the number of an amount; None where a parameter is no number, or 0 below: its own rule refuses it."""
     above, _, below = text.partition(" / ")
-    result = 1.0
-    for word in above.split():
-        number = values.get(word, word)
-        if not _is_number(number):
-            try:
-                number = float(str(number))
-            except ValueError:
-                return None
-        result *= number
-    divisor = values.get(below, below) if below else 1
-    return result / divisor if _is_number(divisor) and divisor else None
+    factors = [_number(word, values) for word in above.split()]
+    divisor = _number(below or "1", values)
+    return math.prod(factors) / divisor if divisor and not any(map(math.isnan, (*factors, divisor))) else None
+
+
+def _number(word: str, values: Mapping[str, Any]) -> float:
+    """The number that a word names or spells; nan for another."""
+    value = values.get(word, word)
+    try:
+        return math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _is_number(value: object) -> bool:

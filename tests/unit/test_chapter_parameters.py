@@ -23,6 +23,7 @@ world_size: int = 4  # ranks (2, 4 or 8)
 tp: int = 2  # (remark) shards (1 to 8, a divisor of world_size)
 samples: int = 8  # of a batch (a multiple of 2 world_size)
 chunks: int = 2  # of a rank (1 to 8 / world_size)
+half: int = 1  # of the ranks (1 to world_size / 2)
 rate: float = 0.5  # a share (0 to 0.9)
 order: str = "a-b-c"  # of axes (a-b-c in any order, c last)
 out: str = "."  # for results (a folder)
@@ -52,6 +53,7 @@ def test_defaults_and_both_ends_are_allowed():
         ({"tp": -2}, {"tp": "must be 1 to 8, a divisor of world_size (world_size is 4)"}),
         ({"samples": 12}, {"samples": "must be a multiple of 2 world_size (world_size is 4)"}),
         ({"chunks": 3}, {"chunks": "must be 1 to 8 / world_size (world_size is 4)"}),
+        ({"half": 3}, {"half": "must be 1 to world_size / 2 (world_size is 4)"}),
         ({"rate": 0.91}, {"rate": "must be 0 to 0.9"}),
         ({"rate": float("nan")}, {"rate": "must be a finite number"}),
         ({"world_size": "4"}, {"world_size": "must be an integer, not text; write it without quotes"}),
