@@ -32,16 +32,16 @@ def pairs(name: str, count: int) -> list[tuple[dict, dict]]:
 
 @sweep
 @pytest.mark.parametrize(("name", "count"), [("dense", 24), ("grouped heads, swiglu, padding", 8), ("experts", 14)])
-def test_a_pair_of_layouts_gives_back_what_it_got(tally, on_ranks, tmp_path, name, count):
+def test_a_pair_of_layouts_gives_back_what_it_got(tally, tmp_path, name, count):
     counts, config = tally("F7", f"A to B and back, {name}"), CHAINS[name][0]
     for number, (a, b) in enumerate(pairs(name, count)):
         with counts.attempt(f"{a} to {b}"):
             at = [tmp_path / f"{number}-{place}" for place in "aba"]
             folders = [str(path) + str(i) for i, path in enumerate(at)]
-            on_ranks(pretrain, 4, config.override({**a, "steps": 2, "checkpoint.dir": folders[0]}))
+            run(pretrain, 4, config.override({**a, "steps": 2, "checkpoint.dir": folders[0]}))
             there = config.override({**b, "checkpoint.dir": folders[1], "checkpoint.load": folders[0]})
             back = config.override({**a, "checkpoint.dir": folders[2], "checkpoint.load": folders[1]})
-            on_ranks(convert, 4, [there, back])
+            run(convert, 4, [there, back])
             steps = [Path(folder) / "step_00000002" for folder in folders]
             assert differing(steps[0], steps[1], but=("rng.",)) == []
             assert differing(steps[0], steps[2], but=("rng.",)) == []
