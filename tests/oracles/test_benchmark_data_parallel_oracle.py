@@ -16,6 +16,7 @@ def _steps(microbatches: int):
     return found, data_parallel.beside_peers(found, data_parallel.OURS[0])
 
 
+@pytest.mark.sweep
 def test_torch_ddp_zero_and_fsdp2_train_as_ours_with_the_bytes_of_the_closed_form() -> None:
     for found, beside in run(_steps, 2, 2, timeout=180):
         assert set(found.seconds) == {*beside.seconds, "labkit"}

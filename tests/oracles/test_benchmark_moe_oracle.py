@@ -21,6 +21,7 @@ def _measured(ep: int):
     return moe.measure_layer(CASE, ep, 1, 2.0)  # raises where outputs or gradients differ
 
 
+@pytest.mark.sweep
 def test_megatrons_layer_computes_the_same_and_only_what_must_travels() -> None:
     for found, row in run(_measured, 2, 2, timeout=180):
         assert set(found.seconds) == {"labkit", "labkit, one by one", "megatron-core"}

@@ -21,6 +21,7 @@ def tiny(count: int) -> tuple[list[str], dict[str, float]]:
     return list(found.seconds), found.facts
 
 
+@pytest.mark.sweep
 def test_ours_megatron_core_and_torch_compute_the_same_step() -> None:
     for names, facts in run(tiny, 2, 4, timeout=120):
         assert names == [

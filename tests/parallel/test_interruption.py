@@ -173,30 +173,28 @@ def test_a_second_sigterm_kills_ranks_that_do_not_end(tmp_path: Path) -> None:
     assert process.returncode == 130 and re.search(r"^the ranks were killed \d s after SIGTERM", err, re.M), err
 
 
-def test_sigterm_to_torchrun_and_to_one_of_its_ranks(start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["rank", pytest.param("agent", marks=pytest.mark.sweep)])
+def test_sigterm_to_torchrun_or_to_one_of_its_ranks(start, tmp_path: Path, which: str) -> None:
     """torchrun passes the signal on and waits for its ranks. A rank that is asked alone takes the others with it."""
-    command = [*TORCHRUN, "-m", "labkit.cli", "train"]
-    for which in ("agent", "rank"):
-        folder = tmp_path / which
-        process = start(command, folder)
-        ranks = ranks_of(process.pid)
-        assert len(ranks) == 2
-        os.kill(process.pid if which == "agent" else ranks[1], signal.SIGTERM)
-        out, err = process.communicate(timeout=60)
-        check_stopped(out, folder)
-        if which == "rank":
-            codes = set(re.findall(r"exitcode  : (-?\d+)", err))  # torchrun may end a rank that is on its way out
-            assert "75" in codes and codes <= {"75", "-15"}, err
+    process = start([*TORCHRUN, "-m", "labkit.cli", "train"], tmp_path)
+    ranks = ranks_of(process.pid)
+    assert len(ranks) == 2
+    os.kill(process.pid if which == "agent" else ranks[1], signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    check_stopped(out, tmp_path)
+    if which == "rank":
+        codes = set(re.findall(r"exitcode  : (-?\d+)", err))  # torchrun may end a rank that is on its way out
+        assert "75" in codes and codes <= {"75", "-15"}, err
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("runs", [1, pytest.param(6, marks=pytest.mark.sweep)])
-def test_after_kill_9_of_a_rank_torchrun_starts_all_again(start, tmp_path: Path, runs: int) -> None:
-    """Three times in each run, at any point of a step."""
+@pytest.mark.parametrize(("runs", "kills"), [(1, 1), pytest.param(6, 3, marks=pytest.mark.sweep)])
+def test_after_kill_9_of_a_rank_torchrun_starts_all_again(start, tmp_path: Path, runs: int, kills: int) -> None:
+    """At any point of a step."""
     for run in range(runs):
         folder = tmp_path / str(run)
         agent = start([*TORCHRUN, "--max-restarts", "3", "-m", "labkit.cli", "train"], folder)
-        for attempt in range(3):
+        for attempt in range(kills):
             before = ranks_of(agent.pid)
             assert len(before) == 2
             (folder / "metrics.jsonl").rename(folder / f"metrics-{attempt}")

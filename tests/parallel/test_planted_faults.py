@@ -48,6 +48,7 @@ def in_float32(fault: Fault, **changes: float) -> Fault:
     return replace(fault, found_by=replace(found, dtype="float32", steps=steps, changes=changes))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("fault", "named"),
     [

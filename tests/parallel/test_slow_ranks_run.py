@@ -49,6 +49,7 @@ def test_a_rank_that_sleeps_is_named_within_20_steps(interval: int) -> None:
     assert [values["slow_ranks"] for values in shown if "slow_ranks" in values] == [[said]]
 
 
+@pytest.mark.sweep
 def test_a_lone_rank_of_a_stage_that_becomes_slow_is_named() -> None:
     """Four microbatches a step: from step 43 on."""
     results = run(paced, 2, small(pp=2, steps=70), 0, 42 * 4)

@@ -88,10 +88,10 @@ def soak(
 
 def test_a_few_faults(tally, tmp_path):
     config = TINY.override(
-        {"tp": 2, "steps": 30, "decay_steps": 30, "checkpoint.dir": "later", "interval": 3, "keep": 3}
+        {"tp": 2, "steps": 20, "decay_steps": 20, "checkpoint.dir": "later", "interval": 3, "keep": 3}
     )
-    counts = tally("F22", "30 small steps, each kind of fault once")
-    soak(counts, tmp_path, config, 2, period=0.7, pause=0.2, most=5)
+    counts = tally("F22", "20 small steps, each kind of fault once")
+    soak(counts, tmp_path, config, 2, period=0.4, pause=0.2, most=5)
 
 
 @pytest.mark.sweep
