@@ -14,13 +14,14 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 TOPICS = {
     "layouts": ("00", "02", "15"),
     "tensor_parallel": ("03", "06"),
+    "cut_vocabulary": ("04",),
     "context_parallel": ("07",),
     "optimizer_shards": ("08",),
     "pipelines": ("10", "11", "12"),
@@ -141,6 +142,38 @@ def holds(given: str, claim: str, test: Callable[[], bool | str]) -> Outcome:
         return Outcome(given, claim, verdict if isinstance(verdict, str) else "the opposite", False)
     except (Exception, SystemExit) as error:
         return Outcome(given, claim, raised(error), False)
+
+
+Misreadings = Mapping[str, Any]
+"""Words for a misunderstanding -> the answer that it gives in this case."""
+
+
+class Diagnosis:
+    """Holds the answers to one exercise against right ones, and names each misunderstanding once."""
+
+    def __init__(self, equal: Callable[[Any, Any], bool]) -> None:
+        """equal: (given answer, other answer) -> True if they are the same."""
+        self._equal = equal
+        self._told: set[str] = set()
+
+    def outcome(self, given: str, right: Any, got: Callable[[], Any], misreadings: Misreadings) -> Outcome:
+        """Judge one case. A wrong answer that a misunderstanding gives, too, is named by it."""
+        reason = ""
+
+        def test() -> bool | str:
+            nonlocal reason
+            value = got()
+            if self._equal(value, right):
+                return True
+            fitting = [w for w, a in misreadings.items() if not self._equal(a, right) and self._equal(value, a)]
+            reason = next((words for words in fitting if words in self._told), fitting[0] if fitting else "")
+            return f"{shown(value)}: {reason}" if reason else shown(value)
+
+        outcome = holds(given, shown(right), test)
+        if reason in self._told:
+            return replace(outcome, told=False)
+        self._told |= {reason} if reason else set()
+        return outcome
 
 
 def plain(value: Any) -> Any:

@@ -12,39 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from labkit.check.scoring import Outcome, exercise, holds, plain, shown
+from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds, plain
 from labkit.train.checkpoint.boxes import Box, boxes_of_run
-
-Misreadings = Mapping[str, Any]
-"""Words for a misunderstanding -> the answer that it gives in this case."""
-
-
-class _Diagnosis:
-    """Holds the answers to one exercise against right ones, and names each misunderstanding once."""
-
-    def __init__(self, equal: Callable[[Any, Any], bool]) -> None:
-        """equal: (given answer, other answer) -> True if they are the same."""
-        self._equal = equal
-        self._told: set[str] = set()
-
-    def outcome(self, given: str, right: Any, got: Callable[[], Any], misreadings: Misreadings) -> Outcome:
-        """Judge one case. A wrong answer that a misunderstanding gives, too, is named by it."""
-        reason = ""
-
-        def test() -> bool | str:
-            nonlocal reason
-            value = got()
-            if self._equal(value, right):
-                return True
-            fitting = [w for w, a in misreadings.items() if not self._equal(a, right) and self._equal(value, a)]
-            reason = next((words for words in fitting if words in self._told), fitting[0] if fitting else "")
-            return f"{shown(value)}: {reason}" if reason else shown(value)
-
-        outcome = holds(given, shown(right), test)
-        if reason in self._told:
-            return replace(outcome, told=False)
-        self._told |= {reason} if reason else set()
-        return outcome
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -87,7 +56,7 @@ def _lost(
 )
 def lost(answer: Any) -> Iterator[Outcome]:
     """Six lists of gradients, each at one loss scale."""
-    diagnosis = _Diagnosis(_same)
+    diagnosis = Diagnosis(_same)
     for gradients, scale in _GRADIENTS:
         yield diagnosis.outcome(
             f"gradients {gradients} and scale {scale:g}",
@@ -190,7 +159,7 @@ _RELAYOUTS = (
 )
 def reads(answer: Any) -> Iterator[Outcome]:
     """Six cases read by read, then all readers of two other layouts: each element must come once, from its place."""
-    diagnosis = _Diagnosis(_same_in_any_order)
+    diagnosis = Diagnosis(_same_in_any_order)
     passed = True
     for words, stored, mine in _RESTORES:
         outcome = diagnosis.outcome(
@@ -320,7 +289,7 @@ def _counts(rank: Mapping[str, Any], parameter: Mapping[str, Any]) -> bool:
 @exercise("13.norm", "Write global_norm(ranks) -> the norm of the whole model's gradient, each element counted once.")
 def norm(answer: Any) -> Iterator[Outcome]:
     """Six layouts of one model: its norm is the same in all of them."""
-    diagnosis = _Diagnosis(lambda a, b: math.isclose(a, b, rel_tol=1e-6))
+    diagnosis = Diagnosis(lambda a, b: math.isclose(a, b, rel_tol=1e-6))
     for tp, pp, dp in _LAYOUTS:
         ranks = _ranks(tp, pp, dp)
         yield diagnosis.outcome(

@@ -68,5 +68,8 @@ if TYPE_CHECKING:
     from labkit.viz.run_curves import watch_runs as watch_runs
     from labkit.viz.tp_layer import dropout_masks as dropout_masks
     from labkit.viz.tp_layer import tensor_parallel_block as tensor_parallel_block
+    from labkit.viz.vocabulary import loss_costs as loss_costs
+    from labkit.viz.vocabulary import split_softmax as split_softmax
+    from labkit.viz.vocabulary import vocabulary_shards as vocabulary_shards
 
 __all__, __getattr__, __dir__ = public_names(__name__)

@@ -82,6 +82,19 @@ CASES = {
             "2 backward (f) of 16,384 bytes each": "2 backward (f) of 32,768 bytes each",
         },
     ),
+    # 2,000 words padded to a multiple of 8 x 4 are 2,016, 504 for each rank; of 64 tokens a ring sends 3 pieces of 64 x
+    # 504 numbers of 4 bytes to gather logits, and for three numbers a token 2 x 3/4 x 3 x 64 x 4 bytes, as before
+    "04_vocabulary_and_loss": Case(
+        {"vocab_size": 2000},
+        {
+            "1,000 words in a table of 1,024 rows over 4 ranks: 256 rows each, 24 of them padding": (
+                "2,000 words in a table of 2,016 rows over 4 ranks: 504 rows each, 16 of them padding"
+            ),
+            "sent forward: gather 196,608, parallel loss 1,152, fused 1,152": (
+                "sent forward: gather 387,072, parallel loss 1,152, fused 1,152"
+            ),
+        },
+    ),
     # at hidden 128 the probabilities weigh 5 a s / h = 20 instead of 40, so 34 + 20 of s b h, and what the norms' mean
     # and deviation add to it is half; over 2 ranks 10 + 24/2 + 20/2, then (34 + 20)/2, 34/2, 30/2. In fp32 a microbatch
     # kept whole is 66 + 9 a s / h = 102 and its input 4: three of them beside one whole make 1.12.
@@ -302,6 +315,8 @@ EXTREMES = [
     ("15_moe_folding", {"world_size": 22, "gpus_per_node": 64, "tokens_per_rank": 256}),
     ("03_f_and_g", {"world_size": 8, "layers": 1, "hidden": 8}),
     ("03_f_and_g", {"world_size": 2, "layers": 16, "hidden": 512}),
+    ("04_vocabulary_and_loss", {"world_size": 8, "vocab_size": 600, "hidden": 8, "tokens": 4, "steps": 2}),
+    ("04_vocabulary_and_loss", {"world_size": 2, "vocab_size": 8192, "hidden": 256, "tokens": 1024, "steps": 100}),
     ("06_sequence_parallel", {"world_size": 8, "hidden": 64, "seq_length": 8, "dropout": 0, "stages": 2}),
     ("06_sequence_parallel", {"world_size": 2, "hidden": 512, "seq_length": 256, "dropout": 0.9, "stages": 8}),
     ("07_context_parallel", {"world_size": 2, "seq_length": 16, "pair_us": 1}),

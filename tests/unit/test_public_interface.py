@@ -44,10 +44,11 @@ NAMES: dict[str, str] = {
     "parallel": """
         all_gather all_reduce all_to_all BackwardPiece barrier checkpoint ColumnParallelLinear comm_scope CommLedger
         contiguous_positions contiguous_split decompose delayed DistributedDataParallel dropped exposed_seconds
-        gather_parameter generate_masked_orthogonal_rank_groups groups_of_rank initialize_model_parallel Link
-        model_parallel_seed NaiveDataParallel ParameterSpec plan_buckets predict_step prefix_product rank_generators
-        RankGenerator record_of ring_load ring_plan ring_time RngTracker RowParallelLinear single_process_groups
-        sweep_bucket_sizes zigzag_join zigzag_positions zigzag_split
+        gather_parameter generate_masked_orthogonal_rank_groups groups_of_rank initialize_model_parallel
+        linear_cross_entropy Link model_parallel_seed NaiveDataParallel ParameterSpec plan_buckets predict_step
+        prefix_product rank_generators RankGenerator record_of ring_load ring_plan ring_time RngTracker
+        RowParallelLinear single_process_groups sweep_bucket_sizes vocab_parallel_cross_entropy VocabParallelEmbedding
+        zigzag_join zigzag_positions zigzag_split
     """,
     "schedules": """
         Action convert_schedule_table_to_order Costs dualpipe_v explain_gap
@@ -62,10 +63,10 @@ NAMES: dict[str, str] = {
         compare_timelines context_mask cost_by_size dispatch_steps dropout_masks explore_buckets explore_folding
         explore_layout explore_policies explore_pool explore_schedule explore_skew Figure fold_grid folded_digits
         gantt gantt_overlay graph_memory Kept launch_timeline layer_placement live_bytes load_over_training
-        loss_curves measured_ring order_traffic overlap_gantt padding_costs PaddingCost policy_loads pool_blocks
-        rank_grid rank_neighbours readings replay_policies ring_timeline saved_waterfall send_matrix_figure
-        sequence_diagram skew_curve standard_policies stored_boxes tensor_parallel_block training_curves
-        TransformerTraffic watch_runs write_trace zero_stages
+        loss_costs loss_curves measured_ring order_traffic overlap_gantt padding_costs PaddingCost policy_loads
+        pool_blocks rank_grid rank_neighbours readings replay_policies ring_timeline saved_waterfall
+        send_matrix_figure sequence_diagram skew_curve split_softmax standard_policies stored_boxes
+        tensor_parallel_block training_curves TransformerTraffic vocabulary_shards watch_runs write_trace zero_stages
     """,
 }
 """Package -> the names that those pages and chapters call."""

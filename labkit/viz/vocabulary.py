@@ -1,0 +1,207 @@
+"""A vocabulary cut over ranks: the owners of ids, the softmax of one token in pieces, and the costs of a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.patches import Patch, Rectangle
+
+from labkit.viz.figure import Figure
+from labkit.viz.style import SEQUENCE, new_figure, styled, text_color
+
+_WIDTH = 7.4
+_PADDING = {"facecolor": "#FFFFFF", "hatch": "////", "edgecolor": "#999999", "linewidth": 0.0}
+_FOREIGN = "#F0F0F0"
+
+
+def _shade(rank: int) -> str:
+    return SEQUENCE[rank % len(SEQUENCE)]
+
+
+# ---- owners of ids ----
+
+
+def vocabulary_shards(vocab_size: int, rows: int, ranks: int, ids: Sequence[int]) -> Figure:
+    """Draw the padded table with the rows of each rank, and below it the rank that answers each id.
+
+    vocab_size: words before padding.
+    rows: rows of each rank's part, padding included.
+    ids: a few ids, a column each.
+
+    Raises ValueError where the parts are smaller than the vocabulary, and for an id outside of it.
+    """
+    if rows * ranks < vocab_size:
+        raise ValueError(f"{ranks} parts of {rows} rows are fewer than {vocab_size} words")
+    if outside := [each for each in ids if not 0 <= each < vocab_size]:
+        raise ValueError(f"id {outside[0]} is outside the vocabulary 0..{vocab_size - 1}")
+    with styled():
+        fig = new_figure(_WIDTH, 1.5 + 0.24 * ranks)
+        table, owners = fig.subplots(2, 1, height_ratios=(1.0, 0.7 * ranks))
+        _draw_table(table, vocab_size, rows, ranks)
+        _draw_owners(owners, rows, ranks, ids)
+        if rows * ranks > vocab_size:
+            fig.legend(handles=[Patch(**_PADDING, label="padding")], loc="outside upper right")
+    return Figure(fig, _shards_sentence(vocab_size, rows, ranks, ids))
+
+
+def _draw_table(axes: Any, vocab_size: int, rows: int, ranks: int) -> None:
+    for rank in range(ranks):
+        first, end = rank * rows, min((rank + 1) * rows, vocab_size)
+        shade = _shade(rank)
+        axes.add_patch(Rectangle((first, 0), rows, 1, facecolor=shade, edgecolor="#FFFFFF", linewidth=1.0))
+        if end < first + rows:
+            start = max(first, end)
+            axes.add_patch(Rectangle((start, 0), first + rows - start, 1, **_PADDING))
+        axes.text(first + max(end - first, 0) / 2, 0.5, f"rank {rank}", ha="center", va="center", fontsize=8,
+                  color=text_color(shade))  # fmt: skip
+    axes.set(xlim=(0, rows * ranks), ylim=(0, 1), yticks=[])
+    axes.set_xticks([rank * rows for rank in range(ranks)])
+    axes.set_title("rows of the table: first id of each rank", loc="left", fontsize=9)
+    axes.tick_params(length=2)
+    axes.spines[["left", "bottom"]].set_visible(False)
+
+
+def _draw_owners(axes: Any, rows: int, ranks: int, ids: Sequence[int]) -> None:
+    for column, each in enumerate(ids):
+        for rank in range(ranks):
+            own = each // rows == rank
+            shade = _shade(rank) if own else _FOREIGN
+            axes.add_patch(Rectangle((column, rank), 1, 1, facecolor=shade, edgecolor="#FFFFFF", linewidth=1.0))
+            color = text_color(shade) if own else "#777777"
+            axes.text(column + 0.5, rank + 0.5, f"{each}" if own else "0", ha="center", va="center", fontsize=7.5,
+                      color=color)  # fmt: skip
+    axes.set(xlim=(0, max(1, len(ids))), ylim=(ranks, 0), xticks=[])
+    axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
+    axes.tick_params(length=0)
+    axes.set_title("the row that each rank adds for a token: row of the id, or zeros", loc="left", fontsize=9)
+    axes.spines[["left", "bottom"]].set_visible(False)
+
+
+def _shards_sentence(vocab_size: int, rows: int, ranks: int, ids: Sequence[int]) -> str:
+    padding = rows * ranks - vocab_size
+    owned = [sum(each // rows == rank for each in ids) for rank in range(ranks)]
+    words = ", ".join(f"rank {rank} owns {count}" for rank, count in enumerate(owned))
+    return (
+        f"{vocab_size:,} words in a table of {rows * ranks:,} rows over {ranks} ranks: {rows:,} rows each, "
+        f"{padding} of them padding in all; of {len(ids)} ids {words}."
+    )
+
+
+# ---- one token's softmax ----
+
+
+def split_softmax(logits: Sequence[float], ranks: int, label: int) -> Figure:
+    """Draw the logits of one token with each rank's maximum, and their gradient, softmax minus one-hot.
+
+    logits: one for each column of the vocabulary; every rank has equally many.
+    label: column of the right word.
+
+    Raises ValueError where the ranks do not divide the columns, and for a label outside of them.
+    """
+    values = np.asarray(logits, dtype=float)
+    if values.size % ranks:
+        raise ValueError(f"{values.size} columns cannot be cut over {ranks} ranks")
+    if not 0 <= label < values.size:
+        raise ValueError(f"label {label} is outside the columns 0..{values.size - 1}")
+    parts = values.reshape(ranks, -1)
+    sums = np.exp(parts - values.max()).sum(axis=1)
+    gradient = np.exp(values - values.max()) / sums.sum()
+    gradient[label] -= 1
+    with styled():
+        fig = new_figure(_WIDTH, 4.2)
+        above, below = fig.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+        _draw_columns(above, values, ranks, label)
+        _draw_maxima(above, parts)
+        _draw_columns(below, gradient, ranks, label)
+        above.set_ylabel("logit")
+        below.set(ylabel="gradient", xlabel="column of the vocabulary")
+        handles = [Patch(facecolor=_shade(rank), label=f"rank {rank}") for rank in range(ranks)]
+        fig.legend(handles=handles, loc="outside upper center", ncols=min(8, ranks))
+    return Figure(fig, _softmax_sentence(parts, sums, label, gradient))
+
+
+def _draw_columns(axes: Any, values: Any, ranks: int, label: int) -> None:
+    shades = [_shade(column * ranks // len(values)) for column in range(len(values))]
+    bars = axes.bar(range(len(values)), values, width=0.8, color=shades)
+    bars[label].set(edgecolor="#000000", linewidth=1.6)
+    end = values[label]
+    axes.annotate("label", (label, end), xytext=(0, 3 if end >= 0 else -3), textcoords="offset points", ha="center",
+                  va="bottom" if end >= 0 else "top", fontsize=8)  # fmt: skip
+    axes.axhline(0, color="#333333", linewidth=0.6)
+    axes.margins(y=0.18)
+    axes.set_xticks(range(len(values)))
+
+
+def _draw_maxima(axes: Any, parts: Any) -> None:
+    """A dash over the columns of each rank at its maximum, and a line through all at the largest."""
+    each = parts.shape[1]
+    for rank, most in enumerate(parts.max(axis=1)):
+        axes.hlines(most, rank * each - 0.5, (rank + 1) * each - 0.5, color=_shade(rank), linewidth=1.6)
+    axes.axhline(parts.max(), color="#333333", linewidth=0.9, linestyle=(0, (6, 2)))
+    axes.annotate("largest of all ranks", (1, parts.max()), xycoords=("axes fraction", "data"), xytext=(-2, 3),
+                  textcoords="offset points", ha="right", fontsize=8, color="#444444")  # fmt: skip
+
+
+def _softmax_sentence(parts: Any, sums: Any, label: int, gradient: Any) -> str:
+    top, owner = parts.max(), label // parts.shape[1]
+    target = parts.reshape(-1)[label]
+    added = " + ".join(f"{each:.2f}" for each in sums)
+    return (
+        f"{parts.size} logits over {len(parts)} ranks: the largest is {top:.2f}, sums of exp(logit - {top:.2f}) are "
+        f"{added} = {sums.sum():.2f}; label {label} on rank {owner} has {target:.2f}, so the loss is "
+        f"{np.log(sums.sum()) + top - target:.2f} and the label's gradient {gradient[label]:.2f}."
+    )
+
+
+# ---- costs of a loss ----
+
+Cost = tuple[float, float]
+"""(predicted, counted) bytes."""
+
+
+def loss_costs(ways: Mapping[str, Mapping[str, Cost]]) -> Figure:
+    """Bars of predicted bytes, with a diamond where they were counted; a panel for each quantity, on one axis.
+
+    ways: name of a way to the loss -> quantity -> (predicted, counted), with the same quantities for every way.
+
+    Raises ValueError without a way, for quantities that differ, and for a number that is not positive.
+    """
+    quantities = list(next(iter(ways.values()), {}))
+    if not quantities or any(list(costs) != quantities for costs in ways.values()):
+        raise ValueError("loss_costs needs at least one way, and the same quantities for each")
+    numbers = [number for costs in ways.values() for cost in costs.values() for number in cost]
+    if min(numbers) <= 0:
+        raise ValueError(f"{min(numbers):g} bytes cannot be drawn on a logarithmic axis")
+    with styled():
+        fig = new_figure(_WIDTH, 1.1 + 0.62 * len(ways))
+        panels = fig.subplots(1, len(quantities), sharex=True, sharey=True, squeeze=False)[0]
+        for axes, quantity in zip(panels, quantities):
+            _draw_costs(axes, [costs[quantity] for costs in ways.values()])
+            axes.set_title(quantity, loc="left")
+        low, high = np.log10(min(numbers)), np.log10(max(numbers))
+        panels[0].set(xlim=(10 ** (np.floor(low) - 0.5), 10 ** (high + 0.35 * (high - low + 1.5))))
+        panels[0].set_yticks(range(len(ways)), list(ways))
+        panels[0].invert_yaxis()
+    return Figure(fig, _costs_sentence(ways, quantities))
+
+
+def _draw_costs(axes: Any, costs: Sequence[Cost]) -> None:
+    for place, (predicted, counted) in enumerate(costs):
+        axes.barh(place, predicted, height=0.55, color=_shade(place))
+        axes.plot(counted, place, color="#000000", marker="D", markersize=5, markeredgecolor="#FFFFFF")
+        axes.annotate(f"{counted:,.0f}", (max(predicted, counted), place), xytext=(7, 0), textcoords="offset points",
+                      va="center", fontsize=8)  # fmt: skip
+    axes.set(xscale="log", xlabel="bytes; bar predicted, diamond counted")
+    axes.tick_params(axis="y", length=0)
+
+
+def _costs_sentence(ways: Mapping[str, Mapping[str, Cost]], quantities: Sequence[str]) -> str:
+    parts = [
+        f"{quantity}: {', '.join(f'{way} {costs[quantity][1]:,.0f}' for way, costs in ways.items())}"
+        for quantity in quantities
+    ]
+    apart = max(abs(counted / predicted - 1) for costs in ways.values() for predicted, counted in costs.values())
+    verdict = "as predicted" if apart == 0 else f"within {100 * apart:.1f}% of the prediction"
+    return f"Bytes of a rank, {'; '.join(parts)}; {verdict}."

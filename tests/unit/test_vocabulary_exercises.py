@@ -1,0 +1,192 @@
+"""Exercises of chapter 04: each misunderstanding gets a sentence of its own, and gets it once."""
+
+import numpy as np
+import pytest
+
+from labkit.check import check
+
+# ---- 04.lookup ----
+
+
+def places(local, own):
+    """An answer that reads row `local(place, rows, id)` of its part, or zeros unless `own(place, rows, id)`."""
+
+    def lookup(ids, part, rank):
+        rows = len(part)
+        found = [(each - rank * rows, each) for each in ids]
+        return [part[local(p, rows, i)] if own(p, rows, i) else 0 * part[0] for p, i in found]
+
+    return lookup
+
+
+def inside(place, rows, _):
+    return 0 <= place < rows
+
+
+def here(place, rows, _):
+    return place
+
+
+LOOKUPS = {
+    "row 0": (places(lambda p, n, i: p if 0 <= p < n else 0, lambda *_: True), "reads row 0 of this part"),
+    "nearest": (places(lambda p, n, i: min(max(p, 0), n - 1), lambda *_: True), "reads its nearest row"),
+    "negative": (places(here, lambda p, n, i: -n <= p < n), "counts from the end of the part"),
+    "modulo": (places(lambda p, n, i: i % n, lambda *_: True), "modulo its rows"),
+    "no start": (places(lambda p, n, i: i, lambda p, n, i: i < n), "subtract this number"),
+    "row 0 is lost": (places(here, lambda p, n, i: 0 < p < n), "row 0 of the part is a real row"),
+    "left out": (
+        lambda ids, part, rank: [part[i - rank * len(part)] for i in ids if 0 <= i - rank * len(part) < len(part)],
+        "are left out",
+    ),
+}
+
+# ---- 04.loss ----
+
+
+def of_label(logits, labels, zeros=True):
+    for rank, part in enumerate(logits):
+        local = labels - rank * part.shape[1]
+        own = (local >= 0) & (local < part.shape[1])
+        picked = part[range(len(part)), np.where(own, local, 0)]
+        yield own * picked if zeros else picked
+
+
+def losses(*, top="all", total="all", label="all", padding=False, restore=True, sign=1):
+    """A loss over ranks; an argument that is not its default is a misunderstanding."""
+
+    def answer(logits, labels, columns, all_reduce):
+        real = logits if padding else [part[:, :n] for part, n in zip(logits, columns)]
+        own_top = [part.max(1) for part in real]
+        tops = {"all": all_reduce(own_top, "max"), "own": own_top, "none": [0 * each for each in own_top]}[top]
+        sums = [np.exp(part - most[:, None]).sum(1) for part, most in zip(real, tops)]
+        if total == "logs":
+            logs = all_reduce([np.log(each) + most for each, most in zip(sums, tops)], "sum")
+        else:
+            sums = sums if total == "own" else all_reduce(sums, "sum")
+            logs = [np.log(each) + restore * most for each, most in zip(sums, tops)]
+        targets = list(of_label(logits, labels, label != "unmasked"))
+        targets = targets if label == "own" else all_reduce(targets, "sum")
+        return [sign * (log - target) for log, target in zip(logs, targets)]
+
+    return answer
+
+
+def different_scales(logits, labels, columns, all_reduce):
+    real = [part[:, :n] for part, n in zip(logits, columns)]
+    tops = all_reduce([part.max(1) for part in real], "max")
+    sums = all_reduce([np.exp(part - part.max(1)[:, None]).sum(1) for part in real], "sum")
+    targets = all_reduce(list(of_label(logits, labels)), "sum")
+    return [np.log(each) + most - target for each, most, target in zip(sums, tops, targets)]
+
+
+LOSSES = {
+    "no maximum": (losses(top="none"), "subtract the largest logit of all ranks first"),
+    "different scales": (different_scales, "have different scales"),
+    "own maximum": (losses(top="own"), "subtracts and adds its own maximum"),
+    "logarithms": (losses(total="logs"), "logarithms are added"),
+    "own columns": (losses(total="own"), "softmax over its own columns"),
+    "not restored": (losses(restore=False), "inside the sum alone"),
+    "padding": (losses(padding=True), "padding columns count"),
+    "own label": (losses(label="own"), "the owner's logit must reach all ranks"),
+    "label unmasked": (losses(label="unmasked"), "it must add 0"),
+    "sign": (losses(sign=-1), "its negative"),
+}
+
+# ---- 04.tied ----
+
+
+def added(together, factor=1.0):
+    """An answer that adds the gradients of the ranks that belong together."""
+
+    def tied(ranks):
+        found = []
+        for rank in ranks:
+            parts = [other["grad"] for other in ranks if other["grad"] and together(rank, other)]
+            found.append([factor * sum(column) for column in zip(*parts)] if rank["grad"] else None)
+        return found
+
+    return tied
+
+
+def pipeline(a, b):
+    return (a["tp"], a["dp"]) == (b["tp"], b["dp"])
+
+
+def keeps(stage):
+    """An answer in which one end of the pipeline keeps its own gradient."""
+
+    def tied(ranks):
+        at = {"first": 0, "last": max(rank["pp"] for rank in ranks)}[stage]
+        return [rank["grad"] if rank["pp"] == at else total for rank, total in zip(ranks, added(pipeline)(ranks))]
+
+    return tied
+
+
+def filled(ranks):
+    by_place = {}
+    for rank in ranks:
+        by_place.setdefault((rank["tp"], rank["dp"]), []).append(rank["grad"] or [0, 0])
+    return [[sum(column) for column in zip(*by_place[rank["tp"], rank["dp"]])] for rank in ranks]
+
+
+def mean(ranks):
+    stages = len({rank["pp"] for rank in ranks if rank["grad"]})
+    return added(pipeline, 1 / stages)(ranks)
+
+
+TIED = {
+    "nothing": (lambda ranks: [rank["grad"] for rank in ranks], "nothing is added"),
+    "mean": (mean, "this is the mean"),
+    "first alone": (keeps("last"), "the last stage keeps its own"),
+    "last alone": (keeps("first"), "the first stage keeps its own"),
+    "over tp": (added(lambda a, b: a["dp"] == b["dp"]), "other rows of the table"),
+    "over dp": (added(lambda a, b: a["tp"] == b["tp"]), "sum is done already"),
+    "everything": (added(lambda a, b: True), "all gradients of all ranks"),
+    "middle stages": (filled, "the middle stages get a gradient"),
+    "twice": (
+        lambda ranks: added(pipeline, 1 if any(rank["pp"] for rank in ranks) else 2)(ranks),
+        "autograd has added already",
+    ),
+    "neighbours": (
+        added(lambda a, b: pipeline(a, b) and abs(a["pp"] - b["pp"]) <= 1),
+        "the partner of the first stage is the last",
+    ),
+}
+
+TABLES = {"04.lookup": LOOKUPS, "04.loss": LOSSES, "04.tied": TIED}
+CASES = [(name, words, *case) for name, table in TABLES.items() for words, case in table.items()]
+
+
+@pytest.mark.parametrize(("name", "answer", "words"), [(n, a, w) for n, _, a, w in CASES],
+                         ids=[f"{n} {i}" for n, i, *_ in CASES])  # fmt: skip
+def test_a_misunderstanding_is_named_once(name, answer, words):
+    score = check(name, answer)
+    assert not score.ok
+    assert repr(score).count(words) == 1, repr(score)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"), [("04.lookup", places(here, inside)), ("04.loss", losses()), ("04.tied", added(pipeline))]
+)
+def test_right_answers_pass(name, answer):
+    score = check(name, answer)
+    assert score.ok, repr(score)
+
+
+def test_a_loss_that_sends_all_logits_is_told_the_price():
+    def gathered(logits, labels, columns, all_reduce):
+        width = logits[0].shape[1]
+        placed = [np.zeros((len(labels), len(logits) * width)) for _ in logits]
+        for rank, part in enumerate(logits):
+            placed[rank][:, rank * width : (rank + 1) * width] = part
+        whole = all_reduce(placed, "sum")[0]
+        return losses()([whole], labels, [sum(columns)], lambda parts, op: parts) * len(logits)
+
+    score = check("04.loss", gathered)
+    assert score.total - score.passed == 1 and "expected at most 12: three for each of 4 tokens, got 48" in repr(score)
+
+
+@pytest.mark.parametrize("name", ["04.lookup", "04.loss", "04.tied"])
+def test_an_answer_of_another_kind_gets_a_score(name):
+    for answer in (None, lambda *case: None, lambda *case: "x"):
+        assert check(name, answer).passed == 0
