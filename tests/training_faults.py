@@ -76,7 +76,7 @@ GRADIENTS = [
     ),
     Fault(
         "replicas report their own loss",
-        "global_loss",
+        "Pipeline.means",
         "all_reduce(totals, groups.dp_cp)",
         "pass",
         Comparison(DP, "loss"),

@@ -180,7 +180,7 @@ COMMAND = Command(
             "not given",
         ),
         Option("key", "str", "key of the text in JSON lines, column in Parquet", "text"),
-        Option("append-eod", "bool", "close each document with the end token, if the vocabulary has one", True),
+        Option("append-eod", "bool", "close each document with the end token; where not given, without --sentences"),
         Option("sentences", "bool", "keep each sentence as a sequence, for BERT and T5", False),
         Option("workers", "int", "processes that tokenise; one for each core where not given", ge=1),
         Option("min-tokens", "int", "clean: fewest tokens of a document; 0 keeps short ones", 128, ge=0),

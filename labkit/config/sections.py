@@ -262,7 +262,8 @@ class DataConfig:
         "A UTF-8 text file, or the prefix of an indexed dataset PREFIX.bin and PREFIX.idx; None: the bundled text.",
         aliases="data_path", file=True, ending=".idx")
     blend: tuple[str, ...] = field((),
-        "Indexed datasets, mixed by weight: weights and prefixes in turn, as in `0.3,books,0.7,news`.")
+        "Indexed datasets, mixed by weight: weights and prefixes in turn, as in `0.3,books,0.7,news`. Prefixes alone, "
+        "as in `books,news`: by size.")
     tokenizer: str | None = field(None,
         "A `tokenizers` JSON file, GPT-2's vocab.json (with merges.txt) or BERT's vocab.txt; None: the bundled BPE.",
         aliases="tokenizer_model", file=True)
@@ -270,18 +271,25 @@ class DataConfig:
         "Shares of the text, or of the documents of an indexed dataset, for training, validation and test; without a "
         "share, no test runs.")
     num_samples: int | None = field(None,
-        "Samples that are shuffled for training from an indexed dataset; None: train.steps x global_batch_size. A run "
+        "Samples that are shuffled for training, not of a GPT's text; None: train.steps x global_batch_size. A run "
         "that reads its documents more than once and is prolonged keeps its order only if this number stays.", ge=1)
     cache: str | None = field(None,
         "Folder for the index arrays of indexed datasets; None: PREFIX.cache, if that can be written.",
         aliases="data_cache_path")
 
     @property
-    def sources(self) -> list[tuple[float, str]]:
-        """Weight and prefix of each indexed dataset; empty where a text is read."""
+    def weighted(self) -> bool:
+        """The blend has weights: one of its words is a number."""
+        return any(word.lstrip("+-").replace(".", "", 1).isdecimal() for word in self.blend)
+
+    @property
+    def sources(self) -> list[tuple[float | None, str]]:
+        """Weight (None: by size) and prefix of each indexed dataset; empty where a text is read."""
         if self.path is not None and not os.path.isfile(self.path) and os.path.isfile(f"{self.path}.idx"):
-            return [(1.0, self.path)]
-        return [(float(weight), prefix) for weight, prefix in zip(self.blend[::2], self.blend[1::2])]
+            return [(None, self.path)]
+        if self.weighted:
+            return [(float(weight), prefix) for weight, prefix in zip(self.blend[::2], self.blend[1::2])]
+        return [(None, prefix) for prefix in self.blend]
 
 
 @dataclass(frozen=True, kw_only=True)

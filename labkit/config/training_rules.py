@@ -59,14 +59,18 @@ def _indexed(found: Findings) -> None:
     prefix, ending = os.path.splitext(data.path or "")
     if data.blend and data.path is not None:
         found.add("data.blend", "excludes data.path; leave one of them out")
-    elif len(data.blend) % 2 or not all(_WEIGHT.fullmatch(word) and float(word) > 0 for word in data.blend[::2]):
-        found.add("data.blend", "must be weights above 0 and prefixes in turn, as in 0.3,books,0.7,news")
-    elif missing := [name for name in data.blend[1::2] if not os.path.isfile(f"{name}.idx")]:
+    elif data.weighted and (
+        len(data.blend) % 2 or not all(_WEIGHT.fullmatch(word) and float(word) > 0 for word in data.blend[::2])
+    ):
+        rule = "must be weights above 0 and prefixes in turn, as in 0.3,books,0.7,news"
+        found.add("data.blend", f"{rule}, or prefixes alone")
+    elif missing := [name for _, name in data.sources if not os.path.isfile(f"{name}.idx")]:
         found.add("data.blend", f"there is no {missing[0]}.idx; give the prefixes of indexed datasets")
     elif ending in (".bin", ".idx") and os.path.isfile(f"{prefix}.idx"):
         found.add("data.path", f"is one of the two files of an indexed dataset; give their prefix {prefix}")
     elif not data.blend and not os.path.isfile(f"{data.path}.idx"):
-        for name in filter(found.changed, ("data.num_samples", "data.cache")):
+        idle = ("data.num_samples", "data.cache") if found.config.model.family == "gpt" else ("data.cache",)
+        for name in filter(found.changed, idle):
             found.add(name, "has no effect on a text; give an indexed dataset in data.path, or leave this out")
 
 

@@ -1,15 +1,18 @@
 """Datasets and batches of the configured model family, chosen by `model.family`.
 
-| family | samples                                         | module           |
-|--------|-------------------------------------------------|------------------|
-| `gpt`  | windows of the text; the next token is learned  | `gpt_data`       |
-| `bert` | windows in two parts; masked tokens are learned | `masked_windows` |
+| family | samples                                                           | module                |
+|--------|-------------------------------------------------------------------|-----------------------|
+| `gpt`  | windows of the text; the next token is learned                    | `gpt_data`            |
+| `bert` | two segments of sentences; masked tokens and the order are learned | `masked/bert_samples` |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import count
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from labkit.data import gpt_data
 
@@ -27,7 +30,7 @@ def build_datasets(config: RunConfig) -> tuple[Any, Any, Any]:
         FileNotFoundError, ValueError: a text, tokenizer or split that the family cannot train on.
     """
     if config.model.family == "bert":
-        from labkit.data.masked_windows import build_bert_datasets  # a GPT does without
+        from labkit.data.masked.bert_samples import build_bert_datasets  # a GPT does without
 
         return build_bert_datasets(config)
     return gpt_data.build_gpt_datasets(config)
@@ -38,12 +41,30 @@ def data_iterator(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Microbatches of this rank, without end, from the first behind `consumed_samples` on.
 
+    `dataset.ordered(n)` is sample n of the run: the ids of a GPT's window, or the tensors of a sample by name, which a
+    batch stacks.
+
     Raises:
         ValueError: the dataset has no sample, or the batch sizes do not divide.
     """
-    batches: Callable[..., Iterator[dict[str, torch.Tensor]]] = gpt_data.data_iterator
-    if config.model.family == "bert":
-        from labkit.data.masked_windows import bert_data_iterator
+    if config.model.family == "gpt":
+        return gpt_data.data_iterator(dataset, config, groups, consumed_samples=consumed_samples)
+    if len(dataset) == 0:
+        raise ValueError(f"data: the {dataset.name} split is empty; give it a share in data.split")
+    gpt_data.microbatch_positions(config, dp=groups.dp.size, dp_rank=groups.dp.rank, step=0)  # refuse now
+    return _stacked_samples(dataset, config, groups, consumed_samples)
 
-        batches = bert_data_iterator
-    return batches(dataset, config, groups, consumed_samples=consumed_samples)
+
+def _stacked_samples(
+    dataset: Any, config: RunConfig, groups: ParallelGroups, consumed: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    import torch
+
+    for step in count():
+        own = gpt_data.microbatch_positions(config, dp=groups.dp.size, dp_rank=groups.dp.rank, step=step)
+        for positions in consumed + own:
+            samples = [dataset.ordered(int(position)) for position in positions]
+            batch = {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]}
+            if groups.device.type == "cuda":  # a copy from memory that is not pinned makes the host wait for the GPU
+                batch = {name: each.pin_memory().to(groups.device, non_blocking=True) for name, each in batch.items()}
+            yield batch

@@ -21,6 +21,7 @@ PIECE_BYTES = 1 << 20
 """Bytes of a file in one piece; a longer line, row group or text stays whole."""
 ENDINGS = (".txt", ".jsonl", ".json", ".parquet")
 _SENTENCE_END = re.compile(r"[.!?][\"')\]]*(?P<gap>\s+)(?=[\"'(\[]*[^\W_a-z])|(?P<paragraph>\n\s*\n)")
+_DOCUMENT_END = re.compile(r"\n\s*\n(?=\S)")
 
 
 class DocumentError(ValueError):
@@ -130,6 +131,17 @@ def total_bytes(paths: Sequence[str | Path]) -> int:
 
 def sentences_of(text: str) -> list[str]:
     """Sentences of a text: cut behind `.`, `!` or `?` before a capital or digit, and at empty lines."""
-    ends = [match.start(match.lastgroup or 0) for match in _SENTENCE_END.finditer(text)]
-    parts = (text[start:end].strip() for start, end in pairwise([0, *ends, len(text)]))
+    parts = (text[start:end].strip() for start, end in pairwise([0, *_sentence_ends(text), len(text)]))
     return [part for part in parts if part]
+
+
+def borders_of(text: str) -> tuple[list[int], list[int]]:
+    """Ends of the sentences of a text, and of its documents: places between two characters, without its own ends.
+
+    A document begins at a line without indentation behind an empty line.
+    """
+    return _sentence_ends(text), [match.start() for match in _DOCUMENT_END.finditer(text)]
+
+
+def _sentence_ends(text: str) -> list[int]:
+    return [match.start(match.lastgroup or 0) for match in _SENTENCE_END.finditer(text)]

@@ -118,8 +118,15 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 def check_vocabulary(data: DataConfig, vocab_size: int) -> None:
-    """ValueError where the tokenizer has more tokens than `vocab_size`."""
+    """ValueError where the tokenizer has more tokens than `vocab_size`, or the bundled one has less than half."""
     size = vocabulary_size(data.tokenizer)
+    if data.tokenizer is None and vocab_size > 2 * size:
+        raise ValueError(
+            f"model.vocab_size = {vocab_size}: data.tokenizer is not given, and the bundled tokenizer has {size} "
+            f"tokens, so {vocab_size - size} rows of the embedding would see no token; give data.tokenizer a file with "
+            f"about {vocab_size} tokens, such as GPT-2's vocab.json (50257, with merges.txt beside it) or BERT's "
+            f"vocab.txt (30522), or set model.vocab_size to {size}"
+        )
     if size > vocab_size:
         raise ValueError(
             f"tokenizer mismatch: {data.tokenizer or 'the bundled tokenizer'} has {size} tokens, model.vocab_size is "
@@ -174,18 +181,25 @@ def build_gpt_datasets(config: RunConfig) -> tuple[Samples, Samples, Samples]:
 
 def _indexed_splits(config: RunConfig, shares: Sequence[float]) -> tuple[Samples, Samples, Samples]:
     """The splits of indexed datasets, with as many samples as the run reads; empty where it reads none."""
-    from labkit.data.indexed_gpt import IndexedSource  # a run of a text does without
+    from labkit.data.indexed_gpt import IndexedSource, gpt_part  # a run of a text does without
 
-    source, evaluated = IndexedSource(config), config.train.eval_steps * config.train.global_batch_size
+    source = IndexedSource(config, gpt_part(config))
+    train, valid, test = (
+        source.split(name, sum(shares[:place]), sum(shares[: place + 1]), count)
+        if count
+        else GPTDataset(np.empty(0, np.int64), config.model.seq_length, name=name)
+        for place, (name, count) in enumerate(zip(SPLITS, samples_of_splits(config)))
+    )
+    return train, valid, test
 
-    def split(number: int, samples: int) -> Samples:
-        name = SPLITS[number]
-        if samples == 0 or shares[number] == 0:
-            return GPTDataset(np.empty(0, np.int64), config.model.seq_length, name=name)
-        return source.split(name, sum(shares[:number]), sum(shares[: number + 1]), samples)
 
+def samples_of_splits(config: RunConfig) -> tuple[int, int, int]:
+    """Samples that a run reads of each split; 0 for a split without a share."""
+    evaluated = config.train.eval_steps * config.train.global_batch_size
     train = config.data.num_samples or config.train.steps * config.train.global_batch_size
-    return split(0, train), split(1, evaluated), split(2, evaluated)
+    shares = parse_split(config.data.split)
+    train, valid, test = (count if share > 0 else 0 for count, share in zip((train, evaluated, evaluated), shares))
+    return train, valid, test
 
 
 def microbatch_positions(config: RunConfig, *, dp: int, dp_rank: int, step: int) -> np.ndarray:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +48,7 @@ class IndexedGPTDataset:
         """
         if indexed.dtype.kind == "f":
             raise ValueError(f"{indexed.idx_path}: holds {indexed.dtype.name}; token ids are integers")
-        self.indexed, self.seq_length, self.name = indexed, seq_length, name
+        self.indexed, self.seq_length, self.name, self.prefix = indexed, seq_length, name, indexed.prefix
         documents = range(len(indexed)) if documents is None else documents
         numbers = {"seq_length": seq_length, "num_samples": num_samples, "seed": seed}
         lengths = indexed.sequence_lengths
@@ -74,7 +76,7 @@ class IndexedGPTDataset:
             IndexError: there is no such sample.
         """
         if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of the {self.name} split of {self.indexed.prefix}, which has {len(self)}")
+            raise IndexError(f"sample {index} of the {self.name} split of {self.prefix}, which has {len(self)}")
         at = int(self.shuffle_index[index])
         (first, offset), (last, end) = self.sample_index[at : at + 2].tolist()
         documents = self.document_index[first : last + 1].tolist()
@@ -89,17 +91,18 @@ class IndexedGPTDataset:
 
 
 class BlendedDataset:
-    """Samples of several datasets, mixed by weight."""
+    """Samples of several datasets of one kind, mixed by weight."""
 
     def __init__(
         self,
-        datasets: Sequence[IndexedGPTDataset],
+        datasets: Sequence[Any],
         weights: Sequence[float],
         size: int,
         *,
         cache: str | os.PathLike[str] | None = None,
     ) -> None:
-        """size: samples of the blend. weights: shares of the datasets; only their ratios count.
+        """datasets: each with `prefix`, `name`, `len` and samples by number. size: samples of the blend. weights:
+        shares of the datasets; only their ratios count.
 
         Raises:
             ValueError: a dataset has fewer samples than the blend takes from it.
@@ -113,18 +116,18 @@ class BlendedDataset:
         """Sample of that dataset."""
         for number, taken in enumerate(np.bincount(self.dataset_index, minlength=len(self.datasets))):
             if taken > len(self.datasets[number]):
-                prefix, there = self.datasets[number].indexed.prefix, len(self.datasets[number])
+                prefix, there = self.datasets[number].prefix, len(self.datasets[number])
                 raise ValueError(f"the blend takes {taken} samples of {prefix}, which has {there}; build more of it")
 
     def __len__(self) -> int:
         """Samples of the blend."""
         return len(self.dataset_index)
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        """Sample `index` in the order of training: `seq_length + 1` ids, int64."""
+    def __getitem__(self, index: int) -> Any:
+        """Sample `index` in the order of training, in the form of its dataset."""
         return self.datasets[self.dataset_index[index]][int(self.dataset_sample_index[index])]
 
-    def ordered(self, position: int) -> np.ndarray:
+    def ordered(self, position: int) -> Any:
         """Sample `position` of a run; behind the last sample the order begins again."""
         return self[position % len(self)]
 
@@ -132,45 +135,55 @@ class BlendedDataset:
 # ---- from a configuration ----
 
 
+PartBuilder = Callable[..., Any]
+"""(indexed dataset, range of its documents, *, num_samples, name, cache) -> samples of these documents."""
+
+
 class IndexedSource:
     """The indexed datasets of a configuration, opened once; `split` makes the dataset of each split."""
 
-    def __init__(self, config: RunConfig) -> None:
-        """Raises FileNotFoundError and ValueError as `IndexedDataset` does."""
-        self.config = config
-        self.indexed = [IndexedDataset(prefix) for _, prefix in config.data.sources]
+    def __init__(self, config: RunConfig, build: PartBuilder, count: Callable[[IndexedDataset], int] = len) -> None:
+        """build: makes the samples of one split of one dataset. count: documents of a dataset, which splits share.
 
-    def split(self, name: str, begin: float, end: float, samples: int) -> IndexedGPTDataset | BlendedDataset:
+        Raises FileNotFoundError and ValueError as `IndexedDataset` does."""
+        self.config, self._build, self._count = config, build, count
+        self.weights, prefixes = zip(*config.data.sources)
+        """Shares of the datasets in a blend; None without weights."""
+        self.indexed = [IndexedDataset(prefix) for prefix in prefixes]
+
+    def split(self, name: str, begin: float, end: float, samples: int) -> Any:
         """The documents from share `begin` to share `end`, with at least `samples` samples.
+
+        Without weights each dataset of a blend is read once, and the blend has no more samples than these have.
 
         Raises:
             ValueError: the documents are too short for one sample.
             OSError: `data.cache` cannot be written.
         """
-        if not self.config.data.blend:
+        if len(self.indexed) == 1 and self.weights[0] is None:
             return self._part(self.indexed[0], name, begin, end, samples)
-        weights = normalized([weight for weight, _ in self.config.data.sources])
-        targets = [math.ceil(samples * weight) for weight in weights]
-        built = [math.ceil(target * (1 + SURPLUS)) for target in targets]
-        parts = [self._part(one, name, begin, end, most) for one, most in zip(self.indexed, built)]
-        return BlendedDataset(parts, weights, sum(targets), cache=self._cache(self.indexed[0]))
+        if self.weights[0] is None:
+            parts = [self._part(one, name, begin, end, None) for one in self.indexed]
+            weights = list(map(len, parts))
+            size = min(samples, sum(weights))
+        else:
+            weights = normalized(self.weights)
+            targets = [math.ceil(samples * weight) for weight in weights]
+            built = [math.ceil(target * (1 + SURPLUS)) for target in targets]
+            parts = [self._part(one, name, begin, end, most) for one, most in zip(self.indexed, built)]
+            size = sum(targets)
+        return BlendedDataset(parts, weights, size, cache=self._cache(self.indexed[0]))
 
-    def _part(self, indexed: IndexedDataset, name: str, begin: float, end: float, samples: int) -> IndexedGPTDataset:
-        """One split of one dataset. Megatron rounds the borders of splits to whole sequences."""
+    def _part(self, indexed: IndexedDataset, name: str, begin: float, end: float, samples: int | None) -> Any:
+        """One split of one dataset. Megatron rounds the borders of splits to whole documents."""
+        documents = self._count(indexed)
+        part = range(round(begin * documents), round(end * documents))
         try:
-            return IndexedGPTDataset(
-                indexed,
-                range(round(begin * len(indexed)), round(end * len(indexed))),
-                seq_length=self.config.model.seq_length,
-                num_samples=samples,
-                seed=self.config.train.seed,
-                name=name,
-                cache=self._cache(indexed),
-            )
+            return self._build(indexed, part, num_samples=samples, name=name, cache=self._cache(indexed))
         except TooFewTokensError as error:
-            part = f"the {name} split ({end - begin:.0%} of {len(indexed)} documents) of {indexed.prefix}"
+            words = f"the {name} split ({end - begin:.0%} of {documents} documents) of {indexed.prefix}"
             advice = "give more documents, a shorter model.seq_length or another data.split"
-            raise ValueError(f"data: {part} has {error}; {advice}") from None
+            raise ValueError(f"data: {words} has {error}; {advice}") from None
 
     def _cache(self, indexed: IndexedDataset) -> str | None:
         """The folder of the index arrays; None where none is given and none can be made beside the data."""
@@ -179,3 +192,8 @@ class IndexedSource:
         beside = f"{indexed.prefix}.cache"
         place = beside if os.path.isdir(beside) else os.path.dirname(beside) or "."
         return beside if os.access(place, os.W_OK) else None
+
+
+def gpt_part(config: RunConfig) -> PartBuilder:
+    """Builds the GPT samples of one split of one dataset."""
+    return partial(IndexedGPTDataset, seq_length=config.model.seq_length, seed=config.train.seed)

@@ -36,8 +36,9 @@ class Recipe:
     """A file, see `load_tokenizer`; None is the bundled tokenizer."""
     key: str = "text"
     """Key or column of the text in JSON lines and Parquet."""
-    append_eod: bool = True
-    """Close each document with the end token, if the vocabulary has one (Megatron's `--append-eod`)."""
+    append_eod: bool | None = None
+    """Close each document with the end token, if the vocabulary has one (Megatron's `--append-eod`). None closes it
+    unless sentences are kept: samples for BERT and T5 have ends of their own."""
     sentences: bool = False
     """Keep each sentence as a sequence of its own, as BERT's samples need them (Megatron's `--split-sentences`)."""
 
@@ -73,7 +74,8 @@ class PieceTokenizer:
         """Raises what `load_tokenizer` raises."""
         self.recipe, self.tokenizer = recipe, load_tokenizer(recipe.tokenizer)
         self.dtype = dtype_for(self.tokenizer.get_vocab_size())
-        end = end_token(self.tokenizer) if recipe.append_eod else None
+        append = not recipe.sentences if recipe.append_eod is None else recipe.append_eod
+        end = end_token(self.tokenizer) if append else None
         self._end = [] if end is None else [end]
 
     def __call__(self, piece: Piece) -> Tokenised:

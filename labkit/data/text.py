@@ -1,13 +1,15 @@
 """Texts, tokenizers and token ids: files of the user, or by default the Jargon File, which is in the public domain.
 
-`bundled/PROVENANCE.md` names the source of the text; `scripts/make_bundled_data.py` makes the files, byte for byte. The
-token ids are bundled too: to tokenise 1.4 MB would cost every rank of every launch half a second. The bundled tokenizer
-is a byte-level BPE of 1,024 tokens, as a JSON file of the `tokenizers` library. This size is a multiple of 128 x 8, so
-the embedding table needs no padding at tp 1, 2, 4 or 8. Other tokenizers come from a file: GPT-2's, BERT's, or JSON.
+`bundled/PROVENANCE.md` names the source of the text; `scripts/make_bundled_data.py` and `scripts/make_vocabularies.py`
+make the files, byte for byte. The token ids are bundled too: to tokenise 1.4 MB would cost every rank of every launch
+half a second. The bundled tokenizer is a byte-level BPE of 1,024 tokens, as a JSON file of the `tokenizers` library.
+This size is a multiple of 128 x 8, so the embedding table needs no padding at tp 1, 2, 4 or 8. Other tokenizers come
+from a file: GPT-2's, BERT's, or JSON.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +29,9 @@ BUNDLED_SHA256 = {
     TEXT_NAME: "474386a96eee23444ae3791468bbf32bbd7f869464957a3bf10722d4b01ceb6b",
     TOKENIZER_NAME: "2aaa4cc46e4b29aa5c5381a42737cc3e2f05e8832865469f6475185c2078ea53",
     TOKENS_NAME: "c7d49c79d21353b49796caac57f5d3f30bb85b2cd41f2e86b39eaf8ee084bfa4",
+    "vocab.json": "f5d97ca459cc5686115756d50d994f108e1a16d5396f125d08e6ce6c2410cf7b",
+    "merges.txt": "7c02859b1c074df1fe84f3094c8c58e91ab2fa44e1111b707c34e503975c56a6",
+    "vocab.txt": "2631768767c5bb2d4f0e297f55f926fd5cf06ea9c651ebfdeae1fe4abf21c406",
 }
 """SHA-256 of each file, the same on every machine; a test compares them."""
 
@@ -171,3 +176,27 @@ def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
     ids, end = tokenizer.encode(text, add_special_tokens=False).ids, end_token(tokenizer)
     return np.array(ids if end is None else [*ids, end], dtype=np.int64)
+
+
+def located_tokens(path: str | Path | None, tokenizer: str | Path | None) -> tuple[str, np.ndarray, np.ndarray]:
+    """A text, its token ids without an end token, and the character of the text at which each token begins.
+
+    None reads the bundled text, and takes the bundled tokenizer. Both together need no library: each character of a
+    byte-level vocabulary stands for a byte of the text.
+
+    Raises:
+        FileNotFoundError, ValueError, ModuleNotFoundError: see `read_text` and `load_tokenizer`.
+    """
+    import numpy as np
+
+    text = bundled_text() if path is None else read_text(path)
+    if path is not None or tokenizer is not None:
+        encoding = load_tokenizer(tokenizer).encode(text, add_special_tokens=False)
+        return text, np.array(encoding.ids, dtype=np.int64), np.array([begin for begin, _ in encoding.offsets])
+    vocabulary = json.loads((BUNDLED / TOKENIZER_NAME).read_bytes())["model"]["vocab"]
+    lengths = np.zeros(BUNDLED_SIZE, dtype=np.int64)
+    lengths[list(vocabulary.values())] = list(map(len, vocabulary))
+    tokens = bundled_tokens()[:-1]
+    codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+    first_byte = np.cumsum(1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000))  # of the next character
+    return text, tokens, np.searchsorted(first_byte, np.cumsum(lengths[tokens]) - lengths[tokens], side="right")

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from labkit.config import DataConfig
-from labkit.data.masked_windows import special_tokens
+from labkit.data.masked.bert_samples import special_tokens
 from labkit.data.text import load_tokenizer
 from labkit.finetune.task_files import Choice, Passage, TaskFiles
 

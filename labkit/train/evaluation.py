@@ -17,7 +17,6 @@ from labkit.parallel.vocab.token_ids import token_ids_checked_late
 from labkit.train.forward_step import Batch
 from labkit.train.pipeline import Pipeline
 from labkit.train.reporting.report import Report
-from labkit.train.stepping import global_loss
 
 ProcessNonLossData = Callable[[list[Any], int], None]
 
@@ -34,8 +33,8 @@ def validate(
     step: int,
     process_non_loss_data: ProcessNonLossData | None,
 ) -> None:
-    """Report the mean loss over `eval_steps` global batches; then run a batch for `process_non_loss_data`, if given."""
-    report.evaluation(step, "validation_loss", evaluate(pipeline, batches, pipeline.config.train.eval_steps))
+    """Report the means over `eval_steps` global batches; then run a batch for `process_non_loss_data`, if given."""
+    report.evaluation(step, "validation", evaluate(pipeline, batches, pipeline.config.train.eval_steps))
     if process_non_loss_data is None:
         return
     collected = collect_non_loss_data(pipeline, batches)
@@ -45,14 +44,14 @@ def validate(
         process_non_loss_data(collected, step)
 
 
-def evaluate(pipeline: Pipeline, batches: Iterator[Batch], steps: int) -> float:
-    """Return the mean loss over `steps` global batches, without gradients and dropout; the same on every rank."""
+def evaluate(pipeline: Pipeline, batches: Iterator[Batch], steps: int) -> dict[str, float]:
+    """Return `Pipeline.means` over `steps` global batches, without gradients and dropout; the same on every rank."""
     with evaluating(pipeline.chunks), token_ids_checked_late(pipeline.groups.device) as ids:
         reports = [report for _ in range(steps) for report in pipeline.run(batches, forward_only=True)]
-    loss = global_loss(reports, pipeline)
+    means = pipeline.means(reports)
     if ids.late:  # the host has waited for the loss
         ids.look_together(pipeline.groups.world)
-    return loss
+    return means
 
 
 def collect_non_loss_data(pipeline: Pipeline, batches: Iterator[Batch]) -> list[Any]:

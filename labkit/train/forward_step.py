@@ -15,6 +15,8 @@ from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 
+from labkit.config import ModelConfig
+
 Batch = dict[str, Tensor]
 ForwardStep = Callable[[Iterator[Batch], nn.Module], tuple[Any, Any]]
 """(data iterator, model chunk) -> (output, loss function).
@@ -42,6 +44,13 @@ def forward_step_of(family: str) -> ForwardStep:
 
         return bert_forward_step
     return gpt_forward_step
+
+
+def parts_of(model: ModelConfig) -> tuple[str, ...]:
+    """Keys of the default loss function's metrics that a run reports beside the loss, as means over microbatches."""
+    if model.family != "bert":
+        return ()
+    return ("lm_loss", "sop_loss") if model.bert_binary_head else ("lm_loss",)
 
 
 @overload

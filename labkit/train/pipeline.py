@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from labkit.config import RunConfig
 from labkit.models.chunks import DTYPES
 from labkit.moe.router import TopKRouter
+from labkit.parallel.collectives import all_reduce, broadcast, comm_scope
 from labkit.parallel.data_parallel.distributed_data_parallel import DataParallel
 from labkit.parallel.data_parallel.gradients import finalize_model_grads
 from labkit.parallel.data_parallel.optimizer import named_parameters
@@ -18,7 +20,7 @@ from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.layers import Precision
 from labkit.schedules.ir import Schedule
 from labkit.schedules.runtime import PipelineRuntime
-from labkit.train.forward_step import Batch, ForwardStep, checked_forward_step
+from labkit.train.forward_step import Batch, ForwardStep, checked_forward_step, parts_of
 from labkit.train.loss_scaler import LossScaler, build_loss_scaler
 from labkit.train.preflight import transport_of
 from labkit.train.reporting.router_metrics import RouterMetrics
@@ -115,6 +117,26 @@ class Pipeline:
             read = list(islice(batches, self.num_microbatches))
             iterators = [iter(read) for _ in self.chunks]
         return self._runtime.run(iterators, forward_only=forward_only, collect_non_loss_data=collect_non_loss_data)
+
+    def means(self, reports: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Means over the global batch that `reports` are of, the same on every rank: `loss` and the family's others.
+
+        `loss` is the sum of all losses over the number of tokens, of all microbatches and data-parallel ranks. The
+        others (`parts_of`) are means of those microbatches that report them; one that none reports is left out.
+        """
+        groups, parts = self.groups, parts_of(self.config.model)
+        totals = torch.zeros(2 + 2 * len(parts), dtype=torch.float64, device=groups.device)
+        for report in reports:
+            found = [report["loss_sum"], report["tokens"]]
+            found += [number for name in parts for number in (report.get(name, 0.0), float(name in report))]
+            totals += torch.stack([torch.as_tensor(number).to(totals) for number in found])
+        with comm_scope(layer="loss", phase="report"):
+            if groups.pp.rank == self.last_stage:
+                all_reduce(totals, groups.dp_cp)
+            broadcast(totals, groups.pp, src=self.last_stage)
+        sums, counts = totals.unflatten(0, (-1, 2)).unbind(1)
+        means, names = (sums / counts.clamp(min=1)).tolist(), ("loss", *parts)
+        return {name: mean for name, mean, n in zip(names, means, counts.tolist()) if name == "loss" or n > 0}
 
     def finalize_grads(self) -> None:
         """After a training run: make every `main_grad` the gradient of the global batch. A graph of the whole iteration

@@ -389,8 +389,8 @@ def _train_from(
         untested = start.step < config.train.steps or "test_loss" in missing
         if untested and evaluates and data.test is not None:
             with report.naming_what_is_kept():
-                test_loss = evaluate(pipeline, data.test(), config.train.eval_steps)
-                report.evaluation(config.train.steps, "test_loss", test_loss)
+                means = evaluate(pipeline, data.test(), config.train.eval_steps)
+                report.evaluation(config.train.steps, "test", means)
         if config.optim.distributed_optimizer:
             finish_param_sync(chunks)
         if checkpoints is not None:

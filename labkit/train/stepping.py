@@ -17,15 +17,14 @@ Shapes: B micro batch, S sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from labkit.moe.router import finish_router_step
-from labkit.parallel.collectives import all_reduce, broadcast, comm_scope
 from labkit.parallel.data_parallel.gradients import (
     GradientStatistics,
     clip_factor,
@@ -79,6 +78,8 @@ class StepResult:
     """For a skipped step, the number that was not finite and its rank; the same on every rank."""
     stop: bool = False
     """Some rank was asked to end the run; the same on every rank."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Means beside the loss, such as BERT's `lm_loss`, the same on every rank."""
 
 
 def train_step(
@@ -105,7 +106,7 @@ def train_step(
     device = pipeline.groups.device
     with timers.phase("forward-backward"), token_ids_checked_late(device) as ids:
         reports = pipeline.run(batches)
-    loss, scale = global_loss(reports, pipeline), scaler.scale
+    means, scale = pipeline.means(reports), scaler.scale
     with timers.phase("finalize-grads"):
         pipeline.finalize_grads()
         if observer is not None:
@@ -129,7 +130,7 @@ def train_step(
         )
     if observer is not None:
         observer.on_update(step, chunks)
-    return StepResult(loss, norm, not finite, scale, fault, stop)
+    return StepResult(means.pop("loss"), norm, not finite, scale, fault, stop, means)
 
 
 def _norm_and_finite(
@@ -140,16 +141,3 @@ def _norm_and_finite(
     others = [*optimizer.uncounted_pieces(), *losses, *ids.alarm()]
     counted, groups = optimizer.gradient_pieces(), optimizer.norm_groups
     return gradient_statistics(counted, others, groups, device, stop=stop_requested())
-
-
-def global_loss(reports: Sequence[dict[str, Any]], pipeline: Pipeline) -> float:
-    """Sum of losses over number of tokens, over all microbatches and data-parallel ranks, told to every stage."""
-    groups = pipeline.groups
-    totals = torch.zeros(2, dtype=torch.float64, device=groups.device)
-    for report in reports:
-        totals += torch.stack([torch.as_tensor(report[key]).to(totals) for key in ("loss_sum", "tokens")])
-    with comm_scope(layer="loss", phase="report"):
-        if groups.pp.rank == pipeline.last_stage:
-            all_reduce(totals, groups.dp_cp)
-        broadcast(totals, groups.pp, src=pipeline.last_stage)
-    return (totals[0] / totals[1].clamp(min=1)).item()

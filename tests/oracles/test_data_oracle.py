@@ -13,8 +13,13 @@ import torch
 from labkit.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from labkit.data import IndexedDataset, IndexedDatasetBuilder, build_gpt_datasets, bundled_text, load_tokenizer
 from labkit.data.indexed import DTYPES
-from labkit.data.masking import mask_ngrams, words_of
+from labkit.data.masked.bert_samples import BertMaker, SpecialTokens
+from labkit.data.masked.masking import LEAST_TARGET, mask_ngrams, words_of
+from labkit.data.masked.sentence_index import build_sentence_index
+from labkit.data.masked.sentence_samples import SentenceSamples
+from labkit.data.masked.t5_samples import T5Maker, T5Tokens
 from labkit.data.sample_index import build_blending_indices, epochs_for, normalized
+from labkit.data.text import BUNDLED
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # megatron-core says which optional packages are missing
@@ -107,7 +112,6 @@ def corpus(prefix: Path, *, seed: int, documents: int, longest: int = 60) -> Pat
 
 def their_splits(sizes: list[int], *, seq_length: int, seed: int, split: str, blend: tuple[Any, Any]) -> list[Any]:
     """Training, validation and test dataset of megatron-core."""
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
     config = GPTDatasetConfig(
@@ -115,9 +119,15 @@ def their_splits(sizes: list[int], *, seq_length: int, seed: int, split: str, bl
         reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False,
         path_to_cache=str(Path(blend[0][0]).parent / "their_cache"), num_dataset_builder_threads=1,
     )  # fmt: skip
+    return built(GPTDataset, sizes, config)
+
+
+def built(kind: Any, sizes: list[int], config: Any) -> list[Any]:
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+
     with pytest.MonkeyPatch.context() as patch:  # a cache is written by rank 0 of torch.distributed alone
         patch.setattr(torch.distributed, "get_rank", lambda: 0)
-        return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+        return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
 
 
 def our_splits(steps: int, *, eval_steps: int = 0, seq_length: int, seed: int, split: str, **data: Any) -> list[Any]:
@@ -168,7 +178,9 @@ def test_splits_and_a_blend_are_megatrons(split: str, tmp_path: Path) -> None:
     theirs = their_splits(sizes, blend=(prefixes, weights), **settings)
     words = tuple(word for pair in zip(map(str, weights), prefixes) for word in pair)
     ours = our_splits(100, eval_steps=10, blend=words, **settings)
-    for here, there in zip(ours, theirs):
+    by_size = their_splits(sizes, blend=(prefixes, None), **settings)
+    ours_by_size = our_splits(100, eval_steps=10, blend=tuple(prefixes), **settings)
+    for here, there in zip([*ours, *ours_by_size], [*theirs, *by_size]):
         if there is None:
             assert len(here) == 0
             continue
@@ -192,28 +204,18 @@ def test_blending_indices_are_megatrons(weights: list[float]) -> None:
 # ---- tokenizers by path ----
 
 
-def test_tokenizers_of_a_path_are_those_of_transformers(tmp_path: Path) -> None:
-    """GPT-2's two files and BERT's one, loaded by both; the vocabularies are trained on the text."""
+def test_tokenizers_of_a_path_are_those_of_transformers() -> None:
+    """GPT-2's two files and BERT's one, loaded by both; the vocabularies are the bundled ones."""
     transformers = pytest.importorskip("transformers", reason="needs transformers")
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
-
     text = bundled_text()[:200_000]
     entries = [*text.split("\n\n"), "naïve café, ÜBER 3.14 東京 don't\tstop  \n", "x" * 150]
-    load_tokenizer().model.save(str(tmp_path))
-    pieces = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    pieces.normalizer, pieces.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    trainer = trainers.WordPieceTrainer(vocab_size=1000, special_tokens=special, show_progress=False)
-    pieces.train_from_iterator(entries, trainer)
-    (tmp_path / "bert").mkdir()
-    pieces.model.save(str(tmp_path / "bert"))
-    bert = tmp_path / "bert" / "vocab.txt"
+    bert, gpt2 = BUNDLED / "vocab.txt", BUNDLED / "vocab.json"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pairs = [
             (
-                tmp_path / "vocab.json",
-                transformers.GPT2TokenizerFast(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt")),
+                gpt2,
+                transformers.GPT2TokenizerFast(str(gpt2), str(gpt2.with_name("merges.txt"))),
             ),
             (bert, transformers.BertTokenizerFast(str(bert))),
         ]
@@ -261,3 +263,112 @@ def test_masked_tokens_are_megatrons_choice_for_choice(tmp_path: Path) -> None:
         assert ours.spans == [indices for indices, _ in spans]
         ngrams |= {len(span) for span in ours.spans}
     assert {1, 2, 3, 4} <= ngrams
+
+
+# ---- samples of sentences ----
+
+VOCABULARY = {n: f"##{n}" if n % 3 == 0 else str(n) for n in range(1000)} | {1000: "[CLS]", 1001: "[SEP]", 1002: "[M]"}
+
+
+class WordPieces:
+    """As much of a tokenizer as megatron-core's datasets for BERT and T5 ask for; padding is no token of a text."""
+
+    unique_identifiers: ClassVar[dict[str, str]] = {"class": "WordPieces"}
+    vocab_size = 1003
+    inv_vocab = VOCABULARY
+    cls, sep, mask, pad, bos, eos = 1000, 1001, 1002, -1, 1003, 1004
+    additional_special_tokens_ids = tuple(range(1005, 1105))
+
+
+CONTINUES = np.arange(1000) % 3 == 0
+
+
+def with_sentences(prefix: Path, *, documents: int, seed: int) -> str:
+    """Documents of sentences of many lengths, some of them empty, alone, or too long."""
+    random = np.random.default_rng(seed)
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for _ in range(documents):
+            lengths = random.integers(1, 30, random.integers(0, 14)).tolist()
+            if lengths and random.random() < 0.1:
+                lengths[0] = 600
+            builder.add_document(random.integers(0, 1000, sum(lengths)), lengths)
+    return str(prefix)
+
+
+def their_sentences(kind: str, prefix: str, samples: int, *, seq_length: int, seed: int, **more: Any) -> Any:
+    from megatron.core.datasets import bert_dataset, t5_dataset
+
+    module = bert_dataset if kind == "BERT" else t5_dataset
+    config = getattr(module, f"{kind}MaskedWordPieceDatasetConfig")(
+        random_seed=seed, sequence_length=seq_length, blend=([prefix], None), split="70,30,0", tokenizer=WordPieces(),
+        path_to_cache=f"{prefix}.theirs", num_dataset_builder_threads=1, masking_probability=0.15,
+        short_sequence_probability=0.1, masking_do_full_word=True, masking_do_permutation=False,
+        masking_use_longer_ngrams=False, **more,
+    )  # fmt: skip
+    return built(getattr(module, f"{kind}MaskedWordPieceDataset"), [samples, 0, 0], config)[0]
+
+
+@pytest.mark.parametrize(("samples", "seed"), [(100, 1), (2000, 77)])
+@pytest.mark.parametrize("two_segments", [True, False])
+def test_bert_samples_are_megatrons(samples: int, seed: int, two_segments: bool, tmp_path: Path) -> None:
+    """One epoch and several; the same sentences, segments, types, masks and order, token for token."""
+    prefix = with_sentences(tmp_path / "corpus", documents=150, seed=seed)
+    peer = their_sentences(
+        "BERT", prefix, samples, seq_length=48, seed=seed, classification_head=two_segments, masking_max_ngram=3,
+        masking_use_geometric_distribution=False,
+    )  # fmt: skip
+    maker = BertMaker(48, SpecialTokens(1000, 1001, 1002), len(VOCABULARY), CONTINUES, two_segments)
+    ours = SentenceSamples(IndexedDataset(prefix), range(105), maker, num_samples=samples, seed=seed)
+    np.testing.assert_array_equal(ours.sentence_index, peer.sample_index)
+    swapped = 0
+    for number in range(min(len(ours), 400)):
+        here, there = ours[number], peer[number]
+        real = here["padding_mask_BS"] == 1
+        np.testing.assert_array_equal(real, there["padding_mask"] == 1)
+        np.testing.assert_array_equal(here["types_BS"][real], there["types"][real])
+        assert here["is_random_B"] == there["is_random"]
+        swapped += int(here["is_random_B"])
+        if ours.sentence_index[number, 2] >= LEAST_TARGET:
+            for name, other in (("tokens_BS", "text"), ("labels_BS", "labels"), ("loss_mask_BS", "loss_mask")):
+                np.testing.assert_array_equal(here[name], there[other])
+        else:
+            assert here["loss_mask_BS"].sum() <= 1 and there["loss_mask"].sum() == 0
+    assert (swapped > 0) == two_segments and len(ours) > samples
+
+
+def test_t5_samples_are_megatrons(tmp_path: Path) -> None:
+    prefix = with_sentences(tmp_path / "corpus", documents=150, seed=5)
+    peer = their_sentences(
+        "T5", prefix, 300, seq_length=64, seed=5, sequence_length_decoder=32, masking_max_ngram=10,
+        masking_use_geometric_distribution=True,
+    )  # fmt: skip
+    maker = T5Maker(64, 32, T5Tokens(1003, 1004, WordPieces.additional_special_tokens_ids), CONTINUES)
+    ours = SentenceSamples(IndexedDataset(prefix), range(105), maker, num_samples=300, seed=5)
+    np.testing.assert_array_equal(ours.sentence_index, peer.sample_index)
+    spans = set()
+    for number in range(300):
+        here, there = ours[number], peer[number]
+        if ours.sentence_index[number, 2] >= LEAST_TARGET:
+            for name in ("text_enc", "text_dec", "labels", "loss_mask", "enc_mask"):
+                np.testing.assert_array_equal(here[name], there[name], err_msg=name)
+            spans.add(int(np.isin(here["text_enc"], maker.special.sentinels).sum()))
+    assert {1, 2, 3} <= spans
+
+
+def test_the_sentence_index_is_megatrons_for_many_shapes() -> None:
+    from megatron.core.datasets import helpers
+
+    for case in range(40):
+        random = np.random.default_rng(case)
+        sentences = random.integers(0, 9, 60)
+        lengths = random.integers(0, [600, 40][case % 2], int(sentences.sum())).astype(np.int32)
+        borders = np.concatenate([[0], np.cumsum(sentences)])
+        longest, least, samples = int(random.integers(2, 200)), 1 + case % 2, int(random.integers(1, 500))
+        theirs_rows = helpers.build_mapping(
+            borders[10:51], lengths, 2**31 - 2, samples, longest, 0.1, case + 1, False, least
+        )
+        ours = build_sentence_index(
+            lengths, borders, range(10, 50), longest=longest, least=least, num_samples=samples, seed=case + 1
+        )
+        assert ours.dtype == theirs_rows.dtype
+        np.testing.assert_array_equal(ours, theirs_rows)

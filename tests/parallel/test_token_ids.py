@@ -198,13 +198,13 @@ def test_the_count_of_waits_sees_checks_at_once() -> None:
 def test_validation_looks_where_it_has_waited_for_the_loss() -> None:
     with as_on_a_gpu():
         pipeline, _, batches = pipeline_of(small())
-        assert evaluate(pipeline, batches, 1) > 0
+        assert evaluate(pipeline, batches, 1)["loss"] > 0
         for run in (lambda found: evaluate(pipeline, found, 2), lambda found: collect_non_loss_data(pipeline, found)):
             bad = [batch | {"labels_BS": batch["labels_BS"].clone()} for batch, _ in zip(batches, range(4))]
             bad[1]["labels_BS"][0, 5] = 5000
             with pytest.raises(TokenIdError, match=r"label id 5000 at position \(0, 5\) of \(1, 16\)"):
                 run(iter(bad))
-        assert evaluate(pipeline, batches, 1) > 0, "nothing is left of the notes"
+        assert evaluate(pipeline, batches, 1)["loss"] > 0, "nothing is left of the notes"
 
 
 def test_a_model_by_itself_checks_at_once_on_any_device() -> None:

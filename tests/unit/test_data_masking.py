@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from labkit.data import load_tokenizer
-from labkit.data.masking import Masked, continuations, mask_ngrams, most_masked, words_of
+from labkit.data.masked.masking import Masked, continuations, mask_ngrams, most_masked, words_of
 
 CLS, SEP, MASK = 1000, 1001, 1002
 CONTINUES = np.arange(1000) % 3 == 0

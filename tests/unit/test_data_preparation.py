@@ -15,13 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
-from tokenizers import trainers
 
 from labkit.cli import main
 from labkit.data import IndexedDataset, bundled_text, load_tokenizer
 from labkit.data.documents import DocumentError, pieces_of, sentences_of
 from labkit.data.preparation import Recipe, prepare
-from labkit.data.text import END_OF_TEXT, end_token
+from labkit.data.text import BUNDLED, END_OF_TEXT, end_token
 
 ENTRIES = [entry for entry in bundled_text()[:120_000].split("\n\n") if entry.strip()]
 
@@ -32,19 +31,9 @@ def jsonl(path: Path, texts, key="text") -> Path:
 
 
 @pytest.fixture(scope="module")
-def word_pieces(tmp_path_factory) -> Path:
-    """A vocab.txt, trained on a part of the bundled text."""
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    tokenizer.train_from_iterator(
-        ENTRIES, trainers.WordPieceTrainer(vocab_size=600, special_tokens=special, show_progress=False)
-    )
-    folder = tmp_path_factory.mktemp("bert")
-    tokenizer.model.save(str(folder))
-    return folder / "vocab.txt"
+def word_pieces() -> Path:
+    """The bundled vocab.txt."""
+    return BUNDLED / "vocab.txt"
 
 
 # ---- tokenizers by path ----
@@ -135,7 +124,7 @@ def test_the_number_of_workers_changes_no_byte(tmp_path, monkeypatch):
 def test_a_recipe_chooses_tokenizer_key_end_and_sentences(word_pieces, tmp_path):
     texts = ["One is here. Two is there.", "", "Three!"]
     source = jsonl(tmp_path / "a.json", texts, key="body")
-    recipe = Recipe(str(word_pieces), "body", append_eod=False, sentences=True)
+    recipe = Recipe(str(word_pieces), "body", sentences=True)
     assert prepare([source], tmp_path / "a", recipe) == (2, IndexedDataset(tmp_path / "a").num_tokens, 1)
     dataset = IndexedDataset(tmp_path / "a")
     sentences = ids_of(["One is here.", "Two is there.", "Three!"], word_pieces, eod=False)

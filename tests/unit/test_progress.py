@@ -193,7 +193,8 @@ def test_peak_memory_is_in_bytes_and_what_the_kernel_says() -> None:
 def test_every_shown_field_is_in_the_metrics() -> None:
     shape = {"layers": 1, "hidden": 16, "heads": 2, "seq_length": 8, "global_batch_size": 2, "steps": 3}
     result = pretrain(presets.tiny().override(shape | {"eval_steps": 1}))
-    named = {name for line in result.metrics for name in line}
+    of_bert = pretrain(presets.bert_tiny().override(shape | {"eval_steps": 1}))
+    named = {name for line in [*result.metrics, *of_bert.metrics] for name in line}
     assert set(FIELDS) - named == {"eta", "mfu", "slow_ranks"}, "a CPU has no known peak, and no rank is slow"
     line = result.metrics[1]
     assert line["step"] == 2 and line["step_time"] == line["timers"]["step"][1]

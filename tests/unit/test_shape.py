@@ -45,7 +45,7 @@ def test_pretrain_visits_few_files() -> None:
 
 def test_the_configuration_is_short() -> None:
     # The redesign left 2,156 (aim: 2,000); checkpoints, signals, TensorBoard, indexed datasets and BERT came later.
-    assert 1000 < shape.lines_of_config() <= 2245
+    assert 1000 < shape.lines_of_config() <= 2255
 
 
 def test_the_core_is_short_and_stands_alone() -> None:

@@ -177,12 +177,13 @@ def test_the_command_line(
 ) -> None:
     """As a laptop of 24 GiB found it: 32 ranks of a 46.7B model were started, and the kernel killed them."""
     available(monkeypatch, 22 * GIB)
-    assert main(["train", "--preset", "mixtral_8x7b", "--device", "cpu"]) == 2
+    words = ["train", "--preset", "mixtral_8x7b", "--device", "cpu", "--model.vocab_size", "1024"]
+    assert main(words) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("labkit train: 32 ranks need ") and err.count("\n") == 1
     with pytest.raises(AssertionError, match="a process was started"):
-        main(["train", "--preset", "mixtral_8x7b", "--device", "cpu", "--allow-oversubscription"])
+        main([*words, "--allow-oversubscription"])
     monkeypatch.setattr(machine, "usable_cores", lambda: 2)
     with pytest.raises(AssertionError, match="a process was started"):
-        main(["train", "--preset", "mixtral_8x7b", "--device", "cpu", "--allow-oversubscription"])
+        main([*words, "--allow-oversubscription"])
     assert "labkit: 32 ranks share 2 cores" in capsys.readouterr().err

@@ -31,10 +31,16 @@ def teraflops(rate: float) -> str:
 
 FIELDS: dict[str, Callable[[Any], str]] = {
     "loss": lambda loss: f"loss {loss:.4f}",
+    "lm_loss": lambda loss: f"words {loss:.4f}",
+    "sop_loss": lambda loss: f"order {loss:.4f}",
     "validation_loss": lambda loss: f"validation loss {loss:.4f}",
+    "validation_lm_loss": lambda loss: f"words {loss:.4f}",
+    "validation_sop_loss": lambda loss: f"order {loss:.4f}",
     "validation_perplexity": lambda perplexity: f"perplexity {digits(perplexity)}",
     "slow_ranks": "; ".join,
     "test_loss": lambda loss: f"test loss {loss:.4f}",
+    "test_lm_loss": lambda loss: f"words {loss:.4f}",
+    "test_sop_loss": lambda loss: f"order {loss:.4f}",
     "test_perplexity": lambda perplexity: f"perplexity {digits(perplexity)}",
     "skipped_steps": lambda count: f"skipped {count}" if count else "",
     "step_time": lambda seconds: f"{digits(seconds)} s/step",

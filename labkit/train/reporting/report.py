@@ -1,6 +1,7 @@
 """Records of a run: a line of metrics per step, Events of all ranks, rates, and progress for the launching process.
 
-    metrics.jsonl   a line a step: loss, norm, rates, memory, timers, and of experts the numbers of `router_metrics`;
+    metrics.jsonl   a line a step: loss (of BERT also its parts `lm_loss` and `sop_loss`), norm, rates, memory, timers,
+                    and of experts the numbers of `router_metrics`;
                     lines of evaluations; with CUDA graphs a line ahead of that of the step that captured them
     scalars.jsonl   the same numbers one by one, as TensorBoard takes them: {"step": 3, "tag": "loss", "value": 2.5};
                     `train.tensorboard_dir` gives them to TensorBoard itself
@@ -17,7 +18,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +32,7 @@ from labkit.launch import report_progress
 from labkit.models.counts import step_flops
 from labkit.parallel.collectives import comm_scope, gather_objects
 from labkit.parallel.groups import ParallelGroups
+from labkit.train.forward_step import parts_of
 from labkit.train.reporting.device_peaks import peak_of_a_rank
 from labkit.train.reporting.earlier_run import EVALUATIONS, evaluations_at
 from labkit.train.reporting.metrics import JsonLines, Timers, min_max_over_ranks, scalars
@@ -196,6 +198,7 @@ class Report:
         values = {
             "step": step,
             "loss": result.loss,
+            **result.parts,
             "grad_norm": result.grad_norm,
             "learning_rate": lr,
             "loss_scale": result.loss_scale,
@@ -224,14 +227,16 @@ class Report:
         if slow:
             self._progress(step=values["step"], **slow)
 
-    def evaluation(self, step: int, name: str, loss: float) -> None:
-        """Write a line `{"step": ..., name: loss}` with the name `validation_loss` or `test_loss`.
+    def evaluation(self, step: int, split: str, means: Mapping[str, float]) -> None:
+        """Write a line such as `{"step": ..., "validation_loss": ..., "validation_perplexity": ...}`.
 
-        A GPT's line also has the perplexity, e to the power of the loss. BERT's loss has a second mean, over sentences.
+        split: `validation` or `test`. means: see `Pipeline.means`. The perplexity is e to the power of the mean over
+        words: the loss, or for BERT the part `lm_loss` of it.
         """
-        line = {"step": step, name: loss}
-        if self._config.model.family == "gpt":
-            line[name.replace("loss", "perplexity")] = math.exp(min(loss, 50.0))
+        line = {"step": step, **{f"{split}_{name}": mean for name, mean in means.items()}}
+        words = means.get("lm_loss") if "lm_loss" in parts_of(self._config.model) else means["loss"]
+        if words is not None:
+            line[f"{split}_perplexity"] = math.exp(min(words, 50.0))
         self._add(line)
         self._progress(**line)
 

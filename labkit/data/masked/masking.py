@@ -1,9 +1,9 @@
-"""Masked n-grams of whole words, as megatron-core chooses them for BERT: the same choices from the same random state.
+"""Masked n-grams of whole words, as megatron-core chooses them for BERT and T5: the same choices from the same state.
 
-15% of a sample's tokens are to be predicted. They are chosen as n-grams of 1 to 3 words, n with probability
-proportional to 1 / n. A word is all of its pieces, so no model sees
-half of a masked word. An n-gram that would exceed the 15% is tried with one word less; one that meets a chosen token is
-dropped. Of the chosen tokens 80% become `[MASK]`, 10% a random token, and 10% stay (arXiv 1810.04805).
+15% of a sample's tokens are to be predicted. BERT chooses them as n-grams of 1 to 3 words, n with probability
+proportional to 1 / n, and T5 as longer ones. A word is all of its pieces, so no model sees half of a masked word. An
+n-gram that would exceed the 15% is tried with one word less; one that meets a chosen token is dropped. Of BERT's chosen
+tokens 80% become `[MASK]`, 10% a random token, and 10% stay (arXiv 1810.04805).
 
 Source: `_create_masked_lm_predictions` of megatron/core/datasets/masked_dataset.py and `_get_token_mask` of
 bert_dataset.py, megatron-core 0.16.1.
@@ -22,8 +22,12 @@ if TYPE_CHECKING:
 
 MASKED, AS_MASK, AS_RANDOM = 0.15, 0.8, 0.5
 """Share of the tokens that are predicted, of these shown as `[MASK]`, and of the rest shown as a random token."""
+LEAST_TARGET = 7
+"""Tokens of a sample of which 15% is one token."""
 MAX_NGRAM = 3
-"""Words of the longest n-gram."""
+"""Words of BERT's longest n-gram."""
+GEOMETRIC, MAX_GEOMETRIC = 0.2, 10
+"""Of T5's n-grams: the chance that one ends behind each of its words, and the words of the longest."""
 
 
 class Masked(NamedTuple):
@@ -75,12 +79,14 @@ def mask_ngrams(
     *,
     target_length: int,
     mask: int,
-    vocabulary: int,
+    vocabulary: int | None,
+    geometric: bool = False,
 ) -> Masked:
     """Choose and mask n-grams of `words`.
 
     words: positions of each word (`words_of`). target_length: most tokens of the sample without special ones. mask: id
-    of `[MASK]`. vocabulary: a random token is below this id.
+    of `[MASK]`. vocabulary: a random token is below this id; None shows every chosen token as `mask`. geometric: n has
+    a geometric distribution of mean 5 and is at most 10 (SpanBERT, arXiv 1907.10529), as in Megatron's T5.
     """
     most, sizes = most_masked(len(tokens), target_length), np.arange(1, MAX_NGRAM + 1)
     chances = 1.0 / sizes
@@ -91,12 +97,15 @@ def mask_ngrams(
     for first in order:
         if len(chosen) >= most:
             break
-        n = int(random.choice(sizes, p=chances / chances.sum()))
+        if geometric:
+            n = min(random.geometric(GEOMETRIC), MAX_GEOMETRIC)
+        else:
+            n = int(random.choice(sizes, p=chances / chances.sum()))
         span = _fitting(words, first, n, most - len(chosen))
         if not span or not chosen.isdisjoint(span):
             continue
         for position in span:
-            if random.random_sample() < AS_MASK:
+            if vocabulary is None or random.random_sample() < AS_MASK:
                 shown[position] = mask
             elif random.random_sample() >= AS_RANDOM:
                 shown[position] = random.randint(0, vocabulary)
