@@ -134,9 +134,9 @@ class Pipeline:
             if groups.pp.rank == self.last_stage:
                 all_reduce(totals, groups.dp_cp)
             broadcast(totals, groups.pp, src=self.last_stage)
-        sums, counts = totals.unflatten(0, (-1, 2)).unbind(1)
-        means, names = (sums / counts.clamp(min=1)).tolist(), ("loss", *parts)
-        return {name: mean for name, mean, n in zip(names, means, counts.tolist()) if name == "loss" or n > 0}
+        numbers = totals.tolist()  # here the host waits, once
+        pairs = zip(("loss", *parts), numbers[::2], numbers[1::2])
+        return {name: total / max(n, 1.0) for name, total, n in pairs if name == "loss" or n > 0}
 
     def finalize_grads(self) -> None:
         """After a training run: make every `main_grad` the gradient of the global batch. A graph of the whole iteration

@@ -485,6 +485,10 @@ COMMANDS: list[tuple[list[str], str]] = [
     ),
     (["train", "--preset", "tiny", "--vocab-size", "512"], "tokenizer mismatch"),
     (["parity", "--preset", "tiny", "--vocab-size", "512"], "tokenizer mismatch"),
+    (
+        ["train", "--preset", "table4_336m", "--layers", "1", "--nproc", "1"],
+        "model.vocab_size = 30522: data.tokenizer is not",
+    ),
     (["train", "--preset", "tiny", "--data.path", SHORT_TEXT], "one sample needs model.seq_length + 1 = 65"),
     (["train", "--preset", "tiny", "--data.tokenizer", SHORT_TEXT], "is not a tokenizer in the JSON format"),
     (["parity", "--preset", "tiny", "--drop", "all_reduce"], "--drop 'all_reduce': write operation=all_reduce"),

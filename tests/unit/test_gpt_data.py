@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from labkit.config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from labkit.data import GPTDataset, build_gpt_datasets, data_iterator, load_tokenizer, unigram_entropy
 from labkit.data.gpt_data import microbatch_positions, parse_split
-from labkit.data.text import encode
+from labkit.data.text import BUNDLED, encode
 from labkit.parallel import ParallelGroups, single_process_groups
 
 
@@ -121,6 +121,15 @@ def test_tokenizer_larger_than_the_model_names_both_sizes():
         ValueError, match=r"tokenizer mismatch: the bundled tokenizer has 1024 tokens.*vocab_size is 512"
     ):
         build_gpt_datasets(config_of(vocab_size=512))
+
+
+def test_a_vocabulary_that_the_bundled_tokenizer_cannot_train_is_refused():
+    said = r"model\.vocab_size = 50257: .* 49233 rows of the embedding would see no token; give data\.tokenizer a file"
+    with pytest.raises(ValueError, match=said):
+        build_gpt_datasets(config_of(vocab_size=50257))
+    assert len(build_gpt_datasets(config_of(vocab_size=2048))[0]) > 0, "room for tokens of one's own"
+    named = str(BUNDLED / "vocab.json")
+    assert len(build_gpt_datasets(config_of(vocab_size=50257, tokenizer=named))[0]) > 0
 
 
 # ---- the global batch ----

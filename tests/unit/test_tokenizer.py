@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labkit.data import bundled_text, load_tokenizer
-from labkit.data.text import END_OF_TEXT, bundled_tokens, encode, vocabulary_size
+from labkit.data.text import BUNDLED, END_OF_TEXT, bundled_tokens, encode, vocabulary_size
 
 
 @settings(max_examples=200, deadline=None)
@@ -25,6 +25,14 @@ def test_bundled_ids_are_the_text_and_what_the_tokenizer_makes_of_it():
     tokenizer, tokens = load_tokenizer(), bundled_tokens()
     assert tokenizer.decode(tokens[:-1].tolist(), skip_special_tokens=False) == bundled_text()
     np.testing.assert_array_equal(tokens, encode(tokenizer, bundled_text()))
+
+
+def test_the_bundled_vocabularies_are_those_of_the_script(load_script):
+    script = load_script("make_vocabularies")
+    for name, content in {**script.byte_level_files(), "vocab.txt": script.word_pieces(bundled_text())}.items():
+        assert (BUNDLED / name).read_bytes() == content.encode(), name
+    ours, plain = load_tokenizer(BUNDLED / "vocab.json"), load_tokenizer()
+    assert ours.encode(bundled_text()[:20_000]).ids == plain.encode(bundled_text()[:20_000]).ids
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
