@@ -24,7 +24,7 @@ from labkit.train import pretrain
 
 
 def train_valid_test_datasets_provider(config: RunConfig) -> Any:
-    """(train, validation, test): anything with `__len__` and `__getitem__` that gives the tokens of a sample."""
+    """(train, validation, test): each has a length, and `ordered(n)` gives the tokens of sample n of the run."""
     return build_gpt_datasets(config)
 
 
