@@ -28,6 +28,7 @@ TOPICS = {
     "training_runs": ("13",),
     "token_dispatch": ("14",),
     "captured_graphs": ("16", "17", "18"),
+    "evaluations": ("20",),
 }
 """Module -> the chapters whose exercises the module holds."""
 MAX_SHOWN = 100

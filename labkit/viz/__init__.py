@@ -66,6 +66,9 @@ if TYPE_CHECKING:
     from labkit.viz.pipeline.trace import write_trace as write_trace
     from labkit.viz.run_curves import training_curves as training_curves
     from labkit.viz.run_curves import watch_runs as watch_runs
+    from labkit.viz.text_scores import named_curves as named_curves
+    from labkit.viz.text_scores import scoring_windows as scoring_windows
+    from labkit.viz.text_scores import token_choices as token_choices
     from labkit.viz.tp_layer import dropout_masks as dropout_masks
     from labkit.viz.tp_layer import tensor_parallel_block as tensor_parallel_block
     from labkit.viz.vocabulary import loss_costs as loss_costs

@@ -126,9 +126,9 @@ def _draw_columns(axes: Any, values: Any, ranks: int, label: int) -> None:
     shades = [_shade(column * ranks // len(values)) for column in range(len(values))]
     bars = axes.bar(range(len(values)), values, width=0.8, color=shades)
     bars[label].set(edgecolor="#000000", linewidth=1.6)
-    end = values[label]
-    axes.annotate("label", (label, end), xytext=(0, 3 if end >= 0 else -3), textcoords="offset points", ha="center",
-                  va="bottom" if end >= 0 else "top", fontsize=8)  # fmt: skip
+    below = values[label] >= 0  # on the side of the axis where the bar is not
+    axes.annotate("label", (label, 0), xytext=(0, -3 if below else 3), textcoords="offset points", ha="center",
+                  va="top" if below else "bottom", fontsize=8)  # fmt: skip
     axes.axhline(0, color="#333333", linewidth=0.6)
     axes.margins(y=0.18)
     axes.set_xticks(range(len(values)))

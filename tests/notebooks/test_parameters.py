@@ -213,6 +213,15 @@ CASES = {
             "padded, factor 4 4.00 times the FLOPs": "padded, factor 8 8.00 times the FLOPs",
         },
     ),
+    # 2,173 tokens: behind the first 64 labels 2,172 - 64 = 2,108 are left, 263 strides of 8 and 4 labels more, or 131
+    # of 16 and 12 more
+    "20_evaluation_and_generation": Case(
+        {"stride": 16, "steps": 20},
+        {
+            "265 windows of 64 tokens over 2,173 tokens, of which 12 are drawn": "133 windows of 64 tokens over 2,173",
+            "the first scores 64 labels, the last 4, all": "the first scores 64 labels, the last 12, all",
+        },
+    ),
     # bubble (p-1)/(m+p-1): 3/11 = 27.3% for 8 microbatches, 3/19 = 15.8% for 16; GPipe holds all m, 1F1B at most p
     "10_p2p_and_1f1b": Case(
         {"microbatches": 16},
@@ -355,6 +364,14 @@ EXTREMES = [
     ("16_cuda_graphs", {"world_size": 4, "rows": 1024, "width": 512, "warmup": 20, "steps": 100}),
     ("17_graphs_in_a_pipeline", {"world_size": 2, "microbatches": 2, "steps": 4}),
     ("17_graphs_in_a_pipeline", {"world_size": 4, "microbatches": 64, "steps": 100}),
+    (
+        "20_evaluation_and_generation",
+        {"world_size": 1, "steps": 20, "stride": 1, "temperature": 0.1, "new_tokens": 2},
+    ),
+    (
+        "20_evaluation_and_generation",
+        {"world_size": 4, "steps": 400, "stride": 64, "temperature": 5, "new_tokens": 48},
+    ),
     ("18_partial_graphs_moe", {"world_size": 1, "experts": 2, "top_k": 2, "microbatches": 5, "steps": 3}),
     ("18_partial_graphs_moe", {"world_size": 8, "experts": 64, "top_k": 64, "microbatches": 64, "steps": 3}),
     ("18_partial_graphs_moe", {"world_size": 8, "experts": 64, "top_k": 2, "microbatches": 5, "steps": 100}),

@@ -25,7 +25,8 @@ NAMES: dict[str, str] = {
         ConfigError DataConfig GraphConfig ModelConfig MoEConfig OptimConfig ParallelConfig presets RunConfig
         ScheduleConfig TrainConfig
     """,
-    "data": "build_gpt_datasets data_iterator unigram_entropy",
+    "data": "build_gpt_datasets data_iterator load_tokenizer unigram_entropy",
+    "evaluate": "CheckpointModel evaluate generate Sampling Task",
     "events": "Event recording",
     "finetune": "finetune read_task Settings",
     "graphs": """
@@ -63,10 +64,11 @@ NAMES: dict[str, str] = {
         compare_timelines context_mask cost_by_size dispatch_steps dropout_masks explore_buckets explore_folding
         explore_layout explore_policies explore_pool explore_schedule explore_skew Figure fold_grid folded_digits
         gantt gantt_overlay graph_memory Kept launch_timeline layer_placement live_bytes load_over_training
-        loss_costs loss_curves measured_ring order_traffic overlap_gantt padding_costs PaddingCost policy_loads
-        pool_blocks rank_grid rank_neighbours readings replay_policies ring_timeline saved_waterfall
-        send_matrix_figure sequence_diagram skew_curve split_softmax standard_policies stored_boxes
-        tensor_parallel_block training_curves TransformerTraffic vocabulary_shards watch_runs write_trace zero_stages
+        loss_costs loss_curves measured_ring named_curves order_traffic overlap_gantt padding_costs PaddingCost
+        policy_loads pool_blocks rank_grid rank_neighbours readings replay_policies ring_timeline saved_waterfall
+        scoring_windows send_matrix_figure sequence_diagram skew_curve split_softmax standard_policies stored_boxes
+        tensor_parallel_block training_curves token_choices TransformerTraffic vocabulary_shards watch_runs
+        write_trace zero_stages
     """,
 }
 """Package -> the names that those pages and chapters call."""

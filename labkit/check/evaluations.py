@@ -1,0 +1,184 @@
+"""Exercises on evaluation and generation: the windows of a long text, its perplexity, the tokens that top-p keeps.
+
+Each wrong answer is held against the answers of known misunderstandings, which the score names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, plain
+
+Window = tuple[int, int, int]
+"""(first token that the window reads, first label that it scores, label behind the last that it scores)."""
+
+
+def _same(value: Any, other: Any) -> bool:
+    return plain(value) == plain(other)
+
+
+def _listed(found: Any) -> Any:
+    """A generator is an answer like a list."""
+    return list(found) if isinstance(found, Iterator) else found
+
+
+# ---- windows ----
+
+_TEXTS = ((9, 4, 4), (5, 4, 2), (9, 4, 2), (10, 4, 2), (3, 8, 2), (20, 6, 1))
+"""(tokens of the text, length of a window, stride)."""
+
+
+def _windows(tokens: int, length: int, stride: int) -> list[Window]:
+    further = math.ceil(max(0, tokens - 1 - length) / stride)
+    starts = range(0, stride * further + 1, stride)
+    return [(s, 1 if s == 0 else s + length - stride + 1, min(s + length + 1, tokens)) for s in starts]
+
+
+@exercise(
+    "20.windows", "Write windows(tokens, length, stride) -> (start, first label, label behind the last) by window."
+)
+def windows(answer: Any) -> Iterator[Outcome]:
+    """Windows side by side, windows that overlap, a last window that ends behind the text, a text of one window."""
+    diagnosis = Diagnosis(_same)
+    for tokens, length, stride in _TEXTS:
+        yield diagnosis.outcome(
+            f"{tokens} tokens, windows of {length} and stride {stride}",
+            _windows(tokens, length, stride),
+            lambda t=tokens, n=length, s=stride: _listed(answer(t, n, s)),
+            _misread_windows(tokens, length, stride),
+        )
+
+
+def _misread_windows(tokens: int, length: int, stride: int) -> Misreadings:
+    right = _windows(tokens, length, stride)
+    return {
+        "every window scores all its labels, so most tokens count many times; later windows score their last stride": [
+            (s, s + 1, end) for s, _, end in right
+        ],
+        "the first window scores its last stride alone, so its other tokens are never scored": [
+            (s, s + length - stride + 1, end) for s, _, end in right
+        ],
+        "the last tokens are missing; a window that ends behind the text scores the labels that are there": [
+            window for window in right if window[0] + length < tokens
+        ],
+        "the windows stand side by side; each begins one stride behind the one before": [
+            (s, s + 1, min(s + length + 1, tokens)) for s in range(0, max(1, tokens - 1), length)
+        ],
+        "these are the tokens that are read; the label of each is the next token": [
+            (s, first - 1, end - 1) for s, first, end in right
+        ],
+        "the last label of a window is its last token; it is the token behind": [
+            (s, first, end - 1) for s, first, end in right
+        ],
+    }
+
+
+# ---- perplexity ----
+
+_BLOCKS = (
+    ([(12.0, 4)], 4),
+    ([(12.0, 4), (6.0, 4)], 8),
+    ([(12.0, 4), (6.0, 2)], 4),
+    ([(40.0, 16), (9.0, 4), (3.0, 1)], 12),
+)
+"""((sum of losses, scored tokens) of each window, words of the text)."""
+
+
+def _close(value: Any, other: Any) -> bool:
+    return math.isclose(float(value), float(other), rel_tol=1e-6)
+
+
+@exercise("20.perplexity", "Write perplexity(blocks, words) -> the perplexity of a text by its words, as the paper's.")
+def perplexity(answer: Any) -> Iterator[Outcome]:
+    """One window, two, windows with unequally many tokens, and fewer words than tokens."""
+    diagnosis = Diagnosis(_close)
+    for blocks, words in _BLOCKS:
+        yield diagnosis.outcome(
+            f"windows {blocks} and {words} words",
+            round(math.exp(sum(loss for loss, _ in blocks) / words), 4),
+            lambda blocks=blocks, words=words: round(float(answer(list(blocks), words)), 4),
+            {reason: round(value, 4) for reason, value in _misread_perplexity(blocks, words).items()},
+        )
+
+
+def _misread_perplexity(blocks: Sequence[tuple[float, int]], words: int) -> dict[str, float]:
+    total, scored = sum(loss for loss, _ in blocks), sum(count for _, count in blocks)
+    means = [loss / count for loss, count in blocks]
+    return {
+        "this is the mean loss, in nats; the perplexity is its exponential": total / words,
+        "this divides by the scored tokens, so a finer tokenizer looks better; divide by the words": math.exp(
+            total / scored
+        ),
+        "the windows' perplexities are averaged; add the losses first, and take one exponential": (
+            sum(map(math.exp, means)) / len(means)
+        ),
+        "the windows' means are averaged, though windows score unequally many tokens": math.exp(
+            sum(means) / len(means)
+        ),
+        "this is a power of 2, and the losses are in nats: the base is e": 2 ** (total / words),
+        "this divides by the number of windows": math.exp(min(700.0, total / len(blocks))),
+        "this divides by words - 1, which is Megatron's adjusted form; the paper divides by the words": math.exp(
+            total / max(1, words - 1)
+        ),
+    }
+
+
+# ---- top-p ----
+
+_CHOICES = (
+    ([0.375, 0.25, 0.25, 0.125], 0.7),
+    ([0.125, 0.25, 0.5, 0.125], 0.7),
+    ([0.0625, 0.625, 0.25, 0.0625], 0.6),
+    ([0.25, 0.5, 0.25], 0.5),
+    ([0.0625, 0.3125, 0.125, 0.25, 0.1875, 0.0625], 0.9),
+    ([0.25, 0.75], 1.0),
+)
+"""(probabilities, p); sums are exact in binary."""
+
+
+def _until(order: Sequence[int], probabilities: Sequence[float], p: float) -> list[int]:
+    """The first tokens of `order` whose probabilities add up to at least p, sorted by id."""
+    before = [0.0, *accumulate(probabilities[each] for each in order)]
+    return sorted(each for each, sum_before in zip(order, before) if sum_before < p)
+
+
+def _by_probability(probabilities: Sequence[float]) -> list[int]:
+    return sorted(range(len(probabilities)), key=lambda each: -probabilities[each])
+
+
+@exercise("20.top_p", "Write kept(probabilities, p) -> the ids of the fewest most likely tokens that add up to p.")
+def top_p(answer: Any) -> Iterator[Outcome]:
+    """Ids in order and not, a first token that is enough, a sum that is exactly p, all tokens."""
+    diagnosis = Diagnosis(_same)
+    for probabilities, p in _CHOICES:
+        yield diagnosis.outcome(
+            f"probabilities {probabilities} and p {p}",
+            _until(_by_probability(probabilities), probabilities, p),
+            lambda probabilities=probabilities, p=p: sorted(plain(_listed(answer([*probabilities], p)))),
+            _misread_top_p(probabilities, p),
+        )
+
+
+def _misread_top_p(probabilities: Sequence[float], p: float) -> Misreadings:
+    order = _by_probability(probabilities)
+    sums = [*accumulate(probabilities[each] for each in order)]
+    ids = range(len(probabilities))
+    keep: Callable[[Callable[[int], bool]], list[int]] = lambda test: [each for each in ids if test(each)]  # noqa: E731
+    return {
+        "the token that crosses p is missing, so the kept ones add up to less than p": sorted(
+            each for each, total in zip(order, sums) if total <= p
+        ),
+        "one token too many: the tokens before it add up to p already": sorted(
+            each for each, total in zip(order, [0.0, *sums]) if total <= p
+        ),
+        "p is no bound of a single probability, but of a sum": keep(lambda each: probabilities[each] >= p),
+        "a bound of 1 - p for each probability is no bound of their sum": keep(
+            lambda each: probabilities[each] >= 1 - p
+        ),
+        "tokens are taken in the order of their ids; begin with the most likely": _until(ids, probabilities, p),
+        "the least likely tokens are kept; begin with the most likely": _until(order[::-1], probabilities, p),
+        "this is a share p of the tokens, as top-k keeps a number of them": sorted(order[: math.ceil(p * len(order))]),
+    }

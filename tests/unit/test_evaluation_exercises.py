@@ -1,0 +1,131 @@
+"""Exercises of chapter 20: each misunderstanding gets a sentence of its own, and gets it once."""
+
+import math
+from itertools import accumulate
+
+import pytest
+
+from labkit.check import check
+from labkit.evaluate.wikitext import perplexity_of, window_starts
+
+# ---- 20.windows ----
+
+
+def right_windows(tokens, length, stride):
+    """The windows that labkit's own evaluation scores."""
+    for start in window_starts(tokens, length, stride):
+        yield start, 1 if start == 0 else start + length - stride + 1, min(start + length + 1, tokens)
+
+
+def changed(change):
+    return lambda tokens, length, stride: [
+        change(window, length, stride) for window in right_windows(tokens, length, stride)
+    ]
+
+
+WINDOWS = {
+    "all labels": (changed(lambda w, n, s: (w[0], w[0] + 1, w[2])), "most tokens count many times"),
+    "first window": (changed(lambda w, n, s: (w[0], w[0] + n - s + 1, w[2])), "are never scored"),
+    "last window": (
+        lambda tokens, n, s: [w for w in right_windows(tokens, n, s) if w[0] + n < tokens],
+        "the last tokens are missing",
+    ),
+    "side by side": (
+        lambda tokens, n, s: [(i, i + 1, min(i + n + 1, tokens)) for i in range(0, max(1, tokens - 1), n)],
+        "the windows stand side by side",
+    ),
+    "tokens": (changed(lambda w, n, s: (w[0], w[1] - 1, w[2] - 1)), "these are the tokens that are read"),
+    "last label": (changed(lambda w, n, s: (w[0], w[1], w[2] - 1)), "it is the token behind"),
+}
+
+# ---- 20.perplexity ----
+
+
+def sums(blocks):
+    return sum(loss for loss, _ in blocks), sum(count for _, count in blocks)
+
+
+PERPLEXITIES = {
+    "mean loss": (lambda blocks, words: sums(blocks)[0] / words, "this is the mean loss"),
+    "tokens": (lambda blocks, words: math.exp(sums(blocks)[0] / sums(blocks)[1]), "a finer tokenizer looks better"),
+    "averaged": (lambda b, words: sum(math.exp(x / n) for x, n in b) / len(b), "perplexities are averaged"),
+    "means": (lambda b, words: math.exp(sum(x / n for x, n in b) / len(b)), "score unequally many tokens"),
+    "bits": (lambda blocks, words: 2 ** (sums(blocks)[0] / words), "the base is e"),
+    "windows": (lambda b, words: math.exp(sums(b)[0] / len(b)), "the number of windows"),
+    "adjusted": (lambda b, words: math.exp(sums(b)[0] / (words - 1)), "Megatron's adjusted form"),
+}
+
+# ---- 20.top_p ----
+
+
+def by_probability(probabilities):
+    return sorted(range(len(probabilities)), key=lambda each: -probabilities[each])
+
+
+def while_below(order, test):
+    """An answer that keeps the tokens of an order as long as `test(sum before, sum with it, p)` holds."""
+
+    def kept(probabilities, p):
+        ids = order(probabilities)
+        after = [*accumulate(probabilities[each] for each in ids)]
+        return [each for each, before, total in zip(ids, [0, *after], after) if test(before, total, p)]
+
+    return kept
+
+
+TOP_P = {
+    "crossing": (while_below(by_probability, lambda before, total, p: total <= p), "the token that crosses p"),
+    "one more": (while_below(by_probability, lambda before, total, p: before <= p), "one token too many"),
+    "single": (lambda given, p: [i for i, each in enumerate(given) if each >= p], "but of a sum"),
+    "rest": (lambda given, p: [i for i, each in enumerate(given) if each >= 1 - p], "a bound of 1 - p"),
+    "ids": (while_below(lambda g: range(len(g)), lambda before, _, p: before < p), "the order of their ids"),
+    "least": (while_below(lambda g: by_probability(g)[::-1], lambda b, _, p: b < p), "the least likely tokens"),
+    "share": (lambda given, p: by_probability(given)[: math.ceil(p * len(given))], "a share p of the tokens"),
+}
+
+TABLES = {"20.windows": WINDOWS, "20.perplexity": PERPLEXITIES, "20.top_p": TOP_P}
+CASES = [(name, words, *case) for name, table in TABLES.items() for words, case in table.items()]
+
+
+@pytest.mark.parametrize(("name", "answer", "words"), [(n, a, w) for n, _, a, w in CASES],
+                         ids=[f"{n} {i}" for n, i, *_ in CASES])  # fmt: skip
+def test_a_misunderstanding_is_named_once(name, answer, words):
+    score = check(name, answer)
+    assert not score.ok
+    assert repr(score).count(words) == 1, repr(score)
+
+
+def of_labkit(blocks, words):
+    return perplexity_of(blocks, tokens=100, original_words=words).perplexity
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("20.windows", right_windows),
+        ("20.perplexity", of_labkit),
+        ("20.top_p", while_below(by_probability, lambda before, _, p: before < p)),
+    ],
+)
+def test_right_answers_pass(name, answer):
+    score = check(name, answer)
+    assert score.ok, repr(score)
+
+
+def test_the_tokens_that_top_p_keeps_are_those_of_the_sampler():
+    import torch
+
+    from labkit.check.evaluations import _CHOICES
+    from labkit.evaluate.sampling import within_top_p
+
+    def kept(probabilities, p):
+        logits = torch.tensor([probabilities], dtype=torch.float64).log()
+        return within_top_p(logits, p)[0].isfinite().nonzero()[:, 0]
+
+    assert len(_CHOICES) == 6 and check("20.top_p", kept).ok
+
+
+@pytest.mark.parametrize("name", list(TABLES))
+def test_an_answer_of_another_kind_gets_a_score(name):
+    for answer in (None, lambda *case: None, lambda *case: "x"):
+        assert check(name, answer).passed == 0
