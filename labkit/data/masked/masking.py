@@ -11,6 +11,7 @@ bert_dataset.py, megatron-core 0.16.1.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -26,6 +27,9 @@ LEAST_TARGET = 7
 """Tokens of a sample of which 15% is one token."""
 MAX_NGRAM = 3
 """Words of BERT's longest n-gram."""
+_WEIGHTS = 1 / np.arange(1, MAX_NGRAM + 1)
+_UP_TO = (_WEIGHTS.cumsum() / _WEIGHTS.sum()).tolist()
+"""Chances that n is at most 1, 2 and 3."""
 GEOMETRIC, MAX_GEOMETRIC = 0.2, 10
 """Of T5's n-grams: the chance that one ends behind each of its words, and the words of the longest."""
 
@@ -88,19 +92,16 @@ def mask_ngrams(
     of `[MASK]`. vocabulary: a random token is below this id; None shows every chosen token as `mask`. geometric: n has
     a geometric distribution of mean 5 and is at most 10 (SpanBERT, arXiv 1907.10529), as in Megatron's T5.
     """
-    most, sizes = most_masked(len(tokens), target_length), np.arange(1, MAX_NGRAM + 1)
-    chances = 1.0 / sizes
-    chances = chances / chances.sum()
-    order = list(range(len(words)))
+    most, order = most_masked(len(tokens), target_length), list(range(len(words)))
     random.shuffle(order)
     shown, chosen, spans = np.array(tokens, dtype=np.int64), set[int](), list[list[int]]()
     for first in order:
-        if len(chosen) >= most:
+        if most - len(chosen) < 1:  # Megatron looks at all other words, and finds none that fits
             break
         if geometric:
             n = min(random.geometric(GEOMETRIC), MAX_GEOMETRIC)
         else:
-            n = int(random.choice(sizes, p=chances / chances.sum()))
+            n = 1 + bisect_right(_UP_TO, random.random_sample())  # as `random.choice` draws
         span = _fitting(words, first, n, most - len(chosen))
         if not span or not chosen.isdisjoint(span):
             continue
