@@ -12,7 +12,7 @@ from labkit.config.findings import Findings
 from labkit.config.pipeline_rules import SPLIT_BACKWARDS
 
 SCOPE = "graph.cuda_graph_scope"
-GRAPH_SCOPES = ("full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess")
+GRAPH_SCOPES = ("full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 """Parts that the scope may name."""
 _RECOMPUTED_WITH = {"core_attn": "attn", "mlp": "mlp", "moe": "moe", "shared_experts": "moe_router"}
 """The captured part in which a recomputed one lies."""
@@ -65,7 +65,11 @@ def _full_iteration(found: Findings) -> None:
 
 def _parts_there(found: Findings) -> None:
     """A named part must be in some layer."""
-    moe, scope = found.config.moe, _scope(found)
+    moe, scope, held = found.config.moe, _scope(found), _captured_by_part(found)
+    if absent := sorted((scope & {"mamba", "attn", "mlp"}) - held):
+        rule = f"{absent[0]} is a part of no layer of this model"
+        found.add(SCOPE, f"{rule}; choose from {', '.join(sorted(held))}")
+        return
     with_experts = sorted(scope & {"moe", "moe_router"})
     if with_experts and not moe.num_experts:
         rule = f"{with_experts[0]} is a part of layers with experts, but moe.num_experts = 0"
@@ -73,6 +77,15 @@ def _parts_there(found: Findings) -> None:
     elif "mlp" in scope and moe.num_experts and 0 not in moe.layer_freq:
         rule = "mlp is that of a dense layer, and moe.layer_freq has none"
         found.add(SCOPE, f"{rule}; name moe_router and moe_preprocess")
+
+
+def _captured_by_part(found: Findings) -> set[str]:
+    """The words of the scope for the parts of this model's layers, without words for experts."""
+    m = found.config.model
+    if m.family != "mamba":
+        return {"attn", "mlp"}
+    words = {"M": "mamba", "*": "attn", "-": "mlp"}
+    return {words[letter] for letter in m.hybrid_override_pattern or "M" if letter in words}
 
 
 def _experts(found: Findings) -> None:
@@ -99,8 +112,9 @@ def _split_backwards(found: Findings) -> None:
     moe, s, scope = found.config.moe, found.config.schedule, _scope(found)
     if "full_iteration" in scope or s.path is not None or s.name not in SPLIT_BACKWARDS:
         return
-    kinds = set(moe.layer_freq) if moe.num_experts else {0}
-    needed = {"attn", *(part for kind, part in ((0, "mlp"), (1, "moe")) if kind in kinds)}
+    needed = _captured_by_part(found)
+    if moe.num_experts:
+        needed = {"attn", *(part for kind, part in ((0, "mlp"), (1, "moe")) if kind in moe.layer_freq)}
     advice = "choose a schedule with whole backwards (auto, 1f1b, gpipe)"
     if found.config.graph.cuda_graph_impl == "transformer_engine":
         rule = f"schedule.name = {s.name} splits backwards into input and weight gradients, which the engine computes"

@@ -207,6 +207,27 @@ def bert_tiny() -> RunConfig:
     return replace(config, model=replace(config.model, family="bert", activation="gelu", **vocabulary))
 
 
+def mamba_tiny() -> RunConfig:
+    """A hybrid of Mamba-2, attention and MLP layers, of 0.2 million parameters, for parity and lessons.
+
+    The attention layers see the order of tokens by what the Mamba layers before them write, so there are no positions.
+    Every layout up to tp 4, pp 4 divides it.
+    """
+    config = tiny()
+    model = replace(
+        config.model,
+        family="mamba",
+        hybrid_override_pattern="MM*-MM*-",
+        mamba_state_dim=16,
+        mamba_head_dim=16,
+        mamba_num_groups=4,
+        position="none",
+        norm="rmsnorm",
+        bias=False,
+    )
+    return replace(config, model=model)
+
+
 class Row(NamedTuple):
     """One model of the paper's tables."""
 
@@ -300,6 +321,7 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
     "mixtral_tiny": mixtral_tiny,
     "mixtral_8x7b": mixtral_8x7b,
     "bert_tiny": bert_tiny,
+    "mamba_tiny": mamba_tiny,
     "deepseek_tiny": deepseek_tiny,
     "deepseek_moe_16b": deepseek_moe_16b,
     **{f"table1_{row.lower().replace('.', '_')}": partial(table1, row) for row in TABLE_1},

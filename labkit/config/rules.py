@@ -15,7 +15,7 @@ from labkit.config.field_spec import SIZE
 from labkit.config.fields import SPECS
 from labkit.config.findings import Findings, divisors, up
 from labkit.config.graph_rules import graph_rules
-from labkit.config.moe_rules import moe_rules
+from labkit.config.layer_rules import mamba_rules, moe_rules
 from labkit.config.pipeline_rules import pipeline_rules
 from labkit.config.sections import ParallelConfig, Sections
 from labkit.config.training_rules import data_rules, optimizer_rules, training_rules
@@ -25,6 +25,7 @@ AXES = ("tp", "cp", "ep", "dp", "pp")
 TOPICS: dict[Callable[[Findings], None], tuple[str, ...]] = {
     pipeline_rules: ("parallel.pp", "parallel.vpp", "parallel.pipeline", "parallel.standalone", "schedule."),
     moe_rules: ("moe.num_experts", "parallel.ep", "parallel.etp", "model.recompute"),
+    mamba_rules: ("model.family",),
     training_rules: ("model.recompute",),  # before graphs, which look up what is recomputed
     graph_rules: ("graph.",),
     optimizer_rules: ("optim.warmup_steps", "optim.lr_schedule"),
@@ -65,6 +66,7 @@ EXCLUSIONS = (
     ("parallel.rank_offset", "", "a run's first rank is rank 0; leave it out"),
     ("parallel.split_rank", "model.family=gpt|bert", "a GPT or BERT has no encoder to split off; leave it out"),
     ("model.family=t5", "", "T5 is not built yet; choose gpt or bert"),
+    ("model.position=none", "model.family=gpt|bert|t5", "attention alone sees no order of tokens; choose learned"),
     ("model.activation=swiglu", "model.family=bert", "BERT's masked-LM head has no gate; choose gelu or gelu_tanh"),
     ("model.transformer_impl=transformer_engine", "model.family=bert", "BERT runs local layers; set it to local"),
     ("parallel.cp", "model.family=bert", "rings of keys carry no padding mask, which BERT needs; set it to 1"),

@@ -18,6 +18,7 @@ from labkit.config.field_spec import field
 _ADAPTIVE = "optim.precision=fp16 optim.loss_scale=null"
 _DELAYED = "optim.fp8=e4m3|hybrid optim.fp8_recipe=delayed"
 _ROUTED = "moe.load_balancing=aux_loss|seq_aux_loss|global_aux_loss|none"
+_MAMBA = "model.family=mamba"
 _INTERLEAVED = "parallel.vpp schedule.path=null schedule.name=auto|interleaved"
 REASONS = {
     "model.recompute_granularity=selective|full": "which recomputes nothing",
@@ -40,8 +41,9 @@ REASONS = {
 class ModelConfig:
     """Shape of the model. Defaults give a small GPT-2."""
 
-    family: str = field("gpt", "`gpt`, `bert` (arXiv 1810.04805) or `t5`, which is not built yet.",
-        choices="gpt bert t5")
+    family: str = field("gpt",
+        "`gpt`, `bert` (arXiv 1810.04805), `mamba` (arXiv 2405.21060) or `t5`, which is not built yet.",
+        choices="gpt bert t5 mamba")
     layers: int = field(4, "Transformer layers of the whole model, over all stages.", ge=1, aliases="num_layers")
     hidden: int = field(128, "Width of the residual stream.", ge=1, aliases="hidden_size")
     heads: int = field(4, "Query heads; a head is hidden / heads wide.", ge=1, aliases="num_attention_heads")
@@ -55,8 +57,8 @@ class ModelConfig:
         "The vocabulary is padded to a multiple of this times tp; padded columns never enter the loss.", ge=1)
     seq_length: int = field(64, "Tokens of one sample.", ge=1)
     position: str = field("learned",
-        "Position encoding: `learned` (an embedding table of seq_length rows) or `rope` (arXiv 2104.09864).",
-        choices="learned rope", aliases="position_embedding_type", synonyms={"learned_absolute": "learned"})
+        "Positions: `learned` (a table of seq_length rows), `rope` (arXiv 2104.09864) or, in Mamba models, `none`.",
+        choices="learned rope none", aliases="position_embedding_type", synonyms={"learned_absolute": "learned"})
     rope_theta: float = field(10000.0, "Base of the rotary frequencies.", gt=0, aliases="rotary_base")
     norm: str = field("layernorm", "`layernorm` or `rmsnorm` (arXiv 1910.07467).", choices="layernorm rmsnorm",
         aliases="normalization", synonyms={"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})
@@ -73,6 +75,17 @@ class ModelConfig:
     bias: bool = field(True, "Linear layers carry a bias.")
     untie_embeddings_and_output_weights: bool = field(False,
         "False: the output layer is the word embedding's transpose; first and last stage share it.")
+    hybrid_override_pattern: str | None = field(None,
+        "The part of each layer of a Mamba model: M Mamba, * attention, - MLP, as in `MM*-`. None: M in all.",
+        needs=_MAMBA)
+    mamba_state_dim: int = field(128, "Size of the state of a Mamba head, for each of its features.", ge=1,
+        needs=_MAMBA)
+    mamba_head_dim: int = field(64, "Width of a Mamba head.", ge=1, needs=_MAMBA)
+    mamba_num_groups: int = field(8, "Groups of Mamba heads with one B and C each; tp cuts them over ranks.", ge=1,
+        needs=_MAMBA)
+    mamba_num_heads: int | None = field(None, "Heads of a Mamba layer; None: 2 x hidden / mamba_head_dim.", ge=1,
+        needs=_MAMBA)
+    mamba_conv_width: int = field(4, "Positions that a Mamba layer's convolution sums.", ge=1, needs=_MAMBA)
     embedding_dropout: float = field(0.0, "Dropout after the embeddings.", ge=0, lt=1)
     attention_dropout: float = field(0.0, "Of attention probabilities, in the tensor-parallel region.", ge=0, lt=1)
     hidden_dropout: float = field(0.0, "Before each residual addition, outside that region.", ge=0, lt=1)
@@ -100,6 +113,17 @@ class ModelConfig:
     num_microbatches_with_partial_activation_checkpoints: int | None = field(None,
         "So many of the microbatches in flight on a rank keep everything; the others are recomputed (arXiv 2205.05198, "
         "appendix C). None, as 0, recomputes all.", ge=0, needs="model.recompute_granularity=selective|full")
+
+    @property
+    def mamba_heads(self) -> int:
+        """Heads of a Mamba layer."""
+        return self.mamba_num_heads or 2 * self.hidden // self.mamba_head_dim
+
+    def parts_of_layer(self, index: int) -> str:
+        """The parts of layer `index` in their order: `*` attention, `-` MLP or experts, `M` Mamba."""
+        if self.family != "mamba":
+            return "*-"
+        return "M" if self.hybrid_override_pattern is None else self.hybrid_override_pattern[index]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +273,7 @@ class GraphConfig:
         "`emulated`, with the same rules.", choices="none local transformer_engine emulated")
     cuda_graph_scope: tuple[str, ...] = field((),
         "Parts of a layer to capture: `attn`, `mlp` (of dense layers), `moe` (drop-and-pad only), `moe_router`, "
-        "`moe_preprocess`; empty is the whole layer. `full_iteration`, alone: all microbatches of a step in one graph.",
+        "`moe_preprocess`, `mamba`; empty is the whole layer. `full_iteration`, alone: all microbatches of a step.",
         aliases="cuda_graph_modules")
     cuda_graph_warmup_steps: int = field(3, "Eager steps before capture.", ge=0)
 

@@ -69,7 +69,7 @@ def _indexed(found: Findings) -> None:
     elif ending in (".bin", ".idx") and os.path.isfile(f"{prefix}.idx"):
         found.add("data.path", f"is one of the two files of an indexed dataset; give their prefix {prefix}")
     elif not data.blend and not os.path.isfile(f"{data.path}.idx"):
-        idle = ("data.num_samples", "data.cache") if found.config.model.family == "gpt" else ("data.cache",)
+        idle = ("data.num_samples", "data.cache") if found.config.model.family in ("gpt", "mamba") else ("data.cache",)
         for name in filter(found.changed, idle):
             found.add(name, "has no effect on a text; give an indexed dataset in data.path, or leave this out")
 

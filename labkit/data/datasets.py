@@ -1,9 +1,10 @@
 """Datasets and batches of the configured model family, chosen by `model.family`.
 
-| family | samples                                                           | module                |
-|--------|-------------------------------------------------------------------|-----------------------|
-| `gpt`  | windows of the text; the next token is learned                    | `gpt_data`            |
-| `bert` | two segments of sentences; masked tokens and the order are learned | `masked/bert_samples` |
+| family  | samples                                                            | module                |
+|---------|--------------------------------------------------------------------|-----------------------|
+| `gpt`   | windows of the text; the next token is learned                     | `gpt_data`            |
+| `mamba` | the same                                                           | `gpt_data`            |
+| `bert`  | two segments of sentences; masked tokens and the order are learned | `masked/bert_samples` |
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def data_iterator(
     Raises:
         ValueError: the dataset has no sample, or the batch sizes do not divide.
     """
-    if config.model.family == "gpt":
+    if config.model.family in ("gpt", "mamba"):
         return gpt_data.data_iterator(dataset, config, groups, consumed_samples=consumed_samples)
     if len(dataset) == 0:
         raise ValueError(f"data: the {dataset.name} split is empty; give it a share in data.split")

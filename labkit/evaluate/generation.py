@@ -35,9 +35,13 @@ def generate(
     on_tokens: called on every rank after each pass, with the new token of each sample, None for one that has ended.
 
     Raises:
-        ValueError: no prompt, an empty one, or more tokens than model.seq_length.
+        ValueError: no prompt, an empty one, more tokens than model.seq_length, or a model of another family than gpt.
         TokenIdError: an id outside the vocabulary.
     """
+    if (family := model.config.model.family) != "gpt":
+        raise ValueError(
+            f"labkit generates by a cache of keys and values, as model.family = gpt has; this is a {family}"
+        )
     tokens_BS, padding_B = _aligned(model, prompts, max_new_tokens)
     batch, length = tokens_BS.shape
     sampler = Sampler(sampling or Sampling())

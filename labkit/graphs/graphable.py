@@ -62,7 +62,8 @@ class GraphableMegatronModule:
         self.layer: Any = layer
         self.parts: LayerParts = layer.parts()
         self.graph = graph
-        self.scope: LayerScope = layer_scope(graph, has_experts=isinstance(self.parts.mlp, MoELayer))
+        has_experts, only_part = isinstance(self.parts.mlp, MoELayer), getattr(layer, "graph_scope", None)
+        self.scope: LayerScope = layer_scope(graph, has_experts=has_experts, only_part=only_part)
         self.cut: CutMoELayer | None = None
         self.cuda_graphs: list[Graphed] = []
         self.cuda_graph_manual_hooks: list[tuple[Hook, tuple[nn.Module]]] = []

@@ -9,7 +9,8 @@
 | `moe_router`     | -                | norm, shared experts unless overlapped, router                  |
 | `moe_preprocess` | -                | the above, counts, and rows sorted by expert                    |
 
-A layer has one graph, which begins with attention where that is captured.
+A layer has one graph, which begins with attention where that is captured. A layer of a Mamba model has one part, for
+which the scope has one word: `mamba`, `attn` or `mlp`. Such a layer is captured whole or not at all.
 """
 
 from __future__ import annotations
@@ -54,13 +55,18 @@ class LayerScope:
 NOTHING = LayerScope(False, False, False, False)
 
 
-def layer_scope(graph: GraphConfig, *, has_experts: bool) -> LayerScope:
-    """The captured parts of a layer (the table above); none without graphs, and none under a graph of the iteration."""
+def layer_scope(graph: GraphConfig, *, has_experts: bool, only_part: str | None = None) -> LayerScope:
+    """The captured parts of a layer (the table above); none without graphs, and none under a graph of the iteration.
+
+    only_part: the word of the scope for a layer of a single part; None for a layer of two.
+    """
     scope = graph.cuda_graph_scope
     if not captures_layers(graph):
         return NOTHING
     if not scope:
         return LayerScope(True, True, has_experts, has_experts)
+    if only_part is not None:
+        return LayerScope(True, True, False, False) if only_part in scope else NOTHING
     whole = ("moe" if has_experts else "mlp") in scope
     router = has_experts and (whole or "moe_router" in scope)
     return LayerScope("attn" in scope, whole, router, router and (whole or "moe_preprocess" in scope))

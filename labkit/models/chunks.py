@@ -86,6 +86,10 @@ def model_type(family: str) -> type[GPTModel]:
         from labkit.models.bert.bert_model import BertModel  # a GPT does without
 
         return BertModel
+    if family == "mamba":
+        from labkit.models.mamba.mamba_model import MambaModel
+
+        return MambaModel
     return GPTModel
 
 

@@ -15,6 +15,7 @@ The formats differ:
 - GPT-2 stores linear weights as [input, output], and q, k, v as three blocks.
 - Llama stores q, k, v, gate and up apart. Mixtral stores each expert by itself: w1 is its gate, w3 its up, w2 its down.
 - BERT stores q, k and v apart, each with its bias (`bert/hugging_face_bert.py`).
+- Mamba-2 stores the rows of a projection kind after kind (`mamba/hugging_face_mamba.py`).
 - transformers 5 stacks Mixtral's experts in memory, as [gate; up]. This module reads both forms; files hold the first.
 
 All rotate features i and i + D/2.
@@ -35,6 +36,7 @@ from labkit.config import ModelConfig, MoEConfig
 from labkit.models.bert.hugging_face_bert import BIAS, DECODER, bert_end_shapes, bert_names
 from labkit.models.counts import expert_width, fc1_width, ffn_width, gate_and_up, qkv_width
 from labkit.models.hugging_face_config import family_of
+from labkit.models.mamba.hugging_face_mamba import mamba_layer_shapes, mamba_names
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.parameters.parameter_record import name_of, record_of
 from labkit.parallel.parameters.weights import gather_expert_parameter, gather_parameter, tensor_part
@@ -135,6 +137,8 @@ class HuggingFaceState(Mapping[str, Tensor]):
             recipes = _from_gpt2(config)
         elif config.family == "bert":
             recipes = _from_bert(config)
+        elif config.family == "mamba":
+            recipes = (_Recipe(each.ours, (each.theirs,), each.from_theirs) for each in mamba_names(config))
         self._recipes: dict[str, _Recipe] = {}
         unused = dict(self._names)
         again = (BIAS,) if config.untie_embeddings_and_output_weights else ("lm_head.weight", *DECODER)
@@ -281,7 +285,7 @@ def _gates_and_ups(*each: Tensor) -> Tensor:
 
 
 def full_shapes(config: ModelConfig, moe: MoEConfig | None = None) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each tensor of a whole GPT-2, Llama, Mixtral or BERT."""
+    """Name and shape of each tensor of a whole GPT-2, Llama, Mixtral, BERT or Mamba-2."""
     moe, hidden, vocabulary = moe or MoEConfig(), config.hidden, (config.vocab_size, config.hidden)
     shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": vocabulary}
     if config.position == "learned":
@@ -294,7 +298,10 @@ def full_shapes(config: ModelConfig, moe: MoEConfig | None = None) -> dict[str, 
         "mlp.experts.fc1": (experts, width * gate_and_up(config), hidden),
         "mlp.experts.fc2": (experts, hidden, width),
     }
-    for i in range(config.layers):
+    layers = range(config.layers)
+    if config.family == "mamba":
+        shapes, layers = shapes | mamba_layer_shapes(config), range(0)
+    for i in layers:
         matrices = linear | (routed if moe.is_moe_layer(i) else dense)
         shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in matrices.items()}
         shapes |= {f"layers.{i}.{name}.bias": shape[:1] for name, shape in matrices.items() if config.bias}
@@ -324,6 +331,8 @@ def full_state_to_hugging_face(config: ModelConfig, full: Mapping[str, Tensor], 
     to_theirs = _to_gpt2 if family_of(config, moe) == "gpt2" else _to_llama
     if config.family == "bert":
         to_theirs = _to_bert
+    elif config.family == "mamba":
+        to_theirs = _to_mamba
     theirs: State = {}
     for name, tensor in full.items():
         try:
@@ -380,3 +389,8 @@ def _to_bert(config: ModelConfig, name: str, tensor: Tensor) -> State:
     theirs = dict(bert_names(config))[name]
     parts = (tensor,) if len(theirs) == 1 else split_heads(tensor, config)
     return {each: part.contiguous() for each, part in zip(theirs, parts)}
+
+
+def _to_mamba(config: ModelConfig, name: str, tensor: Tensor) -> State:
+    (one,) = (each for each in mamba_names(config) if each.ours == name)
+    return {one.theirs: one.to_theirs(tensor).contiguous()}

@@ -1,4 +1,4 @@
-"""The layers of each stage, and the cost of a GPT or BERT in closed form: parameters, operations, bytes. No torch.
+"""The layers of each stage, and the cost of a model in closed form: parameters, operations, bytes. No torch.
 
 The schedule places a stage on a rank (`Schedule.placement`). The number of a stage alone decides its layers, so any
 placement trains the same model.
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from labkit.config import ModelConfig, MoEConfig, RunConfig
 from labkit.config.pipeline_layout import parse_layout
+from labkit.models.mamba.mamba_costs import mamba_linear_flops, mamba_parameters, scan_flops
 from labkit.schedules import Schedule, build_schedule
 
 DENSE = MoEConfig()
@@ -205,9 +206,14 @@ def moe_parameters(model: ModelConfig, moe: MoEConfig, *, tp: int = 1, ep: int =
 def layer_parameters(
     model: ModelConfig, tp: int = 1, *, moe: MoEConfig = DENSE, index: int = 0, ep: int = 1, etp: int = 1
 ) -> int:
-    """Parameters of transformer layer `index` on one rank; each rank has the whole norms."""
-    mlp = moe_parameters(model, moe, tp=tp, ep=ep, etp=etp) if moe.is_moe_layer(index) else mlp_parameters(model, tp)
-    return attention_parameters(model, tp) + mlp + 2 * norm_parameters(model)
+    """Parameters of layer `index` on one rank; each rank has the whole norms, one for each part of the layer."""
+
+    def of_part(part: str) -> int:
+        if part == "-" and moe.is_moe_layer(index):
+            return moe_parameters(model, moe, tp=tp, ep=ep, etp=etp)
+        return {"M": mamba_parameters, "*": attention_parameters, "-": mlp_parameters}[part](model, tp)
+
+    return sum(of_part(part) + norm_parameters(model) for part in model.parts_of_layer(index))
 
 
 def first_parameters(model: ModelConfig) -> int:
@@ -311,7 +317,7 @@ class Flops:
     linear: int
     """GEMMs with the weights that all tokens meet: attention, MLP, router and shared experts."""
     attention: int
-    """The two products q k^T and probabilities x v."""
+    """The two products q k^T and probabilities x v, and the products of Mamba's scans."""
     logits: int
     """The GEMM of the output layer, and those of BERT's heads."""
     experts: int = 0
@@ -348,16 +354,18 @@ def forward_flops(
         moe: the experts. Every token meets k of them; a capacity that drops or pads is not considered.
     """
     tokens, h = samples * model.seq_length, model.hidden
-    count = len(_indices(model, layers))
+    parts = "".join(model.parts_of_layer(index) for index in _indices(model, layers))
+    attentions, mlps, scans = (parts.count(letter) for letter in "*-M")
     with_experts = moe_layers(model, moe, layers)
     attention = h * qkv_width(model) + h * h
     mlp = h * (fc1_width(model) + ffn_width(model))
     beside_experts = moe_parameters(model, moe) - moe.num_experts * expert_parameters(model, moe)
-    weights = count * attention + (count - with_experts) * mlp + with_experts * beside_experts
+    weights = attentions * attention + (mlps - with_experts) * mlp + with_experts * beside_experts
     pairs = model.seq_length * (model.seq_length + 1) // 2 if causal else model.seq_length**2
+    of_scans = (mamba_linear_flops(model), scan_flops(model, causal=causal)) if scans else (0, 0)
     return Flops(
-        linear=2 * tokens * weights,
-        attention=4 * samples * pairs * h * count,
+        linear=2 * tokens * weights + tokens * scans * of_scans[0],
+        attention=4 * samples * pairs * h * attentions + samples * scans * of_scans[1],
         logits=2 * tokens * h * model.vocab_size + _head_flops(model, samples) if logits else 0,
         experts=2 * tokens * with_experts * moe.top_k * expert_parameters(model, moe),
     )

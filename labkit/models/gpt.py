@@ -59,7 +59,7 @@ class GPTModel(nn.Module):
     """
 
     family: ClassVar[str] = "gpt"
-    """The value of `model.family`; BERT (`models/bert`) has parts of its own in the places of these."""
+    """The value of `model.family`; BERT and Mamba have parts of their own in the places of these."""
     embedding_type: ClassVar[type[Embedding]] = Embedding
 
     def __init__(
@@ -133,7 +133,7 @@ class GPTModel(nn.Module):
         assert self.embedding is not None, "only a stage with post_process has an output layer"
         return self.embedding.word.weight
 
-    def new_layer(self, index: int, build: Build) -> TransformerLayer:
+    def new_layer(self, index: int, build: Build) -> nn.Module:
         """Make layer `index` of the whole model."""
         return TransformerLayer(index, build)
 
@@ -143,7 +143,7 @@ class GPTModel(nn.Module):
 
     def moe_layers(self) -> list[MoELayer]:
         """The layers of this chunk that have experts, in their order."""
-        return [layer.mlp for layer in self.layers.values() if isinstance(layer.mlp, MoELayer)]
+        return [module for module in self.layers.modules() if isinstance(module, MoELayer)]
 
     def layer_context(self, seq_length: int) -> tuple[Tensor, ...]:
         """Samples for a CUDA graph of the arguments of each layer behind x: rotary tables for `seq_length`, or none."""
@@ -244,7 +244,7 @@ def draws(config: ModelConfig, moe: MoEConfig) -> bool:
 
 
 def _check(model: type[GPTModel], config: ModelConfig, spec: LayerSpec) -> None:
-    allowed = {"family": (model.family,), "position": ("learned", "rope"), "norm": ("layernorm", "rmsnorm")}
+    allowed = {"family": (model.family,), "position": ("learned", "rope", "none"), "norm": ("layernorm", "rmsnorm")}
     for name, choices in allowed.items():
         if getattr(config, name) not in choices:
             raise ValueError(f"{model.__name__} has no {name} {getattr(config, name)!r}; choose {' or '.join(choices)}")

@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json` and our configuration of a model, both ways: GPT-2, Llama, Mixtral and BERT.
+"""Hugging Face's `config.json` and our configuration of a model, both ways: GPT-2, Llama, Mixtral, BERT and Mamba-2.
 
     read = json.loads(Path("config.json").read_text())
     config, moe = model_config_from_hugging_face(read), moe_config_from_hugging_face(read)
@@ -16,6 +16,7 @@ from typing import Any
 from labkit.config import ModelConfig, MoEConfig
 from labkit.models.bert.hugging_face_bert import KINDS, bert_config, bert_fields, bert_kind
 from labkit.models.counts import expert_width
+from labkit.models.mamba.hugging_face_mamba import check_mamba2, mamba_config, mamba_fields
 
 GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 """Hugging Face's `activation_function` -> ours."""
@@ -27,18 +28,22 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "bert": "BertForPreTraining",
     "megatron-bert": "MegatronBertForPreTraining",
+    "mamba2": "Mamba2ForCausalLM",
 }
 """Family -> transformers' class of its language model."""
 
 
 def family_of(config: ModelConfig, moe: MoEConfig | None = None) -> str:
-    """The family of a model: `gpt2`, `llama`, `mixtral`, `bert` or `megatron-bert`.
+    """The family of a model: `gpt2`, `llama`, `mixtral`, `bert`, `megatron-bert` or `mamba2`.
 
     Raises:
         ValueError: a model of no such family.
     """
     if config.family == "bert":
         return bert_kind(config)
+    if config.family == "mamba":
+        check_mamba2(config)
+        return "mamba2"
     shape = (config.position, config.norm, config.bias)
     is_gpt2 = shape == ("learned", "layernorm", True) and config.activation in GPT2_ACTIVATIONS.values()
     is_llama = shape == ("rope", "rmsnorm", False) and config.activation == "swiglu"
@@ -87,8 +92,8 @@ def model_config_from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
         return _gpt2_config(config)
     if kind in ("llama", "mixtral"):
         return _llama_config(config)
-    if kind in KINDS.values():
-        model, other = bert_config(config)
+    if kind in KINDS.values() or kind == "mamba2":
+        model, other = (mamba_config if kind == "mamba2" else bert_config)(config)
         _refuse(other)
         return model
     raise ValueError(f"model_type is {kind!r}; weights can be converted from {', '.join(ARCHITECTURES)}")
@@ -159,8 +164,8 @@ def _refuse(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if value:
             raise ValueError(
-                f"{name} = {value!r} has no counterpart in labkit's models; only plain GPT-2, Llama, Mixtral and BERT "
-                "can be converted"
+                f"{name} = {value!r} has no counterpart in labkit's models; only plain GPT-2, Llama, Mixtral, BERT and "
+                "Mamba-2 can be converted"
             )
 
 
@@ -192,6 +197,8 @@ def config_to_hugging_face(
         return shared | _gpt2_fields(config)
     if config.family == "bert":
         return shared | bert_fields(config)
+    if kind == "mamba2":
+        return shared | mamba_fields(config)
     return shared | _llama_fields(config, moe or MoEConfig())
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from labkit.config import ModelConfig
 from labkit.models import BertModel, GPTModel
+from labkit.models.chunks import model_type
 from labkit.models.memory.activation_bytes import (
     Share,
     end_activation_bytes,
@@ -44,6 +45,10 @@ BERTS = {
     "post": replace(BERT, norm_placement="post"),
     "words alone": replace(BERT, bert_binary_head=False),
 }
+MAMBA = replace(
+    GPT2, family="mamba", position="none", norm="rmsnorm", bias=False, seq_length=160,
+    mamba_state_dim=8, mamba_head_dim=16, mamba_num_groups=2, hybrid_override_pattern="M-*M",
+)  # fmt: skip
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 SELECTIVE: tuple[tuple[str, ...], ...] = (("core_attn",), ("layernorm",), ("core_attn", "mlp", "layernorm"))
 
@@ -51,7 +56,8 @@ SELECTIVE: tuple[tuple[str, ...], ...] = (("core_attn",), ("layernorm",), ("core
 def built(config: ModelConfig, dtype: torch.dtype = torch.float32, layers: int = 1) -> GPTModel:
     """Layers alone, or, without any, the embedding and the loss."""
     ends = not layers
-    return GPTModel(config, GROUPS, layers=range(layers), pre_process=ends, post_process=ends, seed=1, dtype=dtype)
+    kind = model_type(config.family)
+    return kind(config, GROUPS, layers=range(layers), pre_process=ends, post_process=ends, seed=1, dtype=dtype)
 
 
 def hidden(config: ModelConfig, dtype: torch.dtype) -> torch.Tensor:
@@ -83,6 +89,17 @@ def test_one_layer_by_attention_dropout_and_choice(name: str, dtype: str) -> Non
         config = replace(MODELS[name], attention_backend=backend, **choice)
         expected = layer_activation_bytes(config, share(kind))
         assert measured(config, kind).bytes == pytest.approx(expected, rel=0.01), (backend, choice)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [32, 160, 300])
+def test_layers_of_a_mamba_model(length: int, dtype: str) -> None:
+    """Scans of one, two and three chunks, an MLP and attention."""
+    config, kind = replace(MAMBA, seq_length=length, hidden_dropout=0.1), DTYPES[dtype]
+    expected = layers_activation_bytes(config, share(kind), layers=4)
+    assert measured(config, kind, 4).bytes == pytest.approx(expected, rel=0.01)
+    alone = layer_activation_bytes(config, share(kind), parts="M")
+    assert measured(config, kind).bytes == pytest.approx(alone, rel=0.01)
 
 
 def test_part_by_part() -> None:

@@ -11,6 +11,8 @@ from labkit.graphs.scope import NOTHING, LayerScope, layer_scope
 
 GRAPH = {"cuda_graph_impl": "emulated"}
 MOE = {**GRAPH, "num_experts": 8}
+MAMBA = {**GRAPH, "family": "mamba", "mamba_head_dim": 16}
+SPLIT = {"pp": 2, "schedule.name": "zero_bubble_h1"}
 PADDED = {**MOE, "capacity_factor": 1.0, "pad_to_capacity": True}
 ROUTER, PREPROCESS = ["attn", "moe_router"], ["attn", "moe_router", "moe_preprocess"]
 SELECTIVE, FULL = {"recompute_granularity": "selective"}, {**GRAPH, "recompute_granularity": "full"}
@@ -24,7 +26,21 @@ CASES: list[tuple[dict[str, Any], list[str], str]] = [
     ({**GRAPH, "pp": 4}, ["attn"], ""),
     ({**GRAPH, "pp": 4}, ["full_iteration"], "hold messages between parallel.pp = 4 stages"),
     ({"cuda_graph_impl": "transformer_engine"}, ["full_iteration"], "which captures layer by layer; set graph.cuda_"),
-    (GRAPH, ["mamba"], "'mamba' is no part of a layer; choose from full_iteration, attn, mlp, moe, moe_router, moe_"),
+    (
+        GRAPH,
+        ["experts"],
+        "'experts' is no part of a layer; choose from full_iteration, attn, mlp, moe, moe_router, moe_",
+    ),
+    (GRAPH, ["mamba"], "mamba is a part of no layer of this model; choose from attn, mlp"),
+    (MAMBA, ["mamba"], ""),
+    (MAMBA, ["attn", "mamba"], "attn is a part of no layer of this model; choose from mamba"),
+    ({**MAMBA, "hybrid_override_pattern": "M*-M*-M-"}, ["attn", "mamba"], ""),
+    (
+        {**MAMBA, "hybrid_override_pattern": "M*-M*-M-", **SPLIT},
+        ["mamba"],
+        "splits backwards, and of these layers a part",
+    ),
+    ({**MAMBA, **SPLIT}, ["mamba"], ""),
     (GRAPH, ["attn", "moe"], "moe is a part of layers with experts, but moe.num_experts = 0"),
     (GRAPH, ["moe_router"], "moe_router is a part of layers with experts, but moe.num_experts = 0"),
     (MOE, ROUTER, ""),

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from labkit.config import ModelConfig, ParallelConfig, RunConfig, presets
 from labkit.models import build_model_chunks, counts
 from labkit.models.chunks import model_type
+from labkit.models.mamba.mamba_costs import CHUNK
 from labkit.parallel import initialize_model_parallel, single_process_groups
 from labkit.schedules import Schedule
 
@@ -25,6 +26,9 @@ GATED = replace(GPT2, activation="swiglu", ffn_hidden=96, bias=False)
 GROUPED = replace(GPT2, kv_heads=2, position="rope", untie_embeddings_and_output_weights=True)
 RMS = replace(GROUPED, norm="rmsnorm")
 BERT = replace(GPT2, family="bert", activation="gelu")
+SCANS = {"mamba_state_dim": 8, "mamba_head_dim": 8, "mamba_num_groups": 4, "position": "none", "norm": "rmsnorm"}
+MAMBA = replace(GPT2, family="mamba", bias=False, mamba_num_heads=8, **SCANS)
+HYBRID = replace(GPT2, family="mamba", layers=4, hybrid_override_pattern="M*-M", **SCANS | {"seq_length": 288})
 POST = replace(BERT, norm_placement="post", bert_binary_head=False)
 
 
@@ -33,8 +37,8 @@ POST = replace(BERT, norm_placement="post", bert_binary_head=False)
 
 @pytest.mark.parametrize(
     "config",
-    [GPT2, GATED, GROUPED, RMS, replace(GROUPED, kv_heads=1), BERT, POST],
-    ids=["gpt2", "gated", "grouped", "rms", "one kv head", "bert", "post-LN bert"],
+    [GPT2, GATED, GROUPED, RMS, replace(GROUPED, kv_heads=1), BERT, POST, MAMBA, HYBRID],
+    ids=["gpt2", "gated", "grouped", "rms", "one kv head", "bert", "post-LN bert", "mamba", "hybrid"],
 )
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
 def test_parameters_of_every_rank(config: ModelConfig, tp: int, pp: int) -> None:
@@ -129,7 +133,11 @@ def counted(config: ModelConfig, *, backward: bool) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("config", [GPT2, GATED, GROUPED, BERT, POST], ids=["gpt2", "gated", "grouped", "bert", "post"])
+@pytest.mark.parametrize(
+    "config",
+    [GPT2, GATED, GROUPED, BERT, POST, MAMBA, HYBRID],
+    ids=["gpt2", "gated", "grouped", "bert", "post", "mamba", "hybrid of three chunks"],
+)
 def test_operations_equal_torchs_counter(config: ModelConfig) -> None:
     assert counted(config, backward=False) == counts.forward_flops(config, samples=3).total
     assert counted(config, backward=True) == counts.step_flops(config, samples=3).total
@@ -153,6 +161,14 @@ def test_causal_pairs_by_counting_them() -> None:
     causal = counts.forward_flops(GPT2, causal=True)
     assert causal.attention == 2 * 2 * pairs * 64 * GPT2.layers  # two GEMMs, 2 operations, H over all heads
     assert causal.linear == counts.forward_flops(GPT2).linear
+
+
+def test_causal_pairs_of_a_scan_look_back_inside_their_chunk() -> None:
+    pairs = sum(1 for q in range(288) for k in range(288) if k <= q and k // CHUNK == q // CHUNK)
+    alone = replace(HYBRID, layers=2, hybrid_override_pattern=None)
+    every, causal = (counts.forward_flops(alone, causal=c).attention for c in (False, True))
+    per_pair = 4 * 8 + 16 * 8  # c b of 4 groups with 8 states, and the product with x of 16 heads with 8 features
+    assert every - causal == 2 * 2 * per_pair * (2 * 128**2 + 32**2 - pairs)
 
 
 # ---- bytes ----

@@ -44,8 +44,8 @@ def test_pretrain_visits_few_files() -> None:
 
 
 def test_the_configuration_is_short() -> None:
-    # The redesign left 2,156 (aim: 2,000); checkpoints, signals, TensorBoard, indexed datasets and BERT came later.
-    assert 1000 < shape.lines_of_config() <= 2255
+    # The redesign left 2,156 (aim: 2,000). Checkpoints, signals, TensorBoard, indexed data, BERT, Mamba came later.
+    assert 1000 < shape.lines_of_config() <= 2340
 
 
 def test_the_core_is_short_and_stands_alone() -> None:

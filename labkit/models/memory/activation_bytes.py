@@ -48,6 +48,7 @@ from labkit.models.counts import (
     padded_vocab,
     qkv_width,
 )
+from labkit.models.mamba.mamba_costs import mamba_sizes, mixer_saved
 
 if TYPE_CHECKING:
     from labkit.models.memory.activation_bytes import Share
@@ -195,22 +196,41 @@ class Share:
         return max(self.element_bytes, 4)
 
 
-def layer_saved(model: ModelConfig, share: Share, moe: MoEConfig | None = None) -> dict[str, int]:
+def layer_saved(model: ModelConfig, share: Share, moe: MoEConfig | None = None, parts: str = "*-") -> dict[str, int]:
     """Tensor -> bytes that one layer keeps without recomputation, in the order of the forward.
 
-    A name begins with its part of the layer: `attention` or `mlp`.
+    A name begins with its part of the layer: `attention`, `mlp` or `mamba`. parts: `ModelConfig.parts_of_layer` of it.
     """
     inside, outside = share.tokens(model), share.tokens_between(model)
     mask = outside * model.hidden if model.hidden_dropout else 0
-    return {
+    attention = {
         "attention norm": _norm_bytes(model, share),
         "attention qkv input": outside * model.hidden * share.element_bytes,
         **{f"attention {name}": size for name, size in _core_attention(model, share).items()},
         "attention proj input": inside * model.hidden // share.tp * share.element_bytes,
         "attention dropout mask": mask,
+    }
+    mlp = {
         "mlp norm": _norm_bytes(model, share),
         **(_mlp(model, share) if moe is None else moe_saved(model, moe, share)),
         "mlp dropout mask": mask,
+    }
+    return (
+        (attention if "*" in parts else {})
+        | (mlp if "-" in parts else {})
+        | (_mamba(model, share) | {"mamba dropout mask": mask} if "M" in parts else {})
+    )
+
+
+def _mamba(model: ModelConfig, share: Share) -> dict[str, int]:
+    """Tensor -> bytes that the norm, the projections and everything between them keep in a Mamba layer."""
+    inside, outside = share.tokens(model), share.tokens_between(model)
+    sizes = mamba_sizes(model, share.tp)
+    return {
+        "mamba norm": _norm_bytes(model, share),
+        "mamba in_proj input": outside * model.hidden * share.element_bytes,
+        **{f"mamba {name}": size * share.wide for name, size in mixer_saved(model, share.samples, share.tp).items()},
+        "mamba out_proj input": inside * sizes.groups * sizes.inner * share.element_bytes,
     }
 
 
@@ -286,14 +306,16 @@ def layer_parts(model: ModelConfig, share: Share, moe: MoEConfig | None = None) 
     return {part: sum(saved.get(name, 0) for name in names) for part, names in parts.items()}
 
 
-def layer_activation_bytes(model: ModelConfig, share: Share | None = None, moe: MoEConfig | None = None) -> int:
+def layer_activation_bytes(
+    model: ModelConfig, share: Share | None = None, moe: MoEConfig | None = None, parts: str = "*-"
+) -> int:
     """Bytes that one layer keeps with `model`'s selective recomputation; full: see `layer_input_bytes`."""
-    return sum(_kept(model, share or Share(), moe).values())
+    return sum(_kept(model, share or Share(), moe, parts).values())
 
 
-def _kept(model: ModelConfig, share: Share, moe: MoEConfig | None = None) -> dict[str, int]:
+def _kept(model: ModelConfig, share: Share, moe: MoEConfig | None = None, parts: str = "*-") -> dict[str, int]:
     """Return `layer_saved` without the tensors that selective recomputation drops."""
-    saved = layer_saved(model, share, moe)
+    saved = layer_saved(model, share, moe, parts)
     modules = model.recompute_modules if model.recompute_granularity == "selective" else ()
     if "core_attn" in modules:
         saved |= dict.fromkeys(("attention log-sums", "attention probabilities"), 0)
@@ -343,7 +365,10 @@ def _mask_bytes(model: ModelConfig, share: Share) -> int:
 def _bytes_of(model: ModelConfig, share: Share, layers: int | range | None, moe: MoEConfig) -> list[int]:
     """`layer_activation_bytes` of each layer."""
     indices = layers if isinstance(layers, range) else range(model.layers if layers is None else layers)
-    return [layer_activation_bytes(model, share, moe if moe.is_moe_layer(index) else None) for index in indices]
+    return [
+        layer_activation_bytes(model, share, moe if moe.is_moe_layer(i) else None, model.parts_of_layer(i))
+        for i in indices
+    ]
 
 
 def recomputed_at_once_bytes(

@@ -190,6 +190,8 @@ def _beside(config: RunConfig, share: Share, holds: StageContents, moe: MoEConfi
     """
     if not holds.layers:
         return 0
-    kinds = {moe.is_moe_layer(index): moe if moe.is_moe_layer(index) else None for index in holds.layers}
-    widest = max(size for kind in kinds.values() for size in layer_saved(config.model, share, kind).values())
+    model = config.model
+    kinds = {(moe.is_moe_layer(index), model.parts_of_layer(index)) for index in holds.layers}
+    each = [layer_saved(model, share, moe if experts else None, parts) for experts, parts in kinds]
+    widest = max(size for saved in each for size in saved.values())
     return 3 * widest + recomputed_at_once_bytes(config.model, share, holds.layers, moe)

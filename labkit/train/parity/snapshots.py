@@ -32,7 +32,7 @@ from labkit.train.parity.routing_trace import Routings, record_routings, replay_
 
 Ranges = tuple[tuple[int, int], ...]
 """Parts of a flat tensor, each from its first element up to but without its end."""
-BOUNDARIES = re.compile(r"embedding|layers\.\d+(\.attention|\.mlp(\.router)?)?|final_norm|lm_head")
+BOUNDARIES = re.compile(r"embedding|layers\.\d+(\.attention|\.mamba|\.mlp(\.router)?)?|final_norm|lm_head")
 """Modules whose output is recorded."""
 EXPERT_BIAS = "expert_bias"
 """Name of the buffer that a router adds to its scores to choose, moved after each step."""

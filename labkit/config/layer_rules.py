@@ -1,10 +1,23 @@
-"""Rules between the fields of a mixture of experts."""
+"""Rules between the fields of layers: of a mixture of experts, and of a Mamba model."""
 
 from __future__ import annotations
 
+from labkit.config.errors import shown
 from labkit.config.findings import Findings, divisors, up
 
 MODULES = "model.recompute_modules"
+# fmt: off
+NOT_WITH_MAMBA = (
+    ("parallel.cp", "a Mamba scan reads its sequence in order, and no rank has a part of it; set it to 1"),
+    ("moe.num_experts", "a Mamba model has no layers of experts; set it to 0"),
+    ("optim.fp8=e4m3|hybrid", "Mamba models do not compute in fp8; set it to none"),
+    ("model.transformer_impl=transformer_engine", "Mamba models run local layers; set it to local"),
+    ("graph.cuda_graph_impl=transformer_engine", "Transformer Engine captures no Mamba layers; set it to local"),
+    ("parallel.split_rank", "a Mamba model has no encoder to split off; leave it out"),
+    ("model.recompute_granularity=selective", "its parts are those of transformer layers; set it to full or none"),
+)
+"""A field's values that a Mamba model does not take, and the reason."""
+# fmt: on
 
 
 def moe_rules(found: Findings) -> None:
@@ -114,3 +127,35 @@ def _recompute(found: Findings) -> None:
         found.add(MODULES, f"{rule}; set moe.shared_expert_overlap to false, or leave it out")
     elif "mlp" in modules and 0 not in moe.layer_freq:
         found.add(MODULES, "mlp is that of a dense layer, and moe.layer_freq has none; name moe instead")
+
+
+def mamba_rules(found: Findings) -> None:
+    """Rules of `model.family = mamba`."""
+    if found.config.model.family == "mamba":
+        for condition, rule in NOT_WITH_MAMBA:
+            found.excludes(condition, "", rule)
+        found.check(_letters, _mamba_heads)
+
+
+def _letters(found: Findings) -> None:
+    """The pattern has a letter for each layer, and a Mamba layer among them."""
+    name, layers = "model.hybrid_override_pattern", found.config.model.layers
+    pattern = found.config.model.hybrid_override_pattern or "M" * layers
+    if unknown := set(pattern) - set("M*-"):
+        found.add(name, f"{shown(min(unknown))} is no part of a layer; choose from M (Mamba), * (attention), - (MLP)")
+    elif len(pattern) != layers:
+        found.add(name, f"has {len(pattern)} letters, but model.layers = {layers}; give a letter for each layer")
+    elif "M" not in pattern:
+        found.add(name, "has no Mamba layer (M); add one, or set model.family = gpt")
+
+
+def _mamba_heads(found: Findings) -> None:
+    """Heads of one width fill twice the hidden width, unless they are counted; tp cuts their groups."""
+    m = found.config.model
+    if m.mamba_num_heads is None:
+        found.divisor("model.mamba_head_dim", 2 * m.hidden, "2 x model.hidden")
+        found.value("model.mamba_head_dim")
+    found.divisor("model.mamba_num_groups", m.mamba_heads, "the heads of a Mamba layer")
+    found.multiple(
+        "model.mamba_num_groups", found.config.parallel.tp, "parallel.tp", why=", which splits it over ranks"
+    )

@@ -1,0 +1,56 @@
+"""Mamba models under every layout against one process: loss, gradients, parameters over optimizer steps; and a
+checkpoint from one layout to another."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from labkit.config import RunConfig, presets
+from labkit.launch import run
+from labkit.train import compare, pretrain
+
+MATRIX = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "parity_matrix.py"))
+ZERO, SP, FULL, MEGATRON = (MATRIX[name] for name in ("ZERO", "SEQUENCE_PARALLEL", "FULL", "MEGATRON"))
+SCOPE = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_scope": ["mamba"]}
+SUBSET = {
+    "MM*-": [
+        {"tp": 2},
+        {"pp": 2},
+        {"tp": 2, "pp": 2, **SP, **FULL},
+        {"world_size": 2, **ZERO},
+        {"tp": 2, "world_size": 4, **MEGATRON},
+        {"pp": 2, "schedule.name": "zero_bubble_h1"},
+        {"tp": 2, **SCOPE},
+    ],
+    None: [{"tp": 4, **SP}, {"pp": 2, "vpp": 2, "schedule.name": "interleaved", **SCOPE}],
+}
+"""Pattern of the layers -> layouts; together every axis and option that a Mamba model has."""
+
+
+def small(pattern: str | None) -> RunConfig:
+    shape = {"layers": 4, "hidden": 32, "heads": 4, "seq_length": 16, "global_batch_size": 4}
+    return presets.mamba_tiny().override(shape | {"hybrid_override_pattern": pattern, "model.mamba_state_dim": 8})
+
+
+@pytest.mark.parametrize("pattern", SUBSET, ids=["hybrid", "Mamba alone"])
+def test_float64(pattern):
+    report = compare(small(pattern), SUBSET[pattern], steps=3, dtype="float64")
+    assert report.ok, f"\n{report}"
+    assert max(row.largest for row in report.rows) <= 1e-10
+
+
+def test_a_collective_left_out_is_found_at_the_mixer():
+    fault = {"operation": "all_reduce", "group": "tp", "phase": "forward", "layer": "layers.1.mamba"}
+    report = compare(small("MM*-"), [{"tp": 2}], steps=2, fault=fault)
+    assert not report.ok and report.rows[0].first_difference == "layers.1.mamba output", f"\n{report}"
+
+
+def test_a_checkpoint_goes_on_under_another_layout(tmp_path):
+    config = small("MM*-").override({"precision": "fp64", "steps": 4, "checkpoint.dir": str(tmp_path), "interval": 2})
+    whole = run(pretrain, 1, config.override({"checkpoint.dir": None, "checkpoint.interval": 100}))[0].losses
+    run(pretrain, 2, config.override({"steps": 2, "optim.decay_steps": 4, "tp": 2}))
+    here = {"checkpoint.dir": None, "checkpoint.interval": 100, "checkpoint.load": str(tmp_path)}
+    resumed = run(pretrain, 2, config.override({"optim.decay_steps": 4, **here, "pp": 2, **ZERO}))[0]
+    assert resumed.resumed_after == 2
+    assert resumed.losses == pytest.approx(whole[2:], rel=1e-12)
