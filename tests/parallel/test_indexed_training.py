@@ -1,5 +1,6 @@
 """`pretrain` reads indexed datasets: the same batches at every data-parallel size, and after a resume."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 from labkit.cli import main
 from labkit.config import RunConfig, presets
 from labkit.data import IndexedDatasetBuilder, bundled_text, load_tokenizer
-from labkit.data.text import encode
+from labkit.data.preparation import Recipe, prepare
+from labkit.data.text import BUNDLED, encode
 from labkit.launch import run
 from labkit.train import pretrain
 
@@ -61,6 +63,31 @@ def test_a_run_goes_on_where_its_checkpoint_ended(ranks: int, corpus: tuple[str,
         assert rest.losses == whole[3:]
     else:
         np.testing.assert_allclose(rest.losses, whole[3:], rtol=1e-5)
+
+
+def test_a_bert_reads_the_same_sentences_at_every_data_parallel_size_and_after_a_stop(tmp_path: Path) -> None:
+    """From a blend by size of two datasets with sentences: the losses of words and order, and the validation."""
+    vocabulary, entries = str(BUNDLED / "vocab.txt"), bundled_text()[:60_000].split("\n\n")
+    for name, part in (("a", entries[::2]), ("b", entries[1::2])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": entry}) + "\n" for entry in part))
+        prepare([tmp_path / f"{name}.jsonl"], tmp_path / name, Recipe(vocabulary, sentences=True))
+    given = {
+        "data.blend": (str(tmp_path / "a"), str(tmp_path / "b")),
+        "data.tokenizer": vocabulary,
+        "optim.precision": "fp64",
+        "eval_steps": 1,
+    }
+    config = presets.bert_tiny().override(SMALL | {"vocab_size": 1152} | given)
+    alone = run(pretrain, 1, config, device="cpu")[0]
+    saved = config.override({"checkpoint.dir": str(tmp_path / "run"), "checkpoint.interval": 3})
+    two = run(pretrain, 2, saved, device="cpu")[0]
+    (third,) = (tmp_path / "run").glob("*3")
+    rest = run(pretrain, 4, config.override({"checkpoint.load": str(third)}), device="cpu")[0]
+    assert len(set(alone.losses)) == 6 and rest.resumed_after == 3
+    for name in ("loss", "lm_loss", "sop_loss", "validation_lm_loss", "validation_perplexity"):
+        expected = np.array(alone.series(name))
+        np.testing.assert_allclose(two.series(name), expected, rtol=1e-10)
+        np.testing.assert_allclose(rest.series(name), expected[expected[:, 0] > 3], rtol=1e-10)
 
 
 def test_the_command_trains_from_a_prefix(corpus: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
