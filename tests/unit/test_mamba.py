@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from graph_training import FULL, GRAPHS
 
 from labkit.config import ModelConfig, RunConfig, presets
+from labkit.evaluate import CheckpointModel, generate
 from labkit.models.gpt import GPTModel
 from labkit.models.mamba.mamba_model import MambaModel
 from labkit.models.mamba.selective_scan import recurrence, selective_scan
@@ -148,6 +149,16 @@ def test_the_scope_mamba_captures_the_mamba_layers_alone() -> None:
 
 
 # ---- refusals ----
+
+
+def test_a_checkpoint_is_scored_and_does_not_generate(tmp_path: Path) -> None:
+    pretrain(small(**{"train.steps": 1, "checkpoint.dir": str(tmp_path)}))
+    model = CheckpointModel(tmp_path)
+    tokens = torch.arange(16)[None]
+    assert model.losses(tokens, tokens).mean() == pytest.approx(model.chunk(tokens, None, tokens).mean().item())
+    with pytest.raises(ValueError, match="generates by a cache of keys and values, .* this is a mamba"):
+        generate(model, [[1, 2]], max_new_tokens=1)
+
 
 REFUSED: dict[str, dict[str, Any]] = {
     "parallel.cp = 2": {"cp": 2},

@@ -39,12 +39,15 @@ CONTEXTS: tuple[dict[str, Any], ...] = (
     {"graph.cuda_graph_impl": "local"},
     {"data.blend": ("1", "PATH")},
     {"model.family": "bert"},
+    {"model.family": "mamba", "model.mamba_num_groups": 1},
+    {"model.family": "mamba", "model.mamba_head_dim": 8},
 )
 """What makes a field count for something: one of these goes with every field."""
 GIVEN = {
     "parallel.order": ["tp-cp-ep-pp-dp"],
     "parallel.pipeline_layout": ["E t*4|t*4 L"],
     "parallel.etp": [1],
+    "model.hybrid_override_pattern": ["MM*-MM*-"],
     "moe.layer_freq": [(1, 0)],
     "moe.num_groups": [4, 1],
     "moe.group_topk": [2],
