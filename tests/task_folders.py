@@ -17,8 +17,10 @@ CUES = {"entailment": "indeed", "neutral": "perhaps", "contradiction": "never"}
 NUMBERS = ("seven", "eleven", "twelve", "twenty")
 
 
-def write_task(task: str, folder: Path, *, train: int = 48, dev: int = 24, seed: int = 1, version: str = "1.1") -> Path:
-    """Write the files of a task; return the folder."""
+def write_task(
+    task: str, folder: Path, *, train: int = 48, dev: int = 24, seed: int = 1, version: str = "1.1", words: int = 8
+) -> Path:
+    """Write the files of a task; return the folder. words: of a passage, for SQuAD."""
     draw = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {"train": train, "dev": dev}
@@ -38,7 +40,7 @@ def write_task(task: str, folder: Path, *, train: int = 48, dev: int = 24, seed:
                     (folder / name / level / f"{number}.txt").write_text(json.dumps(_race_article(draw)))
     else:
         for name, size in sizes.items():
-            paragraphs = [_squad_paragraph(draw, number, version) for number in range(size)]
+            paragraphs = [_squad_paragraph(draw, number, version, words) for number in range(size)]
             written = {"version": version, "data": [{"title": "t", "paragraphs": paragraphs}]}
             (folder / f"{name}-v{version}.json").write_text(json.dumps(written))
     return folder
@@ -46,7 +48,7 @@ def write_task(task: str, folder: Path, *, train: int = 48, dev: int = 24, seed:
 
 def sentence(draw: random.Random, *also: str, words: int = 5) -> str:
     """Some words in any order, with `also` among them."""
-    chosen = [*draw.sample(WORDS, words), *also]
+    chosen = [*draw.choices(WORDS, k=words), *also]
     draw.shuffle(chosen)
     return " ".join(chosen)
 
@@ -73,10 +75,10 @@ def _race_article(draw: random.Random) -> dict[str, object]:
     }
 
 
-def _squad_paragraph(draw: random.Random, number: int, version: str) -> dict[str, object]:
+def _squad_paragraph(draw: random.Random, number: int, version: str, words: int) -> dict[str, object]:
     possible = version == "1.1" or draw.random() < 0.5
     answer = draw.choice(NUMBERS)
-    context = sentence(draw, *([answer] if possible else []), words=8)
+    context = sentence(draw, *([answer] if possible else []), words=words)
     asked: dict[str, object] = {"id": f"q{number}", "question": "how many", "answers": []}
     if possible:
         asked["answers"] = [{"text": answer, "answer_start": context.index(answer)}]

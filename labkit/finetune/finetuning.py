@@ -121,6 +121,8 @@ class Trained:
 
     losses: list[float]
     """Mean loss of each step."""
+    grad_norms: list[float]
+    """Global norm of each step's gradient, before clipping."""
     logits: dict[str, np.ndarray]
     """Split -> scores [N, L, n] of its samples, in the order of the file."""
 
@@ -212,15 +214,18 @@ def train_and_predict(prepared: Prepared, row: Row, seed: int) -> Trained:
         result = train(run, wrapped, optimizer, learning_rate, data, task_forward_step)
         pipeline = Pipeline(config, run.groups, wrapped, task_forward_step, run.schedule)
         logits = {split: predict(run, pipeline, prepared.samples(split)) for split in prepared.files.splits}
-    return Trained(result.losses, logits)
+    return Trained(result.losses, [norm for _, norm in result.series("grad_norm")], logits)
 
 
 def predict(run: Run, pipeline: Pipeline, samples: TaskSamples) -> np.ndarray:
     """The scores [N, L, n] of all samples, in their order; the same on all ranks, which call this together."""
     batches: Iterator[dict[str, torch.Tensor]] = data_iterator(samples, run.config, run.groups)
     own: list[dict[str, Any]] = []
-    for _ in range(math.ceil(len(samples) / run.config.train.global_batch_size)):
+    rounds = math.ceil(len(samples) / run.config.train.global_batch_size)
+    info.report_progress({"run": f"predicting {samples.name}", "steps": rounds})
+    for done in range(1, rounds + 1):
         own += collect_non_loss_data(pipeline, batches)
+        info.report_progress({"step": done})
     speaks = run.groups.tp.rank == 0  # the others of the group have the same scores
     found = [(each["index_B"].cpu().numpy(), each["logits_BLn"].cpu().numpy()) for each in own if speaks]
     parts = [part for of_rank in gather_objects(found, run.groups.world) for part in of_rank]

@@ -86,12 +86,12 @@ def answers(
 
 def best_span(first_n: np.ndarray, last_n: np.ndarray) -> tuple[float, int, int]:
     """(score, first token, last token) of the best span of at most `LONGEST_ANSWER` tokens."""
-    sums_nn = first_n[:, None] + last_n[None]
-    places = np.arange(len(first_n))
-    length_nn = places[None] - places[:, None]
-    sums_nn[(length_nn < 0) | (length_nn >= LONGEST_ANSWER)] = -np.inf
-    at = int(sums_nn.argmax())
-    return float(sums_nn.flat[at]), at // len(first_n), at % len(first_n)
+    tokens, best = len(first_n), (-np.inf, 0, 0)
+    for further in range(min(LONGEST_ANSWER, tokens)):
+        sums = first_n[: tokens - further] + last_n[further:]
+        if (score := sums[at := int(sums.argmax())]) > best[0]:
+            best = float(score), at, at + further
+    return best
 
 
 def words_of_answer(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Fine-tuning under tp with the sequence cut, under dp and under pp equals one process: losses and predictions."""
+"""Fine-tuning under tp with the sequence cut, dp and pp equals one process: losses, norms of gradients, predictions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from labkit.config import presets
 from labkit.finetune import Settings
-from labkit.finetune.finetuning import prepare, train_and_predict
+from labkit.finetune.finetuning import Trained, prepare, train_and_predict
 from labkit.train import pretrain
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -24,10 +24,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def fine_tuned(settings: Settings) -> tuple[list[float], dict[str, np.ndarray]]:
+def fine_tuned(settings: Settings) -> Trained:
     prepared = prepare(settings)
-    trained = train_and_predict(prepared, prepared.row, seed=3)
-    return trained.losses, trained.logits
+    return train_and_predict(prepared, prepared.row, seed=3)
 
 
 @pytest.mark.parametrize("task", ["race", "squad"])
@@ -36,15 +35,17 @@ def test_every_layout_computes_what_one_process_computes(task: str, tmp_path: Pa
     small = {"layers": 2, "hidden": 32, "heads": 4, "seq_length": 80, "global_batch_size": 2, "steps": 1}
     precise = {"optim.precision": "fp64", "checkpoint.dir": str(folder)}
     on_ranks(pretrain, 2, presets.bert_tiny().override({**small, **precise, "parallel.tp": 2}))
+    path = write_task(task, tmp_path / task, train=16, dev=8, words=45)
     common: dict[str, Any] = {
-        "task": task, "path": str(write_task(task, tmp_path / task, train=16, dev=8)), "checkpoint": str(folder),
+        "task": task, "path": str(path), "checkpoint": str(folder),
         "batch": 4, "lr": 1e-3, "epochs": 1, "dropout": 0.0, "precision": "fp64", "micro_batch_size": 2,
         "seq_length": 80,
     }  # fmt: skip
-    losses, logits = fine_tuned(Settings(**common))
-    assert losses[0] != losses[-1]
+    alone = fine_tuned(Settings(**common))
+    assert len(alone.grad_norms) == 4 and alone.losses[0] != alone.losses[-1]
     for name, layout in LAYOUTS.items():
-        for rank_losses, rank_logits in on_ranks(fine_tuned, 2, Settings(**common, **layout)):
-            np.testing.assert_allclose(rank_losses, losses, rtol=1e-10, err_msg=name)
-            for split, expected in logits.items():
-                np.testing.assert_allclose(rank_logits[split], expected, rtol=1e-8, atol=1e-9, err_msg=name)
+        for trained in on_ranks(fine_tuned, 2, Settings(**common, **layout)):
+            np.testing.assert_allclose(trained.losses, alone.losses, rtol=1e-10, err_msg=name)
+            np.testing.assert_allclose(trained.grad_norms, alone.grad_norms, rtol=1e-10, err_msg=name)
+            for split, expected in alone.logits.items():
+                np.testing.assert_allclose(trained.logits[split], expected, rtol=1e-8, atol=1e-9, err_msg=name)

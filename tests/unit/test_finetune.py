@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import json
 import random
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from labkit.cli import main
 from labkit.config import presets
 from labkit.evaluate import Records
 from labkit.finetune import Settings, finetune, read_task
+from labkit.finetune.finetuning import configuration, prepare
 from labkit.finetune.repeated_runs import MAIN, summary
 from labkit.finetune.scores import LONGEST_ANSWER, answers, best_span, exact_match, f1, squad_scores
+from labkit.finetune.starting_weights import load_weights
 from labkit.finetune.table6 import TABLE_6, rows_of, size_of
 from labkit.finetune.task_files import Passage
+from labkit.finetune.task_model import task_chunks
 from labkit.finetune.task_samples import Packer, TaskSamples, Windows
+from labkit.parallel import single_process_groups
+from labkit.parallel.data_parallel.optimizer import named_parameters
 from labkit.train import pretrain
+from labkit.train.checkpoint.exchange import STATE
+from labkit.train.checkpoint.shard_files import Reader
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from task_folders import write_task
@@ -275,6 +286,45 @@ def test_a_sweep_an_ensemble_and_rows_that_are_read(
     assert again[:4] == rows[:4]
 
 
+@pytest.mark.parametrize("task", ["mnli", "squad"])
+def test_every_pretrained_weight_is_loaded(task: str, folder: Any, checkpoint: str) -> None:
+    path = str(folder({"squad": "squad1.1"}.get(task, task)))
+    prepared = prepare(Settings(task=task, path=path, checkpoint=checkpoint))
+    groups, outputs = single_process_groups(), prepared.files.outputs
+    chunks = task_chunks(configuration(prepared, prepared.row, 99, 1), groups, outputs)
+    load_weights([*chunks], groups, prepared.weights)
+    reader, names = Reader(prepared.weights.source), set()
+    for name, parameter in named_parameters(chunks).items():
+        if not name.startswith("task_head."):
+            stored = reader.read_whole(name)
+            assert torch.equal(parameter[: len(stored)], stored), name
+            names.add(name)
+    heads = {name for name in weight_names(reader) if name.startswith(("lm_head.", "binary_head."))}
+    pooler = {f"binary_head.pooler.{part}" for part in ("weight", "bias")} if task == "mnli" else set()
+    assert names == weight_names(reader) - heads | pooler
+
+
+def weight_names(reader: Reader) -> set[str]:
+    """Names of the stored weights."""
+    return {name for name in reader.manifest.tensors if not name.startswith(STATE)}
+
+
+def test_a_model_of_hugging_face_gives_the_numbers_of_its_checkpoint(
+    folder: Any, checkpoint: str, tmp_path: Path, one_thread: None
+) -> None:
+    exported = tmp_path / "megatron-bert"
+    assert main(["checkpoint", "export", checkpoint, str(exported)]) == 0
+    common: dict[str, Any] = {"task": "mnli", "path": str(folder("mnli", train=16, dev=4)), "epochs": 1, "batch": 8}
+    ours, theirs = (
+        finetune(Settings(checkpoint=path, seq_length=32, dropout=0.0, **common))[0]
+        for path in (checkpoint, str(exported))
+    )
+    assert {**ours, "checkpoint": ""} == {**theirs, "checkpoint": ""}
+    lacks_one = tmp_path / "other"
+    pretrain(SMALL.override({"checkpoint.dir": str(lacks_one), "bert_binary_head": False}))
+    assert finetune(Settings(checkpoint=str(lacks_one), seq_length=32, **common))[0]["steps"] == 2, "a new pooler"
+
+
 # ---- the command ----
 
 
@@ -287,6 +337,25 @@ def test_the_command_trains_and_prints(folder: Any, checkpoint: str, capsys: pyt
         f"{split}_{level}accuracy" for split in ("dev", "test") for level in ("", "middle_", "high_")
     }
     assert last["median"] == row["scores"]
+    assert main([*line.split(), "--seq-length", "40", "--seeds", "2", "--ensemble", "--nproc", "2"]) == 0
+    first, second, median, ensemble = capsys.readouterr().out.splitlines()
+    assert first.startswith("race, seed 1234, batch 4, lr 2e-05, 0.5 epochs: dev accuracy ") and "seed 1235" in second
+    assert median.startswith("race, median of 2, batch 4") and ensemble.startswith("race, ensemble of 2: dev accuracy ")
+
+
+def test_ctrl_c_leaves_the_rows_of_finished_runs_and_nothing_else(folder: Any, checkpoint: str, tmp_path: Path) -> None:
+    line = f"finetune qqp --path {folder('qqp')} --checkpoint {checkpoint} --batch 16 --seq-length 32 --epochs 60"
+    before, out = set(tmp_path.rglob("*")), tmp_path / "rows.jsonl"
+    words = [sys.executable, "-m", "labkit", *line.split(), "--seeds", "2", "--out", str(out)]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as command:
+        deadline = time.monotonic() + 120
+        while not out.exists() and command.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        command.send_signal(signal.SIGINT)
+        _, error = command.communicate(timeout=60)
+    assert command.returncode == 130, error
+    assert [json.loads(row)["seed"] for row in out.read_text().splitlines()] == [1234]
+    assert set(tmp_path.rglob("*")) == before | {out}
 
 
 @pytest.mark.parametrize(

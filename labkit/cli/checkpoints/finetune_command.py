@@ -123,7 +123,7 @@ def _percent(scores: dict[str, float]) -> str:
 
 
 class _Bar:
-    """A progress bar for each run, on a terminal."""
+    """A progress bar for each run and each prediction, on a terminal."""
 
     def __init__(self, *, shown: bool) -> None:
         self._shown, self._bar = shown, None
@@ -137,7 +137,7 @@ class _Bar:
             self._bar = None
 
     def update(self, values: dict[str, Any]) -> None:
-        """Begin the bar of a run, or show a finished step."""
+        """Begin a bar, or show a finished step."""
         if not self._shown:
             return
         if "message" in values:
@@ -147,8 +147,9 @@ class _Bar:
 
             self.__exit__()
             self._bar: Any = tqdm(total=values["steps"], desc=values["run"], file=sys.stderr, disable=None)
-        elif self._bar is not None and "loss" in values:
-            self._bar.set_postfix(loss=f"{values['loss']:.3f}", refresh=False)
+        elif self._bar is not None and "step" in values:
+            if "loss" in values:
+                self._bar.set_postfix(loss=f"{values['loss']:.3f}", refresh=False)
             self._bar.update(values["step"] - self._bar.n)
 
 
