@@ -1,4 +1,4 @@
-"""LAMBADA's cloze: does the model predict the last word of a passage? (arXiv 1606.06031; 1909.08053, section 5.3)
+"""LAMBADA's cloze: does the model predict the last word of a passage? (arXiv 1606.06031; 1909.08053, section 5.2)
 
 Each line of the file is a passage, as `{"text": "..."}`. The model reads all tokens before the target and, by teacher
 forcing, those of the target. A passage counts as right if every token of the target is the most likely one.

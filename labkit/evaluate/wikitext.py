@@ -1,4 +1,4 @@
-"""Perplexity of a long text, as the Megatron-LM paper computes it for WikiText-103 (arXiv 1909.08053, section 5.3).
+"""Perplexity of a long text, as the Megatron-LM paper computes it for WikiText-103 (arXiv 1909.08053, section 5.2).
 
 A window of `seq_length` tokens moves over the text by `stride`. The first window scores all its tokens. Each later one
 scores its last `stride` tokens, and the rest of it is their context. So every token of the text, except its first, is

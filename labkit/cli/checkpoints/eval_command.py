@@ -133,7 +133,7 @@ class _Bar:
 COMMAND = Command(
     name="eval",
     summary="Score checkpoints: perplexity of WikiText-103's test text, or accuracy on LAMBADA (arXiv 1909.08053, "
-    "section 5.3).",
+    "section 5.2).",
     options=(
         Option("path", "str", "the text (wikitext), or passages as JSON lines (lambada)", file=True),
         *MODEL_OPTIONS,
