@@ -119,7 +119,7 @@ ZERO_LAYOUTS = [
 ]
 """The distributed optimizer, always over two replicas or more."""
 EXPERT_STEPS, EXPERT_BATCH, MOST_RANKS = 3, 16, 8
-BERT_STEPS = 5
+BERT_STEPS, T5_STEPS = 5, 3
 EXPERT_AXES: dict[str, tuple[Any, ...]] = {
     "ep": (1, 2, 4, 8),
     "etp": (1, 2),
@@ -202,6 +202,29 @@ BERT_LAYOUTS = [
     *grid({**MEGATRON, **SEQUENCE_PARALLEL, **FULL}, [(2, 1, 2, 2)]),
 ]
 """Every axis that a BERT has, and what else touches its ends."""
+
+
+def split(changes: dict[str, Any], shapes: list[tuple[int, int, int, int]]) -> list[dict[str, Any]]:
+    """Layouts (tp, encoder stages, decoder stages, dp) of an encoder-decoder; 0 and 0 is no pipeline."""
+    layouts = []
+    for tp, encoder, decoder, dp in shapes:
+        pp = max(1, encoder + decoder)
+        stages = {"pp": pp, "split_rank": encoder} if pp > 1 else {}
+        layouts.append({"tp": tp, **stages, "world_size": tp * pp * dp, **changes})
+    return layouts
+
+
+T5_LAYOUTS = [
+    *split({}, [(2, 0, 0, 1), (4, 0, 0, 1), (1, 1, 1, 1), (1, 2, 2, 1), (1, 1, 2, 1), (2, 1, 1, 2), (1, 0, 0, 2)]),
+    *split(SEQUENCE_PARALLEL, [(2, 0, 0, 1), (4, 1, 1, 1), (2, 2, 2, 1)]),
+    *split(FULL, [(2, 0, 0, 1), (1, 1, 1, 1)]),
+    *split({"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")}, [(2, 1, 1, 1)]),
+    *split({"schedule.name": "gpipe"}, [(1, 2, 1, 1)]),
+    *split({"schedule.name": "zero_bubble_h1"}, [(1, 1, 1, 1), (1, 2, 2, 1)]),
+    *split(ZERO, [(1, 0, 0, 2), (1, 2, 2, 2)]),
+    *split({**MEGATRON, **SEQUENCE_PARALLEL, **FULL}, [(2, 1, 1, 2)]),
+]
+"""Every axis that a T5 has, with stages given to its halves in several ways."""
 SAME_RANKS_LAYOUTS = [
     *grid({"ep": 8}, [(1, 8, 1, 1)]),
     *grid({"ep": 8, **ZERO}, [(1, 8, 1, 1)]),
@@ -229,6 +252,7 @@ the sequence, recomputation, gradient buckets and the distributed optimizer run 
 {DATA_BATCH} samples. Models with experts run {EXPERT_STEPS} steps with 4 layers and micro batches of 2 samples; all
 layers or every second layer have 8 or 16 experts. Their reference computes the experts one after the other and sends no
 token. In float32 the layouts replay the reference's choice of experts. A BERT runs {BERT_STEPS} steps with 4 layers.
+A T5 runs {T5_STEPS} steps with 2 layers in each half.
 `scripts/parity_matrix.py` writes this page; `make sweep` asserts the same rows.
 """
 
@@ -324,6 +348,31 @@ BERT_SWEEPS: dict[str, tuple[RunConfig, list[dict[str, Any]], str]] = {
 """BERT in both layouts of figure 7 of arXiv 1909.08053."""
 
 
+def encoder_decoder(form: str) -> RunConfig:
+    """A T5 in Megatron's form (`learned`) or Hugging Face's (`relative`), with 2 layers in each half.
+
+    Samples have unequal numbers of labels. The loss of the second form divides by their sum over the global batch.
+    """
+    shape: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "seq_length": 32, "decoder_seq_length": 16}
+    if form == "relative":
+        shape |= {
+            "position": form,
+            "relative_buckets": 8,
+            "relative_max_distance": 16,
+            "norm": "rmsnorm",
+            "bias": False,
+        }
+        shape |= {"model.activation": "geglu", "model.ffn_hidden": 48, "calculate_per_token_loss": True}
+    return presets.get("t5_tiny").override({**shape, "micro_batch_size": 2, "global_batch_size": 8})
+
+
+T5_SWEEPS: dict[str, tuple[RunConfig, list[dict[str, Any]], str]] = {
+    "T5, learned positions, float64": (encoder_decoder("learned"), T5_LAYOUTS, "float64"),
+    "T5, relative positions, float64": (encoder_decoder("relative"), T5_LAYOUTS, "float64"),
+}
+"""T5 in both of its forms."""
+
+
 def section(title: str, about: str, report: ParityReport) -> str:
     """One table in Markdown."""
     head = (
@@ -352,6 +401,8 @@ def planned() -> list[tuple[str, str, RunConfig, list[dict[str, Any]], int, str]
         rows.append((title, "", config, layouts, EXPERT_STEPS, dtype))
     for title, (config, layouts, dtype) in BERT_SWEEPS.items():
         rows.append((title, "", config, layouts, BERT_STEPS, dtype))
+    for title, (config, layouts, dtype) in T5_SWEEPS.items():
+        rows.append((title, "", config, layouts, T5_STEPS, dtype))
     return rows
 
 

@@ -228,6 +228,16 @@ def mamba_tiny() -> RunConfig:
     return replace(config, model=model)
 
 
+def t5_tiny() -> RunConfig:
+    """A T5 of 0.3 million parameters in Megatron's form: learned positions, LayerNorm, biases.
+
+    Its vocabulary has room for the bundled tokenizer's 1,024 tokens and T5's own, and needs no padding up to tp 8.
+    """
+    config, vocabulary = tiny(), {"vocab_size": 1152, "make_vocab_size_divisible_by": 16}
+    shape = {"layers": 2, "seq_length": 64, "decoder_seq_length": 32, "activation": "gelu"}
+    return replace(config, model=replace(config.model, family="t5", **shape, **vocabulary))
+
+
 class Row(NamedTuple):
     """One model of the paper's tables."""
 
@@ -322,6 +332,7 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
     "mixtral_8x7b": mixtral_8x7b,
     "bert_tiny": bert_tiny,
     "mamba_tiny": mamba_tiny,
+    "t5_tiny": t5_tiny,
     "deepseek_tiny": deepseek_tiny,
     "deepseek_moe_16b": deepseek_moe_16b,
     **{f"table1_{row.lower().replace('.', '_')}": partial(table1, row) for row in TABLE_1},

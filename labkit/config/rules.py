@@ -44,6 +44,8 @@ MULTIPLES = (
 AT_MOST = (
     ("optim.min_lr", "optim.lr", ", from which the rate decays; lower it"),
     ("optim.min_loss_scale", "optim.initial_loss_scale", "; lower it"),
+    ("model.decoder_seq_length", "model.seq_length", "; lower it, or raise that"),
+    ("model.relative_buckets", "model.relative_max_distance", "; lower it"),
     ("model.recompute_num_layers", "model.layers", "; recompute fewer"),
     ("moe.group_topk", "moe.num_groups", "; choose fewer"),
 )
@@ -64,15 +66,24 @@ EXCLUSIONS = (
     ("model.attention_backend=unfused", "model.transformer_impl=transformer_engine",
      "Transformer Engine chooses its kernels; set it to fused, or local layers"),
     ("parallel.rank_offset", "", "a run's first rank is rank 0; leave it out"),
-    ("parallel.split_rank", "model.family=gpt|bert", "a GPT or BERT has no encoder to split off; leave it out"),
-    ("model.family=t5", "", "T5 is not built yet; choose gpt or bert"),
+    ("parallel.split_rank", "model.family=gpt|bert|mamba", "only a T5 has an encoder to split off; leave it out"),
     ("model.position=none", "model.family=gpt|bert|t5", "attention alone sees no order of tokens; choose learned"),
     ("model.activation=swiglu", "model.family=bert", "BERT's masked-LM head has no gate; choose gelu or gelu_tanh"),
-    ("model.transformer_impl=transformer_engine", "model.family=bert", "BERT runs local layers; set it to local"),
-    ("parallel.cp", "model.family=bert", "rings of keys carry no padding mask, which BERT needs; set it to 1"),
-    ("moe.num_experts", "model.family=bert", "the layers of a BERT are dense; set it to 0"),
-    ("graph.cuda_graph_impl=local|transformer_engine|emulated", "model.family=bert",
-     "graphs of layers take no padding mask, which BERT needs; set it to none"),
+    ("model.activation=relu|geglu", "model.family=gpt|bert|mamba", "a T5 has it; choose gelu, gelu_tanh or swiglu"),
+    ("model.position=relative", "model.family=gpt|bert|mamba", "only a T5 has relative positions; choose learned"),
+    ("model.position=rope", "model.family=t5", "a T5 has learned or relative positions; choose one of these"),
+    ("model.kv_heads", "model.family=t5", "a T5 has as many key/value heads as query heads; leave it out"),
+    ("model.transformer_impl=transformer_engine", "model.family=bert|t5", "BERT and T5 run local layers; set it so"),
+    ("optim.fp8=e4m3|hybrid", "model.family=t5", "a T5 computes in optim.precision alone; set it to none"),
+    ("parallel.cp", "model.family=bert|t5", "rings of keys carry no padding mask, which BERT and T5 need; set it to 1"),
+    ("parallel.vpp", "model.family=t5 parallel.split_rank=null", "an encoder-decoder is not interleaved; set it to 1"),
+    ("moe.num_experts", "model.family=bert|t5", "the layers of BERT and T5 are dense; set it to 0"),
+    ("graph.cuda_graph_impl=local|transformer_engine|emulated", "model.family=bert|t5",
+     "graphs of layers take no padding mask, which BERT and T5 need; set it to none"),
+    ("schedule.name=interleaved|zbv|dualpipe_v", "model.family=t5",
+     "an encoder-decoder has one stage on each rank; choose auto, 1f1b, gpipe or zero_bubble_h1"),
+    ("parallel.standalone_embedding_stage=true", "model.family=t5", "both halves of a T5 embed tokens; leave it false"),
+    ("parallel.pipeline_layout", "model.family=t5", "parallel.split_rank shares the layers of a T5; leave it out"),
     ("optim.calculate_per_token_loss=true", "model.family=bert",
      "BERT's loss has a mean over masked words and one over samples, and no number divides both; set it to false"),
     ("parallel.standalone_embedding_stage=true", "parallel.pipeline_layout",
@@ -130,6 +141,8 @@ def _heads(found: Findings) -> None:
 def _sequence(found: Findings) -> None:
     """Context parallelism and sequence parallelism cut a sequence evenly."""
     p = found.config.parallel
+    if p.sequence_parallel and found.config.model.decoder_seq_length:
+        found.multiple("model.decoder_seq_length", p.tp, "parallel.tp", why=" with parallel.sequence_parallel")
     if p.cp > 1:
         why = ": context parallelism cuts a sequence into 2 x cp chunks"
         found.multiple("model.seq_length", 2 * p.cp, "2 x cp", why=why)
@@ -212,14 +225,21 @@ def _order(found: Findings) -> None:
 
 
 def _encoder_decoder(found: Findings) -> None:
-    """An encoder-decoder pipeline has stages in both halves and one chunk a rank."""
-    name, p = "parallel.split_rank", found.config.parallel
-    if p.split_rank is not None and p.split_rank >= p.pp:
+    """An encoder-decoder pipeline has stages in both halves, one chunk a rank, and equal layers on those of a half."""
+    name, p, m = "parallel.split_rank", found.config.parallel, found.config.model
+    if p.split_rank is None and m.family == "t5" and p.pp > 1:
+        rule = f"with parallel.pp = {p.pp} a T5 needs it: ranks before it run the encoder, the others the decoder"
+        found.add(name, f"{rule}; choose 1 to {p.pp - 1}")
+    elif p.split_rank is not None and p.split_rank >= p.pp:
         advice = f"choose 1 to {p.pp - 1}" if p.pp > 1 else "leave it out, or set parallel.pp"
         found.add(name, f"must be below parallel.pp = {p.pp}, so that both halves have stages; {advice}")
     elif p.split_rank is not None and p.vpp > 1:
         rule = "an encoder-decoder is not interleaved: its halves exchange tensors of other shapes, and the encoder's"
         found.add(name, f"{rule} output would have to visit every chunk; set parallel.vpp = 1")
+    elif p.split_rank is not None and m.family == "t5":
+        depth = "model.layers" if m.decoder_layers is None else "model.decoder_layers"
+        for layers, ranks, half in (("model.layers", p.split_rank, "en"), (depth, p.pp - p.split_rank, "de")):
+            found.multiple(layers, ranks, f"the {half}coder's ranks", why=" by parallel.split_rank")
 
 
 _LAYOUT = (_world_size, _instances, _order, _encoder_decoder)

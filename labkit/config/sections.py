@@ -42,9 +42,12 @@ class ModelConfig:
     """Shape of the model. Defaults give a small GPT-2."""
 
     family: str = field("gpt",
-        "`gpt`, `bert` (arXiv 1810.04805), `mamba` (arXiv 2405.21060) or `t5`, which is not built yet.",
+        "`gpt`, `bert` (arXiv 1810.04805), `t5` (arXiv 1910.10683) or `mamba` (arXiv 2405.21060).",
         choices="gpt bert t5 mamba")
-    layers: int = field(4, "Transformer layers of the whole model, over all stages.", ge=1, aliases="num_layers")
+    layers: int = field(4, "Transformer layers of the whole model, over all stages; of a T5 its encoder's.", ge=1,
+        aliases="num_layers encoder_num_layers")
+    decoder_layers: int | None = field(None, "Decoder layers of a T5; None means `layers`.", ge=1,
+        aliases="decoder_num_layers", needs="model.family=t5")
     hidden: int = field(128, "Width of the residual stream.", ge=1, aliases="hidden_size")
     heads: int = field(4, "Query heads; a head is hidden / heads wide.", ge=1, aliases="num_attention_heads")
     kv_heads: int | None = field(None,
@@ -55,10 +58,19 @@ class ModelConfig:
     vocab_size: int = field(1024, "Tokens before padding, at least the tokenizer's (bundled: 1024).", ge=1)
     make_vocab_size_divisible_by: int = field(128,
         "The vocabulary is padded to a multiple of this times tp; padded columns never enter the loss.", ge=1)
-    seq_length: int = field(64, "Tokens of one sample.", ge=1)
+    seq_length: int = field(64, "Tokens of one sample; of a T5 those that its encoder reads.", ge=1,
+        aliases="encoder_seq_length")
+    decoder_seq_length: int | None = field(None, "Tokens that a T5's decoder reads; None means seq_length.", ge=1,
+        needs="model.family=t5")
     position: str = field("learned",
-        "Positions: `learned` (a table of seq_length rows), `rope` (arXiv 2104.09864) or, in Mamba models, `none`.",
-        choices="learned rope none", aliases="position_embedding_type", synonyms={"learned_absolute": "learned"})
+        "Positions: `learned` (a table of seq_length rows), `rope` (arXiv 2104.09864), in Mamba models `none`, in a T5 "
+        "`relative` (arXiv 1910.10683): a bias by distance on scores that are not scaled.",
+        choices="learned rope none relative", aliases="position_embedding_type",
+        synonyms={"learned_absolute": "learned"})
+    relative_buckets: int = field(32, "Distances that `relative` tells apart, near ones one by one.", ge=4,
+        aliases="relative_attention_num_buckets", needs="model.position=relative")
+    relative_max_distance: int = field(128, "`relative` puts all distances from this on into one bucket.", ge=4,
+        aliases="relative_attention_max_distance", needs="model.position=relative")
     rope_theta: float = field(10000.0, "Base of the rotary frequencies.", gt=0, aliases="rotary_base")
     norm: str = field("layernorm", "`layernorm` or `rmsnorm` (arXiv 1910.07467).", choices="layernorm rmsnorm",
         aliases="normalization", synonyms={"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})
@@ -71,7 +83,8 @@ class ModelConfig:
         needs="model.family=bert")
     norm_eps: float = field(1e-5, "Added to the norm's variance.", gt=0, aliases="norm_epsilon layernorm_epsilon")
     activation: str = field("gelu_tanh",
-        "`gelu` (erf), `gelu_tanh` (GPT-2's) or `swiglu` (arXiv 2002.05202).", choices="gelu gelu_tanh swiglu")
+        "`gelu` (erf), `gelu_tanh` (GPT-2's), `swiglu` (arXiv 2002.05202); a T5 also has `relu` and `geglu`.",
+        choices="gelu gelu_tanh swiglu relu geglu")
     bias: bool = field(True, "Linear layers carry a bias.")
     untie_embeddings_and_output_weights: bool = field(False,
         "False: the output layer is the word embedding's transpose; first and last stage share it.")

@@ -5,6 +5,7 @@
 | `gpt`   | windows of the text; the next token is learned                     | `gpt_data`            |
 | `mamba` | the same                                                           | `gpt_data`            |
 | `bert`  | two segments of sentences; masked tokens and the order are learned | `masked/bert_samples` |
+| `t5`    | sentences without some spans, which are learned                    | `masked/t5_samples`   |
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ def build_datasets(config: RunConfig) -> tuple[Any, Any, Any]:
         from labkit.data.masked.bert_samples import build_bert_datasets  # a GPT does without
 
         return build_bert_datasets(config)
+    if config.model.family == "t5":
+        from labkit.data.masked.t5_samples import build_t5_datasets
+
+        return build_t5_datasets(config, config.model.decoder_seq_length or config.model.seq_length)
     return gpt_data.build_gpt_datasets(config)
 
 

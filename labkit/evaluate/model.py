@@ -65,7 +65,9 @@ def evaluation_config(manifest: Manifest, layout: Mapping[str, int], precision: 
 
 def _layout_problems(config: RunConfig, groups: ParallelGroups) -> list[str]:
     """Everything that is wrong with the layout of an evaluation."""
-    tp, pp = groups.tp.size, groups.pp.size
+    tp, pp, family = groups.tp.size, groups.pp.size, config.model.family
+    if family in ("bert", "t5"):
+        return [f"model.family = {family!r}: perplexity, LAMBADA and generation need a model of the next token"]
     if groups.world_size != tp * pp:
         return [f"{groups.world_size} ranks, and tp {tp} x pp {pp}: start {tp * pp} ranks, or raise tp or pp"]
     if config.moe.num_experts and tp > 1:

@@ -26,5 +26,6 @@ if TYPE_CHECKING:
     from labkit.models.memory.saved_tensors import SavedTensors as SavedTensors
     from labkit.models.synthetic_load import SleepingStage as SleepingStage
     from labkit.models.synthetic_load import sleep_through as sleep_through
+    from labkit.models.t5.t5_model import T5Model as T5Model
 
 __all__, __getattr__, __dir__ = public_names(__name__)

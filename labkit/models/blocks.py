@@ -56,7 +56,7 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, index: int, build: Build) -> None:
         super().__init__()
-        name, has_experts = f"layers.{index}", build.moe.is_moe_layer(index)
+        name, has_experts = f"{build.prefix}layers.{index}", build.moe.is_moe_layer(index)
         self.attention = ParallelAttention(f"{name}.attention", build)
         norm, self.mlp = (moe_mlp if has_experts else dense_mlp)(f"{name}.mlp", build)
         self.mlp.norm = norm  # the norm belongs to its branch, as in attention

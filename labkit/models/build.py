@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -96,6 +96,8 @@ class Build:
     """Weight gradients go straight into `main_grad`."""
     sequence_parallel: bool = False
     """Between tensor-parallel regions a rank holds S/t positions (arXiv 2205.05198)."""
+    prefix: str = ""
+    """Of the names of layers: `encoder.` or `decoder.` in a model that has both."""
     cp: Group | None = None
     """Context-parallel group, over which attention communicates; None is this rank alone."""
     cp_comm_type: str = "p2p"
@@ -113,6 +115,12 @@ class Build:
         object.__setattr__(self, "factory_kwargs", {"dtype": self.dtype, "device": self.device})
         object.__setattr__(self, "recompute", Recomputation(self.config, self.rng, checkpoint=self.spec.checkpoint))
         object.__setattr__(self, "sequence_parallel", self.sequence_parallel and self.group.size > 1)
+
+    def half(self, prefix: str, spec: LayerSpec) -> Build:
+        """The same for one half of an encoder-decoder, with names and parts of its own; both recompute together."""
+        made = replace(self, prefix=prefix, spec=spec)
+        object.__setattr__(made, "recompute", self.recompute)
+        return made
 
     def linear(self, *, std: float | None = None) -> dict[str, Any]:
         """Keyword arguments that all linear layers share; `std` is init_std unless given."""

@@ -52,10 +52,9 @@ def build_model_chunks(
     if schedule.pp != groups.pp.size:
         raise ValueError(f"{schedule.name} is for {schedule.pp} ranks, the pipeline has {groups.pp.size}")
     model, random = config.model, draws(config.model, config.moe)
-    if not model.untie_embeddings_and_output_weights:
-        _check_embedding_group(schedule, groups)
-    rng = model_parallel_seed(config.train.seed, groups) if random else None
     contents = stage_contents(config, schedule.num_stages)
+    _check_embedding_group(config, schedule, groups)
+    rng = model_parallel_seed(config.train.seed, groups) if random else None
     kind, chunks = kind or model_type(model.family), list[GPTModel]()
     for stage in schedule.stages_of(groups.pp.rank):
         held = contents[stage]
@@ -90,16 +89,33 @@ def model_type(family: str) -> type[GPTModel]:
         from labkit.models.mamba.mamba_model import MambaModel
 
         return MambaModel
+    if family == "t5":
+        from labkit.models.t5.t5_model import T5Model
+
+        return T5Model
     return GPTModel
 
 
-def _check_embedding_group(schedule: Schedule, groups: ParallelGroups) -> None:
-    """Raise ValueError if first and last stage are on two ranks that `embd` does not join for the tied weight."""
-    ends = sorted({schedule.placement(0), schedule.placement(schedule.num_stages - 1)})
+def embedding_ends(config: RunConfig, schedule: Schedule) -> tuple[int, int]:
+    """Pipeline ranks of the first and the last stage that hold the word embedding; the output layer may be a copy.
+
+    An encoder-decoder with an output layer of its own has its second copy on the decoder's first stage.
+    """
+    split, last = config.parallel.split_rank, schedule.placement(schedule.num_stages - 1)
+    untied = config.model.untie_embeddings_and_output_weights
+    return schedule.placement(0), last if split is None or not untied else split
+
+
+def _check_embedding_group(config: RunConfig, schedule: Schedule, groups: ParallelGroups) -> None:
+    """Raise ValueError if copies of the word embedding are on several ranks that `embd` does not join."""
+    if config.model.untie_embeddings_and_output_weights and config.parallel.split_rank is None:
+        return
+    between = [] if config.parallel.split_rank is None else [config.parallel.split_rank]
+    ends = sorted({*embedding_ends(config, schedule), *between})
     ranks = tuple(groups.pp.ranks[end] for end in ends)
     if len(ranks) > 1 and groups.rank in ranks and groups.embd.ranks != ranks:
         raise ValueError(
-            f"{schedule.name} has the tied word embedding on pipeline ranks {ends[0]} and {ends[1]}, and groups.embd "
+            f"{schedule.name} has the word embedding on pipeline ranks {' and '.join(map(str, ends))}, and groups.embd "
             "joins other ranks: make the groups by initialize_model_parallel(parallel, ends=(rank of the first stage, "
             "rank of the last)), as pretrain does, or set model.untie_embeddings_and_output_weights"
         )

@@ -16,6 +16,7 @@ The formats differ:
 - Llama stores q, k, v, gate and up apart. Mixtral stores each expert by itself: w1 is its gate, w3 its up, w2 its down.
 - BERT stores q, k and v apart, each with its bias (`bert/hugging_face_bert.py`).
 - Mamba-2 stores the rows of a projection kind after kind (`mamba/hugging_face_mamba.py`).
+- T5 stores q, k, v and gate, up apart, also of its cross-attention (`t5/hugging_face_t5.py`).
 - transformers 5 stacks Mixtral's experts in memory, as [gate; up]. This module reads both forms; files hold the first.
 
 All rotate features i and i + D/2.
@@ -37,6 +38,7 @@ from labkit.models.bert.hugging_face_bert import BIAS, DECODER, bert_end_shapes,
 from labkit.models.counts import expert_width, fc1_width, ffn_width, gate_and_up, qkv_width
 from labkit.models.hugging_face_config import family_of
 from labkit.models.mamba.hugging_face_mamba import mamba_layer_shapes, mamba_names
+from labkit.models.t5.hugging_face_t5 import UNUSED, WORDS, t5_names, t5_shapes
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.parameters.parameter_record import name_of, record_of
 from labkit.parallel.parameters.weights import gather_expert_parameter, gather_parameter, tensor_part
@@ -123,8 +125,8 @@ class HuggingFaceState(Mapping[str, Tensor]):
     """Ends of names of tensors that follow from the configuration."""
 
     def __init__(self, config: ModelConfig, state: Mapping[str, Tensor], moe: MoEConfig | None = None) -> None:
-        """state: of `GPT2LMHeadModel`, `LlamaForCausalLM` or `BertForPreTraining`; with experts in `moe`, of
-            `MixtralForCausalLM`.
+        """state: of `GPT2LMHeadModel`, `LlamaForCausalLM`, `BertForPreTraining` or `T5ForConditionalGeneration`; with
+            experts in `moe`, of `MixtralForCausalLM`.
 
         Raises:
             ValueError: a model of another family; tensors that are missing or have no place in our model, by name.
@@ -139,9 +141,12 @@ class HuggingFaceState(Mapping[str, Tensor]):
             recipes = _from_bert(config)
         elif config.family == "mamba":
             recipes = (_Recipe(each.ours, (each.theirs,), each.from_theirs) for each in mamba_names(config))
+        elif family == "t5":
+            recipes = _from_t5(config, self._names)
         self._recipes: dict[str, _Recipe] = {}
         unused = dict(self._names)
         again = (BIAS,) if config.untie_embeddings_and_output_weights else ("lm_head.weight", *DECODER)
+        again += (*WORDS, UNUSED) if family == "t5" else ()
         for name in again:  # the embedding once more, or a bias that nothing reads
             unused.pop(name, None)
         for recipe in recipes:
@@ -199,9 +204,9 @@ class _Recipe(NamedTuple):
     """Makes ours of theirs."""
 
 
-def interleave_heads(q: Tensor, k: Tensor, v: Tensor, kv_heads: int) -> Tensor:
+def interleave_heads(*parts: Tensor, kv_heads: int) -> Tensor:
     """[r g D, ..], [g D, ..], [g D, ..] -> [g (r + 2) D, ..]: queries, key and value of each key/value head."""
-    groups = [x.reshape(kv_heads, -1, *x.shape[1:]) for x in (q, k, v)]
+    groups = [x.reshape(kv_heads, -1, *x.shape[1:]) for x in parts]
     return torch.cat(groups, dim=1).flatten(0, 1)
 
 
@@ -225,7 +230,7 @@ def _from_gpt2(config: ModelConfig) -> Iterator[_Recipe]:
 
 def _heads_of_gpt2(mixed: Tensor, *, heads: int) -> Tensor:
     q, k, v = _transposed(mixed).chunk(3)
-    return interleave_heads(q, k, v, heads)
+    return interleave_heads(q, k, v, kv_heads=heads)
 
 
 def _output(config: ModelConfig) -> Iterator[_Recipe]:
@@ -258,6 +263,13 @@ def _from_bert(config: ModelConfig) -> Iterator[_Recipe]:
         yield _Recipe(name, theirs, _same if len(theirs) == 1 else heads)
 
 
+def _from_t5(config: ModelConfig, names: Container[str]) -> Iterator[_Recipe]:
+    heads = partial(interleave_heads, kv_heads=config.heads)
+    for name, theirs in t5_names(config, names):
+        whole = _joined if name.endswith("fc1.weight") else heads
+        yield _Recipe(name, theirs, _same if len(theirs) == 1 else whole)
+
+
 def _joined(*parts: Tensor) -> Tensor:
     return torch.cat(parts)
 
@@ -285,7 +297,9 @@ def _gates_and_ups(*each: Tensor) -> Tensor:
 
 
 def full_shapes(config: ModelConfig, moe: MoEConfig | None = None) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each tensor of a whole GPT-2, Llama, Mixtral, BERT or Mamba-2."""
+    """Name and shape of each tensor of a whole GPT-2, Llama, Mixtral, BERT, Mamba-2 or T5."""
+    if config.family == "t5":
+        return t5_shapes(config)
     moe, hidden, vocabulary = moe or MoEConfig(), config.hidden, (config.vocab_size, config.hidden)
     shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": vocabulary}
     if config.position == "learned":
@@ -333,6 +347,8 @@ def full_state_to_hugging_face(config: ModelConfig, full: Mapping[str, Tensor], 
         to_theirs = _to_bert
     elif config.family == "mamba":
         to_theirs = _to_mamba
+    elif config.family == "t5":
+        to_theirs = _to_t5
     theirs: State = {}
     for name, tensor in full.items():
         try:
@@ -394,3 +410,11 @@ def _to_bert(config: ModelConfig, name: str, tensor: Tensor) -> State:
 def _to_mamba(config: ModelConfig, name: str, tensor: Tensor) -> State:
     (one,) = (each for each in mamba_names(config) if each.ours == name)
     return {one.theirs: one.to_theirs(tensor).contiguous()}
+
+
+def _to_t5(config: ModelConfig, name: str, tensor: Tensor) -> State:
+    theirs = dict(t5_names(config))[name]
+    parts: Sequence[Tensor] = tensor.chunk(len(theirs))
+    if len(theirs) > 1 and not name.endswith("fc1.weight"):
+        parts = [part.flatten(0, 1) for part in tensor.unflatten(0, (config.heads, len(theirs), -1)).unbind(1)]
+    return {each: part.contiguous() for each, part in zip(theirs, parts)}

@@ -6,7 +6,8 @@ kept as well, S x S for every head: the term 5 a s / h of arXiv 2205.05198.
 Under context parallelism a rank holds S / cp positions, and keys and values come from all ranks of `cp`
 (`parallel/context/ring_attention.py`). No form keeps probabilities there.
 
-A GPT's attention is causal. BERT's looks both ways, under a mask that hides padding.
+A GPT's attention is causal. BERT's looks both ways, under a mask that hides padding. T5's decoder does the first, its
+encoder and its cross-attention the second.
 
 Shapes: n = batch x query heads on this rank, m = batch x key/value heads, S queries, T keys, D head dimension.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -26,6 +28,18 @@ from labkit.parallel.ledger import comm_scope
 from labkit.parallel.random import RngTracker
 
 
+def scores_of_padding(padding_mask_BS: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """The mask of `CoreAttention` that hides padding, [1, B x heads, 1, S]: 0 for a token, very low for padding.
+
+    It is half the lowest number, so that adding a score does not overflow. A sample of padding alone gives no NaN.
+
+    padding_mask_BS: 1 for a token, 0 for padding. heads: of this rank.
+    """
+    hidden_BS = torch.zeros(padding_mask_BS.shape, dtype=dtype, device=padding_mask_BS.device)
+    hidden_BS.masked_fill_(padding_mask_BS == 0, torch.finfo(dtype).min / 2)
+    return hidden_BS.repeat_interleave(heads, dim=0)[None, :, None]
+
+
 class CoreAttention(nn.Module):
     """Attention of this rank's heads; no parameters.
 
@@ -35,6 +49,8 @@ class CoreAttention(nn.Module):
         cp: context-parallel group; None is this rank alone.
         cp_comm_type: `p2p` (the ring) or `all_gather`.
         name: of the attention block, under which the ledger books what it communicates over cp.
+        causal: a position sees itself and those before it; None follows `family`.
+        scale: of the scores; None is 1 / sqrt(D).
 
     Raises:
         ValueError: context parallelism with a family or a dropout that it does not have.
@@ -48,9 +64,11 @@ class CoreAttention(nn.Module):
         cp_comm_type: str = "p2p",
         *,
         name: str | None = None,
+        causal: bool | None = None,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
-        self.name, self.causal = name, config.family != "bert"
+        self.name, self.causal, self.scale = name, config.family != "bert" if causal is None else causal, scale
         self.fused, self.dropout, self.rng = config.attention_backend == "fused", config.attention_dropout, rng
         self.cp = cp if cp is not None and cp.size > 1 else None
         self.over_ranks = ring_attention if cp_comm_type == "p2p" else all_gather_attention
@@ -63,9 +81,9 @@ class CoreAttention(nn.Module):
             )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """q [1, n, S, D], k and v [1, m, S, D] with n a multiple of m -> [1, n, S, D].
+        """q [1, n, S, D], k and v [1, m, T, D] with n a multiple of m -> [1, n, S, D].
 
-        mask: added to the scores, of the same type and a shape that broadcasts to [1, n, S, S]; not for causal ones.
+        mask: added to the scores, of the same type and a shape that broadcasts to [1, n, S, T]; not for causal ones.
         Under context parallelism S is this rank's part of the sequence, cut zigzag.
         """
         if self.cp is not None:
@@ -81,19 +99,27 @@ class CoreAttention(nn.Module):
         if self.fused:
             grouped = q.shape[1] > k.shape[1]
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=self.causal, dropout_p=p, enable_gqa=grouped
+                q, k, v, attn_mask=mask, is_causal=self.causal, dropout_p=p, scale=self.scale, enable_gqa=grouped
             )
-        return unfused_attention(q, k, v, mask, causal=self.causal, dropout_p=p)
+        return unfused_attention(q, k, v, mask, causal=self.causal, dropout_p=p, scale=self.scale)
 
 
 def unfused_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = True, dropout_p: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = True,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
 ) -> Tensor:
     """`F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)`, one operation after the other."""
     repeats = q.shape[1] // k.shape[1]
     if repeats > 1:
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-    scores = (q @ k.transpose(-1, -2)) * (1.0 / math.sqrt(q.shape[-1]))  # not q first: that would keep another q
+    factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = (q @ k.transpose(-1, -2)) * factor  # not q first: that would keep another q
     # Added, not filled in: an addition keeps no mask for backward.
     if causal:
         scores = scores + scores.new_full(scores.shape[-2:], -math.inf).triu(1)

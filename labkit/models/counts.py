@@ -9,6 +9,8 @@ torch's counter and messages with the ledger. `activation_bytes.py` has the save
 In a layer with experts, the router chooses k experts for each token. k is fixed, so operations and the sum of messages
 are known before routing, unless a capacity drops or pads tokens.
 
+The layers of a T5 count through its encoder and its decoder.
+
 Notation: S sequence, B samples, H hidden, F ffn_hidden, V vocabulary, L layers, D = H / heads. t is the tensor-parallel
 size, E the number of experts, k those for a token, G the width of an expert. An operation is one addition or one
 multiplication, so a GEMM [m, k] x [k, n] has 2 m k n.
@@ -16,7 +18,7 @@ multiplication, so a GEMM [m, k] x [k, n] has 2 m k n.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from labkit.config import ModelConfig, MoEConfig, RunConfig
 from labkit.config.pipeline_layout import parse_layout
@@ -39,7 +41,7 @@ class StageContents:
     layers: range
     """Global indices of its transformer layers; empty for a stage without layers."""
     embedding: bool
-    """True on the stage that embeds tokens (the first)."""
+    """True on the stage that embeds tokens (the first; of an encoder-decoder also the decoder's first)."""
     loss: bool
     """True on the stage with the final norm, the output layer and the loss (the last)."""
 
@@ -47,10 +49,14 @@ class StageContents:
 def stage_contents(config: RunConfig, num_stages: int) -> list[StageContents]:
     """Return the contents of every stage: as `parallel.pipeline_layout` says, else equal shares of the layers.
 
+    The stages before `parallel.split_rank` share the layers of an encoder, the others those of its decoder.
+
     Raises:
         ValueError: the stages do not divide the layers, or `pipeline_layout` has other numbers of stages or layers.
     """
     layers, parallel = config.model.layers, config.parallel
+    if config.model.family == "t5":
+        return _halves(config.model, num_stages, parallel.split_rank)
     if parallel.pipeline_layout is not None:
         return _from_text(parallel.pipeline_layout, layers, num_stages)
     standalone = parallel.standalone_embedding_stage
@@ -74,6 +80,22 @@ def _from_text(text: str, num_layers: int, num_stages: int) -> list[StageContent
         contents.append(StageContents(range(first, first + size), "E" in stage, "L" in stage))
         first += size
     return contents
+
+
+def _halves(model: ModelConfig, num_stages: int, split: int | None) -> list[StageContents]:
+    """Stages before `split` hold equal shares of the encoder, the others of the decoder; a lone stage holds both."""
+    if num_stages == 1:
+        return [StageContents(range(all_layers(model)), embedding=True, loss=True)]
+    if split is None or not 0 < split < num_stages:
+        raise ValueError(
+            f"an encoder-decoder on {num_stages} stages needs parallel.split_rank from 1 to {num_stages - 1}, the "
+            f"decoder's first stage; it is {split}"
+        )
+    first, depth, decoders = model.layers, decoder_layers(model), num_stages - split
+    encoder = [_equal_share(first, stage, split, False) for stage in range(split)]
+    decoder = [_equal_share(depth, stage, decoders, False) for stage in range(decoders)]
+    held = [*encoder, *(range(first + each.start, first + each.stop) for each in decoder)]
+    return [StageContents(each, stage in (0, split), stage == num_stages - 1) for stage, each in enumerate(held)]
 
 
 def _equal_share(num_layers: int, stage: int, num_stages: int, standalone_embedding_stage: bool) -> range:
@@ -117,7 +139,22 @@ def stage_layers(
     return _equal_share(num_layers, chunk * pp + pp_rank, pp * vpp, standalone_embedding_stage)
 
 
-# ---- widths and parameters ----
+# ---- widths ----
+
+
+def decoder_layers(model: ModelConfig) -> int:
+    """Layers of a T5's decoder; 0 for other families."""
+    return (model.decoder_layers or model.layers) if model.family == "t5" else 0
+
+
+def decoder_length(model: ModelConfig) -> int:
+    """Tokens that a T5's decoder reads; 0 for other families."""
+    return (model.decoder_seq_length or model.seq_length) if model.family == "t5" else 0
+
+
+def all_layers(model: ModelConfig) -> int:
+    """Layers of the whole model, both halves of a T5 together."""
+    return model.layers + decoder_layers(model)
 
 
 def kv_width(model: ModelConfig, tp: int = 1) -> int:
@@ -141,8 +178,8 @@ def fc1_width(model: ModelConfig) -> int:
 
 
 def gate_and_up(model: ModelConfig) -> int:
-    """2 for SwiGLU, whose gate doubles the columns of the first matrix of an MLP or expert; else 1."""
-    return 2 if model.activation == "swiglu" else 1
+    """2 for SwiGLU and GeGLU, whose gate doubles the columns of the first matrix of an MLP or expert; else 1."""
+    return 2 if model.activation in ("swiglu", "geglu") else 1
 
 
 def expert_width(model: ModelConfig, moe: MoEConfig) -> int:
@@ -158,7 +195,7 @@ def moe_layers(model: ModelConfig, moe: MoEConfig, layers: int | range | None = 
 def _indices(model: ModelConfig, layers: int | range | None) -> range:
     if isinstance(layers, range):
         return layers
-    return range(model.layers if layers is None else layers)
+    return range(all_layers(model) if layers is None else layers)
 
 
 def padded_vocab(model: ModelConfig, tp: int = 1) -> int:
@@ -206,14 +243,32 @@ def moe_parameters(model: ModelConfig, moe: MoEConfig, *, tp: int = 1, ep: int =
 def layer_parameters(
     model: ModelConfig, tp: int = 1, *, moe: MoEConfig = DENSE, index: int = 0, ep: int = 1, etp: int = 1
 ) -> int:
-    """Parameters of layer `index` on one rank; each rank has the whole norms, one for each part of the layer."""
+    """Parameters of layer `index` on one rank; each rank has the whole norms, one for each part of the layer.
+
+    A decoder layer of a T5 has a second attention, with its norm.
+    """
 
     def of_part(part: str) -> int:
         if part == "-" and moe.is_moe_layer(index):
             return moe_parameters(model, moe, tp=tp, ep=ep, etp=etp)
         return {"M": mamba_parameters, "*": attention_parameters, "-": mlp_parameters}[part](model, tp)
 
-    return sum(of_part(part) + norm_parameters(model) for part in model.parts_of_layer(index))
+    parts = model.parts_of_layer(index) + ("*" if model.family == "t5" and index >= model.layers else "")
+    return sum(of_part(part) + norm_parameters(model) for part in parts)
+
+
+def half_parameters(model: ModelConfig, indices: range, tp: int = 1) -> int:
+    """Parameters of a T5's halves beside their layers `indices`, on one rank: relative biases, the encoder's norm."""
+    if model.family != "t5" or not indices:
+        return 0
+    halves = (indices.start < model.layers) + (indices.stop > model.layers)
+    biases = halves * model.relative_buckets * model.heads // tp if model.position == "relative" else 0
+    return biases + (norm_parameters(model) if model.layers - 1 in indices else 0)
+
+
+def has_output_bias(model: ModelConfig) -> bool:
+    """True where the output layer adds a bias to each word's logit."""
+    return model.family == "bert" or (model.family == "t5" and model.bias)
 
 
 def first_parameters(model: ModelConfig) -> int:
@@ -253,10 +308,11 @@ def stage_parameters(
     table = padded_vocab(model, tp) // tp * model.hidden
     indices = _indices(model, layers)
     total = sum(layer_parameters(model, tp, moe=moe, index=index, ep=ep, etp=etp) for index in indices)
+    total += half_parameters(model, indices, tp)
     if pre_process:
         total += table + first_parameters(model)
     if post_process:
-        total += last_parameters(model) + (padded_vocab(model, tp) // tp if model.family == "bert" else 0)
+        total += last_parameters(model) + (padded_vocab(model, tp) // tp if has_output_bias(model) else 0)
         if not pre_process or model.untie_embeddings_and_output_weights:
             total += table
     return total
@@ -265,8 +321,9 @@ def stage_parameters(
 def model_parameters(model: ModelConfig, moe: MoEConfig = DENSE) -> int:
     """Parameters of the whole model without padding, tied weights counted once: the number in a model's name."""
     unpadded = model.vocab_size * model.hidden * (2 if model.untie_embeddings_and_output_weights else 1)
-    unpadded += model.vocab_size if model.family == "bert" else 0  # the bias of its output layer
-    layers = sum(layer_parameters(model, moe=moe, index=index) for index in range(model.layers))
+    unpadded += model.vocab_size if has_output_bias(model) else 0
+    indices = range(all_layers(model))
+    layers = sum(layer_parameters(model, moe=moe, index=index) for index in indices) + half_parameters(model, indices)
     return unpadded + first_parameters(model) + layers + last_parameters(model)
 
 
@@ -352,7 +409,11 @@ def forward_flops(
         layers: indices of the layers to count, or the number of first layers; None counts all.
         logits: count the output layer too, without the columns of padding, and the heads of a BERT.
         moe: the experts. Every token meets k of them; a capacity that drops or pads is not considered.
+
+    Only the decoder of a T5 is causal. Its logits are of the decoder's tokens.
     """
+    if model.family == "t5":
+        return _t5_forward_flops(model, samples, causal, _indices(model, layers), logits)
     tokens, h = samples * model.seq_length, model.hidden
     parts = "".join(model.parts_of_layer(index) for index in _indices(model, layers))
     attentions, mlps, scans = (parts.count(letter) for letter in "*-M")
@@ -368,6 +429,22 @@ def forward_flops(
         attention=4 * samples * pairs * h * attentions + samples * scans * of_scans[1],
         logits=2 * tokens * h * model.vocab_size + _head_flops(model, samples) if logits else 0,
         experts=2 * tokens * with_experts * moe.top_k * expert_parameters(model, moe),
+    )
+
+
+def _t5_forward_flops(model: ModelConfig, samples: int, causal: bool, indices: range, logits: bool) -> Flops:
+    """The layers of each half as a GPT's, and cross-attention: q and proj of the decoder's tokens, k and v of both."""
+    in_encoder = len([index for index in indices if index < model.layers])
+    crossing, h, length = len(indices) - in_encoder, model.hidden, decoder_length(model)
+    half = replace(model, family="gpt", position="learned", decoder_layers=None, decoder_seq_length=None)
+    encoder = forward_flops(half, samples=samples, layers=in_encoder, logits=False)
+    half = replace(half, seq_length=length)
+    decoder = forward_flops(half, samples=samples, causal=causal, layers=crossing, logits=logits)
+    cross = 4 * samples * crossing * h
+    return Flops(
+        linear=encoder.linear + decoder.linear + cross * h * (length + model.seq_length),
+        attention=encoder.attention + decoder.attention + cross * length * model.seq_length,
+        logits=decoder.logits,
     )
 
 

@@ -59,7 +59,8 @@ class GPTModel(nn.Module):
     """
 
     family: ClassVar[str] = "gpt"
-    """The value of `model.family`; BERT and Mamba have parts of their own in the places of these."""
+    """The value of `model.family`; BERT, T5 and Mamba have parts of their own in the places of these."""
+    positions: ClassVar[tuple[str, ...]] = ("learned", "rope", "none")
     embedding_type: ClassVar[type[Embedding]] = Embedding
 
     def __init__(
@@ -109,8 +110,7 @@ class GPTModel(nn.Module):
         self.sequence_parallel, self.sequence_parts = build.sequence_parallel, build.sequence_parts
         self.pre_process, self.post_process = pre_process, post_process
         self.label_smoothing, self.fusion = label_smoothing, gradient_accumulation_fusion
-        self.padded_vocab = padded_vocab(config, groups.tp.size)
-        self._build = build
+        self._build, self.padded_vocab = build, padded_vocab(config, groups.tp.size)
         self.embedding = self.embedding_type(build) if pre_process else None
         self.layers = nn.ModuleDict({str(index): self.new_layer(index, build) for index in layers})
         self.final_norm = build.norm("final_norm") if post_process else None
@@ -244,7 +244,7 @@ def draws(config: ModelConfig, moe: MoEConfig) -> bool:
 
 
 def _check(model: type[GPTModel], config: ModelConfig, spec: LayerSpec) -> None:
-    allowed = {"family": (model.family,), "position": ("learned", "rope", "none"), "norm": ("layernorm", "rmsnorm")}
+    allowed = {"family": (model.family,), "position": model.positions, "norm": ("layernorm", "rmsnorm")}
     for name, choices in allowed.items():
         if getattr(config, name) not in choices:
             raise ValueError(f"{model.__name__} has no {name} {getattr(config, name)!r}; choose {' or '.join(choices)}")

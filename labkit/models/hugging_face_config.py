@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json` and our configuration of a model, both ways: GPT-2, Llama, Mixtral, BERT and Mamba-2.
+"""Hugging Face's `config.json` and our configuration of a model, both ways: GPT-2, Llama, Mixtral, BERT, Mamba-2, T5.
 
     read = json.loads(Path("config.json").read_text())
     config, moe = model_config_from_hugging_face(read), moe_config_from_hugging_face(read)
@@ -17,6 +17,7 @@ from labkit.config import ModelConfig, MoEConfig
 from labkit.models.bert.hugging_face_bert import KINDS, bert_config, bert_fields, bert_kind
 from labkit.models.counts import expert_width
 from labkit.models.mamba.hugging_face_mamba import check_mamba2, mamba_config, mamba_fields
+from labkit.models.t5.hugging_face_t5 import t5_config, t5_fields, t5_kind
 
 GPT2_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 """Hugging Face's `activation_function` -> ours."""
@@ -29,12 +30,13 @@ ARCHITECTURES = {
     "bert": "BertForPreTraining",
     "megatron-bert": "MegatronBertForPreTraining",
     "mamba2": "Mamba2ForCausalLM",
+    "t5": "T5ForConditionalGeneration",
 }
 """Family -> transformers' class of its language model."""
 
 
 def family_of(config: ModelConfig, moe: MoEConfig | None = None) -> str:
-    """The family of a model: `gpt2`, `llama`, `mixtral`, `bert`, `megatron-bert` or `mamba2`.
+    """The family of a model: `gpt2`, `llama`, `mixtral`, `bert`, `megatron-bert`, `mamba2` or `t5`.
 
     Raises:
         ValueError: a model of no such family.
@@ -44,6 +46,8 @@ def family_of(config: ModelConfig, moe: MoEConfig | None = None) -> str:
     if config.family == "mamba":
         check_mamba2(config)
         return "mamba2"
+    if config.family == "t5":
+        return t5_kind(config)
     shape = (config.position, config.norm, config.bias)
     is_gpt2 = shape == ("learned", "layernorm", True) and config.activation in GPT2_ACTIVATIONS.values()
     is_llama = shape == ("rope", "rmsnorm", False) and config.activation == "swiglu"
@@ -92,8 +96,8 @@ def model_config_from_hugging_face(config: Mapping[str, Any]) -> ModelConfig:
         return _gpt2_config(config)
     if kind in ("llama", "mixtral"):
         return _llama_config(config)
-    if kind in KINDS.values() or kind == "mamba2":
-        model, other = (mamba_config if kind == "mamba2" else bert_config)(config)
+    if kind in KINDS.values() or kind in ("mamba2", "t5"):
+        model, other = {"mamba2": mamba_config, "t5": t5_config}.get(str(kind), bert_config)(config)
         _refuse(other)
         return model
     raise ValueError(f"model_type is {kind!r}; weights can be converted from {', '.join(ARCHITECTURES)}")
@@ -164,8 +168,8 @@ def _refuse(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if value:
             raise ValueError(
-                f"{name} = {value!r} has no counterpart in labkit's models; only plain GPT-2, Llama, Mixtral, BERT and "
-                "Mamba-2 can be converted"
+                f"{name} = {value!r} has no counterpart in labkit's models; only plain GPT-2, Llama, Mixtral, BERT, "
+                "Mamba-2 and T5 can be converted"
             )
 
 
@@ -199,6 +203,8 @@ def config_to_hugging_face(
         return shared | bert_fields(config)
     if kind == "mamba2":
         return shared | mamba_fields(config)
+    if config.family == "t5":
+        return shared | t5_fields(config)
     return shared | _llama_fields(config, moe or MoEConfig())
 
 

@@ -41,7 +41,7 @@ class Recomputation:
         """True for a part of a layer (`core_attn`, `layernorm`, `mlp`, `moe`) that is to be recomputed."""
         return name in self._modules
 
-    def part(self, name: str, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    def part(self, name: str, function: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
         """`function(*args)`: a part of a layer, recomputed where it is among the selected."""
         if self.active and self.selects(name):
             return self._checkpoint(function, *args, rng=self._rng)
@@ -57,15 +57,15 @@ class Recomputation:
         return y
 
     def run_layers(self, layers: Iterable[Layer], x_SBH: Tensor, *context: Any) -> Tensor:
-        """Run one layer after the other, `x = layer(x, *context)`; `context` (rotary tables) wants no gradient.
+        """Run one layer after the other, `x = layer(x, *context)`. Tensors of `context` may want gradients.
 
         `full` by `uniform` keeps the input of each group of recompute_num_layers layers. `full` by `block` keeps the
         input of each of so many layers at the front, and everything of the rest.
         """
         run = list(layers)
         for start, stop, again in self._pieces(len(run)):
-            piece = partial(_one_after_another, run[start:stop], context)
-            x_SBH = self._checkpoint(piece, x_SBH, rng=self._rng) if again else piece(x_SBH)
+            piece = partial(_one_after_another, run[start:stop])
+            x_SBH = self._checkpoint(piece, x_SBH, *context, rng=self._rng) if again else piece(x_SBH, *context)
         return x_SBH
 
     def _pieces(self, layers: int) -> list[tuple[int, int, bool]]:
@@ -78,7 +78,7 @@ class Recomputation:
         return [(i, i + 1, True) for i in range(front)] + [(front, layers, False)]
 
 
-def _one_after_another(layers: Sequence[Layer], context: Sequence[Any], x_SBH: Tensor) -> Tensor:
+def _one_after_another(layers: Sequence[Layer], x_SBH: Tensor, *context: Any) -> Tensor:
     for layer in layers:
         x_SBH = layer(x_SBH, *context)
     return x_SBH

@@ -101,7 +101,7 @@ class Experts(nn.Module, ABC):
     ) -> None:
         super().__init__()
         experts, hidden, width = moe.num_experts, model.hidden, expert_width(model, moe)
-        blocks = 2 if model.activation == "swiglu" else 1
+        blocks = 2 if model.activation in ("swiglu", "geglu") else 1
         if model.activation not in ACTIVATIONS:
             raise ValueError(f"{name}: activation {model.activation!r} is none of {', '.join(ACTIVATIONS)}")
         self.name, self.activation, self.reads_children = name, ACTIVATIONS[model.activation], not self.grouped

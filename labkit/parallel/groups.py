@@ -249,6 +249,17 @@ def cut_group(groups: ParallelGroups, group: Group, parts: int) -> tuple[Group, 
     return further_communicator(groups, within, within.name), further_communicator(groups, across, across.name)
 
 
+def half_of_pipeline(groups: ParallelGroups) -> Group:
+    """Return the pipeline ranks of this rank's half of an encoder-decoder: those before `split_rank`, or the others.
+
+    Every rank of the half calls this. The communicator is created once.
+    """
+    pp, split = groups.pp, groups.config.split_rank
+    first, end = (0, split) if split is not None and pp.rank < split else (split or 0, pp.size)
+    half = Group("pp_half", pp.ranks[first:end], pp.rank - first)
+    return further_communicator(groups, half, half.name)
+
+
 def _check_backend(config: ParallelConfig) -> str:
     running = dist.get_backend()
     wanted = config.distributed_backend

@@ -23,16 +23,18 @@ from labkit.parallel.layers import NATIVE, ColumnParallelLinear, Precision, RowP
 from labkit.parallel.parameters.weights import Seed
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up of x = [gate, up] along the last dimension, [.., 2F] -> [.., F] (arXiv 2002.05202)."""
+def gated(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """activation(gate) * up of x = [gate, up] along the last dimension, [.., 2F] -> [.., F] (arXiv 2002.05202)."""
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return activation(gate) * up
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "swiglu": swiglu,
+    "swiglu": partial(gated, F.silu),
+    "relu": F.relu,
+    "geglu": partial(gated, partial(F.gelu, approximate="tanh")),
 }
 
 
@@ -42,9 +44,9 @@ class ParallelMLP(nn.Module):
     Args:
         name: name in the whole model; the layers are `<name>.fc1` and `<name>.fc2`.
         hidden: H.
-        ffn_hidden: F; for `swiglu`, fc1 makes 2F columns, gate and up, and cuts each of them over the group.
+        ffn_hidden: F; for `swiglu` and `geglu`, fc1 makes 2F columns, gate and up, and cuts each over the group.
         group: tensor-parallel group.
-        activation: `gelu` (erf), `gelu_tanh` or `swiglu`.
+        activation: `gelu` (erf), `gelu_tanh`, `swiglu`, `relu` or `geglu` (a gate with `gelu_tanh`).
         output_std: standard deviation of fc2's initial weight (residual projections start smaller); None means std.
         column, row: constructors of the two layers.
         The rest as in `ColumnParallelLinear`.
@@ -76,17 +78,10 @@ class ParallelMLP(nn.Module):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"{name}: activation {activation!r} is unknown; choose one of {', '.join(ACTIVATIONS)}")
-        blocks = 2 if activation == "swiglu" else 1
-        common: dict[str, Any] = {
-            "group": group,
-            "bias": bias,
-            "sequence_parallel": sequence_parallel,
-            "gradient_accumulation_fusion": gradient_accumulation_fusion,
-            "precision": precision,
-            "seed": seed,
-            "dtype": dtype,
-            "device": device,
-        }
+        blocks = 2 if activation in ("swiglu", "geglu") else 1
+        common: dict[str, Any] = {"group": group, "bias": bias, "sequence_parallel": sequence_parallel, "seed": seed}
+        common |= {"gradient_accumulation_fusion": gradient_accumulation_fusion, "precision": precision}
+        common |= {"dtype": dtype, "device": device}
         self.activation = ACTIVATIONS[activation]
         self.fc1 = column(f"{name}.fc1", hidden, blocks * ffn_hidden, std=std, partition_stride=blocks, **common)
         self.fc2 = row(f"{name}.fc2", ffn_hidden, hidden, std=std if output_std is None else output_std, **common)

@@ -37,13 +37,25 @@ def gpt_forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[
     return output, partial(masked_loss, batch["loss_mask_BS"])
 
 
+def t5_forward_step(data_iterator: Iterator[Batch], model: nn.Module) -> tuple[Any, Callable[..., Any]]:
+    """The default `forward_step` of a T5: the mean loss over the tokens of `labels`, as Megatron-LM's `pretrain_t5.py`.
+
+    `labkit.data.masked.t5_samples` names the tensors of a batch; any data set that gives these feeds a T5. Megatron's
+    `enc_mask` has a row for each position, this one is [B, S]: 1 for tokens of `text_enc`, 0 for padding. Padding of
+    `text_dec` stands behind its tokens, so causal attention hides it from them.
+    """
+    batch = next(data_iterator)
+    output = model(batch["text_enc"], batch["text_dec"], enc_mask_BS=batch["enc_mask"], labels_BT=batch["labels"])
+    return output, partial(masked_loss, batch["loss_mask"])
+
+
 def forward_step_of(family: str) -> ForwardStep:
     """The default `forward_step` of a model family."""
     if family == "bert":
         from labkit.train.bert_step import bert_forward_step  # a GPT does without
 
         return bert_forward_step
-    return gpt_forward_step
+    return t5_forward_step if family == "t5" else gpt_forward_step
 
 
 def parts_of(model: ModelConfig) -> tuple[str, ...]:

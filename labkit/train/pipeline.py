@@ -11,6 +11,7 @@ from torch import Tensor
 
 from labkit.config import RunConfig
 from labkit.models.chunks import DTYPES
+from labkit.models.counts import decoder_length
 from labkit.moe.router import TopKRouter
 from labkit.parallel.collectives import all_reduce, broadcast, comm_scope
 from labkit.parallel.data_parallel.distributed_data_parallel import DataParallel
@@ -19,6 +20,7 @@ from labkit.parallel.data_parallel.optimizer import named_parameters
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.layers import Precision
 from labkit.schedules.ir import Schedule
+from labkit.schedules.microbatches import TensorShape
 from labkit.schedules.runtime import PipelineRuntime
 from labkit.train.forward_step import Batch, ForwardStep, checked_forward_step, parts_of
 from labkit.train.loss_scaler import LossScaler, build_loss_scaler
@@ -57,13 +59,13 @@ class Pipeline:
         modules = (module for chunk in self.chunks for module in chunk.modules())
         self.router_metrics = RouterMetrics(chunks, groups) if any(isinstance(m, TopKRouter) for m in modules) else None
         """Counts of the routers; None in a model without experts."""
-        shape = (sequence_between_stages(config), config.train.micro_batch_size, config.model.hidden)
         self._runtime = PipelineRuntime(
             self.schedule,
             self.chunks,
             groups,
             forward_step_func=checked_forward_step(forward_step, cp=groups.cp.size),
-            tensor_shape=None if config.schedule.variable_seq_lengths else shape,
+            tensor_shape=shapes_between_stages(config),
+            variable_seq_lengths=config.schedule.variable_seq_lengths,
             dtype=None if any(named_parameters(chunks)) else DTYPES[config.optim.precision],  # empty stages tell none
             transport=transport_of(config),
             deallocate_pipeline_outputs=config.schedule.deallocate_pipeline_outputs,
@@ -155,7 +157,15 @@ class Pipeline:
         return reports
 
 
-def sequence_between_stages(config: RunConfig) -> int:
-    """Positions of a tensor between stages: S / cp, and with sequence parallelism S / (cp tp)."""
-    parallel = config.parallel
-    return config.model.seq_length // parallel.cp // (parallel.tp if parallel.sequence_parallel else 1)
+def shapes_between_stages(config: RunConfig) -> TensorShape:
+    """Shape of the tensor that a stage sends, (S / cp, B, H); with sequence parallelism S / (cp tp).
+
+    With `split_rank` a function from the stage: those of the decoder send their hidden states and the encoder's output.
+    """
+    parallel, model, split = config.parallel, config.model, config.parallel.split_rank
+    parts = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
+    encoder = (model.seq_length // parts, config.train.micro_batch_size, model.hidden)
+    if split is None:
+        return encoder
+    decoder = (decoder_length(model) // parts, *encoder[1:])
+    return lambda stage: [encoder] if stage < split else [decoder, encoder]

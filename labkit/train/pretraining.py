@@ -28,7 +28,7 @@ from labkit.fp8.recipe import Float8Recipe, float8_recipe
 from labkit.fp8.scaling import Float8Spec
 from labkit.launch import before_launch, info, torchrun
 from labkit.models.build import LOCAL, LayerSpec
-from labkit.models.chunks import build_model_chunks
+from labkit.models.chunks import build_model_chunks, embedding_ends
 from labkit.parallel.data_parallel.distributed_data_parallel import DataParallel, wrap_model_chunks
 from labkit.parallel.data_parallel.distributed_optimizer import DistributedOptimizer
 from labkit.parallel.data_parallel.optimizer import (
@@ -175,7 +175,7 @@ def initialize(config: RunConfig, *, schedule: Schedule | None = None, own_model
     if schedule is None:
         schedule = schedule_of(config, world_size)
     check_schedule(schedule, config, world_size)
-    ends = schedule.placement(0), schedule.placement(schedule.num_stages - 1)
+    ends = embedding_ends(config, schedule)
     device = info.rank_info().device  # of a process on its own: a GPU if there is one
     if world_size == 1 and not torch.distributed.is_initialized():
         groups = single_process_groups(config.parallel, device=device)

@@ -15,16 +15,20 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
-@pytest.mark.parametrize(
-    ("launcher", "family", "preset"),
-    [([], "gpt", "tiny"), (TORCHRUN, "gpt", "tiny"), (TORCHRUN, "bert", "bert_tiny")],
-    ids=["gpt", "gpt by torchrun", "bert by torchrun"],
-)
-def test_the_providers_of_the_examples_are_the_defaults(launcher, family, preset):
+CASES = [
+    (TORCHRUN, "gpt", "tiny", {}),
+    ([], "bert", "bert_tiny", {}),
+    ([], "t5", "t5_tiny", {"split_rank": 1}),
+]
+
+
+@pytest.mark.parametrize(("launcher", "family", "preset", "more"), CASES, ids=["gpt by torchrun", "bert", "t5"])
+def test_the_providers_of_the_examples_are_the_defaults(launcher, family, preset, more):
+    """One launch under torchrun is enough: the scripts launch alike."""
     command = [sys.executable, *launcher, EXAMPLES / f"pretrain_{family}.py", "--ranks", "2", "--tp", "1", "--pp", "2"]
     done = subprocess.run([*command, "--steps", "2"], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    expected = run(pretrain, 2, presets.get(preset).override({"pp": 2, "train.steps": 2}))[0].losses
+    expected = run(pretrain, 2, presets.get(preset).override({"pp": 2, "train.steps": 2, **more}))[0].losses
     assert re.findall(r"\d+\.\d{4}", done.stdout)[:2] == [f"{loss:.4f}" for loss in expected]
 
 

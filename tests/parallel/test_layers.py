@@ -262,7 +262,7 @@ def row_parallel(group: Group, input_size: int, output_size: int, **options: boo
         (lambda g: row_parallel(g, 5, 4), "input size 5 cannot be cut over tp=2; it must be a multiple of 2"),
         (lambda g: column_parallel(g, 4, 4, gather_output=True, skip_bias_add=True), "gather_output goes neither"),
         (lambda g: row_parallel(g, 4, 4, sequence_parallel=True, input_is_parallel=False), "needs input_is_parallel"),
-        (lambda g: ParallelMLP("a", 4, 4, group=g, activation="relu"), "choose one of gelu, gelu_tanh, swiglu"),
+        (lambda g: ParallelMLP("a", 4, 4, group=g, activation="tanh"), "choose one of gelu, gelu_tanh, swiglu"),
     ],
 )
 def test_bad_sizes_and_options_are_refused(make: Callable[[Group], nn.Module], message: str) -> None:

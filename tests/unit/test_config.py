@@ -221,7 +221,7 @@ def test_comments_say_what_each_field_is() -> None:
         said[name], comment = " ".join(comment), []
     docs = {name: " ".join(str(cls.__doc__).split()) for name, cls in SECTIONS.items()}
     assert said == {name: spec.help for name, spec in SPECS.items()} | docs
-    assert said["model.layers"] == "Transformer layers of the whole model, over all stages. [>= 1]"
+    assert said["model.heads"] == "Query heads; a head is hidden / heads wide. [>= 1]"
     bare = "".join(f"{line}\n" for line in text.splitlines() if line and not line.strip().startswith("#"))
     assert bare == presets.tiny().to_yaml()
 
@@ -376,7 +376,7 @@ def test_smallest_world_size_and_derived_numbers() -> None:
 
 def test_layouts_that_no_model_trains_on_are_refused_when_they_are_read() -> None:
     config = presets.tiny().override({"split_rank": 1, "pp": 2})
-    assert config.problems() == ["parallel.split_rank = 1: a GPT or BERT has no encoder to split off; leave it out"]
+    assert config.problems() == ["parallel.split_rank = 1: only a T5 has an encoder to split off; leave it out"]
     config = presets.tiny().override({"rank_offset": 2})
     assert config.problems(4) == ["parallel.rank_offset = 2: a run's first rank is rank 0; leave it out"]
     assert rules.layout_problems(ParallelConfig(split_rank=1, pp=2, rank_offset=2), 4) == [], "groups can"

@@ -312,7 +312,7 @@ def test_tied_weights_on_ranks_that_no_group_joins_are_refused() -> None:
         ({"heads": 5}, "hidden 32, heads 5"),
         ({"norm": "batchnorm"}, "layernorm or rmsnorm"),
         ({"position": "alibi"}, "learned or rope"),
-        ({"activation": "relu"}, "relu"),
+        ({"activation": "tanh"}, "tanh"),
         ({"family": "bert"}, "no family 'bert'"),
         ({"position": "rope", "hidden": 36}, "9 features has an odd one"),
     ],

@@ -44,8 +44,8 @@ def test_pretrain_visits_few_files() -> None:
 
 
 def test_the_configuration_is_short() -> None:
-    # The redesign left 2,156 (aim: 2,000). Checkpoints, signals, TensorBoard, indexed data, BERT, Mamba came later.
-    assert 1000 < shape.lines_of_config() <= 2340
+    # The redesign left 2,156 (aim: 2,000). Checkpoints, signals, TensorBoard, data, BERT, T5, Mamba came later.
+    assert 1000 < shape.lines_of_config() <= 2373
 
 
 def test_the_core_is_short_and_stands_alone() -> None:

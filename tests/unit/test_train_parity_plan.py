@@ -41,6 +41,9 @@ CONTEXTS: tuple[dict[str, Any], ...] = (
     {"model.family": "bert"},
     {"model.family": "mamba", "model.mamba_num_groups": 1},
     {"model.family": "mamba", "model.mamba_head_dim": 8},
+    {"model.family": "t5"},
+    {"model.family": "t5", "model.position": "relative"},
+    {"model.family": "t5", "parallel.pp": 2},
 )
 """What makes a field count for something: one of these goes with every field."""
 GIVEN = {
@@ -63,7 +66,7 @@ GIVEN = {
     "train.tensorboard_dir": ["/tmp/nothing-is-written"],
 }
 FILES = ("schedule.path", "data.path", "data.tokenizer")
-NEVER = ("schedule.use_ring_exchange_p2p", "parallel.rank_offset", "parallel.split_rank")
+NEVER = ("schedule.use_ring_exchange_p2p", "parallel.rank_offset")
 """Have no sound value besides their defaults."""
 
 

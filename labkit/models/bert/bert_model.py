@@ -25,6 +25,7 @@ from labkit.config import ModelConfig
 from labkit.models.bert.bert_heads import MaskedLMHead, SentenceOrderHead
 from labkit.models.blocks import TransformerLayer
 from labkit.models.build import Build
+from labkit.models.core_attention import scores_of_padding
 from labkit.models.counts import NUM_TOKENTYPES
 from labkit.models.embedding import Embedding, Rotary
 from labkit.models.gpt import GPTModel
@@ -152,7 +153,8 @@ class BertModel(GPTModel):
         """
         x_SBH = self._first_hidden(tokens_BS, position_ids, types_BS)
         rotary = None if self.rotary is None else self.rotary(x_SBH, position_ids)
-        mask = () if padding_mask_BS is None else (self._scores_of_padding(padding_mask_BS, x_SBH.dtype),)
+        heads = self.config.heads // self.group.size
+        mask = () if padding_mask_BS is None else (scores_of_padding(padding_mask_BS, heads, x_SBH.dtype),)
         with self.precision.region():
             x_SBH = self.recompute.run_layers(self.layers.values(), x_SBH, rotary, *mask)
         if self.final_norm is not None:
@@ -162,15 +164,6 @@ class BertModel(GPTModel):
         order_B2 = None if self.binary_head is None else self.binary_head(x_SBH)
         x_SBH, bias_V = self.lm_head(x_SBH), self.lm_head.bias
         return self._logits(x_SBH, bias_V) if labels_BS is None else self._loss(x_SBH, bias_V, labels_BS), order_B2
-
-    def _scores_of_padding(self, padding_mask_BS: Tensor, dtype: torch.dtype) -> Tensor:
-        """The mask of `CoreAttention`, [1, n, 1, S]: 0 for a key that is a token, half the lowest number for padding.
-
-        Half of it, so that adding a score does not overflow. A sample of padding alone then gives no NaN.
-        """
-        hidden_BS = torch.zeros(padding_mask_BS.shape, dtype=dtype, device=padding_mask_BS.device)
-        hidden_BS.masked_fill_(padding_mask_BS == 0, torch.finfo(dtype).min / 2)
-        return hidden_BS.repeat_interleave(self.config.heads // self.group.size, dim=0)[None, :, None]
 
     def _logits(self, x_SBH: Tensor, bias_V: Tensor) -> Tensor:
         """This rank's columns of the logits, [S, B, V]; f is inside, and the weight is the word embedding's."""

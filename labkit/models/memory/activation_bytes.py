@@ -204,14 +204,14 @@ def layer_saved(model: ModelConfig, share: Share, moe: MoEConfig | None = None, 
     inside, outside = share.tokens(model), share.tokens_between(model)
     mask = outside * model.hidden if model.hidden_dropout else 0
     attention = {
-        "attention norm": _norm_bytes(model, share),
+        "attention norm": norm_bytes(model, share),
         "attention qkv input": outside * model.hidden * share.element_bytes,
         **{f"attention {name}": size for name, size in _core_attention(model, share).items()},
         "attention proj input": inside * model.hidden // share.tp * share.element_bytes,
         "attention dropout mask": mask,
     }
     mlp = {
-        "mlp norm": _norm_bytes(model, share),
+        "mlp norm": norm_bytes(model, share),
         **(_mlp(model, share) if moe is None else moe_saved(model, moe, share)),
         "mlp dropout mask": mask,
     }
@@ -227,7 +227,7 @@ def _mamba(model: ModelConfig, share: Share) -> dict[str, int]:
     inside, outside = share.tokens(model), share.tokens_between(model)
     sizes = mamba_sizes(model, share.tp)
     return {
-        "mamba norm": _norm_bytes(model, share),
+        "mamba norm": norm_bytes(model, share),
         "mamba in_proj input": outside * model.hidden * share.element_bytes,
         **{f"mamba {name}": size * share.wide for name, size in mixer_saved(model, share.samples, share.tp).items()},
         "mamba out_proj input": inside * sizes.groups * sizes.inner * share.element_bytes,
@@ -236,15 +236,16 @@ def _mamba(model: ModelConfig, share: Share) -> dict[str, int]:
 
 def _mlp(model: ModelConfig, share: Share) -> dict[str, int]:
     inside, outside, e = share.tokens(model), share.tokens_between(model), share.element_bytes
-    gate = ffn_width(model) if model.activation == "swiglu" else 0
+    gate = ffn_width(model) if gate_and_up(model) == 2 else 0
     return {
         "mlp fc1 input": outside * model.hidden * e,
-        "mlp activation input": inside * (fc1_width(model) + gate) // share.tp * e,
+        # relu keeps its output, which is the input of fc2
+        "mlp activation input": 0 if model.activation == "relu" else inside * (fc1_width(model) + gate) // share.tp * e,
         "mlp fc2 input": inside * ffn_width(model) // share.tp * e,
     }
 
 
-def _norm_bytes(model: ModelConfig, share: Share) -> int:
+def norm_bytes(model: ModelConfig, share: Share) -> int:
     """Bytes of a norm's input, mean and deviation. Torch's RMSNorm on a CPU keeps its input twice, in float32."""
     tokens, e = share.tokens_between(model), share.element_bytes
     on_gpu = share.device == "cuda"
@@ -259,14 +260,14 @@ def _core_attention(model: ModelConfig, share: Share) -> dict[str, int]:
     grouped = kv_width(model, t) < h // t
     qkv, repeated = tokens * qkv_width(model, t) * e, tokens * 3 * h // t * e
     probabilities = tokens * model.seq_length * model.heads // t  # a s^2 b / t elements
-    fused, p = model.attention_backend == "fused", model.attention_dropout
-    if share.cp > 1 or (fused and (not p or share.device == "cuda")):
+    fused, p, biased = model.attention_backend == "fused", model.attention_dropout, model.position == "relative"
+    if share.cp > 1 or (fused and (not (p or biased) or share.device == "cuda")):
         return {"q, k, v": qkv, "log-sums": tokens * model.heads // t * share.wide}
     if fused:
         scaled = repeated * share.wide // e
         if e >= 4 and not grouped and model.position != "rope":
             scaled += tokens * 2 * h // t * e  # scaled copies of q and k; v is a view of q, k, v
-        return {"q, k, v": scaled, "probabilities": 3 * probabilities * share.wide}
+        return {"q, k, v": scaled, "probabilities": (3 if p else 1) * probabilities * share.wide}
     return {"q, k, v": repeated, "probabilities": probabilities * (2 * e + 1 if p else e)}
 
 
@@ -409,11 +410,11 @@ def end_activation_bytes(
         total += tokens * 8 + (tokens if share.tp > 1 else 0)
         total += outside * model.hidden if model.embedding_dropout else 0
         total += tokens * 8 if model.family == "bert" and model.bert_binary_head else 0
-        total += _norm_bytes(model, share) if model.norm_placement == "post" else 0
+        total += norm_bytes(model, share) if model.norm_placement == "post" else 0
     if post_process:
         width = padded_vocab(model, share.tp) // share.tp
         columns = min(max(model.vocab_size - tp_rank * width, 0), width)
-        total += _norm_bytes(model, share) if model.norm_placement == "pre" else 0
+        total += norm_bytes(model, share) if model.norm_placement == "pre" else 0
         total += outside * model.hidden * share.element_bytes + tokens * (columns + 1) * share.wide
         total += _head_bytes(model, share) if model.family == "bert" else 0
     return total
@@ -427,7 +428,7 @@ def _head_bytes(model: ModelConfig, share: Share) -> int:
     h, e = model.hidden, share.element_bytes
     gathered = share.tp if share.sequence_parallel and share.tp > 1 else 0
     order = share.samples * h * (1 + gathered) * e if model.bert_binary_head else 0
-    return 2 * share.tokens_between(model) * h * e + _norm_bytes(model, share) + order
+    return 2 * share.tokens_between(model) * h * e + norm_bytes(model, share) + order
 
 
 def paper_layer_bytes(model: ModelConfig, share: Share, recompute: Literal["none", "selective", "full"]) -> float:

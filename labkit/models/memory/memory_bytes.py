@@ -21,6 +21,7 @@ from labkit.models.memory.activation_bytes import (
     layers_activation_bytes,
     recomputed_at_once_bytes,
 )
+from labkit.models.memory.t5_bytes import t5_beside_bytes, t5_stage_bytes
 from labkit.parallel.data_parallel.bucket_layout import ELEMENT_BYTES, bytes_per_parameter, default_bucket_size
 from labkit.schedules import Schedule
 from labkit.schedules.simulator import kept_whole
@@ -179,6 +180,8 @@ def _whole(config: RunConfig, schedule: Schedule, pp_rank: int) -> np.ndarray:
 
 def _stage_bytes(config: RunConfig, share: Share, holds: StageContents, moe: MoEConfig) -> int:
     """Bytes that one microbatch keeps on a stage."""
+    if config.model.family == "t5":
+        return t5_stage_bytes(config.model, share, holds)
     layers = layers_activation_bytes(config.model, share, holds.layers, moe)
     return layers + end_activation_bytes(config.model, share, pre_process=holds.embedding, post_process=holds.loss)
 
@@ -190,6 +193,8 @@ def _beside(config: RunConfig, share: Share, holds: StageContents, moe: MoEConfi
     """
     if not holds.layers:
         return 0
+    if config.model.family == "t5":
+        return t5_beside_bytes(config.model, share, holds.layers)
     model = config.model
     kinds = {(moe.is_moe_layer(index), model.parts_of_layer(index)) for index in holds.layers}
     each = [layer_saved(model, share, moe if experts else None, parts) for experts, parts in kinds]

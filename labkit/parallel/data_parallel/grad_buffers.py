@@ -203,7 +203,7 @@ class GradBuffer:
         self.is_expert, self.reduction = is_expert, reduction
         cuts = reduction.scatter or reduction.across.size > 1
         self.plan: BucketLayout = plan_buckets(
-            [ParameterSpec(n, p.numel(), record_of(p).shared_embedding) for n, p in named],
+            [ParameterSpec(n, p.numel(), record_of(p).has_copies) for n, p in named],
             dp=reduction.within.size,
             bucket_size=bucket_size,
             distributed_optimizer=cuts,
@@ -219,7 +219,7 @@ class GradBuffer:
         self.buckets = [GradBucket(self, index) for index in range(len(self.plan.buckets))]
         """The buckets, in the order in which a backward fills them."""
         for bucket in self.buckets if reduction.scatter else ():
-            if any(record_of(parameter).shared_embedding for parameter in bucket.parameters):
+            if any(record_of(parameter).has_copies for parameter in bucket.parameters):
                 (tied,) = bucket.parameters  # alone in its bucket
                 record_of(tied).main_grad_shard = bucket.reduced
 

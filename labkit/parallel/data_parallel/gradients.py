@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from labkit.parallel import collectives
-from labkit.parallel.groups import Group, ParallelGroups, cut_group
+from labkit.parallel.groups import Group, ParallelGroups, cut_group, half_of_pipeline
 from labkit.parallel.ledger import comm_scope
 from labkit.parallel.parameters.parameter_record import main_grad_of, record_of
 
@@ -41,8 +41,9 @@ def finalize_model_grads(
     1. data parallel: each chunk's `finish_grad_sync`;
     2. parameters that saw only a part of the sequence (`sequence_parallel`): SUM over tp;
        key/value heads that neighbours of tp hold alike (`replicated`): SUM over these neighbours;
-    3. the two copies of a tied word embedding (`shared_embedding`): SUM over embd. Under a V schedule one rank has the
-       first and the last stage, and the only weight has both gradients already;
+    3. the copies of a word embedding (`shared_embedding`): SUM over embd. Under a V schedule one rank has the first and
+       the last stage, and the only weight has both gradients already. Then other copies of an encoder-decoder
+       (`copied_over`): positions over pos_embd, relative biases over the ranks of a half;
     4. with a loss summed over tokens: divide by the number of tokens in the global batch.
 
     Args:
@@ -60,6 +61,7 @@ def finalize_model_grads(
         _sum_sequence_parallel(chunks, groups.tp)
         _sum_replicated_rows(chunks, groups)
         _sum_tied_embedding(chunks, groups.embd)
+        _sum_other_copies(chunks, groups)
         if num_tokens is not None:
             _divide_by_tokens(chunks, groups, num_tokens, groups.pp.size - 1 if last_stage is None else last_stage)
 
@@ -101,10 +103,21 @@ def _sum_tied_embedding(chunks: Sequence[nn.Module], embd: Group) -> None:
     """
     if embd.size > 1:
         for parameter in _parameters(chunks):
-            record = record_of(parameter)
-            if record.shared_embedding:
-                shard = record.main_grad_shard
-                collectives.all_reduce(main_grad_of(parameter) if shard is None else shard, embd)
+            if record_of(parameter).shared_embedding:
+                _sum_copies(parameter, embd)
+
+
+def _sum_other_copies(chunks: Sequence[nn.Module], groups: ParallelGroups) -> None:
+    """Give the copies of positions, then those of relative biases, the sum of their gradients."""
+    for kind in ("pos_embd", "pp_half"):
+        for parameter in _parameters(chunks):
+            if record_of(parameter).copied_over == kind:
+                _sum_copies(parameter, groups.pos_embd if kind == "pos_embd" else half_of_pipeline(groups))
+
+
+def _sum_copies(parameter: nn.Parameter, group: Group) -> None:
+    shard = record_of(parameter).main_grad_shard
+    collectives.all_reduce(main_grad_of(parameter) if shard is None else shard, group)
 
 
 def _divide_by_tokens(chunks: Sequence[nn.Module], groups: ParallelGroups, num_tokens: Tensor, last_stage: int) -> None:

@@ -67,7 +67,9 @@ class ParameterRecord:
     shared: bool = False
     """A second copy of a tied weight; gradient norms and checkpoints leave it out."""
     shared_embedding: bool = False
-    """Either copy of a word embedding that first and last stage both hold; their gradients are added."""
+    """A copy of a word embedding that several stages hold; the copies' gradients are added."""
+    copied_over: str = ""
+    """Group that adds up the gradients of other copies: `pos_embd` for positions, `pp_half` for relative biases."""
 
     # ---- how a gradient reaches `main_grad`: written by the data-parallel wrapper, during a capture by graphs ----
     has_gradient: bool = True
@@ -81,7 +83,12 @@ class ParameterRecord:
     hook_handle: RemovableHandle | None = None
     """Handle that removes the wrapper's hook from the parameter."""
     main_grad_shard: Tensor | None = None
-    """This rank's part of the reduced gradient, for a tied embedding under the distributed optimizer."""
+    """This rank's part of the reduced gradient, for a parameter with copies under the distributed optimizer."""
+
+    @property
+    def has_copies(self) -> bool:
+        """Other pipeline stages hold the same parameter."""
+        return self.shared_embedding or bool(self.copied_over)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the fields of the model without the wrapper's fields, such as hooks."""

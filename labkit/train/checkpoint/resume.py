@@ -29,6 +29,7 @@ from labkit.train.checkpoint.step_folders import is_locked, newest_first, step_f
 MODEL_FIELDS = (
     "model.family",
     "model.layers",
+    "model.decoder_layers",
     "model.hidden",
     "model.heads",
     "model.kv_heads",
@@ -36,6 +37,8 @@ MODEL_FIELDS = (
     "model.vocab_size",
     "model.position",
     "model.rope_theta",
+    "model.relative_buckets",
+    "model.relative_max_distance",
     "model.norm",
     "model.norm_placement",
     "model.bert_binary_head",
@@ -179,8 +182,10 @@ def model_differences(manifest: Manifest, config: RunConfig) -> list[str]:
 
 
 def _spelled_out(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with the sizes for which None stands: key/value heads, the widths of MLP and experts."""
+    """The configuration with the sizes for which None stands: key/value heads, decoder, widths of MLP and experts."""
     model, moe = dict(config.get("model", {})), dict(config.get("moe", {}))
+    if model.get("decoder_layers") is None and "layers" in model:
+        model["decoder_layers"] = model["layers"]
     if model.get("kv_heads") is None and "heads" in model:
         model["kv_heads"] = model["heads"]
     if model.get("ffn_hidden") is None and "hidden" in model:

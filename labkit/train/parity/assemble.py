@@ -106,7 +106,8 @@ def assemble(snapshots: Sequence[Snapshot], *, sequence_parallel: bool = False) 
     activations: dict[str, Tensor] = {}
     for pp in sorted({s.pp for s in ranks}):
         stage = [s for s in ranks if s.pp == pp and s.dp == 0]
-        activations |= _join_activations(stage, sequence_parallel, disagreements)
+        joined = _join_activations(stage, sequence_parallel, disagreements)
+        activations |= {name: output for name, output in joined.items() if name not in activations}
     gradients, parameters = (
         {step: _join_parameters(ranks, what, step, disagreements) for step in getattr(ranks[0], what)}
         for what in ("gradients", "parameters")
@@ -138,19 +139,23 @@ def _join_activations(stage: list[Snapshot], split: bool, disagreements: list[st
 
 
 def _join_parameters(ranks: list[Snapshot], what: str, step: int, disagreements: list[str]) -> dict[str, Tensor]:
-    """Full tensors of one step. The last stage's tied copy must equal the first stage's, and is dropped."""
+    """Full tensors of one step. A copy on a later stage must equal the first stage's, and is dropped."""
     label = {"gradients": "gradient", "parameters": "parameter"}[what]
     whole: dict[str, Tensor] = {}
-    tied: dict[str, Tensor] = {}
+    copies: list[tuple[str, Tensor]] = []
     for pp in sorted({s.pp for s in ranks}):
         stage = [s for s in ranks if s.pp == pp]
         for name, first in getattr(stage[0], what)[step].items():
             held: list[tuple[Snapshot, Shard]] = [(s, getattr(s, what)[step][name]) for s in stage]
             full, differing = join_expert(held) if first.expert else join_dense(held)
             disagreements += [f"{name} {label} ({axis} replicas)" for axis in differing]
-            (tied if first.shared else whole)[name] = full[: first.full_rows]
-    for name, copy in tied.items():
-        if not torch.equal(copy, whole["embedding.word.weight"]):
+            full = full[: first.full_rows]
+            if first.shared:
+                copies.append((name, full))
+            else:
+                whole[name] = full
+    for name, copy in copies:
+        if not torch.equal(copy, whole[name]):
             disagreements.append(f"{name} {label} (tied copies)")
     return whole
 

@@ -221,7 +221,7 @@ def _decided_by_the_comparison(base: RunConfig, changed: RunConfig, dtype: str) 
 
 KNOWN: dict[str, tuple[str, ...] | None] = {
     "operation": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"),
-    "group": (*GROUP_KINDS, "world"),
+    "group": (*GROUP_KINDS, "pp_half", "world"),
     "phase": (
         *("start", "forward", "backward", "recompute", "gradients", "parameters", "amax", "expert bias", "report"),
         "capture",

@@ -32,7 +32,8 @@ from labkit.train.parity.routing_trace import Routings, record_routings, replay_
 
 Ranges = tuple[tuple[int, int], ...]
 """Parts of a flat tensor, each from its first element up to but without its end."""
-BOUNDARIES = re.compile(r"embedding|layers\.\d+(\.attention|\.mamba|\.mlp(\.router)?)?|final_norm|lm_head")
+_LAYER = r"layers\.\d+(\.(cross_)?attention|\.mamba|\.mlp(\.router)?)?"
+BOUNDARIES = re.compile(rf"embedding|((en|de)coder\.)?({_LAYER}|final_norm)|lm_head")
 """Modules whose output is recorded."""
 EXPERT_BIAS = "expert_bias"
 """Name of the buffer that a router adds to its scores to choose, moved after each step."""
@@ -51,7 +52,7 @@ class Shard:
     full_rows: int
     """Rows of the whole tensor without vocabulary padding."""
     shared: bool
-    """The last stage's copy of the tied word embedding (a V has none)."""
+    """A later stage's copy, such as the last one's of the tied word embedding (a V has none)."""
     owned: Ranges | None = None
     """Elements that are valid on this rank: after a reduce-scatter only those of its own shard. None means all."""
     expert: bool = False

@@ -29,7 +29,7 @@ import torch
 from labkit.config import RunConfig
 from labkit.events import Event, EventRecorder, not_recording, recording
 from labkit.launch import report_progress
-from labkit.models.counts import step_flops
+from labkit.models.counts import decoder_length, step_flops
 from labkit.parallel.collectives import comm_scope, gather_objects
 from labkit.parallel.groups import ParallelGroups
 from labkit.train.forward_step import parts_of
@@ -50,7 +50,7 @@ class Throughput:
         """peak: TFLOP/s that a rank can reach, None if it is unknown."""
         train = config.train
         self._steps = train.steps
-        self._tokens = train.global_batch_size * config.model.seq_length
+        self._tokens = train.global_batch_size * (config.model.seq_length + decoder_length(config.model))
         flops = step_flops(config.model, samples=train.global_batch_size, moe=config.moe).total
         self._teraflops = flops / 1e12 / world_size
         self._peak = peak

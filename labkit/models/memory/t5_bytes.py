@@ -1,0 +1,117 @@
+"""Bytes that a stage of a T5 keeps for its backward, in closed form: both halves by `activation_bytes.py`, and between
+them cross-attention and masks. Numbers only, no torch.
+
+The layers of a half keep what a GPT's keep. Relative biases want a gradient, so a CPU has no fused kernel for them, and
+the probabilities of every layer are kept. The mask that holds them is kept where attention is recomputed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from labkit.config import ModelConfig
+from labkit.models.counts import StageContents, decoder_layers, decoder_length
+from labkit.models.memory.activation_bytes import (
+    Share,
+    end_activation_bytes,
+    layer_saved,
+    layers_activation_bytes,
+    norm_bytes,
+    recomputed_at_once_bytes,
+)
+
+INDEX_BYTES = 8
+"""Bytes of a token id, or of the bucket of a pair of positions."""
+
+
+def _halves(model: ModelConfig, indices: range) -> list[tuple[ModelConfig, int]]:
+    """(the half as a GPT, its layers among `indices`) of each half that has some; the decoder last."""
+    plain = {"family": "gpt", "decoder_layers": None, "decoder_seq_length": None}
+    encoder = replace(model, **plain)  # pyright: ignore[reportArgumentType]
+    decoder = replace(encoder, layers=decoder_layers(model), seq_length=decoder_length(model))
+    before = len([index for index in indices if index < model.layers])
+    return [(half, count) for half, count in ((encoder, before), (decoder, len(indices) - before)) if count]
+
+
+def t5_stage_bytes(model: ModelConfig, share: Share, holds: StageContents) -> int:
+    """Bytes that one microbatch keeps on a stage."""
+    halves, total = _halves(model, holds.layers), 0
+    for half, count in halves:
+        total += layers_activation_bytes(half, share, count) + _biases(half, share)
+        if holds.embedding:
+            total += end_activation_bytes(half, share, post_process=False)
+    if holds.layers.start < model.layers <= holds.layers.stop:
+        total += norm_bytes(halves[0][0], share)  # the encoder's final norm
+    if holds.layers.stop > model.layers:
+        decoder, count = halves[-1]
+        total += share.tokens_between(model) * model.hidden * share.element_bytes  # the encoder's output
+        total += _unrecomputed(model, count) * sum(_cross(model, decoder, share).values())
+    if holds.loss:
+        total += end_activation_bytes(halves[-1][0], share, pre_process=False)
+    return total + _padding(model, share, len(halves) == 2 or holds.layers.stop > model.layers)
+
+
+def _unrecomputed(model: ModelConfig, layers: int) -> int:
+    """Layers that keep everything."""
+    if model.recompute_granularity != "full":
+        return layers
+    return max(0, layers - model.recompute_num_layers) if model.recompute_method == "block" else 0
+
+
+def _recomputes_core(model: ModelConfig) -> bool:
+    modules = model.recompute_modules if model.recompute_granularity == "selective" else ()
+    return model.recompute_granularity == "full" or "core_attn" in modules
+
+
+def _biases(half: ModelConfig, share: Share) -> int:
+    """Bytes of the buckets of all pairs, and of the mask with the biases where a second run of attention reads it."""
+    if half.position != "relative":
+        return 0
+    pairs = half.seq_length**2
+    mask = share.samples * half.heads // share.tp * pairs * share.element_bytes if _recomputes_core(half) else 0
+    return INDEX_BYTES * pairs + mask
+
+
+def _padding(model: ModelConfig, share: Share, crosses: bool) -> int:
+    """Bytes of the encoder's padding mask, a row of scores for each sample and head; the biases' mask takes it in."""
+    fused = model.attention_backend == "fused" and not (model.attention_dropout and share.device == "cpu")
+    kept = fused or _recomputes_core(model)
+    read = crosses or model.position != "relative"
+    return share.tokens(model) * model.heads // share.tp * share.element_bytes if kept and read else 0
+
+
+def _cross(model: ModelConfig, decoder: ModelConfig, share: Share) -> dict[str, int]:
+    """Tensor -> bytes that the cross-attention of one layer keeps, beside the encoder's output."""
+    e, t, h, tokens = share.element_bytes, share.tp, model.hidden, share.tokens(decoder)
+    modules = model.recompute_modules if model.recompute_granularity == "selective" else ()
+    core, p = "core_attn" in modules, model.attention_dropout
+    q, kv = tokens * h // t, share.tokens(model) * 2 * h // t
+    probabilities = tokens * model.seq_length * model.heads // t
+    sizes, scores = (q + kv) * e, tokens * model.heads // t * share.wide
+    if model.attention_backend == "unfused":
+        scores = probabilities * (2 * e + 1 if p else e)
+    elif p and share.device == "cpu":
+        sizes = (q + kv) * share.wide + (kv // 2 * e if e >= 4 else 0)  # and a scaled copy of k
+        scores = 3 * probabilities * share.wide
+    return {
+        "cross norm": norm_bytes(decoder, share),
+        "cross q input": 0 if "layernorm" in modules else share.tokens_between(decoder) * h * e,
+        "cross q, k, v": (q + kv) * e if core else sizes,
+        "cross scores": 0 if core else scores,
+        "cross proj input": q * e,
+        "cross dropout mask": share.tokens_between(decoder) * h if model.hidden_dropout else 0,
+    }
+
+
+def t5_beside_bytes(model: ModelConfig, share: Share, indices: range) -> int:
+    """Bytes of the temporaries in the backward of a stage: a recomputed piece, three times its widest tensor."""
+    most = 0
+    for half, count in _halves(model, indices):
+        is_decoder = indices.stop > model.layers and half.seq_length == decoder_length(model)
+        cross = _cross(model, half, share) if is_decoder else {}
+        widest = max((layer_saved(half, share) | cross).values())
+        again = recomputed_at_once_bytes(half, share, count)
+        if again and cross:
+            again += min(count, model.recompute_num_layers) * sum(cross.values())
+        most = max(most, 3 * widest + again)
+    return most
