@@ -208,7 +208,7 @@ def bert_tiny() -> RunConfig:
 
 
 def mamba_tiny() -> RunConfig:
-    """A hybrid of Mamba-2, attention and MLP layers, of 0.2 million parameters, for parity and lessons.
+    """A hybrid of Mamba-2, attention and MLP layers, of 0.3 million parameters, for parity and lessons.
 
     The attention layers see the order of tokens by what the Mamba layers before them write, so there are no positions.
     Every layout up to tp 4, pp 4 divides it.
