@@ -14,7 +14,7 @@ GRADIENTS = [
     Fault(
         "the two copies of the word embedding keep their own gradients",
         "_sum_tied_embedding",
-        "record.shared_embedding",
+        "record_of(parameter).shared_embedding",
         "False",
         Comparison(PP, f"{EMBEDDING} gradient"),
     ),

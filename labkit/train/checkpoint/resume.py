@@ -184,7 +184,7 @@ def model_differences(manifest: Manifest, config: RunConfig) -> list[str]:
 def _spelled_out(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with the sizes for which None stands: key/value heads, decoder, widths of MLP and experts."""
     model, moe = dict(config.get("model", {})), dict(config.get("moe", {}))
-    if model.get("decoder_layers") is None and "layers" in model:
+    if model.get("family") == "t5" and model.get("decoder_layers") is None and "layers" in model:
         model["decoder_layers"] = model["layers"]
     if model.get("kv_heads") is None and "heads" in model:
         model["kv_heads"] = model["heads"]
