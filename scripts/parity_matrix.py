@@ -119,7 +119,7 @@ ZERO_LAYOUTS = [
 ]
 """The distributed optimizer, always over two replicas or more."""
 EXPERT_STEPS, EXPERT_BATCH, MOST_RANKS = 3, 16, 8
-BERT_STEPS, T5_STEPS = 5, 3
+BERT_STEPS, T5_STEPS, MAMBA_STEPS = 5, 3, 3
 EXPERT_AXES: dict[str, tuple[Any, ...]] = {
     "ep": (1, 2, 4, 8),
     "etp": (1, 2),
@@ -214,6 +214,19 @@ def split(changes: dict[str, Any], shapes: list[tuple[int, int, int, int]]) -> l
     return layouts
 
 
+SCOPE_MAMBA = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_scope": ["mamba"]}
+MAMBA_LAYOUTS = [
+    *grid({}, [(2, 1, 1, 1), (4, 1, 1, 1), (1, 1, 2, 1), (1, 1, 4, 1), (2, 1, 2, 2), (1, 1, 1, 2)]),
+    *grid(SEQUENCE_PARALLEL, [(2, 1, 1, 1), (4, 1, 2, 1)]),
+    *grid({**FULL, **SEQUENCE_PARALLEL}, [(2, 1, 2, 1)]),
+    *grid({"schedule.name": "interleaved", "vpp": 2}, [(1, 1, 2, 1), (2, 1, 2, 1)]),
+    *grid({"schedule.name": "zero_bubble_h1"}, [(1, 1, 2, 1)]),
+    *grid({"schedule.name": "zbv", **SEQUENCE_PARALLEL}, [(2, 1, 2, 1)]),
+    *grid(ZERO, [(1, 1, 1, 2), (2, 1, 2, 2)]),
+    *grid({**MEGATRON, **SEQUENCE_PARALLEL}, [(2, 1, 1, 2)]),
+    *grid(SCOPE_MAMBA, [(2, 1, 1, 1), (1, 1, 2, 1)]),
+]
+"""Every axis that a Mamba model has, and graphs of its layers."""
 T5_LAYOUTS = [
     *split({}, [(2, 0, 0, 1), (4, 0, 0, 1), (1, 1, 1, 1), (1, 2, 2, 1), (1, 1, 2, 1), (2, 1, 1, 2), (1, 0, 0, 2)]),
     *split(SEQUENCE_PARALLEL, [(2, 0, 0, 1), (4, 1, 1, 1), (2, 2, 2, 1)]),
@@ -252,7 +265,7 @@ the sequence, recomputation, gradient buckets and the distributed optimizer run 
 {DATA_BATCH} samples. Models with experts run {EXPERT_STEPS} steps with 4 layers and micro batches of 2 samples; all
 layers or every second layer have 8 or 16 experts. Their reference computes the experts one after the other and sends no
 token. In float32 the layouts replay the reference's choice of experts. A BERT runs {BERT_STEPS} steps with 4 layers.
-A T5 runs {T5_STEPS} steps with 2 layers in each half.
+A T5 runs {T5_STEPS} steps with 2 layers in each half, a Mamba model {MAMBA_STEPS} steps with 4 layers.
 `scripts/parity_matrix.py` writes this page; `make sweep` asserts the same rows.
 """
 
@@ -366,6 +379,16 @@ def encoder_decoder(form: str) -> RunConfig:
     return presets.get("t5_tiny").override({**shape, "micro_batch_size": 2, "global_batch_size": 8})
 
 
+def scanned(pattern: str | None) -> RunConfig:
+    """A Mamba model with this pattern of layers (None: Mamba alone), at sizes that 8 ranks train in seconds."""
+    return small("mamba_tiny").override({"hybrid_override_pattern": pattern, "model.mamba_state_dim": 8})
+
+
+MAMBA_SWEEPS: dict[str, tuple[RunConfig, list[dict[str, Any]], str]] = {
+    "Mamba alone, float64": (scanned(None), MAMBA_LAYOUTS, "float64"),
+    "Mamba with attention and MLP, float64": (scanned("MM*-"), MAMBA_LAYOUTS, "float64"),
+}
+"""Mamba-2 in layers of one part each."""
 T5_SWEEPS: dict[str, tuple[RunConfig, list[dict[str, Any]], str]] = {
     "T5, learned positions, float64": (encoder_decoder("learned"), T5_LAYOUTS, "float64"),
     "T5, relative positions, float64": (encoder_decoder("relative"), T5_LAYOUTS, "float64"),
@@ -403,6 +426,8 @@ def planned() -> list[tuple[str, str, RunConfig, list[dict[str, Any]], int, str]
         rows.append((title, "", config, layouts, BERT_STEPS, dtype))
     for title, (config, layouts, dtype) in T5_SWEEPS.items():
         rows.append((title, "", config, layouts, T5_STEPS, dtype))
+    for title, (config, layouts, dtype) in MAMBA_SWEEPS.items():
+        rows.append((title, "", config, layouts, MAMBA_STEPS, dtype))
     return rows
 
 

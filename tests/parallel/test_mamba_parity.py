@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from labkit.config import RunConfig, presets
 from labkit.launch import run
 from labkit.train import compare, pretrain
 
 MATRIX = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "parity_matrix.py"))
 ZERO, SP, FULL, MEGATRON = (MATRIX[name] for name in ("ZERO", "SEQUENCE_PARALLEL", "FULL", "MEGATRON"))
-SCOPE = {"graph.cuda_graph_impl": "emulated", "graph.cuda_graph_scope": ["mamba"]}
+SCOPE = MATRIX["SCOPE_MAMBA"]
 SUBSET = {
     "MM*-": [
         {"tp": 2},
@@ -28,9 +27,7 @@ SUBSET = {
 """Pattern of the layers -> layouts; together every axis and option that a Mamba model has."""
 
 
-def small(pattern: str | None) -> RunConfig:
-    shape = {"layers": 4, "hidden": 32, "heads": 4, "seq_length": 16, "global_batch_size": 4}
-    return presets.mamba_tiny().override(shape | {"hybrid_override_pattern": pattern, "model.mamba_state_dim": 8})
+small = MATRIX["scanned"]
 
 
 @pytest.mark.parametrize("pattern", SUBSET, ids=["hybrid", "Mamba alone"])
@@ -38,6 +35,14 @@ def test_float64(pattern):
     report = compare(small(pattern), SUBSET[pattern], steps=3, dtype="float64")
     assert report.ok, f"\n{report}"
     assert max(row.largest for row in report.rows) <= 1e-10
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("pattern", SUBSET, ids=["hybrid", "Mamba alone"])
+def test_every_layout(pattern):
+    report = compare(small(pattern), MATRIX["MAMBA_LAYOUTS"], steps=MATRIX["MAMBA_STEPS"], dtype="float64")
+    assert report.ok, f"\n{report}"
 
 
 def test_a_collective_left_out_is_found_at_the_mixer():

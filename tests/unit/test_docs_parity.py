@@ -52,6 +52,7 @@ def test_the_committed_tables_are_those_of_the_script_but_for_the_numbers(tmp_pa
         *matrix.EXPERT_SWEEPS.values(),
         *matrix.BERT_SWEEPS.values(),
         *matrix.T5_SWEEPS.values(),
+        *matrix.MAMBA_SWEEPS.values(),
     ]
     layouts = len(matrix.PRESETS) * 2 * len(matrix.LAYOUTS) + sum(len(rows) for _, rows, _ in sweeps)
     assert len(re.findall(r"^\| tp\d ", committed, flags=re.MULTILINE)) == layouts
