@@ -56,7 +56,8 @@ def finetune(
     last = summary(settings.task, of_seeds)
     if ensemble:
         last["ensemble"] = runs.prepared.scores(added([runs.trained[row, seed].logits for seed in seeds]))
-    return [*runs.results.values(), runs.written(last, {"summary": list(seeds), "sweep": sweep, "ensemble": ensemble})]
+    about = {**row._asdict(), "summary": list(seeds), "sweep": sweep, "ensemble": ensemble}
+    return [*runs.results.values(), runs.written(last, about)]
 
 
 def summary(task: str, results: Sequence[Result]) -> Result:

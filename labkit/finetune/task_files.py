@@ -170,7 +170,7 @@ def _tables(
 
 def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str] | None]]:
     """(line, its needed cells by column) of a table; None for a line with another number of cells than the header."""
-    with path.open(encoding="utf-8", newline="\n") as file:
+    with _published(path), path.open(encoding="utf-8", newline="\n") as file:
         header = file.readline().strip("\r\n").split("\t")
         if missing := [column for column in columns if column not in header]:
             raise ValueError(
@@ -230,7 +230,8 @@ def _read_squad(folder: Path, version: str | None) -> TaskFiles:
     _there(paths.values(), f"SQuAD {version}")
     found = TaskFiles(f"squad{version}", files=list(paths.values()))
     parts = {part: list(_squad_file(path)) for part, path in paths.items()}
-    right = [p for p in parts["train"] if all(p.context[at : at + len(text)] == text for text, at in p.answers)]
+    with _published(found.files[0]):
+        right = [p for p in parts["train"] if all(p.context[at : at + len(text)] == text for text, at in p.answers)]
     found.left_out = len(parts["train"]) - len(right)
     _few(found.files[0], found.left_out, len(parts["train"]))
     found.train, found.splits = right, {"dev": parts["dev"]}
@@ -263,5 +264,7 @@ def _published(path: Path) -> Iterator[None]:
         yield
     except KeyError as error:
         raise ValueError(f"{path} has no key {error}; give the file as its authors publish it") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from None
     except (TypeError, AttributeError) as error:
         raise ValueError(f"{path} has another form than the published file: {error}") from None

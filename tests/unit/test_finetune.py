@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,11 @@ BROKEN: dict[str, tuple[str, str, Any, str]] = {
                   "1 of 48 rows cannot be used"),
     "no answer": ("squad1.1", "dev-v1.1.json", edited(lambda read: paragraph(read)["qas"][0].update(answers=[])),
                   "question q0 has no answer, and is not marked is_impossible"),
+    "no UTF-8": ("mnli", "train.tsv", lambda p: p.write_bytes(p.read_bytes() + b"caf\xe9"),
+                 "train.tsv is no text in UTF-8"),
+    "a word as place": ("squad1.1", "train-v1.1.json",
+                        edited(lambda read: paragraph(read)["qas"][0]["answers"][0].update(answer_start="1")),
+                        "train-v1.1.json has another form"),
 }  # fmt: skip
 
 
@@ -284,6 +290,11 @@ def test_a_sweep_an_ensemble_and_rows_that_are_read(
     monkeypatch.setattr("labkit.finetune.repeated_runs.train_and_predict", lambda *_: pytest.fail("trained again"))
     again = finetune(settings, seeds=(1, 2), sweep=True, records=Records(out))
     assert again[:4] == rows[:4]
+    monkeypatch.undo()
+    finetune(replace(settings, lr=1e-3), seeds=(1,), records=Records(out))
+    finetune(replace(settings, lr=2e-3), seeds=(1,), records=Records(out))
+    summaries = [row for row in Records(out).rows if "median" in row]
+    assert [row["lr"] for row in summaries[-2:]] == [1e-3, 2e-3], "a summary of other numbers is another row"
 
 
 @pytest.mark.parametrize("task", ["mnli", "squad"])
@@ -371,6 +382,10 @@ def test_ctrl_c_leaves_the_rows_of_finished_runs_and_nothing_else(folder: Any, c
         ("mnli --path HERE --checkpoint RUN --ensemble", "needs the runs of several seeds"),
         ("mnli --path HERE --checkpoint RUN --nproc 3 --tp 2", "--nproc 3: must be a multiple of tp 2 x pp 1"),
         ("mnli --path HERE --checkpoint EXPORT", "names no tokenizer"),
+        (
+            "mnli --path HERE --checkpoint RUN --out nowhere/o.jsonl",
+            "--out nowhere/o.jsonl: there is no folder nowhere",
+        ),
     ],
 )
 def test_bad_requests_are_refused_before_any_rank_starts(

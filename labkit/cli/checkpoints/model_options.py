@@ -52,6 +52,8 @@ def broken_options(arguments: Arguments, command: Command) -> list[str]:
             problems.append(f"--{option.name} {value}: {rule}")
     if arguments.options["checkpoint"] is None:
         problems.append("--checkpoint: give the folder of a run's checkpoints, or one of its steps")
+    if (out := arguments.options.get("out")) is not None and not Path(out).parent.is_dir():
+        problems.append(f"--out {out}: there is no folder {Path(out).parent}; make it, or name a file elsewhere")
     return problems
 
 
