@@ -13,16 +13,21 @@ scores themselves, which no row holds, so it trains all of its seeds.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from labkit.config import ParallelConfig
 from labkit.evaluate.records import Key, Records, digest_of
 from labkit.finetune.finetuning import Prepared, Settings, Trained, prepare, train_and_predict
+from labkit.finetune.starting_weights import weights_at
 from labkit.finetune.table6 import Row, rows_of
 from labkit.launch import info
+from labkit.parallel.collectives import gather_objects
+from labkit.parallel.groups import initialize_model_parallel
 from labkit.train.checkpoint.inventory import is_export
 from labkit.train.checkpoint.manifest import MANIFEST
 
@@ -46,7 +51,8 @@ def finetune(
 
     Raises ValueError, FileNotFoundError, ConfigError and CheckpointError as `prepare` and `train_and_predict`.
     """
-    runs = _Runs(prepare(settings), records, keep=ensemble)
+    weights = agreed(lambda: str(weights_at(Path(settings.checkpoint), settings.step).source))
+    runs = _Runs(prepare(replace(settings, checkpoint=weights, step=None)), records, keep=ensemble)
     row = runs.prepared.row
     if sweep:
         tried = list(dict.fromkeys(settings.own(each) for each in rows_of(runs.prepared.files.row)))
@@ -82,6 +88,13 @@ def added(logits: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 def _best(scores: Sequence[float]) -> int:
     return max(range(len(scores)), key=scores.__getitem__)
+
+
+def agreed(find: Callable[[], Any]) -> Any:
+    """Rank 0's result, on all ranks, which call this together: files may change between their looks."""
+    own = find()
+    with initialize_model_parallel(ParallelConfig()) as groups:
+        return gather_objects(own, groups.world)[0]
 
 
 class _Runs:
@@ -124,7 +137,8 @@ class _Runs:
         )
 
     def _known(self, about: Key) -> Result | None:
-        return None if self._records is None else self._records.finished(self._key(about))
+        records = self._records
+        return None if records is None else agreed(lambda: records.finished(self._key(about)))
 
     def _key(self, about: Key) -> Key:
         """Everything that a row depends on."""
