@@ -234,7 +234,7 @@ def final_lines(result: Trained, config: RunConfig) -> list[str]:
     done = result.resumed_after + len(result.losses)
     lines = [f"step {done} of {config.train.steps}: training loss {loss:.4f}" for loss in result.losses[-1:]]
     lines = lines or [f"no step to do: the checkpoint has all {done}; to go on, raise train.steps"]
-    if not result.metrics:
+    if not (result.losses or result.metrics):
         return lines
     skipped = [(line["skipped_steps"], line.get("skipped_because")) for line in result.metrics if "loss_scale" in line]
     if skipped and (count := skipped[-1][0]):
