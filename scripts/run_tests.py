@@ -33,6 +33,8 @@ TIMED = (
     "tests/parallel/test_broken_schedules.py",
 )
 """Tests of hangs, which say how soon one ends."""
+OF_CHAPTERS = ("chapter ", "other parameters ")
+"""Begins of the names of pieces that run chapters."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,14 @@ class Piece:
         return [str(Path(sys.executable).parent / self.tool), *self.arguments, *report]
 
     def environment(self) -> dict[str, str]:
-        """Of the tool: without GPUs but for the tests that need one. A chapter's `device = auto` is then the CPU."""
-        return dict(os.environ) if "tests/gpu" in self.arguments else os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        """Of the tool: without GPUs but for the tests that need one. A chapter's `device = auto` is then the CPU.
+
+        Tests have one thread, as ranks have. With two, the threads of pieces that run side by side wait for each other.
+        Chapters have as many as a user's.
+        """
+        threads = {} if self.name.startswith(OF_CHAPTERS) else {"OMP_NUM_THREADS": "1"}
+        gpus = {} if "tests/gpu" in self.arguments else {"CUDA_VISIBLE_DEVICES": ""}
+        return os.environ | threads | gpus
 
 
 @dataclass(frozen=True)
