@@ -155,7 +155,8 @@ def _join_parameters(ranks: list[Snapshot], what: str, step: int, disagreements:
             else:
                 whole[name] = full
     for name, copy in copies:
-        if not torch.equal(copy, whole[name]):
+        original = name.partition(" (")[0]  # a rank that holds both names the second by its path as well
+        if not torch.equal(copy, whole[original]):
             disagreements.append(f"{name} {label} (tied copies)")
     return whole
 
