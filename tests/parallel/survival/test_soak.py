@@ -98,9 +98,10 @@ def test_a_few_faults(tally, tmp_path):
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_fault_every_twenty_seconds(tally, tmp_path, asynchronous):
+    """A checkpoint comes several times between two faults. A run whose saves are further apart never ends."""
     config = presets.tiny().override(
         {"tp": 2, "pp": 2, "steps": 300, "decay_steps": 300, "hidden_dropout": 0.1, "record_events": False}
-        | {"checkpoint.dir": "later", "interval": 10, "keep": 3, "checkpoint.asynchronous": asynchronous}
+        | {"checkpoint.dir": "later", "interval": 4, "keep": 3, "checkpoint.asynchronous": asynchronous}
     )
     manner = "asynchronous" if asynchronous else "synchronous"
     soak(
