@@ -1,0 +1,153 @@
+"""Limits of a chapter: what it imports, its cells, its exercises and hints, its names, and the page for its teacher.
+
+A chapter that breaks a limit stands in `NOT_YET` with today's numbers. The table may only shrink: a chapter that has
+become better than its row fails, too, until the row is corrected.
+"""
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CHAPTERS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+each_chapter = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
+
+MOST = {"names": 15, "cells": 60, "lines": 14}
+"""Names imported from labkit, cells, lines of the longest code cell."""
+LEAST = {"exercises": 3, "hints": 3, "map": 3, "page": 1}
+"""Exercises, hints of the exercise with the fewest, rows of the name map, pages in docs/teaching."""
+NOT_YET = """
+                                names  cells  lines  exercises  hints  map  page
+00_tour                            22      -      -          1      0    0     0
+02_rank_groups                     18      -      -          2      0    0     0
+03_f_and_g                         17      -      -          1      0    -     0
+04_vocabulary_and_loss             18     82      -          -      2    -     0
+06_sequence_parallel               29      -      -          1      0    0     0
+07_context_parallel                28      -      -          1      0    -     0
+08_data_parallel                   36     79      -          1      0    0     0
+10_p2p_and_1f1b                    34     64      -          1      0    -     0
+11_interleaving                    30     75      -          1      0    -     0
+12_write_your_own_schedule         27     73      -          1      0    -     0
+13_training_end_to_end              -     76      -          -      0    -     0
+14_moe_layer                       35     75      -          1      0    -     0
+15_moe_folding                     21     69      -          2      0    -     0
+16_cuda_graphs                     20    128      -          1      0    -     0
+17_graphs_in_a_pipeline            25      -      -          1      0    -     0
+18_partial_graphs_moe              35     79      -          1      0    -     0
+20_evaluation_and_generation       18     71      -          -      -    -     0
+"""
+"""Chapters that break a limit, with today's numbers; `-` keeps it."""
+
+
+def source(cell: dict[str, Any]) -> str:
+    return "".join(cell["source"])
+
+
+def read_cells(chapter: Path) -> list[dict[str, Any]]:
+    """The cells that a student reads: all but the solutions."""
+    cells = json.loads(chapter.read_text())["cells"]
+    return [cell for cell in cells if "solution" not in cell["metadata"].get("tags", [])]
+
+
+def labkits_names(code: list[str]) -> set[str]:
+    """Names that the cells import from labkit; `import labkit.x` counts as one."""
+    found = set()
+    for node in ast.walk(ast.parse("\n".join(code))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "labkit":
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "labkit"}
+    return found
+
+
+def hints_by_exercise(cells: list[dict[str, Any]]) -> list[int]:
+    """For each exercise, in order: the collapsed hints since the exercise before it."""
+    found, hints = [], 0
+    for cell in cells:
+        if cell["cell_type"] == "markdown":
+            hints += source(cell).count("<details>")
+        elif re.search(r'\bcheck\("\d\d\.', source(cell)):
+            found.append(hints)
+            hints = 0
+    return found
+
+
+def name_map(cells: list[dict[str, Any]]) -> list[tuple[list[str], list[str]]]:
+    """(labkit's names, files) of each row of the table under `## Names`."""
+    text = "\n".join(source(cell) for cell in cells if cell["cell_type"] == "markdown")
+    _, _, below = text.partition("\n## Names\n")
+    rows = [line.strip("|").split("|") for line in below.partition("\n## ")[0].splitlines() if line.startswith("|")]
+    return [(re.findall(r"`([^`]+)`", here), re.findall(r"`([^`]+)`", files)) for _, here, files in rows[2:]]
+
+
+def measured(chapter: Path) -> dict[str, int]:
+    """Every number that a limit speaks of."""
+    cells = read_cells(chapter)
+    code = [source(cell) for cell in cells if cell["cell_type"] == "code"]
+    hints = hints_by_exercise(cells)
+    return {
+        "names": len(labkits_names(code)),
+        "cells": len(cells),
+        "lines": max(len(each.splitlines()) for each in code),
+        "exercises": len(hints),
+        "hints": min(hints, default=0),
+        "map": len(name_map(cells)),
+        "page": int((ROOT / "docs" / "teaching" / f"{chapter.name[:2]}.md").is_file()),
+    }
+
+
+def broken(numbers: dict[str, int]) -> dict[str, int]:
+    over = {what: numbers[what] for what, most in MOST.items() if numbers[what] > most}
+    return over | {what: numbers[what] for what, least in LEAST.items() if numbers[what] < least}
+
+
+def rows() -> dict[str, dict[str, int]]:
+    head, *lines = (line.split() for line in NOT_YET.strip().splitlines())
+    return {stem: {what: int(n) for what, n in zip(head, numbers) if n != "-"} for stem, *numbers in lines}
+
+
+@each_chapter
+def test_a_chapter_keeps_the_limits_or_is_as_its_row_says(chapter: Path) -> None:
+    assert broken(measured(chapter)) == rows().get(chapter.stem, {}), (
+        "keep the limits; correct a row that is better now"
+    )
+
+
+def test_every_row_is_of_a_chapter() -> None:
+    assert set(rows()) <= {chapter.stem for chapter in CHAPTERS}
+
+
+def defined(file: Path) -> set[str]:
+    """Every name that a file gives to a function, class, parameter, variable or attribute."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return found
+
+
+@each_chapter
+def test_the_files_of_the_name_map_define_its_names(chapter: Path) -> None:
+    for names, files in name_map(read_cells(chapter)):
+        assert names and files, "each row has labkit's name and its file"
+        known = set().union(*(defined(ROOT / file) for file in files))
+        assert set(names) <= known, f"{', '.join(files)} does not define {', '.join(set(names) - known)}"
+
+
+def test_a_file_that_does_not_define_a_name_is_noticed() -> None:
+    names = defined(ROOT / "labkit" / "parallel" / "layers.py")
+    assert "ColumnParallelLinear" in names and "copy_to_tensor_model_parallel_region" not in names
+
+
+def test_a_broken_limit_is_noticed() -> None:
+    fine = {**MOST, **LEAST}
+    assert broken(fine) == {}
+    assert broken({**fine, "cells": 61, "exercises": 2}) == {"cells": 61, "exercises": 2}
