@@ -43,7 +43,7 @@ def test_constants_and_attributes_have_docstrings_too() -> None:
 
 # ---- docs/ ----
 
-PAGES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.stem not in ("log", "benchmarks"))
+PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.stem not in ("log", "benchmarks"))
 FOLDERS = ("labkit/", "tests/", "scripts/", "notebooks/", "docs/", "benchmarks/")
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 
