@@ -2,8 +2,8 @@
 
 python scripts/run_tests.py [STAGE ...]     all stages, or only those named (--list shows them)
 
-A stage is cut into pieces, each one process of one tool. Two pieces run at a time, in the order of the list. The tests
-that say how soon a hang ends come early, beside the types and the unit tests, which take one core.
+A stage is cut into pieces, each one process of one tool. They run in the order of the list, side by side on two cores.
+The tests that say how soon a hang ends mostly wait: two pieces of them share a core, beside the types and the unit tests.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "build" / "test-reports"
-AT_ONCE = 2
-"""Pieces that run side by side."""
+CORES = 2.0
+"""That pieces keep busy side by side."""
 SLOWEST = 20
 """Tests that are named at the end."""
 TIMED = (
     "tests/parallel/launch/test_launch_faults.py",
-    "tests/parallel/launch/test_launch_notebooks.py",
     "tests/parallel/launch/test_launch_scripts.py",
     "tests/parallel/test_broken_schedules.py",
+    "tests/parallel/launch/test_launch_notebooks.py",
 )
 """Tests of hangs, which say how soon one ends."""
 OF_CHAPTERS = ("chapter ", "other parameters ")
@@ -44,6 +44,8 @@ class Piece:
     name: str
     tool: str
     arguments: tuple[str, ...] = ()
+    cores: float = 1.0
+    """That it keeps busy."""
 
     def report(self) -> Path:
         """Where pytest writes what it counted and measured."""
@@ -89,7 +91,7 @@ def stages() -> list[Stage]:
         Stage("ruff check", (Piece("ruff check", "ruff", ("check", ".")),)),
         Stage("ruff format", (Piece("ruff format", "ruff", ("format", "--check", ".")),)),
         Stage("import-linter", (Piece("import-linter", "lint-imports"),)),
-        Stage("hangs", (Piece("hangs", "pytest", TIMED),)),
+        Stage("hangs", _dealt("hangs", TIMED, 2, cores=0.5)),
         Stage("basedpyright", (Piece("basedpyright", "basedpyright"),)),
         Stage("unit", _dealt("unit", _files("tests/unit"), 4)),
         Stage("parallel", _dealt("parallel", [*_files("tests/parallel"), "tests/gpu"], 6, "-rs")),
@@ -105,9 +107,9 @@ def _files(folder: str) -> list[str]:
     return [path for path in found if path not in TIMED]
 
 
-def _dealt(name: str, files: Sequence[str], count: int, *options: str) -> tuple[Piece, ...]:
+def _dealt(name: str, files: Sequence[str], count: int, *options: str, cores: float = 1.0) -> tuple[Piece, ...]:
     """The files dealt to `count` pieces in turn, so that neighbours, which cost alike, are apart."""
-    return tuple(Piece(f"{name} {i + 1}", "pytest", (*files[i::count], *options)) for i in range(count))
+    return tuple(Piece(f"{name} {i + 1}", "pytest", (*files[i::count], *options), cores) for i in range(count))
 
 
 def _chapter(path: Path) -> Piece:
@@ -115,13 +117,13 @@ def _chapter(path: Path) -> Piece:
 
 
 def run(chosen: Sequence[Stage]) -> Outcome:
-    """Run the pieces of the stages in order, two at a time; after one has failed no other is started."""
+    """Run the pieces of the stages in order, as many as the cores take; after one has failed no other is started."""
     outcome, start = Outcome(), time.monotonic()
     waiting = [(stage, piece) for stage in chosen for piece in stage.pieces]
     running: dict[Future[tuple[int, str, float]], tuple[Stage, Piece]] = {}
-    with ThreadPoolExecutor(AT_ONCE) as threads:
+    with ThreadPoolExecutor() as threads:
         while running or (waiting and not outcome.failed):
-            while waiting and len(running) < AT_ONCE and not outcome.failed:
+            while waiting and not outcome.failed and _busy(running.values()) + waiting[0][1].cores <= CORES:
                 stage, piece = waiting.pop(0)
                 running[threads.submit(_run_piece, piece)] = stage, piece
             for done in wait(running, return_when=FIRST_COMPLETED).done:
@@ -132,6 +134,11 @@ def run(chosen: Sequence[Stage]) -> Outcome:
                     outcome.failed.append(piece.name)
                 _tell(piece, code, printed, seconds, time.monotonic() - start)
     return outcome
+
+
+def _busy(running: Iterable[tuple[Stage, Piece]]) -> float:
+    """Cores that the running pieces keep busy."""
+    return sum(piece.cores for _, piece in running)
 
 
 def _run_piece(piece: Piece) -> tuple[int, str, float]:
@@ -189,7 +196,7 @@ def main() -> int:
     outcome = run([every[name] for name in arguments.stage or every])
     reports = sorted(REPORTS.glob("*.xml"))
     print("\nslowest tests:", *(f"{seconds:7.1f} s  {name}" for seconds, name in slowest(reports)), sep="\n")
-    print(f"\nseconds by stage, added up over its pieces, of which {AT_ONCE} ran at a time:")
+    print("\nseconds by stage, added up over its pieces:")
     print(*(f"{seconds:7.1f} s  {name}" for name, seconds in outcome.seconds.items()), sep="\n")
     seconds = time.monotonic() - start
     print(

@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,10 @@ from types import ModuleType
 import pytest
 
 os.environ["MPLBACKEND"] = "Agg"
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # started behind `&` in a script: so would be all that tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if importlib.util.find_spec("hypothesis") is not None:  # the GPU suite runs where it is not installed
     from hypothesis import settings
 

@@ -5,7 +5,9 @@ Tensors are compared as the files have them, put together by safetensors alone, 
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,6 +78,11 @@ CHAINS = {
 """Name -> (configuration, layouts of four ranks). Each layout loads what the one before it saved; the first as well."""
 
 
+def marked(names: Iterable[str], *long: str) -> list[Any]:
+    """The names, those of `long` for `make sweep` alone."""
+    return [pytest.param(name, marks=pytest.mark.sweep) if name in long else name for name in names]
+
+
 def stored(step: Path) -> dict[str, np.ndarray]:
     """Every whole tensor of a checkpoint by its manifest; rows of no box would stay NaN or -1."""
     tensors = json.loads((step / "manifest.json").read_bytes())["tensors"]
@@ -113,7 +120,7 @@ def convert(configs: list[RunConfig]) -> list[tuple[int, int]]:
     return progress
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", marked(CHAINS, "grouped heads, swiglu, padding"))
 def test_parameters_and_moments_pass_through_every_layout_unchanged(name, tmp_path, on_ranks):
     config, layouts = CHAINS[name]
     trained = config.override({**layouts[0], "steps": 2, "checkpoint.dir": str(tmp_path / "0")})
@@ -174,7 +181,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", marked(RESUMED, "zero, dropout, bf16", "fp8 with a history"))
 def test_a_cut_run_ends_as_one_that_was_never_cut(name, tmp_path, on_ranks):
     config = RESUMED[name].override({"steps": 6, "interval": 2, "keep": 9, "decay_steps": 6, "warmup_steps": 3})
     straight, cut = (config.override({"checkpoint.dir": str(tmp_path / folder)}) for folder in ("straight", "cut"))

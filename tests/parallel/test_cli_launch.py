@@ -201,6 +201,7 @@ def test_two_runs_into_one_folder_and_one_that_is_killed(tmp_path: Path, capfd: 
     assert losses[0] == losses[1], "the stored configuration is the whole run"
 
 
+@pytest.mark.sweep
 def test_under_torchrun_the_ranks_refuse_together(tmp_path: Path) -> None:
     """One message, for a folder that cannot be written and for memory, although no process launched them."""
     (tmp_path / "file").write_text("")

@@ -48,7 +48,7 @@ def wide(preset: str, **changes: Any) -> RunConfig:
     return MATRIX["wide"](preset).override({"global_batch_size": 8, **changes})
 
 
-@pytest.mark.parametrize("preset", ["tiny", "llama_tiny"])
+@pytest.mark.parametrize("preset", ["tiny", pytest.param("llama_tiny", marks=pytest.mark.sweep)])
 def test_parts_of_the_sequence_and_recomputation(preset):
     report = compare(wide(preset), SEQUENCES[preset], steps=2)
     assert report.ok, f"\n{report}"

@@ -252,7 +252,10 @@ def recomputed(layout: ParallelConfig, moe: MoEConfig) -> dict[str, tuple[bool, 
     return found
 
 
-@pytest.mark.parametrize("layout", ["tp2 etp1 ep4", "tp2 etp2 ep2", "cp4 etp2 ep2"])
+@pytest.mark.parametrize(
+    "layout",
+    ["tp2 etp2 ep2", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("tp2 etp1 ep4", "cp4 etp2 ep2"))],
+)
 def test_recomputation_and_split_backwards_change_no_bit(layout: str, on_ranks: Any) -> None:
     """The all-to-alls of a recomputed MoE layer are made again, once; those of the others are not."""
     moe = replace(SHARED, layer_freq=(0, 1), aux_loss_coeff=0.1, z_loss_coeff=0.1)

@@ -69,7 +69,7 @@ def test_empty_stages():
     assert max(row.largest for row in report.rows) <= 1e-10
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.sweep)])
 def test_a_rank_of_empty_stages_takes_the_type_of_the_others_and_joins_fp8_and_graphs(precision):
     """It has no parameter to take a type from, no layer to capture and no scale of its own to agree on."""
     changes = {"layers": 4, "steps": 3, "eval_steps": 1, "eval_interval": 1, "precision": precision}

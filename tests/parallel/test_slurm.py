@@ -98,7 +98,7 @@ def free_job() -> str:
     while True:
         number = random.randrange(1, 20000)
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", 20000 + number)):
+            if probe.connect_ex(("127.0.0.1", 10000 + number)):
                 return str(number)
 
 
@@ -121,6 +121,7 @@ def test_two_nodes_train_together_and_the_job_is_done(folder: Path) -> None:
     assert not job.requeued
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
 def test_the_warning_ends_all_ranks_after_a_step_and_queues_the_job_again(
     folder: Path, number: signal.Signals, requeued: bool

@@ -19,7 +19,7 @@ def small(**changes) -> RunConfig:
     return presets.tiny().override(shape | changes)
 
 
-@pytest.mark.parametrize("schedule", ["auto", "zbv"])
+@pytest.mark.parametrize("schedule", [pytest.param("auto", marks=pytest.mark.sweep), "zbv"])
 def test_the_same_layout_twice_is_bit_equal_with_dropout_and_all_ranks_report_the_same(schedule):
     dropout = dict.fromkeys(("hidden_dropout", "attention_dropout", "embedding_dropout"), 0.1)
     config = small(tp=2, pp=2, layers=4, **dropout, **{"schedule.name": schedule})

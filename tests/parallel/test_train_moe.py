@@ -137,6 +137,7 @@ def test_biases_are_those_of_one_process_on_every_rank(on_ranks, world_size: int
             assert bias == line[f"moe/{name.partition('.mlp')[0]}/expert_bias"]
 
 
+@pytest.mark.sweep
 def test_the_same_layout_twice_is_bit_equal(on_ranks) -> None:
     config = small(**BIASED, **SP, ep=2, etp=1)
     first, second = (on_ranks(trained, 2, config) for _ in range(2))

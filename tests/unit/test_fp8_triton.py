@@ -47,6 +47,7 @@ def raised() -> dict[str, str]:
     return json.loads(run_python(str(CHECKS), TRITON_INTERPRET="1").splitlines()[-1])
 
 
+@pytest.mark.sweep
 @needs_triton
 @pytest.mark.parametrize("name", NAMES)
 def test_in_the_interpreter(name: str, raised: dict[str, str]) -> None:

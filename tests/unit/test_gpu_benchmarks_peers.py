@@ -228,6 +228,7 @@ def test_the_host_is_timed_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None
     assert found == pytest.approx([1000.0, 5.0, 2.0])
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("without_inductor")
 def test_graphs_of_all_makers_stand_in_one_run() -> None:
     [found], rows = sorted_out(gpu_replays.replays(TINY, 2, dtype=torch.float32, impl="emulated", **FEW))
@@ -352,6 +353,7 @@ def test_plain_moe_layers_compute_what_ours_does() -> None:
         assert max(found.facts["difference_from_ours"][name].values()) < 1e-5
 
 
+@pytest.mark.sweep
 def test_experts_on_streams_and_in_a_loop_stand_beside_the_grouped_product() -> None:
     found, rows = sorted_out(gpu_moe_layers.grouped_product(EXPERTS, 64, dtype=torch.float32, **FEW))
     assert rows == [] and [len(one.seconds) for one in found] == [3] * 4

@@ -20,7 +20,7 @@ def stage_of(script, name, *codes, folder):
 
 
 def test_starts_nothing_after_a_failure_and_names_it(script, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(script, "AT_ONCE", 1)
+    monkeypatch.setattr(script, "CORES", 1)
     chosen = [
         stage_of(script, "first", 0, folder=tmp_path),
         stage_of(script, "second", 3, 0, folder=tmp_path),
@@ -40,6 +40,16 @@ def test_two_pieces_run_side_by_side(script, tmp_path):
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     pieces = tuple(script.Piece(x, "python", ("-c", meet, x, y)) for x, y in ((a, b), (b, a)))
     assert script.run([script.Stage("pair", pieces)]).failed == []
+
+
+def test_a_piece_waits_until_there_are_cores_for_it(script, tmp_path):
+    """Two that share a core run beside a third; a fourth starts once one has ended."""
+    log = tmp_path / "log"
+    write = f"open(r'{log}', 'a').write(sys.argv[1])"
+    tell = f"import sys, time; sys.argv.append('+'); {write}; time.sleep(0.5); sys.argv[1] = '-'; {write}"
+    pieces = [script.Piece(f"piece {i}", "python", ("-c", tell), cores) for i, cores in enumerate((0.5, 0.5, 1, 1))]
+    script.run([script.Stage("four", tuple(pieces))])
+    assert log.read_text().startswith("+++-") and log.read_text().count("+") == 4
 
 
 def test_totals_add_up_and_an_error_counts_as_failed(script, tmp_path):

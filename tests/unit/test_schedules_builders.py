@@ -243,7 +243,6 @@ def _lines_run(builder, pp, microbatches):
         return trace
 
     before = sys.gettrace()
-    gc.collect()
     gc.disable()  # what it finds may run Python lines of others
     sys.settrace(trace)
     try:
