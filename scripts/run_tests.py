@@ -3,7 +3,7 @@
 python scripts/run_tests.py [STAGE ...]     all stages, or only those named (--list shows them)
 
 A stage is cut into pieces, each one process of one tool. They run in the order of the list, side by side on two cores.
-The tests that say how soon a hang ends mostly wait: two pieces of them share a core, beside the types and the unit tests.
+The tests that say how soon a hang ends mostly wait: two pieces of them share a core, beside types and unit tests.
 """
 
 from __future__ import annotations
