@@ -377,9 +377,9 @@ EXTREMES = [
     ("18_partial_graphs_moe", {"world_size": 8, "experts": 64, "top_k": 2, "microbatches": 5, "steps": 100}),
 ]
 """Both ends of the rules that the chapters state; what they allow has to work."""
-EVERYDAY = ("rank_groups", "f_and_g", "data_parallel")
+EVERYDAY = ("rank_groups", "f_and_g")
 """Chapters, without their numbers, that `make test` runs with other parameters: one without ranks, one that counts
-collectives, one that reads a plan of buckets and measures. `make sweep` runs all of them."""
+collectives. `make sweep` runs all of them."""
 QUICK = {("03_f_and_g", 8)}
 """Chapter and world size of the extremes that `make test` runs."""
 
