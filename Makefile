@@ -17,7 +17,7 @@ ENGINE := transformer_engine==2.20.2
 BENCHMARKS = $(filter-out benchmarks/gpu.py,$(shell grep -l __main__ benchmarks/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help run lab test sweep faults chapters gpu bench clean
+.PHONY: help run lab exercises test sweep faults chapters gpu bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## */\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -28,6 +28,9 @@ run: $(INSTALLED)  ## train a small GPT on 4 ranks, TP2 x PP2, against one proce
 # Jupyter starts for root only if told to; in a container there is often no other user.
 lab: $(INSTALLED)  ## open JupyterLab on the chapters
 	$(BIN)/jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
+
+exercises: $(INSTALLED)  ## copies of the chapters to work in, without solutions and outputs: build/exercises, or TO=folder
+	$(BIN)/python scripts/make_exercises.py $(TO)
 
 test: $(INSTALLED_DEV)  ## everything that must pass: lint, types, layers, tests, chapters
 	$(BIN)/python scripts/run_tests.py

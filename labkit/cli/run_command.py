@@ -144,7 +144,7 @@ def _run(chapter: Chapter, timeout: float, *, html: bool) -> list[Path]:
     if failure:
         raise CommandFailedError(f"{chapter.source.stem} {failure}\n  see {chapter.target}")
     print(f"{chapter.source.stem}: done in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-    return [chapter.target, _html(chapter.target)] if html else [chapter.target]
+    return [chapter.target, as_page(chapter.target)] if html else [chapter.target]
 
 
 def _execute(chapter: Chapter, timeout: float) -> str:
@@ -187,12 +187,26 @@ def _without_colours(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def _html(notebook: Path) -> Path:
-    from nbconvert import HTMLExporter
+PAGE = """{% extends 'lab/index.html.j2' %}
+{% block data_png scoped %}
+<div class="jp-RenderedImage jp-OutputArea-output {{ extra_class }}">
+<img src="data:image/png;base64,{{ output.data['image/png'] }}" alt="{{ output.data['text/plain'] | escape_html }}">
+</div>
+{% endblock data_png %}
+"""
+"""nbconvert's page, on which a figure's sentence is its alternative text: a screen reader reads it."""
 
-    body, _ = HTMLExporter().from_filename(str(notebook))
+
+def as_page(notebook: Path) -> Path:
+    """The notebook as a page, without solutions: a page cannot collapse them."""
+    from jinja2 import DictLoader
+    from nbconvert import HTMLExporter
+    from traitlets.config import Config
+
+    config = Config(TagRemovePreprocessor={"enabled": True, "remove_cell_tags": {"solution"}})
+    pages = HTMLExporter(config, extra_loaders=[DictLoader({"page": PAGE})], template_file="page")
     target = notebook.with_suffix(".html")
-    target.write_text(body, encoding="utf-8")
+    target.write_text(pages.from_filename(str(notebook))[0], encoding="utf-8")
     return target
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from labkit.cli.run_command import as_page
+
 LABKIT = str(Path(sys.executable).with_name("labkit"))
 
 
@@ -64,6 +66,17 @@ def test_a_failed_cell_is_one_message_and_code_1(folder: Path) -> None:
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "07_toy failed in the cell that begins `assert mode != 'bad', 'asked to fail'`" in done.stderr
     assert "AssertionError: asked to fail" in done.stderr and (folder / "out" / "07_toy.ipynb").exists()
+
+
+def test_a_page_says_what_its_figures_say_and_shows_no_solution(tmp_path: Path) -> None:
+    data = {"image/png": "iVBORw0KGgo=", "text/plain": 'bubble 27.3% of "1F1B"'}
+    cells = [nbformat.v4.new_code_cell(source) for source in ("figure()", "secret()")]
+    cells[0].outputs = [nbformat.v4.new_output("display_data", data)]
+    cells[1].metadata.tags = ["solution"]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "a.ipynb")
+    page = as_page(tmp_path / "a.ipynb").read_text()
+    assert 'alt="bubble 27.3% of &quot;1F1B&quot;"' in page or "alt='bubble 27.3% of \"1F1B\"'" in page
+    assert "secret" not in page and "No description" not in page
 
 
 @pytest.fixture

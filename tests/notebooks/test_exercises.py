@@ -1,51 +1,70 @@
-"""Every exercise ships a solution that passes and three wrong answers, each of which fails for its stated reason.
+"""Each stub fails, each solution passes, and three wrong answers to each exercise fail for their stated reason.
 
-`notebooks/solutions/NN_name.py` belongs to exercise `NN.name` and holds `solution`, `wrong_1`, `wrong_2`, `wrong_3`.
+Stubs and solutions are cells of the chapters. `wrong_answers/NN_name.py` belongs to exercise `NN.name` and holds
+`wrong_1`, `wrong_2` and `wrong_3`. They may use `solution` and whatever else the solution's cells define.
 """
 
-import importlib.util
-import json
 import re
+import sys
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
+import nbformat
 import pytest
 
 from labkit.check import check, exercises
 
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-FILES = sorted((NOTEBOOKS / "solutions").glob("[0-9][0-9]_*.py"))
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import make_exercises  # noqa: E402
+
+NOTEBOOKS = ROOT / "notebooks"
+CHAPTERS = [nbformat.read(path, as_version=4) for path in sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))]
+EXERCISES = {name: each for chapter in CHAPTERS for name, each in make_exercises.exercises_of(chapter).items()}
 WRONG = ("wrong_1", "wrong_2", "wrong_3")
+FILES = sorted((Path(__file__).parent / "wrong_answers").glob("*.py"))
+
+# Chapters whose solutions are files still, with the wrong answers beside them, and no cells.
+for path in sorted((NOTEBOOKS / "solutions").glob("[0-9][0-9]_*.py")):
+    name = path.stem.replace("_", ".", 1)
+    cells = f'{path.read_text()}\ncheck("{name}", solution)'
+    EXERCISES.setdefault(name, make_exercises.Exercise("", f'check("{name}", None)', cells))
+    FILES.append(path)
 
 
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"solutions_{path.stem}", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def file_of(name: str) -> Path:
+    return next(path for path in FILES if path.stem == name.replace(".", "_", 1))
 
 
-def exercise_of(path: Path) -> str:
-    return path.stem.replace("_", ".", 1)
+def solution(name: str) -> make_exercises.Run:
+    return make_exercises.run(EXERCISES[name].imports, EXERCISES[name].solution)
 
 
-@pytest.mark.parametrize("path", FILES, ids=exercise_of)
-def test_solution_passes_every_case(path: Path) -> None:
-    score = check(exercise_of(path), load(path).solution)
-    assert score.ok, repr(score)
+def wrong_answers(name: str) -> dict[str, Any]:
+    right = solution(name)
+    names = right.names | {"solution": right.answer}
+    exec(compile(file_of(name).read_text(), file_of(name), "exec"), names)
+    return {wrong: names[wrong] for wrong in WRONG}
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("path", FILES, ids=exercise_of)
-def test_wrong_answer_fails_and_says_what_it_believes(path: Path, wrong: str) -> None:
-    answer = getattr(load(path), wrong)
-    assert answer.__doc__ and len(answer.__doc__.split()) > 4, "the docstring names the misunderstanding"
-    score = check(exercise_of(path), answer)
-    assert not score.ok, f"{wrong} passes {score.total} of {score.total} cases"
-    failed = [str(outcome) for outcome in score.outcomes if not outcome.passed]
-    assert all(sentence.startswith("Given ") and "expected" in sentence and "got" in sentence for sentence in failed)
-    assert "\n" not in "".join(failed)
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_stub_fails_and_the_solution_passes(name: str) -> None:
+    stub = make_exercises.run(EXERCISES[name].imports, EXERCISES[name].stub)
+    assert make_exercises.problem(name, EXERCISES[name], stub.score) == ""
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_wrong_answers_fail_and_say_what_they_believe(name: str) -> None:
+    answers = wrong_answers(name)
+    assert len({answer.__doc__ for answer in answers.values()}) == 3
+    for wrong, answer in answers.items():
+        assert len(answer.__doc__.split()) > 4, "the docstring names the misunderstanding"
+        score = check(name, answer)
+        assert not score.ok, f"{wrong} passes {score.total} of {score.total} cases"
+        failed = [str(outcome) for outcome in score.outcomes if not outcome.passed]
+        assert all(said.startswith("Given ") and "expected" in said and "got" in said for said in failed)
+        assert "\n" not in "".join(failed)
 
 
 def test_a_norm_exactly_on_the_limit_is_within_it() -> None:
@@ -63,32 +82,22 @@ def test_a_norm_exactly_on_the_limit_is_within_it() -> None:
 
 
 def test_buffers_may_be_yielded() -> None:
-    right = load(NOTEBOOKS / "solutions" / "17_buffers.py").solution
+    right = solution("17.buffers").answer
     score = check("17.buffers", lambda order: (buffer for buffer in right(order)))
     assert score.ok, repr(score)
     wrong = check("17.buffers", lambda order: (0 for step in order if step > 0))
     assert "expected [0, 1, 0], got [0, 0, 0]" in repr(wrong), "numbers, not the address of a generator"
 
 
-def test_wrong_answers_differ_from_each_other() -> None:
-    for path in FILES:
-        module = load(path)
-        assert len({getattr(module, name).__doc__ for name in WRONG}) == 3, path.name
+def test_every_exercise_has_a_solution_and_wrong_answers() -> None:
+    assert sorted(exercises()) == sorted(EXERCISES)
+    assert sorted(FILES) == sorted(map(file_of, EXERCISES))
 
 
-def test_every_exercise_has_a_solution_and_every_solution_an_exercise() -> None:
-    assert sorted(exercises()) == sorted(map(exercise_of, FILES))
-
-
-def test_every_exercise_that_a_chapter_asks_for_exists() -> None:
-    asked = set()
-    for notebook in sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")):
-        for cell in json.loads(notebook.read_text())["cells"]:
-            if cell["cell_type"] == "code":
-                asked |= set(re.findall(r"""check\(\s*["'](\d\d\.\w+)["']""", "".join(cell["source"])))
-    assert asked <= set(exercises()), f"unknown: {sorted(asked - set(exercises()))}"
-    never = set(exercises()) - asked
-    assert not never, f"no chapter asks for {sorted(never)}"
+def test_every_exercise_is_asked_for() -> None:
+    code = [cell.source for chapter in CHAPTERS for cell in chapter.cells if cell.cell_type == "code"]
+    asked = {name for source in code for name in re.findall(r"""check\(\s*["'](\d\d\.\w+)["']""", source)}
+    assert asked == set(exercises())
 
 
 def test_failed_groups_name_order_sizes_and_token() -> None:
@@ -97,6 +106,70 @@ def test_failed_groups_name_order_sizes_and_token() -> None:
 
 
 def test_all_reduces_are_not_counted_in_a_group_of_one() -> None:
-    solution = load(NOTEBOOKS / "solutions" / "03_f_and_g.py").solution
-    score = check("03.f_and_g", lambda *case: solution(*case[:-1], list))  # never talks, which is right for one rank
+    right = solution("03.f_and_g").answer
+    score = check("03.f_and_g", lambda *case: right(*case[:-1], list))  # never talks, which is right for one rank
     assert all(outcome.passed == outcome.given.startswith("tp 1,") for outcome in score.outcomes)
+
+
+# ---- copies for students ----
+
+STUB = 'def perplexity(blocks, words):\n    return 1.0\n\n\ncheck("20.perplexity", perplexity)'
+RIGHT = """\
+def perplexity(blocks, words):
+    return math.exp(sum(loss for loss, _ in blocks) / words)
+
+
+check("20.perplexity", perplexity)"""
+
+
+def small_chapter(folder: Path, stub: str = STUB, right: str = RIGHT) -> None:
+    """The chapters of a checkout at `folder`: one, with an exercise."""
+    text = nbformat.v4.new_markdown_cell("See [data](../docs/data.md).")
+    cells = [nbformat.v4.new_code_cell(source) for source in ("import math\n\n3", stub, right)]
+    cells[1].metadata.tags, cells[2].metadata.tags = ["exercise"], ["solution"]
+    cells[0].outputs = [nbformat.v4.new_output("stream", text="3")]
+    (folder / "notebooks").mkdir(exist_ok=True)
+    nbformat.write(nbformat.v4.new_notebook(cells=[text, *cells]), folder / "notebooks" / "20_small.ipynb")
+
+
+@pytest.fixture
+def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs the script on the small chapter with these arguments; its exit code and the copy."""
+
+    def run(*arguments: str) -> tuple[int, nbformat.NotebookNode]:
+        monkeypatch.setattr(sys, "argv", ["make_exercises.py", str(tmp_path / "course"), *arguments])
+        code = make_exercises.main()
+        return code, nbformat.read(tmp_path / "course" / "20_small.ipynb", as_version=4)
+
+    monkeypatch.setattr(make_exercises, "ROOT", tmp_path)
+    small_chapter(tmp_path)
+    return run
+
+
+def test_a_copy_has_the_stub_and_neither_solution_nor_outputs(copies, capsys) -> None:
+    code, copy = copies()
+    assert code == 0 and "20.perplexity" in capsys.readouterr().out
+    assert [cell.source for cell in copy.cells[1:]] == ["import math\n\n3", STUB]
+    assert copy.cells[0].source == "See [data](../docs/data.md)." and copy.cells[1].outputs == []
+
+
+def test_work_in_a_copy_is_kept(copies, tmp_path, capsys) -> None:
+    _, copy = copies()
+    copy.cells[2].source = RIGHT
+    nbformat.write(copy, tmp_path / "course" / "20_small.ipynb")
+    assert copies()[1].cells[2].source == RIGHT and "1 of them kept" in capsys.readouterr().out
+    assert copies("--overwrite")[1].cells[2].source == STUB
+
+
+@pytest.mark.parametrize(
+    ("stub", "right", "said"),
+    [
+        (RIGHT, RIGHT, "the stub of 20.perplexity passes"),
+        (STUB, STUB, "the solution of 20.perplexity fails"),
+        (STUB, "3", "20.perplexity has no cell tagged solution"),
+        (STUB.replace("1.0", "elsewhere"), RIGHT, "the stub of 20.perplexity needs another cell"),
+    ],
+)
+def test_what_is_no_exercise_is_said(copies, tmp_path, capsys, stub, right, said) -> None:
+    small_chapter(tmp_path, stub, right)
+    assert copies()[0] == 1 and said in capsys.readouterr().err

@@ -3,16 +3,6 @@
 import torch
 
 
-def solution(x, limit, count):
-    """Everything is computed, `where` chooses, and the counter is changed in place."""
-    finite = x.isfinite().all()
-    kept = torch.where(finite, x, 0.0)
-    norm = kept.norm()
-    too_large = norm > limit
-    count.add_((~finite | too_large).to(count.dtype))
-    return torch.where(too_large, kept * (limit / norm), kept)
-
-
 def wrong_1(x, limit, count):
     """Believes that only `.item()` asks the host: an `if` on a tensor asks it, too."""
     finite = x.isfinite().all()

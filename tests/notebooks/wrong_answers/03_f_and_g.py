@@ -3,17 +3,6 @@
 import numpy as np
 
 
-def solution(x, dy, A, B, bias, all_reduce):
-    """g after the second matrix, f's conjugate before the first one, the bias once."""
-    ranks = range(len(A))
-    hidden = [np.maximum(x @ A[r].T, 0) for r in ranks]
-    partial = [hidden[r] @ B[r].T for r in ranks]
-    y = [total + bias for total in all_reduce(partial)]
-    d_hidden = [(dy @ B[r]) * (hidden[r] > 0) for r in ranks]
-    dx = all_reduce([d_hidden[r] @ A[r] for r in ranks])
-    return y, dx
-
-
 def wrong_1(x, dy, A, B, bias, all_reduce):
     """Believes that g reduces in both directions: gradients that all ranks already hold alike are added up tp times."""
     ranks = range(len(A))
