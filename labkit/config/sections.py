@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from dataclasses import dataclass
 
 from labkit.config.field_spec import field
@@ -19,6 +20,7 @@ _ADAPTIVE = "optim.precision=fp16 optim.loss_scale=null"
 _DELAYED = "optim.fp8=e4m3|hybrid optim.fp8_recipe=delayed"
 _ROUTED = "moe.load_balancing=aux_loss|seq_aux_loss|global_aux_loss|none"
 _MAMBA = "model.family=mamba"
+_NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _INTERLEAVED = "parallel.vpp schedule.path=null schedule.name=auto|interleaved"
 REASONS = {
     "model.recompute_granularity=selective|full": "which recomputes nothing",
@@ -317,7 +319,7 @@ class DataConfig:
     @property
     def weighted(self) -> bool:
         """The blend has weights: one of its words is a number."""
-        return any(word.lstrip("+-").replace(".", "", 1).isdecimal() for word in self.blend)
+        return any(map(_NUMBER.fullmatch, self.blend))
 
     @property
     def sources(self) -> list[tuple[float | None, str]]:
@@ -325,7 +327,8 @@ class DataConfig:
         if self.path is not None and not os.path.isfile(self.path) and os.path.isfile(f"{self.path}.idx"):
             return [(None, self.path)]
         if self.weighted:
-            return [(float(weight), prefix) for weight, prefix in zip(self.blend[::2], self.blend[1::2])]
+            pairs = zip(self.blend[::2], self.blend[1::2])
+            return [(float(weight) if _NUMBER.fullmatch(weight) else None, prefix) for weight, prefix in pairs]
         return [(None, prefix) for prefix in self.blend]
 
 

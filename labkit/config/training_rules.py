@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import re
 
 from labkit.config.errors import nearest, shown
 from labkit.config.findings import Findings
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "shared_experts")
 """Parts of a layer that `model.recompute_modules` may name."""
-_WEIGHT = re.compile(r"[0-9]*\.?[0-9]+", re.ASCII)
 
 
 def training_rules(found: Findings) -> None:
@@ -59,9 +57,7 @@ def _indexed(found: Findings) -> None:
     prefix, ending = os.path.splitext(data.path or "")
     if data.blend and data.path is not None:
         found.add("data.blend", "excludes data.path; leave one of them out")
-    elif data.weighted and (
-        len(data.blend) % 2 or not all(_WEIGHT.fullmatch(word) and float(word) > 0 for word in data.blend[::2])
-    ):
+    elif data.weighted and (len(data.blend) % 2 or not all(w and 0 < w < math.inf for w, _ in data.sources)):
         rule = "must be weights above 0 and prefixes in turn, as in 0.3,books,0.7,news"
         found.add("data.blend", f"{rule}, or prefixes alone")
     elif missing := [name for _, name in data.sources if not os.path.isfile(f"{name}.idx")]:

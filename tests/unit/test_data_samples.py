@@ -130,9 +130,10 @@ def test_a_run_reads_splits_by_documents(tmp_path):
         build_gpt_datasets(config_of(path=prefix, split="98,1,1", eval_steps=1))
 
 
-def test_a_blend_is_mixed_by_weight(tmp_path):
+@pytest.mark.parametrize("weights", [("3", "1"), ("7.5e-1", "2.5E-1"), ("+3.", ".1e+1")])
+def test_a_blend_is_mixed_by_weight(weights, tmp_path):
     first, second = numbered(tmp_path / "a", [40] * 20), write(tmp_path / "b", [[100_000] * 40] * 20)
-    config = config_of(steps=25, blend=("3", first, "1", second))
+    config = config_of(steps=25, blend=(weights[0], first, weights[1], second))
     train, *_ = build_gpt_datasets(config.validate())
     origin = np.array([train.ordered(i)[0] >= 100_000 for i in range(100)])
     assert origin.sum() == 25 and origin.reshape(25, 4).sum(1).tolist() == [1] * 25
@@ -160,7 +161,8 @@ def test_more_steps_read_the_same_samples_first(tmp_path):
         ({"path": "{a}", "blend": ("1", "{a}")}, "data.blend = .* excludes data.path; leave one of them out"),
         ({"blend": ("1", "{a}", "2")}, "must be weights above 0 and prefixes in turn, as in 0.3,books,0.7,news"),
         ({"blend": ("{a}", "1")}, "must be weights above 0"),
-        ({"blend": ("0", "{a}")}, "must be weights above 0"),
+        ({"blend": ("0e1", "{a}")}, "must be weights above 0"),
+        ({"blend": ("1e999", "{a}")}, "must be weights above 0"),
         ({"blend": ("-1", "{a}")}, "must be weights above 0"),
         ({"blend": ("nan", "{a}")}, r"there is no nan\.idx; give the prefixes of indexed datasets"),
         ({"blend": ("1", "{a}x")}, r"there is no .*ax\.idx; give the prefixes of indexed datasets"),
