@@ -70,7 +70,7 @@ EXCLUSIONS = (
     ("model.position=none", "model.family=gpt|bert|t5", "attention alone sees no order of tokens; choose learned"),
     ("model.activation=swiglu", "model.family=bert", "BERT's masked-LM head has no gate; choose gelu or gelu_tanh"),
     ("model.activation=relu|geglu", "model.family=gpt|bert|mamba", "a T5 has it; choose gelu, gelu_tanh or swiglu"),
-    ("model.position=relative", "model.family=gpt|bert|mamba", "only a T5 has relative positions; choose learned"),
+    ("model.position=relative", "model.family=gpt|bert|mamba", "a T5 has it; choose learned, or none for a Mamba"),
     ("model.position=rope", "model.family=t5", "a T5 has learned or relative positions; choose one of these"),
     ("model.kv_heads", "model.family=t5", "a T5 has as many key/value heads as query heads; leave it out"),
     ("model.transformer_impl=transformer_engine", "model.family=bert|t5", "BERT and T5 run local layers; set it so"),

@@ -25,6 +25,8 @@ from labkit.models.mamba.mamba_model import MambaModel
 from labkit.models.mamba.selective_scan import recurrence, selective_scan
 from labkit.parallel import single_process_groups
 from labkit.train import pretrain
+from labkit.train.checkpoint.manifest import Manifest
+from labkit.train.checkpoint.resume import model_differences
 
 GROUPS = single_process_groups()
 SHAPE = {"model.hidden": 32, "model.heads": 4, "model.seq_length": 16, "train.global_batch_size": 4}
@@ -174,6 +176,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "model.mamba_num_groups = 3": {"mamba_num_groups": 3},
     "model.mamba_num_groups = 1": {"mamba_num_groups": 1, "tp": 2},
     "parallel.split_rank = 1": {"split_rank": 1, "pp": 2},
+    "model.position = 'relative': a T5 has it; choose learned, or none for a Mamba": {"position": "relative"},
 }
 
 
@@ -181,6 +184,16 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_what_a_mamba_model_does_not_have_is_refused_by_name(start: str) -> None:
     found = small(**REFUSED[start]).problems()
     assert len(found) == 1 and found[0].startswith(start), found
+
+
+def test_a_resume_knows_two_spellings_of_one_model() -> None:
+    """The defaults of layers and heads, spelled out, are the same model."""
+    short = small(**{"model.hybrid_override_pattern": None})
+    long = short.override({"hybrid_override_pattern": "MMMM", "mamba_num_heads": short.model.mamba_heads})
+    for saved, now in ((short, long), (long, short)):
+        assert model_differences(Manifest(1, {}, {}, {}, saved.to_dict(), 1, {}), now) == []
+    (said,) = model_differences(Manifest(1, {}, {}, {}, short.to_dict(), 1, {}), small())
+    assert said.startswith("model.hybrid_override_pattern = 'MM*-': the checkpoint of step 1 has 'MMMM'")
 
 
 def test_options_of_a_mamba_model_are_refused_for_a_gpt() -> None:

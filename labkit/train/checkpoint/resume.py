@@ -182,10 +182,16 @@ def model_differences(manifest: Manifest, config: RunConfig) -> list[str]:
 
 
 def _spelled_out(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with the sizes for which None stands: key/value heads, decoder, widths of MLP and experts."""
+    """The configuration with the values for which None stands: key/value heads, decoder, widths of MLP and experts,
+    heads and layers of a Mamba."""
     model, moe = dict(config.get("model", {})), dict(config.get("moe", {}))
     if model.get("family") == "t5" and model.get("decoder_layers") is None and "layers" in model:
         model["decoder_layers"] = model["layers"]
+    if model.get("family") == "mamba" and {"layers", "hidden", "mamba_head_dim"} <= model.keys():
+        if model.get("hybrid_override_pattern") is None:
+            model["hybrid_override_pattern"] = "M" * model["layers"]
+        if model.get("mamba_num_heads") is None:
+            model["mamba_num_heads"] = 2 * model["hidden"] // model["mamba_head_dim"]
     if model.get("kv_heads") is None and "heads" in model:
         model["kv_heads"] = model["heads"]
     if model.get("ffn_hidden") is None and "hidden" in model:
