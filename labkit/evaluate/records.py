@@ -4,7 +4,7 @@
     results.jsonl.partial    the scored items of the one that was under way: an evaluation with the same key goes on
 
 A key names everything that a result depends on: task, checkpoint and its checksum, text file, settings. A row whose key
-is there already is not evaluated again.
+is there already is not evaluated again. Machines may have disks of their own, so all ranks do as rank 0's file says.
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from labkit.config import ParallelConfig
+from labkit.parallel.collectives import gather_objects
+from labkit.parallel.groups import initialize_model_parallel
 
 Key = dict[str, Any]
 
@@ -22,6 +27,13 @@ def digest_of(file: str | Path) -> str:
     """SHA-256 of a file, the first 16 digits."""
     with Path(file).open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()[:16]
+
+
+def agreed(find: Callable[[], Any]) -> Any:
+    """Rank 0's result, on all ranks, which call this together: files may differ between their looks."""
+    own = find()
+    with initialize_model_parallel(ParallelConfig()) as groups:
+        return gather_objects(own, groups.world)[0]
 
 
 class Records:

@@ -18,6 +18,7 @@ from labkit.evaluate.model import CheckpointModel
 from labkit.evaluate.records import Key, Records, digest_of
 from labkit.evaluate.wikitext import detokenized, perplexity_of, score_windows
 from labkit.launch import info
+from labkit.parallel.collectives import gather_objects
 from labkit.train.checkpoint.manifest import MANIFEST
 
 KEEP_EVERY = 10.0
@@ -62,15 +63,16 @@ class Task:
 def evaluate(model: CheckpointModel, task: Task, records: Records | None = None) -> dict[str, Any]:
     """Score the checkpoint of `model` and return its row; the same on all ranks, which call this together.
 
-    records: rank 0 adds the row there, and stores what is scored so far every few seconds. A row that is there
+    records: rank 0 adds the row there, and stores what is scored so far every few seconds. A row that rank 0 has
         already is returned as it stands.
 
     Raises ValueError for a text that cannot be scored.
     """
     key, first = task.key(model.folder), model.groups.world.rank == 0
-    if records is not None and (row := records.finished(key)) is not None:
+    own = (records.finished(key), records.done(key)) if records is not None else (None, [])
+    row, done = gather_objects(own, model.groups.world)[0]
+    if row is not None:
         return row
-    done = records.done(key) if records is not None else []
     keeper = _Keeper(records if first else None, key, model.folder.name)
     found = _TASKS[task.name](model, task, done, keeper)
     row = {"checkpoint": model.folder.name, "step": model.manifest.step, "task": task.name, **found, "key": key}

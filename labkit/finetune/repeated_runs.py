@@ -13,21 +13,18 @@ scores themselves, which no row holds, so it trains all of its seeds.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from labkit.config import ParallelConfig
-from labkit.evaluate.records import Key, Records, digest_of
+from labkit.evaluate.records import Key, Records, agreed, digest_of
 from labkit.finetune.finetuning import Prepared, Settings, Trained, prepare, train_and_predict
 from labkit.finetune.starting_weights import weights_at
 from labkit.finetune.table6 import Row, rows_of
 from labkit.launch import info
-from labkit.parallel.collectives import gather_objects
-from labkit.parallel.groups import initialize_model_parallel
 from labkit.train.checkpoint.inventory import is_export
 from labkit.train.checkpoint.manifest import MANIFEST
 
@@ -88,13 +85,6 @@ def added(logits: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 def _best(scores: Sequence[float]) -> int:
     return max(range(len(scores)), key=scores.__getitem__)
-
-
-def agreed(find: Callable[[], Any]) -> Any:
-    """Rank 0's result, on all ranks, which call this together: files may change between their looks."""
-    own = find()
-    with initialize_model_parallel(ParallelConfig()) as groups:
-        return gather_objects(own, groups.world)[0]
 
 
 class _Runs:

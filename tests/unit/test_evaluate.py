@@ -6,11 +6,13 @@ import math
 import pytest
 
 from labkit.cli import main
+from labkit.cli.checkpoints.eval_command import evaluate_on_rank
 from labkit.config import presets
 from labkit.data import load_tokenizer
 from labkit.evaluate import CheckpointModel, Records, Sampling, Task, evaluate, generate, tasks
 from labkit.evaluate.lambada import Accuracy, passage_of
 from labkit.evaluate.wikitext import detokenized, perplexity_of, window_starts
+from labkit.launch import info, run
 from labkit.train import pretrain
 
 TINY = presets.tiny().override(
@@ -130,6 +132,19 @@ def test_an_evaluation_that_was_cut_goes_on(name, run_folder, tmp_path, text, mo
     other = Task(name=name, path=path, stride=5, micro_batch_size=2)
     evaluate(model, other, Records(tmp_path / "rows.jsonl"))
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 2, "another setting is another row"
+
+
+def twice_with_own_disk(run_folder, folder, task):
+    """Each rank has records of its own. The second time rank 0 has the row, and rank 1 has none."""
+    own = str(folder / f"rank{info.rank_info().rank}.jsonl")
+    return [evaluate_on_rank([str(run_folder / "step_00000002")], {"tp": 2}, task, own) for _ in range(2)]
+
+
+def test_all_ranks_do_what_rank_0_finds(run_folder, tmp_path, text):
+    task = {"name": "wikitext", "path": text, "stride": 8}
+    found = run(twice_with_own_disk, 2, run_folder, tmp_path, task, device="cpu", timeout=30)
+    rows = Records(tmp_path / "rank0.jsonl").rows
+    assert len(rows) == 1 and found == [[rows, rows]] * 2 and not (tmp_path / "rank1.jsonl").exists()
 
 
 def test_rows_of_another_file_are_refused(tmp_path):

@@ -77,16 +77,18 @@ def _checkpoints(arguments: Arguments) -> list[str]:
 def evaluate_on_rank(checkpoints: list[str], layout: dict[str, int], task: dict[str, Any], out: str | None) -> Any:
     """Runs inside a rank: the row of each checkpoint, or a `Refused`."""
     from labkit.evaluate.model import CheckpointModel
-    from labkit.evaluate.records import Records
+    from labkit.evaluate.records import Records, agreed
     from labkit.evaluate.tasks import Task, evaluate
 
     def work() -> list[dict[str, Any]]:
         records, settings = Records(out) if out is not None else None, Task(**task)
         rows = []
         for path in checkpoints:
-            known = records.finished(settings.key(Path(path))) if records is not None else None
-            model = None if known else CheckpointModel(path, layout, precision=settings.precision)
-            rows.append(known or evaluate(model, settings, records))  # type: ignore[arg-type]
+            key = settings.key(Path(path))
+            row = None if records is None else agreed(lambda key=key: records.finished(key))
+            if row is None:
+                row = evaluate(CheckpointModel(path, layout, precision=settings.precision), settings, records)
+            rows.append(row)
         return rows
 
     return refusing(work)
