@@ -20,6 +20,7 @@ from typing import Any
 
 TOPICS = {
     "layouts": ("00", "02", "15"),
+    "rank_exchanges": ("01",),
     "tensor_parallel": ("03", "06"),
     "cut_vocabulary": ("04",),
     "context_parallel": ("07",),

@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from labkit.viz.pipeline.timeline import gantt as gantt
     from labkit.viz.pipeline.timeline import gantt_overlay as gantt_overlay
     from labkit.viz.pipeline.trace import write_trace as write_trace
+    from labkit.viz.rank_chunks import before_and_after as before_and_after
+    from labkit.viz.rank_chunks import chunk_states as chunk_states
     from labkit.viz.run_curves import training_curves as training_curves
     from labkit.viz.run_curves import watch_runs as watch_runs
     from labkit.viz.text_scores import named_curves as named_curves

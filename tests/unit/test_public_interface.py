@@ -45,7 +45,7 @@ NAMES: dict[str, str] = {
     "parallel": """
         all_gather all_reduce all_to_all BackwardPiece barrier checkpoint ColumnParallelLinear comm_scope CommLedger
         contiguous_positions contiguous_split decompose delayed DistributedDataParallel dropped exposed_seconds
-        gather_parameter generate_masked_orthogonal_rank_groups groups_of_rank initialize_model_parallel
+        gather_parameter generate_masked_orthogonal_rank_groups groups_of_rank initialize_model_parallel irecv isend
         linear_cross_entropy Link model_parallel_seed NaiveDataParallel ParameterSpec plan_buckets predict_step
         prefix_product rank_generators RankGenerator record_of ring_load ring_plan ring_time RngTracker
         RowParallelLinear single_process_groups sweep_bucket_sizes vocab_parallel_cross_entropy VocabParallelEmbedding
@@ -60,7 +60,8 @@ NAMES: dict[str, str] = {
     """,
     "train": "compare follows judge_prediction ParityReport pipeline_events pretrain stage_costs TrainResult",
     "viz": """
-        bucket_map bucket_size_curve buffer_lives by_call capacity_curve compare_orders compare_policies
+        before_and_after bucket_map bucket_size_curve buffer_lives by_call capacity_curve chunk_states compare_orders
+        compare_policies
         compare_timelines context_mask cost_by_size dispatch_steps dropout_masks explore_buckets explore_folding
         explore_layout explore_policies explore_pool explore_schedule explore_skew Figure fold_grid folded_digits
         gantt gantt_overlay graph_memory Kept launch_timeline layer_placement live_bytes load_over_training

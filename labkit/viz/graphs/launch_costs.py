@@ -228,8 +228,10 @@ def _draw_lane(axes: Any, row: int, kind: str, lane: Sequence[Run], end: float) 
 # ---- numbers ----
 
 
-def cost_by_size(sizes: Sequence[int], seconds: Mapping[str, Sequence[float]], what: str = "rows") -> Figure:
-    """Draw the measured time of a step over its size on two logarithmic axes: on a flat line launches decide the time.
+def cost_by_size(
+    sizes: Sequence[int], seconds: Mapping[str, Sequence[float]], what: str = "rows", *, of: str = "a step"
+) -> Figure:
+    """Draw the time `of` something over its size on two logarithmic axes: a flat line is a cost of its own.
 
     The sentence carries no time. Raises ValueError where numbers of sizes and times differ.
     """
@@ -241,15 +243,16 @@ def cost_by_size(sizes: Sequence[int], seconds: Mapping[str, Sequence[float]], w
         for number, (name, times) in enumerate(seconds.items()):
             axes.plot(sizes, [1e6 * t for t in times], marker=_MARKS[number % 4], markersize=4, label=name,
                       color=SEQUENCE[number], linestyle=_LINES[number % 4])  # fmt: skip
-        axes.set(xscale="log", yscale="log", xlabel=what, ylabel="time of a step (us)")
+        axes.set(xscale="log", yscale="log", xlabel=what, ylabel=f"time of {of} (us)")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.grid(which="major", linewidth=0.5)
         axes.legend()
-    named = " and ".join(seconds)
-    return Figure(fig, f"Time of a step of {min(sizes):,} to {max(sizes):,} {what}: {named}.")
+    *names, last = seconds
+    named = f"{', '.join(names)} and {last}" if names else last
+    return Figure(fig, f"Time of {of} of {min(sizes):,} to {max(sizes):,} {what}: {named}.")
 
 
 def by_call(series: Mapping[str, Sequence[float]], what: str, *, captured: int = 0) -> Figure:

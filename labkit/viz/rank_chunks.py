@@ -1,0 +1,156 @@
+"""Chunks of tensors on ranks: before and after a collective, and after each step of a ring.
+
+A cell is one chunk, a row one rank. The colour of a cell names the rank whose numbers it holds. A sum has a stripe for
+each rank in it, and a dark frame if every rank is in it once. The number in a cell says which chunk it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.patches import Rectangle
+from numpy.typing import NDArray
+
+from labkit.viz.figure import Figure
+from labkit.viz.style import SEQUENCE, new_figure, styled, text_color
+
+State = Sequence[Any]
+"""By rank: an array [cells, ranks, chunks]. Entry (r, c) of a cell counts how often chunk c of rank r was added."""
+Cell = NDArray[Any]
+
+_CELL, _SMALL = 0.25, 0.19
+"""Inches across a cell: of before and after, and of many states."""
+_MARGIN, _HEAD = 0.55, 0.42
+"""Inches beside and above the cells of a panel."""
+_WIDTH = 7.6
+_EMPTY, _MIXED, _COMPLETE = "#F0F0F0", "#D40000", "#000000"
+
+
+def before_and_after(operations: Mapping[str, tuple[State, State]]) -> Figure:
+    """Draw what each rank holds before an operation (above) and after it (below), a column for each operation.
+
+    operations: name -> (state before, state after).
+
+    Raises ValueError without an operation, and for a state of another form.
+    """
+    states = {f"{name}, {when}": _checked(pair[at]) for name, pair in operations.items()
+              for at, when in enumerate(("before", "after"))}  # fmt: skip
+    if not states:
+        raise ValueError("before_and_after needs at least one operation")
+    ranks = len(next(iter(states.values())))
+    width, height = (ranks * _CELL + extra for extra in (_MARGIN, _HEAD))
+    with styled():
+        fig = new_figure(max(len(operations) * width, 3.2), 2 * height)
+        panels = fig.subplots(2, len(operations), squeeze=False)
+        for axes, (title, state) in zip(panels.T.ravel(), states.items()):
+            _draw(axes, state, title.replace(", ", "\n"), 8)
+        for axes in panels[:, 0]:
+            axes.set_ylabel("rank")
+    told = [f"{name} {_cells(states[f'{name}, before'])} before and {_cells(states[f'{name}, after'])} after"
+            for name in operations]  # fmt: skip
+    return Figure(fig, f"Chunks of a rank, of {ranks} ranks: {'; '.join(told)}.")
+
+
+def chunk_states(states: Mapping[str, State]) -> Figure:
+    """Draw what each rank holds in several states, one after another. A red frame marks a cell that mixes chunks.
+
+    states: title -> state.
+
+    Raises ValueError without a state, and for a state of another form.
+    """
+    held = {title: _checked(state) for title, state in states.items()}
+    if not held:
+        raise ValueError("chunk_states needs at least one state")
+    ranks = len(next(iter(held.values())))
+    width, height = (ranks * _SMALL + extra for extra in (_MARGIN, _HEAD - 0.1))
+    across = min(len(held), int(_WIDTH // width))
+    down = math.ceil(len(held) / across)
+    with styled():
+        fig = new_figure(across * width, down * height)
+        panels = fig.subplots(down, across, squeeze=False).ravel()
+        for axes, (title, state) in zip(panels, held.items()):
+            _draw(axes, state, title, 6.5)
+        for axes in panels[::across]:
+            axes.set_ylabel("rank", fontsize=7.5)
+        for axes in panels[len(held) :]:
+            axes.set_axis_off()
+    complete = ", ".join(f"{sum(map(_is_complete, _all_cells(state)))}" for state in held.values())
+    mixed = sum(map(_is_mixed, _all_cells(list(held.values())[-1])))
+    fault = f"; at the end {mixed} cells mix chunks" if mixed else ""
+    return Figure(
+        fig, f"{ranks} ranks, {len(held)} state{'s' if len(held) > 1 else ''}: complete sums in each {complete}{fault}."
+    )
+
+
+def _checked(state: State) -> list[Cell]:
+    """The state as arrays; refuses another form."""
+    arrays = [np.asarray(cells) for cells in state]
+    ranks = len(arrays)
+    for rank, cells in enumerate(arrays):
+        if cells.ndim != 3 or cells.shape[1] != ranks or cells.shape[0] > cells.shape[2]:
+            raise ValueError(
+                f"rank {rank} holds an array {list(cells.shape)}; a state of {ranks} ranks has [cells, {ranks}, "
+                "chunks] for each, with at most as many cells as chunks"
+            )
+    return arrays
+
+
+def _all_cells(state: Sequence[Cell]) -> list[Cell]:
+    return [cell for cells in state for cell in cells]
+
+
+def _chunks_in(cell: Cell) -> list[int]:
+    return np.flatnonzero(cell.any(axis=0)).tolist()
+
+
+def _is_mixed(cell: Cell) -> bool:
+    return len(_chunks_in(cell)) > 1
+
+
+def _is_complete(cell: Cell) -> bool:
+    """True for a sum that has one chunk of every rank once."""
+    return not _is_mixed(cell) and bool((cell.sum(axis=1) == 1).all())
+
+
+def _draw(axes: Any, state: Sequence[Cell], title: str, size: float) -> None:
+    ranks, columns = len(state), state[0].shape[2]
+    for rank, cells in enumerate(state):
+        alone = len(cells) == 1 < columns
+        for column in range(columns):
+            axes.add_patch(Rectangle((column, rank), 1, 1, facecolor=_EMPTY, edgecolor="#FFFFFF", linewidth=1.0))
+        for place, cell in enumerate(cells):
+            column = (_chunks_in(cell) or [rank])[0] if alone else place
+            _draw_cell(axes, column, rank, cell, size)
+    axes.set(xlim=(0, columns), ylim=(ranks, 0), aspect="equal", xticks=[])
+    axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"{rank}" for rank in range(ranks)])
+    axes.tick_params(length=0)
+    axes.set_title(title, fontsize=8 if "\n" in title else 7.5)
+    axes.spines[:].set_visible(False)
+
+
+def _draw_cell(axes: Any, column: int, rank: int, cell: Cell, size: float) -> None:
+    """One stripe for each share in the cell, in the order of ranks; the number of the chunk in the middle."""
+    shares = [owner for owner, count in enumerate(cell.sum(axis=1).astype(int)) for _ in range(count)]
+    for place, owner in enumerate(shares):
+        stripe = (column, rank + place / len(shares)), 1, 1 / len(shares)
+        axes.add_patch(Rectangle(*stripe, facecolor=SEQUENCE[owner % len(SEQUENCE)], linewidth=0))
+    edge = _MIXED if _is_mixed(cell) else _COMPLETE if _is_complete(cell) else "#FFFFFF"
+    inset = 0.0 if edge == "#FFFFFF" else 0.05
+    frame = (column + inset, rank + inset), 1 - 2 * inset, 1 - 2 * inset
+    axes.add_patch(Rectangle(*frame, fill=False, edgecolor=edge, linewidth=1.0 if inset == 0 else 1.3))
+    several = len(shares) > 1
+    box = {"facecolor": "#FFFFFF", "edgecolor": "none", "pad": 0.6, "alpha": 0.85} if several else None
+    ink = "#000000" if several or not shares else text_color(SEQUENCE[shares[0] % len(SEQUENCE)])
+    axes.text(column + 0.5, rank + 0.5, "+".join(map(str, _chunks_in(cell))), ha="center", va="center", fontsize=size,
+              color=ink, bbox=box)  # fmt: skip
+
+
+def _cells(state: Sequence[Cell]) -> str:
+    """`4`, `1`, `4 sums`: the cells of each rank."""
+    counts = sorted({len(cells) for cells in state})
+    words = " or ".join(map(str, counts))
+    sums = all(cell.sum() > 1 for cell in _all_cells(state))
+    return f"{words} sum{'s' if counts[-1] > 1 else ''}" if sums else words
