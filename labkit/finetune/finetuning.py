@@ -79,11 +79,20 @@ class Settings:
     """Pipeline ranks."""
     sequence_parallel: bool = False
     """Activations are cut along the sequence between tensor-parallel regions."""
+    distributed_optimizer: bool = False
+    """Optimizer states are cut over the data-parallel ranks."""
+    save: str | None = None
+    """Folder for the weights of each run, in a folder of its own (`saved_at`); None saves nothing."""
 
     def own(self, row: Row) -> Row:
         """A row of Table 6 with the numbers that these settings give."""
         given = {"batch": self.batch, "lr": self.lr, "epochs": self.epochs}
         return row._replace(**{name: value for name, value in given.items() if value is not None})
+
+    def saved_at(self, row: Row, seed: int) -> str | None:
+        """Folder of a run's checkpoint; None where nothing is saved."""
+        words = f"seed_{seed}-batch_{row.batch}-lr_{row.lr:g}-epochs_{row.epochs:g}"
+        return None if self.save is None else str(Path(self.save) / words)
 
 
 @dataclass(frozen=True)
@@ -164,6 +173,8 @@ def configuration(prepared: Prepared, row: Row, seed: int, world_size: int) -> R
     micro = given.micro_batch_size or max(n for n in range(1, MOST_OF_MICROBATCH + 1) if part % n == 0)
     dropout = dict.fromkeys(("embedding_dropout", "attention_dropout", "hidden_dropout"), given.dropout)
     model = replace(prepared.weights.model, untie_embeddings_and_output_weights=True, **dropout)
+    folder = given.saved_at(row, seed)
+    saving = {} if folder is None else {"dir": folder, "interval": steps, "load": "none"}  # nothing but the last step
     return (
         RunConfig(model=model)
         .override(
@@ -177,7 +188,10 @@ def configuration(prepared: Prepared, row: Row, seed: int, world_size: int) -> R
                     "weight_decay": WEIGHT_DECAY[prepared.files.row],
                     "beta2": 0.999,
                     "precision": given.precision,
+                    "distributed_optimizer": given.distributed_optimizer,
                 },
+                "data": {"tokenizer": given.tokenizer},  # for those who read the saved weights
+                "checkpoint": saving,
                 "train": {
                     "steps": steps,
                     "micro_batch_size": micro,
@@ -194,7 +208,10 @@ def configuration(prepared: Prepared, row: Row, seed: int, world_size: int) -> R
 def train_and_predict(prepared: Prepared, row: Row, seed: int) -> Trained:
     """Fine-tune with one row and one seed, and predict every split. All ranks call this together.
 
-    Raises ConfigError and CheckpointError on all ranks, and what `pretrain` raises.
+    With `Settings.save` the last step has a checkpoint, head and optimizer included.
+
+    Raises ConfigError and CheckpointError on all ranks, also for a run that is saved already, and what `pretrain`
+    raises.
     """
     config = configuration(prepared, row, seed, info.rank_info().world_size)
     info.report_progress({"run": f"seed {seed}, {row.words}", "steps": config.train.steps})

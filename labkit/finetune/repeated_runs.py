@@ -120,6 +120,7 @@ class _Runs:
                 "steps": len(trained.losses),
                 "first_loss": trained.losses[0],
                 "last_loss": trained.losses[-1],
+                "saved": self.prepared.settings.saved_at(row, seed),
                 "left_out": files.left_out,
                 "scores": self.prepared.scores(trained.logits),
             },
@@ -131,8 +132,9 @@ class _Runs:
         return None if records is None else agreed(lambda: records.finished(self._key(about)))
 
     def _key(self, about: Key) -> Key:
-        """Everything that a row depends on."""
-        given = {name: value for name, value in asdict(self.prepared.settings).items() if name not in _IN_SOURCES}
+        """Everything that a row depends on: layouts differ by rounding."""
+        given: Key = {"ranks": info.rank_info().world_size}
+        given |= {name: value for name, value in asdict(self.prepared.settings).items() if name not in _IN_SOURCES}
         return {**given, **about, **self._sources}
 
     def written(self, result: Result, about: Key) -> Result:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from labkit.config import presets
+from labkit.config import RunConfig, presets
 from labkit.evaluate import Records
 from labkit.finetune import Settings, finetune
-from labkit.finetune.finetuning import Trained, prepare, train_and_predict
+from labkit.finetune.finetuning import Trained, configuration, predict, prepare, train_and_predict
+from labkit.finetune.task_model import task_chunks, task_forward_step
 from labkit.launch import info
+from labkit.parallel.groups import ParallelGroups
 from labkit.train import pretrain
+from labkit.train.checkpoint.inventory import chosen
+from labkit.train.checkpoint.rank_state import RankWeights
+from labkit.train.checkpoint.shard_files import Reader
+from labkit.train.pipeline import Pipeline
+from labkit.train.pretraining import initialize, setup_model_and_optimizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from task_folders import write_task
@@ -24,12 +32,34 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2, "sequence_parallel": True},
     "dp2": {},
     "pp2": {"pp": 2},
+    "dp2, distributed optimizer": {"distributed_optimizer": True},
 }
 
 
 def fine_tuned(settings: Settings) -> Trained:
     prepared = prepare(settings)
     return train_and_predict(prepared, prepared.row, seed=3)
+
+
+def predicted(settings: Settings) -> dict[str, np.ndarray]:
+    """The predictions of saved weights, without training."""
+    prepared = prepare(settings)
+    folder = settings.saved_at(prepared.row, 3)
+    assert folder is not None
+    config = configuration(prepare(replace(settings, save=None)), prepared.row, 3, info.rank_info().world_size)
+    run = initialize(config, own_model=True)
+
+    def chunks(config: RunConfig, groups: ParallelGroups) -> list[torch.nn.Module]:
+        made: list[torch.nn.Module] = [*task_chunks(config, groups, prepared.files.outputs)]
+        state, reader = RankWeights(made, groups), Reader(chosen(Path(folder), None))
+        assert state.misfits(reader) == ""
+        state.load_weights(reader)
+        return made
+
+    with run.groups:
+        wrapped, *_ = setup_model_and_optimizer(run, chunks)
+        pipeline = Pipeline(config, run.groups, wrapped, task_forward_step, run.schedule)
+        return {split: predict(run, pipeline, prepared.samples(split)) for split in prepared.files.splits}
 
 
 @pytest.mark.parametrize("task", ["race", "squad"])
@@ -47,11 +77,14 @@ def test_every_layout_computes_what_one_process_computes(task: str, tmp_path: Pa
     alone = fine_tuned(Settings(**common))
     assert len(alone.grad_norms) == 4 and alone.losses[0] != alone.losses[-1]
     for name, layout in LAYOUTS.items():
-        for trained in on_ranks(fine_tuned, 2, Settings(**common, **layout)):
+        saved = Settings(**common, **layout, save=str(tmp_path / name))
+        for trained in on_ranks(fine_tuned, 2, saved):
             np.testing.assert_allclose(trained.losses, alone.losses, rtol=1e-10, err_msg=name)
             np.testing.assert_allclose(trained.grad_norms, alone.grad_norms, rtol=1e-10, err_msg=name)
             for split, expected in alone.logits.items():
                 np.testing.assert_allclose(trained.logits[split], expected, rtol=1e-8, atol=1e-9, err_msg=name)
+        for split, found in predicted(replace(saved, tp=1, pp=1, sequence_parallel=False)).items():  # in this process
+            np.testing.assert_allclose(found, alone.logits[split], rtol=1e-8, atol=1e-9, err_msg=f"{name}, saved")
 
 
 def tuned_on_own_disks(settings: Settings, folder: Path, steps: tuple[int, int]) -> list[dict[str, Any]]:

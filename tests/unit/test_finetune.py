@@ -297,6 +297,27 @@ def test_a_sweep_an_ensemble_and_rows_that_are_read(
     assert [row["lr"] for row in summaries[-2:]] == [1e-3, 2e-3], "a summary of other numbers is another row"
 
 
+def test_saved_weights_are_a_checkpoint(
+    folder: Any, checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"finetune qqp --path {folder('qqp', train=16, dev=4)} --batch 8 --epochs 1 --seq-length 32 --json"
+    first = [*line.split(), "--checkpoint", checkpoint, "--save", str(tmp_path / "tuned"), "--seed", "7"]
+    assert main([*first, "--out", str(tmp_path / "rows.jsonl")]) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert row["saved"] == str(tmp_path / "tuned" / "seed_7-batch_8-lr_5e-05-epochs_1") and row["key"]["ranks"] == 1
+    assert [path.name for path in Path(row["saved"]).glob("step_*")] == ["step_00000002"]
+    assert main(["checkpoint", "verify", row["saved"]]) == 0
+    assert main([*first, "--out", str(tmp_path / "rows.jsonl")]) == 0, "the row is there, so nothing is trained"
+    capsys.readouterr()
+    assert main(first) == 1
+    assert "seed_7-batch_8-lr_5e-05-epochs_1' holds the checkpoints of another" in capsys.readouterr().err
+    assert main([*line.split(), "--checkpoint", row["saved"]]) == 0
+    again = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert again["saved"] is None and again["first_loss"] != row["first_loss"]
+    assert main(["checkpoint", "export", row["saved"], str(tmp_path / "hf")]) == 1
+    assert "has no tensor" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("task", ["mnli", "squad"])
 def test_every_pretrained_weight_is_loaded(task: str, folder: Any, checkpoint: str) -> None:
     path = str(folder({"squad": "squad1.1"}.get(task, task)))

@@ -25,7 +25,7 @@ from labkit.train.checkpoint.inventory import is_export
 
 SETTINGS = (
     "path", "checkpoint", "step", "size", "batch", "lr", "epochs", "warmup", "seq_length", "dropout", "precision",
-    "micro_batch_size", "tp", "pp", "sequence_parallel",
+    "micro_batch_size", "tp", "pp", "sequence_parallel", "distributed_optimizer", "save",
 )  # fmt: skip
 """Options that are fields of `labkit.finetune.Settings` under the same name."""
 
@@ -162,6 +162,7 @@ COMMAND = Command(
         *MODEL_OPTIONS,
         Option("nproc", "int", "ranks to start, a multiple of tp x pp; tp x pp where not given", ge=1),
         Option("sequence-parallel", "bool", "cut activations along the sequence over tp", False),
+        Option("distributed-optimizer", "bool", "cut the optimizer's state over data-parallel ranks", False),
         Option("size", "str", "row of Table 6; that of the model where not given", choices=SIZES),
         Option("batch", "int", "samples of a step; Table 6's where not given, as the next two", ge=1),
         Option("lr", "float", "peak learning rate", gt=0),
@@ -175,6 +176,7 @@ COMMAND = Command(
         Option("sweep", "bool", "try each row of the task in Table 6 first, and go on with the best", False),
         Option("ensemble", "bool", "add the scores of all seeds", False),
         Option("squad-version", "str", "1.1 or 2.0, where the folder has both", choices=VERSIONS),
+        Option("save", "str", "folder for the weights of each run, as checkpoints"),
         Option("out", "str", "add rows to this file of JSON lines; a run whose row is there is not repeated"),
     ),
     execute=execute,
