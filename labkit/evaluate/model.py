@@ -20,12 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from labkit.config import ConfigError, ModelConfig, RunConfig
+from labkit.models.attention import ParallelAttention
+from labkit.models.build import Build
 from labkit.models.chunks import DTYPES, build_model_chunks
 from labkit.models.gpt import GPTModel
 from labkit.parallel.collectives import all_gather, broadcast, gather_objects, irecv, isend
-from labkit.parallel.groups import ParallelGroups, initialize_model_parallel
+from labkit.parallel.groups import Group, ParallelGroups, initialize_model_parallel
 from labkit.train.checkpoint.exchange import model_of
 from labkit.train.checkpoint.inventory import chosen
 from labkit.train.checkpoint.manifest import CheckpointError, Manifest, read_manifest
@@ -63,7 +66,7 @@ def evaluation_config(manifest: Manifest, layout: Mapping[str, int], precision: 
     return made.override({"optim.precision": precision, **layout})
 
 
-def _layout_problems(config: RunConfig, groups: ParallelGroups) -> list[str]:
+def layout_problems(config: RunConfig, groups: ParallelGroups) -> list[str]:
     """Everything that is wrong with the layout of an evaluation."""
     tp, pp, family = groups.tp.size, groups.pp.size, config.model.family
     if family in ("bert", "t5"):
@@ -71,8 +74,47 @@ def _layout_problems(config: RunConfig, groups: ParallelGroups) -> list[str]:
     if groups.world_size != tp * pp:
         return [f"{groups.world_size} ranks, and tp {tp} x pp {pp}: start {tp * pp} ranks, or raise tp or pp"]
     if config.moe.num_experts and tp > 1:
-        return [f"tp {tp}: experts under tp need the sequence cut over it, and a single new token cannot be; use pp"]
+        if config.moe.capacity_factor is not None:
+            return [f"tp {tp}: moe.capacity_factor limits the tokens of each rank, and tp shares tokens out; use pp"]
+        config = config.override({"parallel.sequence_parallel": True})  # how `_GPTUnderTp` builds layers with experts
     return config.problems(groups.world_size)
+
+
+class _GPTUnderTp(GPTModel):
+    """A GPT with experts, whose activations are cut over tp inside these layers alone: one new token cannot be cut."""
+
+    def new_layer(self, index: int, build: Build) -> nn.Module:
+        """Make layer `index`; its experts see this rank's share of the tokens."""
+        has_experts = build.moe.is_moe_layer(index)
+        layer: Any = super().new_layer(index, replace(build, sequence_parallel=has_experts))
+        if has_experts:
+            layer.attention = ParallelAttention(f"layers.{index}.attention", build)
+            share = _ShareOfTokens(build.group)
+            layer.mlp.register_forward_pre_hook(share.take)
+            layer.mlp.register_forward_hook(share.join)
+        return layer  # type: ignore[no-any-return]
+
+
+class _ShareOfTokens:
+    """Hooks of a layer with experts: before it a rank of tp takes its share of the tokens, behind it all join them.
+
+    Zeros fill up the last shares. They visit experts too, and nobody reads their results.
+    """
+
+    def __init__(self, tp: Group) -> None:
+        self._tp, self._shape = tp, torch.Size()
+
+    def take(self, _: nn.Module, args: tuple[Any, ...]) -> Tensor:
+        """[S, B, H] -> [T/t, 1, H], T = S B filled up to a multiple of t."""
+        self._shape = args[0].shape
+        x_TH = args[0].flatten(0, 1)
+        filled_TH = pad(x_TH, (0, 0, 0, -len(x_TH) % self._tp.size))
+        return filled_TH.chunk(self._tp.size)[self._tp.rank].unsqueeze(1).contiguous()
+
+    def join(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        """[T/t, 1, H] -> [S, B, H]."""
+        whole_TH = all_gather(output, self._tp).flatten(0, 1)
+        return whole_TH[: self._shape[:2].numel()].view(self._shape)
 
 
 class CheckpointModel:
@@ -95,13 +137,14 @@ class CheckpointModel:
         self.manifest = read_manifest(self.folder)
         self.config = evaluation_config(self.manifest, layout or {}, precision)
         self.groups: ParallelGroups = initialize_model_parallel(self.config.parallel)
-        if problems := _layout_problems(self.config, self.groups):
+        if problems := layout_problems(self.config, self.groups):
             raise ConfigError(problems, source="the evaluation's layout")
         self.folder = gather_objects(self.folder, self.groups.world)[
             0
         ]  # a run may be saving: all read what rank 0 found
         self.manifest = read_manifest(self.folder)
-        [self.chunk] = build_model_chunks(self.config, self.groups)
+        under_tp = self.config.moe.num_experts > 0 and self.groups.tp.size > 1
+        [self.chunk] = build_model_chunks(self.config, self.groups, kind=_GPTUnderTp if under_tp else None)
         self.chunk.eval().requires_grad_(False)
         self._load()
 

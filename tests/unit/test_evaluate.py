@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from labkit.config import presets
 from labkit.data import load_tokenizer
 from labkit.evaluate import CheckpointModel, Records, Sampling, Task, evaluate, generate, tasks
 from labkit.evaluate.lambada import Accuracy, passage_of
+from labkit.evaluate.model import layout_problems
 from labkit.evaluate.wikitext import detokenized, perplexity_of, window_starts
 from labkit.launch import info, run
 from labkit.train import pretrain
@@ -145,6 +147,14 @@ def test_all_ranks_do_what_rank_0_finds(run_folder, tmp_path, text):
     found = run(twice_with_own_disk, 2, run_folder, tmp_path, task, device="cpu", timeout=30)
     rows = Records(tmp_path / "rank0.jsonl").rows
     assert len(rows) == 1 and found == [[rows, rows]] * 2 and not (tmp_path / "rank1.jsonl").exists()
+
+
+def test_a_capacity_of_experts_is_refused_under_tp():
+    groups = SimpleNamespace(tp=SimpleNamespace(size=2), pp=SimpleNamespace(size=1), world_size=2)
+    config = presets.tiny_moe().override({"tp": 2})
+    assert layout_problems(config, groups) == []
+    (said,) = layout_problems(config.override({"capacity_factor": 1.0}), groups)
+    assert said.startswith("tp 2: moe.capacity_factor limits the tokens of each rank")
 
 
 def test_rows_of_another_file_are_refused(tmp_path):
