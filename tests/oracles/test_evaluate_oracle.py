@@ -17,6 +17,7 @@ from labkit.evaluate.lambada import passage_of, score_passages
 from labkit.evaluate.sampling import Sampler, penalised, within_top_k, within_top_p
 from labkit.evaluate.wikitext import detokenized, perplexity_of, score_windows
 from labkit.launch import run
+from labkit.parallel.collectives import gather_objects
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 pytestmark = pytest.mark.oracle
@@ -53,6 +54,9 @@ def both(request, tmp_path_factory) -> tuple[Any, str]:
     return theirs, str(folder / "ours")
 
 
+PLACES = (0, 1, 20, LENGTH - 1)
+
+
 def encode(text: str) -> list[int]:
     return load_tokenizer().encode(text).ids
 
@@ -65,8 +69,16 @@ def everything(folder: str, layout: dict[str, int], tokens: list[int]) -> dict[s
     model = CheckpointModel(folder, layout, precision="fp64")
     passages = [passage_of(text, encode, strict=strict) for text in PASSAGES for strict in (True, False)]
     seen: list[list[int | None]] = []
+    logits: list[list[list[float]]] = []
+
+    def keep(logits_BPV: torch.Tensor) -> torch.Tensor:
+        logits.extend(logits_BPV.tolist())
+        return logits_BPV.argmax(-1)
+
+    model.choose(torch.tensor(tokens[:LENGTH])[None], torch.tensor([PLACES]), keep)
     drawn = Sampling(temperature=0.7, top_k=40, top_p=0.9, repetition_penalty=1.2, seed=5)
     return {
+        "logits": next(filter(None, gather_objects(logits, model.groups.world))),  # the last stage has them
         "blocks": score_windows(model, tokens, stride=7, micro_batch_size=3),
         "lambada": score_passages(model, passages, micro_batch_size=4),
         "greedy": generate(model, PROMPTS, max_new_tokens=20, on_tokens=seen.append),
@@ -120,6 +132,8 @@ def test_every_layout_computes_what_transformers_computes(both):
     total, scored = their_losses(theirs, tokens, 7)
     passages = [passage_of(text, encode, strict=strict) for text in PASSAGES for strict in (True, False)]
     right = [their_right(theirs, passage.context, passage.target) for passage in passages]
+    with torch.no_grad():
+        logits = theirs(torch.tensor(tokens[:LENGTH])[None]).logits[:, PLACES]
     greedy = their_text(theirs, PROMPTS)
     penalised_text = their_text(theirs, [PROMPTS[2]], repetition_penalty=1.3)[0]
     words = len(TEXT.read_text()[20_000:20_800].split())
@@ -128,6 +142,7 @@ def test_every_layout_computes_what_transformers_computes(both):
         assert (result.scored, len(tokens)) == (scored, scored + 1), name
         assert result.loss_sum == pytest.approx(total, rel=1e-7), name  # their rotary tables are fp32
         assert result.perplexity == pytest.approx(math.exp(min(20, total / words))), name
+        torch.testing.assert_close(torch.tensor(ours["logits"]).double(), logits, rtol=1e-5, atol=1e-5, msg=name)
         assert ours["lambada"] == right, name
         assert ours["greedy"] == greedy == [list(ids) for ids in zip(*ours["seen"])], name
         assert ours["penalised"][2] == penalised_text, name
