@@ -72,9 +72,7 @@ def _draw_curves(axes: Any, curves: Mapping[str, Sequence[float]], levels: Mappi
             range(1, len(losses) + 1), losses, style, color=SEQUENCE[number % 8], lw=width, marker=marker, label=name
         )
     for name, value in levels.items():
-        axes.axhline(value, color="#666666", lw=0.9, ls=(0, (6, 2)))
-        axes.annotate(f"{name} {value:.2f}", (1, value), xycoords=("axes fraction", "data"), xytext=(-2, 3),
-                      textcoords="offset points", ha="right", fontsize=8, color="#444444")  # fmt: skip
+        _mark_level(axes, value, f"{name}\n{value:.2f}")
     axes.set_title(title, loc="left")
     axes.set_ylabel("nats a token")
     axes.grid(axis="y")
@@ -89,17 +87,25 @@ def _draw_differences(axes: Any, differences: Mapping[str, np.ndarray], names: l
         mark: dict[str, Any] = {"ls": "", "marker": "o", "color": SEQUENCE[number % 8], "mew": 0}
         axes.plot(range(1, len(values) + 1), np.maximum(values, _LEAST), ms=_RINGS[(number - 1) % len(_RINGS)], **mark)
         largest = max(largest, float(values.max()))
-    axes.axhline(tolerance, color="#666666", lw=0.9, ls=(0, (6, 2)))
-    axes.annotate(f"tolerance {tolerance:.0e}", (1, tolerance), xycoords=("axes fraction", "data"), xytext=(-2, 3),
-                  textcoords="offset points", ha="right", fontsize=8, color="#444444")  # fmt: skip
+    _mark_level(axes, tolerance, f"tolerance\n{tolerance:.0e}")
     floor = min((float(v[v > 0].min()) for v in differences.values() if (v > 0).any()), default=_LEAST)
     exact = any((values == 0).any() for values in differences.values())
     axes.set(yscale="log", ylim=(_LEAST / 5 if exact else max(_LEAST, floor / 10), largest * 50))
     if exact:
-        axes.annotate("exactly equal", (1, _LEAST), xycoords=("axes fraction", "data"), xytext=(-2, 6),
-                      textcoords="offset points", ha="right", fontsize=8, color="#444444")  # fmt: skip
+        _name_level(axes, _LEAST, "exactly\nequal")
     axes.set_ylabel(f"relative to\n{names[0]}")
     axes.grid(axis="y")
+
+
+def _mark_level(axes: Any, value: float, name: str) -> None:
+    axes.axhline(value, color="#666666", lw=0.9, ls=(0, (6, 2)))
+    _name_level(axes, value, name)
+
+
+def _name_level(axes: Any, value: float, name: str) -> None:
+    """Write the name right of the panel, where no curve comes."""
+    axes.annotate(name, (1, value), xycoords=("axes fraction", "data"), xytext=(4, 0), textcoords="offset points",
+                  va="center", fontsize=8, color="#444444")  # fmt: skip
 
 
 def _sentence(

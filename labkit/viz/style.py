@@ -1,8 +1,14 @@
 """One palette by meaning, and matplotlib's settings for every figure of labkit.
 
-Colours come from Okabe and Ito's set and Paul Tol's muted set. Colours of one picture stay apart for readers with
-red-green colour blindness. Close colours also differ in their hatch, and every mark carries a label. Two families of
-colours never mix in one picture: the activities of a rank over time (`ACTIVITIES`) and the axes of groups (`AXES`).
+Three families of colours share none with each other but for rare activities. So blue is a forward in every chapter,
+orange a backward, dark green a weight gradient, and red and pink are communication:
+
+- activities of a rank over time (`ACTIVITIES`), from Okabe and Ito's set;
+- axes of groups (`AXES`), Paul Tol's light set;
+- things with a number, such as ranks, stages, chunks and microbatches (`SEQUENCE`), from Paul Tol's muted set.
+
+Colours of one family stay apart for readers with red-green colour blindness. Close colours also differ in their hatch,
+and every mark carries a label.
 """
 
 from __future__ import annotations
@@ -36,19 +42,19 @@ ACTIVITIES: dict[str, tuple[str, str, str]] = {
 """Kind of event -> (colour, hatch, label)."""
 
 AXES: dict[str, tuple[str, str, str]] = {
-    "tp": ("#D55E00", "", "tensor"),
-    "cp": ("#CC79A7", "//", "context"),
-    "ep": ("#117733", "\\\\", "expert"),
-    "dp": ("#0072B2", "..", "data"),
-    "pp": ("#E69F00", "xx", "pipeline"),
-    "etp": ("#882255", "++", "expert tensor"),
-    "edp": ("#56B4E9", "oo", "expert data"),
-    "embd": ("#DDCC77", "--", "embedding"),
+    "tp": ("#EE8866", "", "tensor"),
+    "cp": ("#FFAABB", "//", "context"),
+    "ep": ("#AAAA00", "\\\\", "expert"),
+    "dp": ("#77AADD", "..", "data"),
+    "pp": ("#EEDD88", "xx", "pipeline"),
+    "etp": ("#44BB99", "++", "expert tensor"),
+    "edp": ("#99DDFF", "oo", "expert data"),
+    "embd": ("#BBCC33", "--", "embedding"),
 }
 """Axis of a layout -> (colour, hatch, label)."""
 
-SEQUENCE = ("#0072B2", "#E69F00", "#117733", "#CC79A7", "#56B4E9", "#D55E00", "#332288", "#DDCC77")
-"""For things without a meaning of their own (group 0, 1, ...; curve 0, 1, ...); repeats after eight."""
+SEQUENCE = ("#332288", "#CC6677", "#44AA99", "#DDCC77", "#AA4499", "#88CCEE", "#999933", "#661100")
+"""For things with a number (rank, stage, chunk, group or curve 0, 1, ...); repeats after eight."""
 
 RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",

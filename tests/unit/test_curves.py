@@ -65,7 +65,7 @@ def test_steps_are_whole_and_exact_agreement_is_named():
     lower = figure.fig.axes[1]
     ticks = [tick for tick in lower.get_xticks() if 0.9 <= tick <= 3.1]
     assert ticks == [1, 2, 3]
-    assert "exactly equal" in [text.get_text() for text in lower.texts]
+    assert "exactly\nequal" in [text.get_text() for text in lower.texts]
     low, _ = lower.get_ylim()
     assert low < min(lower.lines[0].get_ydata()), "steps that agree exactly have their dot too"
     three = loss_curves({key: [3.0, 2.0] for key in ("one", "two", "three", "four")}, tolerance=1e-12).fig.axes[1]

@@ -12,7 +12,7 @@ from PIL import Image
 
 from labkit import events
 from labkit.viz.figure import Figure
-from labkit.viz.style import ACTIVITIES, AXES, color, hatch, label, new_figure, styled, text_color
+from labkit.viz.style import ACTIVITIES, AXES, SEQUENCE, color, hatch, label, new_figure, styled, text_color
 
 # Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB.
 VISION = {
@@ -45,6 +45,13 @@ def test_marks_that_meet_in_a_picture_stay_apart(family: dict, vision: str) -> N
     for left, right in itertools.combinations(family, 2):
         near = np.linalg.norm(lab(VISION[vision] @ linear(color(left))) - lab(VISION[vision] @ linear(color(right))))
         assert near > 15 or hatch(left) != hatch(right), (left, right, near)
+
+
+def test_a_colour_has_one_meaning_in_all_chapters() -> None:
+    """Forward, backward, weight gradient and communication share their colours with nothing; nor does an axis."""
+    told = [color(kind) for kind in ("forward", "backward", "input_grad", "weight_grad", "send", "recv", "collective")]
+    told += [*map(color, AXES), *SEQUENCE]
+    assert len(set(told)) == len(told)
 
 
 def test_every_kind_of_event_has_a_colour_and_a_label() -> None:

@@ -23,7 +23,7 @@ from labkit.parallel.data_parallel.overlap_prediction import (
 )
 from labkit.viz.figure import Figure
 from labkit.viz.live import LiveFigure, is_live
-from labkit.viz.style import SEQUENCE, color, hatch, legend_patches, new_figure, styled, text_color
+from labkit.viz.style import SEQUENCE, color, hatch, legend_patches, new_figure, styled
 
 _ROW = 0.27
 """Inches of a row."""
@@ -201,7 +201,7 @@ def bucket_size_curve(
     if not swept or not all(swept.values()):
         raise ValueError("bucket_size_curve needs at least one curve with at least one size")
     with styled():
-        fig = new_figure(7.2, 3.2)
+        fig = new_figure(7.2, 3.6)
         axes = fig.subplots()
         for number, (name, points) in enumerate(swept.items()):
             _draw_curve(axes, number, name, points, element_bytes)
@@ -209,7 +209,7 @@ def bucket_size_curve(
         axes.set_ylim(0)
         axes.set_title(title, loc="left")
         axes.grid(axis="y")
-        axes.legend()
+        fig.legend(loc="outside lower center", ncols=2)
     words = "; ".join(f"{name}: {_compared(points, element_bytes)}" for name, points in swept.items())
     return Figure(fig, f"{title}, the best and the largest size: {words}.")
 
@@ -222,11 +222,9 @@ def _best(points: Sequence[BucketSize]) -> BucketSize:
 def _draw_curve(axes: Any, number: int, name: str, points: Sequence[BucketSize], element_bytes: int) -> None:
     shade, style, best = SEQUENCE[number % len(SEQUENCE)], ("-", "--", ":", "-.")[number % 4], _best(points)
     megabytes = [point.size * element_bytes / 1e6 for point in points]
-    axes.plot(megabytes, [point.exposed * 1e3 for point in points], style, color=shade, label=name, lw=1.8)
-    at, offset = (best.size * element_bytes / 1e6, best.exposed * 1e3), (0, 8 if number % 2 else -14)
-    axes.plot(*at, "o", color=shade, ms=7)
-    axes.annotate(_buckets(best.buckets), at, xytext=offset, textcoords="offset points", ha="center", fontsize=8,
-                  color=shade if text_color(shade) == "#FFFFFF" else "#444444")  # fmt: skip
+    label = f"{name}: least with {_buckets(best.buckets)}"
+    axes.plot(megabytes, [point.exposed * 1e3 for point in points], style, color=shade, label=label, lw=1.8)
+    axes.plot(best.size * element_bytes / 1e6, best.exposed * 1e3, "o", color=shade, ms=7)
 
 
 def _compared(points: Sequence[BucketSize], element_bytes: int) -> str:

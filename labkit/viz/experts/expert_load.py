@@ -16,7 +16,7 @@ from labkit.viz.style import SEQUENCE, color, new_figure, styled, text_color
 
 _INK = "#333333"
 _LINES = ("-", "--", "-.", ":")
-_RUNS = ("#000000", "#882255", "#44AA99", "#999933")
+_RUNS = ("#000000", "#AA4499", "#44AA99", "#999933")
 """Colours of runs; no run has the colour of an expert."""
 _LAST = 5
 """Steps that a sentence averages over for the end; one batch is noisy."""
@@ -128,15 +128,15 @@ def skew_curve(
         fig = new_figure(7.4, 2.9)
         left, right = fig.subplots(1, 2, width_ratios=(1.15, 1))
         skews = sorted(rows)
-        left.plot(skews, [_slowest(rows[skew]) for skew in skews], color=color("forward"), label="fullest rank's rows")
+        left.plot(skews, [_slowest(rows[skew]) for skew in skews], color=SEQUENCE[0], label="fullest rank's rows")
         for skew, seconds in (measured or {}).items():
             even = sum(rows[skew]) / len(rows[skew]) * seconds_per_row
             label = "measured" if skew == min(measured or {}) else None
-            left.plot(skew, seconds / even, "o", ms=5, color=color("backward"), mec=_INK, mew=0.5, label=label)
+            left.plot(skew, seconds / even, "o", ms=5, color=SEQUENCE[1], mec=_INK, mew=0.5, label=label)
         left.axvline(chosen, color="#666666", lw=0.9, ls=":")
         left.axhline(1, color="#666666", lw=0.9, ls=":")
         left.set(xlabel="skew (exponent of Zipf's law)", ylabel="step time / that of an even load", ylim=(0, None))
-        left.legend(loc="upper left")
+        left.legend(loc="lower right")  # no step is shorter than with an even load
         _draw_ranks(right, rows[chosen], chosen)
     return Figure(fig, _skew_sentence(rows, chosen, measured))
 
@@ -145,7 +145,7 @@ def _draw_ranks(axes: Any, by_rank: Sequence[int], skew: float) -> None:
     """Draw the rows of each rank as bars, and dots for the time that a rank waits for the fullest."""
     longest, mean = max(by_rank), sum(by_rank) / len(by_rank)
     names = [f"rank {rank}" for rank in range(len(by_rank))]
-    axes.barh(names, by_rank, 0.7, color=color("forward"), edgecolor=_INK, linewidth=0.4, label="computes")
+    axes.barh(names, by_rank, 0.7, color=SEQUENCE[0], edgecolor=_INK, linewidth=0.4, label="computes")
     rest = [longest - count for count in by_rank]
     axes.barh(names, rest, 0.7, left=by_rank, color=color("idle"), hatch="...", edgecolor=_INK, linewidth=0.4,
               label="waits")  # fmt: skip
@@ -233,7 +233,7 @@ def capacity_curve(
         raise ValueError("capacity_curve takes tables [ranks, experts] of rows, at least one, each with a row")
     found = {name: [_limited(t, f, tokens, top_k) for f in factors] for name, t in tables.items()}
     with styled():
-        fig = new_figure(7.4, 2.7)
+        fig = new_figure(7.4, 2.9)
         panels = fig.subplots(1, 2, sharex=True)
         titles = ("dropped, of all rows", "empty, of the padded buffer")
         for panel, (axes, title) in enumerate(zip(panels, titles)):
@@ -244,7 +244,8 @@ def capacity_curve(
             axes.set(xlabel="capacity factor", ylim=(-0.02, 1))
             axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
             axes.grid(axis="y")
-        panels[0].legend(loc="upper right")
+        handles, labels = panels[0].get_legend_handles_labels()
+        fig.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     return Figure(fig, _capacity_sentence(found, factors))
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from labkit.viz.experts.router_lab import Policy, Replayed, replay, replay_policies
 from labkit.viz.figure import Figure
 from labkit.viz.live import LiveFigure, is_live
-from labkit.viz.style import color, new_figure, styled, text_color
+from labkit.viz.style import SEQUENCE, color, new_figure, styled, text_color
 
 _INK = "#333333"
-_FULL, _PART = color("forward"), color("idle")
+_FULL, _PART = SEQUENCE[0], color("idle")
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("bytes", 1))
 _OVER, _UNDER = (0xD5, 0x5E, 0x00), (0x00, 0x72, 0xB2)
 """Above and below the mean load."""

@@ -22,6 +22,8 @@ from labkit.viz.style import SEQUENCE, new_figure, styled, text_color
 
 MAX_FRAMES = 24
 """Frames that one picture shows."""
+MAX_LABELS = 60
+"""Steps or captures along an axis that are all labelled."""
 _WIDTH = 9.0
 _BACKWARD = "////"
 _WRONG = {"fill": False, "edgecolor": "#000000", "linewidth": 2.0}
@@ -31,6 +33,12 @@ _KIB = 1024
 
 def _color(microbatch: int) -> str:
     return SEQUENCE[microbatch % len(SEQUENCE)]
+
+
+def _thinned(labels: Sequence[str]) -> list[str]:
+    """Labels of a whole axis: every second, every third, ... where more than MAX_LABELS would touch."""
+    every = -(-len(labels) // MAX_LABELS)
+    return [label if place % every == 0 else "" for place, label in enumerate(labels)]
 
 
 # ---- static inputs ----
@@ -57,7 +65,7 @@ def buffer_lives(plan: BufferPlan, order: Sequence[float], *, what: str = "") ->
         for meeting in meetings:
             _draw_meeting(axes, meeting, chunks)
         axes.set(xlim=(0, len(order)), ylim=(plan.num_buffers, 0), xlabel="order, one step a column")
-        axes.set_xticks([step + 0.5 for step in range(len(order))], [f"{entry:g}" for entry in order])
+        axes.set_xticks([step + 0.5 for step in range(len(order))], _thinned([f"{entry:g}" for entry in order]))
         axes.set_yticks(
             [row + 0.5 for row in range(plan.num_buffers)], [f"buffer {b}" for b in range(plan.num_buffers)]
         )
@@ -150,7 +158,7 @@ def pool_blocks(playback: Playback, *, what: str = "") -> Figure:
             for panel in (axes, below):
                 panel.axvline(border, color="#BBBBBB", linewidth=0.5, zorder=0)
         middles = [(first + last + 1) / 2 for _, first, last in playback.captures]
-        below.set_xticks(middles, names, rotation=90 if len(names) > 20 else 0)
+        below.set_xticks(middles, _thinned(names), rotation=90 if len(names) > 20 else 0)
         below.set_xlabel("captures, in the order in which they were made and are replayed")
         axes.set(xlim=(0, end), ylim=(0, playback.high_water / _KIB), ylabel="place in the pool, KiB")
         for panel in (axes, below):
@@ -212,7 +220,7 @@ def pool_frame(playback: Playback, number: int) -> Figure:
         above.set(xlim=(0, _end(playback) / _KIB), ylim=(1, 0), yticks=[], xlabel="place in the pool, KiB")
         held = [each.live_bytes / _KIB for each in playback.frames]
         below.bar(range(len(held)), held, color=["#444444" if i == number else "#CCCCCC" for i in range(len(held))])
-        below.set_xticks(range(len(names)), names, rotation=90 if len(names) > 20 else 0)
+        below.set_xticks(range(len(names)), _thinned(names), rotation=90 if len(names) > 20 else 0)
         below.set(ylabel="held, KiB", xlim=(-0.6, len(held) - 0.4))
         below.tick_params(axis="x", length=0)
         fig.legend(handles=_legend(playback.lives, taken_over=True), loc="outside upper center", ncols=6)

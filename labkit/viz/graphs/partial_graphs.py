@@ -10,9 +10,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from labkit.viz.figure import Figure
-from labkit.viz.style import color, new_figure, styled
+from labkit.viz.style import SEQUENCE, color, new_figure, styled
 
 _INK = "#333333"
+_RAISED = SEQUENCE[7]
 _HELD = "held by the fullest rank"
 _ROW = 0.26
 """Inches of a call."""
@@ -72,7 +73,7 @@ def _panel(axes: Any, title: str, calls: Sequence[Call], participants: Sequence[
 def _arrow(axes: Any, y: float, source: float, target: float, call: Call) -> None:
     """From one lifeline to the other, the name ahead of the first lifeline on the way; a call of one's own goes round a
     corner."""
-    face = color("collective") if call.raised else color("forward")
+    face = _RAISED if call.raised else SEQUENCE[0]
     text: dict[str, Any] = {"fontsize": 7.5, "color": face if call.raised else _INK}
     line: dict[str, Any] = {"color": face, "lw": 1.2, "ls": "--" if call.raised else "-"}
     if source == target:
@@ -149,7 +150,7 @@ def padding_costs(costs: Sequence[PaddingCost]) -> Figure:
 def _stacks(axes: Any, costs: Sequence[PaddingCost]) -> list[Patch]:
     """Draw the parts of the held bytes one behind the other, and their legend."""
     unit = costs[0].held_bytes or 1.0
-    shades = (color("graph_replay"), color("collective"), color("idle"))
+    shades = (SEQUENCE[5], SEQUENCE[1], color("idle"))
     for place, each in enumerate(costs):
         left = 0.0
         for number, nbytes in enumerate(each.held.values()):
@@ -169,7 +170,7 @@ def _bars(axes: Any, title: str, values: Sequence[float], *, relative: bool, pla
     low = 0.0 if title != "loss" else min(shown) - 0.3 * (max(shown) - min(shown) or 1.0)  # differences count
     form = "{:.2f}x" if relative else "{:.1%}" if title != "loss" else "{:.3f}"
     for place, value in enumerate(shown):
-        face, pattern = (color("idle"), "////") if place else (color("forward"), "")
+        face, pattern = (color("idle"), "////") if place else (SEQUENCE[0], "")
         bar: dict[str, Any] = {"color": face, "hatch": pattern, "edgecolor": _INK, "linewidth": 0.4}
         if not plain:
             axes.barh(place, value - low, 0.6, left=low, **bar)

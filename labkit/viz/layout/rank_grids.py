@@ -20,6 +20,8 @@ MAX_ROWS = 8
 """Up to this many nodes a node is a row; beyond it a column, so that many nodes make a wide picture."""
 MAX_LABELLED = 64
 """Up to this many ranks each cell carries its numbers."""
+MAX_LARGE_COLUMNS = 16
+"""Up to this many columns cells are large enough for a text."""
 MAX_WIDTH = 8.6
 """Inches across which panels are laid side by side; a notebook shows a wider picture smaller than it was drawn."""
 _HATCHES = ("", "//", "..", "xx")
@@ -47,7 +49,7 @@ class Grid:
         """Limits, ticks and title of a panel for this grid."""
         axes.set(xlim=(-0.05, self.columns + 0.05), ylim=(self.rows + 0.05, -0.05), aspect="equal")
         axes.set_title(title, loc="left")
-        steps = {True: 1, False: max(1, self.columns // 8)}[self.columns <= 16]
+        steps = 1 if self.columns <= MAX_LARGE_COLUMNS else max(1, self.columns // 8)
         axes.set_xticks(np.arange(0, self.columns, steps) + 0.5, [str(i) for i in range(0, self.columns, steps)])
         axes.set_yticks(np.arange(self.rows) + 0.5, [str(i) for i in range(self.rows)])
         axes.set_xlabel("GPU of the node" if self.tall else "node")
@@ -60,7 +62,7 @@ class Grid:
         x, y = self.cell(rank)
         edge = "#FFFFFF" if self.world_size > MAX_LABELLED else "#BBBBBB"
         axes.add_patch(Rectangle((x, y), 1, 1, facecolor=fill, edgecolor=edge, linewidth=0.4, hatch=pattern))
-        if self.world_size <= MAX_LABELLED:
+        if self.world_size <= MAX_LABELLED and self.columns <= MAX_LARGE_COLUMNS:
             box = {"facecolor": fill, "edgecolor": "none", "pad": 0.8} if pattern else None
             axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=text_color(fill), fontsize=size, bbox=box)
 
@@ -96,7 +98,7 @@ def rank_grid(
     kinds = _known([kinds] if isinstance(kinds, str) else list(kinds))
     plan = all_groups(sizes, world_size)
     grid = Grid(world_size, gpus_per_node, int(plan["tp"].min()))
-    scale = 0.42 if grid.columns <= 16 else 0.15
+    scale = 0.42 if grid.columns <= MAX_LARGE_COLUMNS else 0.15
     width, height = grid.columns * scale + 0.9, grid.rows * scale + 0.9
     across = min(len(kinds), max(1, int(MAX_WIDTH // width)))
     down = ceil(len(kinds) / across)
@@ -135,7 +137,7 @@ def rank_neighbours(
     grid = Grid(world_size, gpus_per_node, offset)
     role = {member: kind for kind in reversed(kinds) for member in mine[kind].tolist()} | {rank: "self"}
     with styled():
-        scale = 0.42 if grid.columns <= 16 else 0.15
+        scale = 0.42 if grid.columns <= MAX_LARGE_COLUMNS else 0.15
         fig = new_figure(grid.columns * scale + 1.9, grid.rows * scale + 1.0)
         axes = fig.subplots()
         grid.prepare(axes, f"the groups of rank {rank}")

@@ -1,0 +1,384 @@
+"""No text of a figure touches another text or a curve, at the smallest and largest parameters of the chapters.
+
+`DRAWN` has every function of labkit.viz that draws, with made-up data at both ends of what the chapters allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import matplotlib.text
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure as Canvas
+from matplotlib.path import Path
+from matplotlib.transforms import Bbox
+
+from labkit import viz
+from labkit.config import presets
+from labkit.events import Event
+from labkit.graphs import plan_buffers, play_back
+from labkit.graphs.study.call_trace import Call
+from labkit.graphs.study.launches import predict_launches
+from labkit.graphs.study.operation_log import Memory, Operation, OperationLog
+from labkit.models import stage_contents
+from labkit.parallel import BackwardPiece, Link, ParameterSpec, plan_buckets, predict_step, sweep_bucket_sizes
+from labkit.parallel.ledger import CommRecord
+from labkit.schedules import Costs, gpipe, interleaved, one_f_one_b, simulate, zbv
+from labkit.viz.experts.router_lab import replay_policies, standard_policies
+
+TINY = viz.TransformerTraffic(layers=2, hidden=64, seq_length=64)
+LARGE = viz.TransformerTraffic(layers=72, hidden=3072, seq_length=8192)
+SLACK = 1.0
+"""Pixels that two boxes of text may share: letters do not fill their box."""
+
+
+def whole(ranks: int) -> list[np.ndarray]:
+    """Chunks of tensors before a collective: chunk c of rank r has its one at [r, c]."""
+    return list(np.eye(ranks**2).reshape(ranks, ranks, ranks, ranks))
+
+
+def placement(layers: int, pp: int, chunks: int) -> Any:
+    schedule = one_f_one_b(pp, pp) if chunks == 1 else interleaved(pp, chunks, pp)
+    return viz.layer_placement(schedule, stage_contents(presets.tiny().override({"model.layers": layers}), pp * chunks))
+
+
+def tp_block(size: int, bytes_: int) -> Any:
+    parts = (
+        ("attention.proj", "forward"),
+        ("mlp.fc2", "forward"),
+        ("mlp.fc1", "backward"),
+        ("attention.qkv", "backward"),
+    )
+    return viz.tensor_parallel_block(
+        [CommRecord("all_reduce", "tp", size, bytes_, "float64", f"layers.0.{part}", phase) for part, phase in parts]
+    )
+
+
+def curves(steps: int, names: int, far: float) -> Any:
+    """Losses that fall; the second run is equal to the bit, the others are `far` apart."""
+    first = [7 - 1.5 * step / steps for step in range(steps)]
+    runs = {f"run {n}, tp4 pp2 dp1": [x * (1 + (n > 1) * far) for x in first] for n in range(names)}
+    return viz.loss_curves(runs, tolerance=1e-9)
+
+
+def tour(steps: int, world: int) -> Any:
+    """Curves that end at the level."""
+    falls = [6.2 + 0.8 * (1 - (step + 1) / steps) for step in range(steps)]
+    names = ("one process", f"tp2 pp1 dp{world // 2}")
+    return viz.loss_curves(dict.fromkeys(names, falls), levels={"unigram entropy": 6.2}, tolerance=1e-5)
+
+
+def buckets(layers: int, bucket_size: int, link_mb: float) -> Any:
+    plan = plan_buckets([ParameterSpec(f"layer {i}", 30_000) for i in range(layers)], dp=2, bucket_size=bucket_size)
+    pieces = [BackwardPiece(0.02, (f"layer {i}",)) for i in reversed(range(layers))]
+    ways = {name: predict_step(plan, pieces, link=Link(latency=0.005, bandwidth=link_mb * 1e6), forward=0.06, overlap=o)
+            for name, o in (("one bucket, after the backward", False), ("buckets, behind it", True))}  # fmt: skip
+    return viz.overlap_gantt(ways, numbers=True)
+
+
+def swept(links: int) -> Any:
+    plan = [ParameterSpec(f"layer {i}", 30_000) for i in range(6)]
+    pieces = [BackwardPiece(0.02, (f"layer {i}",)) for i in reversed(range(6))]
+    points, sizes = {}, [10_000 * 2**i for i in range(6)]
+    for link in range(links):
+        speed = Link(latency=0.001 * 5**link, bandwidth=1e7)
+        points[f"{speed.latency * 1e3:g} ms a message"] = sweep_bucket_sizes(plan, pieces, sizes, link=speed, dp=8)
+    return viz.bucket_size_curve(points)
+
+
+def bucket_map(dp: int, count: int, bucket_size: int) -> Any:
+    specs = [ParameterSpec(f"layers.{i}.attention.qkv.weight", 64 * (1 + i % 5)) for i in range(count)]
+    return viz.bucket_map(plan_buckets(specs, dp=dp, bucket_size=bucket_size, distributed_optimizer=True), dp)
+
+
+def lives(pp: int, microbatches: int) -> Any:
+    order = one_f_one_b(pp, microbatches).order(0)
+    return viz.buffer_lives(plan_buffers(order, 1), order, what=f"1F1B, {pp} stages, rank 0")
+
+
+def pool(pp: int, microbatches: int) -> Any:
+    """A pool in which each forward holds one block until its backward."""
+    steps, owner, free, count = [], {}, [], {1: 0, -1: 0}
+    for time, sign in enumerate(one_f_one_b(pp, microbatches).order(0)):
+        m = count[sign]
+        count[sign] += 1
+        name = f"chunk 0 layer 0 microbatch {m} {'forward' if sign > 0 else 'backward'}"
+        place = owner.pop(m) if sign < 0 else free.pop(0) if free else len(owner)
+        steps.append((time, "free" if sign < 0 else "alloc", place * 1024, 1024, name))
+        if sign > 0:
+            owner[m] = place
+        else:
+            free.append(place)
+    return play_back(steps)
+
+
+def operations(count: int) -> Any:
+    log = OperationLog()
+    made = [Memory(1000 * (i % 3), 1000) for i in range(count)]
+    log.operations = [Operation(f"operation_{i}", (made[i - 1],) if i else (), (made[i],)) for i in range(count)]
+    return viz.graph_memory({"forward": log}, {})
+
+
+def calls(count: int) -> Any:
+    names = ["wrapper", "graph", "MoE layer", "router", "dispatcher", "experts", "store"]
+    path = [
+        Call("caller" if i == 0 else names[(i - 1) % 7], names[i % 7], "dispatch_postprocess") for i in range(count)
+    ]
+    return viz.sequence_diagram({"capture": path, "replay": path}, names)
+
+
+def paddings(experts: int) -> Any:
+    made = [viz.PaddingCost(f"padded, factor {f:g}", int(1e6 * f), int(1e5 * f),
+                            {"break points": 0, "graphs, the rest": int(1e4 * f), "eager experts": 100}, 0.1 / f, 0.3)
+            for f in sorted({1, min(2, experts / 2), experts / 2})]  # fmt: skip
+    return viz.padding_costs(made)
+
+
+def maps(ranks: int, tokens: int, experts: int, top_k: int) -> list[np.ndarray]:
+    draw = np.random.default_rng(0)
+    return [np.argsort(draw.random((tokens, experts)), axis=1) < top_k for _ in range(ranks)]
+
+
+def policies(ranks: int, experts: int, top_k: int) -> list[Any]:
+    logits = torch.randn(3, ranks, 16, experts, generator=torch.Generator().manual_seed(0))
+    return replay_policies(logits, standard_policies(experts, top_k, groups=ranks, bias_rate=0.02))
+
+
+def ring_events(cp: int) -> Any:
+    events = [Event(r, "block", "forward", 0.1 * s, 0.1 * s + 0.09) for r in range(cp) for s in range(cp)]
+    return viz.measured_ring({"contiguous": events, "zigzag": events}, cp)
+
+
+def slept(schedule: Any) -> Any:
+    timeline = simulate(schedule, Costs(forward=0.01, input_grad=0.01, weight_grad=0.01))
+    return viz.gantt_overlay(timeline, list(timeline.events), memory=True)
+
+
+DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "before_and_after": (
+        lambda: viz.before_and_after({"all-reduce": (whole(2), [sum(whole(2))] * 2)}),
+        lambda: viz.before_and_after(dict.fromkeys(("all-reduce", "reduce-scatter", "all-gather"), (whole(8),) * 2)),
+    ),
+    "buffer_lives": (lambda: lives(2, 2), lambda: lives(4, 64)),
+    "bucket_map": (lambda: bucket_map(2, 1, 64), lambda: bucket_map(8, 60, 1024)),
+    "bucket_size_curve": (lambda: swept(1), lambda: swept(4)),
+    "by_call": (
+        lambda: viz.by_call({"eager": [1.0] * 8, "replay": [0.1] * 8}, "Factor"),
+        lambda: viz.by_call({"by Python": range(121), "in a tensor": [0] * 121}, "Runs counted", captured=21),
+    ),
+    "capacity_curve": (
+        lambda: viz.capacity_curve({"this router": np.ones((2, 2), int)}, tokens=1, top_k=2),
+        lambda: viz.capacity_curve({"this router": np.full((8, 16), 256), "skew 1": np.eye(8, 16) * 4096},
+                                   tokens=256, top_k=16),
+    ),
+    "chunk_states": (
+        lambda: viz.chunk_states({"start": whole(2)}),
+        lambda: viz.chunk_states({f"step {step}": whole(8) for step in range(15)}),
+    ),
+    "compare_orders": (
+        lambda: viz.compare_orders(TINY, {"tp": 2}, world_size=4, gpus_per_node=1),
+        lambda: viz.compare_orders(LARGE, {"tp": 4, "cp": 4, "pp": 2}, world_size=64, gpus_per_node=8),
+    ),
+    "compare_policies": (
+        lambda: viz.compare_policies(policies(2, 2, 2), hidden=32, element_size=8),
+        lambda: viz.compare_policies(policies(8, 16, 4), hidden=32, element_size=8),
+    ),
+    "compare_timelines": (
+        lambda: viz.compare_timelines([simulate(one_f_one_b(2, 1))]),
+        lambda: viz.compare_timelines([simulate(interleaved(4, 4, 64))] * 2),
+    ),
+    "context_mask": (lambda: viz.context_mask(16, 2), lambda: viz.context_mask(64, 8)),
+    "cost_by_size": (
+        lambda: viz.cost_by_size([1, 4], {"eager": [1e-4, 1e-4], "replayed": [4e-5, 5e-5]}),
+        lambda: viz.cost_by_size([4**i for i in range(7)], {"eager": [1e-4 * 2**i for i in range(7)]}),
+    ),
+    "dispatch_steps": (lambda: viz.dispatch_steps(maps(2, 1, 2, 2)), lambda: viz.dispatch_steps(maps(8, 2, 16, 2))),
+    "dropout_masks": (
+        lambda: viz.dropout_masks({"after": [np.eye(3, dtype=bool)] * 2}),
+        lambda: viz.dropout_masks(dict.fromkeys(("attention output", "core"), [np.eye(9, dtype=bool)] * 8)),
+    ),
+    "fold_grid": (
+        lambda: viz.fold_grid({"cp": 4, "ep": 4}, world_size=4, gpus_per_node=1),
+        lambda: viz.fold_grid({"cp": 22, "ep": 22}, world_size=484, gpus_per_node=64, folded=False),
+    ),
+    "folded_digits": (
+        lambda: viz.folded_digits({"ep": 2}, world_size=2),
+        lambda: viz.folded_digits({"tp": 2, "cp": 2, "pp": 2, "etp": 1, "ep": 8}, world_size=16),
+    ),
+    "gantt": (
+        lambda: viz.gantt(simulate(one_f_one_b(2, 1)), memory=True, unit="forwards"),
+        lambda: viz.gantt(simulate(gpipe(8, 64)), memory=True, unit="forwards"),
+    ),
+    "gantt_overlay": (lambda: slept(one_f_one_b(2, 1)), lambda: slept(zbv(4, 64))),
+    "graph_memory": (lambda: operations(1), lambda: operations(24)),
+    "launch_timeline": (
+        lambda: viz.launch_timeline({"graph": predict_launches([3.0], 8.0, graph=True)}),
+        lambda: viz.launch_timeline({"one by one": predict_launches([12.0] * 10, 8.0)}),
+    ),
+    "layer_placement": (lambda: placement(8, 2, 1), lambda: placement(32, 4, 4)),
+    "live_bytes": (
+        lambda: viz.live_bytes({"all": [1.0]}, ["0F0"], unit=1.0),
+        lambda: viz.live_bytes({f"{n} whole": [float(n)] * 8 for n in range(5)}, [f"0F{i}" for i in range(8)]),
+    ),
+    "load_over_training": (
+        lambda: viz.load_over_training({"nothing": np.ones((1, 2))}),
+        lambda: viz.load_over_training({name: np.ones((100, 16)) for name in ("nothing", "aux loss", "expert bias")}),
+    ),
+    "loss_costs": (
+        lambda: viz.loss_costs({"gather": {"sent forward": (10, 10), "kept for backward": (10, 10)}}),
+        lambda: viz.loss_costs({way: {"sent forward": (10 ** (9 - 2 * i), 10 ** (9 - 2 * i)), "kept": (10, 10)}
+                                for i, way in enumerate(("gather", "parallel loss", "fused"))}),
+    ),
+    "loss_curves": (lambda: curves(2, 2, 0.0), lambda: curves(100, 4, 1e-6)),
+    "loss_curves with levels": (lambda: tour(3, 1), lambda: tour(100, 8)),
+    "measured_ring": (lambda: ring_events(2), lambda: ring_events(8)),
+    "named_curves": (
+        lambda: viz.named_curves({"width 16": [(4, 1.4)]}, x="optimizer step", y="validation perplexity"),
+        lambda: viz.named_curves({f"width {w}": [(i, 30.0 / w / i) for i in range(1, 400)] for w in (16, 32, 64)},
+                                 x="optimizer step", y="validation perplexity", log=True),
+    ),
+    "overlap_gantt": (lambda: buckets(6, 1, 1000.0), lambda: buckets(6, 10**6, 1.0)),
+    "padding_costs": (lambda: paddings(2), lambda: paddings(64)),
+    "policy_loads": (
+        lambda: viz.policy_loads(policies(2, 2, 2)),
+        lambda: viz.policy_loads(policies(8, 16, 4)),
+    ),
+    "pool_blocks": (lambda: viz.pool_blocks(pool(2, 2)), lambda: viz.pool_blocks(pool(4, 64))),
+    "pool_frame": (lambda: viz.pool_frame(pool(2, 2), 0), lambda: viz.pool_frame(pool(4, 64), 60)),
+    "pool_frames": (lambda: viz.pool_frames(pool(2, 2)), lambda: viz.pool_frames(pool(4, 64))),
+    "rank_grid": (
+        lambda: viz.rank_grid({"tp": 1}, ["tp", "dp"], world_size=4, gpus_per_node=1),
+        lambda: viz.rank_grid({"tp": 4, "pp": 4}, ["tp", "dp", "pp"], world_size=16, gpus_per_node=64),
+    ),
+    "rank_neighbours": (
+        lambda: viz.rank_neighbours(0, {"tp": 2}, ["tp", "dp"], world_size=4, gpus_per_node=1),
+        lambda: viz.rank_neighbours(0, {"tp": 8}, ["tp", "dp"], world_size=512, gpus_per_node=8),
+    ),
+    "ring_timeline": (lambda: viz.ring_timeline(16, 2), lambda: viz.ring_timeline(64, 8)),
+    "saved_waterfall": (
+        lambda: viz.saved_waterfall([viz.Kept("everything", {"norms": 1.0}, 1.0)]),
+        lambda: viz.saved_waterfall([viz.Kept(f"+ step {i}, recomputed", {"norms": 40.0, "MLP": 1e9 / 9**i}, 1e9 / 9**i)
+                                     for i in range(6)]),
+    ),
+    "scoring_windows": (
+        lambda: viz.scoring_windows([0], 3, 64, 1),
+        lambda: viz.scoring_windows(list(range(0, 2109, 64)), 2173, 64, 64),
+    ),
+    "send_matrix_figure": (
+        lambda: viz.send_matrix_figure([[1, 0], [0, 1]]),
+        lambda: viz.send_matrix_figure(np.full((8, 8), 512)),
+    ),
+    "sequence_diagram": (lambda: calls(1), lambda: calls(14)),
+    "skew_curve": (
+        lambda: viz.skew_curve({0.0: [1, 1], 1.0: [2, 0]}, 1.0, measured={0.0: 1.0}),
+        lambda: viz.skew_curve({s / 4: [4096 + 100 * s] + [4096 - s] * 7 for s in range(13)}, 1.0,
+                               measured=dict.fromkeys((0.0, 1.0, 2.0), 4500.0)),
+    ),
+    "split_softmax": (
+        lambda: viz.split_softmax([0.1 * i for i in range(16)], 2, 7),
+        lambda: viz.split_softmax([(-1) ** i * 3.0 for i in range(16)], 8, 7),
+    ),
+    "tensor_parallel_block": (lambda: tp_block(2, 2048), lambda: tp_block(8, 16 * 2 * 512 * 8)),
+    "token_choices": (
+        lambda: viz.token_choices([" c"], {"T = 1": [1.0]}),
+        lambda: viz.token_choices([" tells"] * 8, {f"top-p 0.{n}": [0.5] + [0.0] * 7 for n in range(4)}),
+    ),
+    "vocabulary_shards": (
+        lambda: viz.vocabulary_shards(600, 304, 2, [3]),
+        lambda: viz.vocabulary_shards(8192, 1024, 8, list(range(0, 8192, 683))[:12]),
+    ),
+    "zero_stages": (
+        lambda: viz.zero_stages(param_dtype="fp32", grad_dtype="fp32", dp=1, parameters=1e5),
+        lambda: viz.zero_stages(param_dtype="bf16", grad_dtype="fp32", dp=1024, parameters=7e11),
+    ),
+}  # fmt: skip
+"""Function -> its figure at the smallest and at the largest parameters."""
+
+
+def shown_texts(fig: Canvas) -> list[tuple[str, Bbox]]:
+    """Text and box, in pixels, of everything that is written; what a panel cuts off is left out."""
+    hidden = {text for axes in fig.axes for text in outside_ticks(axes)}
+    found = []
+    for text in fig.findobj(matplotlib.text.Text):
+        if text.get_visible() and text.get_text().strip() and text not in hidden:
+            box = text.get_window_extent()
+            panel = text.get_clip_box() if text.get_clip_on() else None
+            if panel is None or panel.contains(*box.get_points().mean(axis=0)):
+                found.append((text.get_text(), box))
+    return found
+
+
+def outside_ticks(axes: Any) -> Iterator[matplotlib.text.Text]:
+    """Labels of ticks beyond the limits, which matplotlib keeps and does not draw; all where the axis is off."""
+    for axis in (axes.xaxis, axes.yaxis):
+        drawn = set() if not axes.axison else {id(tick) for tick in axis._update_ticks()}
+        for tick in [*axis.get_major_ticks(), *axis.get_minor_ticks()]:
+            if id(tick) not in drawn:
+                yield from (tick.label1, tick.label2)
+        if not axes.axison:
+            yield axis.label
+
+
+class Curve(NamedTuple):
+    """A line of more than two points, or with marks; straight guides are neither."""
+
+    places: np.ndarray
+    """Its points in pixels."""
+    reach: float
+    """Half of the size of its marks; 0 without marks."""
+    drawn: bool
+    """True where a line connects the points."""
+
+    def touches(self, box: Bbox) -> bool:
+        if self.reach and any(box.padded(self.reach).contains(x, y) for x, y in self.places):
+            return True
+        return self.drawn and Path(self.places).intersects_bbox(box, filled=False)
+
+
+def curves_of(fig: Canvas) -> list[Curve]:
+    found = []
+    for line in (line for axes in fig.axes for line in axes.lines):
+        reach = 0.0 if line.get_marker() in ("", "None", None) else line.get_markersize() / 2 * fig.dpi / 72
+        drawn = line.get_linestyle() != "None" and len(line.get_xdata()) > 2
+        if reach or drawn:
+            found.append(Curve(line.get_transform().transform(line.get_xydata()), reach, drawn))
+    return found
+
+
+def touching(fig: Canvas) -> list[str]:
+    """What touches: two texts, or a text and a curve."""
+    fig.draw_without_rendering()
+    texts, curves = shown_texts(fig), curves_of(fig)
+    boxes = np.array([box.extents for _, box in texts]).reshape(-1, 4)
+    low = np.maximum(boxes[:, None, :2], boxes[None, :, :2])
+    common = np.minimum(boxes[:, None, 2:], boxes[None, :, 2:]) - low
+    pairs = np.argwhere(np.triu((common > SLACK).all(-1), 1))
+    found = {f"{texts[a][0]!r} and {texts[b][0]!r}" for a, b in pairs}
+    return sorted(found | {f"{text!r} and a curve" for text, box in texts if any(c.touches(box) for c in curves)})
+
+
+@pytest.mark.parametrize("end", [0, 1], ids=["smallest", "largest"])
+@pytest.mark.parametrize("name", DRAWN)
+def test_no_text_touches_another(name: str, end: int) -> None:
+    assert touching(DRAWN[name][end]().fig) == []
+
+
+def test_every_function_that_draws_is_here() -> None:
+    """But for the two that read files of a run or a checkpoint."""
+    made = {name for name in viz.__all__ if getattr(viz, name).__annotations__.get("return") == "Figure"}
+    assert made - {name.split()[0] for name in DRAWN} == {"stored_boxes", "training_curves"}
+
+
+def test_texts_and_curves_that_touch_are_noticed() -> None:
+    fig = Canvas(figsize=(3, 2))
+    axes = fig.subplots()
+    axes.plot([0, 1, 2], [0, 1, 2])
+    axes.text(1, 1, "on the curve")
+    axes.text(0, 2, "here", clip_on=True)
+    axes.text(0, 2, "there")
+    axes.text(0, 9, "cut off", clip_on=True)
+    axes.set(xlim=(0, 2), ylim=(0, 2.5))
+    assert touching(fig) == ["'here' and 'there'", "'on the curve' and a curve"]
