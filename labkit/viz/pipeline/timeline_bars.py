@@ -111,8 +111,12 @@ def _label(axes: Axes, compute: list[Event], middles: dict[int, float], tall: fl
 
 def _shade(kind: str, chunk: int | None, chunks: int, pale: bool) -> str:
     """The colour of a kind, mixed with white for predictions and for later chunks of a rank."""
-    later = (chunk or 0) * min(0.35, 0.66 / max(1, chunks - 1))
-    return _mixed(color(kind), 0.55 + later / 2 if pale else later)
+    white = _white_of(chunk or 0, chunks)
+    return _mixed(color(kind), 0.55 + white / 2 if pale else white)
+
+
+def _white_of(chunk: int, chunks: int) -> float:
+    return chunk * min(0.35, 0.66 / max(1, chunks - 1))
 
 
 @cache
@@ -153,7 +157,7 @@ def draw_memory(axes: Axes, rows: Rows, scale: float, labels: list[str], limit: 
 
 
 def legend(fig: Any, rows: Rows, strips: bool) -> None:
-    """List the kinds in the picture and, where a rank has several chunks, the shade of each chunk's forwards."""
+    """List the kinds in the picture and, where a rank has several chunks, how pale each chunk is, in grey."""
     kinds = [kind for kind in (*COMPUTE, *(STRIP if strips else ())) if any(e.kind == kind for e in rows.events)]
     handles = legend_patches([*kinds, "idle"])
     if rows.chunks > 1:
@@ -164,7 +168,7 @@ def legend(fig: Any, rows: Rows, strips: bool) -> None:
 
 def _chunk_patch(chunk: int, chunks: int) -> Patch:
     return Patch(
-        facecolor=_shade("forward", chunk, chunks, pale=False),
+        facecolor=_mixed("#555555", _white_of(chunk, chunks)),
         edgecolor="#333333",
         linewidth=0.5,
         label=f"chunk {chunk}",
