@@ -153,7 +153,7 @@ def _draw_ranks(axes: Any, by_rank: Sequence[int], skew: float) -> None:
         inside = count > 0.15 * longest
         box = None if inside else {"facecolor": "white", "edgecolor": "none", "pad": 1}  # beside it there are dots
         axes.text(0.02 * longest if inside else count + 0.02 * longest, place, f"{count:,}", va="center", fontsize=8,
-                  color=text_color(color("forward")) if inside else _INK, bbox=box)  # fmt: skip
+                  color=text_color(SEQUENCE[0]) if inside else _INK, bbox=box)  # fmt: skip
     axes.axvline(mean, color=_INK, lw=0.9, ls=(0, (6, 2)))
     axes.set(xlim=(0, 1.02 * longest), xlabel=f"rows at skew {skew:g} (dashed: mean; dotted: waits)")
     axes.invert_yaxis()

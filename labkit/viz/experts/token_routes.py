@@ -53,7 +53,7 @@ def send_matrix_figure(rows: ArrayLike) -> Figure:
 
 
 def _draw_received(axes: Any, received: NDArray[Any]) -> None:
-    axes.bar(range(len(received)), received, 0.7, color=color("forward"), edgecolor=_INK, linewidth=0.5)
+    axes.bar(range(len(received)), received, 0.7, color=SEQUENCE[0], edgecolor=_INK, linewidth=0.5)
     mean = received.mean()
     axes.axhline(mean, color=_INK, lw=0.9, ls=(0, (6, 2)))
     axes.annotate(f"mean {mean:,.4g}", (1, mean), xycoords=("axes fraction", "data"), xytext=(3, 0),
@@ -62,7 +62,7 @@ def _draw_received(axes: Any, received: NDArray[Any]) -> None:
         for rank, count in enumerate(received):
             inside = count > 0.2 * received.max()
             axes.text(rank, 0.05 * received.max() if inside else count, f"{count:,}", ha="center", va="bottom",
-                      fontsize=8, color=text_color(color("forward")) if inside else _INK)  # fmt: skip
+                      fontsize=8, color=text_color(SEQUENCE[0]) if inside else _INK)  # fmt: skip
     axes.set(ylim=(0, 1.1 * max(1, received.max())), ylabel="rows to\ncompute")
     axes.tick_params(axis="x", length=0, labelbottom=False)
 

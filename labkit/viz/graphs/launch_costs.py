@@ -15,6 +15,7 @@ from labkit.viz.figure import Figure
 from labkit.viz.style import ACTIVITIES, SEQUENCE, color, legend_patches, new_figure, styled, text_color
 
 _INK, _PALE, _LEAVES = "#333333", 0.25, ".."
+_OPERATION, _LAUNCH = SEQUENCE[:2]
 _THINNEST = 150
 """A bar is drawn at least as wide as this part of the axis, so that a bias does not vanish beside a weight."""
 _LINES = ("-", "--", "-.", ":")
@@ -186,26 +187,26 @@ def launch_timeline(runs: Mapping[str, Launches], *, numbers: bool = True) -> Fi
     if not runs or not all(each.device for each in runs.values()):
         raise ValueError("launch_timeline needs runs with at least one operation each")
     lanes = [
-        (f"{name}\n{lane}" if both else name, kind, getattr(each, lane))
+        (f"{name}\n{lane}" if both else name, shade, getattr(each, lane))
         for name, each in runs.items()
         for both in (bool(each.host),)
-        for lane, kind in ((("host", "timer"), ("device", "forward")) if both else (("device", "forward"),))
+        for lane, shade in ((("host", _LAUNCH), ("device", _OPERATION)) if both else (("device", _OPERATION),))
     ]
     end = max(each.end for each in runs.values())
     with styled():
         fig = new_figure(8.6, 0.9 + 0.42 * len(lanes))
         axes = fig.subplots()
-        for row, (_, kind, lane) in enumerate(lanes):
-            _draw_lane(axes, row, kind, lane, end)
+        for row, (_, shade, lane) in enumerate(lanes):
+            _draw_lane(axes, row, shade, lane, end)
         axes.set_yticks([row + 0.5 for row in range(len(lanes))], [name for name, _, _ in lanes])
         axes.tick_params(axis="y", length=0)
         axes.set(xlim=(0, end), ylim=(len(lanes), 0), xlabel="microseconds")
         axes.set_facecolor(color("idle"))
         for row in range(1, len(lanes)):
             axes.axhline(row, color="white", linewidth=2)
-        handles = [Patch(facecolor=color("forward"), label="operation")]
+        handles = [Patch(facecolor=_OPERATION, label="operation")]
         if any(each.host for each in runs.values()):
-            handles.append(Patch(facecolor=color("timer"), label="launch"))
+            handles.append(Patch(facecolor=_LAUNCH, label="launch"))
         fig.legend(handles=[*handles, *legend_patches(["idle"])], loc="outside upper right", ncols=3)
     told = [
         f"{name} {_count(len(each.device), 'operation')}"
@@ -215,8 +216,7 @@ def launch_timeline(runs: Mapping[str, Launches], *, numbers: bool = True) -> Fi
     return Figure(fig, "; ".join(told) + ".")
 
 
-def _draw_lane(axes: Any, row: int, kind: str, lane: Sequence[Run], end: float) -> None:
-    shade = color(kind)
+def _draw_lane(axes: Any, row: int, shade: str, lane: Sequence[Run], end: float) -> None:
     for run in lane:
         width = run.end - run.start
         axes.add_patch(Rectangle((run.start, row + 0.1), width, 0.8, facecolor=shade, edgecolor="white", linewidth=0.6))
