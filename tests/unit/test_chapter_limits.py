@@ -25,19 +25,19 @@ NOT_YET = """
 00_tour                            22      -      -          1      0    0     0
 02_rank_groups                     18      -      -          2      0    0     0
 03_f_and_g                         17      -      -          1      0    -     -
-04_vocabulary_and_loss             18     82      -          -      2    -     -
+04_vocabulary_and_loss             18     82      -          -      -    -     -
 06_sequence_parallel               29      -      -          1      0    0     0
-07_context_parallel                28      -      -          1      0    -     -
+07_context_parallel                28      -      -          1      -    -     -
 08_data_parallel                   36     79      -          1      0    0     0
-10_p2p_and_1f1b                    34     64      -          1      0    -     -
-11_interleaving                    30     75      -          1      0    -     -
-12_write_your_own_schedule         27     73      -          1      0    -     -
-13_training_end_to_end              -     76      -          -      0    -     -
-14_moe_layer                       35     75      -          1      0    -     -
-15_moe_folding                     21     69      -          2      0    -     -
+10_p2p_and_1f1b                    34     64      -          1      -    -     -
+11_interleaving                    30     75      -          1      -    -     -
+12_write_your_own_schedule         27     73      -          1      -    -     -
+13_training_end_to_end              -     76      -          -      -    -     -
+14_moe_layer                       35     75      -          1      -    -     -
+15_moe_folding                     21     69      -          2      -    -     -
 16_cuda_graphs                     20    128      -          1      0    -     -
-17_graphs_in_a_pipeline            25      -      -          1      0    -     -
-18_partial_graphs_moe              35     79      -          1      0    -     -
+17_graphs_in_a_pipeline            25      -      -          1      -    -     -
+18_partial_graphs_moe              35     79      -          1      -    -     -
 20_evaluation_and_generation       18     71      -          -      -    -     -
 """
 """Chapters that break a limit, with today's numbers; `-` keeps it."""
