@@ -21,8 +21,10 @@ from typing import Any
 TOPICS = {
     "layouts": ("00", "02", "15"),
     "rank_exchanges": ("01",),
-    "tensor_parallel": ("03", "06"),
-    "cut_vocabulary": ("04",),
+    "layers.tensor_parallel": ("03",),
+    "layers.cut_vocabulary": ("04",),
+    "layers.layer_memory": ("05",),
+    "layers.split_sequence": ("06",),
     "context_parallel": ("07",),
     "optimizer_shards": ("08",),
     "pipelines": ("10", "11", "12"),

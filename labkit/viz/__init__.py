@@ -8,7 +8,7 @@ from labkit.lazy import public_names
 
 if TYPE_CHECKING:
     from labkit.viz.activations import Kept as Kept
-    from labkit.viz.activations import live_bytes as live_bytes
+    from labkit.viz.activations import memory_and_work as memory_and_work
     from labkit.viz.activations import saved_waterfall as saved_waterfall
     from labkit.viz.attention_ring import context_mask as context_mask
     from labkit.viz.attention_ring import measured_ring as measured_ring
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from labkit.viz.text_scores import scoring_windows as scoring_windows
     from labkit.viz.text_scores import token_choices as token_choices
     from labkit.viz.tp_layer import dropout_masks as dropout_masks
+    from labkit.viz.tp_layer import split_sequence as split_sequence
     from labkit.viz.tp_layer import tensor_parallel_block as tensor_parallel_block
     from labkit.viz.vocabulary import loss_costs as loss_costs
     from labkit.viz.vocabulary import split_softmax as split_softmax

@@ -1,4 +1,4 @@
-"""Activation memory: the bytes that each way of saving removes, and the bytes alive while a schedule runs."""
+"""Activation memory: the bytes that each way of saving removes, and the operations that they cost."""
 
 from __future__ import annotations
 
@@ -116,24 +116,34 @@ def _sentence(rows: Sequence[Kept], unit: float, unit_name: str, what: str) -> s
     return f"{what + ': ' if what else ''}{unit_name}: {steps}{verdict}."
 
 
-def live_bytes(
-    series: Mapping[str, Sequence[float]], actions: Sequence[str], *, unit: float = 1.0, unit_name: str = "bytes"
-) -> Figure:
-    """Bytes alive after each forward of one rank's row, a line for each way of recomputing.
+def memory_and_work(predicted: Mapping[str, tuple[float, float]], counted: Mapping[str, tuple[float, float]]) -> Figure:
+    """Bytes that each way of recomputing keeps, beside the operations of its step; bars predicted, diamonds counted.
 
-    series: name -> values, one an action. Raises ValueError where their number is not that of the actions.
+    predicted, counted: way -> (bytes in units of s b h, operations of forward and backward). Operations are drawn as
+    multiples of the first way's.
+
+    Raises ValueError where the two do not name the same ways.
     """
-    if not series or any(len(values) != len(actions) for values in series.values()):
-        raise ValueError(f"give series of {len(actions)} values, one for each action")
+    if not predicted or list(predicted) != list(counted):
+        raise ValueError(f"predicted {list(predicted)} and counted {list(counted)} must name the same ways")
+    once = next(iter(predicted.values()))[1]
+    titles = ("kept for backward: bytes / s b h", f"operations / those of '{next(iter(predicted))}'")
+    places = range(len(predicted))
     with styled():
-        fig = new_figure(7.2, 2.8)
-        axes = fig.subplots()
-        for index, (name, values) in enumerate(series.items()):
-            heights = [value / unit for value in values]
-            style = {"color": SEQUENCE[index], "linestyle": ("-", "--", "-.", ":")[index % 4], "linewidth": 2}
-            axes.step(range(len(actions)), heights, where="mid", label=name, marker="o", markersize=3, **style)
-        axes.set_xticks(range(len(actions)), actions)
-        axes.set(xlabel="after forward", ylabel=unit_name, ylim=(0, None))
-        fig.legend(loc="outside right center")
-    peaks = ", ".join(f"{name} {max(values) / unit:.2f}" for name, values in series.items())
-    return Figure(fig, f"Most {unit_name} alive on the rank at once: {peaks}.")
+        fig = new_figure(8.2, 1.2 + 0.42 * len(predicted))
+        panels = fig.subplots(1, 2, sharey=True)
+        for column, (axes, title) in enumerate(zip(panels, titles)):
+            unit = once if column else 1.0
+            bars, dots = ([pair[column] / unit for pair in way.values()] for way in (predicted, counted))
+            axes.barh(places, bars, height=0.6, color=SEQUENCE[column], label="predicted")
+            axes.plot(dots, places, "D", color="#000000", markeredgecolor="#FFFFFF", markersize=6, label="counted")
+            for place, value in enumerate(bars):
+                axes.text(value + 0.03 * max(bars), place, f"{value:.{2 * column or 1}f}", va="center", fontsize=8)
+            axes.set(xlabel=title, xlim=(0, 1.18 * max(bars)))
+        panels[0].set_yticks(places, list(predicted))
+        panels[0].invert_yaxis()
+        fig.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    words = [
+        f"{name} {kept:.1f} s b h and {work / once:.2f} of the operations" for name, (kept, work) in counted.items()
+    ]
+    return Figure(fig, f"Kept bytes against work, counted: {'; '.join(words)}.")

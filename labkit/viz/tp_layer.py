@@ -1,4 +1,4 @@
-"""A transformer layer over a tensor-parallel group: the places of f and g, their messages, and the dropout masks.
+"""A transformer layer over a tensor-parallel group: f and g, their messages, the tensors of each rank, dropout masks.
 
 Under sequence parallelism an all-gather takes the place of f, and a reduce-scatter takes the place of g. The paper
 (arXiv 2205.05198, 4.2.2) names the two g and g-bar. Pictures here name them f_s and g_s, so that g keeps its meaning.
@@ -41,11 +41,11 @@ def tensor_parallel_block(records: Sequence[CommRecord], layer: str = "layers.0"
     size = mine[0].group_size
     lanes = list(range(size)) if size <= MAX_LANES else [*range(MAX_LANES - 1), size - 1]
     with styled():
-        fig = new_figure(8.6, 1.7 + 0.5 * len(lanes) + (0.4 if _is_split(mine) else 0.0))
+        fig = new_figure(8.6, 1.7 + 0.5 * len(lanes))
         axes = fig.subplots()
         for index, (part, boxes) in enumerate(PARTS):
             _draw_part(axes, index * _PART_WIDTH, part, boxes, lanes, [r for r in mine if _part_of(r, layer) == part])
-        _draw_frame(axes, len(lanes), 2.95 if _is_split(mine) else 2.05)
+        _draw_frame(axes, len(lanes), 2.05)
     return Figure(fig, _sentence(mine, layer, size))
 
 
@@ -55,29 +55,12 @@ def _part_of(record: CommRecord, layer: str) -> str:
 
 
 def _sentence(records: Sequence[CommRecord], layer: str, size: int) -> str:
-    if _is_split(records):
-        return f"{layer} over tp {size}, sequence parallel: {_counts(records)}."
     words = []
     for phase, operator in (("forward", "g"), ("backward", "f")):
         sizes = [r.bytes for r in records if r.phase == phase]
         each = f" of {sizes[0]:,} bytes each" if sizes and len(set(sizes)) == 1 else f", {sum(sizes):,} bytes in all"
         words.append(f"{len(sizes)} {phase} ({operator}){each}")
     return f"{layer} over tp {size}: all-reduces {words[0]}, {words[1]}."
-
-
-def _is_split(records: Sequence[CommRecord]) -> bool:
-    """True where the layer ran under sequence parallelism."""
-    return any(r.operation == "all_gather" for r in records)
-
-
-def _counts(records: Sequence[CommRecord]) -> str:
-    """Count the calls of each operation, by phase."""
-    words = []
-    for phase in ("forward", "backward"):
-        calls = [r.operation for r in records if r.phase == phase]
-        kinds = [f"{calls.count(kind)} {kind.replace('_', '-')}s" for kind in sorted(set(calls))]
-        words.append(f"{phase} {' and '.join(kinds)}")
-    return ", ".join(words)
 
 
 def _draw_part(
@@ -94,13 +77,9 @@ def _draw_part(
             axes.text(
                 x + position * _STEP, y, f"{box} {rank}", ha="center", va="center", fontsize=8, color=text_color(shade)
             )
-    split = _is_split(records)
-    for operator, position, box in (
-        ("$f_s$" if split else "f", 0, boxes[0]),
-        ("$g_s$" if split else "g", len(boxes) + 1, boxes[-1]),
-    ):
+    for operator, position, box in (("f", 0, boxes[0]), ("g", len(boxes) + 1, boxes[-1])):
         mine = [r for r in records if r.layer is not None and r.layer.endswith(f".{box}")]
-        _draw_operator(axes, x + position * _STEP, height, operator, mine, split)
+        _draw_operator(axes, x + position * _STEP, height, operator, mine)
 
 
 def _box(x: float, y: float, width: float, height: float, face: str) -> Any:
@@ -109,7 +88,7 @@ def _box(x: float, y: float, width: float, height: float, face: str) -> Any:
     return Rectangle((x, y), width, height, facecolor=face, edgecolor="#333333", linewidth=0.5)
 
 
-def _draw_operator(axes: Any, x: float, height: int, operator: str, records: Sequence[CommRecord], split: bool) -> None:
+def _draw_operator(axes: Any, x: float, height: int, operator: str, records: Sequence[CommRecord]) -> None:
     """Draw a bar across all lanes, and under the bar its operation in each direction."""
     bar = color("collective")
     axes.add_patch(_box(x - 0.2, 0.04, 0.4, height - 0.08, bar))
@@ -121,9 +100,7 @@ def _draw_operator(axes: Any, x: float, height: int, operator: str, records: Seq
         talk = "\n".join(f"{sum(r.operation == kind for r in calls)} x {kind}" for kind in kinds)
         lines.append(f"{phase}\n{talk}\n{sum(r.bytes for r in calls):,} B" if calls else f"{phase}\nidentity")
     for row, text in enumerate(lines):
-        axes.text(
-            x, -0.12 - (1.25 if split else 0.95) * row, text, ha="center", va="top", fontsize=7.5, linespacing=1.25
-        )
+        axes.text(x, -0.12 - 0.95 * row, text, ha="center", va="top", fontsize=7.5, linespacing=1.25)
 
 
 def _draw_frame(axes: Any, height: int, below: float) -> None:
@@ -135,6 +112,81 @@ def _draw_frame(axes: Any, height: int, below: float) -> None:
     axes.set_xlim(-0.9, right - 0.1)
     axes.set_ylim(-below, height + 1.05)
     axes.axis("off")
+
+
+# ---- the tensors that a rank holds ----
+
+_STATIONS = ("x", "norm", "enter", "fc1", "GeLU", "fc2", "leave", "dropout", "+ x")
+"""Half a layer in the order of forward; `enter` and `leave` are f and g, or f_s and g_s."""
+_OPERATORS = {
+    False: {"enter": ("f", "identity", "all-reduce"), "leave": ("g", "all-reduce", "identity")},
+    True: {"enter": ("$f_s$", "all-gather", "reduce-\nscatter"), "leave": ("$g_s$", "reduce-\nscatter", "all-gather")},
+}
+"""Sequence parallel or not -> name, forward and backward of each operator."""
+
+
+def split_sequence(s: int, b: int, h: int, inner: int, t: int) -> Figure:
+    """Draw half a layer without and with sequence parallelism: each rank's part of each tensor, and its shape.
+
+    s, b, h: positions, samples and width between the tensor-parallel regions. inner: width inside. t: ranks.
+
+    An outline is a whole tensor, positions downwards and width to the right. Hatched is a part of a sum.
+    """
+    lanes = list(range(t)) if t <= MAX_LANES else [*range(MAX_LANES - 1), t - 1]
+    with styled():
+        fig = new_figure(9.2, 2 * (1.15 + 0.5 * len(lanes)))
+        for axes, split in zip(fig.subplots(2, 1), (False, True)):
+            _draw_half(axes, lanes, t, (s, b, h), inner, split=split)
+    shapes = [_text_of(shape) for shape in ((s, b, h), (s // t, b, h), (s, b, inner // t))]
+    return Figure(
+        fig,
+        f"Half a layer over tp {t}: between the regions a rank holds {shapes[0]} with f and g, and {shapes[1]} with "
+        f"f_s and g_s; inside {shapes[2]} with both.",
+    )
+
+
+def _text_of(shape: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _draw_half(
+    axes: Any, lanes: Sequence[int], t: int, between: tuple[int, int, int], inner: int, *, split: bool
+) -> None:
+    s, b, h = between
+    height = len(lanes)
+    for x, station in enumerate(_STATIONS):
+        if station in _OPERATORS[split]:
+            _draw_switch(axes, x, height, *_OPERATORS[split][station])
+            continue
+        inside = station in ("fc1", "GeLU")
+        whole = station == "fc2" or not (inside or split)
+        shape = (s, b, inner // t) if inside else (s, b, h) if whole else (s // t, b, h)
+        for lane, rank in enumerate(lanes):
+            corner = (x - 0.36, height - 1 - lane + 0.1)
+            axes.add_patch(_box(*corner, 0.72, 0.8, "#FFFFFF"))
+            part = (0, 0, 1, 1) if whole else (rank / t, 0, 1 / t, 1) if inside else (0, 1 - (rank + 1) / t, 1, 1 / t)
+            held = _box(
+                corner[0] + 0.72 * part[0], corner[1] + 0.8 * part[1], 0.72 * part[2], 0.8 * part[3], SEQUENCE[lane]
+            )
+            held.set(hatch="////" if station == "fc2" else None)
+            axes.add_patch(held)
+        axes.text(x, height + 0.08, station, ha="center", va="bottom", fontsize=9)
+        axes.text(x, -0.06, _text_of(shape), ha="center", va="top", fontsize=7)
+    for lane, rank in enumerate(lanes):
+        axes.text(-0.55, height - 0.5 - lane, f"rank {rank}", ha="right", va="center", fontsize=8)
+    title = "tensor and sequence parallel" if split else "tensor parallel"
+    axes.set_title(title, loc="left", fontsize=9)
+    axes.set(xlim=(-1.25, len(_STATIONS) - 0.4), ylim=(-1.35, height + 0.5))
+    axes.axis("off")
+
+
+def _draw_switch(axes: Any, x: float, height: int, name: str, forward: str, backward: str) -> None:
+    """An operator as a bar across the lanes, with what it does in each direction."""
+    bar = color("collective")
+    axes.add_patch(_box(x - 0.14, 0.04, 0.28, height - 0.08, bar))
+    axes.text(x, height / 2, name, ha="center", va="center", fontsize=11, style="italic", color=text_color(bar))
+    words = f"forward:\n{forward}\nbackward:\n{backward}"
+    axes.text(x, -0.06, words, ha="center", va="top", fontsize=6.5, linespacing=1.15)
 
 
 # ---- random numbers ----

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from labkit.parallel.ledger import CommRecord
-from labkit.viz import tensor_parallel_block
+from labkit.viz import split_sequence, tensor_parallel_block
 
 
 def records(size: int) -> list[CommRecord]:
@@ -45,21 +45,19 @@ def test_a_missing_all_reduce_shows_as_identity() -> None:
     assert texts(figure).count("backward\nidentity") == 4
 
 
-def test_under_sequence_parallelism_each_operator_talks_in_both_directions() -> None:
-    calls = [(part, "forward", "all_gather") for part in ("attention.qkv", "mlp.fc1")]
-    calls += [(part, "forward", "reduce_scatter") for part in ("attention.proj", "mlp.fc2")]
-    calls += [(part, "backward", "all_gather") for part in ("attention.qkv", "mlp.fc1", "attention.proj", "mlp.fc2")]
-    calls += [(part, "backward", "reduce_scatter") for part in ("attention.qkv", "mlp.fc1")]
-    split = [CommRecord(kind, "tp", 2, 100, "float32", f"layers.0.{part}", phase) for part, phase, kind in calls]
-    figure = tensor_parallel_block(split)
+@pytest.mark.parametrize("t", [2, 8])
+def test_a_split_sequence_is_drawn_in_shares_that_add_up_to_whole_tensors(t: int) -> None:
+    figure = split_sequence(64, 2, 32, 128, t)
+    between, inside = f"[{64 // t}, 2, 32]", f"[64, 2, {128 // t}]"
     assert repr(figure) == (
-        "layers.0 over tp 2, sequence parallel: forward 2 all-gathers and 2 reduce-scatters, "
-        "backward 4 all-gathers and 2 reduce-scatters."
+        f"Half a layer over tp {t}: between the regions a rank holds [64, 2, 32] with f and g, and {between} with "
+        f"f_s and g_s; inside {inside} with both."
     )
-    shown = texts(figure)
-    assert shown.count("$f_s$") == shown.count("$g_s$") == 2
-    assert shown.count("forward\n1 x all_gather\n100 B") == shown.count("forward\n1 x reduce_scatter\n100 B") == 2
-    assert shown.count("backward\n1 x reduce_scatter\n1 x all_gather\n200 B") == 2
+    plain, split = figure.fig.axes
+    shapes = [[text.get_text() for text in axes.texts] for axes in (plain, split)]
+    assert [each.count(between) for each in shapes] == [0, 4] and [each.count(inside) for each in shapes] == [2, 2]
+    held = [patch for patch in split.patches if patch.get_height() == pytest.approx(0.8 / t)]
+    assert len(held) == 4 * min(t, 4), "x, norm, dropout and sum of each rank that is drawn"
 
 
 def test_records_without_that_layer_are_refused() -> None:

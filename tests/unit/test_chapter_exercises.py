@@ -157,13 +157,6 @@ def test_a_return_of_another_form_is_told_once():
         (outcome,) = check(name, answer).outcomes
         return outcome.got
 
-    assert told("06.sequence", lambda *case: None) == "None, which is not three lists"
-    assert told("06.sequence", lambda x, dy, gain, *others: (x, [0, 1, 2], dy)) == (
-        "[0, 1, 2] as dx, which is not a list with one array for the one rank"
-    )
-    assert told("06.sequence", lambda x, dy, gain, *others: (x, [gain], dy)) == (
-        "an array [3] as dx of a rank, which has [2, 3]"
-    )
     assert told("07.ring", lambda parts, pass_on: None).startswith("None, which is not a list with one array")
     assert told("07.ring", lambda parts, pass_on: [v[:2] for _, _, v, _ in parts]) == (
         "an array [2, 3] for a rank that holds 4 rows of 3"

@@ -26,7 +26,6 @@ NOT_YET = """
 02_rank_groups                     18      -      -          2      0    0     0
 03_f_and_g                         17      -      -          1      0    -     -
 04_vocabulary_and_loss             18     82      -          -      -    -     -
-06_sequence_parallel               29      -      -          1      0    0     0
 07_context_parallel                28      -      -          1      -    -     -
 08_data_parallel                   36     79      -          1      0    0     0
 10_p2p_and_1f1b                    34     64      -          1      -    -     -

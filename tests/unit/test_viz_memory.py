@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from labkit.viz import Kept, dropout_masks, live_bytes, saved_waterfall
+from labkit.viz import Kept, dropout_masks, memory_and_work, saved_waterfall
 
 ROWS = [
     Kept("everything", {"norms": 40.0, "MLP": 160.0}, 200.5),
@@ -38,12 +38,17 @@ def test_a_measurement_that_is_off_is_named() -> None:
         saved_waterfall([])
 
 
-def test_live_bytes_name_the_peaks() -> None:
-    figure = live_bytes({"all": [1.0, 3.0, 2.0], "none": [1.0, 9.0, 1.0]}, ["0F0", "0F1", "0F2"], unit=2.0)
-    assert repr(figure).endswith("alive on the rank at once: all 1.50, none 4.50.")
-    assert [line.get_ydata().tolist() for line in figure.fig.axes[0].lines] == [[0.5, 1.5, 1.0], [0.5, 4.5, 0.5]]
-    with pytest.raises(ValueError, match="series of 2 values"):
-        live_bytes({"all": [1.0]}, ["0F0", "0F1"])
+def test_memory_and_work_name_what_was_counted() -> None:
+    figure = memory_and_work({"all": (8.0, 300.0), "full": (2.0, 400.0)}, {"all": (8.1, 300.0), "full": (2.0, 450.0)})
+    assert repr(figure) == (
+        "Kept bytes against work, counted: all 8.1 s b h and 1.00 of the operations; full 2.0 s b h and 1.50 of the "
+        "operations."
+    )
+    kept, work = figure.fig.axes
+    assert [bar.get_width() for bar in kept.patches] == [8.0, 2.0]
+    assert work.lines[0].get_xdata().tolist() == [1.0, 1.5]
+    with pytest.raises(ValueError, match="must name the same ways"):
+        memory_and_work({"all": (1.0, 1.0)}, {})
 
 
 def test_masks_say_who_draws_the_same() -> None:

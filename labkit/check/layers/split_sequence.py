@@ -1,0 +1,342 @@
+"""Exercises on sequence parallelism: shapes that a rank keeps, one rank's program of a block, seeds of dropout."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.check.scoring import Misreadings, Outcome, exercise, holds, plain, raised, shown
+
+Array = NDArray[Any]
+
+# ---- the shapes that a rank keeps ----
+
+_SIZES = ((16, 2, 8, 1), (16, 2, 8, 2), (24, 1, 12, 4))
+"""(s, b, h, t)."""
+_NAMES = ("norm input", "fc1 input", "gelu input", "fc2 input", "dropout mask")
+_BETWEEN = ("norm input", "fc1 input", "dropout mask")
+Shapes = dict[str, list[int]]
+
+
+def _shapes(s: int, b: int, h: int, t: int, *, cut: Sequence[str] = _BETWEEN, inside_too: bool = False) -> Shapes:
+    """Shapes where the tensors `cut` have 1/t of the positions."""
+    inside = [s // t if inside_too else s, b, 4 * h // t]
+    return {name: ([s // t if name in cut else s, b, h] if name in _BETWEEN else list(inside)) for name in _NAMES}
+
+
+@exercise(
+    "06.shapes", "Write shapes(s, b, h, t, sequence_parallel) -> the shape of each tensor that a rank keeps, by name."
+)
+def shapes(answer: Any) -> Iterator[Outcome]:
+    """One, two and four ranks, without sequence parallelism and with it."""
+    told: set[str] = set()
+    for split in (False, True):
+        for s, b, h, t in _SIZES:
+            words = "tensor and sequence parallel" if split else "tensor parallel"
+            given = f"s {s}, b {b}, h {h} and t {t}, {words}"
+            outcome = holds(given, "the shapes of the picture", lambda case=(s, b, h, t, split): _judged(answer, *case))
+            reason = outcome.got.partition(": ")[2]
+            yield replace(outcome, told=reason not in told)
+            if not outcome.passed:
+                told.add(reason)
+
+
+def _judged(answer: Any, s: int, b: int, h: int, t: int, split: bool) -> bool | str:
+    """True, or the first shape that differs and the misunderstanding behind it."""
+    found, right = plain(answer(s, b, h, t, split)), _shapes(s, b, h, t, cut=_BETWEEN if split else ())
+    if found == right:
+        return True
+    if not isinstance(found, dict) or set(found) != set(right):
+        return f"{shown(found)}: this is no dict with the names {', '.join(right)}"
+    name = next(name for name in right if found[name] != right[name])
+    reason = next((words for words, other in _misread_shapes(s, b, h, t, split=split).items() if other == found), "")
+    return f"{name} {found[name]} instead of {right[name]}: {reason or 'compare it with the picture'}"
+
+
+def _misread_shapes(s: int, b: int, h: int, t: int, *, split: bool) -> Misreadings:
+    if not split:
+        return {"norm and dropout see whole positions here; only sequence parallelism cuts these": _shapes(s, b, h, t)}
+    narrow = {name: [s, b, h // t] if name in _BETWEEN else [s, b, 4 * h // t] for name in _NAMES}
+    return {
+        "nothing has changed; between the regions a rank holds s/t positions": _shapes(s, b, h, t, cut=()),
+        "fc1 keeps the gathered input; a rank keeps its s/t positions, and gathers again in backward": (
+            _shapes(s, b, h, t, cut=("norm input", "dropout mask"))
+        ),
+        "the mask has as many positions as the tensor that it drops from": (
+            _shapes(s, b, h, t, cut=("norm input", "fc1 input"))
+        ),
+        "only the mask is cut; norms work on s/t positions, too": _shapes(s, b, h, t, cut=("dropout mask",)),
+        "the width is cut between the regions; a norm needs whole rows, so positions are cut": narrow,
+        "positions and width are cut inside; inside a rank has all positions and 1/t of the width": (
+            _shapes(s, b, h, t, inside_too=True)
+        ),
+    }
+
+
+# ---- one rank's program ----
+
+Parts = list[Array]
+Case = tuple[Parts, Parts, Array, Parts, Parts]
+_RESULTS = ("y", "dx", "dgain")
+PATIENCE = 10.0
+"""Seconds that a rank waits for the others, should one of them compute for ever."""
+
+
+class _Stalled(Exception):
+    """The ranks do not call the same operation."""
+
+
+class _Ranks:
+    """Threads that meet in collectives; each sees its own data only."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.calls = size, Counter[str]()
+        self._slots: list[tuple[str, Any]] = [("", None)] * size
+        self._barrier = threading.Barrier(size, timeout=PATIENCE)
+
+    def meet(self, rank: int, name: str, value: Any) -> list[Any]:
+        """Give a value and get those of all ranks. Raises _Stalled where the ranks call different operations."""
+        self._slots[rank] = (name, value)
+        self._barrier.wait()
+        slots = list(self._slots)
+        self._barrier.wait()
+        if rank == 0:
+            self.calls[name] += 1
+        for other, (theirs, _) in enumerate(slots):
+            if theirs != slots[0][0]:
+                raise _Stalled(f"rank 0 is in {slots[0][0]} and rank {other} in {theirs}: both wait for ever")
+        return [each for _, each in slots]
+
+    def run(self, program: Callable[[int], Any]) -> list[Any]:
+        """Result of `program(rank)` of each rank. Raises the first error of the lowest rank."""
+        found: list[Any] = [None] * self.size
+        errors: dict[int, BaseException] = {}
+
+        def one(rank: int) -> None:
+            try:
+                found[rank] = program(rank)
+                self.meet(rank, "return", None)
+            except (Exception, SystemExit) as error:
+                if not isinstance(error, threading.BrokenBarrierError):
+                    errors[rank] = error
+                self._barrier.abort()
+
+        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[min(errors)]
+        return found
+
+
+class _Communicator:
+    """The collectives of one rank, over arrays cut along positions."""
+
+    def __init__(self, rank: int, ranks: _Ranks) -> None:
+        self.rank, self.size, self._ranks = rank, ranks.size, ranks
+
+    def _of_all(self, name: str, array: Any) -> Parts:
+        parts = self._ranks.meet(self.rank, name, np.array(array))
+        if len({part.shape for part in parts}) > 1:
+            raise ValueError(f"{name} was given arrays of shapes {[list(part.shape) for part in parts]}")
+        return parts
+
+    def all_gather(self, array: Any) -> Array:
+        """The arrays of all ranks, one behind the other."""
+        return np.concatenate(self._of_all("all_gather", array))
+
+    def all_reduce(self, array: Any) -> Array:
+        """The sum of the arrays of all ranks."""
+        return np.sum(self._of_all("all_reduce", array), axis=0)
+
+    def reduce_scatter(self, array: Any) -> Array:
+        """This rank's part of the sum."""
+        total = np.sum(self._of_all("reduce_scatter", array), axis=0)
+        if len(total) % self.size:
+            raise ValueError(f"reduce_scatter cuts {len(total)} positions over {self.size} ranks")
+        return np.split(total, self.size)[self.rank]
+
+
+def _problem(tp: int) -> Case:
+    """x and dy: [2, 3] a rank; gain [3]; A [2, 3] and B [3, 2] a rank. Small integers, so that sums are exact."""
+    numbers = np.random.default_rng(40 + tp)
+    x, dy, a, b = ([numbers.integers(-3, 4, shape) for _ in range(tp)] for shape in ((2, 3), (2, 3), (2, 3), (3, 2)))
+    return x, dy, numbers.integers(1, 4, (3,)), a, b
+
+
+def _hidden(case: Case) -> tuple[Array, Array, Parts, Parts]:
+    """x and dy of all positions, and what each rank's part of the width makes of them: inner, gradient of x gain."""
+    x, dy = np.concatenate(case[0]), np.concatenate(case[1])
+    inner = [np.maximum((x * case[2]) @ a.T, 0) for a in case[3]]
+    d_scaled = [((dy @ b) * (part > 0)) @ a for part, a, b in zip(inner, case[3], case[4])]
+    return x, dy, inner, d_scaled
+
+
+def _right(case: Case) -> dict[str, Parts]:
+    tp, gain = len(case[0]), case[2]
+    x, _, inner, d_scaled = _hidden(case)
+    y = np.sum([part @ b.T for part, b in zip(inner, case[4])], axis=0)
+    total = np.sum(d_scaled, axis=0)
+    return {"y": np.split(y, tp), "dx": np.split(total * gain, tp), "dgain": [(total * x).sum(0)] * tp}
+
+
+def _misread_results(case: Case) -> dict[str, dict[str, Parts]]:
+    """Result -> words for a misunderstanding -> the arrays that it gives."""
+    xs, _, gain, _, columns = case
+    tp, right = len(xs), _right(case)
+    _, _, inner, d_scaled = _hidden(case)
+    d_right = [dx // gain for dx in right["dx"]]
+    own_gain = [(d * x).sum(0) for d, x in zip(d_right, xs)]
+    return {
+        "y": {
+            "this is one part of a sum: a rank's positions met its own part of the width alone; gather ahead of A, and "
+            "add up behind B": [np.split(part @ b.T, tp)[rank] for rank, (part, b) in enumerate(zip(inner, columns))],
+        },
+        "dx": {
+            "this is one part of a sum: a rank's dy met its own part of the width alone; gather dy ahead of B, and "
+            "add up behind A": [np.split(part, tp)[rank] * gain for rank, part in enumerate(d_scaled)],
+            "the gain is left out: dx is the gradient of x gain, times gain": d_right,
+        },
+        "dgain": {
+            "each rank knows its own positions alone; without a sum over ranks the gains drift apart": own_gain,
+            "too small by the number of ranks: these are parts of a sum, not replicas, so add them and take no mean": [
+                right["dgain"][0] / tp
+            ]
+            * tp,
+            "too large by the number of ranks: the sum over ranks is taken twice": [right["dgain"][0] * tp] * tp,
+        },
+    }
+
+
+@exercise("06.sequence", "Write block(x, dy, gain, A, B, tp) -> (y, dx, dgain) of one rank; all ranks run it at once.")
+def sequence_parallel(answer: Any) -> Iterator[Outcome]:
+    """Judge each result of every rank at tp 1, 2 and 4, and the number of calls; at tp 1 no call is counted."""
+    told: set[str] = set()
+
+    def once(outcome: Outcome, reason: str) -> Outcome:
+        seen = reason in told
+        if not outcome.passed:
+            told.add(reason)
+        return replace(outcome, told=outcome.told and not seen)
+
+    for tp in (1, 2, 4):
+        case, ranks = _problem(tp), _Ranks(tp)
+        found, error = _tried(answer, case, ranks)
+        right, misread, before = _right(case), _misread_results(case), ""
+        for place, name in enumerate(_RESULTS):
+            said = error or _difference(name, [each[place] for each in found], right[name], misread[name])
+            outcome = holds(f"tp {tp}, {name} on every rank", "that of one process", lambda s=said: s or True)
+            reason = error or said.partition(": ")[2]
+            yield once(outcome, before if before and name == "dgain" else reason)  # dgain is made from dx
+            before = reason
+        if tp > 1:
+            for name, allowed in (("all_gather", (2, 3)), ("reduce_scatter", (2,)), ("all_reduce", (1,))):
+                count = ranks.calls[name]
+                said = error or ("" if count in allowed else f"{count}")
+                wanted = " or ".join(map(str, allowed))
+                outcome = holds(f"tp {tp}, calls of {name}", wanted, lambda s=said: s or True)
+                yield once(replace(outcome, told=not told), error or f"{name}: {said}")
+
+
+def _tried(answer: Any, case: Case, ranks: _Ranks) -> tuple[list[Any], str]:
+    """The three arrays that each rank returns, or words for the error."""
+    x, dy, gain, a, b = case
+
+    def program(rank: int) -> tuple[Array, ...]:
+        mine = (x[rank].copy(), dy[rank].copy(), gain.copy(), a[rank].copy(), b[rank].copy())
+        found = answer(*mine, _Communicator(rank, ranks))
+        if not isinstance(found, tuple | list) or len(found) != 3:
+            raise ValueError(f"rank {rank} returns {type(found).__name__}, not the three arrays y, dx and dgain")
+        return tuple(np.asarray(plain(part), dtype=float) for part in found)
+
+    try:
+        return ranks.run(program), ""
+    except _Stalled as stalled:
+        return [], str(stalled)
+    except (Exception, SystemExit) as error:
+        return [], raised(error)
+
+
+def _difference(name: str, found: Parts, right: Parts, misread: dict[str, Parts]) -> str:
+    """Words for the first rank and position that differ and for the misunderstanding; empty where nothing differs."""
+    if _equal(found, right):
+        return ""
+    rank = next(r for r, (mine, theirs) in enumerate(zip(found, right)) if not _equal([mine], [theirs]))
+    mine, theirs = found[rank], right[rank]
+    if mine.shape != theirs.shape:
+        return f"rank {rank} returns {list(mine.shape)}, not {list(theirs.shape)}: the shape of {name} is wrong"
+    place = tuple(int(index[0]) for index in np.nonzero(mine != theirs))
+    reason = next((words for words, parts in misread.items() if _equal(found, parts)), f"{name} is wrong")
+    return f"on rank {rank} {mine[place]:g} instead of {theirs[place]:g} at {list(place)}: {reason}"
+
+
+def _equal(found: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(a.shape == np.shape(b) and np.allclose(a, b) for a, b in zip(found, others, strict=True))
+
+
+# ---- seeds of dropout ----
+
+_TP, _PP = 4, 3
+
+
+@exercise(
+    "06.seeds", "Write seed(place, tp_rank, pp_rank, sequence_parallel) -> the seed from which dropout there draws."
+)
+def seeds(answer: Any) -> Iterator[Outcome]:
+    """Four tensor-parallel ranks times three stages: who must share a seed, and who must not."""
+    told: set[str] = set()
+    for split in (False, True):
+        words = "tensor and sequence parallel" if split else "tensor parallel"
+        for place in ("between", "inside"):
+            alike = place == "between" and not split
+            for kind, claim, test in (
+                ("ranks of a group", "one seed for all" if alike else "a seed for each", _in_a_group),
+                ("stages", "no seed of another stage", _between_stages),
+            ):
+                outcome = holds(
+                    f"{words}, {place} the regions, {kind}",
+                    claim,
+                    lambda t=test, p=place, s=split, a=alike: t(_seeds(answer, p, split=s), alike=a),
+                )
+                reason = outcome.got.partition(": ")[2] or outcome.got
+                yield replace(outcome, told=reason not in told)
+                if not outcome.passed:
+                    told.add(reason)
+
+
+def _seeds(answer: Any, place: str, *, split: bool) -> dict[tuple[int, int], Any]:
+    found = {(t, p): plain(answer(place, t, p, split)) for p in range(_PP) for t in range(_TP)}
+    for (t, p), seed in found.items():
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise TypeError(f"the seed of tp_rank {t}, pp_rank {p} is {seed!r}, not a whole number")
+    return found
+
+
+def _in_a_group(found: dict[tuple[int, int], Any], *, alike: bool) -> bool | str:
+    for p in range(_PP):
+        for a, b in combinations(range(_TP), 2):
+            pair = f"tp ranks {a} and {b} of stage {p}"
+            if alike and found[a, p] != found[b, p]:
+                return f"{pair} draw from {found[a, p]} and {found[b, p]}: they hold the same values, which then part"
+            if not alike and found[a, p] == found[b, p]:
+                return f"{pair} draw from {found[a, p]}: they hold other values, which are then dropped together"
+    return True
+
+
+def _between_stages(found: dict[tuple[int, int], Any], *, alike: bool) -> bool | str:
+    for (one, seed), (other, second) in combinations(found.items(), 2):
+        if one[1] != other[1] and seed == second:
+            where = f"tp rank {one[0]} of stage {one[1]} and tp rank {other[0]} of stage {other[1]} draw from {seed}"
+            if one[0] == other[0]:
+                return f"{where}: other layers drop the same places; let the seed depend on the stage"
+            return f"{where}: the sum of two ranks is not unique; give stages a larger stride"
+    return True
