@@ -30,7 +30,9 @@ TOPICS = {
     "pipelines": ("10", "11", "12"),
     "training_runs": ("13",),
     "token_dispatch": ("14",),
-    "captured_graphs": ("16", "17", "18"),
+    "graphs.captured_graphs": ("16",),
+    "graphs.graph_buffers": ("17",),
+    "graphs.graph_boundaries": ("18",),
     "evaluations": ("20",),
 }
 """Module -> the chapters whose exercises the module holds."""

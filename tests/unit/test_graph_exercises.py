@@ -1,0 +1,47 @@
+"""Scores of the chapters on CUDA graphs: each misunderstanding gets a sentence of its own, told once."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from labkit.check import check
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "notebooks"))
+
+SAID = {
+    "16.launches": ("the host launches on", "before its own launch", "a graph is launched once"),
+    "16.clipped": ("an `if` on a tensor asks", "makes another tensor", "torch.where chooses"),
+    "16.stale": ("another order can be harmless", "the same graph as at capture", "may write one address"),
+}
+"""Exercise -> words for wrong_1, wrong_2 and wrong_3."""
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_each_wrong_answer_is_named_once(name: str) -> None:
+    from test_exercises import wrong_answers
+
+    for words, (wrong, answer) in zip(SAID[name], wrong_answers(name).items(), strict=True):
+        assert repr(check(name, answer)).count(words) == 1, f"{name} {wrong}"
+
+
+def test_a_clip_has_one_denominator_and_says_what_was_refused() -> None:
+    """An answer that cannot be captured loses its replays, and hears about them once."""
+
+    def asks(x, limit, count):
+        return x * min(1.0, limit.item() / x.norm().item()) if x.isfinite().all() else torch.zeros_like(x)
+
+    for answer in (asks, lambda x, limit, count: None, lambda x, limit, count: x):
+        score = check("16.clipped", answer)
+        assert score.total == 12
+        told = [str(outcome) for outcome in score.outcomes if outcome.told and not outcome.passed]
+        assert len({text.split("got ")[1] for text in told}) == len(told)
+
+
+def test_a_stale_read_is_named_with_its_place_and_writer() -> None:
+    score = check("16.stale", lambda captures, replays: [])
+    assert "(position 1: B0 reads address 0, wants F0, finds None)" in repr(score)
+    harmless = check("16.stale", lambda captures, replays: list(range(len(replays))))
+    assert "(every read finds its own writer here)" in repr(harmless)
