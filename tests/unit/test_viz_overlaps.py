@@ -137,6 +137,11 @@ def paddings(experts: int) -> Any:
     return viz.padding_costs(made)
 
 
+def kept_and_work(ways: int) -> Any:
+    found = {f"norms and core attention, {i}": (1234.5 / 3**i, 1e9 * (1 + i / 10)) for i in range(ways)}
+    return viz.memory_and_work(found, found)
+
+
 def maps(ranks: int, tokens: int, experts: int, top_k: int) -> list[np.ndarray]:
     draw = np.random.default_rng(0)
     return [np.argsort(draw.random((tokens, experts)), axis=1) < top_k for _ in range(ranks)]
@@ -219,10 +224,6 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.launch_timeline({"one by one": predict_launches([12.0] * 10, 8.0)}),
     ),
     "layer_placement": (lambda: placement(8, 2, 1), lambda: placement(32, 4, 4)),
-    "live_bytes": (
-        lambda: viz.live_bytes({"all": [1.0]}, ["0F0"], unit=1.0),
-        lambda: viz.live_bytes({f"{n} whole": [float(n)] * 8 for n in range(5)}, [f"0F{i}" for i in range(8)]),
-    ),
     "load_over_training": (
         lambda: viz.load_over_training({"nothing": np.ones((1, 2))}),
         lambda: viz.load_over_training({name: np.ones((100, 16)) for name in ("nothing", "aux loss", "expert bias")}),
@@ -235,6 +236,7 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "loss_curves": (lambda: curves(2, 2, 0.0), lambda: curves(100, 4, 1e-6)),
     "loss_curves with levels": (lambda: tour(3, 1), lambda: tour(100, 8)),
     "measured_ring": (lambda: ring_events(2), lambda: ring_events(8)),
+    "memory_and_work": (lambda: kept_and_work(1), lambda: kept_and_work(6)),
     "named_curves": (
         lambda: viz.named_curves({"width 16": [(4, 1.4)]}, x="optimizer step", y="validation perplexity"),
         lambda: viz.named_curves({f"width {w}": [(i, 30.0 / w / i) for i in range(1, 400)] for w in (16, 32, 64)},
@@ -281,6 +283,7 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.split_softmax([0.1 * i for i in range(16)], 2, 7),
         lambda: viz.split_softmax([(-1) ** i * 3.0 for i in range(16)], 8, 7),
     ),
+    "split_sequence": (lambda: viz.split_sequence(8, 2, 64, 256, 2), lambda: viz.split_sequence(256, 2, 512, 2048, 8)),
     "tensor_parallel_block": (lambda: tp_block(2, 2048), lambda: tp_block(8, 16 * 2 * 512 * 8)),
     "token_choices": (
         lambda: viz.token_choices([" c"], {"T = 1": [1.0]}),
