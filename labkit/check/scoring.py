@@ -33,6 +33,7 @@ TOPICS = {
     "graphs.captured_graphs": ("16",),
     "graphs.graph_buffers": ("17",),
     "graphs.graph_boundaries": ("18",),
+    "encoders": ("19",),
     "evaluations": ("20",),
 }
 """Module -> the chapters whose exercises the module holds."""

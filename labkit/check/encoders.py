@@ -1,0 +1,232 @@
+"""Exercises on BERT and T5: whole words, the place of the norms, the copies of two tables in a cut encoder-decoder.
+
+Each wrong answer is held against the answers of known misunderstandings, which the score names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, plain
+
+Array = NDArray[np.float64]
+Groups = list[list[int]]
+
+
+def _same(value: Any, other: Any) -> bool:
+    return plain(value) == plain(other)
+
+
+# ---- whole words ----
+
+_SAMPLES = (
+    "[CLS] a cat [SEP]",
+    "[CLS] two hack ##ers [SEP]",
+    "[CLS] un ##real ##istic [SEP] it is [SEP]",
+    "[CLS] ##ting is a word [SEP]",
+    "[CLS] key ##board [SEP] re ##boot [SEP]",
+    "[CLS] [SEP]",
+)
+
+
+def _words(tokens: Sequence[str]) -> list[list[int]]:
+    found: list[list[int]] = []
+    for position, token in enumerate(tokens):
+        if _special(token):
+            continue
+        if token.startswith("##") and found:
+            found[-1].append(position)
+        else:
+            found.append([position])
+    return found
+
+
+def _special(token: str) -> bool:
+    return token in ("[CLS]", "[SEP]")
+
+
+@exercise("19.words", "Write words(tokens) -> the positions of each word of a sample, a list of lists.")
+def words(answer: Any) -> Iterator[Outcome]:
+    """Words of one piece and of several, two segments, a piece without a beginning, no word at all."""
+    diagnosis = Diagnosis(_same)
+    for text in _SAMPLES:
+        tokens = text.split()
+        yield diagnosis.outcome(
+            f"the tokens {text}",
+            _words(tokens),
+            lambda tokens=tokens: [list(each) for each in answer(list(tokens))],
+            _misread_words(tokens),
+        )
+
+
+def _misread_words(tokens: Sequence[str]) -> Misreadings:
+    right, own = _words(tokens), [place for place, token in enumerate(tokens) if not _special(token)]
+    joined: list[list[int]] = []
+    for place in range(len(tokens)):
+        if tokens[place].startswith("##") and place:
+            joined[-1].append(place)
+        else:
+            joined.append([place])
+    return {
+        "each piece stands alone; a model that sees `hack` guesses `##ers` from the spelling": [[p] for p in own],
+        "[CLS] and [SEP] count as words, and would be masked": joined,
+        "positions are counted without [CLS] and [SEP]; the mask is then laid on the wrong tokens": [
+            [own.index(place) for place in word] for word in right
+        ],
+        "a word is cut to its first piece, so the other pieces stay visible beside the mask": [w[:1] for w in right],
+        "a word has one number here; it is the list of the positions of its pieces": [w[0] for w in right],
+        "a piece at the beginning of a segment is lost; a cut text may begin inside a word": [
+            word for word in right if not tokens[word[0]].startswith("##")
+        ],
+        "these are the pieces themselves; the mask needs their positions": [[tokens[p] for p in w] for w in right],
+    }
+
+
+# ---- the place of the norms ----
+
+Function = Callable[[Array], Array]
+_STACKS = (("pre", 2), ("post", 2), ("pre", 4), ("post", 4), ("pre", 0), ("post", 0))
+"""(placement, halves)."""
+
+
+def _stack(count: int) -> tuple[Array, list[Function], list[Function]]:
+    """An input of two positions, `count` halves and one norm more; each norm has another gain."""
+    numbers = np.random.default_rng(19)
+    weights = numbers.normal(size=(count, 3, 3))
+
+    def half(weight: Array) -> Function:
+        return lambda x: np.tanh(x @ weight)
+
+    def norm(gain: float) -> Function:
+        def normalised(x: Array) -> Array:
+            centred = x - x.mean(axis=-1, keepdims=True)
+            return gain * centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-5)
+
+        return normalised
+
+    return numbers.normal(size=(2, 3)), [half(w) for w in weights], [norm(1 + 0.5 * i) for i in range(count + 1)]
+
+
+def _run(x: Array, halves: Sequence[Function], norms: Sequence[Function], placement: str) -> Array:
+    if placement == "pre":
+        for half, norm in zip(halves, norms):
+            x = x + half(norm(x))
+        return norms[-1](x)
+    x = norms[0](x)
+    for half, norm in zip(halves, norms[1:]):
+        x = norm(x + half(x))
+    return x
+
+
+@exercise("19.norms", "Write stack(x, halves, norms, placement) -> the output of a stack of halves, an array like x.")
+def norms(answer: Any) -> Iterator[Outcome]:
+    """Both layouts with one layer, with two, and with none."""
+    diagnosis = Diagnosis(_close)
+    for placement, count in _STACKS:
+        x, halves, each = _stack(count)
+        yield diagnosis.outcome(
+            f"{placement}, {count // 2} layer{'s' * (count != 2)}",
+            _rounded(_run(x, halves, each, placement)),
+            lambda x=x, halves=halves, each=each, p=placement: _rounded(answer(x.copy(), halves, each, p)),
+            {words: _rounded(wrong) for words, wrong in _misread_stacks(x, halves, each, placement).items()},
+        )
+
+
+def _rounded(values: Any) -> list[Any]:
+    found = np.round(np.asarray(values, dtype=float), 2) + 0.0
+    return found.tolist()
+
+
+def _close(value: Any, other: Any) -> bool:
+    mine, theirs = (np.asarray(each, dtype=float) for each in (value, other))
+    return mine.shape == theirs.shape and bool(np.allclose(mine, theirs, 0, 0.015, equal_nan=True))
+
+
+def _misread_stacks(x: Array, halves: Sequence[Function], norms: Sequence[Function], placement: str) -> Misreadings:
+    pre, post = placement == "pre", placement == "post"
+    right = _run(x, halves, norms, placement)
+    start = norms[0](x) if post else x
+    branch, bare, first = start, start, x
+    for half, before, behind in zip(halves, norms, norms[1:]):
+        branch = branch + behind(half(branch))
+        bare = half(before(bare)) if pre else behind(half(bare))
+        first = before(first + half(first))
+    without_final = _run(x, halves, [*norms[:-1], lambda y: y], "pre")
+    without_first = _run(x, halves, [lambda y: y, *norms[1:]], "post")
+    wrong: dict[str, Any] = {}
+    if pre:
+        wrong["this is post: the stream itself is normalised; in pre a norm stands on each branch alone"] = _run(
+            x, halves, norms, "post"
+        )
+        wrong["the final norm is missing; the sum of all branches grows from layer to layer"] = without_final
+    if post:
+        wrong["this is pre: the norms stand on the branch; in post they stand behind the sum"] = _run(
+            x, halves, norms, "pre"
+        )
+        wrong["the embeddings are not normalised; in post the first norm stands before the first half"] = without_first
+        wrong["only the branch is normalised; in post the norm stands behind the sum of branch and stream"] = branch
+        wrong["the norms are one too early: the first belongs to the embeddings, and the last is never used"] = first
+    wrong["there is no residual stream: x must be added to what a half makes"] = norms[-1](bare) if pre else bare
+    return {words: value for words, value in wrong.items() if not _close(_rounded(value), _rounded(right))}
+
+
+# ---- copies in a cut encoder-decoder ----
+
+_CUT = ((1, 2, 1, 1), (1, 4, 1, 2), (1, 4, 1, 3), (2, 4, 1, 1), (1, 4, 2, 2), (2, 3, 2, 1))
+"""(tp, pp, dp, split)."""
+
+
+def _groups(tp: int, pp: int, dp: int, stages: Sequence[int]) -> Groups:
+    """The ranks of these stages for each place in dp and tp; ranks count tp first, then dp, then pp."""
+    return [[(stage * dp + d) * tp + t for stage in stages] for d in range(dp) for t in range(tp)]
+
+
+@exercise(
+    "19.copies",
+    "Write copies(tp, pp, dp, split) -> (groups that add up the words' gradients, groups of the positions').",
+)
+def copies(answer: Any) -> Iterator[Outcome]:
+    """Two stages, a decoder of two and of one, several pipelines over tp and dp."""
+    diagnosis = Diagnosis(_same)
+    for tp, pp, dp, split in _CUT:
+        yield diagnosis.outcome(
+            f"tp {tp}, pp {pp}, dp {dp}, split rank {split}",
+            _both(tp, pp, dp, [0, split, pp - 1], [0, split]),
+            lambda sizes=(tp, pp, dp, split): [sorted(map(list, part)) for part in answer(*sizes)],
+            _misread_copies(tp, pp, dp, split),
+        )
+
+
+def _both(tp: int, pp: int, dp: int, words: Sequence[int], positions: Sequence[int]) -> list[Groups]:
+    """Each stage counts once, however often it is named."""
+    return [sorted(_groups(tp, pp, dp, sorted(set(stages)))) for stages in (words, positions)]
+
+
+def _misread_copies(tp: int, pp: int, dp: int, split: int) -> Misreadings:
+    words, positions = [0, split, pp - 1], [0, split]
+    doubled = [sorted(_groups(tp, pp, dp, stages)) for stages in (words, positions)]
+    together = [[sorted(rank for group in part for rank in group)] for part in _both(tp, pp, dp, words, positions)]
+    return {
+        "these are a GPT's: the decoder's first stage has copies of both tables, which would drift away": _both(
+            tp, pp, dp, [0, pp - 1], [0]
+        ),
+        "the last stage scores words and has no positions; it would wait in the group for a sum that it lacks": _both(
+            tp, pp, dp, words, words
+        ),
+        "the last stage is missing from the words' group, though its output layer is the words' table": _both(
+            tp, pp, dp, positions, positions
+        ),
+        "every stage is in the group; most stages hold neither table": _both(tp, pp, dp, range(pp), range(pp)),
+        "stage split - 1 ends the encoder; the decoder begins at stage split": _both(
+            tp, pp, dp, [0, split - 1, pp - 1], [0, split - 1]
+        ),
+        "ranks of several pipelines are in one group; tp ranks hold other rows, and dp is summed already": together,
+        "a stage is taken for a rank; stage p begins at rank p x tp x dp": [
+            [sorted(set(stages))] for stages in (words, positions)
+        ],
+        "the last stage stands twice where the decoder has one stage; each rank belongs to a group once": doubled,
+    }

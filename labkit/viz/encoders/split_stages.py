@@ -1,0 +1,98 @@
+"""An encoder-decoder: the parts of each pipeline stage with their copies, and the buckets of relative distances."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.patches import Rectangle
+
+from labkit.viz.figure import Figure
+from labkit.viz.style import SEQUENCE, color, new_figure, styled, text_color
+
+_HALVES = {"encoder": SEQUENCE[0], "decoder": SEQUENCE[1]}
+_COPIES = {"words": color("embd"), "positions": SEQUENCE[3]}
+_UNSEEN = "#E6E6E6"
+_MOST_NUMBERS = 20
+"""Positions up to which a map of distances shows its numbers."""
+
+
+def split_stages(encoder: Sequence[int], decoder: Sequence[int], copies: Mapping[str, Sequence[int]]) -> Figure:
+    """A column for each pipeline stage: its layers, its copies of shared tables, and a line between equal copies.
+
+    encoder, decoder: layers of each stage of the half; the decoder's stages follow the encoder's. copies: `words` and
+    `positions` -> stages that hold a copy.
+
+    Raises ValueError if a half has no stage, for another table, and for a stage that does not exist.
+    """
+    stages = [("encoder", count) for count in encoder] + [("decoder", count) for count in decoder]
+    if not encoder or not decoder:
+        raise ValueError("an encoder-decoder has at least one stage in each half")
+    if unknown := set(copies) - set(_COPIES):
+        raise ValueError(f"no table {min(unknown)!r}; the tables are {' and '.join(_COPIES)}")
+    if outside := [s for held in copies.values() for s in held if not 0 <= s < len(stages)]:
+        raise ValueError(f"stage {outside[0]} is none of the {len(stages)} stages")
+    with styled():
+        fig = new_figure(7.4, 1.2 + 0.5 * (1 + len(copies)))
+        axes = fig.subplots()
+        for stage, (half, count) in enumerate(stages):
+            _box(axes, stage, 0, f"{half}: {count} layer{'s' * (count != 1)}", _HALVES[half], len(stages))
+        for row, (table, held) in enumerate(copies.items(), start=1):
+            axes.hlines(row + 0.5, min(held) + 0.5, max(held) + 0.5, color="#000000", linewidth=2.0)
+            for stage in held:
+                _box(axes, stage, row, table, _COPIES[table], len(stages))
+        names = ["layers", *({"words": "embd", "positions": "pos_embd"}[table] for table in copies)]
+        axes.set_yticks([row + 0.5 for row in range(len(names))], names)
+        axes.set_xticks([s + 0.5 for s in range(len(stages))], [f"stage {s}" for s in range(len(stages))])
+        axes.set(xlim=(0, len(stages)), ylim=(len(names), 0))
+        axes.tick_params(length=0)
+        axes.spines[["left", "bottom"]].set_visible(False)
+    held = "; ".join(f"{table} on stages {_listed(stages_)}" for table, stages_ in copies.items())
+    return Figure(fig, f"{len(stages)} stages, the decoder from stage {len(encoder)} on: {held}.")
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+
+
+def _box(axes: Any, stage: int, row: int, text: str, fill: str, stages: int) -> None:
+    axes.add_patch(Rectangle((stage + 0.06, row + 0.16), 0.88, 0.68, facecolor=fill, zorder=2))
+    size = 8.0 if stages <= 4 else 6.0
+    words = text.replace(": ", ":\n") if stages > 4 else text
+    axes.text(stage + 0.5, row + 0.5, words, ha="center", va="center", fontsize=size, color=text_color(fill), zorder=3)
+
+
+# ---- distances ----
+
+
+def distance_buckets(maps: Mapping[str, Any]) -> Figure:
+    """A square for each half: rows are queries, columns keys, and the number is the bucket of their distance.
+
+    maps: name -> integers [queries, keys], all of one shape; a negative number is a key that the query never sees.
+
+    Raises ValueError without a map, and for maps of several shapes.
+    """
+    squares = {name: np.asarray(values) for name, values in maps.items()}
+    if not squares or len({square.shape for square in squares.values()}) != 1:
+        raise ValueError("distance_buckets needs at least one map, and all of one shape")
+    last = max(int(square.max()) for square in squares.values())
+    queries, keys = next(iter(squares.values())).shape
+    with styled():
+        fig = new_figure(7.4, 4.1)
+        for axes, (name, square) in zip(fig.subplots(1, len(squares), squeeze=False)[0], squares.items()):
+            axes.imshow(np.ma.masked_less(square, 0), cmap="viridis", vmin=0, vmax=max(1, last))
+            axes.set_facecolor(_UNSEEN)
+            if max(queries, keys) <= _MOST_NUMBERS:
+                for row, column in np.argwhere(square >= 0):
+                    value = square[row, column]
+                    bright = value > 0.6 * max(1, last)
+                    axes.text(column, row, str(value), ha="center", va="center", fontsize=6,
+                              color="#000000" if bright else "#FFFFFF")  # fmt: skip
+            axes.set_title(name, loc="left")
+            axes.set(xlabel="key", ylabel="query")
+            axes.tick_params(length=2)
+    used = "; ".join(
+        f"{name}: {len(np.unique(square[square >= 0]))} buckets in use" for name, square in squares.items()
+    )
+    return Figure(fig, f"Buckets of {queries} x {keys} pairs of positions. {used}.")

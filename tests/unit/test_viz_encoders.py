@@ -1,0 +1,77 @@
+"""Figures of BERT and T5: boxes, lines and sentences are those of what is given."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from matplotlib.patches import Rectangle
+
+from labkit.viz import distance_buckets, masked_words, norm_layouts, split_stages
+
+
+def words_of(axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def test_under_each_chosen_token_stands_what_the_model_sees():
+    text = ["[CLS]", "key", "##board", "and", "bug", "read"]
+    figure = masked_words(text, ["[CLS]", "[MASK]", "[MASK]", "and", "bug", "the"], [[1, 2], [4], [5]], "[MASK]")
+    (axes,) = figure.fig.axes
+    assert sorted(words_of(axes)) == sorted([*text, "[MASK]", "[MASK]", "bug", "the"])
+    boxes = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+    shades = [patch.get_facecolor() for patch in boxes]
+    assert shades[1] == shades[2] and len({shades[1], shades[3], shades[4], shades[5]}) == 4
+    assert all(a.get_x() + a.get_width() <= b.get_x() for a, b in pairwise(boxes)), "no box on another"
+    assert len(axes.collections) == 3
+    assert figure.sentence == (
+        "6 tokens, of which 4 (67%) in 3 n-grams are to be predicted: 2 shown as [MASK], 1 as a random token, 1 as it "
+        "is."
+    )
+    assert figure.png.startswith(b"\x89PNG")
+
+
+def test_post_has_its_norms_on_the_stream():
+    figure = norm_layouts(24)
+    post, pre = figure.fig.axes
+    places = [{text.get_position()[0] for text in axes.texts if text.get_text() == "norm"} for axes in (post, pre)]
+    assert places == [{0}, {1.9}] and "final norm" in words_of(pre)
+    assert "49 norms in 24 layers" in figure.sentence and "passes 49 of them in post, and 1 in pre" in figure.sentence
+
+
+def test_a_line_joins_the_copies_of_a_table():
+    figure = split_stages([2], [1, 1, 1], {"words": [0, 1, 3], "positions": [0, 1]})
+    (axes,) = figure.fig.axes
+    assert sum(text == "words" for text in words_of(axes)) == 3
+    assert "decoder: 1 layer" in words_of(axes) and "encoder: 2 layers" in words_of(axes)
+    ends = [tuple(line.get_segments()[0][:, 0]) for line in axes.collections]
+    assert ends == [(0.5, 3.5), (0.5, 1.5)]
+    assert figure.sentence == (
+        "4 stages, the decoder from stage 1 on: words on stages 0, 1 and 3; positions on stages 0 and 1."
+    )
+
+
+def test_a_key_that_is_never_seen_has_no_number():
+    figure = distance_buckets({"both": [[0, 3], [1, 0]], "back": [[0, -1], [1, 0]]})
+    both, back = figure.fig.axes
+    assert words_of(both) == ["0", "3", "1", "0"] and words_of(back) == ["0", "1", "0"]
+    assert figure.sentence == "Buckets of 2 x 2 pairs of positions. both: 3 buckets in use; back: 2 buckets in use."
+    wide = distance_buckets({"a": np.zeros((40, 40), dtype=int)})
+    assert words_of(wide.fig.axes[0]) == []
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: masked_words(["a"], [], [], "m"), "1 tokens of the text and 0"),
+        (lambda: masked_words(["a"], ["b"], [], "m"), "token 0 differs and is in no n-gram"),
+        (lambda: norm_layouts(0), "one or more"),
+        (lambda: split_stages([], [1], {}), "at least one stage in each half"),
+        (lambda: split_stages([1], [1], {"biases": [0]}), "no table 'biases'"),
+        (lambda: split_stages([1], [1], {"words": [2]}), "stage 2 is none of the 2 stages"),
+        (lambda: distance_buckets({}), "at least one map"),
+        (lambda: distance_buckets({"a": [[0]], "b": [[0, 1]]}), "all of one shape"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(draw, message):
+    with pytest.raises(ValueError, match=message):
+        draw()
