@@ -293,6 +293,19 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.vocabulary_shards(600, 304, 2, [3]),
         lambda: viz.vocabulary_shards(8192, 1024, 8, list(range(0, 8192, 683))[:12]),
     ),
+    "masked_words": (
+        lambda: viz.masked_words(["a"], ["[MASK]"], [[0]], "[MASK]"),
+        lambda: viz.masked_words(["word", "##s"] * 40, ["word", "[MASK]"] * 40, [[n] for n in range(80)], "[MASK]"),
+    ),
+    "norm_layouts": (lambda: viz.norm_layouts(1), lambda: viz.norm_layouts(24)),
+    "split_stages": (
+        lambda: viz.split_stages([1], [1], {"words": [0, 1], "positions": [0, 1]}),
+        lambda: viz.split_stages([1] * 4, [1] * 4, {"words": [0, 4, 7], "positions": [0, 4]}),
+    ),
+    "distance_buckets": (
+        lambda: viz.distance_buckets({"one": [[0]]}),
+        lambda: viz.distance_buckets({"encoder": np.full((16, 16), 31), "decoder": np.full((16, 16), 31)}),
+    ),
     "zero_stages": (
         lambda: viz.zero_stages(param_dtype="fp32", grad_dtype="fp32", dp=1, parameters=1e5),
         lambda: viz.zero_stages(param_dtype="bf16", grad_dtype="fp32", dp=1024, parameters=7e11),

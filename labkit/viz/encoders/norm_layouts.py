@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from matplotlib.patches import Rectangle
@@ -61,13 +62,15 @@ def _draw_half(axes: Any, placement: str, base: float, name: str) -> None:
     boxes = [("norm", _NORM, base + 0.8), (name, _PART, base + 1.75)] if placement == "pre" else [
         (name, _PART, base + 1.15)
     ]  # fmt: skip
-    axes.plot([0, 1.9, 1.9, 0.0], [first, first, plus, plus], color=_LINE, linewidth=1.2, zorder=1)
+    corners = [(0.0, first), (1.9, first), (1.9, plus), (0.0, plus)]
+    for (x, y), (other_x, other_y) in pairwise(corners):
+        axes.plot([x, other_x], [y, other_y], color=_LINE, linewidth=1.2, zorder=1)
     for text, fill, height in boxes:
         _box(axes, 1.9, height, text, fill)
     if placement == "post":
         _box(axes, 0, base + 2.65, "norm", _NORM)
     axes.plot(0, plus, marker="o", markersize=11, color="#FFFFFF", markeredgecolor=_LINE, zorder=3)
-    axes.text(0, plus, "+", ha="center", va="center_baseline", fontsize=10, zorder=4)
+    axes.plot(0, plus, marker="+", markersize=7, color=_LINE, zorder=4)
 
 
 def _box(axes: Any, x: float, y: float, text: str, fill: str, size: Sequence[float] = (1.7, 0.5)) -> None:
