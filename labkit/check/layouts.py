@@ -1,12 +1,26 @@
-"""Exercises on layouts: sizes that fit a world and a model, ranks of each group, ranks of folded experts."""
+"""Exercises on layouts: sizes that fit a world and a model, ranks of each group, ranks of folded experts.
+
+Wrong answers on rank groups are held against the answers of known misunderstandings, which the score names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from labkit.check.scoring import Outcome, compare, exercise, holds
+from labkit.check.scoring import (
+    MAX_SHOWN,
+    Diagnosis,
+    Misreadings,
+    Outcome,
+    compare,
+    exercise,
+    holds,
+    plain,
+    shown,
+)
 from labkit.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from labkit.parallel.rank_generator import RankGenerator, rank_generators
 
@@ -25,10 +39,44 @@ _MODELS = (
 
 @exercise("00.tour", "Write layouts(ranks, layers, heads, batch) -> the set of (tp, pp, dp) that can train the model.")
 def tour(answer: Any) -> Iterator[Outcome]:
-    """Judge seven worlds against the layouts that labkit's own configuration accepts."""
+    """Judge seven worlds against the layouts that labkit's own configuration accepts; each reason is told once."""
+    told: set[str] = set()
     for case in _MODELS:
         words = ", ".join(f"{name} {value}" for name, value in case.items())
-        yield compare(words, sorted(_accepted(**case)), lambda c=case: sorted(map(tuple, answer(**c))))
+        right = _accepted(**case)
+        kind = ""
+
+        def tried(case: dict[str, int] = case, right: set[tuple[int, int, int]] = right) -> bool | str:
+            nonlocal kind
+            kind, problem = _wrong_layout(answer(**case), right, **case)
+            return problem or True
+
+        outcome = holds(words, f"the {len(right)} layouts that can train this model", tried)
+        kind = kind or outcome.got
+        yield replace(outcome, told=kind not in told)
+        told |= set() if outcome.passed else {kind}
+
+
+def _wrong_layout(
+    value: Any, right: set[tuple[int, int, int]], *, ranks: int, layers: int, heads: int, batch: int
+) -> tuple[str, str]:
+    """(kind of mistake, sentence about the first wrong layout); both empty for a right answer."""
+    given = list(value) if isinstance(value, (set, frozenset, list, tuple)) else None
+    if given is None or not all(isinstance(each, tuple) and len(each) == 3 for each in given):
+        return "form", f"{shown(value)}, which is no set of triples (tp, pp, dp)"
+    for tp, pp, dp in sorted(given):
+        product = tp * pp * dp
+        rules = {
+            "ranks": (product != ranks, f"tp pp dp = {product} ranks, not {ranks}"),
+            "heads": (tp < 1 or heads % tp, f"tp {tp} does not divide {heads} heads"),
+            "layers": (pp < 1 or layers % pp, f"pp {pp} does not divide {layers} layers"),
+            "batch": (dp < 1 or batch % dp, f"dp {dp} does not divide a batch of {batch} samples"),
+        }
+        for kind, (broken, words) in rules.items():
+            if broken:
+                return kind, f"{(tp, pp, dp)}: {words}"
+    missing = sorted(right - set(given))
+    return ("missing", f"{missing[0]} is missing, which can train it, too") if missing else ("", "")
 
 
 def _accepted(*, ranks: int, layers: int, heads: int, batch: int) -> set[tuple[int, int, int]]:
@@ -60,18 +108,116 @@ _GROUPINGS: tuple[tuple[str, dict[str, int], str], ...] = (
 )
 
 
+_DIGITS: tuple[tuple[int, str, dict[str, int]], ...] = (
+    (6, "tp-dp-pp", {"tp": 2, "dp": 2, "pp": 4}),
+    (13, "tp-dp-pp", {"tp": 2, "dp": 2, "pp": 4}),
+    (11, "pp-dp-tp", {"tp": 3, "dp": 2, "pp": 2}),
+    (23, "tp-cp-dp-pp", {"tp": 2, "cp": 3, "dp": 1, "pp": 4}),
+    (0, "tp-dp", {"tp": 4, "dp": 2}),
+)
+"""(rank, order, sizes)."""
+
+
+def _same(value: Any, other: Any) -> bool:
+    return plain(value) == plain(other)
+
+
+def _reversed(order_string: str) -> str:
+    return "-".join(reversed(order_string.split("-")))
+
+
+def _digits(rank: int, order_string: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    found = RankGenerator(**sizes, order=order_string).coordinates(rank)
+    return {axis: found[axis] for axis in order_string.split("-")}
+
+
+@exercise("02.digits", "Write digits(rank, order, sizes) -> {axis: digit} for each axis of the order.")
+def digits(answer: Any) -> Iterator[Outcome]:
+    """Five ranks: slow and fast axes, an axis of size 1, another order, rank 0."""
+    diagnosis = Diagnosis(_same)
+    failed = False
+    for rank, order_string, sizes in _DIGITS:
+        strides = RankGenerator(**sizes, order=order_string).strides
+        misreadings = {
+            "the order string names the fastest axis first, and this reads it from the end": (
+                _digits(rank, _reversed(order_string), sizes)
+            ),
+            "the rest of the division by the size is missing": {a: rank // strides[a] for a in sizes},
+            "the division by the stride is missing": {a: rank % size for a, size in sizes.items()},
+            "these are the strides, the same for every rank": {a: strides[a] for a in sizes},
+        }
+        outcome = diagnosis.outcome(
+            f"rank {rank}, order {order_string!r} and sizes {sizes}",
+            _digits(rank, order_string, sizes),
+            lambda r=rank, o=order_string, s=sizes: dict(answer(r, o, dict(s))),
+            misreadings,
+        )
+        yield replace(outcome, told=outcome.told and not failed)
+        failed |= not outcome.passed
+
+
 @exercise("02.groups", "Write groups_of(order, sizes, token) -> the list of groups, each a list of ranks.")
 def groups(answer: Any) -> Iterator[Outcome]:
     """Group lists of eight layouts, combined tokens and odd sizes among them.
 
     `order` and `token` are axes joined by hyphens; `sizes` maps each axis of the order to its size. The digits of the
     order string, fastest first, sort the members of a group, and sort groups by their first rank. The order of axes in
-    the token does not matter.
+    the token does not matter. A long list is told by its first group that differs.
     """
-    for order, sizes, token in _GROUPINGS:
-        expected = RankGenerator(**sizes, order=order).get_ranks(token)
-        given = f"order {order!r}, sizes {sizes} and token {token!r}"
-        yield compare(given, expected, lambda o=order, s=sizes, t=token: answer(o, dict(s), t))
+    diagnosis = Diagnosis(_same)
+    for order_string, sizes, token in _GROUPINGS:
+        expected = RankGenerator(**sizes, order=order_string).get_ranks(token)
+        given: list[Any] = []
+
+        def tried(o: str = order_string, s: dict[str, int] = sizes, t: str = token, kept: list[Any] = given) -> Any:
+            kept.append(plain(answer(o, dict(s), t)))
+            return kept[0]
+
+        words = f"order {order_string!r}, sizes {sizes} and token {token!r}"
+        outcome = diagnosis.outcome(words, expected, tried, _misread_groups(order_string, sizes, token))
+        yield outcome if outcome.passed or not given else _at_first_difference(outcome, expected, given[0])
+
+
+def _at_first_difference(outcome: Outcome, expected: list[list[int]], value: Any) -> Outcome:
+    """The outcome with the first group that differs, where the lists are too long to show whole."""
+    whole = max(len(str(expected)), len(str(value))) <= MAX_SHOWN
+    if whole or not isinstance(value, list) or len(value) != len(expected):
+        return outcome
+    place = next(i for i, pair in enumerate(zip(expected, value)) if pair[0] != pair[1])
+    reason = outcome.got[len(shown(value)) :]
+    right = f"{len(expected)} groups, of which group {place} is {shown(expected[place])}"
+    return replace(outcome, expected=right, got=f"{shown(value[place])}{reason}")
+
+
+def _misread_groups(order_string: str, sizes: dict[str, int], token: str) -> Misreadings:
+    generator = RankGenerator(**sizes, order=order_string)
+    right = generator.get_ranks(token)
+    size, world = len(right[0]), generator.world_size
+    inside = token.split("-")
+    others = "-".join(axis for axis in order_string.split("-") if axis not in inside)
+    by_token = sorted(
+        sorted(group, key=lambda rank: [_digits(rank, order_string, sizes)[axis] for axis in reversed(inside)])
+        for group in right
+    )
+    by_slowest = [
+        sorted(group, key=lambda rank: [_digits(rank, order_string, sizes)[axis] for axis in order_string.split("-")])
+        for group in right
+    ]
+    found: dict[str, Any] = {
+        "every group is a block of neighbours, as if each axis had stride 1": [
+            list(range(first, first + size)) for first in range(0, world, size)
+        ],
+        "the order string names the fastest axis first, and this reads it from the end": RankGenerator(
+            **sizes, order=_reversed(order_string)
+        ).get_ranks(token),
+        "members are sorted by the token; the digits of the order string sort them": by_token,
+        "members are sorted by the slowest digit first; the fastest digit comes first": by_slowest,
+    }
+    if others:
+        found["these are the groups of the other axes: digits of the token vary inside a group, all others stay"] = (
+            generator.get_ranks(others)
+        )
+    return found
 
 
 @exercise("02.order", "Write order_for(inner, outer) -> an order with `inner` inside nodes and `outer` across them.")
@@ -96,9 +242,10 @@ def _places(order_string: Any, sizes: dict[str, int], inner: str, outer: str) ->
     crossing = {axis: _crossing(generator.get_ranks(axis)) for axis in (inner, outer)}
     if crossing[inner] == 0.0 and crossing[outer] == 1.0:
         return True
-    return (
-        f"{order_string!r}, where {crossing[inner]:.0%} of {inner} and {crossing[outer]:.0%} of {outer} groups leave it"
-    )
+    wrong = [inner] * (crossing[inner] > 0) + [outer] * (crossing[outer] < 1)
+    steps = [f"{axis} has stride {generator.strides[axis]} and size {sizes[axis]}" for axis in wrong]
+    leaving = f"{crossing[inner]:.0%} of {inner} and {crossing[outer]:.0%} of {outer} groups leave it"
+    return f"{order_string!r}, where {leaving}: {' and '.join(steps)}"
 
 
 def _crossing(group_list: list[list[int]]) -> float:

@@ -1,7 +1,8 @@
-"""Exercises on pipeline schedules: a row of 1F1B, an order of interleaved 1F1B, a schedule of the reader's own."""
+"""Exercises on pipeline schedules: the idle share of a step, a row of 1F1B, orders, a schedule of the reader's own."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -9,12 +10,67 @@ from typing import Any
 
 import numpy as np
 
-from labkit.check.scoring import Outcome, compare, exercise, holds, listed, raised, shown, without_grid
+from labkit.check.scoring import Diagnosis, Outcome, compare, exercise, holds, listed, raised, shown, without_grid
 from labkit.schedules.builders import one_f_one_b
 from labkit.schedules.ir import Action, Schedule, ScheduleError
 from labkit.schedules.simulator import Costs, Timeline, simulate
 from labkit.schedules.tables import convert_schedule_table_to_order, get_pp_rank_microbatches, get_schedule_table
 from labkit.schedules.verifier import verify
+
+# ---- Chapter 00: the idle share ----
+
+_STEPS: tuple[tuple[int, int, tuple[float, ...]], ...] = (
+    (2, 4, (1.0, 1.0)),
+    (3, 2, (1.0, 1.0, 1.0)),
+    (2, 4, (1.0, 3.0)),
+    (4, 8, (2.0, 1.0, 1.0, 1.0)),
+    (1, 3, (1.0,)),
+)
+"""(stages, microbatches, seconds of a forward of each stage; a backward takes twice as long)."""
+_DELAY = 5.0
+"""Seconds at which the steps of the exercise begin."""
+
+Spans = list[list[tuple[float, float]]]
+"""By stage: (start, end) of its actions."""
+
+
+def _spans(stages: int, count: int, forward: tuple[float, ...]) -> Spans:
+    timeline = simulate(one_f_one_b(stages, count), Costs(forward=forward, backward=[2 * each for each in forward]))
+    rows: Spans = [[] for _ in range(stages)]
+    for event in timeline.events:
+        rows[event.rank].append((event.start + _DELAY, event.end + _DELAY))
+    return rows
+
+
+@exercise("00.idle", "Write idle_share(rows) -> the share of the step in which stages are idle, from 0 to 1.")
+def idle(answer: Any) -> Iterator[Outcome]:
+    """Five steps of 1F1B: equal stages, unequal ones, one stage; no step begins at 0."""
+    diagnosis = Diagnosis(lambda value, other: math.isclose(value, other, rel_tol=1e-6, abs_tol=1e-9))
+    failed = False
+    for stages, count, forward in _STEPS:
+        rows = _spans(stages, count, forward)
+        busy = sum(end - start for row in rows for start, end in row)
+        first, last = min(row[0][0] for row in rows), max(row[-1][1] for row in rows)
+        step = last - first
+        own = sum(row[-1][1] - row[0][0] for row in rows)
+        misreadings = {
+            "this is the share in which stages work; the idle share is the rest": busy / (stages * step),
+            "all stages can work all the time: divide by their number, too": 1 - busy / step,
+            "a stage is idle also before its first action and after its last": 1 - busy / own,
+            "divide by the number of stages, and by a step that begins with its first action": 1 - busy / last,
+            "the step begins with its first action, not at time 0": 1 - busy / (stages * last),
+            "this formula holds for equal stages; take the times of the rows": (stages - 1) / (count + stages - 1),
+            "these are seconds; divide by stages times the length of the step": stages * step - busy,
+        }
+        outcome = diagnosis.outcome(
+            f"{stages} stages, {count} microbatches, and forwards of {list(forward)} s",
+            round((stages * step - busy) / (stages * step), 6),
+            lambda r=rows: round(float(answer([list(row) for row in r])), 6),
+            {words: round(value, 6) for words, value in misreadings.items()},
+        )
+        yield replace(outcome, told=outcome.told and not failed)
+        failed |= not outcome.passed
+
 
 # ---- Chapter 10: 1F1B ----
 

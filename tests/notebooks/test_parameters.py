@@ -350,7 +350,7 @@ EXTREMES = [
     ("00_tour", {"world_size": 16, "tp": 4, "pp": 4, "steps": 4}),
     ("00_tour", {"world_size": 8, "tp": 2, "pp": 1, "steps": 100}),
     ("01_collectives", {"world_size": 2, "latency_ms": 1, "link_mb": 1}),
-    ("01_collectives", {"world_size": 8, "latency_ms": 20, "link_mb": 1000}),
+    ("01_collectives", {"world_size": 8, "latency_ms": 5, "link_mb": 50}),
     ("02_rank_groups", {"world_size": 4, "gpus_per_node": 1, "order": "dp-ep-cp-tp-pp"}),
     ("02_rank_groups", {"world_size": 16, "gpus_per_node": 64, "order": "ep-cp-tp-dp-pp"}),
     ("15_moe_folding", {"world_size": 4, "gpus_per_node": 1, "tokens_per_rank": 1}),

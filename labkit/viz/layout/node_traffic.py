@@ -25,12 +25,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from labkit.config import ParallelConfig
 from labkit.parallel.rank_generator import AXES as LAYOUT_AXES
 from labkit.parallel.rank_generator import RankGenerator, rank_generators
 from labkit.viz.figure import Figure
-from labkit.viz.style import color, hatch, label, new_figure, styled
+from labkit.viz.style import color, label, new_figure, styled
 
 KINDS = ("tp", "cp", "ep", "dp", "edp", "pp")
 """Kinds that the model counts."""
@@ -191,43 +192,56 @@ def compare_orders(
     world_size: int,
     gpus_per_node: int = 8,
 ) -> Figure:
-    """Bars of `order_traffic`, stacked by kind of group: the 4 orders that send least, and below the 4 that send most.
+    """Draw `order_traffic` on one logarithmic axis: the 4 orders that send least and, below a line, the 4 of the most.
 
-    Each half has its own axis, since they differ by factors of a hundred.
+    A row is an order. A mark for each kind of group stands at its bytes, and a diamond at the sum, which the row says.
     """
     rows = order_traffic(model, sizes, orders, world_size=world_size, gpus_per_node=gpus_per_node)
     least, most = list(rows)[:SHOWN], list(rows)[SHOWN:][-SHOWN:]
-    halves = [(f"the {len(least)} orders that send least", least), (f"the {len(most)} that send most", most)]
-    halves = [half for half in halves if half[1]]
     kinds = [kind for kind in KINDS if any(rows[order][kind] for order in rows)]
     with styled():
-        fig = new_figure(7.2, 0.6 + 0.75 * len(halves) + 0.27 * len(least + most))
-        ratios = [len(shown) + 0.5 for _, shown in halves]
-        panels = fig.subplots(len(halves), squeeze=False, height_ratios=ratios).ravel()
-        for axes, (title, shown) in zip(panels, halves):
-            _bars(axes, {order: rows[order] for order in shown}, kinds)
-            axes.set_title(title if len(halves) > 1 else "", loc="left")
-        fig.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(kinds) or 1)
+        fig = new_figure(7.2, 1.1 + 0.28 * len(least + most))
+        axes = fig.subplots()
+        _marks(axes, {order: rows[order] for order in least + most}, kinds)
+        if most:
+            axes.axhline(len(least) - 0.5, color="#333333", linewidth=0.8)
+        fig.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(kinds) + 1)
     tried = len(orders or _every_order(model, sizes, world_size))
     place = f"{world_size} ranks on nodes of {gpus_per_node}, {_layout(sizes)}"
     return Figure(fig, f"{place}: {_verdict(rows, tried - len(rows))}")
 
 
-def _bars(axes: Any, rows: Mapping[str, Mapping[str, float]], kinds: Sequence[str]) -> None:
-    """One bar an order, stacked by kind, its total at its end."""
+_SHAPES = ("s", "o", "^", "v", "P", "X")
+"""Marks of `KINDS`, so that colour is not the only sign."""
+
+
+def _marks(axes: Any, rows: Mapping[str, Mapping[str, float]], kinds: Sequence[str]) -> None:
+    """Marks of one row an order, with its sum in words at its right end."""
     totals = [sum(row.values()) for row in rows.values()]
-    unit, scale = ("TB", 1e12) if max(totals) >= 1e12 else ("GB", 1e9)
-    left = np.zeros(len(rows))
+    positive = [amount / 1e9 for row in rows.values() for amount in row.values() if amount] or [1.0]
+    low, high = min(positive), max(max(totals) / 1e9, min(positive))
+    left, right = low / 1.5, high * (high / low * 3) ** 0.3
+    for place, total in enumerate(totals):
+        if total:
+            axes.plot([left, total / 1e9], [place, place], color="#BBBBBB", linewidth=1.2, zorder=1)
+            axes.annotate(_amount(total), (total / 1e9, place), xytext=(8, 0), textcoords="offset points", va="center",
+                          fontsize=8)  # fmt: skip
+        else:
+            axes.annotate(_amount(total), (left, place), xytext=(4, 0), textcoords="offset points", va="center",
+                          fontsize=8)  # fmt: skip
+    sums = [(total / 1e9, place) for place, total in enumerate(totals) if total]
+    axes.plot(*zip(*sums) if sums else ([], []), linestyle="", marker="D", markersize=7, color="#000000",
+              fillstyle="none", label="sum", zorder=3)  # fmt: skip
     for kind in kinds:
-        amount = np.array([row[kind] for row in rows.values()]) / scale
-        axes.barh(list(rows), amount, left=left, color=color(kind), hatch=hatch(kind), edgecolor="#333333",
-                  linewidth=0.5, label=f"{kind} ({label(kind)})")  # fmt: skip
-        left += amount
-    for row, total in enumerate(totals):
-        axes.text(left[row] + 0.01 * left.max(), row, _amount(total), va="center", fontsize=8)
-    axes.set(xlabel=f"{unit} between nodes in one step", xlim=(0, 1.14 * left.max() or 1))
-    axes.invert_yaxis()
+        sent = [(row[kind] / 1e9, place) for place, row in enumerate(rows.values()) if row[kind]]
+        axes.plot(*zip(*sent) if sent else ([], []), linestyle="", marker=_SHAPES[KINDS.index(kind)], markersize=5,
+                  color=color(kind), label=f"{kind} ({label(kind)})", zorder=2)  # fmt: skip
+    axes.set(xscale="log", xlim=(left, right), xlabel="GB between nodes in one step (logarithmic)")
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), list(rows))
     axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _amount(size: float) -> str:
