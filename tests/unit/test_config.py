@@ -121,6 +121,18 @@ def test_paper_rows_have_the_papers_sizes(table, row: str, billions: float) -> N
     assert weights / 1e9 == pytest.approx(billions, rel=0.03)
 
 
+@pytest.mark.parametrize("name", [name for name in presets.names() if name.startswith(("table1", "table2"))])
+def test_paper_rows_are_trained_as_its_section_4_2_says(name: str) -> None:
+    """fp16 with dynamic loss scaling, checkpoints after every layer, and the numbers of the training."""
+    config = presets.get(name)
+    m, o, t = config.model, config.optim, config.train
+    assert (o.precision, o.loss_scale, m.recompute_granularity, m.recompute_num_layers) == ("fp16", None, "full", 1)
+    assert (o.lr, o.min_lr, o.lr_schedule, o.warmup_steps, o.decay_steps) == (1.5e-4, 1e-5, "cosine", 3000, None)
+    assert (t.steps, t.global_batch_size) == (300_000, 512 if name.startswith("table2") else 8)
+    assert (o.weight_decay, o.clip_grad, m.init_std) == (0.01, 1.0, 0.02)
+    assert {m.embedding_dropout, m.attention_dropout, m.hidden_dropout} == {0.1} and m.seq_length == 1024
+
+
 def test_paper_batches_and_layouts() -> None:
     assert presets.table1("8.3B").train.global_batch_size == 8
     wide = presets.table1("8.3B", data_parallel=True)
