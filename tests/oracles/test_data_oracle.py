@@ -229,8 +229,9 @@ def test_tokenizers_of_a_path_are_those_of_transformers() -> None:
 # ---- masking for BERT ----
 
 
-def test_masked_tokens_are_megatrons_choice_for_choice(tmp_path: Path) -> None:
-    """A hundred samples of 62 to 509 tokens, from the same random state: the same ids, positions and n-grams."""
+@pytest.mark.parametrize(("samples", "least"), [(100, 25_000), pytest.param(3600, 10**6, marks=pytest.mark.sweep)])
+def test_masked_tokens_are_megatrons_choice_for_choice(samples: int, least: int) -> None:
+    """Samples of 62 to 509 tokens, from the same random state: the same ids, positions and n-grams."""
     from types import SimpleNamespace
 
     from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset
@@ -246,8 +247,8 @@ def test_masked_tokens_are_megatrons_choice_for_choice(tmp_path: Path) -> None:
     )  # fmt: skip
     peer._get_token_mask = lambda state: BERTMaskedWordPieceDataset._get_token_mask(peer, state)
     continues = np.arange(1000) % 3 == 0
-    ngrams = set()
-    for seed in range(100):
+    ngrams, seen = set(), 0
+    for seed in range(samples):
         draw = np.random.default_rng(seed)
         length = int(draw.integers(60, 508))
         body = draw.integers(0, 1000, length)
@@ -262,7 +263,8 @@ def test_masked_tokens_are_megatrons_choice_for_choice(tmp_path: Path) -> None:
         assert ours.tokens.tolist() == theirs_masked and ours.positions == positions
         assert ours.spans == [indices for indices, _ in spans]
         ngrams |= {len(span) for span in ours.spans}
-    assert {1, 2, 3, 4} <= ngrams
+        seen += len(tokens)
+    assert {1, 2, 3, 4} <= ngrams and seen > least
 
 
 # ---- samples of sentences ----
