@@ -7,11 +7,12 @@ shows the bytes of a parameter by stage.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from matplotlib.legend_handler import HandlerTuple
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from labkit.parallel.data_parallel.bucket_layout import (
@@ -74,7 +75,7 @@ def bucket_map(plan: BucketLayout, dp: int = 1) -> Figure:
         if len(plan.buckets) > len(rows):
             axes.text(0, MAX_BUCKETS / 2 + _GAP / 2, f"{_count(len(plan.buckets) - len(rows), 'bucket')} not drawn",
                       va="center", fontsize=8, color="#444444")  # fmt: skip
-        legend = _legend(plan, dp)
+        legend = _legend(plan, dp, longest)
         fig.legend(legend.values(), legend.keys(), loc="outside upper right", ncols=len(legend),
                    handler_map={tuple: HandlerTuple(ndivide=None, pad=0)})  # fmt: skip
     return Figure(fig, _map_sentence(plan, dp, pieces))
@@ -94,12 +95,26 @@ def _draw_parameters(axes: Any, plan: BucketLayout, bucket: Bucket, row: float, 
     length = bucket.unpadded_end - bucket.start
     axes.add_patch(Rectangle((0, low), length, height, **_GAPS))  # elements without a parameter stay visible
     axes.add_patch(Rectangle((length, low), bucket.end - bucket.unpadded_end, height, **_PADDING))
-    for place, name in enumerate(bucket.names):
+    shades = _shades(plan, longest)
+    for name in bucket.names:
         start, end = (at - bucket.start for at in plan.ranges[name])
-        fill = _SHADES[place % 2]
+        fill = shades[name]
         axes.add_patch(Rectangle((start, low), end - start, height, facecolor=fill, edgecolor="#666666", linewidth=0.4))
         if short := _fitting(name, 900 * (end - start) / longest):  # about the pixels that the bar is wide
             axes.text((start + end) / 2, low + height / 2, short, ha="center", va="center", fontsize=8)
+
+
+def _shades(plan: BucketLayout, longest: int) -> dict[str, str]:
+    """Name -> shade. Neighbours that are wide enough to be seen differ, also from one bucket to the next."""
+    found, wide = {}, 0
+    for name, (start, end) in plan.ranges.items():
+        found[name] = _SHADES[wide % 2]
+        wide += _is_wide(end - start, longest)
+    return found
+
+
+def _is_wide(elements: int, longest: int) -> bool:
+    return elements > longest / 200
 
 
 def _fitting(name: str, width: float) -> str:
@@ -125,10 +140,13 @@ def _owner_style(rank: int, dp: int) -> tuple[str, str]:
     return SEQUENCE[rank % len(SEQUENCE)], _HATCHES[rank // len(SEQUENCE) % len(_HATCHES)]
 
 
-def _legend(plan: BucketLayout, dp: int) -> dict[str, Any]:
+def _legend(plan: BucketLayout, dp: int, longest: int) -> dict[str, Any]:
     """Label -> handle, of what there is in the picture."""
     shades = tuple(Patch(facecolor=shade, edgecolor="#666666", linewidth=0.4) for shade in _SHADES)
-    handles: dict[str, Any] = {"parameters, two shades in turn": shades}
+    wide = [_is_wide(end - start, longest) for start, end in plan.ranges.values()]
+    handles: dict[str, Any] = {"parameters, two shades in turn": shades} if sum(wide) > 1 else {"parameter": shades[0]}
+    if not all(wide):
+        handles["small parameter"] = Line2D([], [], color="#666666", lw=1.0, ls="", marker="|", ms=9)
     at_ends = sum(bucket.end - bucket.unpadded_end for bucket in plan.buckets)
     if plan.padding > at_ends:
         handles[f"gap to a multiple of {PARAMETER_ALIGNMENT}"] = Patch(**{**_GAPS, "linewidth": 0.4})
@@ -172,22 +190,28 @@ def _count(number: int, noun: str) -> str:
 # ---- bytes by stage ----
 
 _PARTS = (
-    ("weight", "weight", "#0072B2", ""),
-    ("gradient", "gradient", "#E69F00", ""),
-    ("master", "master weight", "#117733", ""),
-    ("moments", "Adam's moments", "#332288", ""),
-    ("update_gradient", "gradient, widened for the update", "#E69F00", "//"),
+    ("weight", "weight", SEQUENCE[0], ""),
+    ("gradient", "gradient", SEQUENCE[1], ""),
+    ("master", "master weight", SEQUENCE[2], ""),
+    ("moments", "Adam's moments", SEQUENCE[3], ""),
+    ("update_gradient", "gradient, widened for the update", SEQUENCE[1], "//"),
 )
 """Field of `BytesPerParameter` -> label, colour, hatch."""
 _WHAT = {0: "replicated", 1: "optimizer sharded", 2: "gradients too", 3: "weights too"}
 
 
 def zero_stages(
-    *, param_dtype: str = "bf16", grad_dtype: str = "fp32", dp: int = 8, parameters: float | None = None
+    *,
+    param_dtype: str = "bf16",
+    grad_dtype: str = "fp32",
+    dp: int = 8,
+    parameters: float | None = None,
+    counted: Mapping[int, float] | None = None,
 ) -> Figure:
     """Bytes per parameter on each of `dp` ranks, a bar per ZeRO stage (arXiv 1910.02054), with its closed form.
 
     parameters: of the model (of the rank's part of it); then the sentence also says how many GB that makes.
+    counted: stage -> bytes per parameter that a program counted on its ranks, drawn as diamonds on the bars.
 
     Raises ValueError as `bytes_per_parameter` does.
     """
@@ -198,17 +222,21 @@ def zero_stages(
         axes = fig.add_subplot()
         for y, row in enumerate(rows):
             _stage_bar(axes, y, row)
-            text = f" {_number(row.total)} = {formula(**kinds, stage=STAGES[y])}" if y else f" {_number(row.total)}"
-            axes.text(float(row.total), y, text, va="center", fontsize=8)
+            text = f"{_number(row.total)} = {formula(**kinds, stage=STAGES[y])}" if y else _number(row.total)
+            axes.annotate(text, (float(row.total), y), (8, 0), textcoords="offset points", va="center", fontsize=8)
+        for stage, found in (counted or {}).items():
+            axes.plot(found, stage, "D", ms=6, color="#FFFFFF", markeredgecolor="#000000", zorder=3)
         axes.set_yticks(range(len(STAGES)), [f"stage {stage}: {_WHAT[stage]}" for stage in STAGES])
         axes.set(xlabel=f"bytes per parameter on each of d = {dp} ranks", xlim=(0, 1.25 * float(rows[0].total)))
         axes.invert_yaxis()
         axes.tick_params(axis="y", length=0)
         used = [part for part in _PARTS if any(getattr(row, part[0]) for row in rows)]
-        handles = [Patch(facecolor=fill, hatch=pattern, edgecolor="#333333", linewidth=0.5, label=name)
+        handles: list[Any] = [Patch(facecolor=fill, hatch=pattern, edgecolor="#333333", linewidth=0.5, label=name)
                    for _, name, fill, pattern in used]  # fmt: skip
-        fig.legend(handles=handles, loc="outside upper center", ncols=len(used))
-    return Figure(fig, _stages_sentence(param_dtype, grad_dtype, dp, parameters))
+        if counted:
+            handles.append(Line2D([], [], ls="", marker="D", ms=6, color="#FFFFFF", mec="#000000", label="counted"))
+        fig.legend(handles=handles, loc="outside upper center", ncols=len(handles))
+    return Figure(fig, _stages_sentence(param_dtype, grad_dtype, dp, parameters, counted or {}))
 
 
 def _stage_bar(axes: Any, y: int, row: BytesPerParameter) -> None:
@@ -219,7 +247,9 @@ def _stage_bar(axes: Any, y: int, row: BytesPerParameter) -> None:
         left += width
 
 
-def _stages_sentence(param_dtype: str, grad_dtype: str, dp: int, parameters: float | None) -> str:
+def _stages_sentence(
+    param_dtype: str, grad_dtype: str, dp: int, parameters: float | None, counted: Mapping[int, float]
+) -> str:
     kinds = {"param_dtype": param_dtype, "grad_dtype": grad_dtype}
     totals = [bytes_per_parameter(**kinds, dp=dp, stage=stage).total for stage in STAGES]
     words = [f"stage {stage}: {_number(totals[stage])} ({formula(**kinds, stage=stage)})" for stage in STAGES[1:]]
@@ -230,6 +260,8 @@ def _stages_sentence(param_dtype: str, grad_dtype: str, dp: int, parameters: flo
     if parameters is not None:
         gigabytes = ", ".join(f"{float(total) * parameters / 1e9:.1f}" for total in totals)
         text += f"; {parameters / 1e9:g} billion parameters: {gigabytes} GB"
+    if counted:
+        text += f"; counted: {', '.join(f'stage {stage} {found:g}' for stage, found in counted.items())}"
     return text + "."
 
 

@@ -44,7 +44,18 @@ class _Run:
     exposed: float
 
     @property
-    def backward_end(self) -> float:
+    def phase(self) -> str:
+        """Name of the last computation, whose end the dashed line marks."""
+        return "forward" if all(event.kind == "forward" for event in self.computes) else "backward"
+
+    @property
+    def transfer(self) -> str:
+        """Word for a collective of this run."""
+        gathers = [event.name.startswith("all_gather") for event in self.buckets]
+        return "gather" if gathers and all(gathers) else "reduction"
+
+    @property
+    def compute_end(self) -> float:
         return max(event.end for event in self.computes)
 
     @property
@@ -53,8 +64,8 @@ class _Run:
 
     @property
     def early(self) -> int:
-        """Buckets that leave before the backward ends."""
-        return sum(event.start < self.backward_end for event in self.buckets)
+        """Buckets that leave before the last computation ends."""
+        return sum(event.start < self.compute_end for event in self.buckets)
 
     def on_the_link(self, row: int) -> float:
         """Start of each bucket's transfer, one bucket after another; a wait too short to see counts as no wait."""
@@ -71,7 +82,8 @@ def overlap_gantt(
 ) -> Figure:
     """Draw steps of one rank: its computations, and below a row for each reduction from start to end.
 
-    All reductions share one link. A reduction is pale until the reduction before it ends.
+    All reductions share one link. A reduction is pale until the reduction before it ends. Gathers of parameters behind
+    a forward are drawn alike.
 
     runs: name -> Events of one rank during one step; collectives are drawn in the order of their start.
 
@@ -101,7 +113,7 @@ def overlap_gantt(
                 axes.text(1.0, top + 0.5, f"to {step.end * 1e3:,.0f} ms \u25b6", transform=axes.get_yaxis_transform(),
                           ha="right", va="center", fontsize=8, bbox={"facecolor": "#FFFFFF", "pad": 1.5})  # fmt: skip
             top += 1 + height
-        _finish(axes, ticks, top - 1, end)
+        _finish(axes, ticks, top - 1, end, steps[0].phase)
         handles = _handles(steps)
         fig.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return Figure(fig, "; ".join(_words(step, numbers) for step in steps) + ".")
@@ -139,12 +151,13 @@ def _draw_run(axes: Any, step: _Run, top: float, rows: int) -> list[tuple[float,
     for row, bucket in enumerate(drawn, start=1):
         if bucket is not None:
             _draw_bucket(axes, step, bucket, top + row)
-    edge = step.backward_end * 1e3
+    edge = step.compute_end * 1e3
     axes.plot([edge, edge], [top, top + 1 + len(drawn)], color="#333333", lw=1.0, ls=(0, (4, 2)))
     axes.text(0, top - 0.12, step.name, fontsize=9, ha="left", va="bottom")
     named = [(row, bucket) for row, bucket in enumerate(drawn) if len(drawn) <= _MANY or row in (0, len(drawn) - 1)]
     hidden = len(step.buckets) - sum(bucket is not None for bucket in drawn)
-    labels = [f"{hidden} not drawn" if bucket is None else f"bucket {bucket}" for _, bucket in named]
+    noun = "gather" if step.transfer == "gather" else "bucket"
+    labels = [f"{hidden} not drawn" if bucket is None else f"{noun} {bucket}" for _, bucket in named]
     return [(top + 0.5, "computes"), *((top + 1.5 + row, text) for (row, _), text in zip(named, labels, strict=True))]
 
 
@@ -170,20 +183,24 @@ def _bar(axes: Any, event: Event, row: float) -> None:
                      linewidth=0.6)  # fmt: skip
 
 
-def _finish(axes: Any, ticks: list[tuple[float, str]], bottom: float, end: float) -> None:
+def _finish(axes: Any, ticks: list[tuple[float, str]], bottom: float, end: float, phase: str) -> None:
     axes.set_ylim(bottom + 0.1, -0.9)
     axes.set_xlim(0, 1.01 * end * 1e3)
     axes.set_yticks([height for height, _ in ticks], [text for _, text in ticks])
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    axes.set_xlabel("time (ms); the dashed line is the end of the backward")
+    axes.set_xlabel(f"time (ms); the dashed line is the end of the {phase}")
 
 
 def _words(step: _Run, numbers: bool) -> str:
-    count, early = len(step.buckets), step.early
-    start = "starts" if early == 1 else "start"
-    which = "none starts" if not early else "it starts" if count == 1 else f"{early} of them {start}"
-    text = f"{step.name}: {count} reduction{'' if count == 1 else 's'}, {which} before the backward ends"
+    count, when = len(step.buckets), f"before the {step.phase} ends"
+    early = step.early
+    if step.transfer == "gather":
+        when = "after the first has arrived"
+        early = sum(event.start >= step.buckets[0].end for event in step.buckets)
+    which = "none starts" if not early else "it starts" if count == 1 else f"{early} of them start"
+    noun = step.transfer if count == 1 else f"{step.transfer}s"
+    text = f"{step.name}: {count} {noun}, {which}{'s' if early == 1 and count > 1 else ''} {when}"
     return f"{text}, {step.exposed * 1e3:.1f} ms exposed" if numbers else text
 
 
