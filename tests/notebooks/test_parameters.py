@@ -132,20 +132,34 @@ CASES = {
             ),
         },
     ),
-    # a layer has 12 h^2 + 13 h = 49,984 parameters at h = 64, the final norm 128: two layers and, of the third, its
-    # MLP's norm, fc2 and fc1's bias make 116,928, fc1's weight of 16,384 fills the bucket: 133,312 of 269,696, the rest
-    # is the second. Sharded, fc2's bias of 64 starts 64 later and 64 pad the end; word has a bucket. Of sleeping layers
-    # with 30,000 elements four fill a bucket, two are left.
+    # a layer has 2 x 64 x 256 weights and 256 + 64 biases, 33,088: two fill a bucket of 60,000. Four layers, 132,352,
+    # fill one of 120,000, which the first layer's first matrix closes; the words are 512 x 64. Of sleeping layers with
+    # 30,000 elements four fill a bucket, two are left.
     "08_data_parallel": Case(
         {"bucket_size": 120_000},
         {
-            "52 parameters of 269,696 elements in 4 buckets of 66,624 to 69,760": (
-                "52 parameters of 269,696 elements in 2 buckets of 133,312 to 136,384"
+            "17 parameters of 165,120 elements in 3 buckets of 32,768 to 66,176": (
+                "17 parameters of 165,120 elements in 2 buckets of 32,768 to 132,352"
             ),
-            "in 5 buckets of 4,224 to 66,688": "in 3 buckets of 65,536 to 133,376",
             "buckets, behind it: 3 reductions, 2 of them start": "buckets, behind it: 2 reductions, 1 of them starts",
             "behind the backward, measured: 3 reductions, 2 of them start": (
                 "behind the backward, measured: 2 reductions, 1 of them starts"
+            ),
+        },
+    ),
+    # 6 + 12/d, 2 + 16/d and 18/d for d = 2; p1 lies at 64 to 364 of a bucket of 384, cut at 192
+    "09_distributed_optimizer": Case(
+        {"world_size": 2, "bucket_size": 120_000},
+        {
+            "d = 4 ranks: 18 bytes a parameter replicated; stage 1: 9 (6 + 12/d)": (
+                "d = 2 ranks: 18 bytes a parameter replicated; stage 1: 12 (6 + 12/d)"
+            ),
+            "counted: stage 0 18, stage 1 9": "counted: stage 0 18, stage 1 12",
+            "each of 4 ranks owns 128; 2 parameters have several owners, p1 the most: 4": (
+                "each of 2 ranks owns 256; 2 parameters have several owners, p1 the most: 2"
+            ),
+            "gathers behind the forward: 3 gathers, 2 of them start after": (
+                "gathers behind the forward: 2 gathers, 1 of them starts after"
             ),
         },
     ),
@@ -372,8 +386,22 @@ EXTREMES = [
     ("07_context_parallel", {"world_size": 2, "seq_length": 16, "pair_us": 1}),
     ("07_context_parallel", {"world_size": 8, "seq_length": 256, "pair_us": 50}),
     ("07_context_parallel", {"world_size": 3, "seq_length": 18, "pair_us": 1000}),
-    ("08_data_parallel", {"world_size": 2, "bucket_size": 1, "layer_ms": 1, "link_ms": 0, "link_mb": 1000}),
-    ("08_data_parallel", {"world_size": 8, "bucket_size": 10**6, "layer_ms": 200, "link_ms": 50, "link_mb": 1}),
+    (
+        "08_data_parallel",
+        {"world_size": 2, "bucket_size": 1, "layer_ms": 1, "link_ms": 0, "link_mb": 1000, "hunt": 0},
+    ),
+    (
+        "08_data_parallel",
+        {"world_size": 8, "bucket_size": 10**6, "layer_ms": 200, "link_ms": 50, "link_mb": 1, "hunt": 99},
+    ),
+    (
+        "09_distributed_optimizer",
+        {"world_size": 2, "steps": 2, "bucket_size": 1, "layer_ms": 1, "link_ms": 0, "link_mb": 1000, "hunt": 0},
+    ),
+    (
+        "09_distributed_optimizer",
+        {"world_size": 8, "steps": 20, "bucket_size": 10**6, "layer_ms": 100, "link_ms": 50, "link_mb": 1, "hunt": 2},
+    ),
     ("10_p2p_and_1f1b", {"world_size": 2, "microbatches": 1, "forward_ms": 1, "backward_ms": 1}),
     ("10_p2p_and_1f1b", {"world_size": 8, "microbatches": 64, "forward_ms": 1, "backward_ms": 100}),
     ("11_interleaving", {"world_size": 2, "chunks": 2, "microbatches": 2, "stage_ms": 3}),

@@ -1,6 +1,7 @@
 """What the scores say about wrong answers that a score could easily describe wrongly."""
 
-from labkit.check import check, optimizer_shards
+from labkit.check import check
+from labkit.check.replicas import optimizer_shards
 from labkit.schedules import zbv, zero_bubble_h1
 
 
@@ -132,7 +133,7 @@ def test_owners_that_cannot_be_are_told_by_an_element():
     """The cases before compare whole maps; of forty parameters the first wrong element says more."""
 
     def got(answer) -> str:
-        return check("08.shards", answer).outcomes[-1].got
+        return check("09.shards", answer).outcomes[-1].got
 
     everything = lambda sizes, bucket_size, dp: [[(p, 0, n) for p, n in enumerate(sizes)]] * dp  # noqa: E731
     assert got(everything) == "element 0 of parameter 0 owned twice, by ranks 0 and 1"
@@ -140,7 +141,7 @@ def test_owners_that_cannot_be_are_told_by_an_element():
     alone = lambda sizes, bucket_size, dp: [everything(sizes, 0, 1)[0]] + [[]] * (dp - 1)  # noqa: E731
     assert " on rank 0, which belongs to rank 1" in got(alone)
     right = optimizer_shards.owners
-    assert got(right) == check("08.shards", right).outcomes[-1].expected
+    assert got(right) == check("09.shards", right).outcomes[-1].expected
 
     def more(*case):
         first, *others = right(*case)

@@ -25,7 +25,6 @@ NOT_YET = """
 03_f_and_g                         17      -      -          1      0    -     -
 04_vocabulary_and_loss             18     82      -          -      -    -     -
 07_context_parallel                28      -      -          1      -    -     -
-08_data_parallel                   36     79      -          1      0    0     0
 10_p2p_and_1f1b                    34     64      -          1      -    -     -
 11_interleaving                    30     75      -          1      -    -     -
 12_write_your_own_schedule         27     73      -          1      -    -     -

@@ -1,0 +1,1 @@
+"""Exercises of data parallelism: gradient buckets, and the shards of the distributed optimizer."""
