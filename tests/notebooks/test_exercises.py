@@ -25,13 +25,6 @@ EXERCISES = {name: each for chapter in CHAPTERS for name, each in make_exercises
 WRONG = ("wrong_1", "wrong_2", "wrong_3")
 FILES = sorted((Path(__file__).parent / "wrong_answers").glob("*.py"))
 
-# Chapters whose solutions are files still, with the wrong answers beside them, and no cells.
-for path in sorted((NOTEBOOKS / "solutions").glob("[0-9][0-9]_*.py")):
-    name = path.stem.replace("_", ".", 1)
-    cells = f'{path.read_text()}\ncheck("{name}", solution)'
-    EXERCISES.setdefault(name, make_exercises.Exercise("", f'check("{name}", None)', cells))
-    FILES.append(path)
-
 
 def file_of(name: str) -> Path:
     return next(path for path in FILES if path.stem == name.replace(".", "_", 1))
