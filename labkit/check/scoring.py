@@ -170,7 +170,11 @@ class Diagnosis:
 
         def test() -> bool | str:
             nonlocal reason
-            value = got()
+            try:
+                value = got()
+            except (Exception, SystemExit) as error:
+                reason = raised(error)
+                return reason
             if self._equal(value, right):
                 return True
             fitting = [w for w, a in misreadings.items() if not self._equal(a, right) and self._equal(value, a)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from labkit.parallel.ledger import CommRecord
-from labkit.viz import split_sequence, tensor_parallel_block
+from labkit.viz import cut_matrices, split_sequence, tensor_parallel_block
 
 
 def records(size: int) -> list[CommRecord]:
@@ -63,3 +63,26 @@ def test_a_split_sequence_is_drawn_in_shares_that_add_up_to_whole_tensors(t: int
 def test_records_without_that_layer_are_refused() -> None:
     with pytest.raises(ValueError, match=r"no communication of 'layers\.2' among 8 records"):
         tensor_parallel_block(records(2), "layers.2")
+
+
+# ---- cut matrices ----
+
+
+@pytest.mark.parametrize(("part", "first"), [("mlp", (64, 4 * 64)), ("attention", (64, 3 * 64))])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_cut_matrices_have_the_shapes_of_a_rank_s_weights(part: str, first: tuple[int, int], ranks: int) -> None:
+    figure = cut_matrices(part, 32, 64, ranks)
+    inner = 4 * 64 if part == "mlp" else 64
+    labels = texts(figure)
+    assert f"[64, {first[1]}]\na rank: [64, {first[1] // ranks}]" in labels, "cut by columns"
+    assert f"[{inner}, 64]\na rank: [{inner // ranks}, 64]" in labels, "cut by rows"
+    assert f"a rank has {first[1] // ranks} of {first[1]} columns" in repr(figure)
+    boxes = [patch.get_extents() for patch in figure.fig.axes[0].patches]
+    assert len(boxes) == 2 + ranks * 4, "X and the sum are whole; two matrices, the inner result and the sheets are cut"
+
+
+def test_cut_matrices_refuses_what_does_not_divide() -> None:
+    with pytest.raises(ValueError, match="3 ranks do not divide 64 columns"):
+        cut_matrices("mlp", 32, 64, 3)
+    with pytest.raises(ValueError, match="choose mlp or attention"):
+        cut_matrices("norm", 32, 64, 2)

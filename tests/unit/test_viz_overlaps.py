@@ -200,6 +200,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: viz.cost_by_size([1, 4], {"eager": [1e-4, 1e-4], "replayed": [4e-5, 5e-5]}),
         lambda: viz.cost_by_size([4**i for i in range(7)], {"eager": [1e-4 * 2**i for i in range(7)]}),
     ),
+    "cut_matrices": (
+        lambda: viz.cut_matrices("attention", 32, 8, 8),
+        lambda: viz.cut_matrices("mlp", 32, 512, 8),
+    ),
     "dispatch_steps": (lambda: viz.dispatch_steps(maps(2, 1, 2, 2)), lambda: viz.dispatch_steps(maps(8, 2, 16, 2))),
     "dropout_masks": (
         lambda: viz.dropout_masks({"after": [np.eye(3, dtype=bool)] * 2}),

@@ -1,0 +1,112 @@
+"""Two matrices cut over the ranks of a tensor-parallel group, drawn to scale with the shapes of their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from labkit.viz.figure import Figure
+from labkit.viz.style import SEQUENCE, color, new_figure, styled, text_color
+
+PARTS = {"mlp": ("A", 4, "GeLU", "B", 4), "attention": ("q, k, v", 3, "heads", "P", 1)}
+"""Part of a layer -> (first matrix, its columns in units of h, what follows, second matrix, its rows in units of h)."""
+
+_GAP = 0.62
+_TOKENS = 0.7  # height of [tokens, ..] in units of h: the same in all pictures, whatever the number of tokens
+
+
+def cut_matrices(part: str, tokens: int, hidden: int, ranks: int) -> Figure:
+    """Draw X, a matrix cut by columns, the product, a matrix cut by rows, and the sum; each rank has a colour.
+
+    part: `mlp` (hidden to 4 hidden and back) or `attention` (q, k and v, then the projection P).
+    tokens: rows of X. The picture gives every pair of equal sides the same length, except tokens beside hidden.
+
+    Raises ValueError for another part, or where the ranks do not divide hidden.
+    """
+    if part not in PARTS:
+        raise ValueError(f"no part {part!r} of a layer; choose {' or '.join(PARTS)}")
+    if hidden % ranks:
+        raise ValueError(f"{ranks} ranks do not divide {hidden} columns")
+    first, wide, between, second, deep = PARTS[part]
+    sizes = {"X": (tokens, hidden), first: (hidden, wide * hidden), between: (tokens, deep * hidden),
+             second: (deep * hidden, hidden), "Y": (tokens, hidden)}  # fmt: skip
+    with styled():
+        top, x = max(deep, 1.2), 0.0
+        right = 3 + wide + deep + 4 * _GAP
+        fig = new_figure(9.0, 9.0 * (top + 1.2) / (right + 0.6))
+        axes = fig.subplots()
+        for index, (name, cut) in enumerate(zip(sizes, (_whole, _columns, _columns, _rows, _sum))):
+            width = {"X": 1.0, first: wide, between: deep, second: 1.0, "Y": 1.0}[name]
+            height = {"X": _TOKENS, first: 1.0, between: _TOKENS, second: deep, "Y": _TOKENS}[name]
+            cut(axes, x, (top - height) / 2, width, height, ranks)
+            _label(axes, x + width / 2, (top - height) / 2, height, name, _shapes(sizes[name], cut, ranks))
+            if name != "Y":
+                axes.text(x + width + _GAP / 2, top / 2, "→" if name in (first, second) else "x", ha="center",
+                          va="center", fontsize=11)  # fmt: skip
+            for operator, at in (("f", 0), ("g", 3)):
+                if index == at:
+                    _operator(axes, x + width + _GAP / 2, top / 2 + 0.25, operator)
+            x += width + _GAP
+        axes.set(xlim=(-0.3, right + 0.3), ylim=(-0.7, top + 0.5), aspect="equal")
+        axes.axis("off")
+    return Figure(fig, _sentence(part, sizes, first, second, between, ranks))
+
+
+def _whole(axes: Any, x: float, y: float, width: float, height: float, ranks: int) -> None:
+    _draw(axes, x, y, width, height, "#DDDDDD", "all")
+
+
+def _columns(axes: Any, x: float, y: float, width: float, height: float, ranks: int) -> None:
+    for rank in range(ranks):
+        _draw(axes, x + rank * width / ranks, y, width / ranks, height, SEQUENCE[rank], f"{rank}")
+
+
+def _rows(axes: Any, x: float, y: float, width: float, height: float, ranks: int) -> None:
+    for rank in range(ranks):
+        _draw(axes, x, y + height - (rank + 1) * height / ranks, width, height / ranks, SEQUENCE[rank], f"{rank}")
+
+
+def _sum(axes: Any, x: float, y: float, width: float, height: float, ranks: int) -> None:
+    """One sheet for each rank's partial sum; the whole lies in front."""
+    for rank in reversed(range(ranks)):
+        shift = 0.24 * (rank + 1) / ranks
+        _draw(axes, x + shift, y + shift, width, height, SEQUENCE[rank], "")
+    _draw(axes, x, y, width, height, "#DDDDDD", "sum")
+
+
+Cut = Callable[[Any, float, float, float, float, int], None]
+
+
+def _shapes(size: tuple[int, int], cut: Cut, ranks: int) -> str:
+    """Shape of the whole; below, the shape of a rank's part."""
+    rows, columns = size
+    part = (rows, columns // ranks) if cut is _columns else (rows // ranks, columns) if cut is _rows else None
+    whole = f"[{rows}, {columns}]"
+    return f"{whole}\na rank: [{part[0]}, {part[1]}]" if part else whole
+
+
+def _draw(axes: Any, x: float, y: float, width: float, height: float, face: str, text: str) -> None:
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(Rectangle((x, y), width, height, facecolor=face, edgecolor="#333333", linewidth=0.5))
+    if min(width, height) > 0.16:  # a number in a narrower part would not fit
+        axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=7, color=text_color(face))
+
+
+def _label(axes: Any, x: float, y: float, height: float, name: str, shapes: str) -> None:
+    axes.text(x, y + height + 0.08, name if name != "Y" else "", ha="center", va="bottom", fontsize=9)
+    axes.text(x, y - 0.08, ("Y " if name == "Y" else "") + shapes, ha="center", va="top", fontsize=7, linespacing=1.2)
+
+
+def _operator(axes: Any, x: float, y: float, operator: str) -> None:
+    face = color("collective")
+    box = {"boxstyle": "round,pad=0.25", "facecolor": face, "edgecolor": "#333333", "linewidth": 0.5}
+    axes.text(x, y, operator, ha="center", va="bottom", fontsize=9, style="italic", color=text_color(face), bbox=box)
+
+
+def _sentence(part: str, sizes: dict[str, tuple[int, int]], first: str, second: str, between: str, ranks: int) -> str:
+    (h, wide), (deep, _), (tokens, _) = sizes[first], sizes[second], sizes["X"]
+    return (
+        f"{part} over {ranks} ranks: a rank has {wide // ranks:,} of {wide:,} columns of {first} and {deep // ranks:,} "
+        f"of {deep:,} rows of {second}; after {second} the sum has [{tokens}, {h}] numbers."
+    )
