@@ -24,7 +24,7 @@ NOT_YET = """
                                 names  cells  lines  exercises  hints  map  page
 04_vocabulary_and_loss             18     82      -          -      -    -     -
 07_context_parallel                28      -      -          1      -    -     -
-10_p2p_and_1f1b                    34     64      -          1      -    -     -
+10_p2p_and_1f1b                    32      -      -          1      -    -     -
 11_interleaving                    30     75      -          1      -    -     -
 12_write_your_own_schedule         27     73      -          1      -    -     -
 13_training_end_to_end              -     76      -          -      -    -     -
