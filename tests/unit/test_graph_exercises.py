@@ -15,6 +15,14 @@ SAID = {
     "16.launches": ("the host launches on", "before its own launch", "a graph is launched once"),
     "16.clipped": ("an `if` on a tensor asks", "makes another tensor", "torch.where chooses"),
     "16.stale": ("another order can be harmless", "the same graph as at capture", "may write one address"),
+    "17.held": ("a backward gives one back", "later more can be in flight", "the chunks of a rank wait together"),
+    "17.buffers": ("a backward names its chunk", "can be taken", "beside the warm-up"),
+    "17.unsafe": (
+        "a backward names its chunk",
+        "after the backward a second use is safe",
+        "the plan overwrites an input",
+    ),
+    "18.boundary": ("could be used again", "others read later", "has another value"),
 }
 """Exercise -> words for wrong_1, wrong_2 and wrong_3."""
 
@@ -45,3 +53,12 @@ def test_a_stale_read_is_named_with_its_place_and_writer() -> None:
     assert "(position 1: B0 reads address 0, wants F0, finds None)" in repr(score)
     harmless = check("16.stale", lambda captures, replays: list(range(len(replays))))
     assert "(every read finds its own writer here)" in repr(harmless)
+
+
+def test_a_safe_plan_is_told_from_one_that_overwrites() -> None:
+    own = repr(check("17.buffers", lambda order: list(range(sum(step > 0 for step in order)))))
+    assert "safe, but forward 2 takes buffer 2 instead of 0, and takes 1 more buffer" in own
+    assert "overwritten" not in own
+    one = repr(check("17.buffers", lambda order: [0 for step in order if step > 0]))
+    assert "buffer 0 is overwritten by the forward at position 1, and the backward at position 2" in one
+    assert "safe, but" not in one

@@ -1,15 +1,19 @@
-"""Exercise on the buffers of a pipeline's graphs."""
+"""Exercises on buffers of a pipeline's graphs: how many are held, which forward takes which, which plan is unsafe.
+
+A wrong answer is held against the answers of known misunderstandings. The score names the one that gives the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from labkit.check.scoring import Outcome, compare, exercise, holds, shown
-from labkit.graphs.buffers import PlanError, check_plan, plan_buffers
+from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds, plain, shown
+from labkit.graphs.buffers import plan_buffers
 from labkit.graphs.order_table import read_order
 from labkit.schedules.builders import gpipe, interleaved, one_f_one_b
 
@@ -17,6 +21,7 @@ _ORDERS: dict[str, list[float]] = {
     "the order 1 1 -1 1 -1 -1": [1, 1, -1, 1, -1, -1],
     "the order 1 -1 1 -1 1 -1": [1, -1, 1, -1, 1, -1],
     "GPipe's order 1 1 1 -1 -1 -1": gpipe(2, 3).order(0),
+    "the order 1 -1 1 1 -1 -1": [1, -1, 1, 1, -1, -1],
     "the order 1 2 1 -2 -1 2 -2 -1 of two chunks": [1, 2, 1, -2, -1, 2, -2, -1],
     "1F1B, 4 stages, 8 microbatches, rank 1": one_f_one_b(4, 8).order(1),
 }
@@ -26,20 +31,61 @@ _LONG_ORDERS: dict[str, list[float]] = {
 }
 
 
+def _same(value: Any, other: Any) -> bool:
+    return plain(value) == plain(other)
+
+
+# ---- the most forwards in flight ----
+
+
+@exercise("17.held", "Write most_held(order) -> the largest number of forwards that wait for their backward at once.")
+def held(answer: Any) -> Iterator[Outcome]:
+    """Six short orders and two long ones."""
+    diagnosis = Diagnosis(_same)
+    for given, order in {**_ORDERS, **_LONG_ORDERS}.items():
+        yield diagnosis.outcome(given, _held(order), lambda o=order: answer(list(o)), _misread_held(order))
+
+
+def _held(order: Sequence[float]) -> int:
+    most = now = 0
+    for step in order:
+        now += 1 if step > 0 else -1
+        most = max(most, now)
+    return most
+
+
+def _misread_held(order: Sequence[float]) -> Misreadings:
+    first = next(place for place, step in enumerate(order) if step < 0)
+    chunks = {abs(step) for step in order}
+    return {
+        "this takes the fullest chunk; the chunks of a rank wait together": max(
+            _held([step for step in order if abs(step) == chunk]) for chunk in chunks
+        ),
+        "this counts all forwards; a backward gives one back": sum(step > 0 for step in order),
+        "this stops at the first backward; later more can be in flight": first,
+        "this leaves out the forward that runs beside the warm-up": _held(order) - 1,
+    }
+
+
+# ---- the buffer of each forward ----
+
+
 @exercise(
     "17.buffers",
     "Write buffers(order) -> the buffer of each forward, in the order of the forwards: the one that has been free "
     "longest, or a new one, numbered 0, 1, ... as they are first taken.",
 )
 def buffers(answer: Any) -> Iterator[Outcome]:
-    """Five orders entry by entry, then two long ones: no buffer held twice, none too many."""
-    for given, order in _ORDERS.items():
-        yield compare(given, _taken(order), lambda order=order: _as_list(answer(list(order))))
-    for given, order in _LONG_ORDERS.items():
-        fewest = plan_buffers(order, 1).num_buffers
-        yield holds(
-            given, f"{fewest} buffers, none held twice", lambda o=order, n=fewest: _sound(answer(list(o)), o, n)
+    """Six short orders and two long ones; an unsafe answer and a merely different one are told apart."""
+    told: set[str] = set()
+    for given, order in {**_ORDERS, **_LONG_ORDERS}.items():
+        reasons: list[str] = []
+        outcome = holds(
+            given, shown(_taken(order)), lambda o=order, r=reasons: _judged(_as_list(answer(list(o))), o, r)
         )
+        known = bool(reasons) and reasons[0] in told
+        told |= set(reasons)
+        yield replace(outcome, told=outcome.passed or not known)
 
 
 def _as_list(given: Any) -> Any:
@@ -53,26 +99,155 @@ def _taken(order: Sequence[float]) -> list[int]:
     return [assignment[one.chunk, 0, one.microbatch] for one in read_order(order) if one.kind == "F"]  # type: ignore[index]
 
 
-def _sound(given: Any, order: Sequence[float], fewest: int) -> bool | str:
-    """Return True, or the fault of the answer's buffers in words."""
-    forwards = [one for one in read_order(order) if one.kind == "F"]
-    given = _as_list(given)
+def _judged(given: Any, order: Sequence[float], reasons: list[str]) -> bool | str:
+    """Return True, or the answer's fault; its kind goes to `reasons`."""
+    right = _taken(order)
     if isinstance(given, str) or not isinstance(given, Iterable):
+        reasons.append("form")
         return f"{shown(given)}: an answer is a list of whole numbers, one for each forward"
-    numbers = list(given)
-    if len(numbers) != len(forwards):
-        return f"{len(numbers)} buffers for {len(forwards)} forwards"
-    for number in numbers:
-        if not isinstance(number, int | np.integer) or isinstance(number, bool):
-            return f"{shown(number)} among the buffers: each is a whole number"
-    plan = plan_buffers(order, 1)
-    assignment = {
-        use: int(numbers[place]) for place, one in enumerate(forwards) for use in plan.assignment
-        if (use.chunk, use.microbatch) == (one.chunk, one.microbatch)
-    }  # fmt: skip
-    try:
-        check_plan(replace(plan, assignment=assignment), order)
-    except PlanError as problem:
-        return str(problem).splitlines()[0]
-    count = len(set(assignment.values()))
-    return True if count == fewest else f"{count} buffers, none held twice"
+    numbers = plain(list(given))
+    strange = [n for n in numbers if not isinstance(n, int | np.integer) or isinstance(n, bool)]
+    if strange or len(numbers) != len(right):
+        reasons.append("form")
+        what = f"{shown(strange[0])} is no whole number" if strange else f"{len(numbers)} for {len(right)} forwards"
+        return f"{shown(numbers)}: {what}"
+    if numbers == right:
+        return True
+    words = next((each for each, other in _misread_buffers(order).items() if numbers == other != right), "")
+    fault = _overwritten(order, numbers)
+    reasons.append(words or ("unsafe" if fault else "different"))
+    return "; ".join(
+        filter(None, (f"{shown(numbers)}: {words}" if words else shown(numbers), fault or _apart(numbers, right)))
+    )
+
+
+def _apart(numbers: Sequence[int], right: Sequence[int]) -> str:
+    place = next(i for i, (a, b) in enumerate(zip(numbers, right)) if a != b)
+    more = len(set(numbers)) - len(set(right))
+    cost = f", and takes {more} more buffer{'s' if more > 1 else ''}" if more > 0 else ""
+    return f"safe, but forward {place} takes buffer {numbers[place]} instead of {right[place]}{cost}"
+
+
+def _ends(order: Sequence[float], oldest: Callable[[float], float] = abs) -> list[tuple[int, int]]:
+    """(position of the forward, of its backward) by forward; a backward ends the oldest of its chunk."""
+    waiting: dict[float, deque[int]] = {}
+    spans: list[list[int]] = []
+    for position, step in enumerate(order):
+        queue = waiting.setdefault(oldest(step), deque())
+        if step > 0:
+            queue.append(len(spans))
+            spans.append([position, len(order)])
+        elif queue:
+            spans[queue.popleft()][1] = position
+    return [(first, last) for first, last in spans]
+
+
+def _overwritten(order: Sequence[float], numbers: Sequence[int]) -> str:
+    """The first forward that writes to a buffer that another one holds; empty where none does."""
+    fault = _first_fault(order, numbers)
+    if fault is None:
+        return ""
+    forwards = [position for position, step in enumerate(order) if step > 0]
+    buffer = numbers[forwards.index(fault[0])]
+    return (
+        f"buffer {buffer} is overwritten by the forward at position {fault[0]}, and the backward at position "
+        f"{fault[1]} still reads it"
+    )
+
+
+def _walked(order: Sequence[float], oldest: Callable[[float], float], *, newest: bool = False) -> list[int]:
+    """First in, first out, with other rules: whose oldest microbatch a backward ends; newest free buffer first."""
+    free: deque[int] = deque()
+    waiting: dict[float, deque[int]] = {}
+    taken: list[int] = []
+    for step in order:
+        queue = waiting.setdefault(oldest(step), deque())
+        if step < 0:
+            free.append(queue.popleft())
+            continue
+        buffer = (free.pop() if newest else free.popleft()) if free else len(set(taken))
+        queue.append(buffer)
+        taken.append(buffer)
+    return taken
+
+
+def _misread_buffers(order: Sequence[float]) -> dict[str, list[int]]:
+    count = sum(step > 0 for step in order)
+    first = next(place for place, step in enumerate(order) if step < 0)
+    return {
+        "this ends the oldest microbatch of all; a backward names its chunk": _walked(order, lambda step: 0),
+        "this gives every forward a buffer of its own; what a backward gives back can be taken": list(range(count)),
+        "this has one buffer too few: the forward beside the warm-up needs one as well": [
+            place % max(1, first - 1) for place in range(count)
+        ],
+        "this takes the buffer that was freed last; the one that has been free longest goes first": _walked(
+            order, abs, newest=True
+        ),
+    }
+
+
+# ---- an unsafe plan ----
+
+_PLANS: tuple[tuple[str, list[float], list[int]], ...] = (
+    ("first in, first out", [1, 1, -1, 1, -1, -1], [0, 1, 0]),
+    ("one buffer for all", [1, 1, -1, 1, -1, -1], [0, 0, 0]),
+    ("a buffer for each", [1, 1, -1, 1, -1, -1], [0, 1, 2]),
+    ("given back early", [1, 1, -1, 1, -1, -1], [0, 1, 1]),
+    ("back at once", [1, -1, 1, -1], [0, 0]),
+    ("two chunks", [1, 2, 1, -2, -1, 2, -2, -1], [0, 1, 2, 1]),
+    ("two chunks, the wrong one ends", [1, 2, 1, -2, -1, 2, -2, -1], [0, 1, 2, 2]),
+    ("two chunks, the other's buffer", [1, 2, 1, -2, 2, -1, -2, -1], [0, 1, 2, 0]),
+)
+"""(words, order, buffer of each forward)."""
+
+
+@exercise(
+    "17.unsafe",
+    "Write unsafe(order, buffers) -> (forward, backward), positions of the first forward that overwrites a held buffer "
+    "and of the backward that then reads it, or None.",
+)
+def unsafe(answer: Any) -> Iterator[Outcome]:
+    """Eight plans, safe and unsafe."""
+    diagnosis = Diagnosis(_same)
+    for words, order, numbers in _PLANS:
+        given = f"order {' '.join(map(str, order))} and buffers {numbers} ({words})"
+        right = _first_fault(order, numbers)
+        outcome = diagnosis.outcome(
+            given, right, lambda o=order, n=numbers: answer(list(o), list(n)), _misread_plans(order, numbers)
+        )
+        fault = _overwritten(order, numbers) or "each buffer is free when it is taken again"
+        yield outcome if outcome.passed else replace(outcome, got=f"{outcome.got} ({fault})")
+
+
+def _first_fault(
+    order: Sequence[float], numbers: Sequence[int], oldest: Callable[[float], float] = abs
+) -> tuple[int, int] | None:
+    spans = _ends(order, oldest)
+    for later, (begin, _) in enumerate(spans):
+        for earlier in range(later):
+            if numbers[earlier] == numbers[later] and spans[earlier][1] > begin:
+                return begin, spans[earlier][1]
+    return None
+
+
+def _misread_plans(order: Sequence[float], numbers: Sequence[int]) -> Misreadings:
+    spans, right = _ends(order), _taken(order)
+    other = next((i for i, (a, b) in enumerate(zip(numbers, right)) if a != b), None)
+    again = next((i for i, number in enumerate(numbers) if number in numbers[:i]), None)
+    fault = _first_fault(order, numbers)
+    return {
+        "this refuses each second use of a buffer, whenever it comes": None
+        if again is None
+        else (spans[again][0], len(order) - 1),
+        "this calls every plan unsafe that is not first in, first out": None if other is None else spans[other],
+        "this refuses each second use of a buffer; after the backward a second use is safe": None
+        if again is None
+        else (spans[again][0], spans[numbers.index(numbers[again])][1]),
+        "this ends the oldest microbatch of all; a backward names its chunk": _first_fault(
+            order, numbers, lambda step: 0
+        ),
+        "this finds nothing, and the plan overwrites an input": None,
+        "these are numbers of forwards; positions in the order are asked": None
+        if fault is None
+        else tuple(next(i for i, span in enumerate(spans) if place in span) for place in fault),
+    }
