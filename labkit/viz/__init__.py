@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from labkit.viz.attention_ring import ring_timeline as ring_timeline
     from labkit.viz.box_map import stored_boxes as stored_boxes
     from labkit.viz.curves import loss_curves as loss_curves
-    from labkit.viz.cut_matrices import cut_matrices as cut_matrices
+    from labkit.viz.matrix_cuts import cut_matrices as cut_matrices
     from labkit.viz.data_parallel.bucket_maps import bucket_map as bucket_map
     from labkit.viz.data_parallel.bucket_maps import zero_stages as zero_stages
     from labkit.viz.data_parallel.bucket_overlap import bucket_size_curve as bucket_size_curve
