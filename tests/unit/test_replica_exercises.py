@@ -67,7 +67,7 @@ def kept(*, master=lambda w: 4 if w < 4 else 0, gradient=lambda w: max(4, w), mo
 BYTES = {
     "all": (lambda w, d, stage: kept()(w, d, 0) / (d if stage else 1), "every stage divides everything; only"),
     "nothing": (lambda w, d, stage: kept()(w, d, 0), "nothing is divided"),
-    "wide master": (kept(master=lambda w: 4), "it is its own"),
+    "wide master": (kept(master=lambda w: 4), "its own master"),
     "no master": (kept(master=lambda w: 0), "the master is missing"),
     "one moment": (kept(moments=1), "this counts one"),
     "narrow moments": (kept(width=lambda w: w), "moments are as narrow as the weight"),

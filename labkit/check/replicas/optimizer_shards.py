@@ -55,8 +55,10 @@ def _misread_bytes(weight: int, d: int, stage: int) -> Misreadings:
     return {
         "every stage divides everything; only stage 3 does that": _kept(*four, [d if stage else 1] * 4),
         "nothing is divided": _kept(*four, [1] * 4),
-        "a weight of 4 bytes or more has a master; it is its own": _kept(weight, wide, 4, 2 * wide, shares),
-        "every stage divides everything, and wide weights have a master; only stage 3 divides everything": (
+        "this adds a master for a weight of 4 bytes or more; such a weight is its own master": (
+            _kept(weight, wide, 4, 2 * wide, shares)
+        ),
+        "this divides everything from stage 1 on, as only stage 3 does, and adds a master for a wide weight": (
             _kept(weight, wide, 4, 8, [d if stage else 1] * 4)
         ),
         "the master is missing, or moments are as narrow as the weight; Adam updates a copy of 4 bytes": _kept(
