@@ -312,6 +312,13 @@ def seeds(answer: Any) -> Iterator[Outcome]:
                 if not outcome.passed:
                     told.add(reason)
 
+    outcome = holds(
+        "tensor parallel, inside and between the regions",
+        "two states",
+        lambda: _apart(_seeds(answer, "inside", split=False), _seeds(answer, "between", split=False)),
+    )
+    yield replace(outcome, told=outcome.got not in told)
+
 
 def _seeds(answer: Any, place: str, *, split: bool) -> dict[tuple[int, int], Any]:
     found = {(t, p): plain(answer(place, t, p, split)) for p in range(_PP) for t in range(_TP)}
@@ -329,6 +336,13 @@ def _in_a_group(found: dict[tuple[int, int], Any], *, alike: bool) -> bool | str
                 return f"{pair} draw from {found[a, p]} and {found[b, p]}: they hold the same values, which then part"
             if not alike and found[a, p] == found[b, p]:
                 return f"{pair} draw from {found[a, p]}: they hold other values, which are then dropped together"
+    return True
+
+
+def _apart(own: dict[tuple[int, int], Any], common: dict[tuple[int, int], Any]) -> bool | str:
+    for (t, p), seed in own.items():
+        if seed in common.values():
+            return f"tp rank {t} of stage {p} draws from {seed} inside, too: a rank's own state repeats a common one"
     return True
 
 
