@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from labkit.viz.attention_ring import ring_timeline as ring_timeline
     from labkit.viz.box_map import stored_boxes as stored_boxes
     from labkit.viz.curves import loss_curves as loss_curves
-    from labkit.viz.matrix_cuts import cut_matrices as cut_matrices
     from labkit.viz.data_parallel.bucket_maps import bucket_map as bucket_map
     from labkit.viz.data_parallel.bucket_maps import zero_stages as zero_stages
     from labkit.viz.data_parallel.bucket_overlap import bucket_size_curve as bucket_size_curve
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
     from labkit.viz.layout.rank_grids import rank_grid as rank_grid
     from labkit.viz.layout.rank_grids import rank_neighbours as rank_neighbours
     from labkit.viz.live import is_live as is_live
+    from labkit.viz.matrix_cuts import cut_matrices as cut_matrices
     from labkit.viz.pipeline.schedule_explorer import explore_schedule as explore_schedule
     from labkit.viz.pipeline.stage_layers import layer_placement as layer_placement
     from labkit.viz.pipeline.timeline import compare_timelines as compare_timelines
