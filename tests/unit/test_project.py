@@ -198,8 +198,7 @@ def test_chapter_keeps_no_error_no_widget_state_and_no_timings(path):
 def test_chapter_is_small(path):
     assert path.stat().st_size < 500_000
     read = [cell for cell in code_cells(path) if "solution" not in cell["metadata"].get("tags", [])]
-    most = {"16_cuda_graphs": 9, "17_graphs_in_a_pipeline": 8}.get(path.stem, 6)  # their 60 cells hold more than others
-    assert statistics.median(len(source(cell).splitlines()) for cell in read) <= most
+    assert statistics.median(len(source(cell).splitlines()) for cell in read) <= 6
 
 
 @each_chapter
