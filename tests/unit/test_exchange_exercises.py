@@ -237,16 +237,12 @@ TABLES = {
     "02.order": ORDERS,
 }
 TABLES |= {"01.after": AFTER, "01.ring": RING, "01.order": ORDER, "01.seconds": SECONDS}
-CASES = [(name, words, *case) for name, table in TABLES.items() for words, case in table.items()]
 
 
-@pytest.mark.parametrize(("name", "answer", "words"), [(n, a, w) for n, _, a, w in CASES],
-                         ids=[f"{n} {i}" for n, i, *_ in CASES])  # fmt: skip
-def test_a_misunderstanding_is_named_once(name, answer, words):
-    score = check(name, answer)
-    assert not score.ok
-    assert repr(score).count(words) == 1, repr(score)
-    assert name[:2] != "01" or len(repr(score).splitlines()) == 2, "one mistake, one sentence"
+def test_a_misunderstanding_is_named_once(misread):
+    score, words = misread
+    assert not score.ok and repr(score).count(words) == 1, repr(score)
+    assert score.exercise[:2] != "01" or len(repr(score).splitlines()) == 2, "one mistake, one sentence"
     assert "more ..." not in repr(score)
 
 
