@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from labkit.check.rank_threads import RankThreads, Stalled
 from labkit.check.scoring import Misreadings, Outcome, exercise, holds, plain, raised, shown
 
 Array = NDArray[Any]
@@ -85,63 +84,12 @@ def _misread_shapes(s: int, b: int, h: int, t: int, *, split: bool) -> Misreadin
 Parts = list[Array]
 Case = tuple[Parts, Parts, Array, Parts, Parts]
 _RESULTS = ("y", "dx", "dgain")
-PATIENCE = 10.0
-"""Seconds that a rank waits for the others, should one of them compute for ever."""
-
-
-class _Stalled(Exception):
-    """The ranks do not call the same operation."""
-
-
-class _Ranks:
-    """Threads that meet in collectives; each sees its own data only."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.calls = size, Counter[str]()
-        self._slots: list[tuple[str, Any]] = [("", None)] * size
-        self._barrier = threading.Barrier(size, timeout=PATIENCE)
-
-    def meet(self, rank: int, name: str, value: Any) -> list[Any]:
-        """Give a value and get those of all ranks. Raises _Stalled where the ranks call different operations."""
-        self._slots[rank] = (name, value)
-        self._barrier.wait()
-        slots = list(self._slots)
-        self._barrier.wait()
-        if rank == 0:
-            self.calls[name] += 1
-        for other, (theirs, _) in enumerate(slots):
-            if theirs != slots[0][0]:
-                raise _Stalled(f"rank 0 is in {slots[0][0]} and rank {other} in {theirs}: both wait for ever")
-        return [each for _, each in slots]
-
-    def run(self, program: Callable[[int], Any]) -> list[Any]:
-        """Result of `program(rank)` of each rank. Raises the first error of the lowest rank."""
-        found: list[Any] = [None] * self.size
-        errors: dict[int, BaseException] = {}
-
-        def one(rank: int) -> None:
-            try:
-                found[rank] = program(rank)
-                self.meet(rank, "return", None)
-            except (Exception, SystemExit) as error:
-                if not isinstance(error, threading.BrokenBarrierError):
-                    errors[rank] = error
-                self._barrier.abort()
-
-        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[min(errors)]
-        return found
 
 
 class _Communicator:
     """The collectives of one rank, over arrays cut along positions."""
 
-    def __init__(self, rank: int, ranks: _Ranks) -> None:
+    def __init__(self, rank: int, ranks: RankThreads) -> None:
         self.rank, self.size, self._ranks = rank, ranks.size, ranks
 
     def _of_all(self, name: str, array: Any) -> Parts:
@@ -229,7 +177,7 @@ def sequence_parallel(answer: Any) -> Iterator[Outcome]:
         return replace(outcome, told=outcome.told and not seen)
 
     for tp in (1, 2, 4):
-        case, ranks = _problem(tp), _Ranks(tp)
+        case, ranks = _problem(tp), RankThreads(tp)
         found, error = _tried(answer, case, ranks)
         right, misread, before = _right(case), _misread_results(case), ""
         for place, name in enumerate(_RESULTS):
@@ -247,7 +195,7 @@ def sequence_parallel(answer: Any) -> Iterator[Outcome]:
                 yield once(replace(outcome, told=not told), error or f"{name}: {said}")
 
 
-def _tried(answer: Any, case: Case, ranks: _Ranks) -> tuple[list[Any], str]:
+def _tried(answer: Any, case: Case, ranks: RankThreads) -> tuple[list[Any], str]:
     """The three arrays that each rank returns, or words for the error."""
     x, dy, gain, a, b = case
 
@@ -260,7 +208,7 @@ def _tried(answer: Any, case: Case, ranks: _Ranks) -> tuple[list[Any], str]:
 
     try:
         return ranks.run(program), ""
-    except _Stalled as stalled:
+    except Stalled as stalled:
         return [], str(stalled)
     except (Exception, SystemExit) as error:
         return [], raised(error)
