@@ -31,6 +31,8 @@ TIMED = (
     "tests/parallel/launch/test_launch_scripts.py",
     "tests/parallel/test_broken_schedules.py",
     "tests/parallel/launch/test_launch_notebooks.py",
+    "tests/unit/test_gpu_suite.py",
+    "tests/unit/test_own_process.py",
 )
 """Tests of hangs, which say how soon one ends."""
 OF_CHAPTERS = ("chapter ", "other parameters ")

@@ -37,7 +37,7 @@ def check(config, layouts, steps):
     assert max(row.largest for row in report.rows) <= 1e-10
 
 
-@pytest.mark.parametrize("placement", ["pre", "post"])
+@pytest.mark.parametrize("placement", ["pre", pytest.param("post", marks=pytest.mark.sweep)])
 def test_float64(placement):
     check(small(placement), SUBSET[placement], steps=2)
 
@@ -77,6 +77,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.sweep
 def test_a_checkpoint_goes_on_under_other_layouts(tmp_path):
     """Saved on tp 2 x pp 2, resumed on others: the losses are those of a run that never stopped, to rounding."""
     config = small("post").override({"precision": "fp64", "steps": 4, "checkpoint.dir": str(tmp_path), "interval": 2})

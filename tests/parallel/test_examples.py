@@ -16,13 +16,13 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
 CASES = [
-    (TORCHRUN, "gpt", "tiny", {}),
-    ([], "bert", "bert_tiny", {}),
-    ([], "t5", "t5_tiny", {"split_rank": 1}),
+    pytest.param(TORCHRUN, "gpt", "tiny", {}, id="gpt by torchrun", marks=pytest.mark.sweep),
+    pytest.param([], "bert", "bert_tiny", {}, id="bert"),
+    pytest.param([], "t5", "t5_tiny", {"split_rank": 1}, id="t5", marks=pytest.mark.sweep),
 ]
 
 
-@pytest.mark.parametrize(("launcher", "family", "preset", "more"), CASES, ids=["gpt by torchrun", "bert", "t5"])
+@pytest.mark.parametrize(("launcher", "family", "preset", "more"), CASES)
 def test_the_providers_of_the_examples_are_the_defaults(launcher, family, preset, more):
     """One launch under torchrun is enough: the scripts launch alike."""
     command = [sys.executable, *launcher, EXAMPLES / f"pretrain_{family}.py", "--ranks", "2", "--tp", "1", "--pp", "2"]

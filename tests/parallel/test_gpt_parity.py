@@ -69,7 +69,7 @@ def test_float64(preset):
     assert report.reference_losses[-1] < report.reference_losses[0]
 
 
-@pytest.mark.parametrize("preset", ["tiny", "llama_tiny"])
+@pytest.mark.parametrize("preset", [pytest.param("tiny", marks=pytest.mark.sweep), "llama_tiny"])
 def test_ranks_whose_part_of_the_vocabulary_is_all_padding(preset):
     config = small(preset)
     config = config.override({"make_vocab_size_divisible_by": config.model.vocab_size, "label_smoothing": 0.1})

@@ -51,6 +51,7 @@ def test_a_collective_left_out_is_found_at_the_mixer():
     assert not report.ok and report.rows[0].first_difference == "layers.1.mamba output", f"\n{report}"
 
 
+@pytest.mark.sweep
 def test_a_checkpoint_goes_on_under_another_layout(tmp_path):
     config = small("MM*-").override({"precision": "fp64", "steps": 4, "checkpoint.dir": str(tmp_path), "interval": 2})
     whole = run(pretrain, 1, config.override({"checkpoint.dir": None, "checkpoint.interval": 100}))[0].losses

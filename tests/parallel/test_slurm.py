@@ -138,6 +138,7 @@ def test_the_warning_ends_all_ranks_after_a_step_and_queues_the_job_again(
     assert job.requeued == requeued
 
 
+@pytest.mark.sweep
 def test_a_rank_that_is_killed_on_one_node_starts_all_ranks_again(folder: Path) -> None:
     """The agents count their restarts separately. The ranks of both find each other all the same."""
     job = Job(folder, "--steps", "100000")

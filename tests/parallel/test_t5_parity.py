@@ -39,7 +39,7 @@ def check(config, layouts, steps):
     assert max(row.largest for row in report.rows) <= 1e-10
 
 
-@pytest.mark.parametrize("form", ["learned", "relative"])
+@pytest.mark.parametrize("form", [pytest.param("learned", marks=pytest.mark.sweep), "relative"])
 def test_float64(form):
     check(small(form), SUBSET[form], steps=2)
 
@@ -73,6 +73,7 @@ def test_a_sum_over_copies_left_out_is_found(fault, named):
 LAYOUTS = [(1, {}), (4, {"pp": 4, "split_rank": 2})]
 
 
+@pytest.mark.sweep
 def test_a_checkpoint_goes_on_under_other_layouts(tmp_path):
     """Saved on tp 2 x pp 2, resumed on others: the losses are those of a run that never stopped, to rounding."""
     config = small("relative").override(

@@ -104,15 +104,22 @@ def launched(monkeypatch):
     return configs
 
 
-@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    ("dtype", "every"),
+    [
+        ("float64", 4),
+        pytest.param("float64", 1, marks=pytest.mark.sweep),
+        pytest.param("float32", 1, marks=pytest.mark.sweep),
+    ],
+)
 @pytest.mark.parametrize("name", [name for name in SPECS if name not in NEVER])
-def test_every_sound_value_of_a_field_is_planned_or_refused_in_the_users_terms(name, dtype, launched, tmp_path):
+def test_every_sound_value_of_a_field_is_planned_or_refused_in_the_users_terms(name, dtype, every, launched, tmp_path):
     path = tmp_path / "file"
     path.write_text("0F0\n")
     (tmp_path / "file.idx").touch()
     changes = sound_changes(name, str(path))
     assert changes, f"no context makes {name} sound: add one"
-    for changed in changes:
+    for changed in changes[len(name) % min(every, len(changes)) :: every]:
         config = BASE.replaced(changed)
         launched.clear()
         try:

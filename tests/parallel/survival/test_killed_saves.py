@@ -76,6 +76,7 @@ def kill_at_every_call(tally, course: Course, folder: Path, rank: int, *, damage
     return calls
 
 
+@sweep
 def test_a_save_may_end_at_each_of_its_calls(tally, course, tmp_path):
     calls = kill_at_every_call(
         tally("F4", "every call of a save, 1 rank"), course("1 rank", "synchronous")[0], tmp_path, 0

@@ -41,7 +41,7 @@ def fail_in_save(counts, course: Course, folder: Path, fault: SaveFault, words: 
 @pytest.mark.parametrize(
     ("code", "stride"),
     [
-        (errno.ENOSPC, 4),
+        (errno.ENOSPC, 8),
         pytest.param(errno.ENOSPC, 1, marks=pytest.mark.sweep),
         pytest.param(errno.EROFS, 1, marks=pytest.mark.sweep),
     ],

@@ -86,6 +86,7 @@ def soak(
         assert growth <= 2
 
 
+@pytest.mark.sweep
 def test_a_few_faults(tally, tmp_path):
     config = TINY.override(
         {"tp": 2, "steps": 20, "decay_steps": 20, "checkpoint.dir": "later", "interval": 3, "keep": 3}
