@@ -366,8 +366,11 @@ EXTREMES = [
     ("15_moe_folding", {"world_size": 22, "gpus_per_node": 64, "tokens_per_rank": 256}),
     ("03_f_and_g", {"world_size": 8, "layers": 1, "hidden": 8}),
     ("03_f_and_g", {"world_size": 2, "layers": 16, "hidden": 512}),
-    ("04_vocabulary_and_loss", {"world_size": 8, "vocab_size": 600, "hidden": 8, "tokens": 4, "steps": 2}),
-    ("04_vocabulary_and_loss", {"world_size": 2, "vocab_size": 8192, "hidden": 256, "tokens": 1024, "steps": 100}),
+    ("04_vocabulary_and_loss", {"world_size": 8, "vocab_size": 600, "hidden": 8, "tokens": 4, "steps": 2, "hunt": 0}),
+    (
+        "04_vocabulary_and_loss",
+        {"world_size": 2, "vocab_size": 4096, "hidden": 256, "tokens": 1024, "steps": 100, "hunt": 2},
+    ),
     (
         "05_memory_and_recomputation",
         {"world_size": 4, "hidden": 64, "seq_length": 8, "dropout": 0.05},

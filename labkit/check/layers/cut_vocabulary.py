@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds, plain
+from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds, plain, shown
 
 Array = NDArray[np.float64]
 
@@ -284,16 +284,31 @@ def _same_column(rank: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @exercise("04.tied", "Write tied(ranks) -> the final gradient of the tied table by rank, None where a rank has none.")
 def tied(answer: Any) -> Iterator[Outcome]:
-    """One stage, two, four with two in the middle, and pipelines beside each other over tp and dp."""
+    """One stage, two, four with two in the middle, and pipelines beside each other over tp and dp.
+
+    Of many ranks the score shows the first whose gradient differs.
+    """
     diagnosis = Diagnosis(_same)
     for tp, pp, dp in _LAYOUTS:
         ranks = _tied_ranks(tp, pp, dp)
-        yield diagnosis.outcome(
-            f"tp {tp}, pp {pp}, dp {dp}",
-            _summed(ranks, _same_column),
-            lambda tp=tp, pp=pp, dp=dp: list(answer(_tied_ranks(tp, pp, dp))),
-            _misread_tied(ranks),
-        )
+        right, given = _summed(ranks, _same_column), list[Any]()
+
+        def tried(sizes: tuple[int, int, int] = (tp, pp, dp), kept: list[Any] = given) -> list[Any]:
+            kept.append(list(answer(_tied_ranks(*sizes))))
+            return kept[0]
+
+        outcome = diagnosis.outcome(f"tp {tp}, pp {pp}, dp {dp}", right, tried, _misread_tied(ranks))
+        yield outcome if outcome.passed or not given else _at_first_rank(outcome, ranks, right, plain(given[0]))
+
+
+def _at_first_rank(outcome: Outcome, ranks: list[dict[str, Any]], right: Gradients, value: list[Any]) -> Outcome:
+    """The outcome with the first rank that differs, in place of all ranks."""
+    if len(value) != len(right):
+        return outcome
+    at, rank = next((i, each) for i, each in enumerate(ranks) if right[i] != value[i])
+    reason = outcome.got[len(shown(value)) :]
+    where = ", ".join(f"{axis} {rank[axis]}" for axis in ("tp", "pp", "dp"))
+    return replace(outcome, expected=f"{right[at]} on the rank with {where}", got=f"{shown(value[at])}{reason}")
 
 
 def _misread_tied(ranks: Sequence[dict[str, Any]]) -> Misreadings:
