@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 TOPICS = {
-    "layouts": ("00", "02", "15"),
+    "layouts": ("00", "02"),
     "rank_exchanges": ("01",),
     "layers.tensor_parallel": ("03",),
     "layers.cut_vocabulary": ("04",),
@@ -31,6 +31,7 @@ TOPICS = {
     "pipelines": ("00", "10", "11", "12"),
     "training_runs": ("00", "13"),
     "token_dispatch": ("14",),
+    "folded_experts": ("15",),
     "graphs.captured_graphs": ("16",),
     "graphs.graph_buffers": ("17",),
     "graphs.graph_boundaries": ("18",),

@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from labkit.viz.graphs.partial_graphs import PaddingCost as PaddingCost
     from labkit.viz.graphs.partial_graphs import padding_costs as padding_costs
     from labkit.viz.graphs.partial_graphs import sequence_diagram as sequence_diagram
+    from labkit.viz.layout.expert_costs import expert_costs as expert_costs
     from labkit.viz.layout.folding import explore_folding as explore_folding
     from labkit.viz.layout.folding import fold_grid as fold_grid
     from labkit.viz.layout.folding import folded_digits as folded_digits
-    from labkit.viz.layout.folding import readings as readings
     from labkit.viz.layout.node_traffic import TransformerTraffic as TransformerTraffic
     from labkit.viz.layout.node_traffic import bytes_between_nodes as bytes_between_nodes
     from labkit.viz.layout.node_traffic import compare_orders as compare_orders

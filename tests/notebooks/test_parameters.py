@@ -69,7 +69,7 @@ CASES = {
         },
     ),
     # cp = ep = 4: 4 x 4 ranks without folding on 2 nodes of 8, ep with stride 4 (0, 4 | 8, 12) across them; 4 ranks
-    # folded, one node that has no more; cp 2 and ep 2 leave dp 2 and edp 2
+    # folded, one node that has no more
     "15_moe_folding": Case(
         {"world_size": 4},
         {
@@ -81,8 +81,12 @@ CASES = {
             "8 ranks on 1 node of 8: attention cp 8, experts ep 8": (
                 "4 ranks on 1 node of 4: attention cp 4, experts ep 4"
             ),
-            "dp_cp 1 group of 8, all inside a node; edp 4 groups of 2": (
-                "dp_cp 1 group of 4, all inside a node; edp 2 groups of 2"
+            # 4 experts of 8 x 8 numbers; rows of 16 tokens as before
+            "cp 8, folded: ep 8: 512 weights, 4,096 rows, 0 gradients": (
+                "cp 4, folded: ep 4: 512 weights, 4,096 rows, 0 gradients"
+            ),
+            "cp 8, not folded: ep 1: 4,096 weights, 0 rows, 4,096 gradients": (
+                "cp 4, not folded: ep 1: 2,048 weights, 0 rows, 2,048 gradients"
             ),
         },
     ),
@@ -362,8 +366,8 @@ EXTREMES = [
     ("01_collectives", {"world_size": 8, "latency_ms": 5, "link_mb": 50}),
     ("02_rank_groups", {"world_size": 4, "gpus_per_node": 1, "order": "dp-ep-cp-tp-pp"}),
     ("02_rank_groups", {"world_size": 16, "gpus_per_node": 64, "order": "ep-cp-tp-dp-pp"}),
-    ("15_moe_folding", {"world_size": 4, "gpus_per_node": 1, "tokens_per_rank": 1}),
-    ("15_moe_folding", {"world_size": 22, "gpus_per_node": 64, "tokens_per_rank": 256}),
+    ("15_moe_folding", {"world_size": 4, "gpus_per_node": 1, "tokens_per_rank": 1, "hunt": 0}),
+    ("15_moe_folding", {"world_size": 22, "gpus_per_node": 64, "tokens_per_rank": 256, "hunt": 99}),
     ("03_f_and_g", {"world_size": 8, "layers": 1, "hidden": 8}),
     ("03_f_and_g", {"world_size": 2, "layers": 16, "hidden": 512}),
     ("04_vocabulary_and_loss", {"world_size": 8, "vocab_size": 600, "hidden": 8, "tokens": 4, "steps": 2, "hunt": 0}),

@@ -28,7 +28,6 @@ NOT_YET = """
 12_write_your_own_schedule         27     73      -          1      -    -     -
 13_training_end_to_end              -     76      -          -      -    -     -
 14_moe_layer                       35     75      -          1      -    -     -
-15_moe_folding                     21     69      -          2      -    -     -
 18_partial_graphs_moe              35     79      -          1      -    -     -
 20_evaluation_and_generation       18     71      -          -      -    -     -
 """

@@ -64,9 +64,9 @@ NAMES: dict[str, str] = {
         before_and_after bucket_map bucket_size_curve buffer_lives by_call capacity_curve chunk_states compare_orders
         compare_policies compare_timelines context_mask cost_by_size cut_matrices dispatch_steps dropout_masks
         explore_buckets explore_folding explore_layout explore_policies explore_pool explore_schedule explore_skew
-        Figure fold_grid folded_digits gantt gantt_overlay graph_memory Kept launch_timeline layer_placement
-        load_over_training loss_costs loss_curves measured_ring memory_and_work named_curves order_traffic
-        overlap_gantt padding_costs PaddingCost policy_loads pool_blocks rank_grid rank_neighbours readings
+        expert_costs Figure fold_grid folded_digits gantt gantt_overlay graph_memory Kept launch_timeline
+        layer_placement load_over_training loss_costs loss_curves measured_ring memory_and_work named_curves
+        order_traffic overlap_gantt padding_costs PaddingCost policy_loads pool_blocks rank_grid rank_neighbours
         replay_policies ring_timeline saved_waterfall scoring_windows send_matrix_figure sequence_diagram skew_curve
         split_sequence split_softmax standard_policies stored_boxes tensor_parallel_block token_choices training_curves
         TransformerTraffic vocabulary_shards watch_runs write_trace zero_stages

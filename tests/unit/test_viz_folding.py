@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labkit.parallel import GROUP_TOKENS, RankGenerator, all_groups
-from labkit.viz import explore_folding, fold_grid, folded_digits, readings
+from labkit.viz import explore_folding, fold_grid, folded_digits
+from labkit.viz.layout.folding import readings
 
 AXES = {"dense": ("tp", "cp", "dp", "pp"), "expert": ("etp", "ep", "edp", "pp")}
 SMALL = st.sampled_from([1, 2, 3, 4])

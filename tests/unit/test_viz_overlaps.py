@@ -45,6 +45,10 @@ def placement(layers: int, pp: int, chunks: int) -> Any:
     return viz.layer_placement(schedule, stage_contents(presets.tiny().override({"model.layers": layers}), pp * chunks))
 
 
+def expert_bytes(layouts: int, rows: int) -> dict[str, dict[str, float]]:
+    return {f"cp 22, not folded: ep {i}": {"weights": 512, "rows": rows, "gradients": 0} for i in range(layouts)}
+
+
 def tp_block(size: int, bytes_: int) -> Any:
     parts = (
         ("attention.proj", "forward"),
@@ -208,6 +212,10 @@ DRAWN: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "dropout_masks": (
         lambda: viz.dropout_masks({"after": [np.eye(3, dtype=bool)] * 2}),
         lambda: viz.dropout_masks(dict.fromkeys(("attention output", "core"), [np.eye(9, dtype=bool)] * 8)),
+    ),
+    "expert_costs": (
+        lambda: viz.expert_costs(expert_bytes(1, 32)),
+        lambda: viz.expert_costs(*[expert_bytes(8, 10**6)] * 2),
     ),
     "fold_grid": (
         lambda: viz.fold_grid({"cp": 4, "ep": 4}, world_size=4, gpus_per_node=1),

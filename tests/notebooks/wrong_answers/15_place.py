@@ -22,4 +22,4 @@ def wrong_3(rank, world_size, num_experts, *, tp, cp, pp, etp, ep):
     start, inside = rank // stage * stage, rank % stage
     number = inside // (tp * cp) % ep
     copies = [start + other for other in range(stage) if other // (tp * cp) % ep == number]
-    return _held(number, num_experts, ep), copies, stage // tp
+    return held(number, num_experts, ep), copies, stage // tp
