@@ -8,6 +8,7 @@ first before it reads the second.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.machinery
 import io
 import linecache
@@ -41,13 +42,26 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     pickle.dump(_surroundings(), file)
     try:
         with _registry, _by_value(_modules_of((fn, *args))):
-            cloudpickle.dump((fn, args), file)
+            _Pickler(file).dump((fn, args))
     except Exception as error:
         raise TypeError(
             f"{getattr(fn, '__qualname__', fn)!s} or one of its arguments cannot be sent to the ranks: "
             f"{type(error).__name__}: {error}. Files, locks and connections do not travel: open them in the function"
         ) from error
     return file.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Sends a module of a class of its own by its name, too.
+
+    cloudpickle takes a function's global `config` beside `torch.distributed` for `torch.distributed.config`, whose class
+    is torch's own and has no pickle.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
+            return importlib.import_module, (obj.__name__,)
+        return super().reducer_override(obj)
 
 
 def unpack(path: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -58,6 +58,18 @@ def test_lambdas_closures_and_this_modules_functions_travel():
     assert run(lambda x: x + offset + dist.get_rank(), 2, 5) == [15, 16]
 
 
+config = 5
+
+
+def config_and_rank():
+    return config + torch.distributed.get_rank()
+
+
+def test_a_global_that_is_named_like_a_module_of_torch_travels():
+    """`config` beside `torch.distributed` is torch.distributed.config to cloudpickle."""
+    assert run(config_and_rank, 2) == [5, 6]
+
+
 class Counter:
     def __init__(self):
         self.value = dist.get_rank()
