@@ -10,6 +10,7 @@ Shapes: N samples, L labels of a sample, n scores of one label.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +32,7 @@ from labkit.launch import info
 from labkit.parallel.collectives import gather_objects
 from labkit.parallel.groups import ParallelGroups
 from labkit.train.evaluation import collect_non_loss_data
-from labkit.train.interruption import listening
+from labkit.train.interruption import RunInterrupted, listening
 from labkit.train.pipeline import Pipeline
 from labkit.train.pretraining import Data, Run, initialize, setup_model_and_optimizer, train
 
@@ -208,7 +209,7 @@ def configuration(prepared: Prepared, row: Row, seed: int, world_size: int) -> R
 def train_and_predict(prepared: Prepared, row: Row, seed: int) -> Trained:
     """Fine-tune with one row and one seed, and predict every split. All ranks call this together.
 
-    With `Settings.save` the last step has a checkpoint, head and optimizer included.
+    With `Settings.save` the last step has a checkpoint, head and optimizer included. SIGTERM leaves none.
 
     Raises ConfigError and CheckpointError on all ranks, also for a run that is saved already, and what `pretrain`
     raises.
@@ -228,7 +229,12 @@ def train_and_predict(prepared: Prepared, row: Row, seed: int) -> Trained:
         samples = prepared.samples("train", seed)
         batches = partial(data_iterator, samples, config, run.groups)
         data = Data(lambda consumed: batches(consumed_samples=consumed), batches, None)
-        result = train(run, wrapped, optimizer, learning_rate, data, task_forward_step)
+        try:
+            result = train(run, wrapped, optimizer, learning_rate, data, task_forward_step)
+        except RunInterrupted as ended:  # half a fine-tuning is no result, and would be in the way of the same command
+            if config.checkpoint.dir is not None and info.rank_info().rank == 0:
+                shutil.rmtree(config.checkpoint.dir)
+            raise RunInterrupted(ended.step, ended.steps) from None
         pipeline = Pipeline(config, run.groups, wrapped, task_forward_step, run.schedule)
         logits = {split: predict(run, pipeline, prepared.samples(split)) for split in prepared.files.splits}
     return Trained(result.losses, [norm for _, norm in result.series("grad_norm")], logits)

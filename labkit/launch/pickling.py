@@ -54,8 +54,8 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 class _Pickler(cloudpickle.Pickler):
     """Sends a module of a class of its own by its name, too.
 
-    cloudpickle takes a function's global `config` beside `torch.distributed` for `torch.distributed.config`, whose class
-    is torch's own and has no pickle.
+    cloudpickle takes a global `config` beside `torch.distributed` for `torch.distributed.config`. The class of that is
+    torch's own and has no pickle.
     """
 
     def reducer_override(self, obj: Any) -> Any:

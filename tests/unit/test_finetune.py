@@ -33,6 +33,7 @@ from labkit.parallel.data_parallel.optimizer import named_parameters
 from labkit.train import pretrain
 from labkit.train.checkpoint.exchange import STATE
 from labkit.train.checkpoint.shard_files import Reader
+from labkit.train.interruption import EXIT_CODE
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from task_folders import write_task
@@ -375,19 +376,23 @@ def test_the_command_trains_and_prints(folder: Any, checkpoint: str, capsys: pyt
     assert median.startswith("race, median of 2, batch 4") and ensemble.startswith("race, ensemble of 2: dev accuracy ")
 
 
-def test_ctrl_c_leaves_the_rows_of_finished_runs_and_nothing_else(folder: Any, checkpoint: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, EXIT_CODE)])
+def test_signals_leave_finished_runs_and_nothing_else(
+    number: int, code: int, folder: Any, checkpoint: str, tmp_path: Path
+) -> None:
     line = f"finetune qqp --path {folder('qqp')} --checkpoint {checkpoint} --batch 16 --seq-length 32 --epochs 60"
-    before, out = set(tmp_path.rglob("*")), tmp_path / "rows.jsonl"
-    words = [sys.executable, "-m", "labkit", *line.split(), "--seeds", "2", "--out", str(out)]
+    out, tuned = tmp_path / "rows.jsonl", tmp_path / "tuned"
+    words = [sys.executable, "-m", "labkit", *line.split(), "--seeds", "2", "--out", str(out), "--save", str(tuned)]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as command:
         deadline = time.monotonic() + 120
-        while not out.exists() and command.poll() is None and time.monotonic() < deadline:
+        while not list(tmp_path.glob("tuned/seed_1235*")) and command.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
-        command.send_signal(signal.SIGINT)
+        command.send_signal(number)
         _, error = command.communicate(timeout=60)
-    assert command.returncode == 130, error
+    assert command.returncode == code, error
     assert [json.loads(row)["seed"] for row in out.read_text().splitlines()] == [1234]
-    assert set(tmp_path.rglob("*")) == before | {out}
+    assert [path.name[:9] for path in tuned.iterdir() if any(path.glob("step_*"))] == ["seed_1234"]
+    assert code == 130 or len(list(tuned.iterdir())) == 1
 
 
 @pytest.mark.parametrize(
