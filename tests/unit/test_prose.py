@@ -1,6 +1,7 @@
 """Docstrings of labkit are plain English, and docs/ names files and Python names that exist."""
 
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -62,3 +63,13 @@ def test_python_in_the_docs_imports_what_exists(page: Path) -> None:
     for module, names in re.findall(r"^from (labkit[\w.]*) import ([\w, ]+)$", page.read_text(), re.M):
         for name in names.split(", "):
             assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
+
+
+def test_each_word_of_the_glossary_stands_in_its_chapters() -> None:
+    rows = re.findall(r"^\| (.+?) \| (.+) \| (\[.+) \|$", (ROOT / "docs" / "glossary.md").read_text(), re.M)
+    assert len(rows) > 60
+    for term, _, chapters in rows:
+        forms = "|".join(re.escape(form.strip("`")) for form in re.split(", | and ", term))
+        for path in re.findall(r"notebooks/[\w.]+", chapters):
+            text = "\n".join("".join(cell["source"]) for cell in json.loads((ROOT / path).read_text())["cells"])
+            assert re.search(rf"\b({forms})s?\b", text, re.I), f"{path} has no word of {term!r}"
