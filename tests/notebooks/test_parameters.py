@@ -359,13 +359,13 @@ FURTHER = {
 """A second change of a chapter: another number of ranks, the least that a parameter allows."""
 
 EXTREMES = [
-    ("00_tour", {"world_size": 1, "tp": 1, "pp": 1, "steps": 3}),
+    ("00_tour", {"world_size": 1, "tp": 1, "pp": 1, "steps": 3, "hunt": 0}),
     ("00_tour", {"world_size": 16, "tp": 4, "pp": 4, "steps": 4}),
-    ("00_tour", {"world_size": 8, "tp": 2, "pp": 1, "steps": 100}),
+    ("00_tour", {"world_size": 8, "tp": 2, "pp": 1, "steps": 100, "hunt": 99}),
     ("01_collectives", {"world_size": 2, "latency_ms": 1, "link_mb": 1}),
     ("01_collectives", {"world_size": 8, "latency_ms": 5, "link_mb": 50}),
-    ("02_rank_groups", {"world_size": 4, "gpus_per_node": 1, "order": "dp-ep-cp-tp-pp"}),
-    ("02_rank_groups", {"world_size": 16, "gpus_per_node": 64, "order": "ep-cp-tp-dp-pp"}),
+    ("02_rank_groups", {"world_size": 4, "gpus_per_node": 1, "order": "dp-ep-cp-tp-pp", "hunt": 0}),
+    ("02_rank_groups", {"world_size": 16, "gpus_per_node": 64, "order": "ep-cp-tp-dp-pp", "hunt": 99}),
     ("15_moe_folding", {"world_size": 4, "gpus_per_node": 1, "tokens_per_rank": 1, "hunt": 0}),
     ("15_moe_folding", {"world_size": 22, "gpus_per_node": 64, "tokens_per_rank": 256, "hunt": 99}),
     ("03_f_and_g", {"world_size": 8, "layers": 1, "hidden": 8}),
