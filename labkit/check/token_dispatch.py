@@ -1,69 +1,182 @@
-"""Exercise of chapter 14: an MoE layer over simulated ranks, from the routing to the summed results."""
+"""Exercises of chapter 14: splits of an all-to-all, one rank's program of an MoE layer, places under a capacity.
+
+Wrong answers are held against those of known misunderstandings. The score names the first token or expert that differs.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.check.scoring import Outcome, exercise, holds, listed, plain, shown
+from labkit.check.rank_threads import RankThreads, Stalled
+from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds, listed, plain, raised, shown
 
-Array = NDArray[np.float64]
-Part = tuple[Array, Array, NDArray[np.bool_]]
+Array = NDArray[Any]
+
+# ---- splits ----
+
+Counts = Sequence[Sequence[int]]
+_COUNTS: tuple[tuple[Counts, int], ...] = (
+    ([[1, 2, 3, 4], [5, 6, 7, 8]], 0),
+    ([[1, 2, 3, 4], [5, 6, 7, 8]], 1),
+    ([[4]], 0),
+    ([[3, 0, 2, 5, 1, 4], [0, 0, 0, 0, 0, 0], [2, 7, 0, 1, 6, 3]], 2),
+    ([[5, 0, 1], [2, 4, 0], [0, 3, 6]], 1),
+)
+"""(rows of each expert by rank, the rank that is asked about)."""
+
+
+@exercise("14.splits", "Write splits(counts, rank) -> (rows sent to each rank, rows received from each rank).")
+def splits(answer: Any) -> Iterator[Outcome]:
+    """One to three ranks, one to four experts a rank, a rank without rows."""
+    diagnosis = Diagnosis(lambda value, other: plain(value) == plain(other))
+    for counts, rank in _COUNTS:
+        yield diagnosis.outcome(
+            f"counts {counts} and rank {rank}",
+            _splits(counts, rank),
+            lambda c=counts, r=rank: answer([list(row) for row in c], r),
+            _misread_splits(counts, rank),
+        )
+
+
+def _splits(counts: Counts, rank: int, *, in_turn: bool = False) -> tuple[list[int], list[int]]:
+    """Both lists; `in_turn` deals the experts out one by one."""
+    ranks, local = len(counts), len(counts[0]) // len(counts)
+    table = [[0] * ranks for _ in counts]
+    for sender, row in enumerate(counts):
+        for number, rows in enumerate(row):
+            table[sender][number % ranks if in_turn else number // local] += rows
+    return table[rank], [row[rank] for row in table]
+
+
+def _misread_splits(counts: Counts, rank: int) -> Misreadings:
+    sends, receives = _splits(counts, rank)
+    local = len(counts[0]) // len(counts)
+    loads = [sum(_splits(counts, other)[1]) for other in range(len(counts))]
+    by_expert = [sum(row[number] for row in counts) for number in range(rank * local, (rank + 1) * local)]
+    without = [[0 if other == rank else rows for other, rows in enumerate(each)] for each in (sends, receives)]
+    return {
+        "these are rows of each expert; the lists have one number for each rank": (counts[rank], counts[rank]),
+        "the two lists are exchanged; a row of the table is what its rank sends": (receives, sends),
+        "a rank does not receive what it sends; others decide what comes": (sends, sends),
+        "the rank's own rows are missing; an all-to-all carries rows that stay, too": tuple(without),
+        "experts are dealt out one by one; here neighbours lie on one rank": _splits(counts, rank, in_turn=True),
+        "the second list counts rows by expert; it has one number for each sender": (sends, by_expert),
+        "the second list is the load of every rank; it has what each rank sends to this one": (sends, loads),
+    }
+
+
+# ---- one rank's program ----
+
+Part = tuple[Array, Array, Array]
 HIDDEN = 5
 """Numbers of a row."""
 
 
-@dataclass
 class _Problem:
-    """Tokens, routing and experts; counts the rows that the answer sends and computes."""
+    """Tokens, routing and experts of all ranks; counts the numbers that the answer sends and the calls of experts."""
 
-    words: str
-    local: int
-    parts: list[Part]
-    """By rank: x [T, H], weights [T, E], choice [T, E]."""
-    matrices: Array
-    """[E, H, H]: expert e makes tanh(row times matrices[e])."""
-    crossed: int = 0
-    """Numbers that went from one rank to another."""
-    calls: list[tuple[int, int]] = field(default_factory=list)
-    """(rank, expert), in order."""
+    def __init__(self, words: str, parts: list[Part], matrices: Array) -> None:
+        """parts: by rank x [T, H], weights [T, E], choice [T, E]. matrices [E, H, H]: expert e is tanh(row matrix)."""
+        self.words, self.parts, self.matrices = words, parts, matrices
+        self.local = len(matrices) // len(parts)
+        self.crossed = [0] * len(parts)
+        self.calls: list[int] = []
 
-    def exchange(self, outboxes: Any) -> list[list[Array]]:
-        """Rank r sends outboxes[r][s] to rank s; the returned inboxes[r][s] came from rank s to rank r."""
-        ep = len(self.parts)
-        lengths = [len(each) for each in outboxes]
-        assert lengths == [ep] * ep, f"exchange takes {ep} lists of {ep} arrays, one list a rank; got lengths {lengths}"
-        boxes = [[np.array(box) for box in each] for each in outboxes]
-        self.crossed += sum(boxes[r][s].size for r in range(ep) for s in range(ep) if r != s)
-        return [[boxes[s][r] for s in range(ep)] for r in range(ep)]
+    def run(self, answer: Any) -> list[Any]:
+        """Values that the answer returns, by rank. Raises its errors, and Stalled where ranks wait for each other."""
+        ranks = RankThreads(len(self.parts))
+        return ranks.run(lambda rank: self._program(answer, rank, ranks))
 
-    def expert(self, rank: int, number: int, rows: Any) -> Array:
-        """Rows [n, H] through one expert, on the rank that holds it."""
-        holder = number // self.local
-        assert holder == rank, f"expert {number} lives on rank {holder}, and was asked on rank {rank}"
-        self.calls.append((rank, number))
-        return np.tanh(np.asarray(rows, dtype=float).reshape(-1, HIDDEN) @ self.matrices[number])
+    def _program(self, answer: Any, rank: int, ranks: RankThreads) -> Any:
+        size = len(self.parts)
 
-    def expected(self) -> list[Array]:
-        """Outputs of all tokens, computed expert by expert without ranks."""
-        return [
-            sum((weights[:, e : e + 1] * chosen[:, e : e + 1] * np.tanh(x @ self.matrices[e])
-                 for e in range(len(self.matrices))), np.zeros_like(x))
-            for x, weights, chosen in self.parts
-        ]  # fmt: skip
+        def exchange(outbox: Any) -> list[Array]:
+            if len(outbox) != size:
+                raise ValueError(f"exchange takes a list of {size} arrays, one for each rank; got {len(outbox)}")
+            boxes = [np.array(box) for box in outbox]
+            self.crossed[rank] += sum(box.size for other, box in enumerate(boxes) if other != rank)
+            return [sent[rank] for sent in ranks.meet(rank, "exchange", boxes)]
+
+        def expert(number: int, rows: Any) -> Array:
+            if number // self.local != rank:
+                raise ValueError(f"expert {number} lives on rank {number // self.local}; rank {rank} asked for it")
+            self.calls.append(int(number))
+            return np.tanh(np.asarray(rows, dtype=float).reshape(-1, HIDDEN) @ self.matrices[number])
+
+        return answer(*(each.copy() for each in self.parts[rank]), rank, size, exchange, expert)
 
     def most_numbers(self) -> int:
         """Count each row that must travel, there and back, with one number more each way, and a table of counts."""
-        ep, experts = len(self.parts), len(self.matrices)
+        size, experts = len(self.parts), len(self.matrices)
         away = sum(
             int(chosen.sum()) - int(chosen[:, rank * self.local : (rank + 1) * self.local].sum())
             for rank, (_, _, chosen) in enumerate(self.parts)
         )
-        return 2 * away * (HIDDEN + 1) + ep * (ep - 1) * experts
+        return 2 * away * (HIDDEN + 1) + size * (size - 1) * experts
+
+    def outputs(self, **misread: bool) -> list[Array]:
+        """Outputs of all tokens, right or with a misunderstanding (`_sums`)."""
+        sender, token, number = self._arrivals()
+        xs = np.array([self.parts[s][0][t] for s, t in zip(sender, token)]).reshape(-1, HIDDEN)
+        assumed, place = number.copy(), np.arange(len(number))
+        for rank in range(len(self.parts)):
+            here = np.flatnonzero(number // self.local == rank)
+            in_order = here[np.argsort(number[here], kind="stable")]
+            if misread.get("arrive_sorted"):
+                assumed[here] = number[in_order]
+            if misread.get("return_sorted"):
+                place[here] = in_order
+        results = np.tanh(np.einsum("nh,nhk->nk", xs, self.matrices[assumed]))[place]
+        return [
+            _sums(part, token[sender == rank], number[sender == rank], results[sender == rank], rank, self, misread)
+            for rank, part in enumerate(self.parts)
+        ]
+
+    def _arrivals(self) -> tuple[Array, Array, Array]:
+        """Sender, token and expert of every row, in the order in which rows leave their senders."""
+        found = [(s, t, e) for s, (_, _, chosen) in enumerate(self.parts) for e, t in np.argwhere(chosen.T)]
+        sender, token, number = np.array(found).reshape(-1, 3).T
+        return sender, token, number
+
+
+def _sums(
+    part: Part, token: Array, number: Array, results: Array, rank: int, problem: _Problem, misread: dict[str, bool]
+) -> Array:
+    """Outputs of one rank from the results of its rows, in the order in which they left."""
+    x, weights, chosen = part
+    factor = weights[token, number]
+    if misread.get("weights_by_token"):
+        factor = weights[chosen]
+    if misread.get("unweighted"):
+        factor = np.ones(len(token))
+    stays = number // problem.local == rank
+    if misread.get("own_experts_only"):
+        factor = factor * stays
+    if misread.get("others_only"):
+        factor = factor * ~stays
+    out = np.zeros_like(x)
+    if misread.get("overwritten"):
+        out[token] = factor[:, None] * results
+    else:
+        np.add.at(out, token, factor[:, None] * results)
+    return out
+
+
+_MISREAD_OUTPUTS = {
+    "own_experts_only": "only experts on the token's own rank are heard; send the other rows to their experts",
+    "others_only": "rows whose expert is on their own rank are lost; put them into the outbox, too",
+    "arrive_sorted": "arrived rows are taken as lying expert by expert; they lie by sender, so foreign experts compute",
+    "return_sorted": "results go home expert by expert; a sender takes them in the order in which its rows came",
+    "overwritten": "a token's results overwrite each other; add them up (np.add.at)",
+    "unweighted": "the weights are left out",
+    "weights_by_token": "the weights lie token by token, the rows expert by expert; a row has the weight of another",
+}
 
 
 def _problem(words: str, tokens: Sequence[int], experts: int, top_k: int, *, to: int | None = None) -> _Problem:
@@ -74,13 +187,18 @@ def _problem(words: str, tokens: Sequence[int], experts: int, top_k: int, *, to:
         scores = numbers.normal(size=(count, experts))
         if to is not None:
             scores[:, to] = 9.0
-        chosen = np.zeros((count, experts), dtype=bool)
-        np.put_along_axis(chosen, np.argsort(-scores, axis=1)[:, :top_k], True, axis=1)
+        chosen = _best(scores, top_k)
         weights = np.where(chosen, np.exp(scores), 0.0)
         weights /= np.maximum(weights.sum(axis=1, keepdims=True), 1e-9)
         parts.append((numbers.normal(size=(count, HIDDEN)), weights, chosen))
-    matrices = numbers.normal(size=(experts, HIDDEN, HIDDEN))
-    return _Problem(words, experts // len(tokens), parts, matrices)
+    return _Problem(words, parts, numbers.normal(size=(experts, HIDDEN, HIDDEN)))
+
+
+def _best(scores: Array, k: int) -> Array:
+    """True for the k largest scores of each token."""
+    chosen = np.zeros(scores.shape, dtype=bool)
+    np.put_along_axis(chosen, np.argsort(-scores, axis=1)[:, :k], True, axis=1)
+    return chosen
 
 
 _CASES: tuple[Callable[[], _Problem], ...] = (
@@ -88,73 +206,167 @@ _CASES: tuple[Callable[[], _Problem], ...] = (
     lambda: _problem("2 ranks with one expert each, top-1", (3, 3), 2, 1),
     lambda: _problem("2 ranks with 2 experts each, top-2", (4, 4), 4, 2),
     lambda: _problem("4 ranks with 2 experts each, top-2", (6, 6, 6, 6), 8, 2),
-    lambda: _problem("3 ranks, one of them without tokens", (4, 0, 3), 6, 2),
+    lambda: _problem("3 ranks, rank 1 without tokens", (4, 0, 3), 6, 2),
     lambda: _problem("4 ranks, all tokens to expert 5", (3, 3, 3, 3), 8, 1, to=5),
     lambda: _problem("2 ranks, every token to every expert", (3, 2), 4, 4),
 )
+_COUNTED = 3
+"""The case whose calls and numbers are counted."""
 
 
-@exercise("14.dispatch", "Write moe(parts, exchange, expert) -> the outputs of an MoE layer, one array per rank.")
+@exercise("14.dispatch", "Write moe(x, weights, chosen, rank, ranks, exchange, expert) -> the outputs of one rank.")
 def dispatch(answer: Any) -> Iterator[Outcome]:
-    """Judge one rank, several, a rank without tokens, one expert for all, all experts for each; then the cost.
+    """Judge one rank, several, a rank without tokens, one expert for all, all experts for each; then calls and cost."""
+    told: set[str] = set()
 
-    An answer in another form gets one sentence and no further case.
-    """
+    def once(outcome: Outcome, reason: str) -> Outcome:
+        seen = reason in told
+        if not outcome.passed:
+            told.add(reason)
+        return replace(outcome, told=not seen)
+
     for make in _CASES:
         problem = make()
-        words = f"{problem.words}, the outputs"
-        outcome = holds(words, "each token's weighted sum over its experts", lambda p=problem: _first_wrong(answer, p))
-        yield outcome
-        if make is _CASES[0] and not outcome.passed:
-            return
-    problem = _CASES[3]()
-    yield holds(
-        f"{problem.words}, the experts",
-        "one call for each of the 8 experts, with all its rows",
-        lambda: _called_once(answer, problem),
+        reason, said = _output_problem(answer, problem)
+        claim = "each token's weighted sum over its experts"
+        yield once(holds(f"{problem.words}, the outputs", claim, lambda s=said: s or True), reason)
+    problem, was_right = _CASES[_COUNTED](), not told
+    error = _output_problem(answer, problem)[1]
+    wrong = [f"{n} calls of expert {e}" for e in range(len(problem.matrices)) if (n := problem.calls.count(e)) != 1]
+    claim = f"one call for each of the {len(problem.matrices)} experts, with all its rows"
+    calls = holds(f"{problem.words}, the experts", claim, lambda: listed(wrong, most=3) if error or wrong else True)
+    yield replace(calls, told=was_right)
+    crossed, most = sum(problem.crossed), problem.most_numbers()
+    claim = f"at most {most:,}: each row only to its expert's rank and back"
+    said = "" if crossed <= most else f"{crossed:,}: the outputs are right, but rows go where no expert wants them"
+    cost = holds(f"{problem.words}, the numbers that change ranks", claim, lambda: error or said or True)
+    yield replace(cost, told=was_right)
+
+
+def _output_problem(answer: Any, problem: _Problem) -> tuple[str, str]:
+    """(reason, sentence) of the first wrong output; two empty texts for right ones."""
+    try:
+        found = [np.asarray(plain(output), dtype=float) for output in problem.run(answer)]
+    except Stalled as stalled:
+        return "stalled", f"{stalled}; all ranks call exchange equally often, a rank without rows, too"
+    except (Exception, SystemExit) as error:
+        return raised(error), raised(error)
+    rights = problem.outputs()
+    for rank, (output, right) in enumerate(zip(found, rights, strict=True)):
+        if output.shape != right.shape and output.size + right.size:
+            return "shape", f"an array {list(output.shape)} on rank {rank}, which needs {list(right.shape)}"
+    for rank, (output, right) in enumerate(zip(found, rights, strict=True)):
+        wrong = [] if not right.size else np.flatnonzero(~np.isclose(output, right, rtol=0, atol=1e-9).all(axis=1))
+        if len(wrong):
+            reason = next((words for name, words in _MISREAD_OUTPUTS.items() if _like(found, problem, name)), "")
+            pair = [shown(rows[wrong[0], :3].round(3)) for rows in (output, right)]
+            where = f"{pair[0]}.. instead of {pair[1]}.. for token {wrong[0]} of rank {rank}"
+            return reason or "values", f"{where}: {reason}" if reason else where
+    return "", ""
+
+
+def _like(found: Sequence[Array], problem: _Problem, misreading: str) -> bool:
+    return all(np.allclose(a, b) for a, b in zip(found, problem.outputs(**{misreading: True})) if b.size)
+
+
+# ---- places under a capacity ----
+
+_LIMITS = ((4, 2, 1, 1.0), (10, 8, 2, 1.25), (6, 4, 2, 1.0), (6, 3, 2, 2.0), (9, 4, 2, 0.5), (5, 4, 1, 1.5))
+"""(tokens, experts, k, factor)."""
+
+
+@exercise("14.places", "Write places(weights, chosen, k, factor) -> the tokens of each expert, -1 for an empty place.")
+def places(answer: Any) -> Iterator[Outcome]:
+    """Six routings with a capacity, tight and wide."""
+    told: set[str] = set()
+    for tokens, experts, k, factor in _LIMITS:
+        scores = np.random.default_rng(tokens + experts).normal(size=(tokens, experts)) - np.arange(experts) / 2
+        chosen = _best(scores, k)
+        weights = np.where(chosen, np.exp(scores), 0.0)
+        weights /= weights.sum(axis=1, keepdims=True) + np.arange(tokens)[:, None] / 100  # no two are equal
+        reasons, said = _first_wrong_place(answer, weights, chosen, k, factor)
+        capacity = _capacity(tokens, experts, k, factor)
+        given = f"{tokens} tokens, {experts} experts, k {k} and factor {factor:g}"
+        outcome = holds(given, f"the best of each expert in {capacity} places", lambda s=said: s or True)
+        yield replace(outcome, told=not told.issuperset(reasons))
+        told.update(reasons)
+
+
+def _capacity(tokens: int, experts: int, k: int, factor: float) -> int:
+    return min(math.ceil(tokens * k / experts * factor), tokens)
+
+
+Reasons = tuple[str, ...]
+"""Words for each misunderstanding in an answer."""
+
+
+def _first_wrong_place(answer: Any, weights: Array, chosen: Array, k: int, factor: float) -> tuple[Reasons, str]:
+    """(reasons, sentence about the first expert that differs); both empty for a right table."""
+    try:
+        table = plain(answer(weights.copy(), chosen.copy(), k, factor))
+    except (Exception, SystemExit) as error:
+        return (raised(error),), raised(error)
+    right = _places(weights, chosen, _capacity(len(chosen), chosen.shape[1], k, factor))
+    if table == right:
+        return (), ""
+    if not isinstance(table, list) or len(table) != len(right) or not all(isinstance(row, list) for row in table):
+        return ("form",), f"{shown(table)}: give one list of tokens for each of the {len(right)} experts"
+    first = next(expert for expert, pair in enumerate(zip(table, right)) if pair[0] != pair[1])
+    fitting = (words for words, other in _misread_places(weights, chosen, k, factor) if other == table)
+    reasons = next(fitting, ())
+    where = f"{shown(table[first])} instead of {shown(right[first])} for expert {first}"
+    return reasons or ("values",), f"{where}: {'; '.join(reasons)}" if reasons else where
+
+
+def _places(weights: Array, chosen: Array, capacity: int, *, key: str = "weight", padded: bool = True) -> Any:
+    """The table: each expert takes its wishes in the order of `key`, and lists them by token (`listed`: as taken)."""
+    table = []
+    for weight, wanted in zip(weights.T, chosen.T):
+        wishes = np.flatnonzero(wanted)
+        if key in ("weight", "listed"):
+            wishes = wishes[np.argsort(-weight[wishes])]
+        elif key == "smallest":
+            wishes = wishes[np.argsort(weight[wishes])]
+        taken = wishes[:capacity].tolist()
+        taken = taken if key == "listed" else sorted(taken)
+        table.append(taken + [-1] * (capacity - len(taken)) * padded)
+    return table
+
+
+def _misread_places(weights: Array, chosen: Array, k: int, factor: float) -> Iterator[tuple[Reasons, Any]]:
+    """(words for a misunderstanding, or for two at once; the table that it gives)."""
+    tokens, experts = chosen.shape
+    right = _capacity(tokens, experts, k, factor)
+    sizes = {
+        "": right,
+        "C is rounded up, not down": min(int(tokens * k / experts * factor), tokens),
+        "C counts rows, and a token makes k of them; k is missing": _capacity(tokens, experts, 1, factor),
+        "an expert never gets more than all T tokens, so C is at most T": math.ceil(tokens * k / experts * factor),
+        "C is the mean load; the factor is missing": _capacity(tokens, experts, k, 1.0),
+    }
+    keys = {
+        "": "weight",
+        "a full expert keeps the first tokens, not those with the largest weights": "position",
+        "a full expert keeps the smallest weights; it needs the largest": "smallest",
+        "the right tokens in another order, so the layer's sums are the same; list them by number": "listed",
+    }
+    for order, key in keys.items():
+        for size, capacity in sizes.items():
+            yield tuple(filter(None, (size, order))), _places(weights, chosen, capacity, key=key)
+    yield (
+        ("empty places are missing; without them the shape depends on the routing",),
+        _places(weights, chosen, right, padded=False),
     )
-    again = _CASES[3]()
-    yield holds(
-        f"{again.words}, the numbers that change ranks",
-        f"at most {again.most_numbers():,}: each row only to its expert's rank and back",
-        lambda: _few_numbers(answer, again),
+    kept = [[token for token in row if token >= 0] for row in _places(weights, chosen, right)]
+    dropped = {t for row, wanted in zip(kept, chosen.T) for t in np.flatnonzero(wanted).tolist() if t not in row}
+    alone = [[token for token in row if token not in dropped] for row in kept]
+    others = [np.flatnonzero(~wanted).tolist() for wanted in chosen.T]
+    yield (
+        ("a token that one expert drops loses its other experts, too; it keeps them",),
+        [row + [-1] * (right - len(row)) for row in alone],
     )
-
-
-def _first_wrong(answer: Any, problem: _Problem) -> bool | str:
-    """Return True, or words for the first token with a wrong output."""
-    copies = [(x.copy(), weights.copy(), chosen.copy()) for x, weights, chosen in problem.parts]
-    outputs = answer(copies, problem.exchange, problem.expert)
-    if not hasattr(outputs, "__len__") or len(outputs) != len(problem.parts):
-        return f"{shown(outputs)}, which is not a list with one array for each of {len(problem.parts)} ranks"
-    for rank, (output, right) in enumerate(zip(outputs, problem.expected(), strict=True)):
-        got = np.asarray(plain(output), dtype=float).reshape(-1, HIDDEN) if np.size(output) == 0 else np.asarray(output)
-        if got.shape != right.shape:
-            return f"an array {list(got.shape)} on rank {rank}, which holds {len(right)} tokens of {HIDDEN} numbers"
-        for token, (found, expected) in enumerate(zip(got, right, strict=True)):
-            if not np.allclose(found, expected, rtol=0, atol=1e-9):
-                pair = [shown(row[:3].round(3)) for row in (found, expected)]
-                return f"{pair[0]}.. instead of {pair[1]}.. for token {token} of rank {rank}"
-    return True
-
-
-def _called_once(answer: Any, problem: _Problem) -> bool | str:
-    answer(list(problem.parts), problem.exchange, problem.expert)
-    experts = range(len(problem.matrices))
-    counts = {e: sum(number == e for _, number in problem.calls) for e in experts}
-    wrong = [f"{count} calls of expert {e}" for e, count in counts.items() if count != 1]
-    return not wrong or listed(wrong, most=3)
-
-
-def _few_numbers(answer: Any, problem: _Problem) -> bool | str:
-    outputs = answer(list(problem.parts), problem.exchange, problem.expert)
-    if _wrong(outputs, problem.expected()):
-        return "another result, so that nothing can be said about its cost"
-    return problem.crossed <= problem.most_numbers() or f"{problem.crossed:,}"
-
-
-def _wrong(outputs: Any, expected: Sequence[Array]) -> bool:
-    return any(
-        np.shape(output) != right.shape or not np.allclose(output, right, rtol=0, atol=1e-9)
-        for output, right in zip(outputs, expected, strict=True)
+    filled = [sorted(row + other[: right - len(row)]) for row, other in zip(kept, others)]
+    words = (
+        "tokens that did not choose the expert fill its places; Megatron pads so, with weight 0, but here empty is -1"
     )
+    yield (words,), filled

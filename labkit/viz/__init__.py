@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from labkit.viz.experts.expert_load import skew_curve as skew_curve
     from labkit.viz.experts.policy_bars import compare_policies as compare_policies
     from labkit.viz.experts.policy_bars import explore_policies as explore_policies
-    from labkit.viz.experts.policy_bars import policy_loads as policy_loads
     from labkit.viz.experts.router_lab import replay as replay
     from labkit.viz.experts.router_lab import replay_policies as replay_policies
     from labkit.viz.experts.router_lab import skewed_logits as skewed_logits

@@ -206,7 +206,7 @@ CASES = {
             ),
             "512 rows over ep 4": "2,048 rows over ep 4: 512 stay on their rank, 1,536 travel; each computes 512.",
             "1.07 at skew 0, 1.95 at skew 1": "1.00 at skew 0, 1.00 at skew 1, 1.00 at skew 2",
-            "Load of 8 experts over 60 steps": "Load of 8 experts over 20 steps",
+            "Load of 8 experts over 40 steps": "Load of 8 experts over 20 steps",
             "at capacity factor 2 this router drops 0.0% and leaves 50.0% empty": (
                 "at capacity factor 2 this router drops 0.0% and leaves 0.0% empty"
             ),

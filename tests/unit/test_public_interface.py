@@ -40,7 +40,8 @@ NAMES: dict[str, str] = {
         Share sleep_through stage_contents stage_layers
     """,
     "moe": """
-        apply_capacity get_capacity MoELayer permute sort_chunks_by_idxs topk_routing unpermute updated_expert_bias
+        apply_capacity get_capacity MoEAlltoAllTokenDispatcher MoELayer permute sort_chunks_by_idxs topk_routing
+        unpermute updated_expert_bias
     """,
     "parallel": """
         all_gather all_reduce all_reduce_async all_to_all BackwardPiece barrier checkpoint ColumnParallelLinear
@@ -66,7 +67,7 @@ NAMES: dict[str, str] = {
         explore_buckets explore_folding explore_layout explore_policies explore_pool explore_schedule explore_skew
         expert_costs Figure fold_grid folded_digits gantt gantt_overlay graph_memory Kept launch_timeline
         layer_placement load_over_training loss_costs loss_curves measured_ring memory_and_work named_curves
-        order_traffic overlap_gantt padding_costs PaddingCost policy_loads pool_blocks rank_grid rank_neighbours
+        order_traffic overlap_gantt padding_costs PaddingCost pool_blocks rank_grid rank_neighbours
         replay_policies ring_timeline saved_waterfall scoring_windows send_matrix_figure sequence_diagram skew_curve
         split_sequence split_softmax standard_policies stored_boxes tensor_parallel_block token_choices training_curves
         TransformerTraffic vocabulary_shards watch_runs write_trace zero_stages

@@ -1,25 +1,21 @@
-"""Pictures of the router lab: policies side by side, and the load of every expert under each policy."""
+"""Picture of the router lab: policies side by side, in a live notebook with controls."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import Tensor
 
 from labkit.viz.experts.router_lab import Policy, Replayed, replay, replay_policies
 from labkit.viz.figure import Figure
 from labkit.viz.live import LiveFigure, is_live
-from labkit.viz.style import SEQUENCE, color, new_figure, styled, text_color
+from labkit.viz.style import SEQUENCE, color, new_figure, styled
 
 _INK = "#333333"
 _FULL, _PART = SEQUENCE[0], color("idle")
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("bytes", 1))
-_OVER, _UNDER = (0xD5, 0x5E, 0x00), (0x00, 0x72, 0xB2)
-"""Above and below the mean load."""
 
 
 def compare_policies(replayed: Sequence[Replayed], *, hidden: int, element_size: int = 2) -> Figure:
@@ -121,58 +117,6 @@ def _traffic_words(sent: Mapping[str, int]) -> str:
 def _amount(size: int) -> str:
     name, unit = next(((name, unit) for name, unit in _UNITS if size >= unit), _UNITS[-1])
     return f"{size / unit:.3g} {name}"
-
-
-# ---- the load of every expert ----
-
-
-def policy_loads(replayed: Sequence[Replayed]) -> Figure:
-    """Draw the rows of every expert (across) under every policy (down), relative to the mean of all choices.
-
-    Rows count after capacity, with padding: experts compute padded places, but no dropped choice.
-
-    Raises ValueError for no policy, and for policies of different recordings.
-    """
-    if not replayed or len({each.rows.shape for each in replayed}) > 1:
-        raise ValueError("policy_loads needs policies that were replayed on one recording, at least one")
-    loads = np.array([each.rows.sum(axis=0) / each.load_by_microbatch[-1].mean() for each in replayed])
-    ranks, experts = replayed[0].rows.shape
-    each_rank = experts // ranks
-    gap = 0.25 if ranks > 1 else 0.0
-    with styled():
-        fig = new_figure(min(8.6, 2.2 + 0.46 * experts), 0.85 + 0.3 * len(replayed))
-        axes = fig.subplots()
-        for row, values in enumerate(loads):
-            for expert, value in enumerate(values.tolist()):
-                _cell(axes, expert + gap * (expert // each_rank), row, value, experts)
-        axes.set(xlim=(-0.5, experts - 0.5 + gap * (ranks - 1)), ylim=(len(replayed) - 0.5, -0.5))
-        axes.set_yticks(range(len(replayed)), [each.name for each in replayed])
-        middles = [(each_rank - 1) / 2 + rank * (each_rank + gap) for rank in range(ranks)]
-        axes.set_xticks(middles, [_rank_words(rank, each_rank) for rank in range(ranks)], fontsize=7)
-        axes.set_xlabel("ranks, and their experts; in a cell: rows of the expert / mean of all choices\n"
-                        "(orange: above 1, blue: below)", fontsize=8)  # fmt: skip
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
-    words = ", ".join(f"{each.name} {_range(load)}" for each, load in zip(replayed, loads))
-    many = "s" * (ranks != 1)
-    return Figure(fig, f"Rows of {experts} experts on {ranks} rank{many} against the mean of all choices: {words}.")
-
-
-def _range(load: np.ndarray) -> str:
-    return f"{load.min():.2f} to {load.max():.2f}" if load.min() < load.max() else f"{load.max():.2f} everywhere"
-
-
-def _rank_words(rank: int, each: int) -> str:
-    return f"rank {rank}\n{rank * each}" + (f" to {rank * each + each - 1}" if each > 1 else "")
-
-
-def _cell(axes: Any, x: float, row: int, value: float, experts: int) -> None:
-    """Orange above the mean, blue below it, white at it."""
-    target, share = (_OVER, min(1.0, (value - 1) / 1.5)) if value >= 1 else (_UNDER, 1 - value)
-    face = "#" + "".join(f"{round(255 + (channel - 255) * share):02X}" for channel in target)
-    axes.add_patch(Rectangle((x - 0.5, row - 0.46), 1, 0.92, facecolor=face, edgecolor="#BBBBBB", linewidth=0.4))
-    if experts <= 16:
-        axes.text(x, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=text_color(face))
 
 
 # ---- controls ----

@@ -10,7 +10,6 @@ Recordings come from `LogitRecord` or `skewed_logits`; pictures are in `policy_b
 
     replayed = replay_policies(logits_NRTE, standard_policies(experts=8, top_k=2, groups=4))
     compare_policies(replayed, hidden=1024)
-    policy_loads(replayed)
     load_over_training({each.name: each.load_by_microbatch for each in replayed})     # how a bias finds its way
 
 Shapes: N microbatches, R ranks of ep, T tokens of a rank, E experts, H hidden.
