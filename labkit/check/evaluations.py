@@ -58,6 +58,9 @@ def _misread_windows(tokens: int, length: int, stride: int) -> Misreadings:
         "every window scores all its labels, so most tokens count many times; later windows score their last stride": [
             (s, s + 1, end) for s, _, end in right
         ],
+        "every window scores all its labels, and there is no window for the last tokens": [
+            (s, s + 1, end) for s, _, end in right if s + length < tokens
+        ],
         "the first window scores its last stride alone, so its other tokens are never scored": [
             (s, s + length - stride + 1, end) for s, _, end in right
         ],

@@ -438,11 +438,11 @@ EXTREMES = [
     ("19_bert_and_t5", {"world_size": 8, "split": 4, "layers": 6, "steps": 200}),
     (
         "20_evaluation_and_generation",
-        {"world_size": 1, "steps": 20, "stride": 1, "temperature": 0.1, "new_tokens": 2},
+        {"world_size": 1, "steps": 20, "stride": 1, "temperature": 0.1, "new_tokens": 2, "hunt": 1},
     ),
     (
         "20_evaluation_and_generation",
-        {"world_size": 4, "steps": 400, "stride": 64, "temperature": 5, "new_tokens": 48},
+        {"world_size": 4, "steps": 400, "stride": 64, "temperature": 5, "new_tokens": 48, "hunt": 2},
     ),
     ("18_partial_graphs_moe", {"world_size": 1, "experts": 2, "top_k": 2, "microbatches": 5, "steps": 3}),
     ("18_partial_graphs_moe", {"world_size": 8, "experts": 64, "top_k": 64, "microbatches": 64, "steps": 3}),

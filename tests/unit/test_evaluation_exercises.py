@@ -26,6 +26,10 @@ def changed(change):
 WINDOWS = {
     "all labels": (changed(lambda w, n, s: (w[0], w[0] + 1, w[2])), "most tokens count many times"),
     "first window": (changed(lambda w, n, s: (w[0], w[0] + n - s + 1, w[2])), "are never scored"),
+    "all labels, no last": (
+        lambda tokens, n, s: [(w[0], w[0] + 1, w[2]) for w in right_windows(tokens, n, s) if w[0] + n < tokens],
+        "there is no window for the last tokens",
+    ),
     "last window": (
         lambda tokens, n, s: [w for w in right_windows(tokens, n, s) if w[0] + n < tokens],
         "the last tokens are missing",
