@@ -35,6 +35,7 @@ TOPICS = {
     "graphs.captured_graphs": ("16",),
     "graphs.graph_buffers": ("17",),
     "graphs.graph_boundaries": ("18",),
+    "graphs.partial_replays": ("18",),
     "encoders": ("19",),
     "evaluations": ("20",),
 }

@@ -349,9 +349,9 @@ FURTHER = {
     ),
     # room for every token is factor 4/2 = 2: the same as the factor in the middle, which is drawn once
     "18_partial_graphs_moe": Case(
-        {"world_size": 4, "experts": 4, "microbatches": 5, "steps": 3},
+        {"world_size": 4, "experts": 4, "microbatches": 5, "steps": 6},
         {
-            "GPT with 8 experts, ep 2 over 10 steps": "GPT with 4 experts, ep 4 over 3 steps",
+            "GPT with 8 experts, ep 2 over 10 steps": "GPT with 4 experts, ep 4 over 6 steps",
             "padded, factor 4 4.00 times the FLOPs": "padded, factor 2 2.00 times the FLOPs",
         },
     ),
@@ -444,8 +444,8 @@ EXTREMES = [
         "20_evaluation_and_generation",
         {"world_size": 4, "steps": 400, "stride": 64, "temperature": 5, "new_tokens": 48, "hunt": 2},
     ),
-    ("18_partial_graphs_moe", {"world_size": 1, "experts": 2, "top_k": 2, "microbatches": 5, "steps": 3}),
-    ("18_partial_graphs_moe", {"world_size": 8, "experts": 64, "top_k": 64, "microbatches": 64, "steps": 3}),
+    ("18_partial_graphs_moe", {"world_size": 2, "experts": 2, "top_k": 2, "microbatches": 5, "steps": 6}),
+    ("18_partial_graphs_moe", {"world_size": 8, "experts": 64, "top_k": 64, "microbatches": 64, "steps": 6}),
     ("18_partial_graphs_moe", {"world_size": 8, "experts": 64, "top_k": 2, "microbatches": 5, "steps": 100}),
 ]
 """Both ends of the rules that the chapters state; what they allow has to work."""

@@ -7,6 +7,11 @@ import pytest
 import torch
 
 from labkit.check import check
+from labkit.check.graphs import partial_replays
+from labkit.config import GraphConfig, MoEConfig, presets
+from labkit.graphs import wrap_layers
+from labkit.models import GPTModel
+from labkit.parallel import single_process_groups
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "notebooks"))
@@ -22,6 +27,12 @@ SAID = {
         "after the backward a second use is safe",
         "the plan overwrites an input",
     ),
+    "18.runs": (
+        "their results lie in the store",
+        "the signal ends the forward there",
+        "the signal comes when its work is done",
+    ),
+    "18.hooks": ("their own hooks run", "parameters lie in the modules inside", "there is nothing to wait for"),
     "18.boundary": ("could be used again", "others read later", "has another value"),
 }
 """Exercise -> words for wrong_1, wrong_2 and wrong_3."""
@@ -62,3 +73,23 @@ def test_a_safe_plan_is_told_from_one_that_overwrites() -> None:
     one = repr(check("17.buffers", lambda order: [0 for step in order if step > 0]))
     assert "buffer 0 is overwritten by the forward at position 1, and the backward at position 2" in one
     assert "safe, but" not in one
+
+
+def test_a_hook_too_few_is_unsafe_and_one_too_many_is_not() -> None:
+    named = [name for name, _ in partial_replays._CASES[0][1].items()]
+    assert "(unsafe: attention.norm would compute with" in repr(check("18.hooks", lambda modules, scope: []))
+    told = repr(check("18.hooks", lambda modules, scope: named))
+    assert "(safe, but attention waits for nothing)" in told and "unsafe: mlp.shared_experts" in told
+
+
+@pytest.mark.parametrize("scope", [("attn",), ("moe_router",), ("attn", "moe_router", "moe_preprocess")])
+def test_hooks_are_asked_for_the_modules_that_labkit_hooks(scope: tuple[str, ...]) -> None:
+    moe = MoEConfig(num_experts=4, ffn_hidden=16, shared_expert_ffn_hidden=16)
+    gpt = GPTModel(presets.tiny().model, single_process_groups(), layers=range(1), moe=moe, seed=0)
+    (wrapper,) = wrap_layers(gpt, GraphConfig(cuda_graph_impl="emulated", cuda_graph_scope=scope))
+    called: list[torch.nn.Module] = []
+    wrapper.setup_manual_hooks(lambda: called.append)
+    names = {module: name for name, module in gpt.layers["0"].named_modules()}
+    hooks = [names[module] for _, (module,) in wrapper.cuda_graph_manual_hooks]
+    modules = {name: len(list(module.parameters(recurse=False))) for module, name in names.items() if name}
+    assert sorted(hooks) == sorted(partial_replays._hooked(modules, scope))

@@ -32,8 +32,8 @@ _TWO_STEPS: list[Step] = [("double", ("x",), ("y",)), ("add", ("x", "y"), ("z",)
 _AGAIN: list[Step] = [("a", ("x",), ("t",)), ("b", ("t",), ("y",)), ("c", ("x",), ("t",)), ("d", ("t", "y"), ("z",))]
 _BOUNDARIES: tuple[tuple[list[Step], int], ...] = (
     (_TWO_STEPS, 1),
-    (_TWO_STEPS, 2),
     (_AGAIN, 2),
+    (_TWO_STEPS, 2),
     (LAYER, 1),
     (LAYER, 4),
     (LAYER, 5),

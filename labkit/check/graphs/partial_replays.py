@@ -1,0 +1,192 @@
+"""Exercises on partial graphs: the steps that Python computes at each call, and the hooks that a replay needs by hand.
+
+A wrong answer is held against the answers of known misunderstandings. The score names the one that gives the same, and
+the consequence of the first step or module that is missing or too much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, plain
+
+Scope = tuple[str, ...]
+
+SCOPES: tuple[Scope, ...] = (
+    ("moe_router",),
+    ("attn", "moe_router"),
+    ("attn", "moe_router", "moe_preprocess"),
+    ("attn",),
+    ("moe_router", "moe_preprocess"),
+)
+
+
+def _same(value: Any, other: Any) -> bool:
+    return plain(value) == plain(other)
+
+
+# ---- the steps that Python computes ----
+
+STEPS = ["attention", "shared", "route", "preprocess", "dispatch", "experts", "combine"]
+"""Steps of a layer with experts, in order; `shared` are shared experts."""
+_WORDS = {"attn": ["attention"], "moe_router": ["shared", "route"], "moe_preprocess": ["preprocess"]}
+"""Word of a scope -> the captured steps."""
+
+
+@exercise("18.runs", "Write computed(scope, call) -> the steps whose work Python starts at that call, in order.")
+def runs(answer: Any) -> Iterator[Outcome]:
+    """Capture and replay of five scopes, and an eager call."""
+    diagnosis = Diagnosis(_same)
+    cases = [(scope, call) for scope in SCOPES for call in ("capture", "replay")]
+    for scope, call in (*cases, (SCOPES[2], "eager")):
+        right = _computed(scope, call)
+        given: list[Any] = []
+
+        def tried(scope: Scope = scope, call: str = call, given: list[Any] = given) -> Any:
+            given.append(plain(answer(list(scope), call)))
+            return given[0]
+
+        outcome = diagnosis.outcome(f"scope {list(scope)}, {call}", right, tried, _misread_runs(scope, call))
+        words = _of_steps(given[0], right, call) if given and not outcome.passed else ""
+        yield replace(outcome, got=outcome.got + words)
+
+
+def _captured(scope: Scope) -> list[str]:
+    return [step for word in scope for step in _WORDS[word]]
+
+
+def _computed(scope: Scope, call: str) -> list[str]:
+    inside = _captured(scope)
+    return {"eager": STEPS, "capture": inside, "replay": [step for step in STEPS if step not in inside]}[call]
+
+
+def _misread_runs(scope: Scope, call: str) -> Misreadings:
+    inside = _captured(scope)
+    up_to = STEPS[: STEPS.index(inside[-1]) + 1]
+    if call == "eager":
+        return {
+            "this skips steps in an eager call, too; without a graph nothing is skipped": _computed(scope, "replay")
+        }
+    if call == "replay":
+        return {
+            "this computes captured steps again; their results lie in the store": STEPS,
+            "this lists what the graph computes; Python computes the others": inside,
+            "this takes attention into every graph; without `attn` Python runs attention first": [
+                step for step in STEPS if step not in up_to
+            ],
+            "this computes the last captured step again; the signal came when its work was done": [
+                step for step in STEPS if step not in inside[:-1]
+            ],
+            "this forgets shared experts; they are in the graph of `moe_router`": [
+                step for step in STEPS if step not in inside or step == "shared"
+            ],
+        }
+    return {
+        "this goes on behind the graph; the signal ends the forward there": STEPS[STEPS.index(inside[0]) :],
+        "this computes everything at the capture; the signal ends the forward early": STEPS,
+        "this leaves the last captured step out; the signal comes when its work is done": inside[:-1],
+        "this takes attention into every graph; without `attn` Python runs attention first": up_to,
+        "this takes attention into every graph, and leaves its last step out": up_to[:-1],
+        "this forgets shared experts; they are in the graph of `moe_router`": [s for s in inside if s != "shared"],
+    }
+
+
+def _of_steps(given: Any, right: Sequence[str], call: str) -> str:
+    """The first step that is missing or too much, and what that means; empty for another form."""
+    if not isinstance(given, list) or not set(given) <= set(STEPS):
+        return f" (a list of steps is asked, of {', '.join(STEPS)})"
+    for step in STEPS:
+        if step in right and step not in given:
+            return f" (no graph would hold `{step}`)" if call == "capture" else f" (nobody would compute `{step}`)"
+        if step in given and step not in right:
+            twice = f"`{step}` would be captured, and run again by Python" if step in STEPS[:4] else _FROZEN
+            return f" ({twice})" if call == "capture" else f" (`{step}` would be computed twice)"
+    return " (the steps are right, their order is not)"
+
+
+_FROZEN = "the split sizes of this capture would hold for ever"
+
+
+# ---- manual hooks ----
+
+_LAYER: dict[str, int] = {
+    "attention": 0, "attention.norm": 2, "attention.qkv": 2, "mlp": 0, "mlp.norm": 2, "mlp.router": 1, "mlp.experts": 2,
+}  # fmt: skip
+"""Module -> number of parameters of its own."""
+_SHARED = {**_LAYER, "mlp.shared_experts": 2}
+_CASES: tuple[tuple[str, dict[str, int], Scope], ...] = (
+    ("a layer", _LAYER, SCOPES[2]),
+    ("a layer", _LAYER, SCOPES[3]),
+    ("a layer", _LAYER, SCOPES[0]),
+    ("a layer", _LAYER, ("attn", "moe")),
+    ("a layer with shared experts", _SHARED, SCOPES[2]),
+    ("a layer with shared experts", _SHARED, SCOPES[0]),
+    ("a layer whose router has no parameters", {**_LAYER, "mlp.router": 0}, SCOPES[1]),
+)
+_PARTS = {
+    "attn": ("attention",), "moe": ("mlp",), "moe_preprocess": (),
+    "moe_router": ("mlp.norm", "mlp.router", "mlp.shared_experts"),
+}  # fmt: skip
+"""Word of a scope -> modules whose forward the graph holds, with all modules inside."""
+
+
+@exercise("18.hooks", "Write hooks(modules, scope) -> the modules whose hook the wrapper calls ahead of each replay.")
+def hooks(answer: Any) -> Iterator[Outcome]:
+    """Four scopes of a layer, two of a layer with shared experts, and a router without parameters."""
+    diagnosis = Diagnosis(_same)
+    for layer, modules, scope in _CASES:
+        right = _hooked(modules, scope)
+        given: list[Any] = []
+
+        def tried(modules: dict[str, int] = modules, scope: Scope = scope, given: list[Any] = given) -> Any:
+            given.append(plain(answer(dict(modules), list(scope))))
+            return given[0]
+
+        outcome = diagnosis.outcome(f"{layer}, scope {list(scope)}", right, tried, _misread_hooks(modules, scope))
+        words = _of_hooks(given[0], right, modules) if given and not outcome.passed else ""
+        yield replace(outcome, got=outcome.got + words)
+
+
+def _inside(modules: Mapping[str, int], parts: Sequence[str]) -> list[str]:
+    """The modules that are one of `parts` or lie inside of one."""
+    return [name for name in modules if any(name == part or name.startswith(f"{part}.") for part in parts)]
+
+
+def _hooked(modules: Mapping[str, int], scope: Scope) -> list[str]:
+    parts = [part for word in scope for part in _PARTS[word]]
+    return [name for name in _inside(modules, parts) if modules[name]]
+
+
+def _misread_hooks(modules: Mapping[str, int], scope: Scope) -> Misreadings:
+    parts = [part for word in scope for part in _PARTS[word]]
+    right, inside = _hooked(modules, scope), _inside(modules, parts)
+    halves = [half for half in ("attention", "mlp") if any(part.startswith(half) for part in parts)]
+    return {
+        "this hooks every module with parameters; Python calls the others, and their own hooks run": [
+            name for name, own in modules.items() if own
+        ],
+        "this takes whole halves; Python calls the experts, and their own hooks run": [
+            name for name in _inside(modules, halves) if modules[name]
+        ],
+        "this takes the captured parts alone; parameters lie in the modules inside": [
+            name for name in modules if name in parts
+        ],
+        "this takes modules without parameters of their own, too; there is nothing to wait for": inside,
+        "this forgets the norm ahead of the router; it is in the graph as well": [n for n in right if n != "mlp.norm"],
+        "this forgets shared experts; they are in the graph of `moe_router`": [n for n in right if "shared" not in n],
+        "this finds none; a replay calls no module, and so no hook": [],
+    }
+
+
+def _of_hooks(given: Any, right: Sequence[str], modules: Mapping[str, int]) -> str:
+    """An unsafe answer is told from a merely different one."""
+    if not isinstance(given, list) or not set(given) <= set(modules):
+        return " (a list of names of modules is asked)"
+    if missing := [name for name in right if name not in given]:
+        return f" (unsafe: {missing[0]} would compute with parameters that have not arrived)"
+    if extra := [name for name in given if name not in right]:
+        waits = "waits ahead of the graph, earlier than it has to" if modules[extra[0]] else "waits for nothing"
+        return f" (safe, but {extra[0]} {waits})"
+    return " (the modules are right, their order is not)"
