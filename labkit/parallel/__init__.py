@@ -35,10 +35,7 @@ if TYPE_CHECKING:
     from labkit.parallel.context.plan import ring_load as ring_load
     from labkit.parallel.context.plan import ring_plan as ring_plan
     from labkit.parallel.context.plan import ring_time as ring_time
-    from labkit.parallel.context.zigzag import contiguous_positions as contiguous_positions
-    from labkit.parallel.context.zigzag import contiguous_split as contiguous_split
     from labkit.parallel.context.zigzag import get_batch_on_this_cp_rank as get_batch_on_this_cp_rank
-    from labkit.parallel.context.zigzag import zigzag_join as zigzag_join
     from labkit.parallel.context.zigzag import zigzag_positions as zigzag_positions
     from labkit.parallel.context.zigzag import zigzag_split as zigzag_split
     from labkit.parallel.data_parallel.bucket_layout import Bucket as Bucket

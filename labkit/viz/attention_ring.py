@@ -45,11 +45,11 @@ def context_mask(seq_length: int, cp: int) -> Figure:
     Raises:
         ValueError: a length that 2 cp does not divide.
     """
-    chunk_length(seq_length, cp)
+    chunk = chunk_length(seq_length, cp)
     with styled():
         fig = new_figure(7.4, 4.1)
         for axes, layout in zip(fig.subplots(1, 2), _ORDER, strict=True):
-            _draw_mask(axes, cp, layout)
+            _draw_mask(axes, cp, layout, chunk)
             axes.set_title(NAMES[layout], loc="left")
         fig.legend(
             handles=[
@@ -62,8 +62,8 @@ def context_mask(seq_length: int, cp: int) -> Figure:
     return Figure(fig, _mask_sentence(seq_length, cp))
 
 
-def _draw_mask(axes: Any, cp: int, layout: Layout) -> None:
-    """One mask of 2 cp x 2 cp chunks."""
+def _draw_mask(axes: Any, cp: int, layout: Layout, length: int) -> None:
+    """One mask of 2 cp x 2 cp chunks of `length` positions."""
     holder = {chunk: rank for rank in range(cp) for chunk in chunks_of_rank(cp, rank, layout)}
     for query in range(2 * cp):
         for key in range(query + 1):
@@ -75,7 +75,7 @@ def _draw_mask(axes: Any, cp: int, layout: Layout) -> None:
                 step = (holder[query] - holder[key]) % cp
                 x, y = (key + 0.5, query + 0.5) if key < query else (key + 0.33, query + 0.68)
                 axes.text(x, y, step, ha="center", va="center", fontsize=7, color=text_color(shade))
-    axes.set(xlim=(0, 2 * cp), ylim=(2 * cp, 0), xlabel="chunk of keys", aspect="equal")
+    axes.set(xlim=(0, 2 * cp), ylim=(2 * cp, 0), xlabel=f"chunk of keys ({length} positions each)", aspect="equal")
     axes.set_ylabel("chunk of queries (its rank)" if cp <= MOST_LETTERED else "chunk of queries")
     ticks = range(2 * cp) if cp <= MOST_LETTERED else []
     axes.set_xticks([tick + 0.5 for tick in ticks], [str(tick) for tick in ticks])

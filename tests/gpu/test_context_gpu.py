@@ -5,9 +5,10 @@ import torch
 
 from labkit.config import ParallelConfig
 from labkit.launch import run
-from labkit.parallel import initialize_model_parallel, zigzag_join, zigzag_split
+from labkit.parallel import initialize_model_parallel, zigzag_split
 from labkit.parallel.context.attention_block import attend, attend_backward, merge_
 from labkit.parallel.context.ring_attention import all_gather_attention, ring_attention
+from labkit.parallel.context.zigzag import join_sequence
 
 pytestmark = pytest.mark.gpu
 
@@ -63,5 +64,5 @@ def in_pieces(form, cp: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("form", [ring_attention, all_gather_attention])
 def test_four_ranks_on_one_gpu(form):
     found = run(in_pieces, 4, form, 4, device="cuda", timeout=120)
-    joined = [zigzag_join(parts, 2) for parts in zip(*found, strict=True)]
+    joined = [join_sequence(parts, 2, "zigzag") for parts in zip(*found, strict=True)]
     assert distance(joined, [x.cpu() for x in at_once(*tensors(torch.bfloat16))]) < 2**-6

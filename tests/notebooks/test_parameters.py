@@ -385,9 +385,9 @@ EXTREMES = [
     ),
     ("06_sequence_parallel", {"world_size": 8, "hidden": 64, "seq_length": 8, "dropout": 0.05}),
     ("06_sequence_parallel", {"world_size": 2, "hidden": 512, "seq_length": 256, "dropout": 0.9}),
-    ("07_context_parallel", {"world_size": 2, "seq_length": 16, "pair_us": 1}),
-    ("07_context_parallel", {"world_size": 8, "seq_length": 256, "pair_us": 50}),
-    ("07_context_parallel", {"world_size": 3, "seq_length": 18, "pair_us": 1000}),
+    ("07_context_parallel", {"world_size": 2, "seq_length": 16, "pair_us": 1, "hunt": 0}),
+    ("07_context_parallel", {"world_size": 8, "seq_length": 256, "pair_us": 50, "hunt": 99}),
+    ("07_context_parallel", {"world_size": 3, "seq_length": 18, "pair_us": 1000, "hunt": 1}),
     (
         "08_data_parallel",
         {"world_size": 2, "bucket_size": 1, "layer_ms": 1, "link_ms": 0, "link_mb": 1000, "hunt": 0},

@@ -13,7 +13,8 @@ from labkit.data import build_gpt_datasets
 from labkit.data.gpt_data import data_iterator as microbatches
 from labkit.launch import run
 from labkit.models import build_model_chunks, gpt
-from labkit.parallel import contiguous_positions, initialize_model_parallel, zigzag_positions
+from labkit.parallel import initialize_model_parallel, zigzag_positions
+from labkit.parallel.context.zigzag import sequence_positions
 from labkit.train import compare, pretrain
 from labkit.train.forward_step import masked_loss
 
@@ -78,7 +79,7 @@ def loss_with_positions(config: RunConfig) -> list[torch.Tensor]:
     batch = next(microbatches(build_gpt_datasets(config)[0], config, groups))
     length, cp = config.model.seq_length, groups.cp
     right = zigzag_positions(length, cp.size, cp.rank)[None]
-    wrong = contiguous_positions(length, cp.size, cp.rank)[None]
+    wrong = sequence_positions(length, cp.size, cp.rank, "contiguous")[None]
     rows = right.expand(batch["tokens_BS"].shape[0], -1)
     given = (None, right, rows, wrong)
     return [model(batch["tokens_BS"], ids, batch["labels_BS"]).detach() for ids in given]
@@ -96,7 +97,7 @@ def test_the_model_knows_which_positions_it_holds(shape):
 
 
 def with_the_plain_cuts_positions(config: RunConfig, **how: Any) -> Any:
-    gpt.zigzag_positions = contiguous_positions
+    gpt.zigzag_positions = partial(sequence_positions, layout="contiguous")
     return pretrain(config, **how)
 
 

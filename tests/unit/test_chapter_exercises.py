@@ -149,16 +149,3 @@ def test_owners_that_cannot_be_are_told_by_an_element():
 
     assert got(more) == "an element 0 of parameter 99, which has no such element"
     assert got(lambda sizes, bucket_size, dp: None).endswith("one list of pieces for each of the 6 ranks")
-
-
-def test_a_return_of_another_form_is_told_once():
-    """Not as the same sentence for every case, and not as an index that is out of range."""
-
-    def told(name, answer):
-        (outcome,) = check(name, answer).outcomes
-        return outcome.got
-
-    assert told("07.ring", lambda parts, pass_on: None).startswith("None, which is not a list with one array")
-    assert told("07.ring", lambda parts, pass_on: [v[:2] for _, _, v, _ in parts]) == (
-        "an array [2, 3] for a rank that holds 4 rows of 3"
-    )

@@ -7,12 +7,10 @@ from hypothesis import strategies as st
 
 from labkit.parallel.context.plan import LAYOUTS
 from labkit.parallel.context.zigzag import (
-    contiguous_positions,
-    contiguous_split,
     get_batch_on_this_cp_rank,
     join_sequence,
+    sequence_positions,
     split_sequence,
-    zigzag_join,
     zigzag_positions,
     zigzag_split,
 )
@@ -26,9 +24,8 @@ def test_joining_the_parts_gives_the_whole_and_positions_say_where_they_were(cp,
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     parts = [split_sequence(whole, cp, rank, dim, layout) for rank in range(cp)]
     assert torch.equal(join_sequence(parts, dim, layout), whole)
-    positions = zigzag_positions if layout == "zigzag" else contiguous_positions
     for rank, part in enumerate(parts):
-        assert torch.equal(whole.index_select(dim, positions(shape[dim], cp, rank)), part)
+        assert torch.equal(whole.index_select(dim, sequence_positions(shape[dim], cp, rank, layout)), part)
 
 
 def test_megatrons_example():
@@ -36,8 +33,8 @@ def test_megatrons_example():
     whole = torch.arange(8)
     assert zigzag_split(whole, 2, 0, 0).tolist() == [0, 1, 6, 7]
     assert zigzag_split(whole, 2, 1, 0).tolist() == [2, 3, 4, 5]
-    assert contiguous_split(whole, 2, 1, 0).tolist() == [4, 5, 6, 7]
-    assert zigzag_join([zigzag_split(whole, 2, rank, 0) for rank in range(2)], 0).tolist() == whole.tolist()
+    assert split_sequence(whole, 2, 1, 0, "contiguous").tolist() == [4, 5, 6, 7]
+    assert join_sequence([zigzag_split(whole, 2, rank, 0) for rank in range(2)], 0, "zigzag").tolist() == whole.tolist()
 
 
 def test_a_batch_is_cut_along_its_positions_and_an_attention_mask_by_its_queries():

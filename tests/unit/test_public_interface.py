@@ -44,14 +44,13 @@ NAMES: dict[str, str] = {
         unpermute updated_expert_bias
     """,
     "parallel": """
-        all_gather all_reduce all_reduce_async all_to_all BackwardPiece barrier checkpoint ColumnParallelLinear
-        comm_scope CommLedger
-        contiguous_positions contiguous_split decompose delayed DistributedDataParallel dropped exposed_seconds
+        all_gather all_reduce all_reduce_async all_to_all BackwardPiece barrier batch checkpoint ColumnParallelLinear
+        comm_scope CommLedger decompose delayed DistributedDataParallel dropped exposed_seconds
         gather_parameter generate_masked_orthogonal_rank_groups groups_of_rank initialize_model_parallel irecv isend
-        linear_cross_entropy Link model_parallel_seed NaiveDataParallel ParameterSpec plan_buckets predict_step
-        prefix_product rank_generators RankGenerator record_of reduce_scatter ring_load ring_plan ring_time RngTracker
+        linear_cross_entropy Link Message model_parallel_seed NaiveDataParallel ParameterSpec plan_buckets predict_step
+        prefix_product rank_generators RankGenerator record_of reduce_scatter RngTracker
         RowParallelLinear single_process_groups sweep_bucket_sizes vocab_parallel_cross_entropy VocabParallelEmbedding
-        zigzag_join zigzag_positions zigzag_split
+        zigzag_split
     """,
     "schedules": """
         Action convert_schedule_table_to_order Costs dualpipe_v explain_gap

@@ -51,24 +51,9 @@ def zigzag_split(x: Tensor, cp: int, rank: int, dim: int) -> Tensor:
     return split_sequence(x, cp, rank, dim, "zigzag")
 
 
-def zigzag_join(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The whole tensor from the parts of all ranks, in the order of ranks."""
-    return join_sequence(parts, dim, "zigzag")
-
-
 def zigzag_positions(seq_length: int, cp: int, rank: int, *, device: torch.device | str | None = None) -> Tensor:
     """Positions of this rank's rows under the zigzag split: int64 [S / cp]."""
     return sequence_positions(seq_length, cp, rank, "zigzag", device=device)
-
-
-def contiguous_split(x: Tensor, cp: int, rank: int, dim: int) -> Tensor:
-    """The `rank`-th of cp equal parts: the plain cut, for comparison."""
-    return split_sequence(x, cp, rank, dim, "contiguous")
-
-
-def contiguous_positions(seq_length: int, cp: int, rank: int, *, device: torch.device | str | None = None) -> Tensor:
-    """Positions of this rank's rows under the plain cut: int64 [S / cp]."""
-    return sequence_positions(seq_length, cp, rank, "contiguous", device=device)
 
 
 def get_batch_on_this_cp_rank(batch: Mapping[str, Tensor | None], group: Group) -> dict[str, Any]:
