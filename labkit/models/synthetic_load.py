@@ -132,7 +132,7 @@ def sleep_through(
     """Run one step of `schedule` with sleeping stages on this rank and return its Events. Every rank calls this.
 
     costs: seconds of F, I and W, as for `simulate`; messages are real. A step before the recorded step opens the
-    connections. Raises ValueError if `costs` gives `backward`.
+    connections; in that step nobody sleeps. Raises ValueError if `costs` gives `backward`.
     """
     if costs.backward is not None:
         raise ValueError("a sleeping backward is input_grad and then weight_grad: give these two, not backward")
@@ -142,7 +142,11 @@ def sleep_through(
     runtime = PipelineRuntime(
         schedule, chunks, groups, forward_step_func=_step, tensor_shape=_SHAPE, transport=transport
     )
+    for chunk in chunks:
+        chunk.seconds = (0.0, 0.0, 0.0)
     runtime.run(_microbatches(schedule, groups))
+    for chunk, each in zip(chunks, seconds, strict=True):
+        chunk.seconds = each
     barrier(groups.pp)
     with recording(groups.rank) as recorder:
         runtime.run(_microbatches(schedule, groups))

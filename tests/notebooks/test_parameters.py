@@ -281,7 +281,6 @@ CASES = {
             "8 microbatches: all 4 ranks ran their rows in the predicted order": (
                 "16 microbatches: all 4 ranks ran their rows in the predicted order"
             ),
-            "GPT under 1F1B, 4 ranks: 32 forward passes": "GPT under 1F1B, 4 ranks: 64 forward passes",
         },
     ),
     # bubble (p-1)/(v m + p-1): v2 3/19 = 15.8% and 3/35 = 8.6%, v4 3/35 and 3/67 = 4.5%;
@@ -404,8 +403,8 @@ EXTREMES = [
         "09_distributed_optimizer",
         {"world_size": 8, "steps": 20, "bucket_size": 10**6, "layer_ms": 100, "link_ms": 50, "link_mb": 1, "hunt": 2},
     ),
-    ("10_p2p_and_1f1b", {"world_size": 2, "microbatches": 1, "forward_ms": 1, "backward_ms": 1}),
-    ("10_p2p_and_1f1b", {"world_size": 8, "microbatches": 64, "forward_ms": 1, "backward_ms": 100}),
+    ("10_p2p_and_1f1b", {"world_size": 2, "microbatches": 1, "forward_ms": 1, "backward_ms": 1, "hunt": 0}),
+    ("10_p2p_and_1f1b", {"world_size": 8, "microbatches": 32, "forward_ms": 20, "backward_ms": 40, "hunt": 2}),
     ("11_interleaving", {"world_size": 2, "chunks": 2, "microbatches": 2, "stage_ms": 3}),
     ("11_interleaving", {"world_size": 2, "chunks": 4, "microbatches": 64, "stage_ms": 300}),
     ("12_write_your_own_schedule", {"world_size": 2, "microbatches": 4}),

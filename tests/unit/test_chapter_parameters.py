@@ -150,7 +150,7 @@ def test_values_just_outside_are_refused_at_once(chapter, tmp_path):
             "world_size 4 (the default): must be 1 to 16, a multiple of tp pp, a divisor of 4 tp pp",
         ),
         ("10_p2p_and_1f1b", {"world_size": "3"}, "-p world_size '3': must be 2, 4 or 8 in 10_p2p_and_1f1b"),
-        ("10_p2p_and_1f1b", {"microbatches": "0"}, "-p microbatches '0': must be 1 to 64 in 10_p2p_and_1f1b"),
+        ("10_p2p_and_1f1b", {"microbatches": "0"}, "-p microbatches '0': must be 1 to 32 in 10_p2p_and_1f1b"),
         (
             "11_interleaving",
             {"chunks": "4"},

@@ -1,0 +1,359 @@
+"""Exercises on a pipeline of one stage a rank: enough microbatches, a row of 1F1B, a row with its messages.
+
+A wrong answer is held against the answers of known misunderstandings. The score names the one that gives the same, or
+else the first place that differs, with its consequence.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from labkit.check.scoring import Diagnosis, Outcome, exercise, holds, listed, shown, without_grid
+from labkit.schedules.builders import one_f_one_b
+from labkit.schedules.ir import Action, Schedule, ScheduleError
+from labkit.schedules.simulator import simulate
+
+# ---- how many microbatches are enough ----
+
+_SHARES = ((4, 0.5), (4, 0.25), (8, 0.125), (8, 0.3), (2, 0.4), (4, 0.9), (1, 0.25))
+"""(stages, largest share of the step that may be bubble). Three are met exactly; one stage has no bubble at all."""
+
+
+@exercise("10.enough", "Write enough(p, share) -> the fewest microbatches with which at most `share` is bubble.")
+def enough(answer: Any) -> Iterator[Outcome]:
+    """Seven pipelines, of one to eight stages."""
+    diagnosis = Diagnosis(lambda value, other: value == other)
+    for p, share in _SHARES:
+        least = (p - 1) * (1 - share) / share
+        right = max(1, math.ceil(least))
+        misreadings = {
+            "a step has at least one microbatch": 0,
+            "this compares the bubble with the work, (p - 1)/m; asked is its share of the step": max(
+                1, math.ceil((p - 1) / share)
+            ),
+            "this rounds down, and then the bubble is larger than the share": math.floor(least),
+            "p - 1 stages wait for the first microbatch, not p": max(1, math.ceil(p * (1 - share) / share)),
+            "the bubble may be exactly the share; one fewer is enough": math.floor(least) + 1,
+            "with so few, the work is at most the share; the bubble is asked": max(
+                1, math.ceil((p - 1) * share / (1 - share))
+            ),
+            "this many would do on a larger pipeline, too; fewer are enough here": math.ceil(p / share),
+        }
+        yield diagnosis.outcome(
+            f"{p} stages and a share of {share}", right, lambda a=(p, share): answer(*a), misreadings
+        )
+
+
+# ---- a row of 1F1B ----
+
+_ROWS = ((4, 3, 3), (4, 0, 5), (4, 2, 5), (2, 0, 1), (4, 0, 2), (1, 0, 3))
+"""(pp, rank, microbatches), fewer microbatches than warm-up forwards among them."""
+
+
+@exercise("10.one_f_one_b", "Write row(pp, rank, microbatches) -> the actions of that rank under 1F1B, as texts.")
+def one_f_one_b_row(answer: Any) -> Iterator[Outcome]:
+    """Six rows, then two whole pipelines that must run, in the time and the memory of 1F1B."""
+    told: set[str] = set()
+    belief = _belief(answer)
+    for case in _ROWS:
+        pp, rank, count = case
+        reasons: list[str] = []
+        outcome = holds(
+            f"pp {pp}, rank {rank}, {count} microbatches",
+            shown(_right(*case)),
+            lambda c=case, r=reasons: _judged_row(answer(*c), c, belief, r),
+        )
+        reason = reasons[0] if reasons else outcome.got
+        yield replace(outcome, told=outcome.passed or reason not in told)
+        told |= set() if outcome.passed else {reason}
+    failed = False
+    for pp, count in ((4, 8), (5, 3)):
+        outcome = holds(
+            f"all {pp} rows for {count} microbatches",
+            f"a schedule that takes {_units(3 * (count + pp - 1))} with at most {min(pp, count)} in flight",
+            lambda p=pp, m=count: _all_rows(answer, p, m),
+        )
+        form = not outcome.got.startswith(("the answer", "one that"))
+        yield replace(outcome, told=outcome.passed or not (failed or (form and told)))
+        failed |= not outcome.passed
+
+
+def _right(pp: int, rank: int, count: int) -> list[str]:
+    return [str(action) for action in one_f_one_b(pp, count).actions(rank)]
+
+
+def _program(rank: int, warmup: int, count: int) -> list[str]:
+    """`wF (m-w)(FB) wB` as texts."""
+    pairs = [f"{rank}{kind}{m}" for i in range(count - warmup) for kind, m in (("F", warmup + i), ("B", i))]
+    first = [f"{rank}F{m}" for m in range(warmup)]
+    return first + pairs + [f"{rank}B{m}" for m in range(max(0, count - warmup), count)]
+
+
+def _misread_rows(pp: int, rank: int, count: int) -> dict[str, list[str]]:
+    behind = min(pp - rank - 1, count)
+    return {
+        "this is GPipe: all forwards go first, so all microbatches are kept": _program(rank, count, count),
+        "no warm-up: each forward waits until the gradient of the one before has come back": _program(rank, 0, count),
+        "the warm-up grows with the rank; but p - r - 1 stages are behind rank r": _program(
+            rank, min(rank, count), count
+        ),
+        "one forward too many in the warm-up, so the rank keeps one microbatch more": _program(
+            rank, min(pp - rank, count), count
+        ),
+        "one forward too few in the warm-up, so the rank waits for a gradient": _program(
+            rank, max(0, behind - 1), count
+        ),
+        "forwards alone: each microbatch needs its backward, too": [f"{rank}F{m}" for m in range(count)],
+    }
+
+
+def _belief(answer: Any) -> str:
+    """Words for the misunderstanding that gives the same rows in all cases; empty where none does."""
+    agree = set(_misread_rows(*_ROWS[0]))
+    for case in _ROWS:
+        try:
+            row = [str(cell) for cell in answer(*case)]
+        except (Exception, SystemExit):
+            return ""
+        agree &= {words for words, other in _misread_rows(*case).items() if row == other}
+    return min(agree, default="")
+
+
+def _judged_row(given: Any, case: tuple[int, int, int], belief: str, reasons: list[str]) -> bool | str:
+    """Return True, or the row with its fault; the kind of the fault goes to `reasons`."""
+    right = _right(*case)
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        given = [str(cell) for cell in given]
+        if given == right:
+            return True
+        strange = next((text for text in given if _is_beyond(text, case[2])), "")
+        if strange:
+            reasons.append("beyond")
+            return f"{shown(given)}: {strange} has no microbatch; a warm-up has at most all {case[2]} forwards"
+    row = _parsed_row(given, case[1])
+    if isinstance(row, str) and not belief:
+        reasons.append("no backward" if row.startswith("no backward") else "form")
+        return row
+    reasons.append(belief or "another order")
+    return f"{shown(given)}: {belief or _first_difference(given, right)}"
+
+
+def _is_beyond(text: str, count: int) -> bool:
+    """True for an action of a microbatch that does not exist."""
+    found = re.fullmatch(r"\d+[FB](-?\d+)", text)
+    return found is not None and not 0 <= int(found[1]) < count
+
+
+def _first_difference(row: Sequence[str], right: Sequence[str]) -> str:
+    """The first position at which a row differs, and what follows from that."""
+    place = next((i for i, (a, b) in enumerate(zip(row, right)) if a != b), min(len(row), len(right)))
+    if place == len(row):
+        return f"the row ends where {right[place]} should follow"
+    if place == len(right):
+        return f"{row[place]} at position {place} is one action too many"
+    given, wanted = row[place], right[place]
+    if "F" in given and "B" in wanted:
+        return f"position {place} has {given} instead of {wanted}, so the rank keeps one microbatch more"
+    if "B" in given and "F" in wanted:
+        return f"position {place} has {given} instead of {wanted}, so the rank waits for a gradient and could work"
+    return f"position {place} has {given} instead of {wanted}: microbatches come in order"
+
+
+def _all_rows(answer: Any, pp: int, count: int) -> bool | str:
+    """Return True, or the time and the memory of the answer's rows together."""
+    rows: list[list[Action]] = []
+    for rank in range(pp):
+        row = _parsed_row(answer(pp, rank, count), rank)
+        if isinstance(row, str):
+            return row
+        rows.append(row)
+    try:
+        timeline = simulate(Schedule("the answer", pp, count, rows))
+    except ScheduleError as problem:
+        return without_grid(str(problem))
+    peaks = [min(pp - rank, count) for rank in range(pp)]
+    if timeline.makespan == 3 * (count + pp - 1) and timeline.peak_in_flight == peaks:
+        return True
+    return f"one that takes {_units(timeline.makespan)} with {timeline.peak_in_flight} in flight by rank"
+
+
+def _parsed_row(row: Any, rank: int) -> list[Action] | str:
+    """Parse an answer's row; return its actions, or their fault as words of a sentence."""
+    form = f"a row is a list of texts such as '{rank}F0'"
+    if isinstance(row, str) or not isinstance(row, Iterable):
+        return f"{shown(row)} for rank {rank}: {form}"
+    actions: list[Action] = []
+    for cell in row:
+        try:
+            actions.append(Action.parse(str(cell)))
+        except ScheduleError:
+            return f"{shown(cell)} in the row of rank {rank}: {form}"
+    foreign = [action for action in actions if action.stage != rank]
+    if foreign:
+        return f"a row in which rank {rank} runs stage {foreign[0].stage} ({foreign[0]}): rank r runs stage r"
+    ran = {(action.kind, action.microbatch) for action in actions}
+    missing = [str(a) for a in actions if a.kind == "F" and ("B", a.microbatch) not in ran]
+    return f"no backward for {listed(missing)}" if missing else actions
+
+
+def _units(time: float) -> str:
+    return f"{time:g} units of time (F = 1, B = 2)"
+
+
+# ---- a row with its messages ----
+
+_PIPELINES = ((2, 4), (4, 6), (4, 8), (3, 1), (4, 2), (1, 3))
+"""(pp, microbatches)."""
+_STEP = re.compile(r"(?:(send|recv) )?([FB])(\d+)")
+
+Op = tuple[str, str, int]
+"""(`send`, `recv` or empty for an action; F or B; microbatch)."""
+Post = list[Op]
+"""Messages that start together, or a single action."""
+
+
+@exercise(
+    "10.messages",
+    "Write program(pp, rank, microbatches) -> the row of that rank with its sends and receives, as texts.",
+)
+def messages(answer: Any) -> Iterator[Outcome]:
+    """Six pipelines; in each the programs of all ranks are run together, and every send waits for its receive."""
+    told: set[str] = set()
+    for pp, count in _PIPELINES:
+        reasons: list[str] = []
+        outcome = holds(
+            f"{pp} stages and {count} microbatches",
+            "programs that run to their end, in the order of 1F1B",
+            lambda p=pp, m=count, r=reasons: _run_programs(answer, p, m, r),
+        )
+        reason = reasons[0] if reasons else outcome.got
+        yield replace(outcome, told=outcome.passed or reason not in told)
+        told |= set() if outcome.passed else {reason}
+
+
+def _run_programs(answer: Any, pp: int, count: int, reasons: list[str]) -> bool | str:
+    """Return True, or the first fault; its kind goes to `reasons`."""
+    programs: list[list[Post]] = []
+    for rank in range(pp):
+        found = _parsed_program(answer(pp, rank, count), rank)
+        kind, words = ("form", found) if isinstance(found, str) else _fault_of_one(found, pp, rank, count)
+        if kind:
+            reasons.append(kind)
+            return words
+        programs.append(found)  # type: ignore[arg-type]
+    kind, words = _meet(programs)
+    reasons += [kind] if kind else []
+    return words or True
+
+
+def _parsed_program(given: Any, rank: int) -> list[Post] | str:
+    form = "a program is a list of texts such as 'F0', 'recv F0' and 'send F1 + recv B0'"
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        return f"{shown(given)} for rank {rank}: {form}"
+    posts: list[Post] = []
+    for text in given:
+        found = [_STEP.fullmatch(part.strip()) for part in str(text).split("+")]
+        ops = [(each[1] or "", each[2], int(each[3])) for each in found if each]
+        if len(ops) < len(found) or (len(ops) > 1 and any(not way for way, _, _ in ops)):
+            return f"{shown(text)} on rank {rank}: {form}"
+        posts.append(ops)
+    return posts
+
+
+def _text(op: Op) -> str:
+    way, kind, microbatch = op
+    return f"{way} {kind}{microbatch}".strip()
+
+
+def _post(post: Post) -> str:
+    return " + ".join(map(_text, post))
+
+
+def _peer(op: Op, rank: int) -> int:
+    """Rank at the other end of a message: activations go to the next rank, gradients to the rank before."""
+    way, kind, _ = op
+    return rank + (1 if (way == "send") == (kind == "F") else -1)
+
+
+def _fault_of_one(program: Sequence[Post], pp: int, rank: int, count: int) -> tuple[str, str]:
+    """(kind, words) of the first fault of a program by itself; empty where there is none."""
+    right = [(action.kind, action.microbatch) for action in one_f_one_b(pp, count).actions(rank)]
+    row = [(kind, m) for ((way, kind, m), *_) in program if not way]
+    if row != right:
+        texts, rights = ([f"{kind}{m}" for kind, m in each] for each in (row, right))
+        return "row", f"other actions than 1F1B's on rank {rank}: {_first_difference(texts, rights)}"
+    ran: set[tuple[str, int]] = set()
+    came: set[tuple[str, int]] = set()
+    sent: set[tuple[str, int]] = set()
+    for post in program:
+        for op in post:
+            way, kind, m = op
+            at_end = not 0 <= _peer(op, rank) < pp
+            if way and at_end:
+                return "ends", f"'{_text(op)}' on rank {rank}, which has no neighbour on that side"
+            if way == "send" and (kind, m) not in ran:
+                return "early", f"rank {rank} sends {kind}{m} before it has run {kind}{m}"
+            if way == "send" and (kind, m) in sent:
+                return "twice", f"rank {rank} sends {kind}{m} twice; a message is sent once"
+            reads = 0 <= _peer(("recv", kind, m), rank) < pp
+            if not way and reads and (kind, m) not in came:
+                late = f"rank {rank} runs {kind}{m} before it has received the message of a neighbour"
+                return "unread", f"{late}: 'recv {kind}{m}' must come first"
+            {"": ran, "send": sent, "recv": came}[way].add((kind, m))
+    owed = [f"{kind}{m}" for kind, m in right if 0 <= _peer(("send", kind, m), rank) < pp and (kind, m) not in sent]
+    if owed:
+        return "owed", f"rank {rank} never sends {owed[0]}, and a neighbour waits for it for ever"
+    return "", ""
+
+
+def _meet(programs: Sequence[Sequence[Post]]) -> tuple[str, str]:
+    """Let sends meet receives, in the order of posting. Returns (kind, words) of a stall, empty at the end."""
+    left = [[list(post) for post in program] for program in programs]
+    moved = True
+    while moved:
+        moved = False
+        for program in left:
+            while program and (not program[0] or not program[0][0][0]):
+                program.pop(0)
+                moved = True
+        for rank, program in enumerate(left):
+            for op in [each for each in (program[0] if program else []) if each[0] == "send"]:
+                peer = _peer(op, rank)
+                waiting = [o for o in (left[peer][0] if left[peer] else []) if o[:2] == ("recv", op[1])]
+                if waiting and waiting[0][2] != op[2]:
+                    arrives = f"messages carry no name, so {op[1]}{op[2]} of rank {rank} arrives on rank {peer}"
+                    return "crossed", f"{arrives} as {op[1]}{waiting[0][2]}"
+                if waiting:
+                    program[0].remove(op)
+                    left[peer][0].remove(waiting[0])
+                    moved = True
+    return _stall(programs, left)
+
+
+def _stall(programs: Sequence[Sequence[Post]], left: Sequence[Sequence[Post]]) -> tuple[str, str]:
+    """The circle in which ranks wait, beginning with the first rank that stalls."""
+    rank = next((r for r, program in enumerate(left) if program), None)
+    if rank is None:
+        return "", ""
+    circle: list[int] = []
+    while rank not in circle and left[rank]:
+        circle.append(rank)
+        rank = _peer(left[rank][0][0], rank)
+    if rank not in circle:
+        op = left[circle[-1]][0][0]
+        return "over", f"rank {circle[-1]} stalls at '{_text(op)}': rank {rank} has ended without that message"
+    circle = circle[circle.index(rank) :]
+    stood = [programs[r][len(programs[r]) - len(left[r])] for r in circle]
+    stalls = [f"rank {r} stalls at '{_post(post)}'" for r, post in zip(circle, stood)]
+    if all(len(post) == 1 and post[0][0] == "send" for post in stood):
+        return "sends", f"{' and '.join(stalls)}: each waits until the other receives; send and receive in one post"
+    for post in stood:
+        back = next((m for way, kind, m in post if kind == "B" and way == "recv" and ("send", "F", m) in post), None)
+        if back is not None:
+            late = f"B{back} does not come back at once; receive it right before its backward"
+            return "at once", f"{' and '.join(stalls)}: {late}"
+    return "circle", f"{' and '.join(stalls)}: they wait for each other, for messages that are made later"
