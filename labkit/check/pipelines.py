@@ -1,20 +1,16 @@
-"""Exercises on pipeline schedules: the idle share of a step, orders, a schedule of the reader's own."""
+"""Exercises on pipeline schedules: the idle share of a step, a schedule of the reader's own."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from labkit.check.scoring import Diagnosis, Outcome, compare, exercise, holds, listed, raised, shown, without_grid
+from labkit.check.scoring import Diagnosis, Outcome, exercise, holds, raised, shown, without_grid
 from labkit.schedules.builders import one_f_one_b
 from labkit.schedules.ir import Action, Schedule, ScheduleError
 from labkit.schedules.simulator import Costs, Timeline, simulate
-from labkit.schedules.tables import convert_schedule_table_to_order, get_pp_rank_microbatches, get_schedule_table
 from labkit.schedules.verifier import verify
 
 # ---- Chapter 00: the idle share ----
@@ -70,81 +66,6 @@ def idle(answer: Any) -> Iterator[Outcome]:
         )
         yield replace(outcome, told=outcome.told and not failed)
         failed |= not outcome.passed
-
-
-# ---- Chapter 11: interleaved 1F1B ----
-
-_ORDERS = ((4, 2, 8, 4, 0), (4, 2, 8, 4, 3), (2, 2, 5, 3, 0), (2, 3, 4, 2, 1), (4, 2, 16, 8, 1), (4, 2, 4, 4, 0))
-"""(pp, vpp, microbatches, group size, rank): a short last group and a warm-up of all forwards are among them."""
-
-
-@exercise(
-    "11.order",
-    "Write order(pp, vpp, microbatches, group_size, rank) -> the signed numbers of that rank's row.",
-)
-def interleaved_order(answer: Any) -> Iterator[Outcome]:
-    """Six rows, then two whole pipelines that must run, in the time and the memory of interleaved 1F1B."""
-    for pp, vpp, count, size, rank in _ORDERS:
-        _, _, warmup, _ = get_pp_rank_microbatches(count, vpp, size, pp_size=pp, pp_rank=rank)
-        expected = convert_schedule_table_to_order(warmup, vpp, get_schedule_table(count, vpp, size))
-        given = f"pp {pp}, vpp {vpp}, {count} microbatches, group size {size}, rank {rank}"
-        yield compare(given, expected, lambda a=(pp, vpp, count, size, rank): answer(*a))
-    for pp, vpp, count in ((4, 2, 8), (3, 4, 6)):
-        yield holds(
-            f"all {pp} orders for vpp {vpp}, {count} microbatches, group size {pp}",
-            f"a schedule that takes {_chunk_units(3 * (count * vpp + pp - 1))} "
-            f"with {_peak(pp, vpp)} in flight on rank 0",
-            lambda p=pp, v=vpp, m=count: _all_orders(answer, p, v, m),
-        )
-
-
-def _all_orders(answer: Any, pp: int, vpp: int, count: int) -> bool | str:
-    """Return True, or the time and the memory of the answer's orders together."""
-    rows: list[list[str]] = []
-    for rank in range(pp):
-        order = _parsed_order(answer(pp, vpp, count, pp, rank), rank)
-        if isinstance(order, str):
-            return order
-        rows.append(_row_of_order(order, rank, pp))
-    try:
-        timeline = simulate(Schedule("the answer", pp * vpp, count, rows))
-    except ScheduleError as problem:
-        return without_grid(str(problem))
-    if timeline.makespan == 3 * (count * vpp + pp - 1) and timeline.peak_in_flight[0] == _peak(pp, vpp):
-        return True
-    return f"one that takes {_chunk_units(timeline.makespan)} with {timeline.peak_in_flight[0]} in flight on rank 0"
-
-
-def _parsed_order(order: Any, rank: int) -> list[int] | str:
-    """Read an answer's order; return its numbers, or their fault as words of a sentence."""
-    form = "an order is a list of whole numbers, 1 for a forward of the first chunk, -1 for its backward"
-    if isinstance(order, str) or not isinstance(order, Iterable):
-        return f"{shown(order)} for rank {rank}: {form}"
-    numbers = list(order)
-    for number in numbers:
-        if not isinstance(number, int | np.integer) or isinstance(number, bool) or number == 0:
-            return f"{shown(number)} in the order of rank {rank}: {form}"
-    counts = Counter(map(int, numbers))
-    without = [f"chunk {chunk}" for chunk in sorted(counts) if chunk > 0 and not counts[-chunk]]
-    return f"no backward for {listed(without)} on rank {rank}" if without else [int(number) for number in numbers]
-
-
-def _row_of_order(order: Iterable[int], rank: int, pp: int) -> list[str]:
-    """Actions of a signed order: each chunk sees the microbatches in ascending order."""
-    seen: Counter[int] = Counter()
-    row = []
-    for signed in order:
-        row.append(f"{(abs(signed) - 1) * pp + rank}{'F' if signed > 0 else 'B'}{seen[signed]}")
-        seen[signed] += 1
-    return row
-
-
-def _peak(pp: int, vpp: int) -> int:
-    return 2 * (pp - 1) + (vpp - 1) * pp + 1
-
-
-def _chunk_units(time: float) -> str:
-    return f"{time:g} units of time (a chunk's F = 1, B = 2)"
 
 
 # ---- Chapter 12: a schedule of the reader's own ----

@@ -405,8 +405,8 @@ EXTREMES = [
     ),
     ("10_p2p_and_1f1b", {"world_size": 2, "microbatches": 1, "forward_ms": 1, "backward_ms": 1, "hunt": 0}),
     ("10_p2p_and_1f1b", {"world_size": 8, "microbatches": 32, "forward_ms": 20, "backward_ms": 40, "hunt": 2}),
-    ("11_interleaving", {"world_size": 2, "chunks": 2, "microbatches": 2, "stage_ms": 3}),
-    ("11_interleaving", {"world_size": 2, "chunks": 4, "microbatches": 64, "stage_ms": 300}),
+    ("11_interleaving", {"world_size": 2, "chunks": 2, "microbatches": 2, "stage_ms": 3, "hunt": 0}),
+    ("11_interleaving", {"world_size": 2, "chunks": 4, "microbatches": 32, "stage_ms": 120, "hunt": 1}),
     ("12_write_your_own_schedule", {"world_size": 2, "microbatches": 4}),
     ("12_write_your_own_schedule", {"world_size": 4, "microbatches": 64}),
     (

@@ -1,19 +1,23 @@
-"""Chapter 11, exercise `11.order`: order(pp, vpp, microbatches, group_size, rank) -> the signed order of one rank."""
+"""Chapter 11, exercise `11.order`: order(pp, vpp, groups, rank) -> the signed order of one rank."""
 
 
-def wrong_1(pp, vpp, microbatches, group_size, rank):
+def _row(pp, vpp, groups, rank, each, size):
+    """The solution with another warm-up: `each` forwards for every rank behind, and a group of `size`."""
+    chunks = _chunks(vpp, groups)
+    return _ordered([c + 1 for c in chunks], [c - vpp for c in chunks], each * (pp - rank - 1) + (vpp - 1) * size)
+
+
+def wrong_1(pp, vpp, groups, rank):
     """Takes 1F1B's warm-up of p - r - 1 without the factor 2: it runs, but no message has any time."""
-    chunks = _chunks(vpp, microbatches, group_size)
-    return _ordered(chunks, [chunk - vpp for chunk in chunks], pp - rank - 1 + (vpp - 1) * group_size)
+    return _row(pp, vpp, groups, rank, 1, max(groups))
 
 
-def wrong_2(pp, vpp, microbatches, group_size, rank):
+def wrong_2(pp, vpp, groups, rank):
+    """Believes that the first group decides: its microbatches are the first to come back."""
+    return _row(pp, vpp, groups, rank, 2, groups[0])
+
+
+def wrong_3(pp, vpp, groups, rank):
     """Believes that backwards visit the chunks in the order of the forwards: gradients come from the last one first."""
-    chunks = _chunks(vpp, microbatches, group_size)
-    return _ordered(chunks, [-chunk - 1 for chunk in chunks], 2 * (pp - rank - 1) + (vpp - 1) * group_size)
-
-
-def wrong_3(pp, vpp, microbatches, group_size, rank):
-    """Takes all microbatches through a chunk before the next one, whatever the group size says."""
-    chunks = _chunks(vpp, microbatches, microbatches)
-    return _ordered(chunks, [chunk - vpp for chunk in chunks], 2 * (pp - rank - 1) + (vpp - 1) * group_size)
+    chunks = _chunks(vpp, groups)
+    return _ordered([c + 1 for c in chunks], [-c - 1 for c in chunks], 2 * (pp - rank - 1) + (vpp - 1) * max(groups))

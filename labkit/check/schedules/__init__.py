@@ -1,0 +1,1 @@
+"""Exercises on pipeline schedules with several stages a rank."""

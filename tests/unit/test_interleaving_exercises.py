@@ -1,0 +1,107 @@
+"""Scores of chapter 11: each misunderstanding gets a sentence of its own, told once, with its consequence."""
+
+import pytest
+
+from labkit.check import check
+from labkit.check.schedules.interleaved_orders import _EARLY, _PIPELINES, _Case, _first_early
+from labkit.schedules import interleaved
+
+
+def stage_of(layer, layers, pp, vpp):
+    return layer * pp * vpp // layers
+
+
+PLACES = {
+    "swapped": (lambda *a: divmod(stage_of(*a), a[2]), "rank and chunk are swapped"),
+    "blocks": (lambda *a: divmod(stage_of(*a), a[3]), "neighbouring stages"),
+    "single layers": (lambda layer, layers, pp, vpp: (layer % pp, layer // pp), "deals out single layers"),
+    "without chunks": (lambda layer, layers, pp, vpp: (layer * pp // layers, 0), "has layers / pp layers"),
+    "stage": (stage_of, "this is the number of the stage"),
+    "all chunks": (lambda *a: (stage_of(*a) % a[2], stage_of(*a)), "a rank counts its own chunks"),
+}
+
+
+def order(**changes):
+    """An answer to 11.order, with the arguments of `_Case.order`, or functions of the groups that give them."""
+
+    def answer(pp, vpp, groups, rank):
+        given = {name: value(groups) if callable(value) else value for name, value in changes.items()}
+        return _Case(pp, vpp, tuple(groups)).order(rank, **given)
+
+    return answer
+
+
+ORDERS = {
+    "once": (order(each=1), "p - r - 1 once; twice leaves the messages time"),
+    "first group": (order(size=lambda groups: groups[0]), "for the first group; the largest"),
+    "last group": (order(size=lambda groups: groups[-1]), "for the last group; the largest"),
+    "1F1B": (order(each=1, before=0), "this is 1F1B's warm-up"),
+    "one chunk": (order(before=0), "lacks (vpp - 1) groups"),
+    "all forwards": (order(more=99), "this is GPipe with chunks"),
+    "one more": (order(more=1), "the forward of the first pair is counted"),
+    "no groups": (order(groups=lambda groups: [sum(groups)]), "groups are ignored: all microbatches pass"),
+    "depth first": (order(groups=lambda groups: [1] * sum(groups)), "each microbatch passes all chunks at once"),
+    "one less": (order(more=-1), "the first backward is one forward early"),
+    "same chunks": (
+        lambda *case: [s if s > 0 else -(case[1] + 1 + s) for s in order()(*case)],
+        "backwards take the chunks in the forwards' order",
+    ),
+    "no backward": (lambda *case: [s for s in order()(*case) if s > 0], "there is no backward"),
+    "form": (lambda *case: "1 1", "an order is a list of whole numbers"),
+}
+
+
+def early(needed):
+    return lambda order, vpp: _first_early(order, vpp, needed)
+
+
+EARLY = {
+    "own": (early(lambda s, v: 0 if s > 0 else -s), "only holds a backward against its own forward"),
+    "upwards": (early(lambda s, v: s - 1 if s > 0 else s + 1 or 1), "gradients reach the first chunk first"),
+    "forwards": (early(lambda s, v: s - 1 if s > 0 else 0), "this looks at forwards alone"),
+    "seen": (
+        lambda order, vpp: next((i for i, s in enumerate(order) if s < 0 and -s not in order[:i]), None),
+        "asks if a forward came at all",
+    ),
+    "nothing": (lambda order, vpp: None, "right counts do not make an order that runs"),
+    "from one": (lambda order, vpp: (right := _first_early(order, vpp)) and right + 1, "positions count from 0"),
+    "number": (
+        lambda order, vpp: None if (right := _first_early(order, vpp)) is None else order[right],
+        "its position is asked",
+    ),
+}
+
+TABLES = {"11.place": PLACES, "11.order": ORDERS, "11.early": EARLY}
+
+
+def test_a_misunderstanding_is_named_once(misread):
+    score, words = misread
+    assert not score.ok and repr(score).count(words) == 1, repr(score)
+
+
+def test_equal_groups_are_the_librarys_schedule():
+    for pp, vpp, groups in ((4, 2, (4, 4)), (2, 2, (3, 2)), (3, 3, (4, 4))):
+        schedule = interleaved(pp, vpp, sum(groups), groups[0])
+        assert all(_Case(pp, vpp, groups).order(rank) == schedule.order(rank) for rank in range(pp))
+
+
+def test_the_shorter_warm_up_is_told_what_messages_cost():
+    """It is as fast with free messages and keeps less: without a reason the score would praise the mistake."""
+    (found, *_) = [outcome for outcome in check("11.order", order(each=1)).outcomes if "all ranks" in outcome.given]
+    assert found.expected.startswith("28.5 forwards of a whole share if messages are free, 32 if")
+    assert found.got.startswith("28.5 forwards of a whole share if messages are free, 36 if")
+    assert "at most 4 shares in flight: it looks better while messages are free" in found.got
+
+
+@pytest.mark.parametrize("case", _PIPELINES, ids=str)
+def test_unsafe_is_told_from_merely_different(case):
+    """The largest group decides: with a smaller one the pipeline cannot run, with a longer warm-up it keeps more."""
+    place = _PIPELINES.index(case) - len(_PIPELINES)
+    short, longer = (check("11.order", order(**how)).outcomes[place].got for how in ({"size": 1}, {"more": 1}))
+    assert short.startswith("no pipeline: the answer cannot run, these wait for each other") and "|" not in short
+    assert longer.endswith("it runs as fast, and keeps more")
+
+
+def test_some_orders_run_and_some_do_not():
+    faults = [_first_early(order, vpp) for _, order, vpp in _EARLY]
+    assert sum(fault is None for fault in faults) == 4 and len(faults) == 9
