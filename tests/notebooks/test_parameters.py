@@ -429,7 +429,7 @@ EXTREMES = [
     ("13_training_end_to_end", {"world_size": 4, "new_tp": 2, "new_pp": 2, "steps": 200, "saves": 10}),
     ("14_moe_layer", {"world_size": 2, "experts": 2, "top_k": 2, "tokens": 1, "row_us": 1, "steps": 1}),
     ("14_moe_layer", {"world_size": 8, "experts": 16, "top_k": 16, "tokens": 256, "row_us": 1, "steps": 2}),
-    ("14_moe_layer", {"world_size": 4, "experts": 16, "top_k": 2, "tokens": 256, "row_us": 2000, "steps": 100}),
+    ("14_moe_layer", {"world_size": 4, "experts": 16, "top_k": 2, "tokens": 256, "row_us": 1000, "steps": 100}),
     ("16_cuda_graphs", {"world_size": 1, "rows": 2, "width": 1, "warmup": 1, "steps": 8}),
     ("16_cuda_graphs", {"world_size": 4, "rows": 1024, "width": 512, "warmup": 20, "steps": 100}),
     ("17_graphs_in_a_pipeline", {"world_size": 2, "microbatches": 2, "steps": 4}),
