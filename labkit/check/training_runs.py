@@ -245,6 +245,10 @@ def _misread_boxes(stored: Sequence[Placed], mine: Box) -> Misreadings:
         "the last entry is where the overlap ends; give how many elements it has": ends,
     }  # pyright: ignore[reportAssignmentType]
     answers: dict[str, Any] = {reason: _reads(stored, mine, rule) for reason, rule in misread.items()}
+    start = (0,) * len(mine.offset)
+    answers["every stored box is read from its start, as if it held all of my box; read the overlaps alone"] = [
+        (key, start, start, mine.shape) for key, _, _ in stored
+    ]
     answers["boxes that only touch mine are read as well; an overlap has an element in every dimension"] = _reads(
         stored, mine, touching=True
     )
@@ -354,6 +358,9 @@ def _misread_norms(ranks: Sequence[Mapping[str, Any]]) -> Misreadings:
 
     own = [math.sqrt(_squares([rank], _counts)) for rank in ranks]
     return {
+        "this is the largest norm of a rank, and no rank holds all gradients; add up squares over the ranks": math.sqrt(
+            max(_squares([rank], lambda rank, p: True) for rank in ranks)
+        ),
         "the norms of the ranks are added; add their squares, and take one root at the end": sum(own),
         "this is the sum of squares; the norm is its root": _squares(ranks, _counts),
         "a parameter that every rank of tp holds whole counts tp times; let tp rank 0 count it": root(

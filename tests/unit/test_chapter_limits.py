@@ -23,7 +23,6 @@ LEAST = {"exercises": 3, "hints": 3, "map": 3, "page": 1}
 NOT_YET = """
                                 names  cells  lines  exercises  hints  map  page
 12_write_your_own_schedule         27     73      -          1      -    -     -
-13_training_end_to_end              -     76      -          -      -    -     -
 """
 """Chapters that break a limit, with today's numbers; `-` keeps it."""
 

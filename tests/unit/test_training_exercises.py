@@ -59,6 +59,10 @@ def reading(make, least=1):
 
 right = reading(lambda at, mine, first, ends: (minus(first, at), minus(first, mine), minus(ends, first)))
 READS = {
+    "whole boxes": (
+        lambda stored, offset, shape: [(key, (0,) * len(shape), (0,) * len(shape), shape) for key, _, _ in stored],
+        "as if it held all of my box",
+    ),
     "stored offset": (
         reading(lambda at, mine, first, ends: (first, minus(first, mine), minus(ends, first))),
         "subtract the stored box's offset",
@@ -95,6 +99,10 @@ def once(rank, p):
 
 
 NORMS = {
+    "largest": (
+        lambda ranks: max(norm_of(lambda rank, p: True)([rank]) for rank in ranks),
+        "the largest norm of a rank",
+    ),
     "norms added": (lambda ranks: sum(norm_of(once)([rank]) for rank in ranks), "add their squares"),
     "no root": (lambda ranks: norm_of(once)(ranks) ** 2, "the norm is its root"),
     "copies over tp": (norm_of(lambda rank, p: rank["dp"] == 0 and not p["shared"]), "let tp rank 0 count it"),
