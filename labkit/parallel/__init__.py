@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from labkit.parallel.communication.unequal import all_gather_unequal as all_gather_unequal
     from labkit.parallel.communication.unequal import reduce_scatter_unequal as reduce_scatter_unequal
     from labkit.parallel.context.plan import gathered_plan as gathered_plan
-    from labkit.parallel.context.plan import ring_load as ring_load
-    from labkit.parallel.context.plan import ring_plan as ring_plan
-    from labkit.parallel.context.plan import ring_time as ring_time
     from labkit.parallel.context.zigzag import get_batch_on_this_cp_rank as get_batch_on_this_cp_rank
     from labkit.parallel.context.zigzag import zigzag_positions as zigzag_positions
     from labkit.parallel.context.zigzag import zigzag_split as zigzag_split
