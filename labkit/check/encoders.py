@@ -11,14 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, plain
+from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise
 
 Array = NDArray[np.float64]
 Groups = list[list[int]]
-
-
-def _same(value: Any, other: Any) -> bool:
-    return plain(value) == plain(other)
 
 
 # ---- whole words ----
@@ -52,7 +48,7 @@ def _special(token: str) -> bool:
 @exercise("19.words", "Write words(tokens) -> the positions of each word of a sample, a list of lists.")
 def words(answer: Any) -> Iterator[Outcome]:
     """Words of one piece and of several, two segments, a piece without a beginning, no word at all."""
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     for text in _SAMPLES:
         tokens = text.split()
         yield diagnosis.outcome(
@@ -191,7 +187,7 @@ def _groups(tp: int, pp: int, dp: int, stages: Sequence[int]) -> Groups:
 )
 def copies(answer: Any) -> Iterator[Outcome]:
     """Two stages, a decoder of two and of one, several pipelines over tp and dp."""
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     for tp, pp, dp, split in _CUT:
         yield diagnosis.outcome(
             f"tp {tp}, pp {pp}, dp {dp}, split rank {split}",

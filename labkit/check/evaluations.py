@@ -16,10 +16,6 @@ Window = tuple[int, int, int]
 """(first token that the window reads, first label that it scores, label behind the last that it scores)."""
 
 
-def _same(value: Any, other: Any) -> bool:
-    return plain(value) == plain(other)
-
-
 def _listed(found: Any) -> Any:
     """A generator is an answer like a list."""
     return list(found) if isinstance(found, Iterator) else found
@@ -42,7 +38,7 @@ def _windows(tokens: int, length: int, stride: int) -> list[Window]:
 )
 def windows(answer: Any) -> Iterator[Outcome]:
     """Windows side by side, windows that overlap, a last window that ends behind the text, a text of one window."""
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     for tokens, length, stride in _TEXTS:
         yield diagnosis.outcome(
             f"{tokens} tokens, windows of {length} and stride {stride}",
@@ -155,7 +151,7 @@ def _by_probability(probabilities: Sequence[float]) -> list[int]:
 @exercise("20.top_p", "Write kept(probabilities, p) -> the ids of the fewest most likely tokens that add up to p.")
 def top_p(answer: Any) -> Iterator[Outcome]:
     """Ids in order and not, a first token that is enough, a sum that is exactly p, all tokens."""
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     for probabilities, p in _CHOICES:
         yield diagnosis.outcome(
             f"probabilities {probabilities} and p {p}",

@@ -7,21 +7,17 @@ wrong group loses or mixes in, and the first rank that an unsafe order puts into
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from math import lcm
 from typing import Any, NamedTuple
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds, plain, shown
+from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, fitting, holds, plain, shown
 from labkit.parallel.mixed_radix import prefix_product
 from labkit.parallel.rank_generator import DEFAULT_ORDER, rank_generators
 
 Sizes = dict[str, Any]
-
-
-def _same(value: Any, other: Any) -> bool:
-    return plain(value) == plain(other)
 
 
 def _words(sizes: Sizes) -> str:
@@ -50,14 +46,6 @@ def _unless_raised(value: Any) -> Any:
     return value
 
 
-def _as_believed(values: Sequence[Any], rows: Sequence[Misreadings]) -> Sequence[Misreadings]:
-    """The misreadings of each case; that one alone which gives the answers to all cases, where there is one."""
-    for words in rows[0]:
-        if all(_same(value, row[words]) for value, row in zip(values, rows)):
-            return [{words: row[words]} for row in rows]
-    return rows
-
-
 # ---- ranks of a layout ----
 
 _WORLDS: tuple[Sizes, ...] = (
@@ -73,10 +61,10 @@ _WORLDS: tuple[Sizes, ...] = (
 @exercise("15.world", "Write smallest_world(tp, cp, pp, etp, ep) -> the fewest ranks that hold the folded layout.")
 def world(answer: Any) -> Iterator[Outcome]:
     """Five layouts; the right answer is the first number of ranks that the library lays out."""
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     given = [_kept(lambda s=sizes: answer(**s)) for sizes in _WORLDS]
     rows = [_misread_worlds(**sizes) for sizes in _WORLDS]
-    for sizes, value, row in zip(_WORLDS, given, _as_believed(given, rows)):
+    for sizes, value, row in zip(_WORLDS, given, fitting(given, rows)):
         right = next(ranks for ranks in count(1) if _laid_out(ranks, sizes))
         yield diagnosis.outcome(_words(sizes), right, lambda v=value: _unless_raised(v), row)
 
@@ -124,11 +112,11 @@ _PARTS = ("its experts", "the ranks that add up their gradients", "what the sum 
 )
 def place(answer: Any) -> Iterator[Outcome]:
     """Three questions about each of five layouts in the order tp-cp-ep-dp-pp, each a case of its own."""
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     kept = [_kept(lambda c=case: _three(answer(c.rank, c.ranks, c.experts, **c.sizes))) for case in _PLACES]
     given = [[each] * len(_PARTS) if isinstance(each, BaseException) else each for each in kept]
     columns = zip(*given)
-    misread = [_as_believed(column, list(map(read, _PLACES))) for column, read in zip(columns, _MISREAD)]
+    misread = [fitting(column, list(map(read, _PLACES))) for column, read in zip(columns, _MISREAD)]
     for case, parts, rows in zip(_PLACES, given, zip(*misread)):
         words = f"rank {case.rank} of {case.ranks}, {case.experts} experts, {_words(case.sizes)}"
         for index, (value, right) in enumerate(zip(parts, _right(case))):

@@ -9,16 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from labkit.check.scoring import (
-    MAX_SHOWN,
-    Diagnosis,
-    Misreadings,
-    Outcome,
-    exercise,
-    holds,
-    plain,
-    shown,
-)
+from labkit.check.scoring import MAX_SHOWN, Diagnosis, Misreadings, Outcome, exercise, holds, plain, shown
 from labkit.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from labkit.parallel.rank_generator import RankGenerator
 
@@ -116,10 +107,6 @@ _DIGITS: tuple[tuple[int, str, dict[str, int]], ...] = (
 """(rank, order, sizes)."""
 
 
-def _same(value: Any, other: Any) -> bool:
-    return plain(value) == plain(other)
-
-
 def _reversed(order_string: str) -> str:
     return "-".join(reversed(order_string.split("-")))
 
@@ -132,7 +119,7 @@ def _digits(rank: int, order_string: str, sizes: Mapping[str, int]) -> dict[str,
 @exercise("02.digits", "Write digits(rank, order, sizes) -> {axis: digit} for each axis of the order.")
 def digits(answer: Any) -> Iterator[Outcome]:
     """Five ranks: slow and fast axes, an axis of size 1, another order, rank 0."""
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     failed = False
     for rank, order_string, sizes in _DIGITS:
         strides = RankGenerator(**sizes, order=order_string).strides
@@ -162,7 +149,7 @@ def groups(answer: Any) -> Iterator[Outcome]:
     order string, fastest first, sort the members of a group, and sort groups by their first rank. The order of axes in
     the token does not matter. A long list is told by its first group that differs.
     """
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     for order_string, sizes, token in _GROUPINGS:
         expected = RankGenerator(**sizes, order=order_string).get_ranks(token)
         given: list[Any] = []

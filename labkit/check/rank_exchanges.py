@@ -10,14 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds, plain
+from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds
 
 Chunks = list[list[int]]
 """By rank: its chunks, each a number."""
-
-
-def _same(value: Any, other: Any) -> bool:
-    return plain(value) == plain(other)
 
 
 # ---- what each collective leaves ----
@@ -58,7 +54,7 @@ def _after(operation: str, before: Chunks) -> Chunks:
 @exercise("01.after", "Write after(operation, before) -> what each rank holds afterwards, one list of chunks per rank.")
 def after(answer: Any) -> Iterator[Outcome]:
     """Five operations over three ranks, and two of them over four."""
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     failed: set[str] = set()
     for operation, ranks in _CALLS:
         before = _before(operation, ranks)

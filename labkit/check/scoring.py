@@ -160,10 +160,23 @@ Misreadings = Mapping[str, Any]
 """Words for a misunderstanding -> the answer that it gives in this case."""
 
 
+def same(value: Any, other: Any) -> bool:
+    """Return True for equal contents, whatever kind of sequence holds them."""
+    return plain(value) == plain(other)
+
+
+def fitting(values: Sequence[Any], misreadings: Sequence[Misreadings]) -> Sequence[Misreadings]:
+    """The misreadings of each case; that one alone which gives the answers to all cases, where there is one."""
+    for words in misreadings[0]:
+        if all(same(value, row[words]) for value, row in zip(values, misreadings, strict=True)):
+            return [{words: row[words]} for row in misreadings]
+    return misreadings
+
+
 class Diagnosis:
     """Holds the answers to one exercise against right ones, and names each misunderstanding once."""
 
-    def __init__(self, equal: Callable[[Any, Any], bool]) -> None:
+    def __init__(self, equal: Callable[[Any, Any], bool] = same) -> None:
         """equal: (given answer, other answer) -> True if they are the same."""
         self._equal = equal
         self._told: set[str] = set()

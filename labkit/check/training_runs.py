@@ -16,10 +16,6 @@ from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, hold
 from labkit.train.checkpoint.boxes import Box, boxes_of_run
 
 
-def _same(value: Any, other: Any) -> bool:
-    return plain(value) == plain(other)
-
-
 def _same_in_any_order(value: Any, other: Any) -> bool:
     return sorted(plain(value)) == sorted(plain(other))
 
@@ -104,7 +100,7 @@ def _lost(
 )
 def lost(answer: Any) -> Iterator[Outcome]:
     """Six lists of gradients, each at one loss scale."""
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     for gradients, scale in _GRADIENTS:
         yield diagnosis.outcome(
             f"gradients {gradients} and scale {scale:g}",

@@ -14,16 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds, plain
+from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds
 from labkit.graphs.capture import make_graphed_callables
 from labkit.graphs.study.launches import predict_launches
 from labkit.graphs.study.refusal import Refusal
 from labkit.parallel.communication.capturing import GraphCaptureError
-
-
-def _same(value: Any, other: Any) -> bool:
-    return plain(value) == plain(other)
-
 
 # ---- the time that launches cost ----
 
@@ -40,7 +35,7 @@ _WORK: tuple[tuple[tuple[int, ...], int], ...] = (
 @exercise("16.launches", "Write end(durations, launch, graph) -> the time at which the device has run all operations.")
 def launches(answer: Any) -> Iterator[Outcome]:
     """Five lists of operations, each launched one by one and as one graph."""
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     for durations, launch in _WORK:
         for graph in (False, True):
             right = predict_launches(durations, launch, graph=graph).end
@@ -224,7 +219,7 @@ _REPLAYS: tuple[tuple[str, Captures, str], ...] = (
 @exercise("16.stale", "Write stale(captures, replays) -> the positions of replays that read another graph's value.")
 def stale(answer: Any) -> Iterator[Outcome]:
     """Two pools, replayed in nine ways: harmless ones and ones that overwrite."""
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     for words, captures, text in _REPLAYS:
         replays = text.split()
         given = f"{'pool P' if captures is _PIPELINE else 'pool C'}, {words}: {text}"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, plain
+from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, plain, same
 
 Step = tuple[str, tuple[str, ...], tuple[str, ...]]
 """Name, values that the step reads, values that it writes; a second write gives a name a new value."""
@@ -43,17 +43,13 @@ NUM_DRAWN = 200
 """Forwards drawn at random; the last case shows the shortest one that the answer misses."""
 
 
-def _same(value: Any, other: Any) -> bool:
-    return plain(value) == plain(other)
-
-
 @exercise(
     "18.boundary",
     "Write boundary(steps, captured) -> (inputs, outputs): what a graph of the first steps takes in and must give out.",
 )
 def boundary(answer: Any) -> Iterator[Outcome]:
     """Small forwards, a layer cut in four places, and a forward drawn at random."""
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     for steps, captured in (*_BOUNDARIES, _shortest_missed(answer)):
         right = list(_boundary(steps, captured))
         given: list[Any] = []
@@ -140,7 +136,7 @@ def _shortest_missed(answer: Any) -> tuple[list[Step], int]:
     drawn = sorted(_drawn(), key=lambda case: len(case[0]))
     for steps, captured in drawn:
         try:
-            missed = not _same(answer(list(steps), captured), list(_boundary(steps, captured)))
+            missed = not same(answer(list(steps), captured), list(_boundary(steps, captured)))
         except Exception:
             missed = True
         if missed:

@@ -31,17 +31,13 @@ _LONG_ORDERS: dict[str, list[float]] = {
 }
 
 
-def _same(value: Any, other: Any) -> bool:
-    return plain(value) == plain(other)
-
-
 # ---- the most forwards in flight ----
 
 
 @exercise("17.held", "Write most_held(order) -> the largest number of forwards that wait for their backward at once.")
 def held(answer: Any) -> Iterator[Outcome]:
     """Six short orders and two long ones."""
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     for given, order in {**_ORDERS, **_LONG_ORDERS}.items():
         yield diagnosis.outcome(given, _held(order), lambda o=order: answer(list(o)), _misread_held(order))
 
@@ -208,7 +204,7 @@ _PLANS: tuple[tuple[str, list[float], list[int]], ...] = (
 )
 def unsafe(answer: Any) -> Iterator[Outcome]:
     """Eight plans, safe and unsafe."""
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     for words, order, numbers in _PLANS:
         given = f"order {' '.join(map(str, order))} and buffers {numbers} ({words})"
         right = _first_fault(order, numbers)

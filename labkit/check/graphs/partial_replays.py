@@ -23,10 +23,6 @@ SCOPES: tuple[Scope, ...] = (
 )
 
 
-def _same(value: Any, other: Any) -> bool:
-    return plain(value) == plain(other)
-
-
 # ---- the steps that Python computes ----
 
 STEPS = ["attention", "shared", "route", "preprocess", "dispatch", "experts", "combine"]
@@ -38,7 +34,7 @@ _WORDS = {"attn": ["attention"], "moe_router": ["shared", "route"], "moe_preproc
 @exercise("18.runs", "Write computed(scope, call) -> the steps whose work Python starts at that call, in order.")
 def runs(answer: Any) -> Iterator[Outcome]:
     """Capture and replay of five scopes, and an eager call."""
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     cases = [(scope, call) for scope in SCOPES for call in ("capture", "replay")]
     for scope, call in (*cases, (SCOPES[2], "eager")):
         right = _computed(scope, call)
@@ -135,7 +131,7 @@ _PARTS = {
 @exercise("18.hooks", "Write hooks(modules, scope) -> the modules whose hook the wrapper calls ahead of each replay.")
 def hooks(answer: Any) -> Iterator[Outcome]:
     """Four scopes of a layer, two of a layer with shared experts, and a router without parameters."""
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     for layer, modules, scope in _CASES:
         right = _hooked(modules, scope)
         given: list[Any] = []

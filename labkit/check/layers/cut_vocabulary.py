@@ -17,10 +17,6 @@ from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, hold
 Array = NDArray[np.float64]
 
 
-def _same(value: Any, other: Any) -> bool:
-    return plain(value) == plain(other)
-
-
 # ---- the lookup ----
 
 _LOOKUPS = (
@@ -49,7 +45,7 @@ def _looked_up(ids: Sequence[int], rows: int, rank: int, local: Callable[[int], 
 @exercise("04.lookup", "Write lookup(ids, part, rank) -> the rows that this rank adds to the all-reduce, [ids, width].")
 def lookup(answer: Any) -> Iterator[Outcome]:
     """Two or three ranks, ids of this rank and of others, ids at both ends of a part."""
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     for ids, rows, rank in _LOOKUPS:
         yield diagnosis.outcome(
             f"ids {ids}, parts of {rows} rows, and rank {rank}",
@@ -288,7 +284,7 @@ def tied(answer: Any) -> Iterator[Outcome]:
 
     Of many ranks the score shows the first whose gradient differs.
     """
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     for tp, pp, dp in _LAYOUTS:
         ranks = _tied_ranks(tp, pp, dp)
         right, given = _summed(ranks, _same_column), list[Any]()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, plain, raised, shown
+from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, raised, shown
 
 Array = NDArray[np.int64]
 Parts = list[Array]
@@ -52,7 +52,7 @@ def _part(ranks: int, rank: int, *, dims: tuple[int | None, int | None] = (0, 1)
 @exercise("03.parts", "Write parts(fc1, fc2, rank, t) -> this rank's parts of two weights as torch stores them.")
 def parts(answer: Any) -> Iterator[Outcome]:
     """Two ranks, a middle one of four, and one rank alone."""
-    diagnosis = Diagnosis(lambda value, other: plain(value) == plain(other))
+    diagnosis = Diagnosis()
     for ranks, rank in _CUTS:
         yield diagnosis.outcome(
             f"rank {rank} of {ranks}",
@@ -252,7 +252,7 @@ def _after(part: str) -> str:
 @exercise("03.suspect", 'Write suspect(name) -> (sub-layer, "f" or "g"): the all-reduce that was left out.')
 def suspect(answer: Any) -> Iterator[Outcome]:
     """Outputs and gradients of norms, in several layers."""
-    diagnosis = Diagnosis(lambda value, other: plain(value) == plain(other))
+    diagnosis = Diagnosis()
     for name, part, operator in _DIFFERENCES:
         other = "g" if operator == "f" else "f"
         said = (

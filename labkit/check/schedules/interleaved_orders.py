@@ -13,27 +13,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, plain, raised, shown, without_grid
+from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, fitting, raised, shown, without_grid
 from labkit.schedules.ir import Schedule, ScheduleError
 from labkit.schedules.simulator import Costs, simulate
 from labkit.schedules.tables import convert_schedule_table_to_order
 
 
-def _same(value: Any, other: Any) -> bool:
-    return plain(value) == plain(other)
-
-
 def _fitting(answer: Callable[..., Any], misread: dict[tuple[Any, ...], Misreadings]) -> dict[Any, Misreadings]:
     """Of the misunderstandings by case, the first that gives the answer's value in every case; all where none does."""
-    words = list(next(iter(misread.values())))
     try:
-        values = {case: answer(*case) for case in misread}
+        values = [answer(*case) for case in misread]
     except (Exception, SystemExit):
         return misread
-    for each in words:
-        if all(_same(value, misread[case][each]) for case, value in values.items()):
-            return {case: {each: others[each]} for case, others in misread.items()}
-    return misread
+    return dict(zip(misread, fitting(values, list(misread.values())), strict=True))
 
 
 # ---- the place of a layer ----
@@ -45,7 +37,7 @@ _PLACES = ((6, 16, 4, 2), (5, 8, 2, 2), (13, 16, 4, 2), (10, 24, 2, 3), (23, 24,
 @exercise("11.place", "Write place(layer, layers, pp, vpp) -> (rank, chunk), where interleaving puts the layer.")
 def places(answer: Any) -> Iterator[Outcome]:
     """Six layers, the last one of a model without interleaving."""
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     misread = _fitting(answer, {case: _misread_places(*case) for case in _PLACES})
     for layer, layers, pp, vpp in _PLACES:
         stage = layer * pp * vpp // layers
@@ -310,7 +302,7 @@ _EARLY: tuple[tuple[str, tuple[int, ...], int], ...] = (
 @exercise("11.early", "Write too_early(order, vpp) -> position of the first entry that comes too early, or None.")
 def early(answer: Any) -> Iterator[Outcome]:
     """Nine orders with right counts; five of them cannot run."""
-    diagnosis = Diagnosis(_same)
+    diagnosis = Diagnosis()
     misread = _fitting(
         lambda order, vpp: answer(list(order), vpp), {(o, v): _misread_early(o, v) for _, o, v in _EARLY}
     )
