@@ -348,7 +348,7 @@ FURTHER = {
     ),
     # room for every token is factor 4/2 = 2: the same as the factor in the middle, which is drawn once
     "18_partial_graphs_moe": Case(
-        {"world_size": 4, "experts": 4, "microbatches": 5, "steps": 6},
+        {"world_size": 4, "experts": 4, "microbatches": 5, "steps": 6, "hunt": 0},
         {
             "GPT with 8 experts, ep 2 over 10 steps": "GPT with 4 experts, ep 4 over 6 steps",
             "padded, factor 4 4.00 times the FLOPs": "padded, factor 2 2.00 times the FLOPs",
@@ -427,13 +427,17 @@ EXTREMES = [
         },
     ),
     ("13_training_end_to_end", {"world_size": 4, "new_tp": 2, "new_pp": 2, "steps": 200, "saves": 10}),
-    ("14_moe_layer", {"world_size": 2, "experts": 2, "top_k": 2, "tokens": 1, "row_us": 1, "steps": 1}),
-    ("14_moe_layer", {"world_size": 8, "experts": 16, "top_k": 16, "tokens": 256, "row_us": 1, "steps": 2}),
-    ("14_moe_layer", {"world_size": 4, "experts": 16, "top_k": 2, "tokens": 256, "row_us": 1000, "steps": 100}),
+    ("14_moe_layer", {"world_size": 2, "experts": 2, "top_k": 2, "tokens": 1, "row_us": 1, "steps": 1, "hunt": 0}),
+    ("14_moe_layer", {"world_size": 8, "experts": 16, "top_k": 16, "tokens": 256, "row_us": 1, "steps": 2, "hunt": 1}),
+    (
+        "14_moe_layer",
+        {"world_size": 4, "experts": 16, "top_k": 2, "tokens": 256, "row_us": 1000, "steps": 100, "hunt": 2},
+    ),
     ("16_cuda_graphs", {"world_size": 1, "rows": 2, "width": 1, "warmup": 1, "steps": 8}),
     ("16_cuda_graphs", {"world_size": 4, "rows": 1024, "width": 512, "warmup": 20, "steps": 100}),
     ("17_graphs_in_a_pipeline", {"world_size": 2, "microbatches": 2, "steps": 4}),
     ("17_graphs_in_a_pipeline", {"world_size": 4, "microbatches": 64, "steps": 100}),
+    ("19_bert_and_t5", {"world_size": 2, "split": 1, "layers": 24, "steps": 12}),
     ("19_bert_and_t5", {"world_size": 8, "split": 4, "layers": 6, "steps": 200}),
     (
         "20_evaluation_and_generation",
@@ -443,9 +447,12 @@ EXTREMES = [
         "20_evaluation_and_generation",
         {"world_size": 4, "steps": 400, "stride": 64, "temperature": 5, "new_tokens": 48, "hunt": 2},
     ),
-    ("18_partial_graphs_moe", {"world_size": 2, "experts": 2, "top_k": 2, "microbatches": 5, "steps": 6}),
-    ("18_partial_graphs_moe", {"world_size": 8, "experts": 64, "top_k": 64, "microbatches": 64, "steps": 6}),
-    ("18_partial_graphs_moe", {"world_size": 8, "experts": 64, "top_k": 2, "microbatches": 5, "steps": 100}),
+    ("18_partial_graphs_moe", {"world_size": 2, "experts": 2, "top_k": 2, "microbatches": 5, "steps": 6, "hunt": 0}),
+    ("18_partial_graphs_moe", {"world_size": 8, "experts": 64, "top_k": 64, "microbatches": 64, "steps": 6, "hunt": 2}),
+    (
+        "18_partial_graphs_moe",
+        {"world_size": 8, "experts": 64, "top_k": 2, "microbatches": 5, "steps": 100, "hunt": 99},
+    ),
 ]
 """Both ends of the rules that the chapters state; what they allow has to work."""
 EVERYDAY = ("rank_groups", "f_and_g")
