@@ -92,6 +92,7 @@ def test_rounding_is_no_failure_and_is_told(monkeypatch):
     found = observed(monkeypatch, {0: 0.0} | dict.fromkeys(ORDERS, 2e-5), [0.0, 2.6e-5])(dtype="float32").report
     assert found.ok
     assert [row.first_difference for row in found.rows] == [None, "bias parameter"]
+    assert [row.differing for row in found.rows] == [(), ("bias parameter",)]
     assert found.sentence.startswith(
         "1 of 2 layouts agree with one process to 1e-05 over 1 optimizer steps in float32. "
     )

@@ -45,6 +45,12 @@ def test_timelines_are_compared_on_one_axis():
         compare_timelines([])
 
 
+def test_the_legend_names_every_kind_of_every_timeline():
+    figure = compare_timelines([simulate(one_f_one_b(2, 4)), simulate(zbv(2, 4))])
+    named = {text.get_text() for text in figure.fig.legends[0].get_texts()}
+    assert {"forward", "backward", "input gradient", "weight gradient", "chunk 1"} <= named
+
+
 def test_every_bar_is_labelled_and_stands_in_its_row():
     figure = gantt(simulate(one_f_one_b(3, 4)))
     assert sorted(texts(figure)) == sorted(3 * [f"{kind}{m}" for kind in "FB" for m in range(4)])

@@ -1,1 +1,1 @@
-"""Exercises on pipeline schedules with several stages a rank."""
+"""Exercises on pipeline schedules: orders of several stages a rank, and tables of the reader's own."""

@@ -90,6 +90,8 @@ class ParityRow:
     """Tensors whose replicas are not bit-equal."""
     dropped_calls: int = 0
     """Collectives that the planted fault left out, over all ranks."""
+    differing: tuple[str, ...] = ()
+    """Every tensor and loss beyond the tolerance, in the order of a training step."""
 
     @property
     def largest(self) -> float:
@@ -239,7 +241,7 @@ def compare(
     for layout, (changed, world_size) in zip(layouts, planned):
         whole, calls = _observe(changed, world_size, watched, device)
         judged = partial(judge, tolerance=tolerance, spread=spread if dtype == "float32" else None)
-        row = _row(dict(layout), changed, world_size, whole, expected, judged)
+        row = _row(dict(layout), changed, world_size, whole, expected, judged, tolerance)
         rows.append(replace(row, dropped_calls=calls))
         if on_row is not None:
             on_row(rows[-1])
@@ -291,7 +293,13 @@ def _snapshot(config: RunConfig, watched: _Observation) -> tuple[Snapshot, int]:
 
 
 def _row(
-    layout: dict[str, Any], config: RunConfig, world_size: int, run: FullRun, reference: FullRun, judged: _Judge
+    layout: dict[str, Any],
+    config: RunConfig,
+    world_size: int,
+    run: FullRun,
+    reference: FullRun,
+    judged: _Judge,
+    tolerance: float,
 ) -> ParityRow:
     """Compare every tensor with its reference: the largest differences, and the verdict."""
     found = list(differences(run, reference, lr=config.optim.lr))
@@ -303,8 +311,10 @@ def _row(
         for kind in ("loss", "gradient", "parameter")
     )
     name = layout_name(config, world_size)
+    differing = tuple(tensor for tensor, _, difference in found if difference > tolerance)
     return ParityRow(
-        layout, world_size, name, loss, gradient, parameter, first, verdict, tuple(run.disagreements)
+        layout, world_size, name, loss, gradient, parameter, first, verdict, tuple(run.disagreements),
+        differing=differing,
     )  # fmt: skip
 
 

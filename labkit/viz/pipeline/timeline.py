@@ -123,7 +123,7 @@ def compare_timelines(timelines: Sequence[Timeline], *, unit: str = "units of th
             finish(axes, _labels(each, "rank"), end, inches)
             axes.set_title(_heading(timeline, None), loc="left")
         panels[-1].set_xlabel(f"time ({unit})")
-        legend(fig, rows[0], True)
+        legend(fig, replace(rows[0], events=[event for each in rows for event in each.events]), True)
     return Figure(fig, "; ".join(map(_bubble_and_peaks, timelines)))
 
 

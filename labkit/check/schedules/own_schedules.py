@@ -1,0 +1,403 @@
+"""Exercises of chapter 12: what a row keeps, a table of the reader's own, messages that meet the wrong receive.
+
+Wrong answers are held against the answers of known misunderstandings. A table that cannot run is told from one that
+runs and misses a target. For the latter the score names the longest wait inside a row.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds, plain, raised, shown, without_grid
+from labkit.schedules.builders import gpipe, interleaved, one_f_one_b
+from labkit.schedules.ir import Action, Schedule, ScheduleError
+from labkit.schedules.simulator import Costs, Timeline, simulate
+from labkit.schedules.verifier import verify
+from labkit.schedules.zero_bubble import split_backward, zbv, zero_bubble_h1
+
+Rows = list[list[str]]
+
+
+def _texts(schedule: Schedule) -> Rows:
+    return [[str(action) for action in schedule.actions(rank)] for rank in range(schedule.pp)]
+
+
+def _row(text: str) -> list[str]:
+    return text.split()
+
+
+def _same(value: Any, other: Any) -> bool:
+    return plain(value) == plain(other)
+
+
+# ---- what a row keeps ----
+
+_ROWS: dict[str, list[str]] = {
+    "the row 0F0 0F1 0B0 0F2 0B1 0B2": _row("0F0 0F1 0B0 0F2 0B1 0B2"),
+    "the row 0F0 0B0 0F1 0F2 0B1 0B2": _row("0F0 0B0 0F1 0F2 0B1 0B2"),
+    "the row 0F0 0I0 0W0 0F1 0F2 0I1 0I2 0W1 0W2": _row("0F0 0I0 0W0 0F1 0F2 0I1 0I2 0W1 0W2"),
+    "the row 0F0 0I0 0F1 0I1 0W0 0F2 0I2 0W1 0W2": _row("0F0 0I0 0F1 0I1 0W0 0F2 0I2 0W1 0W2"),
+    "the row 0F0 0F1 3F0 3B0 0B0 3F1 3B1 0B1 of a rank with two stages": _row("0F0 0F1 3F0 3B0 0B0 3F1 3B1 0B1"),
+    "rank 2 of GPipe, 4 ranks, 8 microbatches": _texts(gpipe(4, 8))[2],
+    "rank 0 of interleaved 1F1B, 4 ranks, 2 stages a rank, 8 microbatches": _texts(interleaved(4, 2, 8))[0],
+    "rank 3 of 1F1B with all W at the end, 4 ranks, 8 microbatches": _texts(
+        split_backward(one_f_one_b(4, 8), weight="end")
+    )[3],
+}
+
+
+CHANGES = {"F": 1, "B": -1, "W": -1}
+"""Activations that an action of each kind adds."""
+
+
+@exercise("12.kept", "Write kept(row) -> the most (stage, microbatch) pairs whose activations the rank keeps at once.")
+def kept(answer: Any) -> Iterator[Outcome]:
+    """Five short rows and three long ones."""
+    diagnosis = Diagnosis(_same)
+    for given, row in _ROWS.items():
+        right = most(row, CHANGES)
+        yield diagnosis.outcome(given, right, lambda r=row: answer(list(r)), _misread_kept(row))
+
+
+def most(row: Sequence[str], changes: dict[str, int]) -> int:
+    """Largest running sum of the changes that the kinds of actions make."""
+    return max(np.cumsum([changes.get(Action.parse(text).kind, 0) for text in row]).tolist())
+
+
+def _misread_kept(row: Sequence[str]) -> Misreadings:
+    actions = [Action.parse(text) for text in row]
+    forwards = [action.kind == "F" for action in actions]
+    by_stage = [
+        most([str(action) for action in actions if action.stage == stage], CHANGES)
+        for stage in {action.stage for action in actions}
+    ]
+    return {
+        "this frees at I; W still reads the activations, so they live until W": most(row, {"F": 1, "B": -1, "I": -1}),
+        "this frees nothing at W; a split backward frees at W": most(row, {"F": 1, "B": -1}),
+        "this counts all forwards; B or W gives the memory of one back": sum(forwards),
+        "this takes the fullest stage; the stages of a rank keep theirs at the same time": max(by_stage),
+        "this frees a microbatch twice, at I and at W; W alone frees it": most(
+            row, {"F": 1, "B": -1, "I": -1, "W": -1}
+        ),
+        "this stops at the first backward; later more can be kept": forwards.index(False),
+        "this is what is left at the end of the row; the most on the way is asked": 0,
+    }
+
+
+# ---- a schedule of the reader's own ----
+
+_FORM = "a list of rows (lists of texts such as 0F0)"
+
+
+@exercise("12.schedule", "Write schedule(pp, microbatches) -> one row of actions per rank, as texts such as '0F0'.")
+def schedule(answer: Any) -> Iterator[Outcome]:
+    """Five targets at p = 4, m = 8, each harder than the target before; then the last two at other sizes, m >= p.
+
+    A rank's whole share of the model costs F = I = W = 1 per microbatch (B = 2). Stages of one rank divide the share
+    equally, so an answer with several stages a rank meets the same targets. Each target is a closed form:
+
+    One stage a rank: the last rank starts after p - 1 forwards and has 3m units of work. The least is 3m + p - 1.
+
+    Two stages a rank: p ranks share 2p stages, so some rank holds no stage before stage p - 1. This rank starts after
+    p - 1 forwards of half a unit. The least is 3m + (p - 1)/2.
+
+    A target at another size is told only if the answer meets the same target at p = 4, m = 8.
+    """
+    pp, count = 4, 8
+    found = _attempt(answer, pp, count)
+    said: set[str] = set()
+    yield holds(f"pp {pp}, {count} microbatches", f"{_FORM} that runs", lambda: _runs(found, said))
+    whole, right_after = 3 * (count + pp - 1), 3 * count + 2 * (pp - 1)
+    least = {stages: _least(pp, count, stages) for stages in (1, 2)}
+    ladder = (
+        (whole, "1F1B: 3(m + p - 1) and p"),
+        (right_after - 1, "better than each W right after its I: 3m + 2(p - 1)"),
+        (least[1], "the least with one stage a rank, 3m + p - 1, in 1F1B's memory"),
+        (least[2], "the least with two stages a rank, 3m + (p - 1)/2, in the same"),
+    )
+    for steps, why in ladder:
+        yield _target(found, pp, count, steps, why, said)
+    others = {1: ((2, 4), (6, 6)), 2: ((3, 7), (5, 12))}
+    words = {1: "3m + p - 1 and p", 2: "3m + (p - 1)/2 and p"}
+    for stages, sizes in others.items():
+        known = not _meets(found, least[stages], pp)
+        for size in sizes:
+            other = _attempt(answer, *size) if isinstance(found, _Judged) else found
+            outcome = _target(other, *size, _least(*size, stages), words[stages], said)
+            yield replace(outcome, told=outcome.told and not known)
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """A table that runs: its timeline in shares of a rank, and the misunderstanding that the rows show."""
+
+    timeline: Timeline
+    reading: str
+
+    @property
+    def numbers(self) -> str:
+        return f"{self.timeline.makespan:g} steps with {max(self.timeline.peak_memory):g} in flight"
+
+
+def _runs(found: _Judged | str, said: set[str]) -> bool | str:
+    if isinstance(found, str):
+        said.add(found)
+        return found
+    return True
+
+
+def _least(pp: int, count: int, stages: int) -> float:
+    """Least number of steps of any schedule with so many stages a rank."""
+    return 3 * count + (pp - 1) / stages
+
+
+def _meets(found: _Judged | str, steps: float, most: int) -> bool:
+    if isinstance(found, str):
+        return False
+    timeline = found.timeline
+    return timeline.makespan <= steps + 1e-9 and max(timeline.peak_memory) <= most + 1e-9
+
+
+def _target(found: _Judged | str, pp: int, count: int, steps: float, why: str, said: set[str]) -> Outcome:
+    """One target; a refusal is told once, and so are the wait and the misunderstanding behind a time."""
+    told = True
+
+    def test() -> bool | str:
+        nonlocal told
+        if isinstance(found, str):
+            told = found not in said
+            said.add(found)
+            return found
+        if _meets(found, steps, pp):
+            return True
+        reasons = [words for words in (found.reading, _longest_wait(found.timeline)) if words and words not in said]
+        said.update(reasons)
+        return "; ".join([found.numbers, *reasons])
+
+    outcome = holds(
+        f"pp {pp}, {count} microbatches", f"at most {steps:g} steps with at most {pp} in flight ({why})", test
+    )
+    return replace(outcome, told=told)
+
+
+def _longest_wait(timeline: Timeline) -> str:
+    """The longest wait between two actions of a row: its rank, its length, and the action that ends it."""
+    longest, words = 1e-9, ""
+    for rank in range(timeline.schedule.pp):
+        row = slice(timeline.schedule.offsets[rank], timeline.schedule.offsets[rank + 1])
+        waits = timeline.start[row][1:] - timeline.end[row][:-1]
+        if len(waits) and waits.max() > longest:
+            longest, position = waits.max(), int(waits.argmax()) + 1
+            action = timeline.schedule.actions(rank)[position]
+            words = f"the longest wait: rank {rank} idles {longest:g} steps ahead of {action}, position {position}"
+    return words
+
+
+def _attempt(answer: Any, pp: int, count: int) -> _Judged | str:
+    """Verify and time the answer; return what was found, or the refusal as words of a sentence."""
+    try:
+        rows = _parsed_rows(answer(pp, count) if callable(answer) else answer)
+        if isinstance(rows, str):
+            return rows
+        if len(rows) != pp:
+            return f"{len(rows)} rows for {pp} ranks"
+        stages = 1 + max((action.stage for row in rows for action in row), default=0)
+        own = Schedule("the answer", stages, count, rows)
+        if own.forward_only:
+            return "no backward in any row"
+        if missing := _missing(rows, stages, count):
+            return missing
+        try:
+            verify(own)
+        except ScheduleError as problem:
+            reading = _reading_of_refused(rows)
+            return without_grid(str(problem)) + (f": {reading}" if reading else "")
+        return _Judged(_timed(own), _reading(rows, own))
+    except ScheduleError as problem:
+        return without_grid(str(problem))
+    except (Exception, SystemExit) as error:
+        return raised(error)
+
+
+def _missing(rows: list[list[Action]], stages: int, count: int) -> str:
+    """Words for actions that stand in no row; empty if all do."""
+    kinds = "FIW" if any(action.kind in "IW" for row in rows for action in row) else "FB"
+    whole = {(action.stage, action.microbatch) for row in rows for action in row if action.kind == "B"}
+    found = {action for row in rows for action in row}
+    absent = [
+        action
+        for action in (Action(s, kind, i) for s in range(stages) for kind in kinds for i in range(count))
+        if action not in found and not (action.kind in "IW" and (action.stage, action.microbatch) in whole)
+    ]
+    if not absent:
+        return ""
+    number = "1 action is" if len(absent) == 1 else f"{len(absent)} actions are"
+    return f"{number} missing, first {absent[0]}: each stage runs F, and B or both I and W, of each microbatch"
+
+
+def _reading_of_refused(rows: list[list[Action]]) -> str:
+    """The misunderstanding behind rows that wait for each other; empty if they show none."""
+    ahead = [next((i for i, action in enumerate(row) if action.kind != "F"), len(row)) for row in rows]
+    longer = next((rank for rank in range(1, len(rows)) if ahead[rank] > ahead[rank - 1]), None)
+    if longer is None or any(len({action.stage for action in row}) > 1 for row in rows):
+        return ""
+    return (
+        f"rank {longer} runs {ahead[longer]} forwards ahead of its first backward, rank {longer - 1} only "
+        f"{ahead[longer - 1]}; no rank may warm up longer than the one before it"
+    )
+
+
+def _reading(rows: list[list[Action]], own: Schedule) -> str:
+    """The misunderstanding that rows show which run; empty if they show none."""
+    forwards_first = all(row[i].kind == "F" or row[i + 1].kind != "F" for row in rows for i in range(len(row) - 1))
+    if forwards_first and own.num_microbatches > own.pp:
+        return "all forwards stand ahead of the first backward, so every rank keeps the whole batch"
+    split = [(row, i) for row in rows for i, action in enumerate(row) if action.kind == "I"]
+    if split and all(_is_weight_of(row[i + 1 : i + 2], row[i]) for row, i in split):
+        return "each W stands right after its I, where it holds up the next I; a W can fill a later wait"
+    forwards_and_inputs = [sum(action.kind != "W" for action in row) for row in rows]
+    if split and all(action.kind != "W" for row, n in zip(rows, forwards_and_inputs) for action in row[:n]):
+        return "every W stands at the end of its row, so activations pile up, and waits before the end stay empty"
+    if own.num_stages == own.pp and split:
+        return f"with one stage a rank no table takes fewer than {_least(own.pp, own.num_microbatches, 1):g} steps"
+    return ""
+
+
+def _is_weight_of(after: list[Action], action: Action) -> bool:
+    return after == [Action(action.stage, "W", action.microbatch)]
+
+
+def _parsed_rows(rows: Any) -> list[list[Action]] | str:
+    """Parse an answer; return its rows of actions, or words for a value that is no list of rows."""
+    if isinstance(rows, Schedule):
+        return "a Schedule: give its rows, [[str(action) for action in s.actions(rank)] for rank in range(s.pp)]"
+    if not isinstance(rows, (list, tuple)):
+        return f"{type(rows).__name__} {shown(rows)}, which is no list of rows" if rows is not None else "None"
+    for rank, row in enumerate(rows):
+        if not isinstance(row, (list, tuple)):
+            return f"{shown(row)} as the row of rank {rank}, which is no list of texts"
+    return [[Action.parse(str(cell)) for cell in row] for row in rows]
+
+
+def _timed(own: Schedule) -> Timeline:
+    held = [len(own.stages_of(rank)) for rank in range(own.pp)]
+    if len(set(held)) != 1:
+        raise ValueError(f"{held} stages by rank: all ranks must hold equally many, or their times cannot be compared")
+    share = 1 / held[0]
+    return simulate(own, Costs(forward=share, input_grad=share, weight_grad=share, activation=share))
+
+
+# ---- messages that meet the wrong receive ----
+
+_CROSSINGS: dict[str, Rows] = {
+    "two ranks, gradients in another order": [_row("0F0 0F1 0B0 0B1"), _row("1F0 1F1 1B1 1B0")],
+    "1F1B, 2 ranks, 3 microbatches": _texts(one_f_one_b(2, 3)),
+    "a forward that overtakes": [
+        _row("0F0 0F1 0B1 0B0"),
+        _row("1F1 1F0 1B0 1B1"),
+        _row("2F0 2F1 2B0 2B1"),
+    ],
+    "a split backward": [_row("0F0 0F1 0I0 0W0 0I1 0W1"), _row("1F0 1F1 1I1 1W1 1I0 1W0")],
+    "a V whose forwards and gradients share a way": [
+        _row("0F0 0F1 3F0 3B0 0B0 3F1 3B1 0B1"),
+        _row("1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1"),
+    ],
+    "a V that turns in another order": [
+        _row("0F0 0F1 3F1 3B1 3F0 3B0 0B1 0B0"),
+        _row("1F0 1F1 2F1 2F0 2B1 1B1 2B0 1B0"),
+    ],
+    "ZB-H1, 3 ranks, 4 microbatches": _texts(zero_bubble_h1(3, 4)),
+    "ZB-V, 2 ranks, 4 microbatches": _texts(zbv(2, 4)),
+}
+Pairs = list[tuple[str, str]]
+
+
+@exercise(
+    "12.crossed",
+    "Write crossed(rows) -> the (sender, receiver) actions of every message that meets the receive of another one.",
+)
+def crossed(answer: Any) -> Iterator[Outcome]:
+    """Eight tables, two of them with a message that stays on its rank."""
+    diagnosis = Diagnosis(_same_pairs)
+    for given, rows in _CROSSINGS.items():
+        copied = [list(row) for row in rows]
+        outcome = diagnosis.outcome(given, crossed_pairs(rows), lambda r=copied: answer(r), _misread_crossed(rows))
+        yield outcome if outcome.passed else replace(outcome, got=f"{outcome.got} ({_consequence(rows)})")
+
+
+def _same_pairs(value: Any, other: Any) -> bool:
+    """True for the same pairs in any order."""
+    if not isinstance(value, (list, tuple, set)):
+        return False
+    return sorted(plain(list(map(list, value)))) == sorted(plain(list(map(list, other))))
+
+
+def _receiver(action: Action, rank_of: dict[str, int], last: int) -> str | None:
+    """The action that reads the result of `action` on another stage; None if none does."""
+    if action.kind == "F" and action.stage < last:
+        return f"{action.stage + 1}F{action.microbatch}"
+    if action.kind in "BI" and action.stage > 0:
+        texts = (f"{action.stage - 1}{kind}{action.microbatch}" for kind in "BI")
+        return next((text for text in texts if text in rank_of), None)
+    return None
+
+
+def crossed_pairs(
+    rows: Rows,
+    channel: Callable[[int, int, Action], Any] = lambda a, b, action: (a, b),
+    *,
+    own: bool = False,
+    ascending: bool = False,
+) -> Pairs:
+    """Pairs of actions whose message and receive meet, though they do not belong together.
+
+    channel: the key of the messages whose order pairs them. own: a message to the same rank counts, too.
+    ascending: receives are posted in the order of their microbatches.
+    """
+    rank_of = {text: rank for rank, row in enumerate(rows) for text in row}
+    last = max(Action.parse(text).stage for text in rank_of)
+    sent: dict[Any, list[str]] = defaultdict(list)
+    reader: dict[str, str] = {}
+    received: dict[Any, list[tuple[int, int, str]]] = defaultdict(list)
+    for a, row in enumerate(rows):
+        for text in row:
+            action = Action.parse(text)
+            wanted = _receiver(action, rank_of, last)
+            if wanted is None or (rank_of[wanted] == a and not own):
+                continue
+            key, b = channel(a, rank_of[wanted], action), rank_of[wanted]
+            sent[key].append(text)
+            reader[text] = wanted
+            place = Action.parse(wanted).microbatch if ascending else rows[b].index(wanted)
+            received[key].append((place, rows[b].index(wanted), wanted))
+    met = [(made, used) for key in sent for made, (_, _, used) in zip(sent[key], sorted(received[key]))]
+    return [(made, used) for made, used in met if reader[made] != used]
+
+
+def _misread_crossed(rows: Rows) -> Misreadings:
+    right = crossed_pairs(rows)
+    return {
+        "this takes forwards and gradients for two channels; between two ranks one order pairs all": crossed_pairs(
+            rows, lambda a, b, action: (a, b, action.kind == "F")
+        ),
+        "this finds no crossing; the k-th message from a rank to another meets its k-th receive": [],
+        "this counts what stays on its rank; nothing is sent there": crossed_pairs(rows, own=True),
+        "receives stand in the order of their microbatches here; a rank receives in its row's order": crossed_pairs(
+            rows, ascending=True
+        ),
+        "these pairs are (receiver, sender); the action that sends comes first": [(used, made) for made, used in right],
+        "this stops at the first crossing; all are asked": right[:1],
+    }
+
+
+def _consequence(rows: Rows) -> str:
+    pairs = crossed_pairs(rows)
+    if not pairs:
+        return "here every message meets its own receive"
+    made, used = pairs[0]
+    return f"here {used} computes with the message of {made}, and no rank notices"
