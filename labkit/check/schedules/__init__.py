@@ -1,1 +1,1 @@
-"""Exercises on pipeline schedules: orders of several stages a rank, and tables of the reader's own."""
+"""Exercises on pipeline schedules: idle time, rows of 1F1B, orders of several stages a rank, and own tables."""
