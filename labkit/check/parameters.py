@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from labkit.config.errors import shown
 from labkit.config.field_spec import BadValueError, FieldSpec
+from labkit.launch import forkserver
 
 SIMPLE = ("int", "float", "bool", "str")
 """Types that the command line reads from a plain word; other types are JSON."""
@@ -112,12 +113,15 @@ def check_parameters(namespace: Mapping[str, Any]) -> None:
     """Refuse a chapter's parameters that break the rule behind them: `check_parameters(globals())`.
 
     The rules are read in the cell that declared the parameters, as this kernel ran it, or in the script.
+    In a notebook the server that ranks are forked from then imports torch, while the reader reads the first cells.
     Raises ValueError with a sentence for each bad value.
     """
     parameters = declared(_source(namespace))
     found = broken_rules(parameters.values(), namespace)
     if found:
         raise ValueError("; ".join(f"{name} = {shown(namespace[name])}: {rule}" for name, rule in found.items()))
+    if "get_ipython" in namespace:
+        forkserver.ensure_running()
 
 
 def _source(namespace: Mapping[str, Any]) -> str:
