@@ -66,8 +66,8 @@ def token_choices(words: Sequence[str], panels: Mapping[str, Sequence[float]]) -
     with styled():
         fig = new_figure(7.4, 1.0 + 0.19 * len(words))
         every = fig.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
-        for number, (axes, (name, values)) in enumerate(zip(every, panels.items())):
-            axes.barh(range(len(words)), values, height=0.7, color=SEQUENCE[number % len(SEQUENCE)])
+        for axes, (name, values) in zip(every, panels.items()):
+            axes.barh(range(len(words)), values, height=0.7, color=SEQUENCE[0])
             for place, value in enumerate(values):
                 if value == 0:
                     axes.text(0, place, " out", va="center", fontsize=7, color="#777777")
