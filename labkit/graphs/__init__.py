@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from labkit.graphs.partial import MoECudaGraphTensorStore as MoECudaGraphTensorStore
     from labkit.graphs.partial import fill_store as fill_store
     from labkit.graphs.partial import maybe_skip_or_early_return_by_cudagraph as maybe_skip_or_early_return_by_cudagraph
-    from labkit.graphs.partial import names_of_outputs as names_of_outputs
     from labkit.graphs.pool import LAYER_ORDER as LAYER_ORDER
     from labkit.graphs.pool import LayerMemory as LayerMemory
     from labkit.graphs.pool import layer_memory as layer_memory

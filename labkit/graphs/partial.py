@@ -232,15 +232,6 @@ def fill_store(cut: CutMoELayer, outputs: Sequence[Tensor]) -> Tensor:
     return residual
 
 
-def names_of_outputs(cut: CutMoELayer) -> list[str]:
-    """Names of the outputs of the layer's graph, in order, for reports. A capture adds the dispatcher's attributes."""
-    if cut.scope.preprocess:
-        names = ["hidden_states (rows)", "probs (of rows)", *(cut.valid_cudagraph_attrs or ())]
-    else:
-        names = ["hidden_states", "probs", "routing_map"]
-    return [*names, *(["shared_expert_output"] if cut.moe_layer.has_shared_output else []), "residual"]
-
-
 # ---- the decorator ----
 
 F = TypeVar("F", bound=Callable[..., Any])

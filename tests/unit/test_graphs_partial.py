@@ -21,7 +21,6 @@ from labkit.graphs.partial import (
     MoECudaGraphPartialCaptureSignal,
     MoECudaGraphTensorStore,
     fill_store,
-    names_of_outputs,
 )
 from labkit.graphs.scope import layer_scope
 from labkit.models import GPTModel
@@ -148,8 +147,6 @@ def test_any_size(sequence: int, batch: int, top_k: int, seed: int, end: str, sh
 def test_outputs_of_a_graph_that_ends_behind_the_router() -> None:
     made, x = cut_layer(SHARED, SCOPES["route"]), hidden()
     outputs = cut(made, x)
-    assert names_of_outputs(made) == [
-        "hidden_states", "probs", "routing_map", "shared_expert_output", "residual"]  # fmt: skip
     assert [tuple(y.shape) for y in outputs] == [(7, 3, 16), (21, 8), (21, 8), (7, 3, 16), (7, 3, 16)]
     assert outputs[2].dtype == torch.bool and outputs[-1] is x
 
@@ -160,8 +157,6 @@ def test_outputs_of_a_graph_that_ends_behind_the_permutation() -> None:
     attributes = ["num_global_tokens_per_expert", "reversed_local_input_permutation_mapping",
                   "shared_experts.cached_stage", "shared_experts.gate_score"]  # fmt: skip
     assert made.valid_cudagraph_attrs == attributes
-    assert names_of_outputs(made) == [
-        "hidden_states (rows)", "probs (of rows)", *attributes, "residual"]  # fmt: skip
     assert [tuple(y.shape) for y in outputs] == [(42, 16), (42,), (1, 1, 8), (42,), (7, 3, 16), (7, 3, 1), (7, 3, 16)]
 
 

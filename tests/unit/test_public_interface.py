@@ -32,7 +32,7 @@ NAMES: dict[str, str] = {
     "graphs": """
         BufferPlan calls_between check_plan CudaGraphHelper fill_store graph_counts graphable_modules
         GraphMemoryReport is_graph_capturing layer_memory LAYER_ORDER make_graphed_callables make_weak_ref
-        measure_graphs names_of_outputs plan_buffers PlanError play_back predict_graph_memory wrap_layers
+        measure_graphs plan_buffers PlanError play_back predict_graph_memory wrap_layers
     """,
     "launch": "rank_info RankError Ranks run",
     "models": """
