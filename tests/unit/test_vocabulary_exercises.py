@@ -57,7 +57,9 @@ def losses(*, top="all", total="all", label="all", padding=False, restore=True, 
     def answer(logits, labels, columns, all_reduce):
         real = logits if padding else [part[:, :n] for part, n in zip(logits, columns)]
         own_top = [part.max(1) for part in real]
-        tops = {"all": all_reduce(own_top, "max"), "own": own_top, "none": [0 * each for each in own_top]}[top]
+        shared = all_reduce(own_top, "max")
+        one = [np.full_like(each, each.max()) for each in shared]
+        tops = {"all": shared, "one": one, "own": own_top, "none": [0 * each for each in own_top]}[top]
         sums = [np.exp(part - most[:, None]).sum(1) for part, most in zip(real, tops)]
         if total == "logs":
             logs = all_reduce([np.log(each) + most for each, most in zip(sums, tops)], "sum")
@@ -82,6 +84,7 @@ def different_scales(logits, labels, columns, all_reduce):
 LOSSES = {
     "no maximum": (losses(top="none"), "subtract the largest logit of all ranks first"),
     "different scales": (different_scales, "have different scales"),
+    "one maximum": (losses(top="one"), "one number is subtracted for all tokens"),
     "own maximum": (losses(top="own"), "subtracts and adds its own maximum"),
     "logarithms": (losses(total="logs"), "logarithms are added"),
     "own columns": (losses(total="own"), "softmax over its own columns"),

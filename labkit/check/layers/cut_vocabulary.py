@@ -211,6 +211,10 @@ def _misread_losses(problem: _Loss) -> Misreadings:
             plain_sum - target
         ]
         * ranks,
+        "one number is subtracted for all tokens; each token needs the largest of its own logits": [
+            np.log(np.exp(np.concatenate(real, axis=1) - max(top)).sum(axis=1)) + max(top) - target
+        ]
+        * ranks,
         "each rank has subtracted its own maximum, so the sums that are added have different scales": [
             np.log(sum(own_sums)) + top - target
         ]
