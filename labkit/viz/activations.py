@@ -120,7 +120,7 @@ def memory_and_work(predicted: Mapping[str, tuple[float, float]], counted: Mappi
     """Bytes that each way of recomputing keeps, beside the operations of its step; bars predicted, diamonds counted.
 
     predicted, counted: way -> (bytes in units of s b h, operations of forward and backward). Operations are drawn as
-    multiples of the first way's.
+    multiples of the first way's. The number beside a bar is the counted one.
 
     Raises ValueError where the two do not name the same ways.
     """
@@ -135,11 +135,12 @@ def memory_and_work(predicted: Mapping[str, tuple[float, float]], counted: Mappi
         for column, (axes, title) in enumerate(zip(panels, titles)):
             unit = once if column else 1.0
             bars, dots = ([pair[column] / unit for pair in way.values()] for way in (predicted, counted))
-            axes.barh(places, bars, height=0.6, color=SEQUENCE[column], label="predicted")
+            axes.barh(places, bars, height=0.6, color=SEQUENCE[0], label="predicted")
             axes.plot(dots, places, "D", color="#000000", markeredgecolor="#FFFFFF", markersize=6, label="counted")
-            for place, value in enumerate(bars):
-                axes.text(value + 0.03 * max(bars), place, f"{value:.{2 * column or 1}f}", va="center", fontsize=8)
-            axes.set(xlabel=title, xlim=(0, 1.18 * max(bars)))
+            for place, value in enumerate(dots):
+                end = max(value, bars[place]) + 0.03 * max(bars)
+                axes.text(end, place, f"{value:.{2 * column or 1}f}", va="center", fontsize=8)
+            axes.set(xlabel=title, xlim=(0, 1.18 * max(*bars, *dots)))
         panels[0].set_yticks(places, list(predicted))
         panels[0].invert_yaxis()
         fig.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
