@@ -57,7 +57,8 @@ def idle(answer: Any) -> Iterator[Outcome]:
             "these are seconds; divide by stages times the length of the step": stages * step - busy,
         }
         outcome = diagnosis.outcome(
-            f"{stages} stages, {count} microbatches, and forwards of {list(forward)} s",
+            f"{stages} stages, {count} microbatches, forwards of {list(forward)} s, "
+            f"and a step from {first:g} to {last:g} s",
             round((stages * step - busy) / (stages * step), 6),
             lambda r=rows: round(float(answer([list(row) for row in r])), 6),
             {words: round(value, 6) for words, value in misreadings.items()},
