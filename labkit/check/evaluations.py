@@ -69,6 +69,9 @@ def _misread_windows(tokens: int, length: int, stride: int) -> Misreadings:
         "these are the tokens that are read; the label of each is the next token": [
             (s, first - 1, end - 1) for s, first, end in right
         ],
+        "the last window scores labels behind the text; the last label of n tokens is n - 1": [
+            (s, first, s + length + 1) for s, first, _ in right
+        ],
         "the last label of a window is its last token; it is the token behind": [
             (s, first, end - 1) for s, first, end in right
         ],

@@ -39,6 +39,7 @@ WINDOWS = {
         "the windows stand side by side",
     ),
     "tokens": (changed(lambda w, n, s: (w[0], w[1] - 1, w[2] - 1)), "these are the tokens that are read"),
+    "behind the text": (changed(lambda w, n, s: (w[0], w[1], w[0] + n + 1)), "scores labels behind the text"),
     "last label": (changed(lambda w, n, s: (w[0], w[1], w[2] - 1)), "it is the token behind"),
 }
 
