@@ -67,7 +67,7 @@ def losses(*, top="all", total="all", label="all", padding=False, restore=True, 
             sums = sums if total == "own" else all_reduce(sums, "sum")
             logs = [np.log(each) + restore * most for each, most in zip(sums, tops)]
         targets = list(of_label(logits, labels, label != "unmasked"))
-        targets = targets if label == "own" else all_reduce(targets, "sum")
+        targets = targets if label == "own" else all_reduce(targets, "max" if label == "max" else "sum")
         return [sign * (log - target) for log, target in zip(logs, targets)]
 
     return answer
@@ -91,6 +91,7 @@ LOSSES = {
     "not restored": (losses(restore=False), "inside the sum alone"),
     "padding": (losses(padding=True), "padding columns count"),
     "own label": (losses(label="own"), "the owner's logit must reach all ranks"),
+    "largest label": (losses(label="max"), "a negative logit is lost"),
     "label unmasked": (losses(label="unmasked"), "it must add 0"),
     "sign": (losses(sign=-1), "its negative"),
 }
@@ -137,6 +138,11 @@ def mean(ranks):
     return added(pipeline, 1 / stages)(ranks)
 
 
+def ends(ranks):
+    first, last = ranks[0]["grad"], ranks[-1]["grad"]
+    return [a + b for a, b in zip(first, last)] if len(ranks) > 1 else first
+
+
 TIED = {
     "nothing": (lambda ranks: [rank["grad"] for rank in ranks], "nothing is added"),
     "mean": (mean, "this is the mean"),
@@ -144,6 +150,11 @@ TIED = {
     "last alone": (keeps("first"), "the first stage keeps its own"),
     "over tp": (added(lambda a, b: a["dp"] == b["dp"]), "other rows of the table"),
     "over dp": (added(lambda a, b: a["tp"] == b["tp"]), "sum is done already"),
+    "two ends": (
+        lambda ranks: [ends(ranks) if i in (0, len(ranks) - 1) else rank["grad"] for i, rank in enumerate(ranks)],
+        "get each other's gradient",
+    ),
+    "ends for all": (lambda ranks: [rank["grad"] and ends(ranks) for rank in ranks], "every rank gets the sum of"),
     "everything": (added(lambda a, b: True), "all gradients of all ranks"),
     "middle stages": (filled, "the middle stages get a gradient"),
     "twice": (

@@ -240,6 +240,10 @@ def _misread_losses(problem: _Loss) -> Misreadings:
         "a rank without the label subtracts 0; the owner's logit must reach all ranks": [
             log_sum - np.where(mine, value, 0.0) for mine, value in zip(own, zeroth)
         ],
+        "the largest of the label's logit and zeros is taken, so a negative logit is lost; add them": [
+            log_sum - np.max([np.where(mine, value, 0.0) for mine, value in zip(own, zeroth)], axis=0)
+        ]
+        * ranks,
         "a rank without the label adds the logit of one of its own columns; it must add 0": [log_sum - sum(zeroth)]
         * ranks,
         "this is the logarithm of the probability; the loss is its negative": [-right] * ranks,
@@ -314,6 +318,7 @@ def _at_first_rank(outcome: Outcome, ranks: list[dict[str, Any]], right: Gradien
 def _misread_tied(ranks: Sequence[dict[str, Any]]) -> Misreadings:
     right, last = _summed(ranks, _same_column), max(rank["pp"] for rank in ranks)
     alone = [rank["grad"] for rank in ranks]
+    ends = [sum(column) for column in zip(alone[0], alone[-1])] if last else alone[0]  # of the list, as it stands
 
     def on(kept: Callable[[int], bool]) -> Gradients:
         return [total if kept(rank["pp"]) else own for rank, total, own in zip(ranks, right, alone)]
@@ -335,6 +340,12 @@ def _misread_tied(ranks: Sequence[dict[str, Any]]) -> Misreadings:
         "gradients of other tp ranks are added, which belong to other rows of the table": _summed(
             ranks, lambda rank, other: rank["dp"] == other["dp"]
         ),
+        "the first rank of the list and the last get each other's gradient; partners are equal in tp and dp": [
+            ends if i in (0, len(alone) - 1) else own for i, own in enumerate(alone)
+        ],
+        "every rank gets the sum of the first rank of the list and the last; partners are equal in tp and dp": [
+            None if own is None else ends for own in alone
+        ],
         "replicas are added once more; the data-parallel sum is done already": _summed(
             ranks, lambda rank, other: rank["tp"] == other["tp"]
         ),
