@@ -118,6 +118,10 @@ GROUPS = {
     "balance": (lambda n, i, a: round((n * i / a) ** 0.5), "must divide the layers"),
     "peak": (lambda n, i, a: n // group(n, i, a) * i + group(n, i, a) * a - i, "this is the peak"),
     "count": (lambda n, i, a: n // group(n, i, a), "this is the number of groups"),
+    "larger": (
+        lambda n, i, a: min((k for k in range(n, 0, -1) if n % k == 0), key=lambda k: n // k * i + k * a),
+        "return the smaller",
+    ),
 }
 
 # ---- 06.shapes ----
