@@ -405,7 +405,17 @@ EXTREMES = [
     ("12_write_your_own_schedule", {"world_size": 4, "microbatches": 64, "hunt": 99}),
     (
         "13_training_end_to_end",
-        {"world_size": 2, "tp": 1, "pp": 2, "new_tp": 2, "new_pp": 1, "precision": "bf16", "steps": 20, "saves": 2},
+        {
+            "world_size": 2,
+            "tp": 1,
+            "pp": 2,
+            "new_tp": 2,
+            "new_pp": 1,
+            "precision": "bf16",
+            "steps": 20,
+            "saves": 2,
+            "hunt": 0,
+        },
     ),
     (
         "13_training_end_to_end",
@@ -418,9 +428,10 @@ EXTREMES = [
             "precision": "fp16",
             "steps": 20,
             "saves": 10,
+            "hunt": 99,
         },
     ),
-    ("13_training_end_to_end", {"world_size": 4, "new_tp": 2, "new_pp": 2, "steps": 200, "saves": 10}),
+    ("13_training_end_to_end", {"world_size": 4, "new_tp": 2, "new_pp": 2, "steps": 200, "saves": 10, "hunt": 2}),
     ("14_moe_layer", {"world_size": 2, "experts": 2, "top_k": 2, "tokens": 1, "row_us": 1, "steps": 1, "hunt": 0}),
     ("14_moe_layer", {"world_size": 8, "experts": 16, "top_k": 16, "tokens": 256, "row_us": 1, "steps": 2, "hunt": 1}),
     (
