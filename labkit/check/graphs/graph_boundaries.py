@@ -60,7 +60,7 @@ def boundary(answer: Any) -> Iterator[Outcome]:
 
         words = f"{_words(steps[:captured])} | {_words(steps[captured:])} (captured up to the bar)"
         outcome = diagnosis.outcome(words, right, tried, _misread(steps, captured))
-        consequence = _consequence(given[0], right, steps[captured:]) if given and not outcome.passed else ""
+        consequence = _consequence(given[0], right, steps, captured) if given and not outcome.passed else ""
         yield replace(outcome, got=outcome.got + consequence)
 
 
@@ -116,7 +116,7 @@ def _misread(steps: Sequence[Step], captured: int) -> Misreadings:
     }  # fmt: skip
 
 
-def _consequence(given: Any, right: list[list[str]], after: Sequence[Step]) -> str:
+def _consequence(given: Any, right: list[list[str]], steps: Sequence[Step], captured: int) -> str:
     """The first name that is missing or too much, and what that means; empty for another form."""
     if not (isinstance(given, list) and len(given) == 2 and all(isinstance(each, list) for each in given)):
         return " (two lists are asked: inputs and outputs)"
@@ -125,10 +125,17 @@ def _consequence(given: Any, right: list[list[str]], after: Sequence[Step]) -> s
             return f" (without the input {name} the graph has nothing to read)"
     for name in right[1]:
         if name not in given[1]:
-            reader = next((step for step, reads, _ in after if name in reads), None)
+            reader = next((step for step, reads, _ in steps[captured:] if name in reads), None)
             return f" (without {name} `{reader}` has nothing to read)" if reader else f" (the result {name} is lost)"
-    extra = [name for each, wanted in zip(given, right) for name in each if name not in wanted]
-    return f" ({extra[0]} is too much)" if extra else " (the names are right, their order is not)"
+    for name in given[0]:
+        if name not in right[0]:
+            made = any(name in writes for _, _, writes in steps[:captured])
+            return f" ({name} is too much{': a captured step writes it before it is read' if made else ''})"
+    for name in given[1]:
+        if name not in right[1]:
+            made = any(name in writes for _, _, writes in steps[:captured])
+            return f" ({name} is too much{'' if made else ': no captured step writes it, so the caller has it'})"
+    return " (the names are right, their order is not)"
 
 
 def _shortest_missed(answer: Any) -> tuple[list[Step], int]:
