@@ -46,6 +46,68 @@ def test_each_wrong_answer_is_named_once(name: str) -> None:
         assert repr(check(name, answer)).count(words) == 1, f"{name} {wrong}"
 
 
+LAUNCHES = {
+    "one by one the host launches each operation": lambda works, launch, graph: launch + sum(works),
+    "the device can be further behind": lambda works, launch, graph: (
+        launch + sum(works) if graph else launch * len(works) + works[-1]
+    ),
+    "the host can be many operations ahead": lambda works, launch, graph: (
+        launch + sum(works if graph else [max(launch, work) for work in works])
+    ),
+}
+
+
+@pytest.mark.parametrize("words", LAUNCHES)
+def test_a_wrong_model_of_time_is_named_by_the_misunderstanding_that_fits_every_case(words: str) -> None:
+    told = repr(check("16.launches", LAUNCHES[words]))
+    assert told.count(words) == 1 and "beside the one before" not in told
+
+
+def clip(counted, bad=lambda finite: finite.all()):
+    """A clip that counts by `counted(norm, limit, finite)` and keeps entries by `bad(finite)`."""
+
+    def clipped(x, limit, count):
+        finite = x.isfinite()
+        kept = torch.where(bad(finite), x, 0.0)
+        count.add_(counted(x.norm(), limit, ~finite.all()))
+        return torch.where(kept.norm() > limit, kept * (limit / kept.norm()), kept)
+
+    return clipped
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("False where the norm is NaN", clip(lambda norm, limit, bad: norm > limit)),
+        ("equal to the limit does not count", clip(lambda norm, limit, bad: (norm >= limit) | bad)),
+        ("inf counts once", clip(lambda norm, limit, bad: (norm > limit).int() + bad.int())),
+        ("makes all entries zero", clip(lambda norm, limit, bad: (norm > limit) | bad, lambda finite: finite)),
+    ],
+)
+def test_a_clip_hears_which_case_it_missed(words: str, answer) -> None:
+    assert words in repr(check("16.clipped", answer))
+    assert check("16.clipped", clip(lambda norm, limit, bad: (norm > limit) | bad)).passed
+
+
+def test_a_norm_of_zero_is_told_from_an_infinite_entry() -> None:
+    def always_scaled(x, limit, count):
+        finite = x.isfinite().all()
+        count.add_(~finite | (x.norm() > limit))
+        return torch.where(finite, x * limit / x.norm(), 0.0)
+
+    assert "the norm is 0" in repr(check("16.clipped", always_scaled))
+
+
+def test_a_name_too_much_at_a_boundary_has_its_reason() -> None:
+    def names(steps, captured):
+        read, written = ([name for step in steps[:captured] for name in step[which]] for which in (1, 2))
+        return read, written
+
+    assert "(t is too much: a captured step writes it before it is read)" in repr(check("18.boundary", names))
+    both = lambda steps, captured: (["x"], ["x", "y"])  # noqa: E731
+    assert "(x is too much: no captured step writes it, so the caller has it)" in repr(check("18.boundary", both))
+
+
 def test_a_clip_has_one_denominator_and_says_what_was_refused() -> None:
     """An answer that cannot be captured loses its replays, and hears about them once."""
 
@@ -62,6 +124,7 @@ def test_a_clip_has_one_denominator_and_says_what_was_refused() -> None:
 def test_a_stale_read_is_named_with_its_place_and_writer() -> None:
     score = check("16.stale", lambda captures, replays: [])
     assert "(position 1: B0 reads address 0, wants F0, finds None)" in repr(score)
+    assert "captures F0 (writes 0), F1 (writes 1), B0 (reads 0, writes 2), F2 (writes 0)" in repr(score)
     harmless = check("16.stale", lambda captures, replays: list(range(len(replays))))
     assert "(every read finds its own writer here)" in repr(harmless)
 

@@ -6,6 +6,7 @@ A wrong answer is held against the answers of known misunderstandings. The score
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, holds
+from labkit.check.scoring import Diagnosis, Misreadings, Outcome, exercise, fitting, holds
 from labkit.graphs.capture import make_graphed_callables
 from labkit.graphs.study.launches import predict_launches
 from labkit.graphs.study.refusal import Refusal
@@ -36,15 +37,17 @@ _WORK: tuple[tuple[tuple[int, ...], int], ...] = (
 def launches(answer: Any) -> Iterator[Outcome]:
     """Five lists of operations, each launched one by one and as one graph."""
     diagnosis = Diagnosis()
-    for durations, launch in _WORK:
-        for graph in (False, True):
-            right = predict_launches(durations, launch, graph=graph).end
-            yield diagnosis.outcome(
-                f"durations {list(durations)}, launch {launch}, {'as a graph' if graph else 'one by one'}",
-                int(right),
-                partial(answer, list(durations), launch, graph),
-                _misread_launches(durations, launch, graph),
-            )
+    cases = [(durations, launch, graph) for durations, launch in _WORK for graph in (False, True)]
+    rows: Sequence[Misreadings] = [_misread_launches(*case) for case in cases]
+    with suppress(Exception, SystemExit):  # a case that raises is judged below
+        rows = fitting([answer(list(durations), launch, graph) for durations, launch, graph in cases], rows)
+    for (durations, launch, graph), misread in zip(cases, rows):
+        yield diagnosis.outcome(
+            f"durations {list(durations)}, launch {launch}, {'as a graph' if graph else 'one by one'}",
+            int(predict_launches(durations, launch, graph=graph).end),
+            partial(answer, list(durations), launch, graph),
+            misread,
+        )
 
 
 def _misread_launches(durations: Sequence[int], launch: int, graph: bool) -> Misreadings:
@@ -62,6 +65,12 @@ def _misread_launches(durations: Sequence[int], launch: int, graph: bool) -> Mis
             (launch if graph else moment) + duration for moment, duration in zip(ready, durations)
         ),
         "this leaves the launch out": work,
+        "this pays for one launch; one by one the host launches each operation": launch + work,
+        "this runs only the last operation behind the last launch; the device can be further behind": launch + work
+        if graph
+        else count * launch + durations[-1],
+        "this lets the host wait after each launch; the host can be many operations ahead": launch
+        + (work if graph else sum(max(launch, duration) for duration in durations)),
     }
 
 
@@ -71,7 +80,13 @@ SHAPE = (4, 3)
 """[T, H] of the exercise."""
 _NO_TENSOR = "no tensor but a "
 _NAN = "NaN among the entries: 0 times inf is NaN, and torch.where chooses without multiplying"
+_ZERO_NORM = "NaN among the entries: the norm is 0, and 0 / 0 and 0 times inf are NaN"
 _REBOUND = "count 0: the caller's tensor never changed; `count = count + 1` makes another tensor"
+_MISCOUNTED = {
+    -1: "; `norm > limit` is False where the norm is NaN",
+    1: "; a norm equal to the limit does not count, and an entry that is inf counts once",
+}
+"""Replays counted too often -> the likely misunderstanding."""
 _ASKS = {
     ".item()": "`.item()` asks the host for a number",
     "float(": "`float` asks the host for a number",
@@ -148,7 +163,7 @@ def _judged(answer: Any) -> Iterator[Outcome]:
 def _counted(count: int, expected: int) -> bool | str:
     if count == expected:
         return True
-    return _REBOUND if count == 0 else f"count {count}"
+    return _REBOUND if count == 0 else f"count {count}{_MISCOUNTED.get(count - expected, '')}"
 
 
 def _captured(
@@ -187,7 +202,11 @@ def _agrees(
         return f"a tensor of shape {list(got.shape)}"
     if torch.allclose(got, call.expected, rtol=1e-5, atol=1e-7):
         return True
-    return _NAN if got.isnan().any() else f"a tensor of norm {float(got.norm()):.4g}"
+    finite = call.x.isfinite().all()
+    if got.isnan().any():
+        return _ZERO_NORM if finite else _NAN
+    norm = f"a tensor of norm {float(got.norm()):.4g}"
+    return norm if finite else f"{norm}; one entry that is inf or NaN makes all entries zero"
 
 
 # ---- replays in another order ----
@@ -218,11 +237,11 @@ _REPLAYS: tuple[tuple[str, Captures, str], ...] = (
 
 @exercise("16.stale", "Write stale(captures, replays) -> the positions of replays that read another graph's value.")
 def stale(answer: Any) -> Iterator[Outcome]:
-    """Two pools, replayed in nine ways: harmless ones and ones that overwrite."""
+    """Two lists of captures, replayed in nine ways: harmless ones and ones that overwrite."""
     diagnosis = Diagnosis()
     for words, captures, text in _REPLAYS:
         replays = text.split()
-        given = f"{'pool P' if captures is _PIPELINE else 'pool C'}, {words}: {text}"
+        given = f"captures {_words(captures)}; replays {text} ({words})"
         outcome = diagnosis.outcome(
             given,
             _stale(captures, replays),
@@ -230,6 +249,16 @@ def stale(answer: Any) -> Iterator[Outcome]:
             _misread_replays(captures, replays),
         )
         yield outcome if outcome.passed else replace(outcome, got=f"{outcome.got}{_consequence(captures, replays)}")
+
+
+def _words(captures: Captures) -> str:
+    def places(verb: str, numbers: Places) -> list[str]:
+        return [f"{verb} {' and '.join(map(str, numbers))}"] if numbers else []
+
+    return ", ".join(
+        f"{name} ({', '.join(places('reads', reads) + places('writes', writes))})"
+        for name, (reads, writes) in captures.items()
+    )
 
 
 def _writers(captures: Captures) -> dict[tuple[str, int], str | None]:
