@@ -77,7 +77,7 @@ _GRADIENTS = (
     ([1e-3, 1e-6, 1e-8, 1e-9], 1.0),
     ([1e-8, 1e-9, 1e-13], 2.0**16),
     ([0.5, 1.5, -3.0, 1e-7], 2.0**16),
-    ([2e-5, 3e-6, -1e-5], 1.0),
+    ([2e-5, 4e-8, -1e-5], 1.0),
     ([0.0, 5e-9, 0.0], 1.0),
     ([-1e-12, 7e4, -7e4, 1.0], 1.0),
 )
@@ -114,9 +114,11 @@ def _misread_gradients(gradients: Sequence[float], scale: float) -> Misreadings:
     right = _lost(gradients, scale)
     zeros = [place for place, gradient in enumerate(gradients) if gradient == 0]
     normal = _lost(gradients, scale, smallest=math.nextafter(SMALLEST_NORMAL, 0.0))
+    rounded_up = _lost(gradients, scale, smallest=math.nextafter(SMALLEST, 0.0))
     without_sign = [p for p in right if gradients[p] > 0 or abs(gradients[p] * scale) < 1]
     return {
         "this takes 6.1e-05 as the smallest number, but subnormal numbers reach down to 6e-08": normal,
+        "this loses all below 6e-08, but a number above half of 6e-08 rounds up to it": rounded_up,
         "this forgets the other end: a scaled gradient beyond 65504 becomes infinite": _lost(
             gradients, scale, largest=math.inf
         ),

@@ -29,6 +29,7 @@ LOST = {
         places(lambda g, s: 0 < abs(g * s) < SMALLEST_NORMAL or abs(g * s) > 65504),
         "subnormal numbers reach down to 6e-08",
     ),
+    "half of the smallest": (places(lambda g, s: 0 < abs(g * s) < SMALLEST or abs(g * s) >= 65520), "rounds up to it"),
     "no overflow": (places(lambda g, s: g != 0 and half(g * s) == 0), "forgets the other end"),
     "no scale": (places(lambda g, s: is_lost(g, 1.0)), "leaves the scale out"),
     "zeros": (places(lambda g, s: g == 0 or is_lost(g, s)), "that were 0 from the start"),
