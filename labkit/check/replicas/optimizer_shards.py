@@ -64,6 +64,9 @@ def _misread_bytes(weight: int, d: int, stage: int) -> Misreadings:
         "the master is missing, or moments are as narrow as the weight; Adam updates a copy of 4 bytes": _kept(
             weight, wide, 0, 2 * wide, shares
         ),
+        "both moments have 4 bytes here; each is as wide as the tensor that Adam updates": _kept(
+            weight, wide, master, 8, shares
+        ),
         "Adam has two moments; this counts one": _kept(weight, wide, master, wide, shares),
         "the gradient has max(4, weight) bytes": _kept(weight, weight, master, 2 * wide, shares),
         "this divides what the next stage divides": _kept(*four, later),
@@ -157,6 +160,7 @@ def _misread_owners(sizes: Sequence[int], bucket_size: int, dp: int) -> dict[str
         "buckets are padded to dp alone; their length must be a multiple of lcm(dp, 128)": _cut(
             _laid_out(sizes, bucket_size, dp, multiple=1), dp
         ),
+        "buckets are padded to 128 alone; dp must divide their length, too": _cut(_laid_out(sizes, bucket_size, 1), dp),
         "parameters lie as they were registered; the first bucket is then complete when the backward ends": _cut(
             _laid_out(sizes, bucket_size, dp, backward=False), dp
         ),
