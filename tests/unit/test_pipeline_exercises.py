@@ -99,6 +99,14 @@ def test_a_misunderstanding_is_named_once(misread):
     assert "more ..." not in repr(score)
 
 
+def test_one_microbatch_too_many_where_the_share_is_exact_is_no_stage_too_many():
+    """With 4 stages and half of the step both give 4; a pipeline that tells them apart is judged first."""
+    score = repr(check("10.enough", lambda p, share: math.floor(least(p, share)) + 1))
+    assert "one fewer is enough" in score and "stages wait" not in score
+    score = repr(check("10.enough", lambda p, share: max(1, math.ceil(p * (1 - share) / share))))
+    assert "stages wait" in score and "one fewer is enough" not in score
+
+
 def test_other_programs_that_run_are_right():
     """Megatron's own, which joins in the steady phase alone, and even ranks that send first."""
 
