@@ -51,6 +51,9 @@ def _misread_work(length: int, cp: int) -> Misreadings:
         "a position sees itself, too": [pairs - part for pairs in right],
         "the own block has no mask; it is a triangle, not a square": [(rank + 1) * part**2 for rank in ranks],
         "a rank sees later keys in place of earlier ones": right[::-1],
+        "the triangle has its diagonal, L (L + 1) / 2 pairs and not L²/2": [
+            part**2 // 2 + rank * part**2 for rank in ranks
+        ],
         "the own block is left out": [rank * part**2 for rank in ranks],
         "each number counts the pairs of all ranks up to this one": np.cumsum(right).tolist(),
     }

@@ -21,6 +21,7 @@ WORK = {
     "own": (per_rank(lambda part, rank: triangle(part)), "own keys alone count"),
     "strict": (per_rank(lambda part, rank: triangle(part) - part + rank * part**2), "sees itself, too"),
     "square": (per_rank(lambda part, rank: (rank + 1) * part**2), "a triangle, not a square"),
+    "half a square": (per_rank(lambda part, rank: part**2 // 2 + rank * part**2), "has its diagonal"),
     "no own": (per_rank(lambda part, rank: rank * part**2), "the own block is left out"),
     "later": (
         lambda n, cp: [triangle(n // cp) + r * (n // cp) ** 2 for r in range(cp)][::-1],
