@@ -159,8 +159,8 @@ CASES = {
                 "d = 2 ranks: 18 bytes a parameter replicated; stage 1: 12 (6 + 12/d)"
             ),
             "counted: stage 0 18, stage 1 9": "counted: stage 0 18, stage 1 12",
-            "each of 4 ranks owns 128; 2 parameters have several owners, p1 the most: 4": (
-                "each of 2 ranks owns 256; 2 parameters have several owners, p1 the most: 2"
+            "each of 4 ranks owns 128; 2 parameters have several owners, at most 4": (
+                "each of 2 ranks owns 256; 2 parameters have several owners, at most 2"
             ),
             "gathers behind the forward: 3 gathers, 2 of them start after": (
                 "gathers behind the forward: 2 gathers, 1 of them starts after"

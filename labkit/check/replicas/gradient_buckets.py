@@ -203,7 +203,7 @@ def cuts(answer: Any) -> Iterator[Outcome]:
             return sentence or True
 
         link = f"latency {case.latency:g} and bandwidth {case.bandwidth:g}"
-        given = f"{case.words}, that is {len(case.sizes)} gradients of {sum(case.sizes):g} bytes, {link}"
+        given = f"{case.words}, that is {len(case.sizes)} gradients of {sum(case.sizes):g} bytes in all, {link}"
         outcome = holds(given, f"at most {case.best():.4g} exposed", tried)
         yield Outcome(outcome.given, outcome.expected, outcome.got, outcome.passed, not told.intersection(seen))
         told |= {kind for kind in seen if kind}

@@ -172,7 +172,7 @@ def _map_sentence(plan: BucketLayout, dp: int, pieces: Sequence[Piece]) -> str:
         several = sum(number > 1 for number in owners.values())
         parts.append(f"each of {dp} ranks owns {plan.numel // dp:,}")
         if several > 1:
-            parts.append(f"{several} parameters have several owners, {name} the most: {most}")
+            parts.append(f"{several} parameters have several owners, at most {most}")
         else:
             parts.append(f"{name} alone has several owners: {most}" if several else "every parameter has one owner")
     return "; ".join(parts) + "."
