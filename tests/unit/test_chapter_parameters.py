@@ -156,7 +156,11 @@ def test_values_just_outside_are_refused_at_once(chapter, tmp_path):
             {"chunks": "4"},
             "-p chunks '4': must be 2 to 4, a divisor of 8 / world_size (world_size is 4)",
         ),
-        ("12_write_your_own_schedule", {"microbatches": "7"}, "'7': must be 2 world_size to 64 (world_size is 4)"),
+        (
+            "12_write_your_own_schedule",
+            {"microbatches": "9"},
+            "'9': must be 2 world_size to 64, a multiple of world_size (world_size is 4)",
+        ),
         ("14_moe_layer", {"top_k": "9"}, "-p top_k '9': must be 2 to experts (experts is 8) in 14_moe_layer"),
         ("17_graphs_in_a_pipeline", {"microbatches": "6"}, "a multiple of world_size (world_size is 4)"),
     ],
