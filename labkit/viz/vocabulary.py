@@ -204,5 +204,6 @@ def _costs_sentence(ways: Mapping[str, Mapping[str, Cost]], quantities: Sequence
         for quantity in quantities
     ]
     apart = max(abs(counted / predicted - 1) for costs in ways.values() for predicted, counted in costs.values())
-    verdict = "as predicted" if apart == 0 else f"within {math.ceil(round(1000 * apart, 6)) / 10:.1f}% of the prediction"
+    percent = math.ceil(round(1000 * apart, 6)) / 10
+    verdict = "as predicted" if apart == 0 else f"within {percent:.1f}% of the prediction"
     return f"Bytes of a rank, {'; '.join(parts)}; {verdict}."
