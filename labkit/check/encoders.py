@@ -206,6 +206,7 @@ def _misread_copies(tp: int, pp: int, dp: int, split: int) -> Misreadings:
     words, positions = [0, split, pp - 1], [0, split]
     doubled = [sorted(_groups(tp, pp, dp, stages)) for stages in (words, positions)]
     together = [[sorted(rank for group in part for rank in group)] for part in _both(tp, pp, dp, words, positions)]
+    over_tp = [sorted(rank * tp + t for rank in group for t in range(tp)) for group in _groups(1, pp, dp, positions)]
     return {
         "these are a GPT's: the decoder's first stage has copies of both tables, which would drift away": _both(
             tp, pp, dp, [0, pp - 1], [0]
@@ -221,6 +222,10 @@ def _misread_copies(tp: int, pp: int, dp: int, split: int) -> Misreadings:
             tp, pp, dp, [0, split - 1, pp - 1], [0, split - 1]
         ),
         "ranks of several pipelines are in one group; tp ranks hold other rows, and dp is summed already": together,
+        "the tp ranks of a stage have equal gradients of the positions; a sum over tp would count them tp times": [
+            _both(tp, pp, dp, words, positions)[0],
+            sorted(over_tp),
+        ],
         "a stage is taken for a rank; stage p begins at rank p x tp x dp": [
             [sorted(set(stages))] for stages in (words, positions)
         ],

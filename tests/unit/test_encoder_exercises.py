@@ -125,6 +125,13 @@ COPIES = {
         lambda *sizes: [[sorted(r for g in part for r in g)] for part in copies(ends)(*sizes)],
         "several pipelines are in one group",
     ),
+    "positions over tp": (
+        lambda tp, pp, dp, split: [
+            copies(ends)(tp, pp, dp, split)[0],
+            [sorted(r * tp + t for r in g for t in range(tp)) for g in copies(ends)(1, pp, dp, split)[1]],
+        ],
+        "would count them tp times",
+    ),
     "stages": (lambda tp, pp, dp, split: copies(ends)(1, pp, 1, split), "taken for a rank"),
     "twice": (copies(ends, once=False), "stands twice"),
 }
