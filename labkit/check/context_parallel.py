@@ -177,13 +177,13 @@ class _Sentences:
     """Outcomes of one answer; the same reason is told once."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self.told: set[str] = set()
 
     def outcome(self, given: str, claim: str, said: str) -> Outcome:
         """`said` is empty for a right result; what stands behind its first colon is the reason."""
         reason = said.partition(": ")[2] or said
-        outcome = replace(holds(given, claim, lambda: said or True), told=reason not in self._told)
-        self._told |= {reason} if said else set()
+        outcome = replace(holds(given, claim, lambda: said or True), told=reason not in self.told)
+        self.told |= {reason} if said else set()
         return outcome
 
 
@@ -207,7 +207,8 @@ def ring(answer: Any) -> Iterator[Outcome]:
         rows = (case.q, np.arange(len(case.q)))
         found = _run(answer, case, rows, [case.v])
         claim = "the weights of one softmax over all keys up to each position"
-        yield sentences.outcome(f"{case.name}, the outputs", claim, found.error or _wrong_weights(case, *found.arrays))
+        said = found.error or _wrong_weights(case, *found.arrays, told=sentences.told)
+        yield sentences.outcome(f"{case.name}, the outputs", claim, said)
         if cp > 1 and factor == 1.0:
             most = case.at[0].size * (2 * case.q.shape[1] + 1)
             claim = f"{cp - 1} with one rank's k, v and positions, at most {most} numbers"
@@ -227,8 +228,11 @@ def _wrong_messages(found: _Run, cp: int, most: int, least: int) -> str:
     return ""
 
 
-def _wrong_weights(case: _Case, found: Array) -> str:
-    """Words for the first weight that differs, and for the misunderstanding; empty for right weights."""
+def _wrong_weights(case: _Case, found: Array, *, told: set[str]) -> str:
+    """Words for the first weight that differs, and for the misunderstanding; empty for right weights.
+
+    At scores of hundreds several misunderstandings give the same weights: one of those `told` already is meant again.
+    """
     right = _softmax(case.scores, case.causal)
     if _alike(found, right):
         return ""
@@ -236,7 +240,8 @@ def _wrong_weights(case: _Case, found: Array) -> str:
     key = next(key for key in range(len(right)) if not _alike(found[row, key], right[row, key]))
     finite: Array = np.asarray(np.isfinite(found).all(axis=1))
     if not _alike(found[finite], right[finite]):  # rows that are nan besides do not hide a misunderstanding
-        reason = next((words for words, other in _misread_weights(case) if _alike(found[finite], other[finite])), "")
+        reasons = [words for words, other in _misread_weights(case) if _alike(found[finite], other[finite])]
+        reason = next((words for words in reasons if words in told), next(iter(reasons), ""))
     else:
         reason = _nan_reason(case, finite)
     if not reason and np.nan_to_num(found[row, row + 1 :]).any():
@@ -248,11 +253,11 @@ def _wrong_weights(case: _Case, found: Array) -> str:
 
 
 def _nan_reason(case: _Case, finite: Array) -> str:
-    if abs(case.scores).max() > 700:
-        return "exp of several hundred overflows; take the largest score off first"
     blocks = [case.causal & (case.steps == step) for step in range(len(case.at))]
     if all(any(not block[row].any() for block in blocks) for row in np.flatnonzero(~finite)):
         return "this row sees no key of a block; its maximum there is -inf, and -inf - (-inf) is nan"
+    if abs(case.scores).max() > 700:
+        return "exp of several hundred overflows; take the largest score off first"
     return ""
 
 

@@ -168,7 +168,8 @@ def _draw_half(
             held = _box(
                 corner[0] + 0.72 * part[0], corner[1] + 0.8 * part[1], 0.72 * part[2], 0.8 * part[3], SEQUENCE[lane]
             )
-            held.set(hatch="////" if station == "fc2" else None)
+            if station == "fc2":
+                held.set(hatch="////", edgecolor=text_color(SEQUENCE[lane]))
             axes.add_patch(held)
         axes.text(x, height + 0.08, station, ha="center", va="bottom", fontsize=9)
         axes.text(x, -0.06, _text_of(shape), ha="center", va="top", fontsize=7)

@@ -121,7 +121,7 @@ def fold_grid(sizes: Mapping[str, Any], *, world_size: int, gpus_per_node: int =
     """Draw the grid of nodes and GPUs twice: coloured by each rank's job in attention, and by its job for experts.
 
     One colour is one job. On the left a job is a shard of the weights and a part of the sequence. On the right a job is
-    a shard of certain experts. A dark line surrounds ranks that do all jobs of one sample, or hold all experts once.
+    a shard of certain experts. Dark lines part ranks of different samples, or of different copies of the experts.
     Arguments and errors are those of `readings`; the function also refuses more than MAX_DRAWN ranks.
     """
     if world_size > MAX_DRAWN:
@@ -147,8 +147,8 @@ def fold_grid(sizes: Mapping[str, Any], *, world_size: int, gpus_per_node: int =
 
 def _colour(axes: Any, grid: Grid, reading: Reading) -> None:
     jobs_by = " and ".join(axis for axis in reading.job_axes if reading.sizes[axis] > 1) or "one"
-    team = "one sample" if reading.name == "attention" else "every expert once"
-    grid.prepare(axes, f"{reading.name}: {reading.words}\ncolour: {jobs_by}; dark line: {team}")
+    parted = "samples" if reading.name == "attention" else "copies"
+    grid.prepare(axes, f"{reading.name}: {reading.words}\ncolour: {jobs_by}; dark lines part {parted}")
     axes.title.set_fontsize(8.5)
     jobs = reading.number(reading.job_axes)
     shown = [axis for axis in reading.digits if reading.sizes[axis] > 1]
