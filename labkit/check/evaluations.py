@@ -83,8 +83,8 @@ def _misread_windows(tokens: int, length: int, stride: int) -> Misreadings:
 _BLOCKS = (
     ([(12.0, 4)], 4),
     ([(12.0, 4), (6.0, 4)], 8),
-    ([(12.0, 4), (6.0, 2)], 4),
     ([(40.0, 16), (9.0, 4), (3.0, 1)], 12),
+    ([(12.0, 4), (6.0, 2)], 4),
 )
 """((sum of losses, scored tokens) of each window, words of the text)."""
 
@@ -132,8 +132,8 @@ def _misread_perplexity(blocks: Sequence[tuple[float, int]], words: int) -> dict
 
 _CHOICES = (
     ([0.375, 0.25, 0.25, 0.125], 0.7),
-    ([0.125, 0.25, 0.5, 0.125], 0.7),
     ([0.0625, 0.625, 0.25, 0.0625], 0.6),
+    ([0.125, 0.25, 0.5, 0.125], 0.7),
     ([0.25, 0.5, 0.25], 0.5),
     ([0.0625, 0.3125, 0.125, 0.25, 0.1875, 0.0625], 0.9),
     ([0.25, 0.75], 1.0),

@@ -16,7 +16,7 @@ from labkit.data.text import load_tokenizer, read_text
 from labkit.evaluate.lambada import Accuracy, read_passages, score_passages
 from labkit.evaluate.model import CheckpointModel
 from labkit.evaluate.records import Key, Records, digest_of
-from labkit.evaluate.wikitext import detokenized, perplexity_of, score_windows
+from labkit.evaluate.wikitext import detokenized, original_words, perplexity_of, score_windows
 from labkit.launch import info
 from labkit.parallel.collectives import gather_objects
 from labkit.train.checkpoint.manifest import MANIFEST
@@ -101,7 +101,7 @@ def _wikitext(model: CheckpointModel, task: Task, done: Sequence[Any], keeper: C
     blocks = score_windows(
         model, ids, stride=task.stride, micro_batch_size=task.micro_batch_size, done=blocks, on_blocks=keeper
     )
-    found = perplexity_of(blocks, tokens=len(ids), original_words=len(text.split()))
+    found = perplexity_of(blocks, tokens=len(ids), original_words=original_words(text))
     low, high = found.interval
     return {
         "perplexity": found.perplexity,

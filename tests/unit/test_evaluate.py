@@ -13,7 +13,7 @@ from labkit.data import load_tokenizer
 from labkit.evaluate import CheckpointModel, Records, Sampling, Task, evaluate, generate, tasks
 from labkit.evaluate.lambada import Accuracy, passage_of
 from labkit.evaluate.model import layout_problems
-from labkit.evaluate.wikitext import detokenized, perplexity_of, window_starts
+from labkit.evaluate.wikitext import detokenized, original_words, perplexity_of, window_starts
 from labkit.launch import info, run
 from labkit.train import pretrain
 
@@ -68,6 +68,12 @@ def test_windows_that_score_nothing_are_refused():
 )
 def test_text_is_written_as_people_write_it(tokenised, written):
     assert detokenized(tokenised) == written
+
+
+def test_words_are_counted_as_megatron_counts_them_in_wikitexts_form():
+    wikitext = " \n = Robert Boulter = \n \n Robert Boulter is an actor . \n He had a role @-@ play . \n "
+    assert original_words(wikitext) == len(wikitext.strip().split(" ")) == len(wikitext.split()) + 3
+    assert original_words("two words\nand two\n\nmore  words\n") == 6
 
 
 def test_perplexity_by_hand():

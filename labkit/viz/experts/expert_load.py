@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import ArrayLike, NDArray
 
@@ -66,8 +67,9 @@ def _draw_shares(axes: Any, table: NDArray[Any]) -> None:
         middle = shares[-1].cumsum() - shares[-1] / 2
         for expert in range(experts):
             if shares[-1, expert] > 0.05:
+                halo = [withStroke(linewidth=2, foreground=shades[expert])]  # lines may cross the number
                 axes.text(1 + 0.98 * (steps - 1), middle[expert], expert, fontsize=7, ha="right", va="center",
-                          color=text_color(shades[expert]))  # fmt: skip
+                          color=text_color(shades[expert]), path_effects=halo)  # fmt: skip
     axes.set(xlim=(1, max(2, steps)), ylim=(0, 1), xlabel="step")
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
