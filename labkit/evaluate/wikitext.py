@@ -48,8 +48,8 @@ _REST = (
 def original_words(text: str) -> int:
     """T_o: the words of `text`, and its line ends that stand between blanks.
 
-    WikiText's files write a line end as a word of its own. Megatron-LM (`tasks/zeroshot_gpt/datasets.py`) splits them at
-    single blanks, so the paper's 245,566 of WikiText-103 are 241,211 words and 4,355 line ends.
+    WikiText's files write a line end as a word of its own, and Megatron-LM splits them at single blanks
+    (`tasks/zeroshot_gpt/datasets.py`). So the paper's 245,566 of WikiText-103 are 241,211 words and 4,355 line ends.
     """
     return len(_WORD.findall(text.strip()))
 

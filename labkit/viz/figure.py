@@ -12,6 +12,7 @@ import matplotlib.figure
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from labkit.viz.style import DPI, styled
 
@@ -35,7 +36,8 @@ class Figure:
     """A matplotlib figure with a sentence that carries its key numbers.
 
     A notebook shows the figure as a PNG with the sentence under the picture. The sentence is also the plain and the
-    alternative text: a screen reader reads the sentence, and nbval compares the sentence from run to run.
+    alternative text: a screen reader reads the sentence, and nbval compares the sentence from run to run. The PNG holds
+    it as its description, so that a stored picture older than its sentence is noticed.
 
     Raises:
         ValueError: the sentence is empty or more than one line.
@@ -58,8 +60,9 @@ class Figure:
             self.fig.set_dpi(DPI)
             pixels = _pixels(self.fig)
             picture = Image.fromarray(np.vstack([pixels, _caption(self.sentence, pixels.shape[1])]))
-            buffer = io.BytesIO()
-            picture.quantize(256, dither=Image.Dither.NONE).save(buffer, format="png", optimize=True)
+            buffer, words = io.BytesIO(), PngInfo()
+            words.add_itxt("Description", self.sentence)
+            picture.quantize(256, dither=Image.Dither.NONE).save(buffer, format="png", optimize=True, pnginfo=words)
             self._png = buffer.getvalue()
         return self._png
 

@@ -18,6 +18,8 @@ PLACES = {
     "without chunks": (lambda layer, layers, pp, vpp: (layer * pp // layers, 0), "has layers / pp layers"),
     "stage": (stage_of, "this is the number of the stage"),
     "all chunks": (lambda *a: (stage_of(*a) % a[2], stage_of(*a)), "a rank counts its own chunks"),
+    "by vpp": (lambda *a: (stage_of(*a) % a[2], stage_of(*a) // a[3]), "this chunk divides by vpp"),
+    "remainder": (lambda *a: (stage_of(*a) % a[2], stage_of(*a) % a[3]), "this chunk is a remainder"),
 }
 
 
@@ -51,6 +53,11 @@ ORDERS = {
 }
 
 
+def needs(signed, vpp):
+    """The number that must stand before: of the chunk before, the chunk after, or the last chunk's own forward."""
+    return vpp if signed == -vpp else signed - 1
+
+
 def early(needed):
     return lambda order, vpp: _first_early(order, vpp, needed)
 
@@ -63,6 +70,13 @@ EARLY = {
         lambda order, vpp: next((i for i, s in enumerate(order) if s < 0 and -s not in order[:i]), None),
         "asks if a forward came at all",
     ),
+    "any": (
+        lambda order, vpp: next((i for i, s in enumerate(order) if (n := needs(s, vpp)) and n not in order[:i]), None),
+        "each entry needs one of its own",
+    ),
+    "backwards": (early(lambda s, v: 0 if s > 0 else needs(s, v)), "this looks at backwards alone"),
+    "no turn": (early(lambda s, v: s - 1), "no chunk comes after the last one"),
+    "free turn": (early(lambda s, v: 0 if s == -v else s - 1), "waits, too, for its own forward"),
     "nothing": (lambda order, vpp: None, "right counts do not make an order that runs"),
     "from one": (lambda order, vpp: (right := _first_early(order, vpp)) and right + 1, "positions count from 0"),
     "number": (
@@ -91,6 +105,17 @@ def test_the_shorter_warm_up_is_told_what_messages_cost():
     assert found.expected.startswith("28.5 forwards of a whole share if messages are free, 32 if")
     assert found.got.startswith("28.5 forwards of a whole share if messages are free, 36 if")
     assert "at most 4 shares in flight: it looks better while messages are free" in found.got
+
+
+def test_all_forwards_first_are_not_said_to_look_better():
+    (found, *_) = [outcome for outcome in check("11.order", order(more=99)).outcomes if "all ranks" in outcome.given]
+    assert found.got.endswith("it keeps more, and takes longer with slow messages")
+
+
+@pytest.mark.parametrize("name", ["any", "backwards", "no turn", "free turn"])
+def test_no_other_misunderstanding_is_named(name):
+    reasons = [outcome.got.partition(": ")[2] for outcome in check("11.early", EARLY[name][0]).outcomes]
+    assert set(filter(None, reasons)) == {reason for reason in reasons if EARLY[name][1] in reason}, reasons
 
 
 @pytest.mark.parametrize("case", _PIPELINES, ids=str)

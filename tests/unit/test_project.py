@@ -1,5 +1,7 @@
 """Rules of the repository that users rely on: pins are complete, chapters are stored as they ran, nothing is stray."""
 
+import base64
+import io
 import json
 import os
 import re
@@ -15,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from PIL import Image
 
 ROOT = Path(__file__).parents[2]
 CHAPTERS = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
@@ -225,6 +228,8 @@ def test_every_picture_says_its_sentence(path):
             if "image/png" in output.get("data", {}):
                 sentence = "".join(output["data"].get("text/plain", ""))
                 assert re.search(r"\d", sentence) and not sentence.startswith("<"), sentence
+                picture = Image.open(io.BytesIO(base64.b64decode(output["data"]["image/png"])))
+                assert picture.info.get("Description") == sentence, "the picture is older; run `make chapters`"
 
 
 def test_chapters_are_there():

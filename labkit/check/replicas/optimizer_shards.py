@@ -69,7 +69,8 @@ def _misread_bytes(weight: int, d: int, stage: int) -> Misreadings:
         ),
         "Adam has two moments; this counts one": _kept(weight, wide, master, wide, shares),
         "the gradient has max(4, weight) bytes": _kept(weight, weight, master, 2 * wide, shares),
-        "this divides what the next stage divides": _kept(*four, later),
+        "this divides what the next stage divides; a weight that is its own master counts as weight, and only stage 3 "
+        "divides weights": _kept(*four, later),
     }
 
 

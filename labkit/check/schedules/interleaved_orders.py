@@ -60,6 +60,8 @@ def _misread_places(layer: int, layers: int, pp: int, vpp: int) -> Misreadings:
         "this chunk goes back from the last rank to the first; each chunk begins at rank 0": (pp - 1 - rank, chunk),
         "this is the rank and the number of the stage; a rank counts its own chunks": (rank, stage),
         "this is the number of the stage; its rank and chunk are asked": stage,
+        "this chunk divides by vpp; a round has pp stages, one for each rank": (rank, stage // vpp),
+        "this chunk is a remainder; it is the number of full rounds before the stage": (rank, stage % vpp),
     }
 
 
@@ -276,6 +278,8 @@ def _words(free: float, slow: float, memory: float) -> str:
 def _verdict(found: Sequence[float], expected: Sequence[float]) -> str:
     """Words for a pipeline that runs in another time or memory."""
     (free, slow, memory), (least, usual, kept) = found, expected
+    if free == least and slow > usual and memory > kept:
+        return "it keeps more, and takes longer with slow messages"
     if free == least and slow > usual:
         return "it looks better while messages are free, but no message has time to travel, so each one delays the next"
     if free > least:
@@ -350,6 +354,10 @@ def _misread_early(order: Sequence[int], vpp: int) -> Misreadings:
     chunkwise = lambda signed, _: 0 if signed > 0 else -signed  # noqa: E731
     upwards = lambda signed, _: signed - 1 if signed > 0 else signed + 1 or 1  # noqa: E731
     forwards = lambda signed, _: signed - 1 if signed > 0 else 0  # noqa: E731
+    backwards = lambda signed, vpp: 0 if signed > 0 else _waits_for(signed, vpp)  # noqa: E731
+    no_turn = lambda signed, _: signed - 1  # noqa: E731
+    free_turn = lambda signed, vpp: 0 if signed == -vpp else signed - 1  # noqa: E731
+    absent = [i for i, signed in enumerate(order) if (other := _waits_for(signed, vpp)) and other not in order[:i]]
     unseen = [i for i, signed in enumerate(order) if signed < 0 and -signed not in order[:i]]
     return {
         "this only holds a backward against its own forward; chunks wait for each other, too": _first_early(
@@ -366,4 +374,8 @@ def _misread_early(order: Sequence[int], vpp: int) -> Misreadings:
         "positions count from 0": None if right is None else right + 1,
         "this is the entry that is waited for; the early one is asked": late,
         "this is the early number itself; its position is asked": None if right is None else order[right],
+        "this asks if the needed number came at all; each entry needs one of its own": next(iter(absent), None),
+        "this looks at backwards alone; a forward waits for the chunk before, too": _first_early(order, vpp, backwards),
+        "no chunk comes after the last one; its backward needs its own forward": _first_early(order, vpp, no_turn),
+        "the backward of the last chunk waits, too, for its own forward": _first_early(order, vpp, free_turn),
     }

@@ -40,7 +40,7 @@ def enough(answer: Any) -> Iterator[Outcome]:
             "this rounds down, and then the bubble is larger than the share": math.floor(least),
             "p - 1 stages wait for the first microbatch, not p": max(1, math.ceil(p * (1 - share) / share)),
             "the bubble may be exactly the share; one fewer is enough": math.floor(least) + 1,
-            "with so few, the work is at most the share; the bubble is asked": max(
+            "this compares the work, m/(m + p - 1), with the share; the bubble is asked": max(
                 1, math.ceil((p - 1) * share / (1 - share))
             ),
             "this many would do on a larger pipeline, too; fewer are enough here": math.ceil(p / share),
