@@ -159,6 +159,9 @@ def _misread_stacks(x: Array, halves: Sequence[Function], norms: Sequence[Functi
             x, halves, norms, "post"
         )
         wrong["the final norm is missing; the sum of all branches grows from layer to layer"] = without_final
+        wrong["the norms are one too late: the first belongs to the first half, and the last is the final norm"] = _run(
+            x, halves, [*norms[1:], norms[0]], "pre"
+        )
     if post:
         wrong["this is pre: the norms stand on the branch; in post they stand behind the sum"] = _run(
             x, halves, norms, "pre"

@@ -130,6 +130,9 @@ def digits(answer: Any) -> Iterator[Outcome]:
             "the rest of the division by the size is missing": {a: rank // strides[a] for a in sizes},
             "the division by the stride is missing": {a: rank % size for a, size in sizes.items()},
             "these are the strides, the same for every rank": {a: strides[a] for a in sizes},
+            "a stride is the product of the sizes of all faster axes, not 2 for each of them": {
+                axis: rank // 2**place % sizes[axis] for place, axis in enumerate(order_string.split("-"))
+            },
         }
         outcome = diagnosis.outcome(
             f"rank {rank}, order {order_string!r} and sizes {sizes}",

@@ -347,6 +347,7 @@ def _ring_times(g: int, size: float, latency: float, bandwidth: float) -> Times:
         "each half has g - 1 steps, not g: a rank's own chunk need not travel": 2 * g * step,
         "this is one message; the ring sends 2 (g - 1) of them, one after the other": whole,
         "each step sends one chunk of size / g bytes, not the whole tensor": 2 * (g - 1) * whole,
+        "a smaller message has the same latency; only its bytes are divided by g": 2 * (g - 1) / g * whole,
         "the latency counts in each of the 2 (g - 1) steps": latency + 2 * (g - 1) * size / g / bandwidth,
         "the latency is missing": 2 * (g - 1) * size / g / bandwidth,
     }

@@ -22,10 +22,9 @@ import pytest
 TOKEN = "explorer"
 CELL = "from labkit.viz import explore_schedule\n\nexplore_schedule(builder='1f1b', pp=4, microbatches=8)"
 BUCKETS = """from labkit.parallel import BackwardPiece
-from labkit.parallel.data_parallel.bucket_layout import ParameterSpec
 from labkit.viz import explore_buckets
 
-layers = [ParameterSpec(f"layer {i}", 1_000_000) for i in range(40)]
+layers = {f"layer {i}": 1_000_000 for i in range(40)}
 backward = [BackwardPiece(0.004, (f"layer {i}",)) for i in reversed(range(40))]
 explore_buckets(layers, backward, bucket_mb=40.0, time_limit=0.25)"""
 SKEW = """from labkit.viz import explore_skew

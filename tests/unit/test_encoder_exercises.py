@@ -87,6 +87,10 @@ NORMS = {
     "stream": (stack(loop(through, last=True), right_post), "this is post"),
     "branch": (stack(right_pre, loop(lambda x, f, n: x + n(f(x)), first=True, shift=1)), "only the branch is"),
     "early": (stack(right_pre, loop(on_stream)), "the norms are one too early"),
+    "late": (
+        stack(lambda x, halves, norms: right_pre(x, halves, [*norms[1:], norms[0]]), right_post),
+        "the norms are one too late",
+    ),
     "no residual": (stack(loop(lambda x, f, n: f(n(x)), last=True), right_post), "no residual stream"),
 }
 

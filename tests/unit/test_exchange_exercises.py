@@ -103,6 +103,7 @@ SECONDS = {
     "half": (times(ring=lambda g, n, a, b: (g - 1) * (a + n / g / b)), "this is one half"),
     "g steps": (times(ring=lambda g, n, a, b: 2 * g * (a + n / g / b)), "each half has g - 1 steps"),
     "whole": (times(ring=lambda g, n, a, b: 2 * (g - 1) * (a + n / b)), "not the whole tensor"),
+    "smaller latency": (times(ring=lambda g, n, a, b: 2 * (g - 1) / g * (a + n / b)), "has the same latency"),
     "once": (times(ring=lambda g, n, a, b: a + 2 * (g - 1) * n / g / b), "counts in each of the 2 (g - 1) steps"),
     "none": (times(ring=lambda g, n, a, b: 2 * (g - 1) * n / g / b), "the latency is missing"),
     "one exchange": (times(doubling=lambda g, n, a, b: a + n / b), "doubling takes log2 g steps"),
@@ -148,6 +149,11 @@ def of_spans(share):
     return lambda rows: share(*spans(rows))
 
 
+def own_share(row):
+    """The share of a stage's own time, from its first action to its last, in which it is idle."""
+    return 1 - sum(end - start for start, end in row) / (row[-1][1] - row[0][0])
+
+
 IDLE = {
     "busy": (of_spans(lambda busy, a, b, n: busy / (n * (b - a))), "the share in which stages work"),
     "one stage": (of_spans(lambda busy, a, b, n: 1 - busy / (b - a)), "divide by their number"),
@@ -155,6 +161,7 @@ IDLE = {
         lambda rows: 1 - spans(rows)[0] / sum(row[-1][1] - row[0][0] for row in rows),
         "before its first action and after its last",
     ),
+    "mean of shares": (lambda rows: sum(map(own_share, rows)) / len(rows), "each stage's share of its own time"),
     "one stage from 0": (of_spans(lambda busy, a, b, n: 1 - busy / b), "and by a step that begins"),
     "from 0": (of_spans(lambda busy, a, b, n: 1 - busy / (n * b)), "not at time 0"),
     "formula": (
@@ -217,6 +224,10 @@ DIGITS = {
     "reversed": (lambda r, o, s: right_digits(r, backwards(o), s), "reads it from the end"),
     "no rest": (digits(lambda rank, stride, size: rank // stride), "the rest of the division"),
     "no stride": (digits(lambda rank, stride, size: rank % size), "the division by the stride is missing"),
+    "powers of two": (
+        lambda rank, order, sizes: {a: rank // 2**place % sizes[a] for place, a in enumerate(order.split("-"))},
+        "not 2 for each of them",
+    ),
     "strides": (digits(lambda rank, stride, size: stride), "these are the strides"),
 }
 GROUPS = {

@@ -106,7 +106,13 @@ def test_pictures_say_what_they_show(monkeypatch):
         "Exposed communication, the best and the largest size: "
         "here: 3000.0 ms with 2 buckets of 0.0008 MB or more, 4500.0 ms with 1 bucket."
     )
-    explored = explore_buckets(LAYERS, BACKWARD, bucket_mb=0.0008, latency_us=5e5, gigabytes_per_second=4e-7)
+    explored = explore_buckets(
+        dict.fromkeys(("p0", "p1", "p2", "p3"), 100),
+        BACKWARD,
+        bucket_mb=0.0008,
+        latency_us=5e5,
+        gigabytes_per_second=4e-7,
+    )
     assert "2 reductions, 1 of them starts before the backward ends, 3000.0 ms exposed" in explored.sentence
     assert explored.png[:4] == b"\x89PNG"
 
@@ -145,7 +151,7 @@ def test_a_picture_of_fixed_height_names_what_it_leaves_out_and_marks_where_it_i
 
 def test_sliders_redraw_the_step_in_a_picture_that_stays_where_it_is(monkeypatch):
     monkeypatch.setenv("JPY_SESSION_NAME", "somewhere")
-    layers = [ParameterSpec(f"p{i}", 100_000) for i in range(4)]  # 0.4 MB each
+    layers = {f"p{i}": 100_000 for i in range(4)}  # 0.4 MB each
     box = explore_buckets(layers, BACKWARD, bucket_mb=37.5, latency_us=5000.0, gigabytes_per_second=1.0)
     size, latency, bandwidth, words, picture = box.children
     units = [slider.description for slider in (size, latency, bandwidth)]

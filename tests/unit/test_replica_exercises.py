@@ -30,6 +30,7 @@ MEANS = {
 }
 
 LEAVING = {
+    "first": (lambda buckets, backwards: _leaving(buckets, backwards[0]), "leave in the first microbatch"),
     "at once": (
         lambda buckets, backwards: sorted(
             ((max(names, key=backwards[-1].index), n) for n, names in enumerate(buckets)),

@@ -73,7 +73,7 @@ _BUCKETS = (["d", "c"], ["b", "a"])
 _LEAVING = (
     ("one microbatch, gradients in the buffer's order", _BUCKETS, [["d", "c", "b", "a"]]),
     ("the second bucket complete first", _BUCKETS, [["b", "a", "d", "c"]]),
-    ("three microbatches", _BUCKETS, [["d", "c", "b", "a"], ["d", "b", "c", "a"], ["d", "c", "b", "a"]]),
+    ("three microbatches", _BUCKETS, [["c", "b", "d", "a"], ["d", "b", "c", "a"], ["d", "c", "b", "a"]]),
     ("buckets of unequal size", (["e"], ["d", "c", "b"], ["a"]), [["c", "d", "a", "b", "e"]]),
     ("four buckets, complete in reverse", (["d"], ["c"], ["b"], ["a"]), [["a", "b", "c", "d"], ["a", "b", "c", "d"]]),
 )
@@ -120,6 +120,9 @@ def _first_wrong(value: Any, buckets: Sequence[Sequence[str]], backwards: Sequen
         return "form", "give a list of pairs (name of a gradient, number of a bucket)"
     if len(backwards) > 1 and len(value) > total:
         return "microbatch", f"{len(value)} messages for {total} buckets: only the last microbatch may send"
+    first = [list(pair) for pair in _leaving(buckets, backwards[0])]
+    if value == first != [list(pair) for pair in right]:
+        return "microbatch", "the buckets leave in the first microbatch: only the last microbatch may send"
     arrived = {name: place for place, name in enumerate(last)}
     for place, (name, number) in enumerate(value):
         missing = [each for each in buckets[int(number)] if arrived[each] > arrived[name]]

@@ -43,14 +43,17 @@ def idle(answer: Any) -> Iterator[Outcome]:
     failed = False
     for stages, count, forward in _STEPS:
         rows = _spans(stages, count, forward)
-        busy = sum(end - start for row in rows for start, end in row)
         first, last = min(row[0][0] for row in rows), max(row[-1][1] for row in rows)
         step = last - first
-        own = sum(row[-1][1] - row[0][0] for row in rows)
+        own_spans = [row[-1][1] - row[0][0] for row in rows]
+        works = [sum(end - start for start, end in row) for row in rows]
+        busy, own = sum(works), sum(own_spans)
+        mean = sum(1 - work / span for work, span in zip(works, own_spans)) / stages
         misreadings = {
             "this is the share in which stages work; the idle share is the rest": busy / (stages * step),
             "all stages can work all the time: divide by their number, too": 1 - busy / step,
             "a stage is idle also before its first action and after its last": 1 - busy / own,
+            "this averages each stage's share of its own time; the step is as long for all": mean,
             "divide by the number of stages, and by a step that begins with its first action": 1 - busy / last,
             "the step begins with its first action, not at time 0": 1 - busy / (stages * last),
             "this formula holds for equal stages; take the times of the rows": (stages - 1) / (count + stages - 1),

@@ -272,7 +272,7 @@ _STOPS = (1, 2, 3, 4, 5, 6, 8)
 class _Model:
     """Inputs that no control changes."""
 
-    parameters: Sequence[ParameterSpec]
+    elements: Mapping[str, int]
     backward: Sequence[BackwardPiece]
     dp: int
     element_bytes: int
@@ -280,7 +280,8 @@ class _Model:
     def drawn(self, setting: dict[str, float], limit: float | None) -> Figure:
         """The step at these settings, with `limit` seconds of axis."""
         size = max(1, round(setting["bucket_mb"] * 1e6 / self.element_bytes))
-        plan = plan_buckets(self.parameters, dp=self.dp, bucket_size=size)
+        parameters = [ParameterSpec(name, numel) for name, numel in self.elements.items()]
+        plan = plan_buckets(parameters, dp=self.dp, bucket_size=size)
         link = Link(setting["latency_us"] / 1e6, setting["gigabytes_per_second"] * 1e9)
         events = predict_step(plan, self.backward, link=link, element_bytes=self.element_bytes)
         name = f"buckets of {setting['bucket_mb']:.3g} MB or more"
@@ -288,7 +289,7 @@ class _Model:
 
 
 def explore_buckets(
-    parameters: Sequence[ParameterSpec],
+    elements: Mapping[str, int],
     backward: Sequence[BackwardPiece],
     *,
     dp: int = 8,
@@ -300,14 +301,14 @@ def explore_buckets(
 ) -> Any:
     """A predicted step with these buckets; in a live notebook with a slider for their size and for the link.
 
-    parameters: parameters in the order of registration. backward: its pieces (`overlap_prediction`).
+    elements: parameter -> its size, in the order of registration. backward: its pieces (`overlap_prediction`).
 
     time_limit: seconds at which the axis ends and stays, so that pictures can be compared by eye.
 
     Returns a Figure, or in a live notebook an ipywidgets box: sliders above the same figure. The height of the figure
     does not change with the settings; of many buckets the figure shows the first and the last.
     """
-    model = _Model(parameters, backward, dp, element_bytes)
+    model = _Model(elements, backward, dp, element_bytes)
     start = {"bucket_mb": bucket_mb, "latency_us": latency_us, "gigabytes_per_second": gigabytes_per_second}
     figure = model.drawn(start, time_limit)
     return _controls(model, figure, start, time_limit) if is_live() else figure
