@@ -154,6 +154,13 @@ def lines_of_config() -> int:
     return sum(map(lines_of, [*config, PACKAGE / "cli" / "arguments.py"]))
 
 
+def fields_of_config() -> int:
+    """Fields of a configuration, in all sections."""
+    from labkit.config.fields import SPECS
+
+    return len(SPECS)
+
+
 # ---- what a run says ----
 
 
@@ -282,6 +289,7 @@ def measure() -> dict[str, Any]:
         "two steps of pretrain, TP2 x PP2": asdict(four),
         "calls of a dense layer": calls_of_a_layer(),
         "lines of config without presets, and of the command line's parser": lines_of_config(),
+        "the same for each field": round(lines_of_config() / fields_of_config(), 1),
     }
 
 
