@@ -220,7 +220,8 @@ def _wrong_messages(found: _Run, cp: int, most: int, least: int) -> str:
     if found.largest > most:
         return f"one of {found.largest} numbers: more than one rank's keys travel at once, or queries travel, too"
     if found.messages >= cp:
-        return f"{found.messages}: the last brings a rank's own keys home, for nothing"
+        apart, late = "k, v and positions travel together, in cp - 1 messages", "the last brings a rank's own keys home"
+        return f"{found.messages}: {apart if found.largest < most else f'{late}, for nothing'}"
     if found.messages < cp - 1:
         return f"{found.messages}: with fewer than cp - 1 messages the keys of some rank cannot come by"
     if found.largest < least:
@@ -257,7 +258,7 @@ def _nan_reason(case: _Case, finite: Array) -> str:
     if all(any(not block[row].any() for block in blocks) for row in np.flatnonzero(~finite)):
         return "this row sees no key of a block; its maximum there is -inf, and -inf - (-inf) is nan"
     if abs(case.scores).max() > 700:
-        return "exp of several hundred overflows; take the largest score off first"
+        return "exp of several hundred overflows; take the largest score off first, each row its own, or its sum is 0"
     return ""
 
 
@@ -337,9 +338,11 @@ def backward(answer: Any) -> Iterator[Outcome]:
 
 def _wrong_transport(found: _Run, cp: int, most: int) -> str:
     if found.largest > most:
-        return f"one of {found.largest} numbers: more than one rank's keys and sums travel at once"
+        several = "more than one rank's keys and sums travel at once, or queries or dq travel, too"
+        return f"one of {found.largest} numbers: {several}"
     if found.messages > 2 * cp:
-        return f"{found.messages}: the sums are home after cp hops; later messages are for nothing"
+        home = "the sums are home after cp hops of at most two messages (kv, and dk with dv)"
+        return f"{found.messages}: {home}; later messages are for nothing"
     return "" if found.messages else "0: nothing comes by, and no sum leaves"
 
 

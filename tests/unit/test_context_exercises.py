@@ -145,6 +145,10 @@ RING = {
     "no division": (ring(divide=False), "nothing is divided"),
     "overflow": (raw, "overflows; take the largest score off first"),
     "hidden": (nan_first, "and -inf - (-inf) is nan"),
+    "apart": (
+        lambda rows, kv, cp, pass_on: ring()(rows, kv, cp, lambda held: tuple(map(pass_on, held))),
+        "k, v and positions travel together",
+    ),
     "one too many": (ring(passes=lambda cp: cp), "brings a rank's own keys home, for nothing"),
     "gathered": (gathered, "more than one rank's keys travel at once"),
     "stall": (stalled, "both wait for ever"),
@@ -231,6 +235,12 @@ BACKWARD = {
     "no own share": (backward(own=0), "the share of the rank's own queries is missing"),
     "own share twice": (backward(own=2), "is added twice"),
     "round twice": (lambda *case: backward(extra=2 * case[2])(*case), "later messages are for nothing"),
+    "apart": (
+        lambda rows, kv, cp, pass_on: backward()(
+            rows, kv, cp, lambda held: (tuple(map(pass_on, held[0])), pass_on(held[1]))
+        ),
+        "after cp hops of at most two messages",
+    ),
     "no messages": (lambda rows, kv, cp, pass_on: tuple(shares(rows, kv)), "nothing comes by, and no sum leaves"),
     "form": (lambda rows, kv, cp, pass_on: kv[0], "rank 0 returns ndarray, not 3 arrays"),
 }

@@ -19,6 +19,12 @@ PLACES = {
     "stage": (stage_of, "this is the number of the stage"),
     "all chunks": (lambda *a: (stage_of(*a) % a[2], stage_of(*a)), "a rank counts its own chunks"),
     "by vpp": (lambda *a: (stage_of(*a) % a[2], stage_of(*a) // a[3]), "this chunk divides by vpp"),
+    "half mended, rank": (lambda *a: (stage_of(*a) % a[2], 0), "this rank is right"),
+    "half mended, chunk": (
+        lambda layer, layers, pp, vpp: (layer * pp // layers, stage_of(layer, layers, pp, vpp) // pp),
+        "this chunk is right",
+    ),
+    "vpp for pp": (lambda *a: (stage_of(*a) % a[3], stage_of(*a) // a[3]), "a round has pp stages"),
     "remainder": (lambda *a: (stage_of(*a) % a[2], stage_of(*a) % a[3]), "this chunk is a remainder"),
 }
 
@@ -77,6 +83,7 @@ EARLY = {
     "backwards": (early(lambda s, v: 0 if s > 0 else needs(s, v)), "this looks at backwards alone"),
     "no turn": (early(lambda s, v: s - 1), "no chunk comes after the last one"),
     "free turn": (early(lambda s, v: 0 if s == -v else s - 1), "waits, too, for its own forward"),
+    "vpp 2": (early(lambda s, v: {1: 0, 2: 1, -2: 2, -1: -2}.get(s)), "the -2 at position 4 waits for the -3"),
     "nothing": (lambda order, vpp: None, "right counts do not make an order that runs"),
     "from one": (lambda order, vpp: (right := _first_early(order, vpp)) and right + 1, "positions count from 0"),
     "number": (

@@ -62,6 +62,12 @@ def _misread_places(layer: int, layers: int, pp: int, vpp: int) -> Misreadings:
         "this is the number of the stage; its rank and chunk are asked": stage,
         "this chunk divides by vpp; a round has pp stages, one for each rank": (rank, stage // vpp),
         "this chunk is a remainder; it is the number of full rounds before the stage": (rank, stage % vpp),
+        "this rank is right; this chunk is still 0, it is the number of full rounds before the stage": (rank, 0),
+        "this chunk is right; this rank is that of a stage of layers / pp layers, a stage has layers / (pp vpp)": (
+            wide,
+            chunk,
+        ),
+        "a round has pp stages, one for each rank, not vpp": (stage % vpp, stage // vpp),
     }
 
 
@@ -280,6 +286,8 @@ def _verdict(found: Sequence[float], expected: Sequence[float]) -> str:
     (free, slow, memory), (least, usual, kept) = found, expected
     if free == least and slow > usual and memory > kept:
         return "it keeps more, and takes longer with slow messages"
+    if free == least and slow > usual and memory == kept:
+        return "it takes longer with slow messages"
     if free == least and slow > usual:
         return "it looks better while messages are free, but no message has time to travel, so each one delays the next"
     if free > least:
@@ -296,7 +304,7 @@ _EARLY: tuple[tuple[str, tuple[int, ...], int], ...] = (
     ("a backward ahead of every forward", (1, -2, 2, -1), 2),
     ("the backward of chunk 0 first", (1, 1, 2, 2, -1, -2, -1, -2), 2),
     ("the second forward of chunk 1 too soon", (1, 2, 2, -2, 1, -2, -1, -1), 2),
-    ("a backward without its forward", (1, 1, 2, -2, -2, 2, -1, -1), 2),
+    ("the backward of the middle chunk first", (1, 1, 2, 3, -2, -3, -2, 2, 3, -3, -1, -1), 3),
     ("three chunks", (1, 2, 3, -3, -2, -1), 3),
     ("three chunks, two swapped", (1, 1, 2, 2, 3, 3, -3, -3, -2, -1, -1, -2), 3),
 )
