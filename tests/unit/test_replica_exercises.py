@@ -73,11 +73,16 @@ BYTES = {
     "one moment": (kept(moments=1), "this counts one"),
     "moments of 4 bytes": (kept(width=lambda w: 4), "both moments have 4 bytes here"),
     "narrow moments": (kept(width=lambda w: w), "moments are as narrow as the weight"),
+    "never wider": (kept(gradient=lambda w: 4, width=lambda w: 4), "both are wider for a weight of 8 bytes"),
     "narrow gradient": (kept(gradient=lambda w: w), "the gradient has max(4, weight) bytes"),
     "next stage": (kept(from_stage=1), "what the next stage divides"),
 }
 
 SHARDS = {
+    "by parameter": (
+        lambda *case: [sorted(own) for own in _cut(_laid_out(*case), case[2])],
+        "list them in the order of the buffer",
+    ),
     "turns": (
         lambda sizes, _, dp: [[(p, 0, n) for p, n in enumerate(sizes) if p % dp == rank] for rank in range(dp)],
         "whole parameters are dealt out",

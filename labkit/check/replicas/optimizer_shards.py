@@ -69,6 +69,9 @@ def _misread_bytes(weight: int, d: int, stage: int) -> Misreadings:
         ),
         "Adam has two moments; this counts one": _kept(weight, wide, master, wide, shares),
         "the gradient has max(4, weight) bytes": _kept(weight, weight, master, 2 * wide, shares),
+        "gradient and moments have 4 and 8 bytes here for every weight; both are wider for a weight of 8 bytes": _kept(
+            weight, 4, master, 8, shares
+        ),
         "this divides what the next stage divides; a weight that is its own master counts as weight, and only stage 3 "
         "divides weights": _kept(*four, later),
     }
@@ -146,6 +149,9 @@ def _misread_owners(sizes: Sequence[int], bucket_size: int, dp: int) -> dict[str
     whole = [(0, right[-1][1], [each for _, _, placed in right for each in placed])]
     turns = [(parameter, 0, size) for parameter, size in enumerate(sizes)]
     return {
+        "pieces are listed by parameter; list them in the order of the buffer": [
+            sorted(own) for own in _cut(right, dp)
+        ],
         "whole parameters are dealt out in turn; a rank owns a part of each bucket, wherever parameters end": [
             [piece for piece in turns if piece[0] % dp == rank] for rank in range(dp)
         ],
@@ -286,11 +292,11 @@ def _misread_norms(ranks: Sequence[Rank], dp: int) -> Misreadings:
         "only dp rank 0 counts; with the distributed optimizer the other replicas hold other slices": root(
             lambda rank, piece: rank["dp"] == 0 and _once(rank, piece)
         ),
-        "every piece of every rank counts, so copies over tp and the tied copy count again": root(
-            lambda rank, piece: True
-        ),
         "the tied copy counts, but another rank counts the same gradient": root(
             lambda rank, piece: piece["cut"] or rank["tp"] == 0
+        ),
+        "every piece of every rank counts, so copies over tp and the tied copy count again": root(
+            lambda rank, piece: True
         ),
         "pieces that all ranks of tp hold alike count on each of them": root(lambda rank, piece: not piece["shared"]),
         "tp rank 0 alone counts; the other ranks of tp hold other parts of cut parameters": root(
