@@ -54,14 +54,14 @@ def _misread_windows(tokens: int, length: int, stride: int) -> Misreadings:
         "every window scores all its labels, so most tokens count many times; later windows score their last stride": [
             (s, s + 1, end) for s, _, end in right
         ],
+        "the last tokens are missing; a window that ends behind the text scores the labels that are there": [
+            window for window in right if window[0] + length < tokens
+        ],
         "every window scores all its labels, and there is no window for the last tokens": [
             (s, s + 1, end) for s, _, end in right if s + length < tokens
         ],
         "the first window scores its last stride alone, so its other tokens are never scored": [
             (s, s + length - stride + 1, end) for s, _, end in right
-        ],
-        "the last tokens are missing; a window that ends behind the text scores the labels that are there": [
-            window for window in right if window[0] + length < tokens
         ],
         "the windows stand side by side; each begins one stride behind the one before": [
             (s, s + 1, min(s + length + 1, tokens)) for s in range(0, max(1, tokens - 1), length)
@@ -119,6 +119,9 @@ def _misread_perplexity(blocks: Sequence[tuple[float, int]], words: int) -> dict
         ),
         "the windows' means are averaged, though windows score unequally many tokens": math.exp(
             sum(means) / len(means)
+        ),
+        "the windows' perplexities are multiplied; add the losses, and divide the sum by the words": math.exp(
+            sum(means)
         ),
         "this is a power of 2, and the losses are in nats: the base is e": 2 ** (total / words),
         "this divides by the number of windows": math.exp(min(700.0, total / len(blocks))),

@@ -34,6 +34,10 @@ WINDOWS = {
         lambda tokens, n, s: [w for w in right_windows(tokens, n, s) if w[0] + n < tokens],
         "the last tokens are missing",
     ),
+    "short text": (
+        lambda tokens, n, s: right_windows(tokens, n, s) if tokens > n else [],
+        "scores the labels that are there",
+    ),
     "side by side": (
         lambda tokens, n, s: [(i, i + 1, min(i + n + 1, tokens)) for i in range(0, max(1, tokens - 1), n)],
         "the windows stand side by side",
@@ -55,6 +59,7 @@ PERPLEXITIES = {
     "tokens": (lambda blocks, words: math.exp(sums(blocks)[0] / sums(blocks)[1]), "a finer tokenizer looks better"),
     "averaged": (lambda b, words: sum(math.exp(x / n) for x, n in b) / len(b), "perplexities are averaged"),
     "means": (lambda b, words: math.exp(sum(x / n for x, n in b) / len(b)), "score unequally many tokens"),
+    "multiplied": (lambda b, words: math.prod(math.exp(x / n) for x, n in b), "perplexities are multiplied"),
     "bits": (lambda blocks, words: 2 ** (sums(blocks)[0] / words), "the base is e"),
     "windows": (lambda b, words: math.exp(sums(b)[0] / len(b)), "the number of windows"),
     "adjusted": (lambda b, words: math.exp(sums(b)[0] / (words - 1)), "Megatron's adjusted form"),
