@@ -350,7 +350,9 @@ def _one_axis_at_pp(case: _Order) -> bool:
 
 
 _RULES: dict[str, Callable[[_Order], bool]] = {
-    "only orders that end in pp pass; other orders are safe for some sizes": lambda case: case.order.endswith("pp"),
+    "only orders that end in pp pass; the two strides of pp can agree in other orders, too": lambda case: (
+        case.order.endswith("pp")
+    ),
     "only orders with pp at an end pass; in the middle the sizes decide": lambda case: (
         case.order.startswith("pp") or case.order.endswith("pp")
     ),

@@ -121,7 +121,7 @@ def fold_grid(sizes: Mapping[str, Any], *, world_size: int, gpus_per_node: int =
     """Draw the grid of nodes and GPUs twice: coloured by each rank's job in attention, and by its job for experts.
 
     One colour is one job. On the left a job is a shard of the weights and a part of the sequence. On the right a job is
-    a shard of certain experts. Dark lines part ranks of different samples, or of different copies of the experts.
+    a shard of certain experts. Dark lines part samples, copies of the experts, and stages.
     Arguments and errors are those of `readings`; the function also refuses more than MAX_DRAWN ranks.
     """
     if world_size > MAX_DRAWN:
@@ -133,7 +133,7 @@ def fold_grid(sizes: Mapping[str, Any], *, world_size: int, gpus_per_node: int =
         width = grid.columns * scale + 0.7
         side_by_side = width <= 4.6
         shape = (1, 2) if side_by_side else (2, 1)
-        fig = new_figure(shape[1] * max(width, 2.9), shape[0] * (grid.rows * scale + 1.25))
+        fig = new_figure(shape[1] * max(width, 2.9), shape[0] * (grid.rows * scale + 1.4))
         for axes, reading in zip(fig.subplots(*shape).ravel(), both):
             _colour(axes, grid, reading)
     attention, experts = both
@@ -148,8 +148,10 @@ def fold_grid(sizes: Mapping[str, Any], *, world_size: int, gpus_per_node: int =
 def _colour(axes: Any, grid: Grid, reading: Reading) -> None:
     jobs_by = " and ".join(axis for axis in reading.job_axes if reading.sizes[axis] > 1) or "one"
     parted = "samples" if reading.name == "attention" else "copies"
-    grid.prepare(axes, f"{reading.name}: {reading.words}\ncolour: {jobs_by}; dark lines part {parted}")
-    axes.title.set_fontsize(8.5)
+    parted += " and stages" if reading.sizes["pp"] > 1 else ""
+    grid.prepare(axes, "")
+    title = f"{reading.name}: {reading.words}\ncolour: {jobs_by}\ndark lines part {parted}"
+    axes.set_title(title, loc="left", fontsize=8.5)
     jobs = reading.number(reading.job_axes)
     shown = [axis for axis in reading.digits if reading.sizes[axis] > 1]
     for rank, job in enumerate(jobs.tolist()):
