@@ -24,6 +24,10 @@ PLACES = {
         lambda layer, layers, pp, vpp: (layer * pp // layers, stage_of(layer, layers, pp, vpp) // pp),
         "this chunk is right",
     ),
+    "number of stages": (
+        lambda layer, layers, pp, vpp: (layer // (pp * vpp) % pp, layer // (pp * vpp) // pp),
+        "this divides by the number of stages",
+    ),
     "vpp for pp": (lambda *a: (stage_of(*a) % a[3], stage_of(*a) // a[3]), "a round has pp stages"),
     "remainder": (lambda *a: (stage_of(*a) % a[2], stage_of(*a) % a[3]), "this chunk is a remainder"),
 }

@@ -50,7 +50,7 @@ def places(answer: Any) -> Iterator[Outcome]:
 
 
 def _misread_places(layer: int, layers: int, pp: int, vpp: int) -> Misreadings:
-    stage, wide = layer * pp * vpp // layers, layer * pp // layers
+    stage, wide, few = layer * pp * vpp // layers, layer * pp // layers, layer // (pp * vpp)
     rank, chunk = stage % pp, stage // pp
     return {
         "rank and chunk are swapped": (chunk, rank),
@@ -68,6 +68,10 @@ def _misread_places(layer: int, layers: int, pp: int, vpp: int) -> Misreadings:
             chunk,
         ),
         "a round has pp stages, one for each rank, not vpp": (stage % vpp, stage // vpp),
+        "this divides by the number of stages; divide by the layers of a stage, layers / (pp vpp)": (
+            few % pp,
+            few // pp,
+        ),
     }
 
 
