@@ -184,6 +184,9 @@ def _misread_top_p(probabilities: Sequence[float], p: float) -> Misreadings:
             lambda each: probabilities[each] >= 1 - p
         ),
         "tokens are taken in the order of their ids; begin with the most likely": _until(ids, probabilities, p),
+        "every token as likely as the last kept one is kept; of equally likely tokens the lower id comes first": keep(
+            lambda each: probabilities[each] >= min(probabilities[i] for i in _until(order, probabilities, p))
+        ),
         "the least likely tokens are kept; begin with the most likely": _until(order[::-1], probabilities, p),
         "this is a share p of the tokens, as top-k keeps a number of them": sorted(order[: math.ceil(p * len(order))]),
     }

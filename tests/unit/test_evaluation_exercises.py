@@ -83,6 +83,7 @@ def while_below(order, test):
     return kept
 
 
+right_top_p = while_below(by_probability, lambda before, _, p: before < p)
 TOP_P = {
     "crossing": (while_below(by_probability, lambda before, total, p: total <= p), "the token that crosses p"),
     "one more": (while_below(by_probability, lambda before, total, p: before <= p), "one token too many"),
@@ -90,6 +91,10 @@ TOP_P = {
     "rest": (lambda given, p: [i for i, each in enumerate(given) if each >= 1 - p], "a bound of 1 - p"),
     "ids": (while_below(lambda g: range(len(g)), lambda before, _, p: before < p), "the order of their ids"),
     "least": (while_below(lambda g: by_probability(g)[::-1], lambda b, _, p: b < p), "the least likely tokens"),
+    "tie": (
+        lambda given, p: [i for i, x in enumerate(given) if x >= min(given[i] for i in right_top_p(given, p))],
+        "of equally likely tokens the lower id",
+    ),
     "share": (lambda given, p: by_probability(given)[: math.ceil(p * len(given))], "a share p of the tokens"),
 }
 
@@ -110,7 +115,7 @@ def of_labkit(blocks, words):
     [
         ("20.windows", right_windows),
         ("20.perplexity", of_labkit),
-        ("20.top_p", while_below(by_probability, lambda before, _, p: before < p)),
+        ("20.top_p", right_top_p),
     ],
 )
 def test_right_answers_pass(name, answer):

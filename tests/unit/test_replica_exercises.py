@@ -79,6 +79,12 @@ BYTES = {
 }
 
 SHARDS = {
+    "numbered as they lie": (
+        lambda sizes, *rest: [
+            [(len(sizes) - 1 - p, a, b) for p, a, b in own] for own in _cut(_laid_out(sizes, *rest), rest[1])
+        ],
+        "numbered in the order of the buffer",
+    ),
     "by parameter": (
         lambda *case: [sorted(own) for own in _cut(_laid_out(*case), case[2])],
         "list them in the order of the buffer",

@@ -149,9 +149,6 @@ def _misread_owners(sizes: Sequence[int], bucket_size: int, dp: int) -> dict[str
     whole = [(0, right[-1][1], [each for _, _, placed in right for each in placed])]
     turns = [(parameter, 0, size) for parameter, size in enumerate(sizes)]
     return {
-        "pieces are listed by parameter; list them in the order of the buffer": [
-            sorted(own) for own in _cut(right, dp)
-        ],
         "whole parameters are dealt out in turn; a rank owns a part of each bucket, wherever parameters end": [
             [piece for piece in turns if piece[0] % dp == rank] for rank in range(dp)
         ],
@@ -172,6 +169,12 @@ def _misread_owners(sizes: Sequence[int], bucket_size: int, dp: int) -> dict[str
             _laid_out(sizes, bucket_size, dp, backward=False), dp
         ),
         "elements are counted in the buffer; count them within the parameter": _cut(right, dp, within=False),
+        "pieces are listed by parameter; list them in the order of the buffer": [
+            sorted(own) for own in _cut(right, dp)
+        ],
+        "parameters are numbered in the order of the buffer; 0 is the first in the order of registration": [
+            [(len(sizes) - 1 - parameter, first, last) for parameter, first, last in own] for own in _cut(right, dp)
+        ],
     }
 
 
