@@ -133,7 +133,7 @@ def fold_grid(sizes: Mapping[str, Any], *, world_size: int, gpus_per_node: int =
         width = grid.columns * scale + 0.7
         side_by_side = width <= 4.6
         shape = (1, 2) if side_by_side else (2, 1)
-        fig = new_figure(shape[1] * max(width, 2.9), shape[0] * (grid.rows * scale + 1.4))
+        fig = new_figure(shape[1] * max(width, 2.9), shape[0] * (grid.rows * scale + 1.7))
         for axes, reading in zip(fig.subplots(*shape).ravel(), both):
             _colour(axes, grid, reading)
     attention, experts = both
