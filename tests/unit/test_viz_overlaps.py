@@ -1,4 +1,4 @@
-"""No text of a figure touches another text or a curve, at the smallest and largest parameters of the chapters.
+"""No text of a figure touches another text or a curve, or leaves the picture, at both ends of the chapters' parameters.
 
 `DRAWN` has every function of labkit.viz that draws, with made-up data at both ends of what the chapters allow.
 """
@@ -384,10 +384,26 @@ def touching(fig: Canvas) -> list[str]:
     return sorted(found | {f"{text!r} and a curve" for text, box in texts if any(c.touches(box) for c in curves)})
 
 
+def cut_off(fig: Canvas) -> list[str]:
+    """Texts that reach beyond the picture."""
+    fig.draw_without_rendering()
+    whole = fig.bbox.padded(SLACK)
+    return sorted(text for text, box in shown_texts(fig) if not (whole.contains(*box.min) and whole.contains(*box.max)))
+
+
 @pytest.mark.parametrize("end", [0, 1], ids=["smallest", "largest"])
 @pytest.mark.parametrize("name", DRAWN)
-def test_no_text_touches_another(name: str, end: int) -> None:
-    assert touching(DRAWN[name][end]().fig) == []
+def test_no_text_touches_another_or_leaves_the_picture(name: str, end: int) -> None:
+    fig = DRAWN[name][end]().fig
+    assert touching(fig) == [] and cut_off(fig) == []
+
+
+@pytest.mark.parametrize("gpus", range(2, 9))
+def test_titles_of_narrow_grids_fit(gpus: int) -> None:
+    """Side by side, the two panels are narrow; above eight GPUs a node they stand one above the other."""
+    for sizes, ranks in (({"tp": 2, "cp": 2, "pp": 2, "etp": 2, "ep": 4}, 16), ({"cp": 4, "ep": 4}, 4)):
+        fig = viz.fold_grid(sizes, world_size=ranks, gpus_per_node=gpus).fig
+        assert touching(fig) == [] and cut_off(fig) == []
 
 
 def test_every_function_that_draws_is_here() -> None:
@@ -397,7 +413,7 @@ def test_every_function_that_draws_is_here() -> None:
 
 
 def test_texts_and_curves_that_touch_are_noticed() -> None:
-    fig = Canvas(figsize=(3, 2))
+    fig = Canvas(figsize=(3, 2), layout="constrained")
     axes = fig.subplots()
     axes.plot([0, 1, 2], [0, 1, 2])
     axes.text(1, 1, "on the curve")
@@ -406,3 +422,5 @@ def test_texts_and_curves_that_touch_are_noticed() -> None:
     axes.text(0, 9, "cut off", clip_on=True)
     axes.set(xlim=(0, 2), ylim=(0, 2.5))
     assert touching(fig) == ["'here' and 'there'", "'on the curve' and a curve"]
+    axes.text(1.5, 2.2, "far too long for this picture").set_in_layout(False)
+    assert cut_off(fig) == ["far too long for this picture"]

@@ -99,7 +99,7 @@ def rank_grid(
     plan = all_groups(sizes, world_size)
     grid = Grid(world_size, gpus_per_node, int(plan["tp"].min()))
     scale = 0.42 if grid.columns <= MAX_LARGE_COLUMNS else 0.15
-    width, height = grid.columns * scale + 0.9, grid.rows * scale + 0.9
+    width, height = max(2.0, grid.columns * scale + 0.9), grid.rows * scale + 0.9  # 2 inches: room for the title
     across = min(len(kinds), max(1, int(MAX_WIDTH // width)))
     down = ceil(len(kinds) / across)
     with styled():
