@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -68,11 +69,13 @@ def theirs_from(folder: Path) -> Any:
 
 
 def compare_logits(ours: GPTModel, theirs: Any) -> None:
+    """In float64: in float32 the rounding of large weights differs by 1.6e-5 on some processors."""
+    assert theirs.dtype == torch.float32
     tokens = torch.randint(0, 1024, (3, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected = theirs(tokens).logits
-        got = ours(tokens).transpose(0, 1)[..., : expected.shape[-1]]
-    assert expected.dtype == torch.float32 and expected.std() > 0.5
+        expected = copy.deepcopy(theirs).double()(tokens).logits
+        got = copy.deepcopy(ours).double()(tokens).transpose(0, 1)[..., : expected.shape[-1]]
+    assert expected.std() > 0.5
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
