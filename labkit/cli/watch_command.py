@@ -11,7 +11,6 @@ import math
 import os
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 from labkit.cli.arguments import Arguments, Command, Option
 from labkit.train.reporting.progress_bar import columns
 from labkit.train.reporting.progress_line import all_lines, one_line
-from labkit.train.reporting.run_records import RunRecords, names_of, runs_in
+from labkit.train.reporting.run_records import RunRecords, names_of, pause, runs_in
 
 SHORTEST, LONGEST = 0.1, 3600.0
 """Bounds of --interval in seconds."""
@@ -87,7 +86,7 @@ def follow(watched: Watched, interval: float) -> None:
         drawn = len(lines)
         if all(run.over for run in watched.runs):
             return
-        time.sleep(interval)
+        pause(interval)
         watched.refresh()
 
 

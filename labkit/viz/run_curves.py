@@ -13,7 +13,7 @@ from typing import Any
 
 from matplotlib.ticker import MaxNLocator
 
-from labkit.train.reporting.run_records import RunRecords, names_of, runs_in
+from labkit.train.reporting.run_records import RunRecords, names_of, pause, runs_in
 from labkit.viz.figure import Figure
 from labkit.viz.live import is_live
 from labkit.viz.style import SEQUENCE, new_figure, styled
@@ -74,7 +74,7 @@ def watch_runs(*folders: str | os.PathLike[str], seconds: float = 300.0, interva
                 handle.update(figure)
         if ended:
             return
-        time.sleep(min(interval, max(0.0, start + seconds - time.monotonic())))
+        pause(min(interval, start + seconds - time.monotonic()))
 
 
 def _begun(folders: Sequence[str | os.PathLike[str]], deadline: float, interval: float) -> list[RunRecords]:

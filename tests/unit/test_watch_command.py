@@ -20,7 +20,7 @@ import pytest
 
 from labkit.cli import main
 from labkit.cli.watch_command import NARROWEST, Watched, frame, plot
-from labkit.train.reporting.run_records import RunRecords
+from labkit.train.reporting.run_records import RunRecords, pause
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from run_files import append, begun, finished
@@ -230,6 +230,19 @@ def test_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
         assert process.wait(60) == 130
     assert "Traceback" not in text and "interrupt" not in text
     run.let_go()
+
+
+def test_ctrl_c_just_before_a_sleep_waits_for_no_more_than_half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeps: list[float] = []
+
+    def served_after(seconds: float) -> None:
+        sleeps.append(seconds)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", served_after)
+    with pytest.raises(KeyboardInterrupt):
+        pause(600.0)
+    assert sleeps and max(sleeps) <= 0.5
 
 
 def test_neither_torch_nor_matplotlib_is_needed(tmp_path: Path) -> None:

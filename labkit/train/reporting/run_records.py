@@ -240,6 +240,17 @@ def _is_run(folder: Path) -> bool:
     return (folder / METRICS).is_file() or (state.is_file() and _is_locked(state) is not False)
 
 
+def pause(seconds: float) -> None:
+    """Sleep between two looks at the runs, at most half a second at once.
+
+    A signal that arrives just before a sleep begins is served only after it (CPython). In one long sleep Ctrl-C would
+    now and then seem to do nothing.
+    """
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, 0.5))
+
+
 def names_of(folders: Sequence[Path]) -> list[str]:
     """Return a short name of each folder: its last part, or the whole path where two end alike."""
     ends = [folder.resolve().name for folder in folders]
