@@ -108,6 +108,8 @@ class GradBucket:
         self._seen: dict[int, int] = {}
         self._expected: dict[int, int] | None = None
         self._complete = 0
+        self._streams: set[torch.cuda.Stream] = set()
+        """CUDA streams on which gradients arrived."""
 
     @property
     def reduced(self) -> Tensor:
@@ -115,7 +117,9 @@ class GradBucket:
         return own_part(self.grad_data, self.reduction.within) if self.reduction.scatter else self.grad_data
 
     def note(self, parameter: Tensor) -> bool:
-        """Count the arrival of a gradient; True if it made the bucket complete."""
+        """Count the arrival of a gradient, made on the current stream; True if it made the bucket complete."""
+        if self.grad_data.is_cuda:
+            self._streams.add(torch.cuda.current_stream(self.grad_data.device))
         key = id(parameter)
         count = self._seen[key] = self._seen.get(key, 0) + 1
         if self._expected is None or count != self._expected.get(key):
@@ -143,12 +147,14 @@ class GradBucket:
                 main_grad_of(parameter).zero_()
         self.started = False
         self._seen.clear()
+        self._streams.clear()
         self._complete = 0
 
     def start(self) -> None:
         """Start the reduction; gradients that arrive later would be lost."""
         assert not self.started, f"bucket {self.index} was started twice in one step"
         self.started = True
+        self._wait_for_gradients()
         for parameter, record in self._recorded:
             if not record.has_gradient:
                 main_grad_of(parameter).zero_()
@@ -157,6 +163,14 @@ class GradBucket:
         self._collectives = self.reduction.run(self.grad_data)
         with self._scope():
             self._pending = next(self._collectives)
+
+    def _wait_for_gradients(self) -> None:
+        """Have the current stream wait for the others. Autograd runs a backward on the stream of its forward, and joins
+        the streams only after the whole backward: shared experts that overlap have a stream of their own."""
+        if self._streams:
+            current = torch.cuda.current_stream(self.grad_data.device)
+            for stream in self._streams - {current}:
+                current.wait_stream(stream)
 
     def proceed(self) -> bool:
         """Wait for the collective under way and start the next; False if none is left."""
