@@ -97,7 +97,7 @@ def _settle(
     factor = tl.where(amax_bits == 0, 1.0, factor)
     factor = tl.where(amax_bits == 0x7F800000, 0.0, tl.where(finite, factor, amax)) * shrink
     given = tl.load(scale, mask=known != 0, other=1.0)
-    given = tl.where(finite | (given == 0), given, float("nan"))  # saturation would hide values that are not finite
+    given = tl.where(finite, given, float("nan"))  # saturation would hide values that are not finite
     tl.store(scale, factor, mask=known == 0)
     used = tl.where(known != 0, given, factor)
     tl.store(inverse, tl.where(used == 0, float("inf"), tl.div_rn(1.0, tl.where(used == 0, 1.0, used))))

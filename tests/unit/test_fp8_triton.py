@@ -82,28 +82,49 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@needs_triton
-@pytest.mark.parametrize(("form", "instruction"), [("fp8e4nv", "e4m3x2"), ("fp8e5", "e5m2x2")])
-@pytest.mark.parametrize("kind", TYPES)
-def test_for_hopper_the_hardware_rounds_once_and_moves_whole_sectors(
-    kernels: ModuleType, kind: str, form: str, instruction: str
-) -> None:
-    """Every cast is one instruction from float32, none goes through float16 (which would round twice); float32 keeps
-    its denormal numbers; loads and stores are of 16 bytes."""
+def for_hopper(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> str:
+    """PTX of the kernel for sm_90, with every pointer and integer but those that it must not count on aligned to 16."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    kernel = kernels._sweep_tile
-    assert len(TYPES) == len(fp8_operands.KINDS) and TYPES[kind] in fp8_operands.KINDS
-    types = {"x": f"*{kind}", "rows": f"*{form}", "columns": f"*{form}", "scale": "*fp32", "peaks": "*fp32"}
-    types |= {"height": "i32", "width": "i32", "row_step": "i32", "limit": "fp32"}
-    constants = {"column_step": 1, "CAST": True, "COLUMNS": True, "R": kernels.TILE_R, "C": kernels.TILE_C}
-    aligned = [name for name in types if name not in ("scale", "limit")]
+    free = kernel.do_not_specialize_on_alignment, kernel.do_not_specialize
+    aligned = [name for name, kind in types.items() if kind != "fp32" and not any(name in names for names in free)]
     source = ASTSource(
         kernel, {name: types.get(name, "constexpr") for name in kernel.arg_names}, constants,
         {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )  # fmt: skip
-    assembly = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernels.WARPS}).asm["ptx"]
+    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+
+
+def resources(assembly: str, tmp_path: Path) -> tuple[int, int]:
+    """(registers of a thread, bytes that it spills), as NVIDIA's assembler reports them."""
+    from triton import knobs
+
+    (path := tmp_path / "kernel.ptx").write_text(assembly)
+    told = subprocess.run(
+        [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(path), "-o", str(path.with_suffix(".cubin"))],
+        capture_output=True, text=True, timeout=120, check=True,
+    ).stderr  # fmt: skip
+    spilled = re.findall(r"(\d+) bytes spill", told)
+    assert len(spilled) == 2, told
+    [registers] = re.findall(r"Used (\d+) registers", told)
+    return int(registers), sum(map(int, spilled))
+
+
+@needs_triton
+@pytest.mark.parametrize(("form", "instruction"), [("fp8e4nv", "e4m3x2"), ("fp8e5", "e5m2x2")])
+@pytest.mark.parametrize("kind", TYPES)
+def test_for_hopper_the_hardware_rounds_once_and_moves_whole_sectors(
+    kernels: ModuleType, kind: str, form: str, instruction: str, tmp_path: Path
+) -> None:
+    """Every cast is one instruction from float32, none goes through float16 (which would round twice); float32 keeps
+    its denormal numbers; loads and stores are of 16 bytes. 64 registers a thread leave room for 1,024 threads of the
+    65,536 registers of a multiprocessor, and nothing is spilled to memory."""
+    assert len(TYPES) == len(fp8_operands.KINDS) and TYPES[kind] in fp8_operands.KINDS
+    types = {"x": f"*{kind}", "rows": f"*{form}", "columns": f"*{form}", "scale": "*fp32", "peaks": "*fp32"}
+    types |= {"height": "i32", "width": "i32", "row_step": "i32", "limit": "fp32"}
+    constants = {"column_step": 1, "CAST": True, "COLUMNS": True, "R": kernels.TILE_R, "C": kernels.TILE_C}
+    assembly = for_hopper(kernels._sweep_tile, types, constants, kernels.WARPS)
     assert set(re.findall(r"cvt\.[\w.]*f8\w*|cvt\.[\w.]*e[45]m[32]\w*\.\w+", assembly)) == {
         f"cvt.rn.satfinite.{instruction}.f32"
     }
@@ -111,6 +132,22 @@ def test_for_hopper_the_hardware_rounds_once_and_moves_whole_sectors(
     accesses = re.findall(r"(?:ld|st)\.global\.\S+", assembly)
     narrow = [access for access in accesses if "v4.b32" not in access]
     assert len(narrow) == 2, f"the scale read, a peak written, nothing else: {narrow}"
+    registers, spilled = resources(assembly, tmp_path)
+    assert registers <= 64 and spilled == 0
+
+
+@needs_triton
+def test_for_hopper_the_scale_is_made_without_a_spill(kernels: ModuleType, tmp_path: Path) -> None:
+    """One program of 256 threads: each may have all 255 registers, and the quotients are rounded to nearest."""
+    pointers = dict.fromkeys(("peaks", "scale", "inverse", "so_far"), "*fp32")
+    numbers = dict.fromkeys(("count", "known", "noted"), "i32") | dict.fromkeys(
+        ("limit", "largest_scale", "shrink"), "fp32"
+    )
+    constants = {"AT_ONCE": kernels.PEAKS_AT_ONCE}
+    assembly = for_hopper(kernels._settle, pointers | numbers, constants, kernels.WARPS)
+    assert set(re.findall(r"(?:div|rcp)\.\S+", assembly)) <= {"div.rn.f32", "rcp.rn.f32"}
+    registers, spilled = resources(assembly, tmp_path)
+    assert registers <= 255 and spilled == 0
 
 
 @needs_triton
