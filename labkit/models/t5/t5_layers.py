@@ -82,13 +82,21 @@ class RelativeBias(nn.Module):
         drawn: dict[str, Any] = {"seed": build.weight_seed, "std": config.init_std, **build.factory_kwargs}
         shape = (config.relative_buckets, config.heads)
         self.weight = make_parameter(f"{name}.weight", shape, group=build.group, partition_dim=1, **drawn)
+        usual = config.seq_length if both_ways else config.decoder_seq_length or config.seq_length
+        self.register_buffer("places", self._places(usual), persistent=False)
 
     def forward(self, length: int) -> Tensor:
         """The biases of a sequence of `length`, [heads of this rank, length, length]."""
-        places = relative_buckets(
+        if length > len(self.places):  # kept on the device: a copy from the host at each call would break a capture
+            self.places = self._places(length)
+        return lookup(self.places[:length, :length], self.weight).permute(2, 0, 1)
+
+    def _places(self, length: int) -> Tensor:
+        """The bucket of each pair of positions, [length, length], on the weight's device."""
+        found = relative_buckets(
             length, length, both_ways=self.both_ways, buckets=self.buckets, max_distance=self.max_distance
         )
-        return lookup(places.to(self.weight.device), self.weight).permute(2, 0, 1)
+        return found.to(self.weight.device)
 
 
 class CrossAttention(nn.Module):
