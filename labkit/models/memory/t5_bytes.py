@@ -20,9 +20,6 @@ from labkit.models.memory.activation_bytes import (
     recomputed_at_once_bytes,
 )
 
-INDEX_BYTES = 8
-"""Bytes of a token id, or of the bucket of a pair of positions."""
-
 
 def _halves(model: ModelConfig, indices: range) -> list[tuple[ModelConfig, int]]:
     """(the half as a GPT, its layers among `indices`) of each half that has some; the decoder last."""
@@ -64,12 +61,10 @@ def _recomputes_core(model: ModelConfig) -> bool:
 
 
 def _biases(half: ModelConfig, share: Share) -> int:
-    """Bytes of the buckets of all pairs, and of the mask with the biases where a second run of attention reads it."""
-    if half.position != "relative":
+    """Bytes of the mask with the biases, where a second run of attention reads it."""
+    if half.position != "relative" or not _recomputes_core(half):
         return 0
-    pairs = half.seq_length**2
-    mask = share.samples * half.heads // share.tp * pairs * share.element_bytes if _recomputes_core(half) else 0
-    return INDEX_BYTES * pairs + mask
+    return share.samples * half.heads // share.tp * half.seq_length**2 * share.element_bytes
 
 
 def _padding(model: ModelConfig, share: Share, crosses: bool) -> int:
