@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from labkit.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
+from labkit.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig, presets
 from labkit.launch import rank_info, run
 from labkit.models import GPTModel
 from labkit.parallel import all_reduce, initialize_model_parallel, record_of, single_process_groups
@@ -71,6 +71,38 @@ def test_bf16_is_float32_but_for_rounding(config: ModelConfig) -> None:
         error = (rounded[name].float() - exact[name]).norm() / exact[name].norm()
         # A key bias has no gradient but rounding; it is a third of qkv.bias, whose norm is the value's.
         assert error < 0.1, (name, error)
+
+
+FAMILIES = {
+    "bert": presets.bert_tiny(),
+    "t5": presets.t5_tiny(),
+    "t5 relative": presets.t5_tiny().override({"model.position": "relative", "model.norm": "rmsnorm"}),
+    "mamba": presets.mamba_tiny(),
+    "experts": presets.tiny_moe().override({"moe.shared_expert_ffn_hidden": 64, "moe.shared_expert_overlap": True}),
+}
+
+
+def losses_of_families(precision: str) -> dict[str, list[float]]:
+    from labkit.train import pretrain
+
+    shorter = {"optim.precision": precision, "train.steps": 3, "train.global_batch_size": 4, "model.layers": 2}
+    found = {}
+    for name, config in FAMILIES.items():
+        own = {"model.hybrid_override_pattern": "M*"} if config.model.family == "mamba" else {}
+        found[name] = pretrain(config.override(shorter | own)).losses
+    return found
+
+
+def test_every_family_trains_as_on_the_cpu() -> None:
+    [exact], [found] = (run(losses_of_families, 1, "fp64", device=where, timeout=180) for where in ("cpu", "cuda"))
+    assert found == {name: pytest.approx(losses, rel=1e-10) for name, losses in exact.items()}
+
+
+def test_every_family_trains_in_bf16_but_for_rounding() -> None:
+    """A bf16 number has 8 bits, so a weight or an activation is off by at most 1 part in 256, and a loss by few. In
+    float32 the weights are drawn alike, in float64 they are not."""
+    [exact], [found] = (run(losses_of_families, 1, kind, device="cuda", timeout=180) for kind in ("fp32", "bf16"))
+    assert found == {name: pytest.approx(losses, rel=1 / 256) for name, losses in exact.items()}
 
 
 def train_in_bf16() -> tuple[str, TrainResult]:
