@@ -53,7 +53,7 @@ def saved_on_a_rank(config: ModelConfig, parallel: dict[str, Any]) -> list[tuple
         found.append(saved.bytes)
         del loss
     ends, whole = found
-    expected = end_activation_bytes(config, on, tp_rank=groups.tp.rank)
+    expected = end_activation_bytes(config, on)
     return [(whole - ends, layers_activation_bytes(config, on, 2)), (ends, expected)]
 
 

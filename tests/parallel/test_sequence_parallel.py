@@ -293,7 +293,7 @@ def test_repeats_bit_for_bit_with_dropout(on_ranks, config: ModelConfig) -> None
 # ---- properties ----
 
 
-@given(parts=st.integers(1, 8), each=st.integers(1, 400), columns=st.integers(0, 50), elements=st.integers(1, 5000))
+@given(parts=st.integers(1, 8), each=st.integers(1, 400), columns=st.integers(1, 50), elements=st.integers(1, 5000))
 def test_chunks_of_the_loss_take_every_token_once_and_the_same_tokens_of_every_part(parts, each, columns, elements):
     tokens = torch.arange(parts * each)
     picked = [

@@ -31,6 +31,12 @@ def some_ids(vocab_size: int, seed: int) -> Tensor:
     return ids
 
 
+def fill_padding(weight_VH: Tensor, vocab_size: int, group: Group) -> Tensor:
+    """Make this rank's padding rows large, so that their logits exceed all real ones, and return a view of them."""
+    real = min(max(vocab_size - group.rank * len(weight_VH), 0), len(weight_VH))
+    return weight_VH.data[real:].fill_(1e4)
+
+
 def reference_loss(hidden: Tensor, table: Tensor, labels: Tensor, alpha: float) -> Tensor:
     vocab_size = table.shape[0]
     torch_smoothing = alpha * vocab_size / (vocab_size - 1)
@@ -46,6 +52,7 @@ def against_torch(vocab_size: int, divisible_by: int, alpha: float, fused: bool,
     embedding = v.VocabParallelEmbedding("embedding.word", vocab_size, 12, **options)
     table = gather_parameter(embedding.weight, embedding.weight, group).clone().requires_grad_()
     assert table.shape == (vocab_size, 12)
+    own_padding = len(fill_padding(embedding.weight, vocab_size, group))
     tokens, labels = some_ids(vocab_size, 1), some_ids(vocab_size, 2)
     per_token = torch.rand(5, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
@@ -72,7 +79,6 @@ def against_torch(vocab_size: int, divisible_by: int, alpha: float, fused: bool,
     if accumulate:
         grad = grad + embedding.weight.main_grad
     torch.testing.assert_close(gather_parameter(grad, embedding.weight, group), table.grad, **EXACT)
-    own_padding = min(max((group.rank + 1) * embedding.weight.shape[0] - vocab_size, 0), embedding.weight.shape[0])
     assert own_padding <= padded - vocab_size
     if own_padding:
         assert not grad[-own_padding:].any(), "padding rows take no gradient"
@@ -96,6 +102,7 @@ def in_chunks(half: bool, sequence_parallel: bool, divisible_by: int, elements: 
     usual, ce.CHUNKS["cpu"] = ce.CHUNKS["cpu"], ce.ChunkSizes(elements, elements, elements)
     dtype = torch.bfloat16 if half else torch.float64
     weight = v.make_vocab_parameter("w", 50, 12, group=group, divisible_by=divisible_by, std=0.5, dtype=dtype)
+    fill_padding(weight, 50, group)
     hidden = torch.randn(300, 2, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
     labels = torch.randint(0, 50, (300, 2), generator=torch.Generator().manual_seed(1))
     with CommLedger() as ledger:
@@ -244,16 +251,19 @@ def test_padding_is_the_least_that_divides(vocab_size: int, divisible_by: int, t
 @given(
     vocab_size=st.integers(2, 40),
     padding=st.integers(0, 9),
+    held=st.sampled_from([0.0, 1e308, float("inf"), float("nan")]),
     alpha=st.sampled_from([0.0, 0.1, 0.5]),
     scale=st.sampled_from([1e-3, 1.0, 1e3]),
     shift=st.sampled_from([0.0, -1e4, 1e4]),
     seed=st.integers(0, 10**6),
 )
 def test_large_small_and_shifted_logits_give_torchs_loss(
-    vocab_size: int, padding: int, alpha: float, scale: float, shift: float, seed: int
+    vocab_size: int, padding: int, held: float, alpha: float, scale: float, shift: float, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(7, 1, vocab_size + padding, generator=generator, dtype=torch.float64) * scale + shift
+    logits[..., vocab_size:] = held
+    logits.requires_grad_()
     labels = torch.randint(0, vocab_size, (7, 1), generator=generator)
     loss = ce.vocab_parallel_cross_entropy(logits, labels, ALONE, vocab_size=vocab_size, label_smoothing=alpha)
     expected = F.cross_entropy(
@@ -263,3 +273,6 @@ def test_large_small_and_shifted_logits_give_torchs_loss(
         label_smoothing=alpha * vocab_size / (vocab_size - 1),
     )
     torch.testing.assert_close(loss[:, 0], expected, rtol=1e-10, atol=1e-10)
+    of_loss, of_expected = (torch.autograd.grad(found.sum(), logits)[0] for found in (loss, expected))
+    torch.testing.assert_close(of_loss, of_expected, rtol=1e-10, atol=1e-10)
+    assert not of_loss[..., vocab_size:].any()

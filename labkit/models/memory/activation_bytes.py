@@ -393,16 +393,15 @@ def end_activation_bytes(
     model: ModelConfig,
     share: Share | None = None,
     *,
-    tp_rank: int = 0,
     pre_process: bool = True,
     post_process: bool = True,
 ) -> int:
-    """Bytes that embedding and loss keep for a microbatch on rank `tp_rank` of the tensor-parallel group.
+    """Bytes that embedding and loss keep for a microbatch, the same on each rank of the tensor-parallel group.
 
     The embedding keeps its ids (8 bytes), for t > 1 the mask of ids of other ranks, and its dropout mask. The last
-    stage keeps the final norm's input and output, and for each token the exponentials of this rank's real columns with
-    their scale. The exponentials are float32, or float64 in fp64. A BERT also keeps its token types, and what
-    its heads read.
+    stage keeps the final norm's input and output, and for each token the exponentials of this rank's columns, padding
+    included, with their scale. The exponentials are float32, or float64 in fp64. A BERT also keeps its token types, and
+    what its heads read.
     """
     share = share or Share()
     tokens, outside, total = share.tokens(model), share.tokens_between(model), 0
@@ -413,9 +412,8 @@ def end_activation_bytes(
         total += norm_bytes(model, share) if model.norm_placement == "post" else 0
     if post_process:
         width = padded_vocab(model, share.tp) // share.tp
-        columns = min(max(model.vocab_size - tp_rank * width, 0), width)
         total += norm_bytes(model, share) if model.norm_placement == "pre" else 0
-        total += outside * model.hidden * share.element_bytes + tokens * (columns + 1) * share.wide
+        total += outside * model.hidden * share.element_bytes + tokens * (width + 1) * share.wide
         total += _head_bytes(model, share) if model.family == "bert" else 0
     return total
 

@@ -4,7 +4,10 @@ Fused with the output layer, the loss communicates a few numbers per token inste
 section 3). They are the MAX of the logits, then the SUMs of exp(logit - max) and of the label's logit, which travel
 together.
 
-Shapes: S sequence, B batch, N tokens (S x B), H hidden, V the vocabulary's columns on this rank; t = size of the group.
+Logits keep their padding columns, since a GEMM whose rows are 50,257 elements apart reads them unaligned and is slow.
+Padding takes no part in maximum, sums or gradients: there exponentials are exact zeros, and so are gradients.
+
+Shapes: S sequence, B batch, N tokens (S x B), H hidden, V this rank's columns with padding; t = size of the group.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -46,7 +48,7 @@ CHUNKS = {
     # Measured. Given logits stay in a core's cache between passes; 2^22 gradients bound the second copy of the logits.
     "cpu": ChunkSizes(given=1 << 18, forward=1 << 24, gradient=1 << 22),
     # Unmeasured (benchmarks/gpu_loss.py). 2^27 logits in bf16 are 256 MiB; their gradients, in float32 and bf16 at
-    # once, 768 MiB. A vocabulary of 50,257 gives chunks of 2,670 tokens: enough for a GEMM, and 16,384 tokens then add
+    # once, 768 MiB. A vocabulary of 50,304 gives chunks of 2,668 tokens: enough for a GEMM, and 16,384 tokens then add
     # 7 times to a weight gradient of V x H, not 64 times. Given logits are worked on in place: one chunk, no temporary.
     "cuda": ChunkSizes(given=1 << 62, forward=1 << 27, gradient=1 << 27),
 }
@@ -106,19 +108,22 @@ def _shard(
     return _Shard(group, vocab_size, columns, local.masked_fill(~own, 0), own, smoothing)
 
 
-def _local_statistics(logits_NV: Tensor, shard: _Shard, rows: slice, into: Tensor) -> Tensor:
-    """Replace logits by exp(logit - local max) and write [max, sum of exp, label's logit, sum of logits] to `into`."""
-    label = shard.labels_N[rows, None]
-    if shard.columns:
-        torch.amax(logits_NV, dim=1, out=into[0])
-        into[2] = logits_NV.gather(1, label).squeeze(1) * shard.own_N[rows]
-        if shard.smoothing:
-            torch.sum(logits_NV, dim=1, out=into[3])
-        torch.sum(logits_NV.sub_(into[0].unsqueeze(1)).exp_(), dim=1, out=into[1])
-    else:
+def _local_statistics(logits_NV: Tensor, shard: _Shard, rows: slice, into: Tensor) -> None:
+    """Replace logits by exp(logit - local max), with zeros in the padding, whatever it held. Write [max, sum of exp,
+    label's logit, sum of logits] to `into`."""
+    if not shard.columns:
         into.zero_()
         into[0] = torch.finfo(into.dtype).min
-    return logits_NV
+        logits_NV.zero_()
+        return
+    real = logits_NV[:, : shard.columns]
+    torch.amax(real, dim=1, out=into[0])
+    into[2] = real.gather(1, shard.labels_N[rows, None]).squeeze(1) * shard.own_N[rows]
+    if shard.smoothing:
+        torch.sum(real, dim=1, out=into[3])
+    logits_NV.sub_(into[0].unsqueeze(1)).exp_()  # whole rows, which lie without gaps
+    logits_NV[:, shard.columns :].zero_()
+    torch.sum(real, dim=1, out=into[1])
 
 
 def _combine(statistics_4N: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
@@ -146,10 +151,9 @@ def _logit_gradient(exp_NV: Tensor, scale_N: Tensor, grad_N: Tensor, shard: _Sha
     """grad x (softmax - (1-s) onehot - s/K) of the tokens that `pick` chooses, as a new tensor [chosen, V]."""
     grad = pick(exp_NV) * (pick(scale_N) * pick(grad_N)).unsqueeze(-1)
     if shard.smoothing:
-        grad -= (pick(grad_N) * (shard.smoothing / shard.vocab_size)).unsqueeze(-1)
-    if shard.columns:
-        hit = pick(grad_N) * pick(shard.own_N) * (1.0 - shard.smoothing)
-        grad.scatter_add_(-1, pick(shard.labels_N).unsqueeze(-1), -hit.unsqueeze(-1))
+        grad[..., : shard.columns].sub_((pick(grad_N) * (shard.smoothing / shard.vocab_size)).unsqueeze(-1))
+    hit = pick(grad_N) * pick(shard.own_N) * (1.0 - shard.smoothing)
+    grad.scatter_add_(-1, pick(shard.labels_N).unsqueeze(-1), -hit.unsqueeze(-1))
     return grad.flatten(0, -2)
 
 
@@ -159,7 +163,7 @@ def chunk_sizes(device: torch.device) -> ChunkSizes:
 
 
 def _chunks(tokens: int, columns: int, elements: int, at_least: int) -> list[slice]:
-    step = max(at_least, elements // max(1, columns))
+    step = max(at_least, elements // columns)
     return [slice(i, min(i + step, tokens)) for i in range(0, tokens, step)]
 
 
@@ -179,23 +183,21 @@ class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, shard: _Shard) -> Tensor:
         dtype = _working_dtype(logits_NV.dtype)
-        tokens = logits_NV.shape[0]
-        exp_NV = logits_NV.new_empty((tokens, shard.columns), dtype=dtype)
+        tokens, width = logits_NV.shape
+        exp_NV = logits_NV.new_empty((tokens, width), dtype=dtype)
         statistics = exp_NV.new_zeros((4, tokens))
-        for rows in _chunks(tokens, shard.columns, chunk_sizes(logits_NV.device).given, 16):
-            part = exp_NV[rows].copy_(logits_NV[rows, : shard.columns])
-            _local_statistics(part, shard, rows, statistics[:, rows])
+        for rows in _chunks(tokens, width, chunk_sizes(logits_NV.device).given, 16):
+            _local_statistics(exp_NV[rows].copy_(logits_NV[rows]), shard, rows, statistics[:, rows])
         with forward_scope(ctx, shard.group):
             loss_N, scale_N = _combine(statistics, shard)
         ctx.save_for_backward(exp_NV, scale_N)
-        ctx.shard, ctx.width, ctx.dtype = shard, logits_NV.shape[1], logits_NV.dtype
+        ctx.shard, ctx.dtype = shard, logits_NV.dtype
         return loss_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         exp_NV, scale_N = ctx.saved_tensors
-        grad = _logit_gradient(exp_NV, scale_N, grads[0].reshape(-1), ctx.shard, lambda x: x).to(ctx.dtype)
-        return F.pad(grad, (0, ctx.width - ctx.shard.columns)), None
+        return _logit_gradient(exp_NV, scale_N, grads[0].reshape(-1), ctx.shard, lambda x: x).to(ctx.dtype), None
 
 
 def vocab_parallel_cross_entropy(
@@ -246,20 +248,19 @@ class _LinearCrossEntropy(Function):
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, shard: _Shard, plan: LinearPlan
     ) -> Tensor:
         whole_NH = collectives.all_gather(hidden_NH, shard.group) if plan.sequence_parallel else hidden_NH
-        tokens, dtype = whole_NH.shape[0], _working_dtype(hidden_NH.dtype)
-        real_VH = weight_VH[: shard.columns]
+        tokens, width, dtype = whole_NH.shape[0], weight_VH.shape[0], _working_dtype(hidden_NH.dtype)
         keeps = any(ctx.needs_input_grad[:3])
-        exp_NV = hidden_NH.new_empty((tokens if keeps else 0, shard.columns), dtype=dtype)
+        exp_NV = hidden_NH.new_empty((tokens if keeps else 0, width), dtype=dtype)
         statistics = exp_NV.new_zeros((4, tokens))
-        for rows in _chunks(tokens, shard.columns, chunk_sizes(hidden_NH.device).forward, 64):
+        for rows in _chunks(tokens, width, chunk_sizes(hidden_NH.device).forward, 64):
             if keeps and dtype == hidden_NH.dtype:
-                logits = torch.mm(whole_NH[rows], real_VH.t(), out=exp_NV[rows])
+                logits = torch.mm(whole_NH[rows], weight_VH.t(), out=exp_NV[rows])
             elif keeps:
-                logits = exp_NV[rows].copy_(whole_NH[rows] @ real_VH.t())
+                logits = exp_NV[rows].copy_(whole_NH[rows] @ weight_VH.t())
             else:
-                logits = (whole_NH[rows] @ real_VH.t()).to(dtype)
+                logits = (whole_NH[rows] @ weight_VH.t()).to(dtype)
             if bias_V is not None:
-                logits += bias_V[: shard.columns]
+                logits += bias_V
             _local_statistics(logits, shard, rows, statistics[:, rows])
             del logits  # before the next chunk takes its memory
         loss_N, scale_N = _combine(statistics, shard)
@@ -274,9 +275,8 @@ class _LinearCrossEntropy(Function):
         wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         weight, bias = weight if wants_weight else None, bias if wants_bias else None
         parts = shard.group.size if plan.sequence_parallel else 1
-        # By the width with padding, which is that of every rank: each chunk is a sum over all of them.
-        columns, elements = parts * weight_VH.shape[0], chunk_sizes(hidden_NH.device).gradient
-        chunks = _chunks(exp_NV.shape[0] // parts, columns, elements, -(-256 // parts))
+        elements = chunk_sizes(hidden_NH.device).gradient
+        chunks = _chunks(exp_NV.shape[0] // parts, parts * exp_NV.shape[1], elements, -(-256 // parts))
 
         def dlogits(rows: slice) -> Tensor:
             return _logit_gradient(exp_NV, scale_N, grad_N, shard, _rows_of_parts(rows, parts)).to(hidden_NH.dtype)
@@ -285,9 +285,9 @@ class _LinearCrossEntropy(Function):
             with span(f"{plan.name} weight_grad", "weight_grad"):
                 if into.weight is not None:
                     chosen_NH = _rows_of_parts(rows, parts)(whole_NH).flatten(0, -2)
-                    weight_gradient(dlogits_NV, chosen_NH, into.weight[: shard.columns])
+                    weight_gradient(dlogits_NV, chosen_NH, into.weight)
                 if into.bias is not None:
-                    into.bias[: shard.columns] += dlogits_NV.sum(0)
+                    into.bias.add_(dlogits_NV.sum(0))
 
         def gathering() -> Pending | None:
             return collectives.all_gather_async(hidden_NH, shard.group) if plan.sequence_parallel else None
@@ -303,7 +303,7 @@ class _LinearCrossEntropy(Function):
             trains = weight is not None or bias is not None
             into = _accumulators(weight, bias, plan) if trains and not deferred((weight, bias), all_wgrad) else None
             regathering = gathering() if into is not None else None
-            dgrad = _InputGradient(hidden_NH, weight_VH[: shard.columns], plan) if wants_hidden else None
+            dgrad = _InputGradient(hidden_NH, weight_VH, plan) if wants_hidden else None
             for rows in chunks:
                 dlogits_NV = dlogits(rows)
                 if dgrad is not None:
@@ -388,7 +388,8 @@ def linear_cross_entropy(
     The operator f is included, as in `ColumnParallelLinear`: `hidden` is whole and alike on every rank, and its
     gradient is complete. With `sequence_parallel` it is this rank's part of the sequence, [S/t, B, H], while labels and
     loss are of all of it. The arguments are those of `vocab_parallel_cross_entropy` and of `ColumnParallelLinear`;
-    `check_ids` is False where the caller has compared the labels with the vocabulary (`check_token_ids`).
+    `check_ids` is False where the caller has compared the labels with the vocabulary (`check_token_ids`). The padding
+    rows of `weight_VH` must be finite, since dgrad multiplies them by zeros; labkit's tables start them at zero.
 
     Returns:
         loss_SB, the same on every rank.
