@@ -18,6 +18,7 @@ from labkit.launch import run
 from labkit.launch.machine import why_no_transformer_engine
 from labkit.models import GPTModel
 from labkit.parallel import single_process_groups
+from labkit.parallel.parameters.parameter_record import weight_gradient
 from labkit.train.pretraining import layer_spec_with
 
 pytestmark = pytest.mark.gpu
@@ -150,6 +151,25 @@ def test_training_on_transformer_engine_follows_training_on_our_layers() -> None
     [(ours, _)] = run(trained, 1, {"precision": "bf16"}, device="cuda", timeout=180)
     [(theirs, _)] = run(trained, 1, {"precision": "bf16"}, "transformer_engine", device="cuda", timeout=180)
     assert theirs == pytest.approx(ours, abs=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weight_gradients_of_16_bits_add_up_in_fp32(dtype: torch.dtype) -> None:
+    """One unit in the last place of fp32 for each product bounds the sum of positive products. A product that is first
+    rounded to 16 bits, 9 of them or 12 significant, misses the bound."""
+    tokens, microbatches, outputs, inputs = 256, 4, 96, 160
+    buffer = torch.full((3, outputs * inputs), torch.nan, device="cuda")
+    main_grad = buffer[1].view(outputs, inputs)
+    exact, rounded = torch.zeros_like(main_grad, dtype=torch.float64), torch.zeros_like(main_grad)
+    for seed in range(microbatches):
+        generator = torch.Generator().manual_seed(seed)
+        grad_NO, x_NI = (torch.rand(tokens, size, generator=generator).to("cuda", dtype) for size in (outputs, inputs))
+        weight_gradient(grad_NO, x_NI, main_grad, replace=seed == 0)
+        exact += grad_NO.double().t() @ x_NI.double()
+        rounded += grad_NO.t() @ x_NI
+    error, error_of_rounded = (((found - exact) / exact).abs().max().item() for found in (main_grad, rounded))
+    assert error <= tokens * microbatches * torch.finfo(torch.float32).eps < error_of_rounded
+    assert buffer[::2].isnan().all(), "its neighbours in the buffer are as they were"
 
 
 # ---- recomputation ----

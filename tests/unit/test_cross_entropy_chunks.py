@@ -32,7 +32,7 @@ class Products(TorchDispatchMode):
             self.bytes |= {x.nbytes for x in found}
         if func.overloadpacket._qualified_op_name in ("aten::mm", "aten::addmm_"):
             *_, a, b = args
-            kind = "logits" if b.shape[1] == PADDED else "wgrad" if a.shape[0] == PADDED else "dgrad"
+            kind = {b.shape[1]: "logits", a.shape[0]: "wgrad", a.shape[1]: "dgrad"}[PADDED]  # no odd number of columns
             self.rows[kind].append(a.shape[1] if kind == "wgrad" else a.shape[0])
         return made
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.parallel.data_parallel.naive import NaiveDataParallel
 from labkit.parallel.groups import single_process_groups
+from labkit.parallel.parameters import parameter_record
 from labkit.parallel.parameters.parameter_record import (
     ParameterRecord,
     add_gradient,
     adopt_marks,
     main_grad_of,
     record_of,
+    weight_gradient,
 )
 from labkit.parallel.parameters.weights import make_parameter
 
@@ -39,6 +43,47 @@ def test_the_first_gradient_of_a_step_is_written_and_the_next_is_added() -> None
     for number in (1.0, 2.0):
         add_gradient(parameter, torch.ones(3))
         assert record_of(parameter).has_gradient and main_grad_of(parameter).tolist() == [number] * 3
+
+
+class Written(TorchDispatchMode):
+    """Every operation that is no view, and the tensor that it wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.is_view is False:
+            self.found.append((str(func), made))
+        return made
+
+
+@pytest.mark.parametrize(("replace", "gemm"), [(True, "aten.mm.dtype_out"), (False, "aten.addmm.dtype_out")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gpu_adds_16_bit_products_to_main_grad_in_one_gemm(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, replace: bool, gemm: str
+) -> None:
+    """On tensors without memory; `tests/gpu/test_precision_gpu.py` has the numbers."""
+    monkeypatch.setattr(parameter_record, "_adds_in_fp32", lambda device: True)
+    main_grad = torch.empty(3 * 64 * 32, device="meta")[64 * 32 : 2 * 64 * 32].view(64, 32)
+    grad_NO, x_NI = torch.empty(16, 64, dtype=dtype, device="meta"), torch.empty(16, 32, dtype=dtype, device="meta")
+    with Written() as seen:
+        assert weight_gradient(grad_NO, x_NI, main_grad, replace=replace) is None
+    [(name, written)] = seen.found
+    assert name == gemm and written is main_grad
+
+
+def test_a_cpu_rounds_a_16_bit_product_before_it_adds() -> None:
+    generator = torch.Generator().manual_seed(1)
+    grad_NO, x_NI = (torch.randn(16, size, generator=generator).bfloat16() for size in (64, 32))
+    main_grad = torch.full((64, 32), torch.nan)
+    weight_gradient(grad_NO, x_NI, main_grad, replace=True)
+    assert torch.equal(main_grad, main_grad.bfloat16().float())
+    product = grad_NO.double().t() @ x_NI.double()
+    torch.testing.assert_close(main_grad.double(), product, rtol=2**-8, atol=2**-16)
+    weight_gradient(grad_NO, x_NI, main_grad)
+    torch.testing.assert_close(main_grad.double(), 2 * product, rtol=2**-8, atol=2**-15)
 
 
 def test_a_gradient_without_a_wrapper_is_named() -> None:

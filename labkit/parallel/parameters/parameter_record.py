@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import torch
@@ -150,19 +151,35 @@ def put_gradient(gradient: Tensor, main_grad: Tensor, *, replace: bool) -> None:
         main_grad.add_(gradient)
 
 
+@cache
+def _adds_in_fp32(device: torch.device) -> bool:
+    """The device has GEMMs that read 16-bit operands and add in fp32; torch has them on GPUs from Ampere on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def weight_gradient(
     grad_NO: Tensor, x_NI: Tensor, main_grad: Tensor | None = None, *, replace: bool = False
 ) -> Tensor | None:
     """dL/dW = grad^T x, [O, I]. With `main_grad` the product is added there, or with `replace` put there, and None is
-    returned: no gradient tensor is made."""
+    returned.
+
+    The GEMM itself adds, so no gradient tensor is made, and an fp32 `main_grad` takes the sums of 16-bit products
+    unrounded. Where the device has no GEMM of two types, the product is made in 16 bits first.
+    """
     if main_grad is None:
         return grad_NO.t() @ x_NI
-    if main_grad.dtype != x_NI.dtype:
-        return put_gradient(grad_NO.t() @ x_NI, main_grad, replace=replace)
-    if replace:
-        torch.mm(grad_NO.t(), x_NI, out=main_grad)
+    if main_grad.dtype == x_NI.dtype:
+        if replace:
+            torch.mm(grad_NO.t(), x_NI, out=main_grad)
+        else:
+            main_grad.addmm_(grad_NO.t(), x_NI)
+    elif main_grad.dtype == torch.float32 and x_NI.dtype.itemsize == 2 and _adds_in_fp32(x_NI.device):
+        if replace:
+            torch.mm(grad_NO.t(), x_NI, out_dtype=torch.float32, out=main_grad)
+        else:
+            torch.addmm(main_grad, grad_NO.t(), x_NI, out_dtype=torch.float32, out=main_grad)
     else:
-        main_grad.addmm_(grad_NO.t(), x_NI)
+        put_gradient(grad_NO.t() @ x_NI, main_grad, replace=replace)
     return None
 
 
