@@ -163,8 +163,8 @@ def weight_gradient(
     """dL/dW = grad^T x, [O, I]. With `main_grad` the product is added there, or with `replace` put there, and None is
     returned.
 
-    The GEMM itself adds, so no gradient tensor is made, and an fp32 `main_grad` takes the sums of 16-bit products
-    unrounded. Where the device has no GEMM of two types, the product is made in 16 bits first.
+    The GEMM itself adds: no gradient tensor is made, and an fp32 `main_grad` takes products of 16-bit operands
+    unrounded. Without a GEMM of two types, as on a CPU, the product is made in 16 bits first.
     """
     if main_grad is None:
         return grad_NO.t() @ x_NI
