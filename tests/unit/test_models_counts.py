@@ -124,6 +124,7 @@ def test_parameters_of_every_preset(name: str) -> None:
 
 
 def counted(config: ModelConfig, *, backward: bool) -> int:
+    config = replace(config, make_vocab_size_divisible_by=1)  # the closed forms leave padding out
     model = model_type(config.family)(config, GROUPS, layers=range(config.layers), seed=1)
     ids = torch.zeros(3, config.seq_length, dtype=torch.long)
     # torch counts no CPU flash attention (its plain form does the same GEMMs) and no addmm_ in place.

@@ -107,6 +107,7 @@ def test_all_experts_for_every_token_leave_nothing_idle(experts, width, freq, sh
 
 def counted(model: ModelConfig, moe: MoEConfig, *, backward: bool) -> int:
     """Operations by torch's counter; experts one after the other, in operators that it knows."""
+    model = replace(model, make_vocab_size_divisible_by=1)  # the closed forms leave padding out
     gpt = GPTModel(model, GROUPS, layers=range(model.layers), moe=replace(moe, grouped_gemm=False), seed=1)
     ids = torch.arange(3 * model.seq_length).view(3, -1) % model.vocab_size
     also = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}

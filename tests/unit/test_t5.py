@@ -102,6 +102,7 @@ def test_names_shapes_and_parameters_are_those_of_the_closed_forms() -> None:
 
 @FORMS
 def test_operations_equal_torchs_counter(config: ModelConfig) -> None:
+    config = replace(config, make_vocab_size_divisible_by=1)  # the closed forms leave padding out
     model, (text_enc, text_dec, mask) = built(config), batch()
     also = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=also) as counter:
