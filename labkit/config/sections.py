@@ -112,8 +112,11 @@ class ModelConfig:
     transformer_impl: str = field("local", "`local`: labkit's layers; `transformer_engine`: NVIDIA's, on GPUs.",
         choices="local transformer_engine")
     attention_backend: str = field("fused",
-        "`fused`: one kernel (scaled_dot_product_attention), which keeps no probabilities; `unfused`: separate "
-        "operations, which keep the 5 a s / h of arXiv 2205.05198.", choices="fused unfused")
+        "`fused`: the kernel that torch's scaled_dot_product_attention chooses (Megatron's `auto`). `flash`, `cudnn` "
+        "(Megatron's `fused`), `efficient` or `math`: this one, or an error; all but `math` keep no probabilities. "
+        "`unfused` (Megatron's `local`): separate operations, which keep the 5 a s / h of arXiv 2205.05198. With "
+        "parallel.cp above 1, `fused` and `flash` run blocks by the flash kernel, `unfused` by separate operations.",
+        choices="fused flash cudnn efficient math unfused", synonyms={"auto": "fused", "local": "unfused"})
     recompute_granularity: str = field("none",
         "Activations computed again in backward: `none`, `selective` (the parts in recompute_modules) or `full` (whole "
         "layers, of which only the inputs are kept).", choices="none selective full")

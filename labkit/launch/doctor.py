@@ -42,8 +42,8 @@ def examine(*, launch: bool = False) -> list[Finding]:
     An examination that fails becomes a bad finding itself, so one defect never hides the others.
     """
     examinations: list[Callable[[], Finding]] = [
-        _python, _torch, _backends, _gpus, _transformer_engine, _cores, _memory, _shared_memory, _temporary_folder,
-        _open_files, _processes, _loopback,
+        _python, _torch, _backends, _gpus, _attention, _transformer_engine, _cores, _memory, _shared_memory,
+        _temporary_folder, _open_files, _processes, _loopback,
     ]  # fmt: skip
     if launch:
         examinations.append(_two_ranks)
@@ -88,6 +88,27 @@ def _gpus() -> Finding:
     if torch.version.cuda is None:
         return Finding("GPUs", "note", "none, as torch is the CPU build; every chapter runs on the CPU")
     return Finding("GPUs", "note", "torch is a CUDA build but sees no GPU", "check nvidia-smi and CUDA_VISIBLE_DEVICES")
+
+
+def _attention() -> Finding:
+    """The kernels behind scaled_dot_product_attention, and the one that torch chooses for a causal layer."""
+    import torch
+
+    on_gpu, cuda = torch.cuda.is_available(), torch.backends.cuda
+    kernels = {
+        "flash": cuda.flash_sdp_enabled(),
+        "cudnn": on_gpu and cuda.cudnn_sdp_enabled(),
+        "efficient": on_gpu and cuda.mem_efficient_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+    }
+    chosen = []
+    for dtype in (torch.bfloat16, torch.float32):
+        q = torch.zeros(1, 16, 128, 64, dtype=dtype, device="cuda" if on_gpu else "cpu", requires_grad=True)
+        number = torch._fused_sdp_choice(q, q, q, is_causal=True)  # pyright: ignore[reportPrivateImportUsage]
+        name = torch.nn.attention.SDPBackend(number).name.removesuffix("_ATTENTION").lower()
+        chosen.append(f"{name} for causal {str(dtype).removeprefix('torch.')}")
+    enabled = ", ".join(name for name, is_on in kernels.items() if is_on)
+    return Finding("attention", "good", f"{enabled}; model.attention_backend = fused takes {' and '.join(chosen)}")
 
 
 def _transformer_engine() -> Finding:

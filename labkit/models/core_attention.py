@@ -1,7 +1,11 @@
 """softmax(q k^T / sqrt(D)) v, as one kernel or one operation after the other.
 
 The kernel keeps q, k, v, its output and one number per row for backward. Operation by operation the probabilities are
-kept as well, S x S for every head: the term 5 a s / h of arXiv 2205.05198.
+kept as well, S x S for every head: the term 5 a s / h of arXiv 2205.05198. By `model.attention_backend`:
+
+    fused                           the kernel that torch chooses for device, type, shape, mask and dropout
+    flash, cudnn, efficient, math   this kernel of torch or an error; `math` is torch's own operation by operation
+    unfused                         `unfused_attention` below
 
 Under context parallelism a rank holds S / cp positions, and keys and values come from all ranks of `cp`
 (`parallel/context/ring_attention.py`). No form keeps probabilities there.
@@ -15,17 +19,30 @@ Shapes: n = batch x query heads on this rank, m = batch x key/value heads, S que
 from __future__ import annotations
 
 import math
+import warnings
+from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from labkit.config import ModelConfig
 from labkit.models.norm_and_dropout import drop
+from labkit.parallel.context.attention_block import has_kernel
 from labkit.parallel.context.ring_attention import all_gather_attention, ring_attention
 from labkit.parallel.groups import Group
 from labkit.parallel.ledger import comm_scope
 from labkit.parallel.random import RngTracker
+
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+"""Word of `model.attention_backend` -> the kernel behind scaled_dot_product_attention that it demands."""
 
 
 def scores_of_padding(padding_mask_BS: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
@@ -53,7 +70,8 @@ class CoreAttention(nn.Module):
         scale: of the scores; None is 1 / sqrt(D).
 
     Raises:
-        ValueError: context parallelism with a family or a dropout that it does not have.
+        ValueError: context parallelism with a family or a dropout that it does not have; in `forward`, a kernel of
+            `KERNELS` that cannot run.
     """
 
     def __init__(
@@ -69,7 +87,8 @@ class CoreAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.name, self.causal, self.scale = name, config.family != "bert" if causal is None else causal, scale
-        self.fused, self.dropout, self.rng = config.attention_backend == "fused", config.attention_dropout, rng
+        self.backend, self.dropout, self.rng = config.attention_backend, config.attention_dropout, rng
+        self.fused, self.demanded = self.backend != "unfused", self.backend in KERNELS
         self.cp = cp if cp is not None and cp.size > 1 else None
         self.over_ranks = ring_attention if cp_comm_type == "p2p" else all_gather_attention
         if self.cp is not None and not self.causal:
@@ -87,6 +106,11 @@ class CoreAttention(nn.Module):
         Under context parallelism S is this rank's part of the sequence, cut zigzag.
         """
         if self.cp is not None:
+            if self.demanded and not has_kernel(q):
+                raise ValueError(
+                    f"{_cannot_run(self.backend, q, k)}. On a GPU it takes bf16 or fp16 and heads whose width is a "
+                    "multiple of 8 up to 256. Set it to fused, which then computes operation by operation"
+                )
             with comm_scope(layer=self.name):
                 return self.over_ranks(q, k, v, self.cp, causal=True, fused=self.fused)
         if not (self.dropout and self.training):
@@ -96,12 +120,45 @@ class CoreAttention(nn.Module):
             return self._attend(q, k, v, mask, self.dropout)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Tensor:
-        if self.fused:
-            grouped = q.shape[1] > k.shape[1]
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=self.causal, dropout_p=p, scale=self.scale, enable_gqa=grouped
-            )
-        return unfused_attention(q, k, v, mask, causal=self.causal, dropout_p=p, scale=self.scale)
+        if not self.fused:
+            return unfused_attention(q, k, v, mask, causal=self.causal, dropout_p=p, scale=self.scale)
+        how = {"is_causal": self.causal, "dropout_p": p, "scale": self.scale, "enable_gqa": q.shape[1] > k.shape[1]}
+        if self.demanded:
+            return attention_by_kernel(self.backend, q, k, v, mask, **how)
+        return F.scaled_dot_product_attention(q, k, v, mask, **how)
+
+
+def attention_by_kernel(
+    backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **how: Any
+) -> Tensor:
+    """`F.scaled_dot_product_attention(q, k, v, mask, **how)` by the kernel that `backend` names, one of `KERNELS`.
+
+    Raises ValueError with torch's reasons where that kernel cannot run.
+    """
+    kernel = KERNELS[backend]
+    try:
+        with sdpa_kernel(kernel):
+            return F.scaled_dot_product_attention(q, k, v, mask, **how)
+    except RuntimeError as error:
+        if "No available kernel" not in str(error) and "No viable backend" not in str(error):
+            raise
+    with warnings.catch_warnings(record=True) as said, suppress(RuntimeError), sdpa_kernel(kernel):
+        warnings.simplefilter("always")  # torch gives its reasons as warnings, each only once
+        F.scaled_dot_product_attention(q, k, v, mask, **how)
+    reasons = [str(warning.message).partition(" (Triggered")[0] for warning in said]
+    given = "" if mask is None else f", mask {list(mask.shape)}{' with a gradient' if mask.requires_grad else ''}"
+    raise ValueError(
+        f"{_cannot_run(backend, q, k)}{given}, {', '.join(f'{name} {value}' for name, value in how.items())}. torch's "
+        f"reasons: {' '.join(reasons) or f'none; there is no such kernel for {q.device.type}'}. Set it to fused, and "
+        "torch chooses a kernel that can"
+    )
+
+
+def _cannot_run(backend: str, q: Tensor, k: Tensor) -> str:
+    return (
+        f"model.attention_backend is {backend}, and this kernel cannot run here: q {list(q.shape)}, k and v "
+        f"{list(k.shape)}, {str(q.dtype).removeprefix('torch.')} on {q.device}"
+    )
 
 
 def unfused_attention(

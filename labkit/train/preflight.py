@@ -276,7 +276,7 @@ def machine_problems(config: RunConfig, world_size: int, device: str) -> list[st
 
 def _layer_and_device_problems(config: RunConfig, world_size: int, device: str) -> tuple[str, ...]:
     asked_for = device_problem(device, config.parallel.distributed_backend, world_size)
-    return asked_for, layer_problem(config), graph_problem(config, device)
+    return asked_for, layer_problem(config), attention_problem(config, device), graph_problem(config, device)
 
 
 def folder_problems(config: RunConfig) -> list[str]:
@@ -308,6 +308,24 @@ def layer_problem(config: RunConfig) -> str:
         return ""
     missing = why_no_transformer_engine()
     return f"model.transformer_impl = 'transformer_engine': {missing}; or set it to local" if missing else ""
+
+
+def attention_problem(config: RunConfig, device: str) -> str:
+    """Return why `device` has no kernel such as `model.attention_backend` demands, or an empty string.
+
+    What depends on the model of a GPU or on a shape is found by the first call (`attention_by_kernel`).
+    """
+    model, kind, backend = config.model, info.device_kind(device), config.model.attention_backend
+    found = ""
+    if kind == "cpu" and backend in ("cudnn", "efficient"):
+        found = "a CPU has no such kernel, only flash and math"
+    elif kind == "cpu" and backend == "flash" and (model.attention_dropout or model.position == "relative"):
+        found = "a CPU's flash kernel takes neither attention dropout nor relative biases"
+    elif kind == "cuda" and backend == "flash" and model.family in ("bert", "t5"):
+        found = "a GPU's flash kernel takes no padding mask, which BERT and T5 need"
+    elif kind == "cuda" and backend == "flash" and config.optim.precision in ("fp32", "fp64"):
+        found = f"a GPU's flash kernel takes bf16 and fp16, and optim.precision is {config.optim.precision}"
+    return f"model.attention_backend = {backend}: {found}; set it to fused, and torch chooses a kernel" if found else ""
 
 
 def graph_problem(config: RunConfig, device: str) -> str:
@@ -342,9 +360,10 @@ def look(config: RunConfig, groups: ParallelGroups, schedule: Schedule, *, own_m
     """Check need and machine of all ranks together, before any rank allocates. All ranks call this.
 
     All ranks see all findings, so no rank allocates before the last one has checked. Raises ConfigError on all ranks
-    for graphs that cannot be captured, a folder that cannot be written, or too little memory.
+    for kernels that the device lacks, graphs that cannot be captured, a folder that cannot be written, or too little
+    memory.
     """
-    found = [graph_problem(config, groups.device.type)]
+    found = [attention_problem(config, groups.device.type), graph_problem(config, groups.device.type)]
     if groups.world.rank == 0:
         found += folder_problems(config)
     skipped = own_model or config.train.allow_oversubscription

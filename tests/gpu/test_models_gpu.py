@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -60,11 +61,18 @@ def test_cuda_computes_what_the_cpu_computes(config: ModelConfig) -> None:
         torch.testing.assert_close(cuda[name], expected, rtol=1e-8, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
-def test_bf16_is_float32_but_for_rounding(config: ModelConfig) -> None:
+KERNELS = ("fused", "flash", "cudnn", "math")
+
+
+@pytest.mark.parametrize(
+    ("config", "backend"),
+    [(GPT2, "efficient"), *product((GPT2, LLAMA), KERNELS)],
+    ids=lambda value: value if isinstance(value, str) else value.position,
+)
+def test_bf16_is_float32_but_for_rounding(config: ModelConfig, backend: str) -> None:
     groups, device = single_process_groups(), torch.device("cuda")
     exact = loss_and_gradients(config, groups, device, torch.float32)  # float64 draws other weights
-    rounded = loss_and_gradients(config, groups, device, torch.bfloat16)
+    rounded = loss_and_gradients(replace(config, attention_backend=backend), groups, device, torch.bfloat16)
     assert rounded["loss"].dtype == torch.float32
     torch.testing.assert_close(rounded["loss"], exact["loss"], rtol=0.02, atol=0.0)
     for name in exact:

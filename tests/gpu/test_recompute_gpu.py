@@ -57,7 +57,7 @@ def test_dropout_is_replayed_to_the_bit(choice: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("backend", ["fused", "unfused"])
+@pytest.mark.parametrize("backend", ["fused", "math", "unfused"])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_saved_bytes_to_one_percent(choice: str, backend: str, dtype: torch.dtype) -> None:
     if backend == "fused" and dtype == torch.float32:

@@ -29,7 +29,7 @@ LLAMA = {"position": "rope", "kv_heads": 2, "norm": "rmsnorm", "activation": "sw
 
 @pytest.mark.parametrize("shape", [{}, LLAMA], ids=["gpt2", "llama"])
 def test_layouts_train_as_one_process_does(shape):
-    both = {"cp": 2, "tp": 2, "pp": 2, "sequence_parallel": True}
+    both = {"cp": 2, "tp": 2, "pp": 2, "sequence_parallel": True, "attention_backend": "flash"}
     gathered = {"cp": 4, "cp_comm_type": "all_gather", "attention_backend": "unfused"}
     report = compare(small(**shape), [both, gathered] if shape else [both], steps=2)
     assert report.ok, f"\n{report}"

@@ -85,7 +85,7 @@ def test_one_layer_by_attention_dropout_and_choice(name: str, dtype: str) -> Non
     kind, some = DTYPES[dtype], {"attention_dropout": 0.1, "hidden_dropout": 0.1}
     selective = [{"recompute_granularity": "selective", "recompute_modules": modules} | some for modules in SELECTIVE]
     choices: list[dict[str, Any]] = [{}, some, *selective]
-    for backend, choice in product(("fused", "unfused"), choices):
+    for backend, choice in product(("fused", "math", "unfused"), choices):
         config = replace(MODELS[name], attention_backend=backend, **choice)
         expected = layer_activation_bytes(config, share(kind))
         assert measured(config, kind).bytes == pytest.approx(expected, rel=0.01), (backend, choice)
@@ -173,7 +173,7 @@ def test_embedding_and_loss(name: str, dtype: str) -> None:
     assert saved.bytes == ids.nbytes, "a backward lets everything go but what the caller holds"
 
 
-@pytest.mark.parametrize("backend", ["fused", "unfused"])
+@pytest.mark.parametrize("backend", ["fused", "math", "unfused"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", BERTS)
 def test_a_whole_bert(name: str, dtype: str, backend: str) -> None:

@@ -161,6 +161,7 @@ def test_override_takes_bare_names_sections_and_whole_sections() -> None:
     assert (config.optim.lr, config.parallel.tp, config.model.layers) == (1.0, 2, 6)
     assert isinstance(config.optim.lr, float)
     assert RunConfig().override({"params_dtype": "bfloat16"}).optim.precision == "bf16"
+    assert RunConfig().override({"attention_backend": "local"}).model.attention_backend == "unfused"
 
 
 def test_override_leaves_rules_between_fields_to_validate() -> None:

@@ -308,7 +308,13 @@ RULES: list[tuple[dict, object, str, str]] = [
     ({"fp8": "e4m3", "fp8_amax_compute_algo": "most_recent", "fp8_amax_history_len": 4}, None,
      "optim.fp8_amax_history_len", "algo = most_recent; set that to max"),
     ({**ENGINE, "precision": "fp64"}, None, "model.transformer_impl", "Transformer Engine has no fp64"),
-    ({**ENGINE, "attention_backend": "unfused"}, None, "model.attention_backend", "Transformer Engine chooses"),
+    *[({**ENGINE, "attention_backend": kernel}, None, "model.attention_backend", "Transformer Engine chooses")
+      for kernel in ("unfused", "flash", "cudnn", "efficient", "math")],
+    *[({"precision": "bf16", "cp": 2, "attention_backend": kernel}, 2, "model.attention_backend", "only flash gives")
+      for kernel in ("cudnn", "efficient", "math")],
+    *[({"precision": precision, "attention_backend": "cudnn"}, None, "model.attention_backend", "takes 16-bit types")
+      for precision in ("fp32", "fp64")],
+    ({"precision": "fp64", "attention_backend": "efficient"}, None, "model.attention_backend", "no 64-bit type"),
     ({**ENGINE, **SELECTIVE, "recompute_modules": ["layernorm"]}, None, "model.recompute_modules", "no output to drop"),
     # optimizer, batches, data
     ({"min_lr": 1.0}, None, "optim.min_lr", "must be at most optim.lr = 0.001"),

@@ -17,7 +17,10 @@ def test_a_healthy_machine_has_no_bad_finding():
     found = by_topic(doctor.examine())
     assert [finding for finding in found.values() if finding.level == "bad"] == []
     assert "gloo" in found["backends"].text
-    assert len(found) == 12
+    assert found["attention"].text == (
+        "flash, math; model.attention_backend = fused takes flash for causal bfloat16 and flash for causal float32"
+    )
+    assert len(found) == 13
 
 
 def test_an_examination_that_fails_is_a_finding_and_the_rest_goes_on(monkeypatch):

@@ -10,14 +10,17 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from labkit.config import ModelConfig, ParallelConfig, presets
 from labkit.models import GPTModel, build_model_chunks, stage_layers
 from labkit.models.attention import ParallelAttention
 from labkit.models.build import Build
+from labkit.models.core_attention import CoreAttention
 from labkit.models.embedding import rotary_table, rotate
 from labkit.parallel import initialize_model_parallel, single_process_groups
 from labkit.parallel.parameters.parameter_record import record_of
+from labkit.parallel.random import RngTracker
 from labkit.schedules import Schedule
 
 GROUPS = single_process_groups()
@@ -63,14 +66,50 @@ def plain_attention(layer: ParallelAttention, mixed: torch.Tensor, rotary=None) 
     return output.view(length, batch, -1)
 
 
+@pytest.mark.parametrize("backend", ["fused", "flash", "math", "unfused"])
 @pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "grouped queries"])
-def test_attention_is_softmax_of_scaled_scores_times_values(config: ModelConfig) -> None:
+def test_attention_is_softmax_of_scaled_scores_times_values(config: ModelConfig, backend: str) -> None:
+    config = replace(config, attention_backend=backend)
     layer = ParallelAttention("a", Build(config=config, group=GROUPS.tp, seed=1, dtype=torch.float64))
     columns = (config.heads + 2 * (config.kv_heads or config.heads)) * 8
-    mixed = torch.randn(16, 3, columns, dtype=torch.float64)
+    mixed = torch.randn(16, 3, columns, dtype=torch.float64, requires_grad=True)
     angles = rotary_table(16, 8, 100.0)
     rotary = (angles.cos()[:, None, None], angles.sin()[:, None, None]) if config.position == "rope" else None
-    torch.testing.assert_close(layer.attend(mixed, rotary), plain_attention(layer, mixed, rotary))
+    found, expected = layer.attend(mixed, rotary), plain_attention(layer, mixed, rotary)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(expected)
+    gradients = [torch.autograd.grad(y, mixed, weights)[0] for y in (found, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+KERNEL_OF = {"flash": "ScaledDotProductFlashAttentionForCpuBackward0", "math": "UnsafeViewBackward0"}
+
+
+@pytest.mark.parametrize("backend", KERNEL_OF)
+def test_a_demanded_kernel_computes_even_where_torch_has_another_choice(backend: str) -> None:
+    core = CoreAttention(replace(SMALL, attention_backend=backend), None)
+    q, k, v = torch.randn(3, 1, 8, 16, 8, requires_grad=True).unbind()
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        node = core(q, k, v).grad_fn
+        assert torch.backends.cuda.mem_efficient_sdp_enabled() and not torch.backends.cuda.math_sdp_enabled()
+    assert node is not None and node.name() == KERNEL_OF[backend]
+
+
+@pytest.mark.parametrize(
+    ("backend", "dropout", "reason"),
+    [
+        ("cudnn", 0.0, "none; there is no such kernel for cpu"),
+        ("efficient", 0.0, "none; there is no such kernel for cpu"),
+        ("flash", 0.1, "Flash attention kernel not used because: Both fused kernels do not support non-zero dropout"),
+    ],
+)
+def test_a_kernel_that_cannot_run_says_why(backend: str, dropout: float, reason: str) -> None:
+    core = CoreAttention(replace(SMALL, attention_backend=backend, attention_dropout=dropout), RngTracker())
+    core.rng.add("model-parallel-rng", 1)
+    q, k = torch.randn(1, 8, 16, 8), torch.randn(1, 4, 16, 8)
+    said = rf"attention_backend is {backend}.*q \[1, 8, 16, 8\], k and v \[1, 4, 16, 8\], float32 on cpu"
+    with pytest.raises(ValueError, match=rf"{said}.*dropout_p {dropout}.*torch's reasons: {reason}"):
+        core(q, k, k)
 
 
 @pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["gpt2", "llama"])

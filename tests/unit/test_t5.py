@@ -66,7 +66,7 @@ def with_another(text: Tensor, place: int) -> Tensor:
 
 
 @FORMS
-@pytest.mark.parametrize("backend", ["fused", "unfused"])
+@pytest.mark.parametrize("backend", ["fused", "math", "unfused"])
 def test_the_decoder_sees_all_of_the_encoder_and_nothing_behind_itself(config: ModelConfig, backend: str) -> None:
     model, (text_enc, text_dec, mask) = built(replace(config, attention_backend=backend)), batch()
     logits = model(text_enc, text_dec, mask)
@@ -126,7 +126,7 @@ RECOMPUTED: list[dict[str, Any]] = [
 @FORMS
 @pytest.mark.parametrize("recomputed", RECOMPUTED, ids=["nothing", "uniform", "block", "selective"])
 def test_bytes_that_a_forward_keeps(config: ModelConfig, recomputed: dict[str, Any]) -> None:
-    for backend, drop, dtype in product(("fused", "unfused"), (0.0, 0.1), (torch.float32, torch.bfloat16)):
+    for backend, drop, dtype in product(("fused", "math", "unfused"), (0.0, 0.1), (torch.float32, torch.bfloat16)):
         drops = {"attention_dropout": drop, "hidden_dropout": drop, "embedding_dropout": drop}
         shape = replace(config, attention_backend=backend, **drops, **recomputed)
         model, (text_enc, text_dec, mask) = built(shape, dtype), batch()

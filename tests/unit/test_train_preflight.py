@@ -17,7 +17,7 @@ from labkit.launch import rank_pool as pool
 from labkit.launch.machine import GIB, Memory
 from labkit.schedules import gpipe
 from labkit.train import compare, pretrain
-from labkit.train.preflight import CUDA_BYTES, TORCH_BYTES, graph_problem, memory_problem, problems
+from labkit.train.preflight import CUDA_BYTES, TORCH_BYTES, attention_problem, graph_problem, memory_problem, problems
 
 
 @pytest.fixture
@@ -129,6 +129,23 @@ def test_ranks_that_share_a_gpu_are_summed_there(monkeypatch: pytest.MonkeyPatch
 def test_graphs(impl: str, device: str, expected: str) -> None:
     said = graph_problem(presets.tiny().override({"graph.cuda_graph_impl": impl}), device)
     assert said.startswith(f"graph.cuda_graph_impl = {impl}: {expected}") if expected else said == ""
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "expected"),
+    [
+        *[("cpu", {"attention_backend": kernel}, "a CPU has no such kernel") for kernel in ("cudnn", "efficient")],
+        ("cpu", {"attention_backend": "flash", "attention_dropout": 0.1}, "takes neither attention dropout"),
+        ("cpu", {"attention_backend": "flash", "family": "t5", "position": "relative"}, "nor relative biases"),
+        ("cuda", {"attention_backend": "flash", "precision": "bf16", "family": "bert"}, "takes no padding mask"),
+        ("cuda", {"attention_backend": "flash"}, "takes bf16 and fp16, and optim.precision is fp32"),
+        *[("cpu", {"attention_backend": kernel}, "") for kernel in ("auto", "flash", "math", "local")],
+        *[("cuda", {"attention_backend": k, "precision": "bf16"}, "") for k in ("flash", "cudnn", "efficient", "math")],
+    ],
+)
+def test_kernels_that_a_device_lacks(device: str, changes: dict[str, Any], expected: str) -> None:
+    said = attention_problem(presets.tiny().override(changes), device)
+    assert (said.startswith("model.attention_backend = ") and expected in said) if expected else said == ""
 
 
 def test_everything_is_said_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

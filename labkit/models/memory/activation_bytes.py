@@ -12,7 +12,8 @@ with experts if `moe` is given. s = sequence, b = samples, h = hidden, a = heads
 | tensor and sequence parallel | s b h / t (34 + 5 a s / h)     | 34 s b h / t               | 2 s b h / t |
 
 The term 5 a s / h counts the probabilities, their dropout mask and the probabilities after dropout. A fused attention
-kernel keeps none of them. On a CPU torch has no fused kernel with dropout: it then keeps three maps of probabilities.
+kernel keeps none of them. On a CPU torch has no fused kernel with dropout: its `math` then keeps three maps of
+probabilities.
 
 Grouped experts with a gate keep the tensors below. T are the tokens of a rank, k the experts of a token, g the width of
 an expert, e the bytes of an element. R are the rows that the rank's experts work on: T k in the mean over ranks, times
@@ -260,15 +261,30 @@ def _core_attention(model: ModelConfig, share: Share) -> dict[str, int]:
     grouped = kv_width(model, t) < h // t
     qkv, repeated = tokens * qkv_width(model, t) * e, tokens * 3 * h // t * e
     probabilities = tokens * model.seq_length * model.heads // t  # a s^2 b / t elements
-    fused, p, biased = model.attention_backend == "fused", model.attention_dropout, model.position == "relative"
-    if share.cp > 1 or (fused and (not (p or biased) or share.device == "cuda")):
+    if share.cp > 1 or is_one_kernel(model, share, biased=model.position == "relative"):
         return {"q, k, v": qkv, "log-sums": tokens * model.heads // t * share.wide}
-    if fused:
-        scaled = repeated * share.wide // e
-        if e >= 4 and not grouped and model.position != "rope":
-            scaled += tokens * 2 * h // t * e  # scaled copies of q and k; v is a view of q, k, v
-        return {"q, k, v": scaled, "probabilities": (3 if p else 1) * probabilities * share.wide}
-    return {"q, k, v": repeated, "probabilities": probabilities * (2 * e + 1 if p else e)}
+    p = model.attention_dropout
+    if model.attention_backend == "unfused":
+        return {"q, k, v": repeated, "probabilities": probabilities * (2 * e + 1 if p else e)}
+    scaled = repeated * share.wide // e
+    if e >= 4 and not grouped and model.position != "rope":
+        scaled += tokens * 2 * h // t * e  # scaled copies of q and k; v is a view of q, k, v
+    return {"q, k, v": scaled, "probabilities": probabilities * math_bytes(model, share)}
+
+
+def is_one_kernel(model: ModelConfig, share: Share, *, biased: bool = False) -> bool:
+    """Attention is one kernel, which keeps no probabilities. The kernel of a CPU takes no dropout, and no biases that
+    want a gradient (`biased`): `fused` is then torch's `math`."""
+    if model.attention_backend in ("math", "unfused"):
+        return False
+    return share.device == "cuda" or not (model.attention_dropout or biased)
+
+
+def math_bytes(model: ModelConfig, share: Share) -> int:
+    """Bytes that torch's `math` keeps for each probability: with dropout also the mask and the product of both."""
+    if not model.attention_dropout:
+        return share.wide
+    return 2 * share.wide + (1 if share.device == "cuda" else share.wide)
 
 
 PARTS = {
@@ -358,7 +374,8 @@ def _mask_bytes(model: ModelConfig, share: Share) -> int:
 
     Separate operations add the mask and keep no more than the sum.
     """
-    if model.family != "bert" or (model.attention_backend == "unfused" and model.recompute_granularity == "none"):
+    kept = is_one_kernel(model, share) or model.recompute_granularity != "none"
+    if model.family != "bert" or not kept:
         return 0
     return share.tokens(model) * model.heads // share.tp * share.element_bytes
 

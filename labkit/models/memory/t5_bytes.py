@@ -14,8 +14,10 @@ from labkit.models.counts import StageContents, decoder_layers, decoder_length
 from labkit.models.memory.activation_bytes import (
     Share,
     end_activation_bytes,
+    is_one_kernel,
     layer_saved,
     layers_activation_bytes,
+    math_bytes,
     norm_bytes,
     recomputed_at_once_bytes,
 )
@@ -69,8 +71,7 @@ def _biases(half: ModelConfig, share: Share) -> int:
 
 def _padding(model: ModelConfig, share: Share, crosses: bool) -> int:
     """Bytes of the encoder's padding mask, a row of scores for each sample and head; the biases' mask takes it in."""
-    fused = model.attention_backend == "fused" and not (model.attention_dropout and share.device == "cpu")
-    kept = fused or _recomputes_core(model)
+    kept = is_one_kernel(model, share) or _recomputes_core(model)
     read = crosses or model.position != "relative"
     return share.tokens(model) * model.heads // share.tp * share.element_bytes if kept and read else 0
 
@@ -85,9 +86,9 @@ def _cross(model: ModelConfig, decoder: ModelConfig, share: Share) -> dict[str, 
     sizes, scores = (q + kv) * e, tokens * model.heads // t * share.wide
     if model.attention_backend == "unfused":
         scores = probabilities * (2 * e + 1 if p else e)
-    elif p and share.device == "cpu":
+    elif not is_one_kernel(model, share):
         sizes = (q + kv) * share.wide + (kv // 2 * e if e >= 4 else 0)  # and a scaled copy of k
-        scores = 3 * probabilities * share.wide
+        scores = probabilities * math_bytes(model, share)
     return {
         "cross norm": norm_bytes(decoder, share),
         "cross q input": 0 if "layernorm" in modules else share.tokens_between(decoder) * h * e,

@@ -71,6 +71,11 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     lse.copy_(total)
 
 
+def has_kernel(q: Tensor) -> bool:
+    """A kernel computes blocks of these queries where `fused` asks for it."""
+    return _kernel(q, True) != "explicit"
+
+
 def _kernel(q: Tensor, fused: bool) -> str:
     if fused and not q.is_cuda:
         return "host"
