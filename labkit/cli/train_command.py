@@ -169,13 +169,14 @@ def launch(
     progress: Callable[[dict[str, Any]], None],
 ) -> list[Any]:
     """`labkit.launch.run` with the configuration's backend and limit of a collective, or with `timeout` for it."""
-    from labkit.launch import run
+    from labkit.launch import before_launch, run
+    from labkit.launch.info import variables_of_run
 
     if timeout is not None:
         config = config.override({"parallel.distributed_timeout_minutes": timeout / 60})
     with refusing_arguments():
         return run(
-            fn,
+            before_launch(variables=variables_of_run)(fn),
             world_size,
             config,
             device=device,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Literal
 
-from labkit.launch.info import loopback_interface
+from labkit.launch.info import CONNECTIONS, loopback_interface
 from labkit.launch.machine import host_memory, usable_cores, why_no_transformer_engine
 
 Level = Literal["good", "note", "bad"]
@@ -42,8 +42,8 @@ def examine(*, launch: bool = False) -> list[Finding]:
     An examination that fails becomes a bad finding itself, so one defect never hides the others.
     """
     examinations: list[Callable[[], Finding]] = [
-        _python, _torch, _backends, _gpus, _attention, _transformer_engine, _cores, _memory, _shared_memory,
-        _temporary_folder, _open_files, _processes, _loopback,
+        _python, _torch, _backends, _gpus, _attention, _connections, _transformer_engine, _cores, _memory,
+        _shared_memory, _temporary_folder, _open_files, _processes, _loopback,
     ]  # fmt: skip
     if launch:
         examinations.append(_two_ranks)
@@ -109,6 +109,17 @@ def _attention() -> Finding:
         chosen.append(f"{name} for causal {str(dtype).removeprefix('torch.')}")
     enabled = ", ".join(name for name, is_on in kernels.items() if is_on)
     return Finding("attention", "good", f"{enabled}; model.attention_backend = fused takes {' and '.join(chosen)}")
+
+
+def _connections() -> Finding:
+    """CUDA's queues of a process; see `info.variables_of`."""
+    given = os.environ.get(CONNECTIONS)
+    if given is None:
+        return Finding("connections", "good", f"{CONNECTIONS} is not set; ranks on NCCL with tp or cp above 1 get 1")
+    if given == "1":
+        return Finding("connections", "good", f"{CONNECTIONS}=1")
+    advice = "unset it, or set it to 1"
+    return Finding("connections", "note", f"{CONNECTIONS}={given}: tp and cp overlap with 1 up to Hopper", advice)
 
 
 def _transformer_engine() -> Finding:

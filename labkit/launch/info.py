@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+    from labkit.config import ParallelConfig, RunConfig
+
 BACKENDS = ("auto", "gloo", "nccl")
 DEVICES = ("auto", "cpu", "cuda")
 DeviceKind = Literal["cpu", "cuda"]
@@ -150,6 +152,41 @@ def choose_backend(backend: str, device: torch.device, local_world_size: int) ->
             f'{torch.cuda.device_count()}: use backend="gloo" (several ranks may share one GPU) or fewer ranks'
         )
     return backend
+
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Variable of CUDA: queues through which a process hands kernels to its GPU. CUDA reads it when it starts."""
+
+
+def variables_of(parallel: ParallelConfig, backend: str) -> dict[str, str]:
+    """Return the variables that a rank needs before CUDA starts, for ranks on `backend` (nccl or gloo).
+
+    The layers of tp and cp launch a transfer and then the product that hides it. Up to Hopper, only a single queue
+    makes the GPU start them in this order; otherwise the product may take all multiprocessors first, and the transfer
+    runs after it. Megatron-LM asks for the same. Never run on a GPU.
+    """
+    return {CONNECTIONS: "1"} if backend == "nccl" and (parallel.tp > 1 or parallel.cp > 1) else {}
+
+
+def variables_of_run(world_size: int, device: str, config: RunConfig, *_: Any, **__: Any) -> dict[str, str]:
+    """Return `variables_of` the ranks that a launch with these arguments starts here; for `before_launch`."""
+    if device_kind(device) == "cpu":
+        return {}
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    backend = choose_backend(config.parallel.distributed_backend, choose_device(device, 0, 0), here)
+    return variables_of(config.parallel, backend)
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Give `variables` to this process, except those that its environment has. It says so where CUDA runs already."""
+    missing = {name: value for name, value in variables.items() if name not in os.environ}
+    torch = sys.modules.get("torch")
+    if missing and torch is not None and torch.cuda.is_initialized():
+        if os.environ.get("RANK", "0") == "0":
+            words = ", ".join(f"{name}={value}" for name, value in missing.items())
+            announce(f"CUDA runs already, so {words} comes too late: transfers may not overlap; set it beforehand")
+        return
+    os.environ.update(missing)
 
 
 _BEHIND = 10.0

@@ -70,30 +70,35 @@ def run(
 
 
 Look = Callable[..., None]
+Variables = Callable[..., dict[str, str]]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def before_launch(look: Look) -> Callable[[_Function], _Function]:
+def before_launch(look: Look | None = None, *, variables: Variables | None = None) -> Callable[[_Function], _Function]:
     """Decorator: call `look(world_size, device, *args)` in the launching process ahead of every launch of the function.
 
     `look` gets the arguments of the call, and raises ValueError for arguments on which the ranks would fail. A
-    `functools.partial` of the function is checked too. Under torchrun there is no launch, so `look` is not called."""
+    `functools.partial` of the function is checked too. Under torchrun there is no launch, so `look` is not called.
+    `variables`, called with the same arguments, returns variables that a rank needs before it starts CUDA and joins the
+    others. The caller's environment comes before them. Ranks that run already have no use for them."""
 
     def decorate(fn: _Function) -> _Function:
-        fn.before_launch = look  # pyright: ignore[reportFunctionMemberAccess]
+        fn.before_launch, fn.rank_variables = look, variables  # pyright: ignore[reportFunctionMemberAccess]
         return fn
 
     return decorate
 
 
-def look_before_launch(fn: Callable[..., Any], world_size: int, device: str, args: tuple[Any, ...]) -> None:
-    """Call what `before_launch` has given `fn`, if anything."""
+def look_before_launch(fn: Callable[..., Any], world_size: int, device: str, args: tuple[Any, ...]) -> dict[str, str]:
+    """Call what `before_launch` has given `fn`, if anything; return the variables."""
     keywords: dict[str, Any] = {}
     while isinstance(fn, partial):
         fn, args, keywords = fn.func, (*fn.args, *args), {**fn.keywords, **keywords}
     look: Look | None = getattr(fn, "before_launch", None)
     if look is not None and not info.under_torchrun():
         look(world_size, device, *args, **keywords)
+    variables: Variables | None = getattr(fn, "rank_variables", None)
+    return {} if variables is None else variables(world_size, device, *args, **keywords)
 
 
 class Ranks:
@@ -140,13 +145,14 @@ class Ranks:
     ) -> list[Any]:
         """Call `fn(*args)` on every rank, like `labkit.launch.run`. `timeout` replaces that of the constructor."""
         limit = self.timeout if timeout is None else _checked_timeout(timeout)
-        look_before_launch(fn, self.world_size, self._settings["device"], args)
+        variables = look_before_launch(fn, self.world_size, self._settings["device"], args)
         if info.under_torchrun():
+            info.set_variables(variables)
             return torchrun.run_here(
                 fn, self.world_size, args, group_timeout=self._group_timeout, progress=progress, **self._settings
             )
-        packed = pickling.pack(fn, args)
-        pool = self._started()
+        packed = pickling.pack(fn, args, variables)
+        pool = self._started(variables)
         try:
             return pool.call(packed, limit, progress)
         except RankError as error:
@@ -181,7 +187,7 @@ class Ranks:
             self._give_up()
         self.close()
 
-    def _started(self) -> RankPool:
+    def _started(self, variables: dict[str, str]) -> RankPool:
         if self._pool is not None and not self._pool.spec.folder.is_dir():  # a cleaner of temporary files was here
             self._give_up()
         if self._pool is None:
@@ -190,7 +196,10 @@ class Ranks:
                 self._lost_state = False
             if warning := machine.crowding(self.world_size):
                 print(warning, file=sys.stderr, flush=True)
-            pool = RankPool(self.world_size, limit=self.timeout, group_timeout=self._group_timeout, **self._settings)
+            pool = RankPool(
+                self.world_size, limit=self.timeout, group_timeout=self._group_timeout, variables=variables,
+                **self._settings,
+            )  # fmt: skip
             pool.patience = self._patience
             _pools.add(pool)
             self._pool, self._finalizer = pool, weakref.finalize(self, _end, pool)

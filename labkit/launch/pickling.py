@@ -30,8 +30,8 @@ OWN_VARIABLES = (
 )  # fmt: skip
 
 
-def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Pack all that a rank needs to call `fn(*args)`.
+def pack(fn: Callable[..., Any], args: tuple[Any, ...], variables: dict[str, str] | None = None) -> bytes:
+    """Pack all that a rank needs to call `fn(*args)`. variables: as in `environment`.
 
     Raises:
         TypeError: `fn` is no function, or the function or an argument cannot be pickled.
@@ -39,7 +39,7 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     if not callable(fn):
         raise TypeError(f"the first argument must be a function, got {type(fn).__name__}: {fn!r}")
     file = io.BytesIO()
-    pickle.dump(_surroundings(), file)
+    pickle.dump(_surroundings(variables or {}), file)
     try:
         with _registry, _by_value(_modules_of((fn, *args))):
             _Pickler(file).dump((fn, args))
@@ -71,9 +71,10 @@ def unpack(path: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return pickle.load(file)
 
 
-def environment() -> dict[str, str]:
-    """The present environment of the caller; the fork server's is as old as the first launch."""
-    return dict(os.environ)
+def environment(variables: dict[str, str]) -> dict[str, str]:
+    """The present environment of the caller; the fork server's is as old as the first launch. `variables` are added
+    where the caller has none of the name."""
+    return {**variables, **os.environ}
 
 
 def apply_environment(values: dict[str, str]) -> None:
@@ -84,13 +85,13 @@ def apply_environment(values: dict[str, str]) -> None:
     os.environ.update({**values, **own})
 
 
-def _surroundings() -> dict[str, Any]:
+def _surroundings(variables: dict[str, str]) -> dict[str, Any]:
     cells = {
         name: entry
         for name, entry in linecache.cache.items()
         if len(entry) == 4 and entry[1] is None and not os.path.exists(name)
     }
-    return {"environment": environment(), "directory": os.getcwd(), "path": list(sys.path), "cells": cells}
+    return {"environment": environment(variables), "directory": os.getcwd(), "path": list(sys.path), "cells": cells}
 
 
 def apply_surroundings(values: dict[str, Any]) -> None:

@@ -116,10 +116,11 @@ class RankPool:
     """All ranks of one launch and its folder. Not for two threads at once."""
 
     def __init__(
-        self, world_size: int, *, backend: str, device: str, limit: float, group_timeout: float, debug: bool
-    ) -> None:
+        self, world_size: int, *, backend: str, device: str, limit: float, group_timeout: float, debug: bool,
+        variables: dict[str, str],
+    ) -> None:  # fmt: skip
         self._folder = LaunchFolder()
-        environment = pickling.environment()
+        environment = pickling.environment(variables)
         self.spec = LaunchSpec(self._folder.path, world_size, backend, device, limit, group_timeout, debug, environment)
         self.handles: list[RankHandle] = []
         self._calls = self._failed_calls = 0

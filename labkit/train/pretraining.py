@@ -11,6 +11,7 @@ A plain call elsewhere trains on one process.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ def _look(
     refuse(problems(config, world_size, device, schedule=schedule, own_model=model_provider is not None))
 
 
-@before_launch(_look)
+@before_launch(_look, variables=info.variables_of_run)
 def pretrain(
     config: RunConfig,
     *,
@@ -194,6 +195,8 @@ def _world_size(config: RunConfig) -> int:
     """Return the number of ranks of this world. A rank of torchrun joins the others first."""
     if info.under_torchrun():
         backend, minutes = config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes
+        if not torch.distributed.is_initialized():
+            info.set_variables(info.variables_of_run(int(os.environ["WORLD_SIZE"]), "auto", config))
         return torchrun.join(backend=backend, distributed_timeout_minutes=minutes).world_size
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 

@@ -20,7 +20,7 @@ def test_a_healthy_machine_has_no_bad_finding():
     assert found["attention"].text == (
         "flash, math; model.attention_backend = fused takes flash for causal bfloat16 and flash for causal float32"
     )
-    assert len(found) == 13
+    assert len(found) == 14
 
 
 def test_an_examination_that_fails_is_a_finding_and_the_rest_goes_on(monkeypatch):
@@ -78,3 +78,15 @@ def test_loopback_missing(monkeypatch):
 
 def test_cores_are_those_allowed():
     assert 1 <= doctor.usable_cores() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "level", "said"),
+    [(None, "good", "is not set"), ("1", "good", "=1"), ("8", "note", "=8: tp and cp overlap")],
+)
+def test_connections(monkeypatch, value, level, said):
+    monkeypatch.delenv(doctor.CONNECTIONS, raising=False)
+    if value is not None:
+        monkeypatch.setenv(doctor.CONNECTIONS, value)
+    found = doctor._connections()
+    assert found.level == level and said in found.text

@@ -1,11 +1,17 @@
 """Device and backend of a rank; GPUs are played by a fake count."""
 
+import os
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from labkit.config import RunConfig
 from labkit.launch import rank_info
-from labkit.launch.info import choose_backend, choose_device, loopback_interface
+from labkit.launch.info import CONNECTIONS, choose_backend, choose_device, loopback_interface, set_variables
+from labkit.launch.launcher import look_before_launch
+from labkit.train import pretrain
 
 
 @pytest.fixture
@@ -61,3 +67,34 @@ def test_loopback_exists():
     import socket
 
     assert loopback_interface() in {name for _, name in socket.if_nameindex()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "count", "expected"),
+    [
+        ({"tp": 2}, 2, {CONNECTIONS: "1"}),
+        ({"cp": 2}, 2, {CONNECTIONS: "1"}),
+        ({"pp": 2}, 2, {}),  # nothing is launched before a product that hides it
+        ({"tp": 2}, 1, {}),  # two ranks on one GPU, so gloo
+        ({"tp": 2, "distributed_backend": "gloo"}, 2, {}),
+        ({"tp": 2}, 0, {}),
+    ],
+)
+def test_one_connection_where_layers_overlap_transfers_on_gpus(gpus, changes, count, expected):
+    gpus(count)
+    config = RunConfig().override(changes)
+    for fn in (pretrain, partial(pretrain, lr_mult=1.0)):
+        assert look_before_launch(fn, 2, "auto", (config,)) == expected
+
+
+def test_variables_come_too_late_once_cuda_runs(monkeypatch, capsys):
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    set_variables({CONNECTIONS: "1"})
+    assert CONNECTIONS not in os.environ and f"{CONNECTIONS}=1 comes too late" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    set_variables({CONNECTIONS: "1"})
+    assert os.environ[CONNECTIONS] == "1"
+    os.environ[CONNECTIONS] = "8"
+    set_variables({CONNECTIONS: "1"})
+    assert os.environ[CONNECTIONS] == "8", "the user's own value stays"
