@@ -38,6 +38,10 @@ NOT_FIELDS: dict[str, str] = {
     "world_size": "the world size is that of the launch (--nproc, --world-size or torchrun), not a field",
     "data_parallel_size": "data parallelism is what is left of the world: dp = world size / (tp cp pp)",
     "dp": "data parallelism is what is left of the world: dp = world size / (tp cp pp)",
+    **dict.fromkeys(
+        ("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_fp32"),
+        "gradients are reduced in fp32 unless optim.grad_reduce_in_bf16 is true",
+    ),
     "num_layers_per_virtual_pipeline_stage": "set parallel.vpp, the virtual stages of a rank, to "
     "layers / (pp x layers of a virtual stage)",
     "decoder_first_pipeline_num_layers": f'{_OF_A_LAYOUT} "E t | ttt | ttt L" for a first stage of one layer',

@@ -29,6 +29,7 @@ REASONS = {
     "moe.score_function=sigmoid": "as the bias moves sigmoid scores",
     **dict.fromkeys(_INTERLEAVED.split(), "and only the interleaved schedule reads this"),
     "optim.precision=fp16": "which scales no loss",
+    "optim.precision=bf16": "which has no gradients in bf16",
     "optim.loss_scale=null": "a constant that never moves",
     "optim.data_parallel=bucketed": "which has no gradient buckets",
     "optim.overlap_grad_reduce=true": "which leaves one bucket",
@@ -355,7 +356,8 @@ class OptimConfig:
     eps: float = field(1e-8, "Adam's epsilon.", gt=0, aliases="adam_eps")
     clip_grad: float = field(1.0, "Largest global gradient norm; 0 does not clip.", ge=0)
     precision: str = field("fp32",
-        "bf16 and fp16 have fp32 master weights and gradients; fp16 scales the loss; fp64 is for parity.",
+        "bf16 and fp16 have fp32 master weights and gradients (but see grad_reduce_in_bf16); fp16 scales the loss; "
+        "fp64 is for parity.",
         choices="fp32 bf16 fp16 fp64", aliases="params_dtype",
         synonyms={"float32": "fp32", "bfloat16": "bf16", "float64": "fp64", "float16": "fp16"})
     loss_scale: float | None = field(None, "A constant factor of fp16's loss; None adapts it (arXiv 1710.03740).", ge=1,
@@ -385,6 +387,10 @@ class OptimConfig:
         "Elements after which a bucket is closed; None is max(40,000,000, 1,000,000 x dp). Without overlap all is one.",
         ge=1, aliases="ddp_bucket_size", needs="optim.data_parallel=bucketed optim.overlap_grad_reduce=true")
     overlap_grad_reduce: bool = field(True, "Reduce a bucket as soon as the backward has filled it.")
+    grad_reduce_in_bf16: bool = field(False,
+        "Gradient buffers in bf16, not fp32: 2 bytes less per parameter and half the traffic, but sums over "
+        "microbatches and ranks are rounded to 8 bits. The update stays in fp32.",
+        needs="optim.precision=bf16 optim.data_parallel=bucketed")
     average_in_collective: bool = field(False, "The collective averages; False: gradients are scaled, then summed.",
         aliases="ddp_average_in_collective", needs="optim.data_parallel=bucketed")
     calculate_per_token_loss: bool = field(False,

@@ -44,6 +44,7 @@ _TRAINING_ONLY = (
     "recompute_modules",
     "num_microbatches_with_partial_activation_checkpoints",
     "transformer_impl",
+    "attention_backend",
     "embedding_dropout",
     "attention_dropout",
     "hidden_dropout",

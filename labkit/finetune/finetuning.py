@@ -173,7 +173,9 @@ def configuration(prepared: Prepared, row: Row, seed: int, world_size: int) -> R
     part = row.batch // dp
     micro = given.micro_batch_size or max(n for n in range(1, MOST_OF_MICROBATCH + 1) if part % n == 0)
     dropout = dict.fromkeys(("embedding_dropout", "attention_dropout", "hidden_dropout"), given.dropout)
-    model = replace(prepared.weights.model, untie_embeddings_and_output_weights=True, **dropout)
+    model = replace(
+        prepared.weights.model, untie_embeddings_and_output_weights=True, attention_backend="fused", **dropout
+    )
     folder = given.saved_at(row, seed)
     saving = {} if folder is None else {"dir": folder, "interval": steps, "load": "none"}  # nothing but the last step
     return (

@@ -25,12 +25,7 @@ import torch
 from torch import nn
 
 from labkit.moe.router import finish_router_step
-from labkit.parallel.data_parallel.gradients import (
-    GradientStatistics,
-    clip_factor,
-    gradient_statistics,
-    scale_gradients,
-)
+from labkit.parallel.data_parallel.gradients import GradientStatistics, clip_factor, gradient_statistics
 from labkit.parallel.data_parallel.optimizer import MegatronOptimizer
 from labkit.parallel.groups import ParallelGroups
 from labkit.parallel.vocab.token_ids import TokenIdChecks, token_ids_checked_late
@@ -119,10 +114,7 @@ def train_step(
         finish_router_step(chunks, pipeline.groups, move_biases=finite)
     if finite:
         with timers.phase("optimizer"):
-            factor = clip_factor(norm, clip_grad or math.inf) / scale
-            if factor != 1.0:
-                scale_gradients(chunks, factor)
-            optimizer.step(lr)
+            optimizer.step(lr, clip_factor(norm, clip_grad or math.inf) / scale)
     elif scaler.hopeless_steps >= GIVE_UP_AFTER:
         raise FloatingPointError(
             f"{GIVE_UP_AFTER} steps in a row were skipped, the last being step {step + 1}, because {fault}; no weight "

@@ -86,7 +86,7 @@ def test_layouts_are_megatrons():
 class Model(nn.Module):
     """A weight used twice, and an expert."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.table = nn.Parameter(torch.randn(11, 6))
@@ -94,7 +94,7 @@ class Model(nn.Module):
         self.expert = nn.Linear(6, 6)
         for parameter in self.expert.parameters():
             parameter.allreduce = False
-        self.double()
+        self.to(dtype)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.inner(self.table[ids])
@@ -122,12 +122,12 @@ def _gradients(module: nn.Module, attribute: str) -> dict[str, torch.Tensor]:
     return {name: getattr(parameter, attribute).clone() for name, parameter in module.named_parameters()}
 
 
-def _beside_megatron(cases: list[tuple[bool, bool, int]]) -> list[Any]:
+def _beside_megatron(cases: list[tuple[bool, bool, int]], dtype: torch.dtype) -> list[Any]:
     groups = initialize_model_parallel(ParallelConfig(ep=2))
     ours = []
     for average, per_token, limit in cases:
         options = {"average_in_collective": average, "calculate_per_token_loss": per_token, "bucket_size": limit}
-        wrapped = DistributedDataParallel(Model(), groups, **options)
+        wrapped = DistributedDataParallel(Model(dtype), groups, grad_dtype=dtype, **options)
         _steps(wrapped, groups.rank)
         ours.append(_gradients(wrapped.module, "main_grad"))
     megatron = _megatron()
@@ -141,7 +141,7 @@ def _beside_megatron(cases: list[tuple[bool, bool, int]]) -> list[Any]:
         )
         options = {"overlap_grad_reduce": True, "average_in_collective": average, "bucket_size": limit}
         setting = megatron.distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=False, **options)
-        wrapped = megatron.distributed.DistributedDataParallel(config, setting, Model())
+        wrapped = megatron.distributed.DistributedDataParallel(config, setting, Model(dtype))
         _steps(wrapped, groups.rank)
         theirs.append(_gradients(wrapped.module, "main_grad"))
     return list(zip(cases, ours, theirs))
@@ -149,10 +149,19 @@ def _beside_megatron(cases: list[tuple[bool, bool, int]]) -> list[Any]:
 
 def test_gradients_are_megatrons_with_experts_of_their_own_group():
     cases = [(False, False, 40), (True, False, 40), (False, True, 1), (False, False, 10_000)]
-    for compared in run(_beside_megatron, 4, cases):
+    for compared in run(_beside_megatron, 4, cases, torch.float64):
         for case, ours, theirs in compared:
             for name, gradient in theirs.items():
                 assert torch.allclose(ours[name], gradient, rtol=1e-12, atol=1e-14) and gradient.any(), (case, name)
+
+
+def test_gradients_in_bf16_are_megatrons_to_the_bit():
+    """Three microbatches add up in bf16, then two ranks: the scaling, each addition and its rounding are the same."""
+    for compared in run(_beside_megatron, 2, [(False, False, 40), (True, False, 10_000)], torch.bfloat16):
+        for case, ours, theirs in compared:
+            for name, gradient in theirs.items():
+                assert ours[name].dtype == gradient.dtype == torch.bfloat16 and gradient.any(), (case, name)
+                assert torch.equal(ours[name], gradient), (case, name)
 
 
 def _beside_torch() -> Any:

@@ -279,6 +279,11 @@ RULES: list[tuple[dict, object, str, str]] = [
      "must divide dp x cp = 4; choose 1, 2 or 4"),
     ({**ZERO, "num_distributed_optimizer_instances": 0}, None, "optim.num_distributed_optimizer_instances",
      "must be at least 1"),
+    *[({"precision": precision, "grad_reduce_in_bf16": True}, None, "optim.grad_reduce_in_bf16",
+       f"no effect with optim.precision = {precision}, which has no gradients in bf16; set that to bf16")
+      for precision in ("fp32", "fp16", "fp64")],
+    ({"precision": "bf16", "grad_reduce_in_bf16": True, "data_parallel": "naive"}, None, "optim.grad_reduce_in_bf16",
+     "no effect with optim.data_parallel = naive"),
     ({"average_in_collective": True, "calculate_per_token_loss": True}, None, "optim.average_in_collective",
      "excludes optim.calculate_per_token_loss"),
     # precision

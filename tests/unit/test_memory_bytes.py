@@ -34,6 +34,18 @@ def test_each_precision(precision: str, bytes_each: tuple[int, int, int]) -> Non
     assert (found.weights, found.gradients, found.optimizer) == tuple(parameters * each for each in bytes_each)
 
 
+def test_gradients_in_bf16_take_16_bytes_a_parameter_and_4_more_during_the_update() -> None:
+    """2 + 2 + 12, and under the distributed optimizer 4 + 12 / d; AdamW reads this rank's gradients in fp32."""
+    config = presets.gpt2_124m().override({"grad_reduce_in_bf16": True, "seq_length": 64, "micro_batch_size": 1})
+    parameters = 50304 * 768 + 64 * 768 + 12 * (12 * 768**2 + 13 * 768) + 2 * 768
+    for sharded, d in ((False, 1), (True, 4)):
+        config = config.override({"distributed_optimizer": sharded})
+        found, wide = (memory(config.override({"grad_reduce_in_bf16": on}), d, device="cuda") for on in (True, False))
+        assert (found.weights, found.gradients) == (2 * parameters, 2 * parameters)
+        assert found.optimizer == wide.optimizer == 12 * parameters // d
+        assert found.activations == max(4 * parameters // d, wide.activations)
+
+
 def test_the_distributed_optimizer_shards_over_dp_and_cp_of_an_instance() -> None:
     config = presets.tiny().override({"precision": "bf16", "parallel.cp": 2})
     whole = memory(config, 8)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from labkit.config import OptimConfig
+from labkit.parallel.data_parallel.gradients import gradient_statistics
 from labkit.parallel.data_parallel.optimizer import named_parameters, parameter_groups
 from labkit.parallel.parameters.parameter_record import record_of
 from labkit.train.pretraining import build_optimizer
@@ -125,11 +126,30 @@ def test_bf16_weights_follow_an_fp32_master_where_bf16_alone_would_stand_still()
     assert module.weight.item() == torch.tensor(0.99).bfloat16().item()
 
 
+def test_gradients_in_bf16_are_measured_and_clipped_in_fp32():
+    """The norm of numbers with 8 bits is no such number, and clipped in bf16 a gradient would be rounded once more."""
+    narrow, wide = block(torch.bfloat16), block(torch.bfloat16)
+    optimizers = [build_optimizer([module], OPTIM) for module in (narrow, wide)]
+    for step in range(3):
+        give_grads(narrow, step, torch.bfloat16)
+        for ours, theirs in zip(narrow.parameters(), wide.parameters()):
+            theirs.main_grad = ours.main_grad.float() / 3
+        exact = torch.cat([p.main_grad.double().flatten() for p in narrow.parameters()]).norm().item()
+        pieces = optimizers[0].gradient_pieces()
+        assert gradient_statistics(pieces, (), (), torch.device("cpu")).norm == pytest.approx(exact, rel=1e-6)
+        for optimizer, factor in zip(optimizers, (1 / 3, 1.0)):
+            optimizer.step(1e-2, factor)
+    for ours, theirs in zip(optimizers[0].masters, optimizers[1].masters):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize(
     ("dtype", "grad_dtype", "per_parameter"),
     [
         (torch.float32, torch.float32, {"parameter": 4, "gradient": 4, "master": 0, "moments": 8}),
         (torch.bfloat16, torch.float32, {"parameter": 2, "gradient": 4, "master": 4, "moments": 8}),
+        (torch.bfloat16, torch.bfloat16, {"parameter": 2, "gradient": 2, "master": 4, "moments": 8}),
         (torch.float16, torch.float32, {"parameter": 2, "gradient": 4, "master": 4, "moments": 8}),
         (torch.float64, torch.float64, {"parameter": 8, "gradient": 8, "master": 0, "moments": 16}),
     ],

@@ -17,6 +17,7 @@ CONTEXTS: tuple[dict[str, Any], ...] = (
     {"model.recompute_granularity": "full"},
     {"optim.distributed_optimizer": True},
     {"optim.precision": "fp16"},
+    {"optim.precision": "bf16"},
     {"optim.fp8": "hybrid"},
     {"optim.lr_schedule": "wsd"},
     {"parallel.cp": 2},
@@ -149,9 +150,10 @@ def quoted(problem: str, config) -> None:
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
         {"precision": "fp16", "loss_scale": 1024.0},
         {"precision": "fp16", "initial_loss_scale": 64.0, "hysteresis": 3, "loss_scale_window": 10},
+        {"precision": "bf16", "grad_reduce_in_bf16": True},
     ],
 )
-def test_recomputation_and_loss_scales_are_no_reason_to_refuse(changes, launched):
+def test_recomputation_and_what_a_precision_brings_are_no_reason_to_refuse(changes, launched):
     compare(BASE.override(changes), [{"world_size": 2}], steps=2)
     assert [world_size for _, world_size in launched] == [1, 2]
 

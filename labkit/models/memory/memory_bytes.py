@@ -34,11 +34,12 @@ class RankMemory:
     weights: int
     """Weights in the model's precision."""
     gradients: int
-    """`main_grad`: float32 for 16-bit weights."""
+    """`main_grad`: float32 for 16-bit weights, unless `optim.grad_reduce_in_bf16`."""
     optimizer: int
     """Adam's two moments, and float32 masters of 16-bit weights; a rank's share of both if they are sharded."""
     activations: int
-    """Tensors that forwards keep for all microbatches in flight, and the temporaries of one backward."""
+    """Tensors that forwards keep for all microbatches in flight, and the temporaries of one backward; at least those of
+    the update, when no activations are left."""
     checkpoint: int = 0
     """Copy of the state that an asynchronous save writes behind the next steps; it stays for the saves to come."""
 
@@ -58,8 +59,8 @@ def rank_memory(
 
     schedule: the schedule of the run, such as `labkit.train.preflight.schedule_of(config, world_size)`.
     """
-    weights, gradients, optimizer = _state(config, world_size, schedule, pp_rank)
-    activations = _activations(config, schedule, pp_rank, device)
+    weights, gradients, optimizer, update = _state(config, world_size, schedule, pp_rank)
+    activations = max(update, _activations(config, schedule, pp_rank, device))
     if device == "cpu" and config.optim.distributed_optimizer:
         activations = max(activations, _scattered_copy(config, world_size, gradients))
     copies = device == "cpu" and config.checkpoint.asynchronous
@@ -89,21 +90,23 @@ def _parameters_and_replicas(
     return (dense, replicas), (experts, world_size // (etp * parallel.ep * parallel.pp))
 
 
-def _state(config: RunConfig, world_size: int, schedule: Schedule, pp_rank: int) -> tuple[int, int, int]:
-    """Bytes of weights, gradients and optimizer state. edp ranks share experts; dp x cp ranks share everything else."""
+def _state(config: RunConfig, world_size: int, schedule: Schedule, pp_rank: int) -> tuple[int, int, int, int]:
+    """Bytes of weights, gradients, optimizer state and, while the update runs, of widened gradients. edp ranks share
+    experts; dp x cp ranks share everything else."""
     optim, precision = config.optim, config.optim.precision
-    weights = gradients = optimizer = 0
+    weights = gradients = optimizer = update = 0
     for parameters, ranks in _parameters_and_replicas(config, world_size, schedule, pp_rank):
         each = bytes_per_parameter(
             param_dtype=precision,
-            grad_dtype="fp32" if ELEMENT_BYTES[precision] < 4 else precision,
+            grad_dtype="fp32" if ELEMENT_BYTES[precision] < 4 and not optim.grad_reduce_in_bf16 else precision,
             dp=max(1, ranks // optim.num_distributed_optimizer_instances),
             stage=1 if optim.distributed_optimizer else 0,
         )
         weights += int(parameters * each.weight)
         gradients += int(parameters * each.gradient)
-        optimizer += int(parameters * each.optimizer)
-    return weights, gradients, optimizer
+        optimizer += int(parameters * (each.master + each.moments))
+        update += int(parameters * each.update_gradient)
+    return weights, gradients, optimizer, update
 
 
 def _scattered_copy(config: RunConfig, world_size: int, gradients: int) -> int:
@@ -115,7 +118,7 @@ def _scattered_copy(config: RunConfig, world_size: int, gradients: int) -> int:
     if replicas == 1:
         return 0
     elements = (optim.bucket_size or default_bucket_size(replicas)) if optim.overlap_grad_reduce else gradients
-    return min(gradients, elements * max(4, ELEMENT_BYTES[optim.precision]))
+    return min(gradients, elements * (2 if optim.grad_reduce_in_bf16 else max(4, ELEMENT_BYTES[optim.precision])))
 
 
 def _expert_parameters(config: RunConfig, schedule: Schedule, pp_rank: int, etp: int) -> int:

@@ -61,7 +61,7 @@ class DistributedDataParallel(ChunkWrapper):
     ) -> None:
         """Wrap `module`; every rank of dp x cp does the same.
 
-        grad_dtype: type of the buffers; None is fp32 for 16-bit parameters, else the parameters' own type.
+        grad_dtype: type of the buffers, but at least as wide as the parameters; None is at least fp32.
         bucket_size: a bucket closes at this number of elements; None is `default_bucket_size`. There is one bucket
             without overlap, on later pipeline ranks and in later chunks: earlier backwards hide its reduction.
         overlap_grad_reduce: start a bucket's reduction when its last gradient arrives; else in `finish_grad_sync`.
@@ -197,6 +197,7 @@ def wrap_model_chunks(
 ) -> list[NaiveDataParallel] | list[DistributedDataParallel]:
     """Wrap the model chunks of this rank, in the order of its schedule, as `optim` says."""
     grad_dtype = torch.float64 if optim.precision == "fp64" else torch.float32
+    grad_dtype = torch.bfloat16 if optim.grad_reduce_in_bf16 else grad_dtype
     if optim.data_parallel == "naive":
         average = not optim.calculate_per_token_loss
         return [NaiveDataParallel(c, groups.dp_cp, groups.edp, grad_dtype=grad_dtype, average=average) for c in chunks]

@@ -33,7 +33,7 @@ from labkit.parallel.data_parallel.bucket_layout import Piece, pieces_of_rank
 from labkit.parallel.data_parallel.distributed_data_parallel import DistributedDataParallel
 from labkit.parallel.data_parallel.grad_buffers import GradBuffer, own_part
 from labkit.parallel.data_parallel.gradients import counted_elements, split_gradient
-from labkit.parallel.data_parallel.optimizer import ParameterGroup, UpdatedPart, adamw
+from labkit.parallel.data_parallel.optimizer import ParameterGroup, UpdatedPart, adamw, give_gradients
 from labkit.parallel.data_parallel.param_gather import finish_param_sync, param_gathers
 from labkit.parallel.groups import Group, ParallelGroups
 from labkit.parallel.parameters.parameter_record import main_grad_of
@@ -123,16 +123,16 @@ class DistributedOptimizer:
         return [grad for owned in self._all_pieces() for grad in split_gradient(owned.gradient, owned.counted)[1]]
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Update this rank's parts, at learning rate `lr` times each group's factor, and gather all parameters.
+    def step(self, lr: float, factor: float = 1.0) -> None:
+        """Update this rank's parts from `factor` times their gradients, at learning rate `lr` times each group's
+        factor, and gather all parameters.
 
         Chunks wrapped with `overlap_param_gather` gather behind the next forward, others at once.
         """
         finish_param_sync(self._chunks)  # of modules that no forward has called since the last update
         for group, pieces, state in zip(self.groups, self.pieces, self.adamw.param_groups):
             state["lr"] = lr * group.lr_factor
-            for owned in pieces:
-                owned.master.grad = owned.gradient.to(owned.master.dtype)  # itself, where the type is the same
+            give_gradients([owned.master for owned in pieces], [owned.gradient for owned in pieces], factor)
         self.adamw.step()
         for owned in self._all_pieces():
             owned.master.grad = None

@@ -304,8 +304,8 @@ def _by_kind(
     for name, parameter in _named_parameters(module):
         if id(parameter) not in elsewhere:
             adopt_marks(parameter)
-            own = torch.float32 if parameter.dtype.itemsize < 4 else parameter.dtype
-            kind = (parameter.dtype, grad_dtype or own, not record_of(parameter).allreduce)
+            main_dtype = torch.promote_types(grad_dtype or torch.float32, parameter.dtype)
+            kind = (parameter.dtype, main_dtype, not record_of(parameter).allreduce)
             kinds.setdefault(kind, []).append((name, parameter))
     return dict(sorted(kinds.items(), key=lambda item: item[0][2]))
 
@@ -334,13 +334,13 @@ def scale_and_check_finite(x: Tensor, factor: float) -> Tensor:
     the reduction, in the pass that scales a buffer for its mean. The answer stays on the device, and nobody reads it in
     a good step (`labkit.train.not_finite`). With a factor of 1 the function only reads x.
     """
-    if factor == 1.0:
-        return (~torch.linalg.vector_norm(x).isfinite()).float().view(1)
+    if factor == 1.0 or x.dtype != torch.float32:  # the fused operation has no bf16 on GPUs, and its factor is fp32
+        wide = torch.promote_types(x.dtype, torch.float32)
+        bad = ~torch.linalg.vector_norm(x, dtype=wide).isfinite()
+        if factor != 1.0:
+            x.mul_(factor)
+        return bad.float().view(1)
     found = torch.zeros(1, device=x.device)
     by = torch.full((1,), factor, device=x.device)
-    if x.dtype == torch.float64:  # the fused operation takes its factor in fp32 only
-        found += ~torch.linalg.vector_norm(x).isfinite()
-        x.mul_(factor)
-    else:
-        torch._amp_foreach_non_finite_check_and_unscale_([x], found, by)  # pyright: ignore[reportPrivateImportUsage]
+    torch._amp_foreach_non_finite_check_and_unscale_([x], found, by)  # pyright: ignore[reportPrivateImportUsage]
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from labkit.parallel import collectives
 from labkit.parallel.groups import Group, ParallelGroups, cut_group, half_of_pipeline
 from labkit.parallel.ledger import comm_scope
 from labkit.parallel.parameters.parameter_record import main_grad_of, record_of
+
+_foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _parameters(chunks: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
@@ -230,7 +232,11 @@ def _in_order(rows: Sequence[Tensor]) -> Tensor:
 def _sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch._foreach_norm(list(grads), 2)  # pyright: ignore[reportPrivateImportUsage]
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for grad in grads:
+        by_type.setdefault(torch.promote_types(grad.dtype, torch.float32), []).append(grad)
+    # By itself the norm of a bf16 gradient would be bf16.
+    norms = [norm for dtype, same in by_type.items() for norm in _foreach_norm(same, 2, dtype=dtype)]
     return torch.stack([norm.double() for norm in norms]).square().sum()
 
 

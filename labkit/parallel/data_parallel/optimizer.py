@@ -5,8 +5,11 @@ torch's fused AdamW does the update (decoupled weight decay, arXiv 1711.05101). 
     weights   gradient (main_grad)   updated copy
     fp64      fp64                   the parameter itself
     fp32      fp32                   the parameter itself
-    bf16      fp32                   an fp32 master, rounded into the parameter after each step
+    bf16      fp32, or bf16          an fp32 master, rounded into the parameter after each step
     fp16      fp32                   the same; the loss, and so the gradient, is scaled (`loss_scaler.py`)
+
+bf16 gradients (`optim.grad_reduce_in_bf16`) become fp32 for the update, 4 bytes each while it runs, and are clipped
+there.
 
 Every data-parallel rank keeps the whole state with `Optimizer`, and a share of the state with `DistributedOptimizer`
 (`distributed_optimizer.py`). Both are `MegatronOptimizer`s, built from the same `ParameterGroup`s.
@@ -138,8 +141,8 @@ class MegatronOptimizer(Protocol):
         """
         ...
 
-    def step(self, lr: float) -> None:
-        """Update the parameters from their gradients, at learning rate `lr` times each group's factor."""
+    def step(self, lr: float, factor: float = 1.0) -> None:
+        """Update the parameters from `factor` times their gradients, at learning rate `lr` times a group's factor."""
         ...
 
     def state_bytes(self) -> dict[str, int]:
@@ -186,13 +189,11 @@ class Optimizer:
         return split_gradient(main_grad_of(param), counted_elements(param, self._layout) if first else 0)
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Update every parameter from its `main_grad`, at learning rate `lr` times its group's factor."""
+    def step(self, lr: float, factor: float = 1.0) -> None:
+        """Update every parameter from `factor` times its `main_grad`, at learning rate `lr` times a group's factor."""
         for group, masters, state in zip(self.groups, self.masters, self.adamw.param_groups):
             state["lr"] = lr * group.lr_factor
-            for param, master in zip(group.params, masters):
-                grad = main_grad_of(param)
-                master.grad = grad if grad.dtype == master.dtype else grad.to(master.dtype)
+            give_gradients(masters, [main_grad_of(param) for param in group.params], factor)
         self.adamw.step()
         for group, masters in zip(self.groups, self.masters):
             for param, master in zip(group.params, masters):
@@ -213,6 +214,16 @@ class Optimizer:
             "moments": sum(2 * master.nbytes for _, master in pairs),
             "padding": 0,
         }
+
+
+def give_gradients(masters: Sequence[Tensor], gradients: Sequence[Tensor], factor: float) -> None:
+    """Give each master its gradient times `factor`, in the master's type: the gradient itself, scaled in place, or a
+    wider copy."""
+    wide = [gradient.to(master.dtype) for master, gradient in zip(masters, gradients, strict=True)]
+    if factor != 1.0 and wide:
+        torch._foreach_mul_(wide, factor)  # pyright: ignore[reportPrivateImportUsage]
+    for master, gradient in zip(masters, wide):
+        master.grad = gradient
 
 
 def _master(param: nn.Parameter) -> torch.Tensor:

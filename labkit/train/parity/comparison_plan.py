@@ -47,7 +47,9 @@ def _common(config: RunConfig, steps: int, dtype: str) -> dict[str, Any]:
     )
     checkpoints = ("dir", "interval", "keep", "asynchronous", "load")
     return {
-        **_usual(*(f"optim.{name}" for name in scales), *(f"train.{name}" for name in reports)),
+        **_usual(
+            "optim.grad_reduce_in_bf16", *(f"optim.{name}" for name in scales), *(f"train.{name}" for name in reports)
+        ),
         **_usual(*(f"checkpoint.{name}" for name in checkpoints)),
         "optim.precision": PRECISIONS[dtype][0],
         "optim.eps": max(optim.eps, 1e-5),
@@ -81,6 +83,8 @@ def _incomparable(config: RunConfig, dtype: str) -> str:
             "model.transformer_impl is 'transformer_engine', which has no float64; compare in float32, or set it to "
             "local"
         )
+    if model.attention_backend == "cudnn" or (model.attention_backend == "efficient" and dtype == "float64"):
+        return f"model.attention_backend is {model.attention_backend}, which has no {dtype}; set it to fused"
     if config.moe.input_jitter > 0:
         return (
             f"moe.input_jitter is {config.moe.input_jitter}; each rank draws its own factors by design, so set it to 0"
