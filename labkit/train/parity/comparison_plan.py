@@ -84,7 +84,7 @@ def _incomparable(config: RunConfig, dtype: str) -> str:
             "local"
         )
     if model.attention_backend == "cudnn" or (model.attention_backend == "efficient" and dtype == "float64"):
-        return f"model.attention_backend is {model.attention_backend}, which has no {dtype}; set it to fused"
+        return f"model.attention_backend is {model.attention_backend!r}, which has no {dtype}; set it to fused"
     if config.moe.input_jitter > 0:
         return (
             f"moe.input_jitter is {config.moe.input_jitter}; each rank draws its own factors by design, so set it to 0"
