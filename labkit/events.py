@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -167,13 +167,36 @@ def not_recording() -> Iterator[None]:
         _active = outer
 
 
+MakeRange = Callable[[str], AbstractContextManager[Any]]
+"""A name -> a context that a profiler shows as a range, such as `torch.profiler.record_function`."""
+_make_range: MakeRange | None = None
+
+
+@contextmanager
+def ranging(make: MakeRange) -> Iterator[None]:
+    """Inside the block every span, timer and transfer is a range of a profiler."""
+    global _make_range
+    outer, _make_range = _make_range, make
+    try:
+        with observing(make, starts=False):
+            yield
+    finally:
+        _make_range = outer
+
+
+def ranged(name: str) -> AbstractContextManager[Any]:
+    """A range with this name; outside `ranging` a context that does nothing."""
+    return nullcontext() if _make_range is None else _make_range(name)
+
+
 class span:
-    """`with span("2F0", "forward"):` records the block as one event; nothing is recorded where nobody asks.
+    """`with span("2F0", "forward"):` records the block as one event, and as a range inside `ranging`; nothing is
+    recorded where nobody asks.
 
     A class and no generator, because it stands between two actions of a pipeline.
     """
 
-    __slots__ = ("_fields", "_kind", "_name", "_recorder", "_start")
+    __slots__ = ("_fields", "_kind", "_name", "_range", "_recorder", "_start")
 
     def __init__(
         self, name: str, kind: str, *, microbatch: int | None = None, chunk: int | None = None, bytes: int | None = None
@@ -182,10 +205,14 @@ class span:
         self._name, self._kind, self._fields = name, kind, (microbatch, chunk, bytes)
 
     def __enter__(self) -> None:
-        self._recorder = _active
+        self._recorder, self._range = _active, None if _make_range is None else _make_range(self._name)
+        if self._range is not None:
+            self._range.__enter__()
         self._start = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
         if self._recorder is not None:
             end = time.perf_counter()
             microbatch, chunk, bytes = self._fields

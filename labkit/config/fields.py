@@ -44,6 +44,7 @@ NOT_FIELDS: dict[str, str] = {
     ),
     "num_layers_per_virtual_pipeline_stage": "set parallel.vpp, the virtual stages of a rank, to "
     "layers / (pp x layers of a virtual stage)",
+    "use_pytorch_profiler": "set train.profile to pytorch, or to nsys for Nsight Systems",
     "decoder_first_pipeline_num_layers": f'{_OF_A_LAYOUT} "E t | ttt | ttt L" for a first stage of one layer',
     "decoder_last_pipeline_num_layers": f'{_OF_A_LAYOUT} "E ttt | ttt | t L" for a last stage of one layer',
     "account_for_embedding_in_pipeline_split": f'{_OF_A_LAYOUT} "E t | tt | tt L", one layer less beside the embedding',

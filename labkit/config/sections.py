@@ -20,6 +20,7 @@ _ADAPTIVE = "optim.precision=fp16 optim.loss_scale=null"
 _DELAYED = "optim.fp8=e4m3|hybrid optim.fp8_recipe=delayed"
 _ROUTED = "moe.load_balancing=aux_loss|seq_aux_loss|global_aux_loss|none"
 _MAMBA = "model.family=mamba"
+_PROFILED = "train.profile=pytorch|nsys"
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _INTERLEAVED = "parallel.vpp schedule.path=null schedule.name=auto|interleaved"
 REASONS = {
@@ -429,6 +430,13 @@ class TrainConfig:
     keep_event_steps: int = field(100, "Last steps whose Events stay in memory (TrainResult.events, --trace).", ge=1)
     write_events: bool = field(False, "Write the Events of all steps and ranks to events.jsonl, often 0.5 MB a step.",
         needs="train.output_dir")
+    profile: str = field("none",
+        "Steps with ranges around phases, actions, layers and transfers: `pytorch` writes profile-rank0.json of "
+        "torch.profiler into output_dir; `nsys` tells NVIDIA's Nsight Systems when to record.",
+        choices="none pytorch nsys")
+    profile_step_start: int = field(10, "Steps before the profile.", ge=0, needs=_PROFILED)
+    profile_step_end: int = field(12, "Last step of the profile.", ge=1, needs=_PROFILED)
+    profile_ranks: tuple[int, ...] = field((0,), "Ranks that are profiled; empty: all.", needs=_PROFILED)
     output_dir: str | None = field(None,
         "Folder for metrics.jsonl and scalars.jsonl; None writes nothing. One run at a time writes into it, and a "
         "folder that holds a run already is refused.")

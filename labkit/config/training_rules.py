@@ -46,6 +46,22 @@ def optimizer_rules(found: Findings) -> None:
             found.add("optim.wsd_decay_steps", f"{rule}; shorten the tail")
 
 
+def profile_rules(found: Findings) -> None:
+    """A profile has steps and ranks, and a folder for its traces."""
+    t, world, name = found.config.train, found.values["world_size"], "train.profile_step_start"
+    if t.profile == "none":
+        return
+    if t.profile == "pytorch" and t.output_dir is None:
+        found.add("train.profile", "writes its traces into train.output_dir; set that")
+    for other in ("train.profile_step_end", "train.steps"):
+        if t.profile_step_start >= found.value(other):
+            found.add(name, f"so many steps come before the profile; it must be below {other} = {found.value(other)}")
+            break
+    if bad := [rank for rank in t.profile_ranks if rank < 0 or (world is not None and rank >= world)]:
+        end = "" if world is None else f" to {world - 1}"
+        found.add("train.profile_ranks", f"there is no rank {bad[0]}; name ranks from 0{end}, or none for all")
+
+
 def data_rules(found: Findings) -> None:
     """Indexed datasets, shares of the text, and the folders of the results."""
     found.check(_indexed, _shares, _folders)

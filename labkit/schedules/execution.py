@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.events import active_recorder, span
+from labkit.events import active_recorder, observers, span
 from labkit.parallel.communication.stream_clock import StreamClock
 from labkit.parallel.p2p import MessageSpec, P2PCommunicator, P2POp, P2PWork, Payload, start
 from labkit.parallel.pipeline.deallocation import custom_backward, deallocate_output_tensor
@@ -131,8 +131,8 @@ class Execution:
             self.sync.after_last_backward(step.chunk)
 
     def _event(self, step: Compute) -> AbstractContextManager[None]:
-        """An Event for the step, if somebody records."""
-        if active_recorder() is None:
+        """An Event for the step, or a profiler's range, if somebody observes."""
+        if not observers:
             return nullcontext()
         action = step.action
         return self.span(str(action), EVENT_KINDS[action.kind], microbatch=action.microbatch, chunk=step.chunk)

@@ -276,7 +276,8 @@ def machine_problems(config: RunConfig, world_size: int, device: str) -> list[st
 
 def _layer_and_device_problems(config: RunConfig, world_size: int, device: str) -> tuple[str, ...]:
     asked_for = device_problem(device, config.parallel.distributed_backend, world_size)
-    return asked_for, layer_problem(config), attention_problem(config, device), graph_problem(config, device)
+    on_device = (attention_problem, graph_problem, profile_problem)
+    return asked_for, layer_problem(config), *(problem(config, device) for problem in on_device)
 
 
 def folder_problems(config: RunConfig) -> list[str]:
@@ -326,6 +327,13 @@ def attention_problem(config: RunConfig, device: str) -> str:
     elif kind == "cuda" and backend == "flash" and config.optim.precision in ("fp32", "fp64"):
         found = f"a GPU's flash kernel takes bf16 and fp16, and optim.precision is {config.optim.precision}"
     return f"model.attention_backend = {backend}: {found}; set it to fused, and torch chooses a kernel" if found else ""
+
+
+def profile_problem(config: RunConfig, device: str) -> str:
+    """Return why the run cannot be profiled on `device`, or an empty string."""
+    if config.train.profile != "nsys" or info.device_kind(device) == "cuda":
+        return ""
+    return "train.profile = nsys: it marks work on a GPU, and this run is on the CPU; set it to pytorch"
 
 
 def graph_problem(config: RunConfig, device: str) -> str:

@@ -58,6 +58,7 @@ from labkit.train.stepping import Observer, train_step
 
 if TYPE_CHECKING:
     from labkit.train.checkpoint.checkpoints import Checkpoints
+    from labkit.train.profiling import Profile
 
 DatasetsProvider = Callable[[RunConfig], tuple[Any, Any, Any]]
 ModelProvider = Callable[[RunConfig, ParallelGroups], nn.Module | Sequence[nn.Module]]
@@ -188,7 +189,8 @@ def initialize(config: RunConfig, *, schedule: Schedule | None = None, own_model
         groups.close()
         raise
     seed_default_generators(config.train.seed, groups)  # for code of the user that draws
-    return Run(config, groups, schedule, Timers(config.train.timing_log_level))
+    timers = Timers(config.train.timing_log_level, profiled=config.train.profile != "none")
+    return Run(config, groups, schedule, timers)
 
 
 def _world_size(config: RunConfig) -> int:
@@ -353,6 +355,7 @@ def _train_from(
         run_folder(config, run.groups, continues_after=start.step if continues else None),
         closing(pipeline.graphs) if pipeline.graphs is not None else nullcontext(),
         recording(run.groups.rank) if _records(config) else nullcontext() as recorder,
+        _profile_of(run, chunks) as profile,
         Report(
             config, run.groups, timers, recorder, pipeline.router_metrics,
             resumed_after=start.step, skipped_steps=start.skipped_steps, append=continues,
@@ -366,7 +369,7 @@ def _train_from(
             step = done + 1  # metrics, messages and the screen count steps from 1
             report.begin_step(step)
             lr = lr_schedule(done - report.skipped_steps)  # a skipped step does not advance the learning rate
-            with timers("step"):
+            with nullcontext() if profile is None else profile.step(step), timers("step"):
                 result = train_step(
                     pipeline, optimizer, timers, batches,
                     step=done, lr=lr, clip_grad=config.optim.clip_grad, observer=observer,
@@ -399,6 +402,15 @@ def _train_from(
         if checkpoints is not None:
             checkpoints.finish()  # before the folder of the run counts as finished
     return TrainResult(report.losses, report.events, report.metrics, report.skipped_steps, start.step)
+
+
+def _profile_of(run: Run, chunks: Sequence[nn.Module]) -> AbstractContextManager[Profile | None]:
+    """Return the profile of this rank's steps; None without `train.profile`."""
+    if run.config.train.profile == "none":
+        return nullcontext()
+    from labkit.train.profiling import Profile  # imports a part of torch that other runs do without
+
+    return Profile(run.config.train, run.groups.rank, chunks)
 
 
 def _records(config: RunConfig) -> bool:

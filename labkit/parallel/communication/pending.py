@@ -15,7 +15,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from labkit.events import active_recorder, observers, start_observers
+from labkit.events import active_recorder, observers, ranged, start_observers
 from labkit.launch import status, waiting
 from labkit.parallel.communication import collective_backends as backends
 from labkit.parallel.communication.capturing import GraphCaptureError, active_capture, call_site
@@ -62,7 +62,10 @@ class Pending:
     def begin(self, finish_of: Callable[[], Finish]) -> Pending:
         """Start the transfer."""
         if backends.start_may_block(self._x):
-            with waiting(self._label):
+            with ranged(self._name), waiting(self._label):
+                self._finish = finish_of()
+        elif observers:
+            with ranged(self._name):
                 self._finish = finish_of()
         else:
             self._finish = finish_of()
@@ -92,14 +95,14 @@ class Pending:
         return result
 
     def _observed(self, finish: Finish, wait_event: bool) -> Tensor:
-        """`_complete` while Events are recorded or a graph is captured."""
+        """`_complete` while Events are recorded, a profiler gets ranges or a graph is captured."""
         if active_capture() is not None:
             raise GraphCaptureError(
                 f"{call_site(__file__)}: {self._name} was started before the capture of this graph; a CUDA graph holds "
                 "only transfers that begin and end inside it. Wait for this one before the captured part"
             )
         blocked = time.perf_counter()
-        with waiting(self._label):
+        with ranged(f"wait {self._name}"), waiting(self._label):
             result = self._in_due_time(finish)
         recorder = active_recorder()
         if recorder is not None:

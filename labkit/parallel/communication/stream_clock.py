@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from labkit.events import active_recorder
+from labkit.events import active_recorder, ranged
 
 
 class StreamClock:
@@ -43,10 +43,12 @@ class StreamClock:
         """`labkit.events.span` for the work that the block puts on the stream; its times come with `settle`."""
         recorder = active_recorder()
         if recorder is None:
-            yield
+            with ranged(name):
+                yield
             return
         start = self.mark()
-        yield
+        with ranged(name):
+            yield
         end = self.mark()
         times = lambda: (self.seconds(start), self.seconds(end))  # noqa: E731
         recorder.add_later(name, kind, times, microbatch=microbatch, chunk=chunk)

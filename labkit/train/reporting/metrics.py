@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from labkit.events import Event, active_recorder
+from labkit.events import Event, active_recorder, ranged
 
 LEVEL_2_KINDS = ("forward", "backward", "input_grad", "weight_grad", "send", "recv", "collective", "wait")
 
@@ -29,7 +29,7 @@ class Timer:
     """One named timer; `with timer:` or `start` and `stop`."""
 
     def __init__(self, name: str, timers: Timers | None) -> None:
-        """timers: gets the time; None makes a timer that does nothing, for levels that are off."""
+        """timers: gets the time; None keeps none, for levels that are off. A profiler's range it is in any case."""
         self.name = name
         self.seconds = 0.0
         """The last span, from start to stop."""
@@ -39,6 +39,8 @@ class Timer:
     def start(self, barrier: bool = False) -> None:
         """Start the clock. Megatron's argument `barrier` is ignored: a barrier would change the measured time."""
         assert self._started is None, f"timer {self.name!r} is already running"
+        self._range = ranged(self.name)
+        self._range.__enter__()
         self._started = time.perf_counter()
 
     def stop(self, barrier: bool = False) -> None:
@@ -46,6 +48,7 @@ class Timer:
         assert self._started is not None, f"timer {self.name!r} was not started"
         start, end, self._started = self._started, time.perf_counter(), None
         self.seconds = end - start
+        self._range.__exit__(None, None, None)
         if self._timers is not None:
             self._timers.add(self.name, start, end)
 
@@ -60,15 +63,16 @@ class Timer:
 class Timers:
     """All timers of one rank: `with timers("optimizer", log_level=1): ...`."""
 
-    def __init__(self, log_level: int = 0) -> None:
-        """log_level: 0, 1 or 2; a timer of a finer level costs one comparison."""
+    def __init__(self, log_level: int = 0, *, profiled: bool = False) -> None:
+        """log_level: 0, 1 or 2; a timer of a finer level costs one comparison. profiled: phases are ranges at every
+        level."""
         if log_level not in (0, 1, 2):
             raise ValueError(
                 f"train.timing_log_level is {log_level}; choose 0 (steps), 1 (phases) or 2 (single operations)"
             )
         self.log_level = log_level
         self.phase: Callable[[str], AbstractContextManager[Any]] = (
-            partial(self, log_level=1) if log_level >= 1 else nullcontext
+            partial(self, log_level=1) if log_level >= 1 or profiled else nullcontext
         )
         """Makes the timer of a phase of the step from level 1 on, and at level 0 a context that does nothing."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
