@@ -162,7 +162,7 @@ def variables_of(parallel: ParallelConfig, backend: str) -> dict[str, str]:
     """Return the variables that a rank needs before CUDA starts, for ranks on `backend` (nccl or gloo).
 
     The layers of tp and cp launch a transfer and then the product that hides it. Up to Hopper, only a single queue
-    makes the GPU start them in this order; otherwise the product may take all multiprocessors first, and the transfer
+    makes the GPU start them in this order. Otherwise the product may take all multiprocessors first, and the transfer
     runs after it. Megatron-LM asks for the same. Never run on a GPU.
     """
     return {CONNECTIONS: "1"} if backend == "nccl" and (parallel.tp > 1 or parallel.cp > 1) else {}

@@ -276,8 +276,7 @@ def machine_problems(config: RunConfig, world_size: int, device: str) -> list[st
 
 def _layer_and_device_problems(config: RunConfig, world_size: int, device: str) -> tuple[str, ...]:
     asked_for = device_problem(device, config.parallel.distributed_backend, world_size)
-    on_device = (attention_problem, graph_problem, profile_problem)
-    return asked_for, layer_problem(config), *(problem(config, device) for problem in on_device)
+    return asked_for, layer_problem(config), *(problem(config, device) for problem in _ON_DEVICE)
 
 
 def folder_problems(config: RunConfig) -> list[str]:
@@ -314,7 +313,7 @@ def layer_problem(config: RunConfig) -> str:
 def attention_problem(config: RunConfig, device: str) -> str:
     """Return why `device` has no kernel such as `model.attention_backend` demands, or an empty string.
 
-    What depends on the model of a GPU or on a shape is found by the first call (`attention_by_kernel`).
+    Limits of a GPU's model and of shapes show at the first call (`attention_by_kernel`).
     """
     model, kind, backend = config.model, info.device_kind(device), config.model.attention_backend
     found = ""
@@ -349,6 +348,9 @@ def graph_problem(config: RunConfig, device: str) -> str:
     return f"graph.cuda_graph_impl = {impl}: {missing}" if missing is not None else ""
 
 
+_ON_DEVICE = (attention_problem, graph_problem, profile_problem)
+"""Each returns why a configuration cannot run on a kind of device, or an empty string."""
+
 # ---- the ranks ask together ----
 
 
@@ -368,10 +370,9 @@ def look(config: RunConfig, groups: ParallelGroups, schedule: Schedule, *, own_m
     """Check need and machine of all ranks together, before any rank allocates. All ranks call this.
 
     All ranks see all findings, so no rank allocates before the last one has checked. Raises ConfigError on all ranks
-    for kernels that the device lacks, graphs that cannot be captured, a folder that cannot be written, or too little
-    memory.
+    for what the device cannot do, a folder that cannot be written, or too little memory.
     """
-    found = [attention_problem(config, groups.device.type), graph_problem(config, groups.device.type)]
+    found = [problem(config, groups.device.type) for problem in _ON_DEVICE]
     if groups.world.rank == 0:
         found += folder_problems(config)
     skipped = own_model or config.train.allow_oversubscription

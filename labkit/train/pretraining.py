@@ -58,7 +58,7 @@ from labkit.train.stepping import Observer, train_step
 
 if TYPE_CHECKING:
     from labkit.train.checkpoint.checkpoints import Checkpoints
-    from labkit.train.profiling import Profile
+    from labkit.train.reporting.profiling import Profile
 
 DatasetsProvider = Callable[[RunConfig], tuple[Any, Any, Any]]
 ModelProvider = Callable[[RunConfig, ParallelGroups], nn.Module | Sequence[nn.Module]]
@@ -408,7 +408,7 @@ def _profile_of(run: Run, chunks: Sequence[nn.Module]) -> AbstractContextManager
     """Return the profile of this rank's steps; None without `train.profile`."""
     if run.config.train.profile == "none":
         return nullcontext()
-    from labkit.train.profiling import Profile  # imports a part of torch that other runs do without
+    from labkit.train.reporting.profiling import Profile  # imports a part of torch that other runs do without
 
     return Profile(run.config.train, run.groups.rank, chunks)
 

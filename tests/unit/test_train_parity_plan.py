@@ -26,6 +26,7 @@ CONTEXTS: tuple[dict[str, Any], ...] = (
     {"parallel.pp": 2, "parallel.vpp": 2},
     {"parallel.tp": 2},
     {"train.eval_steps": 1},
+    {"train.profile": "nsys"},
     {"train.output_dir": "/tmp/nothing-is-written"},
     {"checkpoint.dir": "/tmp/nothing-is-written"},
     {"moe.num_experts": 4},
@@ -64,6 +65,7 @@ GIVEN = {
     "train.output_dir": ["/tmp/nothing-is-written"],
     "checkpoint.dir": ["/tmp/nothing-is-written"],
     "checkpoint.load": ["none"],
+    "train.profile_ranks": [(), (0, 1)],
     "train.tensorboard_dir": ["/tmp/nothing-is-written"],
 }
 FILES = ("schedule.path", "data.path", "data.tokenizer")

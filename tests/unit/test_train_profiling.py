@@ -13,7 +13,7 @@ from labkit.launch import run
 from labkit.train import pretrain
 from labkit.train.forward_step import gpt_forward_step
 from labkit.train.preflight import profile_problem
-from labkit.train.profiling import Profile
+from labkit.train.reporting.profiling import Profile
 
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "seq_length": 16, "global_batch_size": 2, "steps": 4}
 
@@ -80,7 +80,7 @@ def nvtx(monkeypatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(**profiler))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", lambda record_shapes: nullcontext())
-    monkeypatch.setattr("labkit.train.preflight.profile_problem", lambda *_: "")
+    monkeypatch.setattr("labkit.train.preflight._ON_DEVICE", ())
     return told
 
 

@@ -38,8 +38,8 @@ class RankMemory:
     optimizer: int
     """Adam's two moments, and float32 masters of 16-bit weights; a rank's share of both if they are sharded."""
     activations: int
-    """Tensors that forwards keep for all microbatches in flight, and the temporaries of one backward; at least those of
-    the update, when no activations are left."""
+    """Tensors that forwards keep for all microbatches in flight, and the temporaries of one backward. It is at least
+    the temporaries of the update, which comes when no activations are left."""
     checkpoint: int = 0
     """Copy of the state that an asynchronous save writes behind the next steps; it stays for the saves to come."""
 
