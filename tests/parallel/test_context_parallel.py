@@ -12,8 +12,8 @@ from labkit.config import RunConfig, presets
 from labkit.data import build_gpt_datasets
 from labkit.data.gpt_data import data_iterator as microbatches
 from labkit.launch import run
-from labkit.models import build_model_chunks, gpt
-from labkit.parallel import initialize_model_parallel, zigzag_positions
+from labkit.models import build_model_chunks, core_attention, gpt
+from labkit.parallel import Group, initialize_model_parallel, zigzag_positions
 from labkit.parallel.context.zigzag import sequence_positions
 from labkit.train import compare, pretrain
 from labkit.train.forward_step import masked_loss
@@ -104,6 +104,18 @@ def with_the_plain_cuts_positions(config: RunConfig, **how: Any) -> Any:
 def test_wrong_positions_are_found_at_the_embedding():
     report = compare(small(), [{"cp": 2}], steps=1, pretrain=with_the_plain_cuts_positions)
     assert report.rows[0].first_difference == "embedding output"
+
+
+def test_flash_is_demanded_of_the_blocks_of_a_ring(monkeypatch):
+    """As of float32 on a GPU: `fused` computes blocks operation by operation, `flash` is an error."""
+    monkeypatch.setattr(core_attention, "has_kernel", lambda _: False)
+    cp = Group("cp", (0, 1), 0, None)
+    core = core_attention.CoreAttention(small(attention_backend="flash").model, None, cp)
+    q, k = torch.randn(1, 8, 8, 8), torch.randn(1, 8, 8, 8)
+    with pytest.raises(
+        ValueError, match=r"attention_backend is flash.*q \[1, 8, 8, 8\].*on cpu.*multiple of 8 up to 256"
+    ):
+        core(q, k, k)
 
 
 def test_dropout_of_attention_is_refused():
