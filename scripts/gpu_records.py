@@ -1,31 +1,39 @@
-"""The memory of the GPU suite, and the files that it writes from it.
+"""What the GPU suite remembers, and the files that it writes from it, five in all.
 
-Every part that ends becomes one line of `memory.jsonl`, forced to disk before the next part starts. Benchmarks append
-each row to `rows.jsonl` as soon as it is measured, and nothing rewrites that file. The others are written anew from the
-memory: `phaseN.txt` (summary), `phaseN.xml` (JUnit), `phaseN.log` (what was printed).
+Every part that ends is one line of `memory.jsonl`, forced to disk before the next part starts. Benchmarks append
+each row to `rows.jsonl` as soon as it is measured. `summary.txt`, `junit.xml` and `log.txt` are written anew from the
+memory, also while parts are under way.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
+import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpu_plan import Part
+
 LAST_LINES = 25
 """How much of a failed part's output the summary shows."""
 BAD = ("failed", "crashed", "too long", "interrupted")
-"""Outcomes that make the suite fail; the others are `passed`, `skipped`, `CUT` and, without a record, `not started`."""
+"""Outcomes that make the suite fail. Others: `passed`, `skipped`, `CUT`, `RUNNING`; without a record, `not started`."""
 CUT = "cut off"
-"""Outcome of a part that was under way when its phase ended."""
+"""Outcome of a part that was under way when the time of the command was over."""
+RUNNING = "running"
+"""Outcome of a part that is under way; no such record is remembered."""
 USELESS = ("rejected", "could_not_run", "not_the_same")
 """Keys of a benchmark's row that tell why it holds no number to quote; benchmarks/gpu.py has the same."""
+FILES = ("summary.txt", "junit.xml", "log.txt", "rows.jsonl", "memory.jsonl")
 
 
 @dataclass(frozen=True)
@@ -33,39 +41,59 @@ class Record:
     """A part that has ended."""
 
     part: str
-    phase: int
     key: str
     """Hash of the code, the part and the machine's versions."""
+    command: float
+    """When the command began that ran it, in seconds since 1970."""
     outcome: str
     why: str
     """The reason where it did not pass, in one line."""
     seconds: float
+    ended: float
+    """Seconds since 1970."""
     log: str
     """What it printed, its end."""
-    junit: str = ""
-    """The report of pytest; empty where there is none."""
+    tests: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of `gpu_outcomes.py`, one for each test."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     """The rows that a benchmark measured, also where it failed afterwards."""
 
-    def suites(self) -> list[ElementTree.Element]:
-        """JUnit's `testsuite` elements; a part without tests of its own is one test."""
-        found = list(ElementTree.fromstring(self.junit).iter("testsuite")) if self.junit else []
-        told = any(int(suite.get(key, 0)) for suite in found for key in ("failures", "errors"))
-        if not found or (self.outcome in BAD and not told):
-            found.append(self._as_one_test())
-        for suite in found:
-            suite.set("name", self.part)
-        return found
+    def cases(self) -> list[dict[str, Any]]:
+        """Its tests; the part itself is one more where none of them tells why it did not pass."""
+        whole = {"name": self.part, "outcome": self.outcome, "seconds": self.seconds, "text": self.why}
+        if self.outcome in BAD:
+            whole |= {"outcome": "failed", "text": "\n".join([self.why, *self.last_lines()])}
+        ended = "failed" if self.outcome in BAD else "skipped"
+        found = [
+            test if test["outcome"] != RUNNING else test | {"outcome": ended, "text": f"was running: {self.why}"}
+            for test in self.tests
+        ]
+        told = self.outcome not in BAD or any(test["outcome"] == "failed" for test in found)
+        return found if found and told else [*found, whole]
 
-    def _as_one_test(self) -> ElementTree.Element:
-        bad, skipped = int(self.outcome in BAD), int(self.outcome in ("skipped", CUT))
-        counts = {"tests": "1", "errors": "0", "failures": str(bad), "skipped": str(skipped)}
-        suite = ElementTree.Element("testsuite", counts | {"time": f"{self.seconds:.3f}"})
-        case = ElementTree.SubElement(suite, "testcase", {"classname": f"phase {self.phase}", "name": self.part})
-        if bad or skipped:
-            told = ElementTree.SubElement(case, "failure" if bad else "skipped", {"message": printable(self.why)})
-            told.text = printable("\n".join(self.last_lines()))
-        return suite
+    def suite(self) -> ElementTree.Element:
+        """JUnit's `testsuite`."""
+        counts = self.counts()
+        numbers = {"tests": counts.total(), "failures": counts["failed"], "errors": 0, "skipped": counts["skipped"]}
+        made = ElementTree.Element("testsuite", {"name": self.part, **{key: str(n) for key, n in numbers.items()}})
+        made.set("time", f"{self.seconds:.3f}")
+        for case in self.cases():
+            words = {"classname": self.part, "name": case["name"], "time": str(case["seconds"])}
+            told = ElementTree.SubElement(made, "testcase", words)
+            if case["outcome"] != "passed":
+                kind, text = "failure" if case["outcome"] == "failed" else "skipped", printable(case["text"])
+                ElementTree.SubElement(told, kind, {"message": text.strip().split("\n")[0][:200]}).text = text
+        return made
+
+    def counts(self) -> Counter[str]:
+        """Tests by outcome: `passed`, `failed`, `skipped`."""
+        return Counter(
+            case["outcome"] if case["outcome"] in ("passed", "failed") else "skipped" for case in self.cases()
+        )
+
+    def skips(self) -> Counter[str]:
+        """Skipped tests by reason; a missing package is `needs PACKAGE`."""
+        return Counter(reason(case["text"]) for case in self.cases() if case["outcome"] in ("skipped", CUT))
 
     def row_lines(self) -> list[str]:
         """A line for each row."""
@@ -74,22 +102,6 @@ class Record:
     def last_lines(self) -> list[str]:
         """The end of what it printed."""
         return self.log.rstrip().splitlines()[-LAST_LINES:]
-
-    def counts(self) -> Counter[str]:
-        """Tests by outcome: `passed`, `failed`, `skipped`."""
-        found: Counter[str] = Counter()
-        for suite in self.suites():
-            tests, skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
-            failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
-            found.update(passed=tests - failed - skipped, failed=failed, skipped=skipped)
-        return found
-
-    def skips(self) -> Counter[str]:
-        """Skipped tests by reason; a missing package is `needs PACKAGE`."""
-        found: Counter[str] = Counter()
-        for suite in self.suites():
-            found.update(reason(told) for told in suite.iter("skipped"))
-        return found
 
 
 def counts_for_something(row: Mapping[str, Any]) -> bool:
@@ -110,12 +122,10 @@ def in_one_line(row: Mapping[str, Any]) -> str:
     return f"{case}: {', '.join(told)}"[:240]
 
 
-def reason(told: ElementTree.Element) -> str:
+def reason(text: str) -> str:
     """Why a test was skipped; `needs PACKAGE` and `needs a GPU` without the details that follow."""
-    message, text = told.get("message", ""), told.text or ""
-    words = text if message == "collection skipped" else message
-    needs = re.search(r"(?:^|Skipped: )(needs (?:a GPU|[\w.-]+))", words)
-    return needs[1] if needs else words.strip()[:120]
+    needs = re.search(r"^(?:Skipped: )?(needs (?:a GPU|[\w.-]+))", text)
+    return needs[1] if needs else text.strip()[:120]
 
 
 def printable(text: str) -> str:
@@ -123,154 +133,184 @@ def printable(text: str) -> str:
     return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text)
 
 
+# ---- what earlier commands did ----
+
+
+def read_records(folder: Path) -> list[Record]:
+    """The records of a folder in the order in which parts ended; none where it has no memory."""
+    found = []
+    for line in parsed(folder / "memory.jsonl"):
+        with suppress(TypeError):  # written by another version of the suite
+            found.append(Record(**line))
+    return found
+
+
+def parsed(path: Path, start: int = 0) -> list[dict[str, Any]]:
+    """The lines of a file from a byte on; none where it is missing. A line that a kill cut off is none."""
+    found = []
+    for line in path.read_bytes()[start:].decode(errors="replace").splitlines() if path.exists() else []:
+        with suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+def seconds_used(records: Sequence[Record]) -> float:
+    """Of all commands together, each from its begin to the end of its last part."""
+    ends: dict[float, float] = {}
+    for record in records:
+        ends[record.command] = max(record.ended, ends.get(record.command, 0.0))
+    return sum(end - began for began, end in ends.items())
+
+
 class Memory:
-    """What ended, in `folder/memory.jsonl`; one suite at a time.
+    """What ended, in `folder/memory.jsonl`; one suite at a time. It begins with what the folder `after` holds.
 
     Raises:
         BlockingIOError: another suite uses the folder.
+        ValueError: `after` holds no results.
     """
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.rows = folder.resolve(), folder.resolve() / "rows.jsonl"
+    def __init__(self, folder: Path, after: Path | None = None) -> None:
+        self.folder = folder
+        self.rows = folder / "rows.jsonl"
         self._file = (folder / "memory.jsonl").open("a+")
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._file.seek(0)
-        self._latest: dict[str, Record] = {}
-        text = self._file.read()
-        for line in text.splitlines():
-            try:
-                record = Record(**json.loads(line))
-            except (json.JSONDecodeError, TypeError):
-                continue  # cut off when the machine went away, or written by another version of the suite
-            self._latest[record.part] = record
-        if text and not text.endswith("\n"):
-            self._file.write("\n")
+        if after is not None and after != folder:
+            if not (after / "memory.jsonl").is_file():
+                raise ValueError(f"--after {after} holds no memory.jsonl; give the results of an earlier command")
+            for name in ("memory.jsonl", "rows.jsonl"):
+                lines = [line for path in (after / name, folder / name) for line in lines_of(path)]
+                (folder / name).write_text("".join(f"{line}\n" for line in dict.fromkeys(lines)))
+        elif (text := (folder / "memory.jsonl").read_text()) and not text.endswith("\n"):
+            self._file.write("\n")  # a suite was killed while it wrote
+        self.records = read_records(folder)
 
     @property
     def mark(self) -> str:
         """What marks of processes begin with that a suite with this memory starts."""
         return f"{self.folder};"
 
-    def copy_to(self, folder: Path) -> None:
-        """Its two files also there."""
-        for path in (self.folder / "memory.jsonl", self.rows):
-            if path.exists() and folder != self.folder:
-                whole(folder / path.name, path.read_text())
-
     def add(self, record: Record) -> None:
         """Remember it, on disk when this returns."""
         self._file.write(json.dumps(asdict(record)) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._latest[record.part] = record
+        self.records.append(record)
 
-    def latest(self, part: str, key: str) -> Record | None:
-        """The last record of the part with this code on this machine."""
-        found = self._latest.get(part)
-        return found if found is not None and found.key == key else None
+    def latest(self, part: str) -> Record | None:
+        """The last record of the part, whatever code and machine it is of."""
+        return next((record for record in reversed(self.records) if record.part == part), None)
+
+
+def lines_of(path: Path) -> list[str]:
+    """The lines of a file that may be missing."""
+    return path.read_text().splitlines() if path.exists() else []
+
+
+# ---- what a reader gets ----
 
 
 @dataclass
-class Result:
-    """What is known of the parts of one phase."""
+class Report:
+    """What is known of the plan's parts with this code on this machine."""
 
-    phase: int
+    plan: Sequence[Part]
+    keys: Mapping[str, str]
+    """By part."""
     machine: Mapping[str, Any]
     """Versions and hardware, in words."""
     memory: Memory
-    records: dict[str, Record | None]
-    """By part, in the suite's order; at first those of earlier runs, None for a part that never ran."""
-    fresh: set[str] = field(default_factory=set)
-    """Parts that ended in this run."""
+    command: float
+    """When this command began, in seconds since 1970."""
+    began: float
+    """Likewise by `time.monotonic`."""
+    minutes: float
+    """That all commands may take together."""
+    again: str
+    """The command line that goes on where this one ends."""
 
-    def add(self, record: Record) -> None:
-        """A part has ended."""
-        self.records[record.part] = record
-        self.fresh.add(record.part)
+    def records(self, under_way: Sequence[Record] = ()) -> dict[str, Record | None]:
+        """By part, in the plan's order; None for a part that never ran."""
+        latest = {name: self.memory.latest(name) for name in self.keys}
+        now = {name: record if record and record.key == self.keys[name] else None for name, record in latest.items()}
+        return now | {record.part: record for record in under_way}
 
-    def named(self, *outcomes: str) -> list[Record]:
-        """Records with one of these outcomes."""
-        return [record for record in self.records.values() if record is not None and record.outcome in outcomes]
-
-    @property
-    def not_started(self) -> list[str]:
-        """Parts without a record."""
-        return [part for part, record in self.records.items() if record is None]
-
-    @property
-    def unfinished(self) -> list[str]:
-        """Parts that have not run to their end for the want of time."""
-        return [*self.not_started, *(record.part for record in self.named(CUT))]
-
-    @property
     def exit_code(self) -> int:
         """0: all passed on a GPU. 1: a part failed. 3: none failed, but some did not end in time or had no GPU."""
-        if self.named(*BAD):
+        outcomes = {record.outcome if record else "not started" for record in self.records().values()}
+        if outcomes & set(BAD):
             return 1
-        return 3 if self.unfinished or "gpu" not in self.machine else 0
+        return 3 if outcomes & {CUT, "not started"} or "gpu" not in self.machine else 0
 
-    def summary(self) -> str:
+    def summary(self, records: Mapping[str, Record | None]) -> str:
         """The text for a reader: versions, every part, numbers, skips, last lines of what failed, the next command."""
-        lines = [f"GPU suite, phase {self.phase}", *(f"  {key}: {value}" for key, value in self.machine.items())]
+        lines = ["GPU suite", *(f"  {key}: {value}" for key, value in self.machine.items())]
         if "gpu" not in self.machine:
             lines.append("  No GPU: nothing that needs one was measured.")
-        lines += ["", *(self._line(part, record) for part, record in self.records.items())]
-        known = [record for record in self.records.values() if record]
+        lines += ["", "Measured seconds, estimated seconds:"]
+        lines += [self._line(part, records[part.name]) for part in self.plan]
+        known = [record for record in records.values() if record]
         rows = [f"  {line}" for record in known for line in record.row_lines()]
         lines += ["", "Measured:", *rows] if rows else []
         skips = sum((record.skips() for record in known), Counter[str]())
         if skips:
             lines += ["", "Skipped tests:", *(f"  {count:4}  {reason}" for reason, count in skips.most_common())]
-        for record in self.named(*BAD):
-            lines += ["", f"== {record.part}: {record.outcome}, {record.why}; its last lines:"]
-            lines += [f"   {line}" for line in record.last_lines()]
-        return "\n".join([*lines, "", self.verdict(), *self.next_steps()]) + "\n"
+        for record in known:
+            if record.outcome in BAD:
+                lines += ["", f"== {record.part}: {record.outcome}, {record.why}; its last lines:"]
+                lines += [f"   {line}" for line in record.last_lines()]
+        return "\n".join([*lines, "", *self._verdict(records)]) + "\n"
 
-    def _line(self, part: str, record: Record | None) -> str:
+    def _line(self, part: Part, record: Record | None) -> str:
         if record is None:
-            return f"  not started            {part}"
+            return f"  not started         {part.estimate:5.0f}  {part.name}"
         useless = sum(not counts_for_something(row) for row in record.rows)
         rows = f", {len(record.rows)} rows" if record.rows else ""
         rows += f", {useless} of them without a number" if useless else ""
         tests = ", ".join(f"{number} {outcome}" for outcome, number in record.counts().items() if number)
-        before = "" if part in self.fresh else "; earlier, not run again"
-        return f"  {record.outcome:<11} {record.seconds:7.1f} s  {part} ({tests}{rows}{before})"
+        before = "" if record.command == self.command else "; earlier, not run again"
+        told = f"({tests}{rows}{before})"
+        return f"  {record.outcome:<11} {record.seconds:7.1f} {part.estimate:5.0f}  {part.name} {told}"
 
-    def verdict(self) -> str:
-        """How many parts have each outcome."""
-        counts = Counter(record.outcome if record else "not started" for record in self.records.values())
-        return f"Phase {self.phase}: " + ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
+    def _verdict(self, records: Mapping[str, Record | None]) -> list[str]:
+        """How many parts have each outcome, and what to do now."""
+        counts = Counter(record.outcome if record else "not started" for record in records.values())
+        used = self._earlier() + time.monotonic() - self.began
+        of = f" of {self.minutes:g}" if self.minutes < math.inf else ""
+        lines = [", ".join(f"{number} {outcome}" for outcome, number in counts.items())]
+        lines.append(f"Commands have taken {used / 60:.1f}{of} minutes.")
+        unfinished = counts["not started"] + counts[CUT] + counts[RUNNING]
+        if unfinished:
+            lines.append(f"Next: {self.again}  ({unfinished} parts have not run to their end)")
+        elif any(counts[outcome] for outcome in BAD):
+            lines.append(f"Failed parts run again by: {self.again}")
+        if self.memory.rows.exists():
+            lines.append(f"At home: python benchmarks/gpu.py --store {self.memory.rows}")
+        return [*lines, f"Copy {self.memory.folder} home before the machine goes; nothing else holds these results."]
 
-    def next_steps(self) -> list[str]:
-        """What to do now, in a line or two."""
-        again = f"scripts/gpu_suite.sh {self.phase}"
-        if self.unfinished:
-            return [f"Next: {again} again; {len(self.unfinished)} parts have not run to their end."]
-        told = [f"Failed parts run again by {again}."] if self.named(*BAD) else []
-        if self.phase < 3:
-            return [*told, f"Next: scripts/gpu_suite.sh {self.phase + 1}."]
-        if not self.memory.rows.exists():
-            return told
-        keep = f"Copy {self.memory.folder} home before the machine goes; nothing else holds these results."
-        return [*told, f"Next: python benchmarks/gpu.py --store {self.memory.rows}", keep]
+    def _earlier(self) -> float:
+        """Seconds of the commands before this one."""
+        return seconds_used([record for record in self.memory.records if record.command != self.command])
 
-    def write(self, folders: Sequence[Path]) -> None:
-        """Write the files into each folder, each file whole or not at all."""
-        known = [record for record in self.records.values() if record is not None]
+    def write(self, folders: Sequence[Path], under_way: Sequence[Record] = ()) -> str:
+        """Write the files into each folder, each whole or not at all; returns the summary."""
+        records = self.records(under_way)
+        known = [record for record in records.values() if record is not None]
         suites = ElementTree.Element("testsuites")
-        suites.extend([suite for record in known for suite in record.suites()])
-        logs = [f"== {record.part}: {record.outcome}\n{record.log.rstrip()}\n\n" for record in known]
-        texts = {"txt": self.summary(), "xml": ElementTree.tostring(suites, "unicode"), "log": "".join(logs)}
+        suites.extend([record.suite() for record in known])
+        log = "".join(f"== {record.part}: {record.outcome}\n{record.log.rstrip()}\n\n" for record in known)
+        texts = dict(zip(FILES, (self.summary(records), ElementTree.tostring(suites, "unicode"), log), strict=False))
         for folder in folders:
-            for ending, text in texts.items():
-                whole(folder / f"phase{self.phase}.{ending}", text)
-            self.memory.copy_to(folder)
+            for name, text in texts.items():
+                whole(folder / name, text)
+            for name in ("rows.jsonl", "memory.jsonl"):
+                if folder != self.memory.folder and (self.memory.folder / name).exists():
+                    whole(folder / name, (self.memory.folder / name).read_text())
+        return texts["summary.txt"]
 
 
 def whole(path: Path, text: str) -> None:
     """Write a file that a reader finds old or new, never half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(path.suffix + ".new")
     fresh.write_text(text)
     os.replace(fresh, path)

@@ -1,20 +1,18 @@
-"""Tests and benchmarks on one rented GPU, in phases. Each command ends within ten minutes.
+"""Tests and benchmarks on a GPU that is lent for minutes, the most telling first.
 
-    scripts/gpu_suite.sh 1      versions, smoke test, tests of one process, rules of graphs
-    scripts/gpu_suite.sh 2      benchmarks; the longest phase, of two or three commands
-    scripts/gpu_suite.sh 3      tests and benchmarks of several ranks, and what failed in phase 1
-    scripts/gpu_suite.sh all    the three in turn, each as often as needed
+    scripts/gpu_suite.sh --minutes 15 --per-command 10     what fits; the same command again goes on
+    scripts/gpu_suite.sh --list --minutes 15               which parts that will be, second by second; needs no GPU
+    scripts/gpu_suite.sh --only TEXT                       parts whose name holds TEXT, passed or not
 
-Repeat a phase until no part is `not started` or `cut off`; its last line names the next command. The suite needs torch,
-numpy, pytest, cloudpickle and tqdm, no install and no network. PYTHON chooses the interpreter.
+`gpu_plan.json` lists the parts in order. Each is a process of its own, killed with all of its children at its limit or
+when the time of the command is over. Parts with tests run several at a time, benchmarks alone. A part starts only if
+its estimate fits into the time that is left; a later, shorter one may take its place. What has passed is not run again
+while code and machine stay the same. What never ran comes before what failed.
 
-Results lie in `build/gpu`, and in `$OUT` where that is set: `phaseN.txt`, the summary; `phaseN.xml`, JUnit;
-`phaseN.log`, what was printed; `rows.jsonl`, every measured row, which nothing ever rewrites; `memory.jsonl`, what
-ended. Copy the folder home before the machine goes. `python benchmarks/gpu.py --store FOLDER/rows.jsonl` writes the
-rows into benchmarks/results and docs/benchmarks.md.
-
-Each test file and each benchmark is a process of its own (`gpu_parts.py`), killed with all of its children at its time
-limit. The suite remembers each passed part and skips it while code and machine stay the same.
+The suite needs torch, numpy, pytest, cloudpickle and tqdm, no install and no network; PYTHON chooses the interpreter.
+Results lie in `build/gpu`, and in `$OUT` where that is set: `summary.txt`; `junit.xml`; `log.txt`, what was printed;
+`rows.jsonl`, every measured row; `memory.jsonl`, what ended. All are up to date while the suite runs. On a machine
+where `build/gpu` is gone, `--after FOLDER` begins with the results of an earlier command, and keeps them.
 
 Exit code: 0, all parts passed on a GPU. 1, a part failed; the summary shows its last lines. 2, wrong usage. 3, no part
 failed, but some did not end in time, or there is no GPU. 130, interrupted.
@@ -25,29 +23,34 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import os
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gpu_parts import ROOT, Part, read_parts
-from gpu_records import BAD, CUT, Memory, Record, Result, counts_for_something
+from gpu_plan import ROOT, Part, foreseen, next_part, read_plan
+from gpu_records import CUT, RUNNING, Memory, Record, Report, counts_for_something, parsed, read_records, seconds_used
 
 MARK = "LABKIT_GPU_PART"
 """Environment variable by which the processes of a part are found, also those in sessions of their own."""
 SKIPPED = 77
 """Exit code of a command or benchmark that cannot run here."""
-LOG_BYTES = 200_000
+LOG_BYTES = 100_000
 """How much of a part's output is kept, from its end."""
+MARGIN = 15.0
+"""Seconds before the end of a command at which its parts are ended: the results are still to be written."""
+WRITE_EVERY = 10.0
+"""Seconds after which the results are written again while no part ends."""
 
 # ---- one part as a process ----
 
@@ -61,7 +64,7 @@ def look_at_machine() -> dict[str, Any]:
     words = [sys.executable, "-c", "import json, provenance; print(json.dumps(provenance.machine()))"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'benchmarks'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     try:
-        done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240, check=True)
+        done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
         return json.loads(done.stdout.splitlines()[-1])
     except (subprocess.SubprocessError, ValueError, IndexError) as error:
         said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1:]
@@ -82,15 +85,15 @@ class Running:
     """A part under way."""
 
     part: Part
-    key: str
-    seconds: float
-    """It is killed after these."""
+    blank: Record
+    """What is known before it starts."""
+    words: list[str]
     folder: Path
     rows: Path
     """Measured rows are appended here."""
     mark: str
-    cut: bool = False
-    """Its own limit is longer than what is left of the phase."""
+    seconds: float
+    """It is killed after these."""
     started: float = field(default_factory=time.monotonic)
     why: str = ""
     """Why the suite itself ended it, with the outcome before the colon."""
@@ -99,23 +102,21 @@ class Running:
         self.folder.mkdir(parents=True)
         self._rows_before = self.rows.stat().st_size if self.rows.exists() else 0
         paths = [str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]
-        own = {MARK: self.mark, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+        own = {MARK: self.mark, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **self.part.environment()}
         own["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        if self.part.test and not self.part.test.startswith("tests/gpu/"):
-            own["CUDA_VISIBLE_DEVICES"] = ""  # tests of the CPU leave the GPU alone
-        if self.part.together:
-            own["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "2")
+        own["LABKIT_GPU_OUTCOMES"] = str(self.folder / "outcomes")
         with (self.folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
-                self.part.words(self.folder, self.rows), cwd=ROOT, env=os.environ | own, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=prepare_child,
+                self.words, cwd=ROOT, env=os.environ | own, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=prepare_child,
             )  # fmt: skip
 
     def ended(self) -> bool:
         """Whether it is over; ends it where its time is."""
         if self.process.poll() is None and time.monotonic() - self.started > self.seconds:
+            cut = self.seconds < self.part.limit
             after = f"after {self.seconds:.0f} s"
-            self.end(f"{CUT}: the phase ended {after}" if self.cut else f"too long: ended {after}")
+            self.end(f"{CUT}: the time of the command was over {after}" if cut else f"too long: ended {after}")
         return self.process.poll() is not None
 
     def end(self, why: str) -> None:
@@ -133,27 +134,26 @@ class Running:
             kill(marked(self.mark) | ({self.process.pid} if self.process.poll() is None else set()))
         self.process.wait()
 
+    def so_far(self) -> Record:
+        """What it has shown until now."""
+        log = (self.folder / "log").read_bytes()[-LOG_BYTES:].decode(errors="replace")
+        tests = {line["name"]: line for line in parsed(self.folder / "outcomes")}
+        rows = [line["row"] for line in parsed(self.rows, self._rows_before)] if self.part.benchmark else []
+        seconds = round(time.monotonic() - self.started, 1)
+        known: dict[str, Any] = {"seconds": seconds, "ended": time.time(), "log": log, "rows": rows}
+        return replace(self.blank, outcome=RUNNING, tests=list(tests.values()), **known)
+
     def record(self) -> Record:
         """What came of it."""
         self.kill_all()
-        log = (self.folder / "log").read_bytes()[-LOG_BYTES:].decode(errors="replace")
-        outcome, _, why = (self.why or self._outcome(log)).partition(": ")
-        made = Record(
-            self.part.name, self.part.phase, self.key, outcome, why, round(time.monotonic() - self.started, 1), log,
-            whole_report(self.folder / "junit"), self._measured(),
-        )  # fmt: skip
+        made = self.so_far()
+        outcome, _, why = (self.why or self._outcome(made.log)).partition(": ")
+        made = replace(made, outcome=outcome, why=why)
         if made.outcome != "passed":
             return made
         if self.part.benchmark and not any(counts_for_something(row) for row in made.rows):
             return replace(made, outcome="failed", why="it measured nothing that counts")
         return made if made.counts()["passed"] else replace(made, outcome="skipped", why="all its tests were skipped")
-
-    def _measured(self) -> list[dict[str, Any]]:
-        """The rows that this part appended; a line that a kill cut off is none."""
-        if not self.part.benchmark or not self.rows.exists():
-            return []
-        lines = self.rows.read_bytes()[self._rows_before :].decode(errors="replace").splitlines()
-        return [line["row"] for text in lines if (line := _parsed(text)) is not None]
 
     def _outcome(self, log: str) -> str:
         code = self.process.returncode
@@ -162,29 +162,11 @@ class Running:
         if code < 0:
             return f"crashed: killed by {signal.Signals(-code).name}"
         last = (log.rstrip().splitlines() or ["it printed nothing"])[-1]
-        if code == SKIPPED and not self.part.test:
+        if code == SKIPPED and not self.part.tests:
             return f"skipped: {last}"
-        if self.part.test and code == 5:
+        if self.part.tests and code == 5:
             return "failed: pytest found no test"
         return f"failed: exit code {code}, {last}"
-
-
-def whole_report(path: Path) -> str:
-    """A JUnit report; empty where there is none, or one that a kill cut off."""
-    try:
-        text = path.read_text()
-        ElementTree.fromstring(text)
-    except (OSError, ElementTree.ParseError):
-        return ""
-    return text
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    """A row; None for a line that a crash cut off."""
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:
-        return None
 
 
 def marked(mark: str) -> set[int]:
@@ -204,180 +186,186 @@ def kill(processes: set[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-# ---- one phase ----
+# ---- one command ----
 
 
 @dataclass
-class Phase:
-    """Parts of a phase. Those that never ran come first, in the table's order."""
+class Command:
+    """Parts of the plan until they have ended or the time is over."""
 
-    parts: list[Part]
-    memory: Memory
-    result: Result
+    waiting: list[Part]
+    report: Report
     folders: list[Path]
-    keys: dict[str, str]
     scratch: Path
     """Where a part writes while it runs."""
-    deadline: Callable[[float], float]
-    """From seconds since the phase began to the clock's time."""
-    start_within: float
-    end_within: float
+    wheels: Path | None
     jobs: int
-    only: str = ""
-    """A piece of the names of the parts that run, also where they have passed; all others stay."""
+    ends: float
+    """All parts are ended then, by `time.monotonic`."""
+    running: list[Running] = field(default_factory=list)
+    _written: float = 0.0
 
     def run(self) -> None:
-        """Run what has not passed; record each part as it ends."""
-        waiting = self._waiting()
-        running: list[Running] = []
+        """Run what fits; remember each part as it ends."""
         try:
-            while waiting or running:
-                if time.monotonic() > self.deadline(self.start_within):
-                    waiting.clear()
-                while waiting and self._may_start(waiting[0], running):
-                    running += self._start(waiting.pop(0))
-                for one in [one for one in running if one.ended()]:
-                    running.remove(one)
-                    self._keep(one.record())
+            while self._start_what_may() or self.running:
+                for one in [one for one in self.running if one.ended()]:
+                    self._keep(one)
+                if time.monotonic() > self._written + WRITE_EVERY:
+                    self._write()
                 time.sleep(0.05)
         except KeyboardInterrupt:
-            for one in running:
+            for one in list(self.running):
                 one.end("interrupted: you interrupted the suite")
-                self._keep(one.record())
+                self._keep(one)
             raise
 
-    def _waiting(self) -> list[Part]:
-        if self.only:
-            return [part for part in self.parts if self.only in part.name]
-        records = self.result.records
-        order = {None: 0, CUT: 1}  # what failed or was skipped waits for these
-        todo = [part for part in self.parts if not passed(records[part.name])]
-        return sorted(todo, key=lambda part: order.get(getattr(records[part.name], "outcome", None), 2))
-
-    def _may_start(self, part: Part, running: list[Running]) -> bool:
-        if not running:
-            return True
-        return part.together and len(running) < self.jobs and all(one.part.together for one in running)
-
-    def _start(self, part: Part) -> list[Running]:
-        left, key = self.deadline(self.end_within) - time.monotonic(), self.keys[part.name]
-        limit = min(part.seconds, left)
+    def _start_what_may(self) -> bool:
+        """Start a part if one may; whether one was started."""
+        left = self.ends - time.monotonic()
+        part = next_part(self.waiting, [one.part for one in self.running], left, self.jobs)
+        if part is None:
+            return False
+        self.waiting.remove(part)
+        limit, memory = min(part.limit, left), self.report.memory
         print(f"start, at most {limit:.0f} s: {part.name}", flush=True)
-        mark = f"{self.memory.mark}{time.monotonic_ns()};"
-        folder = self.scratch / str(self.parts.index(part))
+        blank = Record(part.name, self.report.keys[part.name], self.report.command, "failed", "", 0.0, time.time(), "")
+        folder = self.scratch / str(time.monotonic_ns())
+        words, mark = part.words(memory.rows, self.wheels, folder), f"{memory.mark}{folder.name};"
         try:
-            return [Running(part, key, limit, folder, self.memory.rows, mark, cut=left < part.seconds)]
+            self.running.append(Running(part, blank, words, folder, memory.rows, mark, limit))
         except OSError as error:
-            self._keep(Record(part.name, part.phase, key, "failed", f"cannot start: {error}", 0.0, ""))
-            return []
+            self._remember(replace(blank, why=f"cannot start: {error}"))
+        return True
 
-    def _keep(self, record: Record) -> None:
-        self.memory.add(record)
-        self.result.add(record)
-        self.result.write(self.folders)
+    def _keep(self, one: Running) -> None:
+        self.running.remove(one)
+        self._remember(one.record())
+
+    def _remember(self, record: Record) -> None:
+        self.report.memory.add(record)
+        self._write()
         print(f"{record.outcome:<11} {record.seconds:7.1f} s  {record.part}  {record.why}", flush=True)
 
-
-def passed(record: Record | None) -> bool:
-    """Whether a part need not run again."""
-    return record is not None and record.outcome == "passed"
-
-
-def broken(record: Record | None) -> bool:
-    """Whether a part ran and failed."""
-    return record is not None and record.outcome in BAD
+    def _write(self) -> None:
+        self.report.write(self.folders, [one.so_far() for one in self.running])
+        self._written = time.monotonic()
 
 
-def chosen(parts: list[Part], phase: int, failed_before: Callable[[Part], bool]) -> list[Part]:
-    """Parts of a phase; phase 3 runs again what phase 1 broke."""
-    return [part for part in parts if part.phase == phase or (phase == 3 and part.phase == 1 and failed_before(part))]
+def chosen(plan: Sequence[Part], report: Report, only: str) -> list[Part]:
+    """The parts to run, in order: what has passed here is left out, and what is known of comes after what is not."""
+    if only:
+        return [part for part in plan if only in part.name]
+    here = report.records()
+
+    def is_known(part: Part) -> bool:
+        elsewhere, now = report.memory.latest(part.name), here[part.name]
+        of_other_code = now is None and elsewhere is not None and elsewhere.outcome == "passed"
+        return of_other_code or (now is not None and now.outcome not in (CUT, "interrupted"))
+
+    return sorted((part for part in plan if (now := here[part.name]) is None or now.outcome != "passed"), key=is_known)
 
 
-def run_phase(
-    phase: int, began: float, machine: dict[str, Any], options: argparse.Namespace, parts: list[Part], memory: Memory
-) -> Result:
-    """Run one phase, whose time began at `began`."""
-    keys = {part.name: part.key(json.dumps(machine)) for part in parts}
-    latest = {part.name: memory.latest(part.name, keys[part.name]) for part in parts}
-
-    todo = chosen(parts, phase, lambda part: broken(latest[part.name]))
-    result = Result(phase, machine, memory, {part.name: latest[part.name] for part in todo})
-    folders = list(dict.fromkeys([options.memory.resolve(), options.out.resolve()]))
-    result.write(folders)
-    scratch = options.memory.resolve().with_name(f"{options.memory.name}-running")
+def run(began: float, options: argparse.Namespace, plan: Sequence[Part]) -> int:
+    """Run one command, which began at that time; returns the exit code."""
+    out = options.out.resolve()
+    folders = [*{out, Path(os.environ.get("OUT") or out).resolve()}]
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+    memory = Memory(out, options.after.resolve() if options.after else None)
+    kill(marked(memory.mark))  # of a suite that was killed
+    left = 60 * min(options.per_command, options.minutes - seconds_used(memory.records) / 60)
+    if left <= MARGIN:
+        raise ValueError(
+            f"the commands of {out} have used up --minutes {options.minutes:g}; give more, or another --out"
+        )
+    machine = look_at_machine()
+    if "gpu" not in machine:
+        print("torch sees no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES. Tests of the CPU run, others skip.")
+    wheels = options.wheels.resolve() if options.wheels else None
+    keys = {part.name: part.key(json.dumps(machine), wheels) for part in plan}
+    report = Report(plan, keys, machine, memory, time.time(), began, options.minutes, again(options))
+    report.write(folders)
+    scratch = out.with_name(f"{out.name}-running")
     shutil.rmtree(scratch, ignore_errors=True)  # of a suite that was killed
     try:
-        Phase(
-            todo, memory, result, folders, keys, scratch, lambda seconds: began + seconds, options.start_within,
-            options.end_within, options.jobs, options.only,
-        ).run()  # fmt: skip
+        waiting, ends = chosen(plan, report, options.only), began + left - MARGIN
+        Command(waiting, report, folders, scratch, wheels, options.jobs, ends).run()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        result.write(folders)
-        print("\n" + result.summary(), flush=True)
-    return result
+        print("\n" + report.write(folders), flush=True)
+    return report.exit_code()
 
 
-def run_phases(began: float, machine: dict[str, Any], options: argparse.Namespace, parts: list[Part]) -> list[Result]:
-    """One phase once, or all, each until every part has run to its end or nothing more passes."""
-    memory = Memory(options.memory)
-    kill(marked(memory.mark))  # of a suite that was killed
-    if options.phase != "all":
-        return [run_phase(int(options.phase), began, machine, options, parts, memory)]
-    results = []
-    for phase in (1, 2, 3):
-        while True:
-            result = run_phase(phase, began, machine, options, parts, memory)
-            began = time.monotonic()
-            if not result.unfinished or not any(passed(result.records[part]) for part in result.fresh):
-                break
-        results.append(result)
-    return results
+def again(options: argparse.Namespace) -> str:
+    """The command line that goes on."""
+    given = {"--minutes": options.minutes, "--per-command": options.per_command, "--out": options.out}
+    usual = {"--minutes": math.inf, "--per-command": 10.0, "--out": ROOT / "build" / "gpu"}
+    words = [str(word) for name, value in given.items() if value != usual[name] for word in (name, value)]
+    return shlex.join(["scripts/gpu_suite.sh", *words])
+
+
+def in_words(plan: Sequence[Part], options: argparse.Namespace) -> str:
+    """Which parts the next commands will take, by the estimates."""
+    records = read_records(options.after or options.out)
+    passed = {record.part for record in records if record.outcome == "passed"}
+    waiting = [part for part in plan if part.name not in passed and options.only in part.name]
+    left, lines, number = options.minutes - seconds_used(records) / 60, [], 0
+    while waiting:
+        seconds = 60 * min(options.per_command, left) - MARGIN
+        if not (taken := foreseen(waiting, seconds, options.jobs)):
+            break
+        number, took = number + 1, max(start + part.estimate for start, part in taken)
+        lines += [f"Command {number}, about {took:.0f} s: start, estimate, part"]
+        lines += [f"  {start:5.0f} {part.estimate:5.0f}  {part.name}" for start, part in taken]
+        waiting = [part for part in waiting if part not in [one for _, one in taken]]
+        left -= took / 60
+    lines += [f"Left out: {', '.join(part.name for part in waiting)}"] if waiting else []
+    return "\n".join(lines or ["All parts have passed."])
 
 
 def command_line() -> argparse.ArgumentParser:
     """What may be given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    folder = ROOT / "build" / "gpu"
-    own, cores = ROOT / "scripts" / "gpu_parts.json", os.cpu_count() or 1
-    parser.add_argument("phase", choices=["1", "2", "3", "all"])
-    parser.add_argument("--parts", type=Path, default=own, help="another table of parts")
+    folder, wheels, jobs = ROOT / "build" / "gpu", ROOT / "build" / "wheels", max(1, min(8, (os.cpu_count() or 1) // 2))
+    parser.add_argument("--minutes", type=float, default=math.inf, help="all commands take, together (no limit)")
+    parser.add_argument("--per-command", type=float, default=10.0, metavar="MINUTES", help="this one takes (10)")
+    parser.add_argument("--list", action="store_true", help="print what fits, by the estimates, and stop")
     parser.add_argument("--only", default="", metavar="TEXT", help="run the parts whose name holds TEXT, passed or not")
+    parser.add_argument("--out", type=Path, default=folder, help="results (build/gpu); copied to $OUT as they come")
+    parser.add_argument("--after", type=Path, metavar="FOLDER", help="results of an earlier command, to go on from")
     parser.add_argument(
-        "--out", type=Path, default=Path(os.environ.get("OUT") or folder), help="results ($OUT, else build/gpu)"
-    )
-    parser.add_argument("--memory", type=Path, default=folder, help="folder that remembers passed parts (build/gpu)")
-    parser.add_argument("--start-within", type=float, default=520, help="no part starts later in a phase [s]")
-    parser.add_argument("--end-within", type=float, default=585, help="all parts are ended then [s]")
-    parser.add_argument("--jobs", type=int, default=max(1, min(8, cores // 2)), help="parts at once, where they may")
+        "--wheels", type=Path, default=wheels if wheels.is_dir() else None,
+        help="of what chapter 16 needs (build/wheels, if it is there); docs/gpu.md fetches them",
+    )  # fmt: skip
+    parser.add_argument("--jobs", type=int, default=jobs, help=f"parts with tests at a time ({jobs})")
+    parser.add_argument("--plan", type=Path, default=ROOT / "scripts" / "gpu_plan.json", help="another plan")
     return parser
 
 
 def main() -> int:
-    """Run the phases; the exit code is the worst of theirs: 1 before 3 before 0."""
+    """Run one command."""
     began, parser = time.monotonic(), command_line()
     options = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        parts = read_parts(options.parts)
-        for folder in (options.memory, options.out):
-            folder.mkdir(parents=True, exist_ok=True)
-        machine = look_at_machine()
-        if "gpu" not in machine:
-            print("torch sees no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES. Tests of the CPU run, others skip.")
-        results = run_phases(began, machine, options, parts)
+        plan = read_plan(options.plan)
+        if options.wheels and not list(options.wheels.glob("*.whl")):
+            raise ValueError(f"--wheels {options.wheels} holds no wheel; docs/gpu.md fetches them")
+        if options.list:
+            print(in_words(plan, options))
+            return 0
+        return run(began, options, plan)
     except BlockingIOError:
-        parser.error(f"another suite is at work in {options.memory}; wait for it or give another --memory")
+        parser.error(f"another suite is at work in {options.out}; wait for it or give another --out")
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:
-        parser.error(f"cannot write results: {error}; choose another folder by OUT= or --memory")
+        parser.error(f"cannot write results: {error}; choose another folder by OUT= or --out")
     except KeyboardInterrupt:
         print("interrupted; what ended before is kept", flush=True)
         return 130
-    codes = [result.exit_code for result in results]
-    return 1 if 1 in codes else max(codes)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -24,15 +25,9 @@ time.sleep(600)'], start_new_session=True); time.sleep(600)"
 )
 
 
-@pytest.fixture
-def script(load_script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return load_script("gpu_suite")
-
-
-def part(name: str, code: str, phase: int = 1, seconds: float = 60, **more: Any) -> dict[str, Any]:
+def part(name: str, code: str, estimate: float = 1, **more: Any) -> dict[str, Any]:
     """A part that runs a line of Python."""
-    return {"name": name, "phase": phase, "seconds": seconds, "command": ["python", "-c", code], **more}
+    return {"name": name, "estimate": estimate, "command": ["python", "-c", code], **more}
 
 
 TORCH = """
@@ -48,46 +43,51 @@ class cuda:
 
 
 class Suite:
-    """The suite on a table of its own, with its memory and results in `folder`."""
+    """The suite with a plan of its own, in `folder`: results in `results`, copied to `out`."""
 
     def __init__(self, folder: Path, parts: list[dict[str, Any]]) -> None:
-        self.folder, self.memory, self.out = folder, folder / "memory", folder / "out"
+        self.folder, self.results, self.out = folder, folder / "results", folder / "out"
         self.gpu = False
-        (folder / "parts.json").write_text(json.dumps(parts))
+        (folder / "plan.json").write_text(json.dumps(parts))
         (folder / "torch.py").write_text(TORCH)
 
-    def words(self, phase: str = "1", *more: str) -> list[str]:
-        table, memory = str(self.folder / "parts.json"), str(self.memory)
-        return [str(ROOT / "scripts" / "gpu_suite.sh"), phase, "--parts", table, "--memory", memory, *more]
+    def words(self, *more: str) -> list[str]:
+        plan = str(self.folder / "plan.json")
+        return [str(ROOT / "scripts" / "gpu_suite.sh"), "--plan", plan, "--out", str(self.results), *more]
 
     def environment(self) -> dict[str, str]:
         own = {"PYTHON": sys.executable, "OUT": str(self.out), "PYTHONPATH": str(self.folder)}
         return os.environ | own | ({"STUB_GPU": "NVIDIA Stub"} if self.gpu else {})
 
-    def run(self, phase: str = "1", *more: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self.words(phase, *more),
-            env=self.environment(),
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=120,
+            self.words(*more), env=self.environment(), cwd=self.folder, capture_output=True, text=True, timeout=120
         )
 
-    def start(self, phase: str = "1") -> subprocess.Popen[str]:
+    def started(self, *more: str) -> list[str]:
+        """Names of the parts that a run starts, in order."""
+        return re.findall(r"^start, at most \d+ s: (.+)$", self.run(*more).stdout, re.MULTILINE)
+
+    def start(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self.words(phase), env=self.environment(), stdout=subprocess.DEVNULL, text=True, start_new_session=True
+            self.words(), env=self.environment(), stdout=subprocess.DEVNULL, text=True, start_new_session=True
         )
 
-    def summary(self, phase: int = 1) -> str:
-        return (self.out / f"phase{phase}.txt").read_text()
+    def summary(self) -> str:
+        return (self.out / "summary.txt").read_text()
 
-    def outcomes(self, phase: int = 1) -> dict[str, str]:
+    def cases(self, name: str) -> dict[str, str]:
+        """Outcomes of a part's tests, from the JUnit report."""
+        [suite] = [one for one in ElementTree.parse(self.out / "junit.xml").getroot() if one.get("name") == name]
+        kinds = {"failure": "failed", "skipped": "skipped"}
+        return {case.get("name", ""): next((kinds[one.tag] for one in case), "passed") for case in suite}
+
+    def outcomes(self) -> dict[str, str]:
         """By part, from the JUnit report."""
         found = {}
-        for suite in ElementTree.parse(self.out / f"phase{phase}.xml").getroot():
-            bad = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+        for suite in ElementTree.parse(self.out / "junit.xml").getroot():
             skipped = suite.get("skipped") == suite.get("tests")
+            bad = int(suite.get("failures", 0))
             found[suite.get("name", "")] = "failed" if bad else "skipped" if skipped else "passed"
         return found
 
@@ -119,20 +119,21 @@ def test_one_crashes_one_hangs_one_raises_without_text_and_all_others_are_there(
         "def test_yaml(): raise ModuleNotFoundError('no', name='yaml')\n"
         "def test_own(): pytest.skip('needs papermill: not here')\n"
     )
+    (tmp_path / "test_broken.py").write_text("import labkit.there_is_no_such_module\n")
     suite = Suite(
         tmp_path,
         [
             part("crash", "import os; print('about to'); os.kill(os.getpid(), 11)"),
-            part("hang", HUNG + f"  # {tmp_path}", seconds=1.5),
+            part("hang", HUNG + f"  # {tmp_path}", limit=1.5),
             part("textless", "raise RuntimeError"),
-            {"name": "no program", "phase": 1, "seconds": 60, "command": ["there-is-no-such-program"]},
+            {"name": "no program", "estimate": 1, "command": ["there-is-no-such-program"]},
             part("cannot", "print('needs a GPU: none here'); raise SystemExit(77)"),
-            {"name": "tests", "phase": 1, "seconds": 60, "test": str(tmp_path / "test_some.py")},
-            {"name": "half", "phase": 1, "seconds": 60, "benchmark": "fake:rows"},
-            {"name": "useless", "phase": 1, "seconds": 60, "benchmark": "fake:useless"},
-            {"name": "good", "phase": 1, "seconds": 60, "benchmark": "fake:good"},
-            part("last", "print('fine')"),
-            part("elsewhere", "print('fine')", phase=2),
+            {"name": "tests", "estimate": 5, "tests": [str(tmp_path / "test_some.py")]},
+            {"name": "no tests", "estimate": 5, "tests": [str(tmp_path / "test_broken.py")]},
+            {"name": "half", "estimate": 5, "benchmark": "fake:rows"},
+            {"name": "useless", "estimate": 5, "benchmark": "fake:useless"},
+            {"name": "good", "estimate": 5, "benchmark": "fake:good"},
+            part("last", "import os; print(os.environ['SAID'])", env={"SAID": "fine"}),
         ],
     )
     (tmp_path / "fake.py").write_text(
@@ -143,18 +144,22 @@ def test_one_crashes_one_hangs_one_raises_without_text_and_all_others_are_there(
     )
     done = suite.run()
     assert done.returncode == 1
-    failed = dict.fromkeys(["crash", "hang", "textless", "no program", "tests", "half", "useless"], "failed")
+    failed = dict.fromkeys(
+        ["crash", "hang", "textless", "no program", "tests", "no tests", "half", "useless"], "failed"
+    )
     assert suite.outcomes() == failed | {"cannot": "skipped", "good": "passed", "last": "passed"}
+    tests = {name.split("::")[-1]: outcome for name, outcome in suite.cases("tests").items()}
+    assert tests == {"test_good": "passed", "test_bad": "failed", "test_yaml": "skipped", "test_own": "skipped"}
     text = suite.summary()
     assert text in done.stdout
     for told in (
         "== crash: crashed, killed by SIGSEGV", "   about to", "== hang: too long, ended after 2 s", "   hanging",
         "== textless: failed, exit code 1, RuntimeError", "No GPU: nothing that needs one was measured",
         "tests (1 passed, 1 failed, 2 skipped)", "   1  needs papermill", "   1  needs PyYAML", "   1  needs a GPU\n",
-        "half (1 failed, 1 rows)", "Phase 1: 1 crashed, 1 too long, 5 failed, 1 skipped, 2 passed",
+        "half (1 failed, 1 rows)", "1 crashed, 1 too long, 6 failed, 1 skipped, 2 passed",
         "useless (1 failed, 1 rows, 1 of them without a number)", "== useless: failed, it measured nothing that counts",
         "  G8: labkit 2.5 ms, 0.50 of peer\n", "  G8: torch: could not run, OSError\n",
-        "Failed parts run again by scripts/gpu_suite.sh 1.\nNext: scripts/gpu_suite.sh 2.\n",
+        f"Failed parts run again by: scripts/gpu_suite.sh --out {suite.results}\n",
     ):  # fmt: skip
         assert told in text, told
     assert "assert 1 == 2" in text, "the last lines of a failed test"
@@ -162,64 +167,99 @@ def test_one_crashes_one_hangs_one_raises_without_text_and_all_others_are_there(
     assert len(others) == 3 and row["row"] == {"case": "first"} and row["part"] == "fake:rows", (
         "measured before the error"
     )
-    assert "== last: passed\nfine" in (suite.out / "phase1.log").read_text()
-    assert len(list(suite.out.iterdir())) <= 8 and all(path.is_file() for path in suite.out.iterdir())
+    assert "== last: passed\nfine" in (suite.out / "log.txt").read_text()
+    names = {"summary.txt", "junit.xml", "log.txt", "rows.jsonl", "memory.jsonl"}
+    assert {path.name for path in suite.out.iterdir()} == {path.name for path in suite.results.iterdir()} == names
     assert not alive(str(tmp_path)) and not alive("time.sleep(600)"), (
         "a child in a session of its own outlived its part"
     )
-    assert not (tmp_path / "memory-running").exists()
+    assert not (tmp_path / "results-running").exists()
 
 
-def test_what_passed_is_not_run_again_and_is_found_in_a_new_folder(tmp_path: Path) -> None:
+KILLED = """
+import os, time, pytest
+def test_good(): pass
+@pytest.fixture
+def broken(): raise RuntimeError("in a fixture")
+def test_fixture(broken): pass
+def test_own_pytest():
+    import subprocess, sys
+    subprocess.run([sys.executable, "-m", "pytest", "-p", "gpu_outcomes", __file__, "-k", "good"], check=True)
+def test_ends_it(): END
+def test_never(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "why"), [("os._exit(3)", "failed, exit code 3"), ("time.sleep(600)", "too long, ended after")]
+)
+def test_a_part_that_is_killed_leaves_its_tests_and_the_name_of_the_one_that_ran(
+    tmp_path: Path, end: str, why: str
+) -> None:
+    (tmp_path / "test_some.py").write_text(KILLED.replace("END", end))
+    suite = Suite(tmp_path, [{"name": "a", "estimate": 5, "limit": 12, "tests": [str(tmp_path / "test_some.py")]}])
+    assert suite.run().returncode == 1 and f"== a: {why}" in suite.summary()
+    assert {name.split("::")[-1]: outcome for name, outcome in suite.cases("a").items()} == {
+        "test_good": "passed", "test_fixture": "failed", "test_own_pytest": "passed", "test_ends_it": "failed",
+    }  # fmt: skip
+    text = (suite.out / "junit.xml").read_text()
+    assert "was running: " in text and "RuntimeError: in a fixture" in text
+
+
+def test_what_passed_is_not_run_again_and_goes_along_to_a_new_folder(tmp_path: Path) -> None:
     counted = "open(r'{}', 'a').write('x'); {}"
     good, bad = tmp_path / "good", tmp_path / "bad"
+    mended = f"raise SystemExit(not __import__('os').path.exists(r'{tmp_path / 'mended'}'))"
+    (tmp_path / "fake.py").write_text("def rows():\n    yield {'case': 'one'}\n")
     suite = Suite(
         tmp_path,
         [
             part("good", counted.format(good, "")),
-            part(
-                "bad",
-                counted.format(bad, f"raise SystemExit(not __import__('os').path.exists(r'{tmp_path / 'mended'}'))"),
-            ),
+            part("bad", counted.format(bad, mended)),
+            {"name": "rows", "estimate": 5, "benchmark": "fake:rows"},
         ],
     )
     assert suite.run().returncode == 1
-    suite.out = tmp_path / "another"
-    assert suite.run().returncode == 1
-    assert (good.read_text(), bad.read_text()) == ("x", "xx")
-    assert suite.outcomes() == {"good": "passed", "bad": "failed"}, "the new folder tells what the old one told"
+    first, suite.results, suite.out = suite.out, tmp_path / "another", tmp_path / "another out"
+    for _ in range(2):
+        assert suite.run("--after", str(first)).returncode == 1
+    assert (good.read_text(), bad.read_text()) == ("x", "xxx")
+    assert suite.outcomes() == {"good": "passed", "bad": "failed", "rows": "passed"}
+    assert len((suite.out / "rows.jsonl").read_text().splitlines()) == 1, "each row once, however often it is given"
     assert "good (1 passed; earlier, not run again)" in suite.summary()
-    assert suite.run("3").returncode == 1 and list(suite.outcomes(3)) == ["bad"], "phase 3 repeats what phase 1 broke"
     (tmp_path / "mended").touch()
-    assert suite.run("3").returncode == 3, "all that ran has passed, but there is no GPU"
+    assert suite.run().returncode == 3, "all that ran has passed, but there is no GPU"
     assert (good.read_text(), bad.read_text()) == ("x", "xxxx")
     assert suite.run().returncode == 3 and "bad (1 passed; earlier" in suite.summary()
     suite.gpu = True
     assert suite.run().returncode == 0 and "gpu: NVIDIA Stub" in suite.summary()
     assert (good.read_text(), bad.read_text()) == ("xx", "xxxxx"), "what passed on another machine counts for nothing"
+    done = suite.run("--after", str(tmp_path / "nowhere"))
+    assert done.returncode == 2 and "nowhere holds no memory.jsonl; give the results of" in done.stderr
 
 
-def test_code_that_changed_is_run_again(tmp_path: Path) -> None:
+def test_code_that_changed_is_run_again_after_what_never_ran(tmp_path: Path) -> None:
     read = tmp_path / "read.py"
     read.write_text("one")
-    suite = Suite(tmp_path, [part("a", "print(1)", files=[str(read)]), part("b", "print(1)")])
-    suite.run()
+    parts = [part("a", "print(1)", files=[str(read)]), part("b", "print(1)"), part("bad", "raise SystemExit(1)")]
+    suite = Suite(tmp_path, parts)
+    assert suite.started() == ["a", "b", "bad"]
     read.write_text("two")
-    suite.run()
+    Suite(tmp_path, [*parts, part("new", "print(1)")])
+    assert suite.started() == ["new", "a", "bad"]
     assert "a (1 passed)" in suite.summary() and "b (1 passed; earlier" in suite.summary()
-    suite.run("1", "--only", "b")
-    assert "b (1 passed)" in suite.summary() and "a (1 passed; earlier" in suite.summary(), "asked for by name"
+    assert suite.started("--only", "b") == ["b", "bad"], "asked for by name"
+    assert "a (1 passed; earlier" in suite.summary()
 
 
-def test_rows_outlive_code_that_changed_another_table_and_a_kill(tmp_path: Path) -> None:
+def test_rows_outlive_code_that_changed_another_plan_and_a_kill(tmp_path: Path) -> None:
     (tmp_path / "fake.py").write_text(
         "import os, time\ndef rows():\n    yield {'case': 'one'}\n"
         f"    time.sleep(0 if os.path.exists(r'{tmp_path / 'quick'}') else 600)\n    yield {{'case': 'two'}}\n"
     )
-    benchmark = {"name": "slow", "phase": 1, "seconds": 600, "benchmark": "fake:rows"}
-    suite = Suite(tmp_path, [benchmark])
+    suite = Suite(tmp_path, [{"name": "slow", "estimate": 5, "benchmark": "fake:rows"}])
     process = suite.start()
-    until(lambda: (suite.memory / "rows.jsonl").exists())
+    until(lambda: (suite.results / "rows.jsonl").exists())
     process.kill()
     process.wait()
     (tmp_path / "quick").touch()
@@ -253,24 +293,40 @@ def test_without_torch_nothing_starts(tmp_path: Path) -> None:
     assert done.returncode == 2 and "cannot write results: " in done.stderr
 
 
-def test_time_is_bounded(tmp_path: Path) -> None:
-    """No part starts late, one that started in time is cut when the phase is over, and the next run begins with what
-    never ran."""
-    slow = f"import time, os; time.sleep(0 if os.path.exists(r'{tmp_path / 'quick'}') else 600)"
-    parts = [part("bad", "raise SystemExit(1)"), part("cut", slow), part("late", "print(1)")]
+def test_minutes_bound_a_command_and_all_of_them(tmp_path: Path) -> None:
+    """No part starts that does not fit, a shorter one takes its place, one that takes longer is cut when the time is
+    over, and the next command begins with what never ran."""
+    quick = tmp_path / "quick"
+    slow = f"import time, os; time.sleep(0 if os.path.exists(r'{quick}') else 600)"
+    parts = [part("bad", "raise SystemExit(1)"), part("long", "print(1)", 100), part("cut", slow), part("late", "")]
     suite = Suite(tmp_path, parts)
     began = time.monotonic()
-    done = suite.run("1", "--start-within", "6", "--end-within", "7")
+    done = suite.run("--minutes", "2.5", "--per-command", "0.4")
     assert time.monotonic() - began < 60
-    cut = re.search(r"  cut off +[\d.]+ s  cut ", suite.summary())
-    assert done.returncode == 1 and cut is not None and "not started            late" in suite.summary()
-    assert suite.outcomes() == {"bad": "failed", "cut": "skipped"}
-    assert "Next: scripts/gpu_suite.sh 1 again; 2 parts have not run to their end." in suite.summary()
-    (tmp_path / "quick").touch()
-    started = re.findall(r"^start, at most \d+ s: (\w+)$", suite.run().stdout, re.MULTILINE)
-    assert started == ["late", "cut", "bad"]
-    suite = Suite(tmp_path, [part("never", "print(1)")])
-    assert suite.run("1", "--start-within", "0").returncode == 3, "nothing failed, and not all was done"
+    assert done.returncode == 1 and suite.outcomes() == {"bad": "failed", "cut": "skipped"}
+    assert re.search(r"  cut off +[\d.]+ +1  cut ", suite.summary())
+    assert re.search(r"  not started +100  long\n  cut off .*\n  not started +1  late\n", suite.summary())
+    assert re.search(
+        r"Commands have taken 0\.\d of 2\.5 minutes\.\nNext: .*--minutes 2\.5 --per-command 0\.4 ", done.stdout
+    )
+    quick.touch()
+    assert suite.started("--minutes", "2.5") == ["long", "cut", "late", "bad"]
+    done = suite.run("--minutes", "0.3")
+    assert done.returncode == 2 and "have used up --minutes 0.3; give more" in done.stderr
+    assert suite.started("--per-command", "0.2") == [], "not even the margin"
+
+
+def test_the_list_tells_what_fits_and_what_has_passed(tmp_path: Path) -> None:
+    tests = [{"name": f"t{i}", "estimate": 30, "tests": ["x.py"]} for i in range(3)]
+    suite = Suite(tmp_path, [part("done", "print(1)"), *tests, part("alone", "", 20), part("never", "", 500)])
+    text = suite.run("--list", "--minutes", "3", "--per-command", "2", "--jobs", "2").stdout
+    assert [line.split() for line in text.splitlines() if line.startswith("  ")] == [
+        ["15", "1", "done"], ["16", "30", "t0"], ["16", "30", "t1"], ["46", "30", "t2"], ["76", "20", "alone"],
+    ]  # fmt: skip
+    assert text.startswith("Command 1, about 96 s") and text.endswith("Left out: never\n")
+    assert not suite.results.exists()
+    suite.run("--only", "done")
+    assert " done\n" not in suite.run("--list").stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -284,49 +340,50 @@ def test_an_interrupted_suite_ends_its_part_and_keeps_what_ended(tmp_path: Path,
     process.send_signal(number)
     assert process.wait(30) == 130
     assert suite.outcomes() == {"first": "passed", "second": "failed"} and not alive(str(tmp_path))
-    assert "not started            third" in suite.summary()
+    assert re.search("not started +1  third", suite.summary())
 
 
 def test_a_suite_that_is_killed_loses_nothing_that_ended(tmp_path: Path) -> None:
-    good = tmp_path / "good"
+    good, begun = tmp_path / "good", tmp_path / "begun"
+    (tmp_path / "test_some.py").write_text(
+        f"import time\ndef test_one(): pass\ndef test_two(): open(r'{begun}', 'w').close(); time.sleep(600)\n"
+    )
     parts = [
         part("first", f"open(r'{good}', 'a').write('x')"),
-        part("second", f"import time; time.sleep(600)  # {tmp_path}"),
+        {"name": "second", "estimate": 5, "tests": [str(tmp_path / "test_some.py")]},
     ]
     suite = Suite(tmp_path, parts)
     process = suite.start()
-    until(lambda: alive(str(tmp_path)) and suite.out.exists() and "first" in suite.outcomes())
+    until(lambda: begun.exists() and "second" in suite.outcomes() and len(suite.cases("second")) == 2)
     process.kill()
     process.wait()
     until(lambda: not alive(str(tmp_path)), 10)  # its part ends with it
-    assert suite.outcomes() == {"first": "passed"}
-    with (suite.memory / "memory.jsonl").open("a") as file:
-        file.write('{"part": "second", "pha')  # as if it had been killed while it wrote
+    assert suite.outcomes()["first"] == "passed"
+    assert list(suite.cases("second").values()) == ["passed", "skipped"], "written while it was under way"
+    with (suite.results / "memory.jsonl").open("a") as file:
+        file.write('{"part": "second", "ke')  # as if it had been killed while it wrote
     Suite(tmp_path, [parts[0], part("second", "print(1)")])
     assert suite.run().returncode == 3
     assert suite.outcomes() == {"first": "passed", "second": "passed"} and good.read_text() == "x"
     assert suite.run().returncode == 3 and "second (1 passed; earlier" in suite.summary()
 
 
-def test_a_report_that_a_kill_cut_off_counts_for_nothing(script: ModuleType, tmp_path: Path) -> None:
-    report = tmp_path / "junit"
-    assert script.whole_report(report) == ""
-    for text, expected in (("", ""), ("<testsuites><testsuite tests='1'", ""), ("<testsuites/>", "<testsuites/>")):
-        report.write_text(text)
-        assert script.whole_report(report) == expected
+def test_tests_run_together_and_others_alone(tmp_path: Path) -> None:
+    """Two at a time: the first part waits for the second, and nothing else may be there with the last."""
+    for name, other in (("t1", "t2"), ("t2", "t1")):
+        (tmp_path / f"test_{name}.py").write_text(
+            f"import pathlib, time\ndef test_it():\n    here = pathlib.Path(r'{tmp_path}')\n"
+            f"    (here / '{name}').touch()\n    end = time.monotonic() + 30\n"
+            f"    while not (here / '{other}').exists():\n        assert time.monotonic() < end\n"
+            f"        time.sleep(0.05)\n"
+        )
+    parts = [{"name": name, "estimate": 5, "tests": [str(tmp_path / f"test_{name}.py")]} for name in ("t1", "t2")]
+    suite = Suite(tmp_path, [*parts, part("alone", f"import pathlib; pathlib.Path(r'{tmp_path}', 'alone').touch()")])
+    assert suite.run("--jobs", "2").returncode == 3, suite.summary()
+    assert (tmp_path / "alone").stat().st_mtime > max((tmp_path / name).stat().st_mtime for name in ("t1", "t2"))
 
 
-def test_neighbours_run_together_and_others_alone(tmp_path: Path) -> None:
-    stamp = f"import time, pathlib; p = pathlib.Path(r'{tmp_path}') / 'NAME'; p.touch(); time.sleep(1.5); p.unlink(); "
-    alone = f"import pathlib; assert not list(pathlib.Path(r'{tmp_path}').glob('t?'))"
-    met = f"assert list(pathlib.Path(r'{tmp_path}').glob('t?')), 'no neighbour'"
-    first = stamp.replace("NAME", "t1").replace("time.sleep(1.5); ", f"time.sleep(1.5); {met}; ")
-    parts = [part("t1", first, together=True), part("t2", stamp.replace("NAME", "t2") + "time.sleep(1)", together=True)]
-    suite = Suite(tmp_path, [*parts, part("alone", alone)])
-    assert suite.run("1", "--jobs", "2").returncode == 3, suite.summary()
-
-
-def test_a_second_suite_beside_the_first_and_a_wrong_table_are_refused(tmp_path: Path) -> None:
+def test_a_second_suite_beside_the_first_and_a_wrong_plan_are_refused(tmp_path: Path) -> None:
     suite = Suite(tmp_path, [part("slow", f"import time; time.sleep(600)  # {tmp_path}")])
     process = suite.start()
     until(lambda: alive(str(tmp_path)))
@@ -335,20 +392,20 @@ def test_a_second_suite_beside_the_first_and_a_wrong_table_are_refused(tmp_path:
     process.wait(30)
     assert done.returncode == 2 and "another suite is at work" in done.stderr
     for entry, told in (
-        ({"name": "a", "phase": 1, "seconds": 1}, "give one of test, benchmark, command"),
-        ({"name": "a", "phase": 4, "seconds": 1, "test": "x"}, "phase is 1, 2 or 3"),
-        ({"name": "a", "phase": 1, "seconds": 1, "tset": "x"}, "tset"),
-        ({"name": "a", "phase": 1, "seconds": "5", "test": "x"}, "seconds are a number"),
+        ({"name": "a", "estimate": 1}, "part 0: give one of tests, benchmark, command"),
+        ({"name": "a", "estimate": 1, "tests": "x"}, "part 0: tests must be a list"),
+        ({"name": "a", "estimate": 1, "benchmark": "x", "tset": "x"}, "tset"),
+        ({"name": "a", "estimate": "5", "tests": ["x"]}, "part 0: estimate '5' must be seconds above 0"),
+        ("a", "part 0: 'str' object"),
     ):
-        done = Suite(tmp_path, [entry]).run()
+        done = Suite(tmp_path, [entry]).run()  # type: ignore[list-item]
         assert done.returncode == 2 and told in done.stderr, done.stderr
     done = Suite(tmp_path, [part("a", "1"), part("a", "2")]).run()
     assert done.returncode == 2 and "'a' is given twice" in done.stderr
 
 
-def test_a_missing_package_is_found_in_an_error_of_this_process_and_of_a_rank(script: ModuleType) -> None:
-    from gpu_missing_packages import missing
-
+def test_a_missing_package_is_found_in_an_error_of_this_process_and_of_a_rank(load_script) -> None:
+    missing = load_script("gpu_missing_packages").missing
     assert missing("E   ModuleNotFoundError: No module named 'yaml'") == "PyYAML"
     assert (
         missing("rank 0 of 4 raised ModuleNotFoundError: YAML needs PyYAML (pip install PyYAML); or\nothers")
@@ -358,46 +415,65 @@ def test_a_missing_package_is_found_in_an_error_of_this_process_and_of_a_rank(sc
     assert missing("ImportError: cannot import name 'x' from 'yaml'") is None
 
 
-# ---- the real table ----
+# ---- the real plan ----
 
 
 @pytest.fixture
-def table(load_script: Callable[[str], ModuleType]) -> ModuleType:
-    return load_script("gpu_parts")
+def plan(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    return load_script("gpu_plan")
 
 
-def test_the_table_holds_every_gpu_test_and_every_benchmark_part(table: ModuleType) -> None:
-    parts = table.read_parts(ROOT / "scripts" / "gpu_parts.json")
-    assert {one.benchmark for one in parts if one.benchmark} == set(table.benchmark_table()), "gpu.py --list"
-    by_file: dict[str, list[str]] = {}
-    for one in parts:
-        if one.test.startswith("tests/gpu/") and "::" not in one.test:
-            by_file.setdefault(one.test, []).append(one.select)
-    present = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
-    smoke = "tests/gpu/test_smoke_gpu.py"
-    assert set(by_file) == present - {smoke}
-    for file, selected in by_file.items():
-        chosen = sorted(selected)
-        assert chosen == [""] or (len(chosen) == 2 and f"not ({chosen[1]})" == chosen[0]), f"{file}: a test is left out"
-    tests = [
-        line.split("(")[0].removeprefix("def ")
-        for line in (ROOT / smoke).read_text().splitlines()
-        if line[:8] == "def test"
-    ]
-    assert {one.test.partition("::")[2] for one in parts if one.test.startswith(smoke)} == set(tests)
-    assert all((ROOT / one.test.split("::")[0]).is_file() for one in parts if one.test)
+def test_the_plan_holds_every_gpu_test_and_every_benchmark_part(plan: ModuleType) -> None:
+    parts = plan.read_plan(ROOT / "scripts" / "gpu_plan.json")
+    benchmarks = next(
+        ast.literal_eval(node.value)
+        for node in ast.parse((ROOT / "benchmarks" / "gpu.py").read_text()).body
+        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "PARTS" and node.value
+    )
+    assert sorted(one.benchmark for one in parts if one.benchmark) == sorted(benchmarks), "gpu.py --list"
+    files = {test for one in parts for test in one.tests if not one.select}
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")} <= files
+    assert all((ROOT / test.split("::")[0]).is_file() for one in parts for test in one.tests)
+    assert all((ROOT / file).is_file() for one in parts for file in one.files)
 
 
-def test_a_key_follows_what_a_part_imports_and_the_versions(table: ModuleType, tmp_path: Path, monkeypatch) -> None:
-    files = table.sources([ROOT / "tests" / "gpu" / "test_graph_rules_gpu.py"])
-    assert {ROOT / "tests" / "graph_rules.py", ROOT / "tests" / "graph_rules_numbers.py"} <= files
-    files = table.sources([ROOT / "benchmarks" / "gpu_precision.py"])
-    assert {ROOT / "benchmarks" / f"{name}.py" for name in ("gpu_steps", "harness")} <= files
-    assert ROOT / "benchmarks" / "pipeline.py" not in files, "labkit.train.pipeline is another"
-    one = table.Part("a", 1, 60, test="tests/gpu/test_random_gpu.py")
-    before = one.key("torch 2.11")
-    assert before == table.Part("b", 2, 90, test="tests/gpu/test_random_gpu.py").key("torch 2.11")
-    assert before != one.key("torch 2.13")
-    assert before != table.Part("a", 1, 60, test="tests/gpu/test_moe_gpu.py").key("torch 2.11")
-    monkeypatch.setattr(table, "package_digest", lambda: "labkit changed")
-    assert before != one.key("torch 2.11")
+def test_ten_minutes_and_the_five_after_them_take_the_plan_in_its_order(plan: ModuleType) -> None:
+    """On 16 cores: all tests that need a GPU, then the eight benchmarks that the README quotes; then six more."""
+    parts = plan.read_plan(ROOT / "scripts" / "gpu_plan.json")
+    first = [part for _, part in plan.foreseen(parts, 585, 8)]
+    assert first == parts[: len(first)]
+    assert [part.benchmark for part in first if part.benchmark] == [
+        "gemm", "layer", "gpt2", "attention", "graphs", "graph_peers", "fp8_layer", "fp8_cast",
+    ]  # fmt: skip
+    tests = {test for part in first for test in part.tests}
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")} <= tests
+    second = [part.benchmark for _, part in plan.foreseen(parts[len(first) :], 300, 8)]
+    assert second[:5] == ["graphs_equal_eager", "graph_pool", "graph_memory", "grouped_gemm", "stack"]
+
+
+def test_a_key_follows_what_a_part_reads_and_the_versions(plan: ModuleType, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(plan, "ROOT", tmp_path)
+
+    def key(part: Any, versions: str = "torch 2.11") -> str:
+        plan.digest.cache_clear()
+        return part.key(versions, None)
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    for name in ("labkit/a/b.py", "tests/helper.py", "tests/gpu/test_a.py", "tests/gpu/test_b.py", "benchmarks/c.py"):
+        write(name, "1")
+    test = plan.Part("a", 20, 60, tests=("tests/gpu/test_a.py::test_one",))
+    benchmark = plan.Part("c", 20, 60, benchmark="c")
+    before = key(test), key(benchmark)
+    assert key(plan.Part("b", 30, 90, tests=test.tests)) == before[0] != key(test, "torch 2.13")
+    for changed, follows in (
+        ("tests/gpu/test_b.py", (False, False)), ("labkit/a/__pycache__/b.pyc", (False, False)),
+        ("tests/gpu/test_a.py", (True, False)), ("tests/helper.py", (True, False)),
+        ("benchmarks/c.py", (False, True)), ("labkit/a/b.py", (True, True)), ("labkit/new", (True, True)),
+    ):  # fmt: skip
+        write(changed, "2")
+        after = key(test), key(benchmark)
+        assert tuple(one != other for one, other in zip(before, after)) == follows, changed
+        before = after
