@@ -4,7 +4,8 @@
     python benchmarks/gpu.py NAME --out FILE.jsonl       # one part in this process; appends each row as it is measured
     python benchmarks/gpu.py --store FILE.jsonl ...      # such rows into results/gpu.json and docs/benchmarks.md
 
-`scripts/gpu_suite.sh 2` and `3` run all parts, each in a process of its own. Exit code 77: no GPU.
+`scripts/gpu_suite.sh` runs all parts, each in a process of its own. Rows that were measured without git bear a hash of
+the measured files; --store finds the commit that holds these files. Exit code 77: no GPU.
 
 A part is a generator function without required arguments, written as `module:function`; NAME may also be that. It
 yields `harness.Comparison` or finished rows, each with a `case`. MFU is the operations of the model over time
@@ -104,7 +105,7 @@ def ends_inside_a_line(path: Path) -> bool:
 
 
 def read_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """The lines of such files; a line that a kill cut off is left out.
+    """The lines of such files, with the commit that holds the measured files; a line that a kill cut off is left out.
 
     Raises:
         ValueError: there is no row.
@@ -118,8 +119,12 @@ def read_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
             except (json.JSONDecodeError, KeyError, TypeError):
                 print(f"{path}, line {number} is no row and is left out", file=sys.stderr)
     if not lines:
-        raise ValueError("there is no row to store; run scripts/gpu_suite.sh 2 on a GPU first")
-    return lines
+        raise ValueError("there is no row to store; run scripts/gpu_suite.sh on a GPU first")
+    commits = {name: provenance.commit_of(name) for name in {line["commit"] for line in lines}}
+    for name in sorted(set(commits.values())):
+        if name.startswith(provenance.UNKNOWN):
+            print(f"no commit of this repository holds the files that were measured: {name}", file=sys.stderr)
+    return [line | {"commit": commits[line["commit"]]} for line in lines]
 
 
 def worth_keeping(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:
@@ -174,7 +179,7 @@ def main() -> int:
             print(f"written: {store(options.store, options.name)}")
             return 0
         if options.part is None:
-            raise ValueError("give the NAME of a part, --list or --store; scripts/gpu_suite.sh 2 runs them all")
+            raise ValueError("give the NAME of a part, --list or --store; scripts/gpu_suite.sh runs them all")
         if options.part not in PARTS and ":" not in options.part:
             raise ValueError(f"no part {options.part!r}; parts: {', '.join(PARTS)}")
     except (OSError, ValueError) as error:

@@ -7,6 +7,7 @@ A reader compares two results only if commit and machine tell how. Nothing here 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -19,6 +20,10 @@ ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ("labkit", "benchmarks", "constraints.txt", ":!benchmarks/results")
 """Paths that decide a result. A benchmark itself rewrites its results, so they are no change."""
 UNKNOWN = "unknown"
+TREE = f"{UNKNOWN}, files "
+"""Begin of what names the code where there is no git; git's hash of the files follows."""
+SEARCHED = 300
+"""Commits among which `commit_of` looks for files, the newest."""
 KEYS = ("commit", "changed", "machine", "date")
 """Keys of an origin; every stored result holds them all."""
 
@@ -32,14 +37,43 @@ def origin() -> dict[str, Any]:
 def code(root: Path) -> tuple[str, list[str]]:
     """Hash of the commit that is checked out, and the files of `MEASURED` that differ from the commit.
 
-    Without git or outside a checkout the hash is `unknown`, and the list is empty.
+    Without git or outside a checkout `TREE` and a hash of these files stand for the commit, and the list is empty.
     """
     try:
         commit = _git(root, "rev-parse", "HEAD").strip()
         status = _git(root, "status", "--porcelain", "--no-renames", "--", *MEASURED)
     except (OSError, subprocess.SubprocessError):
-        return UNKNOWN, []
+        return TREE + _digest(_blobs(root)), []
     return commit, [line[3:] for line in status.splitlines()]
+
+
+def commit_of(name: str, root: Path = ROOT) -> str:
+    """The newest commit with the files that `name` stands for; `name` itself where it is a commit or none is found."""
+    if not name.startswith(TREE):
+        return name
+    for commit in _git(root, "rev-list", f"--max-count={SEARCHED}", "HEAD", "--all").split():
+        listed = _git(root, "ls-tree", "-r", "-z", commit, "--", *MEASURED[:-1]).split("\0")
+        blobs = (line.split("\t") for line in listed if line)
+        if name == TREE + _digest({path: words.split()[2] for words, path in blobs}):
+            return commit
+    return name
+
+
+def _blobs(root: Path) -> dict[str, str]:
+    """Path -> git's hash of the file as it lies there."""
+    found = {}
+    for path in (path for name in MEASURED[:-1] for path in (root / name, *(root / name).rglob("*"))):
+        if path.is_file() and "__pycache__" not in path.parts:
+            content = path.read_bytes()
+            hashed = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+            found[path.relative_to(root).as_posix()] = hashed
+    return found
+
+
+def _digest(blobs: dict[str, str]) -> str:
+    """Hash of the files that decide a result."""
+    told = [f"{blobs[path]} {path}\n" for path in sorted(blobs) if not path.startswith("benchmarks/results/")]
+    return hashlib.sha1("".join(told).encode()).hexdigest()
 
 
 def _git(root: Path, *words: str) -> str:
@@ -50,7 +84,7 @@ def _git(root: Path, *words: str) -> str:
 def same_code(result: dict[str, Any]) -> bool:
     """True where the code of a stored result is the code of this checkout, both without changed files."""
     commit, changed = code(ROOT)
-    if commit == UNKNOWN or changed or result.get("changed", [""]):
+    if commit.startswith(UNKNOWN) or changed or result.get("changed", [""]):
         return False
     try:
         return not _git(ROOT, "diff", "--name-only", result["commit"], commit, "--", *MEASURED)
@@ -64,7 +98,8 @@ def code_in_words(result: dict[str, Any]) -> str:
     if not found and "commit" in result:
         found = {(result["commit"], len(result["changed"]))}
     return ", ".join(
-        f"commit {commit[:10]}" + (f" with {changed} changed file{'s' * (changed > 1)}" if changed else "")
+        f"commit {commit if commit.startswith(UNKNOWN) else commit[:10]}"
+        + (f" with {changed} changed file{'s' * (changed > 1)}" if changed else "")
         for commit, changed in sorted(found)
     ) or "an unrecorded commit"  # fmt: skip
 

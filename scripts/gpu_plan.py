@@ -136,8 +136,9 @@ def part_of(entry: Mapping[str, Any]) -> Part:
         raise ValueError(f"give one of {', '.join(KINDS)}")
     if wrong := [key for key in ("tests", "command", "files") if not isinstance(entry.get(key, []), list)]:
         raise ValueError(f"{wrong[0]} must be a list")
-    given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
-    return Part(**({"limit": 3 * estimate + 30} | given))
+    made: dict[str, Any] = {"limit": 3 * estimate + 30}
+    made |= {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+    return Part(**made)
 
 
 # ---- what fits ----

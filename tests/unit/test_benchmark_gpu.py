@@ -173,6 +173,19 @@ def test_rows_are_merged_and_the_document_tells_them_with_the_machine(
     assert "Unmeasured" not in text
 
 
+def test_rows_that_were_measured_without_git_get_the_commit_that_holds_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known, unknown = harness.provenance.TREE + "a" * 40, harness.provenance.TREE + "b" * 40
+    monkeypatch.setattr(gpu.provenance, "commit_of", lambda name: {known: "c" * 40}.get(name, name))
+    rows = [line("gemm", case).replace("1" * 40, name) for case, name in (("one", known), ("two", unknown))]
+    (tmp_path / "rows").write_text("".join(rows) + line("gemm", "three"))
+    assert [one["commit"] for one in gpu.read_lines([tmp_path / "rows"])] == ["c" * 40, unknown, "1" * 40]
+    assert capsys.readouterr().err.splitlines() == [
+        f"no commit of this repository holds the files that were measured: {unknown}"
+    ]
+
+
 def test_what_cannot_be_stored_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
     (tmp_path / "empty").write_text("")

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -79,8 +80,26 @@ def test_a_changed_file_is_said_if_it_can_change_a_result(checkout: Path) -> Non
     assert provenance.code(checkout) == (commit, ["labkit/a.py", "labkit/new.py"])
 
 
-def test_outside_a_checkout_the_commit_is_unknown(tmp_path: Path) -> None:
-    assert provenance.code(tmp_path) == (provenance.UNKNOWN, [])
+def test_without_git_the_files_stand_for_the_commit_that_holds_them(
+    checkout: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    first = git(checkout, "rev-parse", "HEAD")
+    (checkout / "labkit/a.py").write_text("2\n")
+    git(checkout, "commit", "-qam", "second")
+    bare = tmp_path_factory.mktemp("bare")
+    shutil.copytree(checkout, bare, ignore=shutil.ignore_patterns(".git"), dirs_exist_ok=True)
+    for name in ("labkit/__pycache__/a.pyc", "benchmarks/results/b.json", "docs/d.md"):  # written there: no change
+        (bare / name).parent.mkdir(parents=True, exist_ok=True)
+        (bare / name).write_text("3\n")
+    name, changed = provenance.code(bare)
+    assert name.startswith(provenance.UNKNOWN) and changed == []
+    assert provenance.commit_of(name, checkout) == git(checkout, "rev-parse", "HEAD") != first
+    (bare / "labkit/a.py").write_text("1\n")
+    assert provenance.commit_of(provenance.code(bare)[0], checkout) == first == provenance.commit_of(first, checkout)
+    (bare / "labkit/new.py").write_text("")
+    name, _ = provenance.code(bare)
+    assert provenance.commit_of(name, checkout) == name, "a file that no commit holds"
+    assert provenance.code_in_words({"rows": [{"commit": name, "changed": []}]}) == f"commit {name}"
 
 
 def test_stored_rows_are_kept_only_for_the_code_that_gave_them(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
