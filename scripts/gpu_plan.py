@@ -31,7 +31,7 @@ LOOK = 15.0
 """Estimated seconds before the first part starts: torch is imported to ask for the GPU."""
 PYTEST = (
     "-m", "pytest", "-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider", "-p", "gpu_missing_packages",
-    "-p", "gpu_outcomes", "-m", "not sweep", "--import-mode=importlib", "-v", "--tb=short",
+    "-p", "gpu_outcomes", "--import-mode=importlib", "-v", "--tb=short",
 )  # fmt: skip
 WITH_WHEELS = """
 "$1" -m pip install -q --no-index --no-deps --no-compile --disable-pip-version-check --target "$0" "$2"/*.whl &&
@@ -58,6 +58,11 @@ class Part:
     files: tuple[str, ...] = ()
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether its tests need a GPU; others see none."""
+        return any(test.startswith("tests/gpu/") for test in self.tests)
+
+    @property
     def together(self) -> bool:
         """Whether it may run beside others of this kind."""
         return bool(self.tests)
@@ -68,7 +73,8 @@ class Part:
             return [sys.executable, "benchmarks/gpu.py", self.benchmark, "--out", str(rows)]
         if self.command:
             return [sys.executable if word == "python" else word for word in self.command]
-        words = [sys.executable, *PYTEST, *(["-k", self.select] if self.select else []), *self.tests]
+        words = [sys.executable, *PYTEST, "-m", "gpu and not sweep" if self.on_gpu else "not sweep"]
+        words += [*(["-k", self.select] if self.select else []), *self.tests]
         if self.wheels and wheels is not None:
             return ["sh", "-c", WITH_WHEELS, str(folder / "wheels"), sys.executable, str(wheels), *words]
         return words
@@ -76,7 +82,7 @@ class Part:
     def environment(self) -> dict[str, str]:
         """Its variables: tests of the CPU see no GPU, and neighbours share the cores."""
         own = {"OMP_NUM_THREADS": "2"} if self.together else {}
-        if self.together and not any(test.startswith("tests/gpu/") for test in self.tests):
+        if self.together and not self.on_gpu:
             own["CUDA_VISIBLE_DEVICES"] = ""
         return own | dict(self.env)
 

@@ -60,44 +60,35 @@ class Record:
 
     def cases(self) -> list[dict[str, Any]]:
         """Its tests; the part itself is one more where none of them tells why it did not pass."""
-        whole = {"name": self.part, "outcome": self.outcome, "seconds": self.seconds, "text": self.why}
-        if self.outcome in BAD:
-            whole |= {"outcome": "failed", "text": "\n".join([self.why, *self.last_lines()])}
-        ended = "failed" if self.outcome in BAD else "skipped"
-        found = [
-            test if test["outcome"] != RUNNING else test | {"outcome": ended, "text": f"was running: {self.why}"}
-            for test in self.tests
-        ]
-        told = self.outcome not in BAD or any(test["outcome"] == "failed" for test in found)
-        return found if found and told else [*found, whole]
+        outcome = "failed" if self.outcome in BAD else "passed" if self.outcome == "passed" else "skipped"
+        why = "\n".join([self.why, *self.last_lines()]) if outcome == "failed" else self.why
+        open_end = {"outcome": outcome, "text": f"was running: {why}"}
+        found = [test | open_end if test["outcome"] == RUNNING else test for test in self.tests]
+        if found and (outcome != "failed" or any(test["outcome"] == "failed" for test in found)):
+            return found
+        return [*found, {"name": self.part, "outcome": outcome, "seconds": self.seconds, "text": why}]
 
     def suite(self) -> ElementTree.Element:
         """JUnit's `testsuite`."""
-        counts = self.counts()
-        numbers = {"tests": counts.total(), "failures": counts["failed"], "errors": 0, "skipped": counts["skipped"]}
-        made = ElementTree.Element("testsuite", {"name": self.part, **{key: str(n) for key, n in numbers.items()}})
-        made.set("time", f"{self.seconds:.3f}")
+        counts, suite = self.counts(), ElementTree.Element("testsuite", name=self.part, time=str(self.seconds))
+        for key, outcome in (("failures", "failed"), ("skipped", "skipped")):
+            suite.set(key, str(counts[outcome]))
+        suite.set("tests", str(counts.total()))
         for case in self.cases():
             words = {"classname": self.part, "name": case["name"], "time": str(case["seconds"])}
-            told = ElementTree.SubElement(made, "testcase", words)
+            made = ElementTree.SubElement(suite, "testcase", words)
             if case["outcome"] != "passed":
                 kind, text = "failure" if case["outcome"] == "failed" else "skipped", printable(case["text"])
-                ElementTree.SubElement(told, kind, {"message": text.strip().split("\n")[0][:200]}).text = text
-        return made
+                ElementTree.SubElement(made, kind, message=text.strip().split("\n")[0][:200]).text = text
+        return suite
 
     def counts(self) -> Counter[str]:
         """Tests by outcome: `passed`, `failed`, `skipped`."""
-        return Counter(
-            case["outcome"] if case["outcome"] in ("passed", "failed") else "skipped" for case in self.cases()
-        )
+        return Counter(case["outcome"] for case in self.cases())
 
     def skips(self) -> Counter[str]:
         """Skipped tests by reason; a missing package is `needs PACKAGE`."""
-        return Counter(reason(case["text"]) for case in self.cases() if case["outcome"] in ("skipped", CUT))
-
-    def row_lines(self) -> list[str]:
-        """A line for each row."""
-        return [in_one_line(row) for row in self.rows]
+        return Counter(reason(case["text"]) for case in self.cases() if case["outcome"] == "skipped")
 
     def last_lines(self) -> list[str]:
         """The end of what it printed."""
@@ -250,7 +241,7 @@ class Report:
         lines += ["", "Measured seconds, estimated seconds:"]
         lines += [self._line(part, records[part.name]) for part in self.plan]
         known = [record for record in records.values() if record]
-        rows = [f"  {line}" for record in known for line in record.row_lines()]
+        rows = [f"  {in_one_line(row)}" for record in known for row in record.rows]
         lines += ["", "Measured:", *rows] if rows else []
         skips = sum((record.skips() for record in known), Counter[str]())
         if skips:

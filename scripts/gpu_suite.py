@@ -259,11 +259,12 @@ def chosen(plan: Sequence[Part], report: Report, only: str) -> list[Part]:
     here = report.records()
 
     def is_known(part: Part) -> bool:
-        elsewhere, now = report.memory.latest(part.name), here[part.name]
-        of_other_code = now is None and elsewhere is not None and elsewhere.outcome == "passed"
-        return of_other_code or (now is not None and now.outcome not in (CUT, "interrupted"))
+        record = report.memory.latest(part.name)
+        if record is None or record.outcome in (CUT, "interrupted"):
+            return False
+        return here[part.name] is not None or record.outcome == "passed"  # what failed before a change runs early
 
-    return sorted((part for part in plan if (now := here[part.name]) is None or now.outcome != "passed"), key=is_known)
+    return sorted((part for part in plan if getattr(here[part.name], "outcome", "") != "passed"), key=is_known)
 
 
 def run(began: float, options: argparse.Namespace, plan: Sequence[Part]) -> int:
