@@ -23,7 +23,7 @@ from typing import Any
 
 from gpu_plan import Part
 
-LAST_LINES = 25
+LAST_LINES = 40
 """How much of a failed part's output the summary shows."""
 BAD = ("failed", "crashed", "too long", "interrupted")
 """Outcomes that make the suite fail. Others: `passed`, `skipped`, `CUT`, `RUNNING`; without a record, `not started`."""
@@ -44,7 +44,7 @@ class Record:
     key: str
     """Hash of the code, the part and the machine's versions."""
     command: float
-    """When the command began that ran it, in seconds since 1970."""
+    """When the command that ran it began, in seconds since 1970."""
     outcome: str
     why: str
     """The reason where it did not pass, in one line."""
@@ -171,7 +171,8 @@ class Memory:
                 raise ValueError(f"--after {after} holds no memory.jsonl; give the results of an earlier command")
             for name in ("memory.jsonl", "rows.jsonl"):
                 lines = [line for path in (after / name, folder / name) for line in lines_of(path)]
-                (folder / name).write_text("".join(f"{line}\n" for line in dict.fromkeys(lines)))
+                if lines:
+                    (folder / name).write_text("".join(f"{line}\n" for line in dict.fromkeys(lines)))
         elif (text := (folder / "memory.jsonl").read_text()) and not text.endswith("\n"):
             self._file.write("\n")  # a suite was killed while it wrote
         self.records = read_records(folder)

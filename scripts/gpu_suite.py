@@ -45,10 +45,14 @@ MARK = "LABKIT_GPU_PART"
 """Environment variable by which the processes of a part are found, also those in sessions of their own."""
 SKIPPED = 77
 """Exit code of a command or benchmark that cannot run here."""
+VERSIONS = ("python", "torch", "gpu", "cuda", "triton")
+"""What of the machine decides whether a part runs again; a host of the same kind may have another processor."""
 LOG_BYTES = 100_000
 """How much of a part's output is kept, from its end."""
 MARGIN = 15.0
 """Seconds before the end of a command at which its parts are ended: the results are still to be written."""
+GRACE = 2.0
+"""Seconds that a part has to end by itself once it was told to."""
 WRITE_EVERY = 10.0
 """Seconds after which the results are written again while no part ends."""
 
@@ -96,7 +100,8 @@ class Running:
     """It is killed after these."""
     started: float = field(default_factory=time.monotonic)
     why: str = ""
-    """Why the suite itself ended it, with the outcome before the colon."""
+    """Why the suite itself stopped it, with the outcome before the colon."""
+    stopped: float = 0.0
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True)
@@ -112,21 +117,20 @@ class Running:
             )  # fmt: skip
 
     def ended(self) -> bool:
-        """Whether it is over; ends it where its time is."""
-        if self.process.poll() is None and time.monotonic() - self.started > self.seconds:
-            cut = self.seconds < self.part.limit
-            after = f"after {self.seconds:.0f} s"
-            self.end(f"{CUT}: the time of the command was over {after}" if cut else f"too long: ended {after}")
+        """Whether it is over; stops it where its time is, and kills it if it does not stop soon."""
+        if self.process.poll() is None:
+            after, cut = f"after {self.seconds:.0f} s", self.seconds < self.part.limit
+            if not self.why and time.monotonic() > self.started + self.seconds:
+                self.stop(f"{CUT}: the time of the command was over {after}" if cut else f"too long: ended {after}")
+            if self.why and time.monotonic() > self.stopped + GRACE:
+                self.kill_all()
         return self.process.poll() is not None
 
-    def end(self, why: str) -> None:
-        """Kill it; a Python process first prints where it stands."""
-        self.why = why
+    def stop(self, why: str) -> None:
+        """Ask it to end; a Python process first prints where it stands."""
+        self.why, self.stopped = why, time.monotonic()
         with suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGABRT)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(2)
-        self.kill_all()
 
     def kill_all(self) -> None:
         """End every process of the part, whatever session it moved to."""
@@ -209,15 +213,16 @@ class Command:
         """Run what fits; remember each part as it ends."""
         try:
             while self._start_what_may() or self.running:
-                for one in [one for one in self.running if one.ended()]:
-                    self._keep(one)
+                self._keep_ended()
                 if time.monotonic() > self._written + WRITE_EVERY:
                     self._write()
                 time.sleep(0.05)
         except KeyboardInterrupt:
-            for one in list(self.running):
-                one.end("interrupted: you interrupted the suite")
-                self._keep(one)
+            for one in self.running:
+                one.stop("interrupted: you interrupted the suite")
+            while self.running:
+                self._keep_ended()
+                time.sleep(0.05)
             raise
 
     def _start_what_may(self) -> bool:
@@ -238,9 +243,10 @@ class Command:
             self._remember(replace(blank, why=f"cannot start: {error}"))
         return True
 
-    def _keep(self, one: Running) -> None:
-        self.running.remove(one)
-        self._remember(one.record())
+    def _keep_ended(self) -> None:
+        for one in [one for one in self.running if one.ended()]:
+            self.running.remove(one)
+            self._remember(one.record())
 
     def _remember(self, record: Record) -> None:
         self.report.memory.add(record)
@@ -275,17 +281,20 @@ def run(began: float, options: argparse.Namespace, plan: Sequence[Part]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     memory = Memory(out, options.after.resolve() if options.after else None)
     kill(marked(memory.mark))  # of a suite that was killed
-    left = 60 * min(options.per_command, options.minutes - seconds_used(memory.records) / 60)
+    used = seconds_used(memory.records) / 60
+    left, command = 60 * min(options.per_command, options.minutes - used), time.time() - (time.monotonic() - began)
     if left <= MARGIN:
         raise ValueError(
-            f"the commands of {out} have used up --minutes {options.minutes:g}; give more, or another --out"
+            f"no time is left: the commands of {out} took {used:.1f} of --minutes {options.minutes:g}, "
+            f"and --per-command is {options.per_command:g}; give more, or another --out"
         )
     machine = look_at_machine()
     if "gpu" not in machine:
         print("torch sees no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES. Tests of the CPU run, others skip.")
     wheels = options.wheels.resolve() if options.wheels else None
-    keys = {part.name: part.key(json.dumps(machine), wheels) for part in plan}
-    report = Report(plan, keys, machine, memory, time.time(), began, options.minutes, again(options))
+    versions = json.dumps({name: machine[name] for name in VERSIONS if name in machine})
+    keys = {part.name: part.key(versions, wheels) for part in plan}
+    report = Report(plan, keys, machine, memory, command, began, options.minutes, again(options))
     report.write(folders)
     scratch = out.with_name(f"{out.name}-running")
     shutil.rmtree(scratch, ignore_errors=True)  # of a suite that was killed
@@ -300,9 +309,9 @@ def run(began: float, options: argparse.Namespace, plan: Sequence[Part]) -> int:
 
 def again(options: argparse.Namespace) -> str:
     """The command line that goes on."""
-    given = {"--minutes": options.minutes, "--per-command": options.per_command, "--out": options.out}
-    usual = {"--minutes": math.inf, "--per-command": 10.0, "--out": ROOT / "build" / "gpu"}
-    words = [str(word) for name, value in given.items() if value != usual[name] for word in (name, value)]
+    words = [] if options.minutes == math.inf else ["--minutes", f"{options.minutes:g}"]
+    words += [] if options.per_command == 10 else ["--per-command", f"{options.per_command:g}"]
+    words += [] if options.out == ROOT / "build" / "gpu" else ["--out", str(options.out)]
     return shlex.join(["scripts/gpu_suite.sh", *words])
 
 

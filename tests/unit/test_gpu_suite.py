@@ -312,7 +312,7 @@ def test_minutes_bound_a_command_and_all_of_them(tmp_path: Path) -> None:
     quick.touch()
     assert suite.started("--minutes", "2.5") == ["long", "cut", "late", "bad"]
     done = suite.run("--minutes", "0.3")
-    assert done.returncode == 2 and "have used up --minutes 0.3; give more" in done.stderr
+    assert done.returncode == 2 and "of --minutes 0.3, and --per-command is 10; give more" in done.stderr
     assert suite.started("--per-command", "0.2") == [], "not even the margin"
 
 
