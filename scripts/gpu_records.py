@@ -33,7 +33,6 @@ RUNNING = "running"
 """Outcome of a part that is under way; no such record is remembered."""
 USELESS = ("rejected", "could_not_run", "not_the_same")
 """Keys of a benchmark's row that tell why it holds no number to quote; benchmarks/gpu.py has the same."""
-FILES = ("summary.txt", "junit.xml", "log.txt", "rows.jsonl", "memory.jsonl")
 
 
 @dataclass(frozen=True)
@@ -162,25 +161,21 @@ class Memory:
     """
 
     def __init__(self, folder: Path, after: Path | None = None) -> None:
-        self.folder = folder
-        self.rows = folder / "rows.jsonl"
+        self.folder, self.rows = folder, folder / "rows.jsonl"
+        self.mark = f"{folder};"
+        """What the marks of its suite's processes begin with."""
         self._file = (folder / "memory.jsonl").open("a+")
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if after is not None and after != folder:
             if not (after / "memory.jsonl").is_file():
                 raise ValueError(f"--after {after} holds no memory.jsonl; give the results of an earlier command")
             for name in ("memory.jsonl", "rows.jsonl"):
-                lines = [line for path in (after / name, folder / name) for line in lines_of(path)]
+                lines = [json.dumps(line) + "\n" for path in (after / name, folder / name) for line in parsed(path)]
                 if lines:
-                    (folder / name).write_text("".join(f"{line}\n" for line in dict.fromkeys(lines)))
+                    (folder / name).write_text("".join(dict.fromkeys(lines)))
         elif (text := (folder / "memory.jsonl").read_text()) and not text.endswith("\n"):
             self._file.write("\n")  # a suite was killed while it wrote
         self.records = read_records(folder)
-
-    @property
-    def mark(self) -> str:
-        """What marks of processes begin with that a suite with this memory starts."""
-        return f"{self.folder};"
 
     def add(self, record: Record) -> None:
         """Remember it, on disk when this returns."""
@@ -192,11 +187,6 @@ class Memory:
     def latest(self, part: str) -> Record | None:
         """The last record of the part, whatever code and machine it is of."""
         return next((record for record in reversed(self.records) if record.part == part), None)
-
-
-def lines_of(path: Path) -> list[str]:
-    """The lines of a file that may be missing."""
-    return path.read_text().splitlines() if path.exists() else []
 
 
 # ---- what a reader gets ----
@@ -214,8 +204,6 @@ class Report:
     memory: Memory
     command: float
     """When this command began, in seconds since 1970."""
-    began: float
-    """Likewise by `time.monotonic`."""
     minutes: float
     """That all commands may take together."""
     again: str
@@ -267,7 +255,8 @@ class Report:
     def _verdict(self, records: Mapping[str, Record | None]) -> list[str]:
         """How many parts have each outcome, and what to do now."""
         counts = Counter(record.outcome if record else "not started" for record in records.values())
-        used = self._earlier() + time.monotonic() - self.began
+        earlier = [record for record in self.memory.records if record.command != self.command]
+        used = seconds_used(earlier) + time.time() - self.command
         of = f" of {self.minutes:g}" if self.minutes < math.inf else ""
         lines = [", ".join(f"{number} {outcome}" for outcome, number in counts.items())]
         lines.append(f"Commands have taken {used / 60:.1f}{of} minutes.")
@@ -280,10 +269,6 @@ class Report:
             lines.append(f"At home: python benchmarks/gpu.py --store {self.memory.rows}")
         return [*lines, f"Copy {self.memory.folder} home before the machine goes; nothing else holds these results."]
 
-    def _earlier(self) -> float:
-        """Seconds of the commands before this one."""
-        return seconds_used([record for record in self.memory.records if record.command != self.command])
-
     def write(self, folders: Sequence[Path], under_way: Sequence[Record] = ()) -> str:
         """Write the files into each folder, each whole or not at all; returns the summary."""
         records = self.records(under_way)
@@ -291,7 +276,8 @@ class Report:
         suites = ElementTree.Element("testsuites")
         suites.extend([record.suite() for record in known])
         log = "".join(f"== {record.part}: {record.outcome}\n{record.log.rstrip()}\n\n" for record in known)
-        texts = dict(zip(FILES, (self.summary(records), ElementTree.tostring(suites, "unicode"), log), strict=False))
+        junit = ElementTree.tostring(suites, "unicode")
+        texts = {"summary.txt": self.summary(records), "junit.xml": junit, "log.txt": log}
         for folder in folders:
             for name, text in texts.items():
                 whole(folder / name, text)

@@ -294,7 +294,7 @@ def run(began: float, options: argparse.Namespace, plan: Sequence[Part]) -> int:
     wheels = options.wheels.resolve() if options.wheels else None
     versions = json.dumps({name: machine[name] for name in VERSIONS if name in machine})
     keys = {part.name: part.key(versions, wheels) for part in plan}
-    report = Report(plan, keys, machine, memory, command, began, options.minutes, again(options))
+    report = Report(plan, keys, machine, memory, command, options.minutes, again(options))
     report.write(folders)
     scratch = out.with_name(f"{out.name}-running")
     shutil.rmtree(scratch, ignore_errors=True)  # of a suite that was killed
