@@ -57,6 +57,8 @@ def test_the_precision_of_the_run_decides() -> None:
     assert peak_of(H200, OptimConfig(precision="fp16")) == peak.half
     assert peak_of(H200, OptimConfig(precision="bf16", fp8="hybrid")) == peak.fp8 == 1979.0
     assert peak_of(A100, OptimConfig(precision="bf16", fp8="hybrid")) is None
+    assert peak_of(H200, OptimConfig(precision="bf16", fp8="hybrid", fp8_recipe="current")) == peak.fp8
+    assert peak_of(H200, OptimConfig(precision="bf16", fp8="hybrid", fp8_recipe="blockwise")) is None, "a simulation"
     assert peak_of(H200, OptimConfig(precision="fp64")) is None
     fp32, matmul = OptimConfig(precision="fp32"), torch.backends.cuda.matmul
     assert peak_of(H200, fp32) == peak.fp32 == 67.0

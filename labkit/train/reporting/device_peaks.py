@@ -2,7 +2,8 @@
 
 MFU, the model FLOPs utilisation of arXiv 2204.02311 (appendix B), is the rate of the model's operations over the peak
 of the devices. The operations are those of `labkit.models.counts.step_flops`. Both count attention over all pairs of
-positions and no operation that recomputation repeats.
+positions and no operation that recomputation repeats. Megatron's formula (arXiv 2104.04473) counts the same pairs, so
+the number compares with published ones. The GPU benchmarks have the same MFU.
 
 The table has TFLOP/s of dense products by NVIDIA's documents, by the name that `torch.cuda.get_device_name` gives. A
 data sheet of Hopper or Ada prints its tensor cores with sparsity; a dense product reaches half of that.
@@ -75,14 +76,15 @@ def known_peak(name: str) -> Peak | None:
 def peak_of(name: str, optim: OptimConfig) -> float | None:
     """Return TFLOP/s of the GPU with this name in the precision of a run, or None if the table has no such number.
 
-    A run with fp8 is held against the peak of fp8, although attention and the output layer multiply in bf16. The table
-    has no peak for fp64, which serves comparisons.
+    A run with fp8 is held against the peak of fp8, although attention and the output layer multiply in bf16. The recipe
+    `blockwise` has no peak: labkit simulates it, with products in float32. The table has no peak for fp64, which serves
+    comparisons.
     """
     peak = known_peak(name)
     if peak is None or optim.precision == "fp64":
         return None
     if optim.fp8 != "none":
-        return peak.fp8
+        return None if optim.fp8_recipe == "blockwise" else peak.fp8
     if optim.precision == "fp32":
         return peak.tf32 if torch.backends.cuda.matmul.fp32_precision == "tf32" else peak.fp32
     return peak.half
